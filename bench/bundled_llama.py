@@ -24,7 +24,7 @@ import numpy as np
 
 from collectives import make_mesh
 from pipeline import weights
-from pipeline.weights.files import grouped, write_files
+from pipeline.models.weights.files import grouped, write_files
 
 PROMPT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 LENGTH, STAGES = 64, 4

@@ -28,10 +28,10 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh
 from pipeline import Pipeline, plan
-from pipeline.decoders.config import DecoderConfig
-from pipeline.decoders.decoder import build, next_token_loss
-from pipeline.decoders.experts import ExpertsConfig
 from pipeline.insight.forecast.bytes import predict
+from pipeline.models.decoders.config import DecoderConfig
+from pipeline.models.decoders.decoder import build, next_token_loss
+from pipeline.models.decoders.experts import ExpertsConfig
 from pipeline.planner.costs import Estimate, mfu
 from pipeline.planner.experts import ExpertSizes
 from pipeline.planner.memory import host_bytes

@@ -41,7 +41,7 @@ from pipeline.core.jaxpr.scopes import trips
 from pipeline.insight.calibrate.compiled import beside, costs_of, find_slice, machine_of
 from pipeline.insight.calibrate.cycles import EFFICIENCY, ONCE, Cycles, Machine, Scope, cycles
 from pipeline.insight.forecast.step_memory import predict_step
-from pipeline.layers.attending.blocks import choose_blocks
+from pipeline.models.layers.attending.blocks import choose_blocks
 from pipeline.training.compiling import default_compiler_options
 from schedules import simulate
 

@@ -197,7 +197,7 @@ def sent_over_experts(text: str, machine: Machine, mesh: Mesh, plan: Plan | None
 
 
 def formula(case: Case, *, again: bool) -> float:
-    """Bytes that a device sends over ``expert`` in a step, by pipeline.layers.experts.dispatch.
+    """Bytes that a device sends over ``expert`` in a step, by pipeline.layers.experts.
 
     Tokens in bfloat16 and their k weights and choices of 4 bytes come, and sums go; backwards go
     the sums' gradients, and come those of tokens and weights, but of no choice.

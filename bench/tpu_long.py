@@ -30,14 +30,15 @@ import optax  # type: ignore[import-untyped]
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from pipeline.vocabulary import CrossEntropy
 
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, FixedSlice, SequenceSlice
 from pipeline.decoders import DecoderConfig, build, next_token_loss
-from pipeline.decoders.block import Block
 from pipeline.insight.calibrate.compiled import beside, costs_of, find_slice, machine_of
 from pipeline.insight.calibrate.cycles import ONCE, Cycles, Machine, Scope, cycles
+from pipeline.models.decoders.block import Block
 from pipeline.planner import CHIPS, MODELS
 from pipeline.planner.costs import Estimate, estimate, mfu, stage_costs, with_equal_slices
 from pipeline.planner.layout import MeshLayout, PlannedJob, layers_of_stages
@@ -45,7 +46,6 @@ from pipeline.planner.makespan import makespan
 from pipeline.planner.memory import LOGIT_PARTS
 from pipeline.planner.sequences import SequenceCut, sent_bytes
 from pipeline.training.compiling import default_compiler_options
-from pipeline.vocabulary import CrossEntropy
 from schedules import simulate
 
 GB = 10**9

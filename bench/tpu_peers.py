@@ -38,7 +38,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh
-from pipeline.layers import attention, kernels
+from pipeline.models.layers import attention, kernels
 
 Loss = Callable[..., jax.Array]  # of (weights, words, targets)
 ROWS = "data", "expert"

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pipeline.layers import RopeScaling
-from pipeline.layers.kernels import OPERANDS, RESIDUALS
+from pipeline.models.layers.kernels import OPERANDS, RESIDUALS
 
 REQUIRED = (
     "hidden_size",

@@ -6,13 +6,14 @@ from pipeline.base.imports import check_neighbours, check_releases, exports
 
 if TYPE_CHECKING:
     from pipeline.base.added import add_loss
+    from pipeline.base.agreed.vocabulary import CrossEntropy
     from pipeline.config import ParallelConfig
     from pipeline.core.sharding.report import check_sharding, describe_sharding
     from pipeline.core.side_effects.added_losses import with_losses
-    from pipeline.decoding.generate import generate
-    from pipeline.decoding.sampling import sample
     from pipeline.insight.calibrate.calibration import Calibration
     from pipeline.insight.calibrate.conclude import CalibrationError
+    from pipeline.models.decoding.generate import generate
+    from pipeline.models.decoding.sampling import sample
     from pipeline.optimizer import make_optimizer, shard_optimizer
     from pipeline.pipeline import Pipeline
     from pipeline.planner.plans import DoesNotFitError, Plans
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from pipeline.processes.batch import local_rows, shard_batch
     from pipeline.processes.start import initialize
     from pipeline.splitting.split import Parts, split
-    from pipeline.vocabulary import CrossEntropy
 
 check_neighbours(__file__)  # before another package of the same name is imported
 check_releases()  # before flax is used with a jax that it does not know
@@ -56,8 +56,8 @@ _HOMES = {
     "pipeline.config": "ParallelConfig",
     "pipeline.core.sharding.report": "check_sharding describe_sharding",
     "pipeline.core.side_effects.added_losses": "with_losses",
-    "pipeline.decoding.generate": "generate",
-    "pipeline.decoding.sampling": "sample",
+    "pipeline.models.decoding.generate": "generate",
+    "pipeline.models.decoding.sampling": "sample",
     "pipeline.insight.calibrate.calibration": "Calibration",
     "pipeline.insight.calibrate.conclude": "CalibrationError",
     "pipeline.optimizer": "make_optimizer shard_optimizer",
@@ -67,7 +67,7 @@ _HOMES = {
     "pipeline.processes.batch": "local_rows shard_batch",
     "pipeline.processes.start": "initialize",
     "pipeline.splitting.split": "Parts split",
-    "pipeline.vocabulary": "CrossEntropy",
+    "pipeline.base.agreed.vocabulary": "CrossEntropy",
 }
 _ROOMS = "layers", "processes", "vocabulary"
 

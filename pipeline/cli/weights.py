@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cli.options import Parser, add_command, say
-from pipeline.weights.inspect import inspect
-from pipeline.weights.native import export_stages, import_stages
+from pipeline.models.weights.inspect import inspect
+from pipeline.models.weights.native import export_stages, import_stages
 
 ABOUT = """Look at checkpoints of the Hugging Face layout, and cut them into stages and back.
 

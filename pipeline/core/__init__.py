@@ -6,7 +6,7 @@ them, so these may import all. Nothing here imports a public room or `pipeline.i
 """
 
 FRONT = "pipeline", "pipeline.optimizer", "pipeline.pipeline"
-WITHIN = "pipeline.decoding", "pipeline.insight"
+WITHIN = "pipeline.models.decoding", "pipeline.insight"
 
 DOORS = (
     "pipeline.core.diagnosis.outside",  # warnings of parameters that are read from outside
@@ -33,7 +33,7 @@ GUESTS = (
     "pipeline.training.experts",
     "pipeline.training.step",
     "pipeline.training.trainer",
-    "pipeline.weights.biases",
-    "pipeline.weights.load",
-    "pipeline.weights.save",
+    "pipeline.models.weights.biases",
+    "pipeline.models.weights.load",
+    "pipeline.models.weights.save",
 )

@@ -6,20 +6,25 @@ embed and head. What never does is a file format, or the name that another libra
 those are the business of `pipeline.weights`.
 """
 
-from pipeline.decoders.block import Block
-from pipeline.decoders.config import DecoderConfig, Rope
-from pipeline.decoders.decoder import (
-    Embedding,
-    Head,
-    LogitFactors,
-    Parts,
-    Stage,
-    build,
-    next_token_loss,
-    split_layers,
-)
-from pipeline.decoders.experts import ExpertsConfig, LatentConfig
-from pipeline.decoders.multi_token import MultiTokenBlock, MultiTokenLoss
+from typing import TYPE_CHECKING
+
+from pipeline.base.imports import exports
+
+if TYPE_CHECKING:
+    from pipeline.models.decoders.block import Block
+    from pipeline.models.decoders.config import DecoderConfig, Rope
+    from pipeline.models.decoders.decoder import (
+        Embedding,
+        Head,
+        LogitFactors,
+        Parts,
+        Stage,
+        build,
+        next_token_loss,
+        split_layers,
+    )
+    from pipeline.models.decoders.experts import ExpertsConfig, LatentConfig
+    from pipeline.models.decoders.multi_token import MultiTokenBlock, MultiTokenLoss
 
 __all__ = [
     "Block",
@@ -38,3 +43,16 @@ __all__ = [
     "next_token_loss",
     "split_layers",
 ]
+
+__getattr__ = exports(
+    __name__,
+    {
+        "pipeline.models.decoders.block": "Block",
+        "pipeline.models.decoders.config": "DecoderConfig Rope",
+        "pipeline.models.decoders.decoder": (
+            "Embedding Head LogitFactors Parts Stage build next_token_loss split_layers"
+        ),
+        "pipeline.models.decoders.experts": "ExpertsConfig LatentConfig",
+        "pipeline.models.decoders.multi_token": "MultiTokenBlock MultiTokenLoss",
+    },
+)

@@ -15,22 +15,24 @@ if TYPE_CHECKING:
     from pipeline.base.agreed.pieces import check_axis
     from pipeline.base.agreed.slices import SequenceSlice
     from pipeline.base.rows import data_mask
-    from pipeline.layers.attending.order import Context, unzigzag, zigzag
-    from pipeline.layers.attending.sent import context_bytes
-    from pipeline.layers.attention import Attention, FusedQKV, attend_slice, fuse_qkv
-    from pipeline.layers.dropout import Dropout
-    from pipeline.layers.experts import (
-        ExpertState,
-        advance_experts,
-        settle_experts,
+    from pipeline.models.layers.attending.order import Context, unzigzag, zigzag
+    from pipeline.models.layers.attending.sent import context_bytes
+    from pipeline.models.layers.attention import Attention, FusedQKV, attend_slice, fuse_qkv
+    from pipeline.models.layers.dropout import Dropout
+    from pipeline.models.layers.experts.state import ExpertState, advance_experts, settle_experts
+    from pipeline.models.layers.linear import ColumnLinear, RowLinear
+    from pipeline.models.layers.mixture import MixtureOfExperts
+    from pipeline.models.layers.mlp import SwiGLU, fuse_gate_up
+    from pipeline.models.layers.norm import LayerNorm, RMSNorm
+    from pipeline.models.layers.replicated import ReplicatedKV
+    from pipeline.models.layers.rotary import (
+        LinearScaling,
+        RopeScaling,
+        YarnScaling,
+        rotary,
+        rotate,
     )
-    from pipeline.layers.linear import ColumnLinear, RowLinear
-    from pipeline.layers.mixture import MixtureOfExperts
-    from pipeline.layers.mlp import SwiGLU, fuse_gate_up
-    from pipeline.layers.norm import LayerNorm, RMSNorm
-    from pipeline.layers.replicated import ReplicatedKV
-    from pipeline.layers.rotary import LinearScaling, RopeScaling, YarnScaling, rotary, rotate
-    from pipeline.layers.vocabulary import VocabularyEmbedding, VocabularyHead
+    from pipeline.models.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 
 __all__ = [
     "Attention",
@@ -71,17 +73,17 @@ __getattr__ = exports(
         "pipeline.base.agreed.pieces": "check_axis",
         "pipeline.base.agreed.slices": "SequenceSlice",
         "pipeline.base.rows": "data_mask",
-        "pipeline.layers.attending.order": "Context unzigzag zigzag",
-        "pipeline.layers.attending.sent": "context_bytes",
-        "pipeline.layers.attention": "Attention FusedQKV attend_slice fuse_qkv",
-        "pipeline.layers.dropout": "Dropout",
-        "pipeline.layers.experts": "ExpertState advance_experts settle_experts",
-        "pipeline.layers.linear": "ColumnLinear RowLinear",
-        "pipeline.layers.mixture": "MixtureOfExperts",
-        "pipeline.layers.mlp": "SwiGLU fuse_gate_up",
-        "pipeline.layers.norm": "LayerNorm RMSNorm",
-        "pipeline.layers.replicated": "ReplicatedKV",
-        "pipeline.layers.rotary": "LinearScaling RopeScaling YarnScaling rotary rotate",
-        "pipeline.layers.vocabulary": "VocabularyEmbedding VocabularyHead",
+        "pipeline.models.layers.attending.order": "Context unzigzag zigzag",
+        "pipeline.models.layers.attending.sent": "context_bytes",
+        "pipeline.models.layers.attention": "Attention FusedQKV attend_slice fuse_qkv",
+        "pipeline.models.layers.dropout": "Dropout",
+        "pipeline.models.layers.experts.state": "ExpertState advance_experts settle_experts",
+        "pipeline.models.layers.linear": "ColumnLinear RowLinear",
+        "pipeline.models.layers.mixture": "MixtureOfExperts",
+        "pipeline.models.layers.mlp": "SwiGLU fuse_gate_up",
+        "pipeline.models.layers.norm": "LayerNorm RMSNorm",
+        "pipeline.models.layers.replicated": "ReplicatedKV",
+        "pipeline.models.layers.rotary": "LinearScaling RopeScaling YarnScaling rotary rotate",
+        "pipeline.models.layers.vocabulary": "VocabularyEmbedding VocabularyHead",
     },
 )

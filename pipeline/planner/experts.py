@@ -2,7 +2,7 @@
 
 Letters: e experts, k of a token, f columns of one, d width, E ranks on `expert`, n tokens of a rank
 in a microbatch, r rows that a rank's grouped products are given for each token. Formulas are those
-of `pipeline.layers.experts.dispatch`.
+of `pipeline.models.layers.experts.dispatch`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ time.
 
 Whole sequences, also those that Ulysses makes whole, go through the platform's kernel, which passes
 over the scores that a causal mask hides. All else is the formula in float32
-(`pipeline.layers.attending`), whose scores pass HBM. Slices of given lengths run the kernel on
+(`models.layers.attending`), whose scores pass HBM. Slices of given lengths run the kernel on
 TPUs; a number of equal slices runs the formula, slice n on the blocks of n + 1 slices.
 """
 
@@ -23,8 +23,7 @@ from pipeline.planner.models import COMPUTE_BYTES, ModelSizes
 from schedules import equal_time
 
 if TYPE_CHECKING:
-    from pipeline.layers import Context
-    from pipeline.layers.attending.order import Order, Way
+    from pipeline.models.layers.attending.order import Context, Order, Way
 
 # The layers are imported where they are called: they import jax, and the command line must not.
 CONTEXT = "context"  # the axis's name, as `collectives` has it
@@ -50,7 +49,7 @@ class SequenceCut:
 
     Attributes:
       ranks: R.
-      way: of attention over these ranks; one of `pipeline.layers.attending.order.WAYS`.
+      way: of attention over these ranks; one of `pipeline.models.layers.attending.order.WAYS`.
       order: of positions on them.
       slices: N.
       lengths: [N] positions of the slices, of equal time; empty for a number of equal slices.
@@ -90,7 +89,7 @@ class SequenceCut:
     @property
     def context(self) -> Context:
         """The layout as a layer takes it."""
-        from pipeline.layers import Context  # noqa: PLC0415
+        from pipeline.models.layers.attending.order import Context  # noqa: PLC0415
 
         if self.ranks == 1:
             return Context()
@@ -122,7 +121,7 @@ WHOLE_CUT = SequenceCut()
 
 def _chunk(cut: SequenceCut, seq: int) -> tuple[int, int]:
     """Number of queries that are scored at a time, and of the keys that they are scored with."""
-    from pipeline.layers.attending.formula import chunk_of  # noqa: PLC0415
+    from pipeline.models.layers.attending.formula import chunk_of  # noqa: PLC0415
 
     t = keys = seq // cut.parts
     if cut.way == "allgather" and cut.ranks > 1:
@@ -213,7 +212,7 @@ def sent_bytes(
 
     `pipeline.layers.context_bytes` has the formulas, of the whole sequence; a slice sends its part.
     """
-    from pipeline.layers import context_bytes  # noqa: PLC0415
+    from pipeline.models.layers.attending.sent import context_bytes  # noqa: PLC0415
 
     if cut.ranks == 1:
         return 0.0, 0.0

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pipeline.decoding.caches import keeps_caches
-from pipeline.decoding.generate import generate
-from pipeline.decoding.sampling import sample
+from pipeline.models.decoding.caches import keeps_caches
+from pipeline.models.decoding.generate import generate
+from pipeline.models.decoding.sampling import sample
 from pipeline.pipeline import Pipeline
 
 

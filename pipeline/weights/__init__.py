@@ -5,14 +5,19 @@ that a device holds. What never does is a model (`pipeline.decoders`) or a step;
 this room but the command line. (Runs of a configuration name `parts` as any function of a user's.)
 """
 
-from pipeline.splitting.layouts import parse_layout, read_layout, write_layout
-from pipeline.weights.inspect import inspect
-from pipeline.weights.load import load, parts, read_into
-from pipeline.weights.native import export_stages, import_stages
-from pipeline.weights.save import Layer, named_layers, save
-from pipeline.weights.tables.families import FAMILIES
-from pipeline.weights.tables.family import Family
-from pipeline.weights.tables.patterns import Row, row
+from typing import TYPE_CHECKING
+
+from pipeline.base.imports import exports
+
+if TYPE_CHECKING:
+    from pipeline.models.weights.inspect import inspect
+    from pipeline.models.weights.load import load, parts, read_into
+    from pipeline.models.weights.native import export_stages, import_stages
+    from pipeline.models.weights.save import Layer, named_layers, save
+    from pipeline.models.weights.tables.families import FAMILIES
+    from pipeline.models.weights.tables.family import Family
+    from pipeline.models.weights.tables.patterns import Row, row
+    from pipeline.splitting.layouts import parse_layout, read_layout, write_layout
 
 __all__ = [
     "FAMILIES",
@@ -32,3 +37,17 @@ __all__ = [
     "save",
     "write_layout",
 ]
+
+__getattr__ = exports(
+    __name__,
+    {
+        "pipeline.models.weights.inspect": "inspect",
+        "pipeline.models.weights.load": "load parts read_into",
+        "pipeline.models.weights.native": "export_stages import_stages",
+        "pipeline.models.weights.save": "Layer named_layers save",
+        "pipeline.models.weights.tables.families": "FAMILIES",
+        "pipeline.models.weights.tables.family": "Family",
+        "pipeline.models.weights.tables.patterns": "Row row",
+        "pipeline.splitting.layouts": "parse_layout read_layout write_layout",
+    },
+)

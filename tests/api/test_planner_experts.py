@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import make_mesh
 from pipeline import ParallelConfig, Pipeline, decoders
 from pipeline.insight.forecast.bytes import predict
-from pipeline.layers.experts import products
+from pipeline.models.layers.experts import products
 from pipeline.planner import CHIPS, MODELS, ExpertSizes, LatentSizes, ModelSizes, plan
 from pipeline.planner.candidates import layouts_of
 from pipeline.planner.costs import estimate, mfu

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from collectives import axis_size, exchange, make_mesh, shift_left, shift_right
 from pipeline import Pipeline, add_loss
 from pipeline.decoders import DecoderConfig, build, next_token_loss
-from pipeline.decoders.config import LatentConfig
 from pipeline.layers import Attention, Context, Dropout, MixtureOfExperts
+from pipeline.models.decoders.config import LatentConfig
 from tests.support.close import assert_close
 
 AXIS = "context"

@@ -12,7 +12,7 @@ from pipeline import weights
 from pipeline.cli.main import main
 from tests.docs.pages.reading import DOCS, blocks
 from tests.docs.pages.running import run
-from tests.weights import tiny
+from tests.models.weights import tiny
 
 PAGE = (DOCS / "weights.md").read_text(encoding="utf-8")
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.layers import rotary, rotate
-from pipeline.layers.attention import attend
+from pipeline.models.layers.attention import attend
 from tests.examples.llama_cases import FAMILIES, MICROBATCHES, OPTIONS, check, data
 from tests.support import models
 from tests.support.grids import covering

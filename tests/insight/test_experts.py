@@ -15,10 +15,10 @@ from flax import nnx
 
 from pipeline.insight.calibrate import measure, one_rank
 from pipeline.layers import ExpertState, advance_experts
-from tests.layers.test_experts import D as WIDTH
-from tests.layers.test_experts import E as EXPERTS
-from tests.layers.test_experts import F as COLUMNS
-from tests.layers.test_experts import T, X
+from tests.models.layers.test_experts import D as WIDTH
+from tests.models.layers.test_experts import E as EXPERTS
+from tests.models.layers.test_experts import F as COLUMNS
+from tests.models.layers.test_experts import T, X
 from tests.parity.test_experts import piped
 from tests.support.close import assert_close
 

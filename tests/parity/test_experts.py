@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
 from pipeline.layers import ExpertState, advance_experts
-from tests.layers.test_experts import Layer, T, X, plain
+from tests.models.layers.test_experts import Layer, T, X, plain
 from tests.support import models
 from tests.support.close import assert_close
 from tests.support.grids import effort

@@ -24,10 +24,10 @@ from pipeline.training.checkpoints import Checkpoints
 from pipeline.training.step import Step
 from tests.api.test_layer_view import assert_equal, gradients
 from tests.api.test_optimizers import SORTED, made
-from tests.layers.test_experts import D as WIDTH
-from tests.layers.test_experts import E as EXPERTS
-from tests.layers.test_experts import K as CHOSEN
-from tests.layers.test_experts import Layer, T, X, kept_by_hand, plain
+from tests.models.layers.test_experts import D as WIDTH
+from tests.models.layers.test_experts import E as EXPERTS
+from tests.models.layers.test_experts import K as CHOSEN
+from tests.models.layers.test_experts import Layer, T, X, kept_by_hand, plain
 from tests.parity.test_experts import ROWS, assert_parity, interleaved, piped
 from tests.support import models
 from tests.support.close import assert_close

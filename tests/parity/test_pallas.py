@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import local, varying_axes
 from pipeline import Pipeline
-from tests.layers import test_tensor_axis
+from tests.models.layers import test_tensor_axis
 from tests.support import models, tensor_stages
 from tests.support.close import assert_close
 from tests.support.grids import covering, effort

@@ -28,8 +28,8 @@ from pipeline.training.config import Config
 from pipeline.training.generation import continue_prompt
 from pipeline.training.step import DynamicScale
 from pipeline.training.trainer import Trainer, means
+from tests.models.weights import tiny
 from tests.training import runnable
-from tests.weights import tiny
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.base.arguments import hint_at
 from pipeline.base.chips import CHIPS
-from pipeline.decoders.config import as_float
+from pipeline.models.decoders.config import as_float
 from pipeline.training.config.functions import (
     rate_with,
     rates,

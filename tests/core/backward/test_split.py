@@ -19,7 +19,8 @@ import pytest
 from pipeline.core.backward.accumulate import as_summed
 from pipeline.core.backward.residuals import Residuals, stage_pullback
 from pipeline.core.backward.split_backward import SplitBackward
-from pipeline.layers.experts import Router, combine, products, route, run_grouped
+from pipeline.layers.experts import Router, combine, route, run_grouped
+from pipeline.models.layers.experts import products
 from tests.support import dots
 from tests.support.close import assert_close
 from tests.support.outcomes import told

@@ -24,7 +24,7 @@ from pipeline import Pipeline, make_optimizer
 from pipeline.insight.forecast import traffic
 from pipeline.vocabulary import CrossEntropy
 from tests.core.kernel import test_vocabulary
-from tests.layers import test_tensor_axis
+from tests.models.layers import test_tensor_axis
 from tests.support import dots, hlo, models, tensor_stages
 from tests.support.models import CLASSES, WIDTH
 

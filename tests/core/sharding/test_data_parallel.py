@@ -21,7 +21,7 @@ from collectives import make_mesh
 from pipeline import Pipeline, shard_optimizer
 from tests.insight.forecast.test_memory import HIDDEN, Wide
 from tests.insight.forecast.test_memory import WIDTH as WIDE
-from tests.layers.test_tensor_axis import mesh
+from tests.models.layers.test_tensor_axis import mesh
 from tests.support import models, tensor_stages
 from tests.support.close import assert_close
 from tests.support.hlo import Sent, computations, in_loops, opcode, result

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.decoders import DecoderConfig, LatentConfig
-from pipeline.decoders.latent import LatentAttention
 from pipeline.insight.forecast import traffic
 from pipeline.layers import Attention, Context, context_bytes
+from pipeline.models.decoders.latent import LatentAttention
 from tests.support import models
 from tests.support.hlo import Sent
 

@@ -1,0 +1,188 @@
+"""The sizes and kinds of a decoder: what its layers are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from pipeline.base.arguments import is_whole
+from pipeline.models.decoders.experts import ExpertsConfig, LatentConfig
+from pipeline.models.layers.attention import check_groups
+from pipeline.models.layers.rotary import LinearScaling, RopeScaling, YarnScaling
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions.
+
+    Attributes:
+      theta: the base of the wavelengths.
+      scaling: how they are stretched, if at all.
+    """
+
+    theta: float = 10000.0
+    scaling: RopeScaling | LinearScaling | YarnScaling | None = None
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder: blocks of attention and MLP between an embedding and a head.
+
+    Attributes:
+      vocabulary: words.
+      width: d.
+      layers: blocks.
+      heads, kv_heads: of queries, and of keys and values.
+      head_dim: width of a head.
+      hidden: columns of the MLP.
+      norm: "rms" or "layer"; norm_epsilon: added to the mean square or variance; norm_offset: to
+        the scales of root-mean-square norms.
+      post_norms: whether what attention and MLP return is normed before it is added.
+      qk_norm: whether queries and keys are, head by head; "whole" for all heads together.
+      sinks: whether a head has a score of its own that no key has, and that takes a part of the
+        weights (gpt-oss).
+      qkv_bias, out_bias, mlp_bias: whether these layers have biases.
+      activation: of the MLP; gated: whether it has a gate.
+      rope: rotary positions, None for positions that are learned; local_rope: those of layers with
+        a window, by default the same.
+      positions: how many are learned.
+      windows: [layers] how many positions each layer's queries see, their own and those before;
+        None for all.
+      attention_scale: of scores, by default head_dim ** -0.5.
+      attention_softcap, logit_softcap: c of c·tanh(x / c), of scores and of logits.
+      embedding_scale: what embeddings are multiplied with.
+      experts: mixtures of experts in the place of some layers' MLPs.
+      latent: multi-head latent attention in the place of heads of keys and values.
+      tied: whether embedding and head share their table.
+      mtp_layers: D modules for multi-token prediction behind the blocks, of which module k predicts
+        the token k + 1 further on (`pipeline.models.decoders.multi_token`). Their losses are
+        `pipeline.decoders.MultiTokenLoss`.
+    """
+
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    norm: Literal["rms", "layer"] = "rms"
+    norm_epsilon: float = 1e-6
+    norm_offset: float = 0.0
+    post_norms: bool = False
+    qk_norm: bool | Literal["whole"] = False
+    sinks: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    activation: Activation = "silu"
+    gated: bool = True
+    rope: Rope | None = Rope()
+    local_rope: Rope | None = None
+    positions: int = 0
+    windows: tuple[int | None, ...] = ()
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float | None = None
+    experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
+    tied: bool = False
+    mtp_layers: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every value.
+
+        Raises:
+          ValueError: all that is wrong, at once.
+        """
+        sizes = ("vocabulary", "width", "layers", "heads", "kv_heads", "head_dim", "hidden")
+        wrong = [
+            f"{name}={getattr(self, name)!r} must be an integer >= 1"
+            for name in sizes
+            if not is_whole(getattr(self, name), 1)
+        ]
+        if wrong:
+            raise ValueError("DecoderConfig: " + "; ".join(wrong))
+        check_groups(self.heads, self.kv_heads)
+        if self.activation not in ACTIVATIONS:
+            known = ", ".join(map(repr, ACTIVATIONS))
+            wrong.append(f"activation={self.activation!r} must be one of {known}")
+        if self.norm not in ("rms", "layer"):
+            wrong.append(f"norm={self.norm!r} must be 'rms' or 'layer'")
+        if self.windows and len(self.windows) != self.layers:
+            wrong.append(
+                f"windows has {len(self.windows)} entries for {self.layers} layers: give one for "
+                f"each, None for a layer that sees all positions"
+            )
+        wrong += [
+            f"windows[{n}]={window!r} must be an integer >= 1, or None"
+            for n, window in enumerate(self.windows)
+            if window is not None and not is_whole(window, 1)
+        ]
+        if (experts := self.experts) is not None:
+            wrong += experts.faults()
+        if self.rope is not None and self.head_dim % 2:
+            wrong.append(f"head_dim={self.head_dim} is odd: rotary positions turn pairs")
+        if self.rope is None and not is_whole(self.positions, 1):
+            wrong.append(f"positions={self.positions!r} must be an integer >= 1: there is no rope")
+        if not is_whole(self.mtp_layers, 0):
+            wrong.append(f"mtp_layers={self.mtp_layers!r} must be an integer >= 0")
+        elif self.mtp_layers and self.rope is None:
+            wrong.append(
+                f"mtp_layers={self.mtp_layers} with learned positions: a module joins embeddings "
+                f"of other positions, which have none of their own; give rope=, or mtp_layers=0"
+            )
+        if wrong:
+            raise ValueError("DecoderConfig: " + "; ".join(wrong))
+
+    def window(self, layer: int) -> int | None:
+        """Number of positions that a layer's queries see."""
+        return self.windows[layer] if self.windows else None
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """A layer's rotary positions."""
+        local = self.window(layer) is not None and self.local_rope is not None
+        return self.local_rope if local else self.rope
+
+
+def with_options(config: DecoderConfig, experts: Mapping[str, Any] | None) -> DecoderConfig:
+    """Copy the configuration with other options of its experts.
+
+    Raises:
+      ValueError: options of experts for a decoder without, or that are none.
+    """
+    if experts is None:
+        return config
+    if config.experts is None:
+        raise ValueError(
+            f"experts={dict(experts)!r} for a checkpoint without experts: leave it out"
+        )
+    return replace(config, experts=config.experts.with_options(dict(experts)))
+
+
+def as_float(name: Any) -> Any:
+    """A dtype that is a float.
+
+    Raises:
+      ValueError: it is none.
+    """
+    try:
+        dtype = jnp.dtype(name)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype={name!r} must be a float type, such as 'bfloat16' or 'float32'")
+    return dtype

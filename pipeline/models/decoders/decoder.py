@@ -1,0 +1,534 @@
+"""One decoder for many families, in the parts that a pipeline wants.
+
+    stages, embed, head = build(config, [7, 8, 8, 7], nnx.Rngs(0))
+    Pipeline(stages, 16, embed=embed, head=head, loss_fn=...)
+
+On a mesh with an axis ``tensor`` every layer is spread over it (`pipeline.layers`); on one without,
+or with no mesh at all, the same modules are the plain model.
+
+Letters: b = sequences, t = positions, d = width, v = words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from collectives.chunked import linear_cross_entropy
+from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
+from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
+from pipeline.base.arguments import is_whole
+from pipeline.models import vocabulary as shared
+from pipeline.models.decoders.attention import check_whole
+from pipeline.models.decoders.block import Block
+from pipeline.models.decoders.config import DecoderConfig
+from pipeline.models.decoders.multi_token import (
+    AHEAD,
+    EMBEDDED,
+    INSIDE,
+    LOGITS,
+    MAIN,
+    MultiTokenBlock,
+    check_targets,
+    words_and_counts,
+)
+from pipeline.models.decoders.norms import make_norm
+from pipeline.models.layers.attending.order import WHOLE, Context
+from pipeline.models.layers.vocabulary import VocabularyEmbedding, VocabularyHead
+
+Mode = Literal["ends", "stage"]
+SPREAD = 0.02  # of initial tables
+
+
+class Stage(nnx.Module):
+    """Consecutive blocks: `[b, t, d] -> [b, t, d]`.
+
+    Args:
+      blocks: in layer order; modules for multi-token prediction behind all others.
+    """
+
+    def __init__(self, blocks: Sequence[Block | MultiTokenBlock]) -> None:
+        self.blocks = nnx.List(blocks)
+
+    def __call__(
+        self,
+        x: Any,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> Any:
+        """Run all of them.
+
+        Args:
+          x: `[b, t, d]`; with multi-token prediction as in `models.decoders.multi_token`.
+          positions: as of `DecoderAttention`.
+          segments: as of `DecoderAttention`.
+          segment_ids: segments by the name that `pipeline.training.packed` gives them.
+
+        Raises:
+          ValueError: both segments and segment_ids.
+        """
+        segments = _one_of(segments, segment_ids)
+        for block in self.blocks:
+            if isinstance(x, Mapping) and not isinstance(block, MultiTokenBlock):
+                x = {**x, MAIN: block(x[MAIN], positions, segments)}
+            else:
+                x = block(x, positions, segments)
+        return x
+
+    def call_slice(
+        self,
+        x: Any,
+        earlier: Any,
+        part: SequenceSlice,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Run all of them on one slice of a sequence (`Pipeline(slices=N)`).
+
+        Args:
+          x: `[b, t, d]` of the slice.
+          earlier: what calls on earlier slices left, `[N, ...]` leaves, or None.
+          part: the place of the slice.
+          positions: as of a call, of the slice.
+          segments: as of a call, of the slice.
+          segment_ids: as of a call, of the slice.
+
+        Returns:
+          The output, and what later slices read: of each block its keys and values.
+
+        Raises:
+          ValueError: both segments and segment_ids; or multi-token prediction.
+        """
+        if isinstance(x, Mapping):
+            raise ValueError(
+                "multi-token prediction with slices of sequences (slices=): its modules read words "
+                "that follow a slice; leave slices out, or build the decoder with mtp_layers=0"
+            )
+        segments, left = _one_of(segments, segment_ids), []
+        blocks: Any = self.blocks
+        for n, block in enumerate(blocks):
+            before = None if earlier is None else earlier[n]
+            x, own = block.call_slice(x, before, part, positions, segments)
+            left.append(own)
+        return x, left
+
+
+def _one_of(segments: jax.Array | None, segment_ids: jax.Array | None) -> jax.Array | None:
+    """The segments, by either name.
+
+    Raises:
+      ValueError: both are given.
+    """
+    if segments is not None and segment_ids is not None:
+        raise ValueError(
+            "a stage was given segments= and segment_ids=, two names of one argument: give one "
+            "of them"
+        )
+    return segment_ids if segments is None else segments
+
+
+class Embedding(VocabularyEmbedding):
+    """Words to vectors, scaled or with learned positions: `[b, t] -> [b, t, d]`.
+
+    Args:
+      config: of the decoder.
+      rngs: has a stream ``params``.
+      dtype: of the tables; activations: of what it returns.
+      context: how sequences lie on the ranks of an axis.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+        *,
+        dtype: Any,
+        activations: Any,
+        context: Context = WHOLE,
+    ) -> None:
+        self.context = context
+        init = nnx.initializers.normal(SPREAD)
+        super().__init__(
+            config.vocabulary, config.width, rngs, init=init, dtype=dtype, activations=activations
+        )
+        self.scale = config.embedding_scale
+        shape = config.positions, config.width
+        learned = config.rope is None
+        self.positions = nnx.Param(init(rngs.params(), shape, dtype)) if learned else None
+        self.feeds_modules = config.mtp_layers > 0
+
+    prefills = True
+
+    def start_decoding(self, _: int, length: int) -> None:
+        """Count the positions seen so far, if positions are learned.
+
+        Modules for multi-token prediction get nothing any more: text is made by the main model.
+
+        Raises:
+          ValueError: sequences longer than those.
+        """
+        self.feeds_modules = False
+        if self.positions is not None:
+            self._check_length(length, self.positions.shape[0])
+            self.seen = nnx.Cache(jnp.zeros((), jnp.int32))
+
+    def __call__(self, tokens: Any) -> Any:
+        """Look the words up.
+
+        Args:
+          tokens: `[b, t]`; or a pair of them and of their positions `[b, t]`, for learned positions
+            that restart in packed rows. Rotary positions are an argument of the stages.
+
+        Returns:
+          `[b, t, d]`; for modules of multi-token prediction a dict, in which they are twice.
+
+        Raises:
+          ValueError: a sequence longer than the positions that were learned.
+        """
+        return self.call_slice(tokens, None, WHOLE_SEQUENCE)[0]
+
+    def call_slice(self, tokens: Any, _: None, part: SequenceSlice) -> tuple[Any, Any]:
+        """Look the words of one slice up, with the positions that it has in its sequence.
+
+        Raises:
+          ValueError: as a call.
+        """
+        tokens, places = tokens if isinstance(tokens, tuple | list) else (tokens, None)
+        return self._looked_up(tokens, places, part), ()
+
+    def _looked_up(self, tokens: Any, places: Any, part: SequenceSlice) -> Any:
+        x = super().__call__(tokens)
+        if self.scale is not None:
+            x = x * jnp.asarray(self.scale, x.dtype)
+        if self.feeds_modules:
+            return {MAIN: x, EMBEDDED: x}
+        if self.positions is None:
+            return x
+        t, learned = tokens.shape[-1], self.positions.get_value()
+        self._check_length(part.length(t * self.context.size), learned.shape[0])
+        if places is not None:
+            return x + learned[places].astype(x.dtype)
+        if hasattr(self, "seen"):
+            first = self.seen[...]
+            self.seen[...] = first + t
+            return x + learned[first + jnp.arange(t)].astype(x.dtype)[None]
+        if self.context.size > 1 or part.count > 1:
+            return x + learned[self.context.places_in(part, t)].astype(x.dtype)[None]
+        return x + learned[:t].astype(x.dtype)[None]
+
+    def _check_length(self, t: int, learned: int) -> None:
+        if t > learned:
+            raise ValueError(
+                f"a sequence of {t} tokens: this model has learned {learned} positions; give it no "
+                f"more"
+            )
+
+
+@dataclass(frozen=True)
+class LogitFactors:
+    """The factors of logits, from which `next_token_loss` forms some of the words at a time.
+
+    Attributes:
+      x: `[b, t, d]`.
+      table: `[v, d]`, of which a rank of ``tensor`` may have its part.
+      chunks: into how many parts of equal size the rows of a rank are cut.
+      words: the number of words.
+    """
+
+    x: jax.Array
+    table: jax.Array
+    chunks: int = field(metadata={"static": True})
+    words: int = field(metadata={"static": True})
+
+
+jax.tree_util.register_dataclass(LogitFactors)
+
+
+class Head(VocabularyHead):
+    """Last activations to logits: `[b, t, d] -> [b, t, v]`.
+
+    With ``loss_chunks`` its output is `LogitFactors`.
+
+    With multi-token prediction its output is a dict: ``logits``, and of every module its logits
+    ``ahead`` and which of its positions are ``inside`` a document. The modules have norms of their
+    own, the first also the main model's.
+
+    Args:
+      config: of the decoder.
+      rngs: has a stream ``params``.
+      table: that of the embedding, to share it.
+      dtype: of the parameters.
+      loss_chunks: as of `build`.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+        *,
+        table: Any = None,
+        dtype: Any,
+        loss_chunks: int | None = None,
+    ) -> None:
+        super().__init__(
+            width=config.width,
+            vocabulary=config.vocabulary,
+            rngs=rngs,
+            table=table,
+            norm=None if config.mtp_layers else make_norm(config, dtype),
+            init=nnx.initializers.normal(SPREAD),
+            dtype=dtype,
+        )
+        self.softcap, self.chunks = config.logit_softcap, loss_chunks
+
+    def __call__(self, x: Any) -> Any:
+        """This rank's logits."""
+        if self.chunks is not None:
+            return LogitFactors(*self._factors(x), self.chunks, self.words)
+        if not isinstance(x, Mapping):
+            return self._logits(x)
+        ahead = tuple(map(self._logits, x[AHEAD]))
+        return {LOGITS: self._logits(x[MAIN]), AHEAD: ahead, INSIDE: x[INSIDE]}
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        logits = super().__call__(x)
+        if self.softcap is None:
+            return logits
+        cap = jnp.asarray(self.softcap, logits.dtype)
+        return cap * jnp.tanh(logits / cap)
+
+
+class Parts(nnx.Module):
+    """A decoder in parts, `stages`, `embed` and `head`, which may share a table."""
+
+    def __init__(self, stages: list[Stage], embed: Any, head: Any) -> None:
+        self.stages, self.embed, self.head = nnx.List(stages), embed, head
+
+
+def build(
+    config: DecoderConfig,
+    counts: Sequence[int],
+    rngs: nnx.Rngs | None = None,
+    *,
+    dtype: Any = jnp.float32,
+    activations: Any = None,
+    vocabulary: Mode = "ends",
+    context: Context = WHOLE,
+    mtp: Sequence[int] | None = None,
+    loss_chunks: int | None = None,
+) -> tuple[list[Stage], Any, Any]:
+    """Stages, embed and head of a decoder.
+
+    Args:
+      config: what it is.
+      counts: [K] how many blocks each stage has, none or more (`split_layers`).
+      rngs: has a stream ``params``, for random weights; None makes types of weights, to describe
+        them or to read a checkpoint into.
+      dtype: of the parameters.
+      activations: of activations, by default that of the parameters.
+      vocabulary: as of `Pipeline`; with "stage" embed and head are those of `pipeline.vocabulary`.
+      context: how sequences lie on the ranks of an axis (`pipeline.layers.Context`), for
+        ``Pipeline(..., batch=P("data", "context"))``; by default they are whole.
+      mtp: [K] how many modules for multi-token prediction each stage has, behind all blocks; by
+        default the last stage has all.
+      loss_chunks: for training with `next_token_loss`: a divisor of the words of a rank, into as
+        many parts are the logits formed, and again in the backward, and none are kept. What
+        ``pipe(inputs)`` returns is then `LogitFactors`; None forms all logits at once.
+
+    Raises:
+      ValueError: counts that do not add up to the config's layers, or modules before a block; or
+        ranks that are to share what they cannot: embeddings that are scaled or have positions,
+        logits with a soft cap, multi-token prediction; or logits in chunks that are more than a
+        product: with a soft cap, of several modules, or that ranks share.
+    """
+    check_chunks(config, vocabulary, loss_chunks)
+    check_shared(config, vocabulary)
+    if config.mtp_layers:
+        check_whole("multi-token prediction", context)
+    if sum(counts) != config.layers or not counts or min(counts) < 0:
+        raise ValueError(
+            f"stages of {', '.join(map(str, counts))} blocks have {sum(counts)} together, but the "
+            f"model has {config.layers}"
+        )
+    modules = place_modules(config, counts, mtp)
+
+    def make(rngs: nnx.Rngs) -> Parts:
+        types: dict[str, Any] = {"dtype": dtype, "activations": activations, "context": context}
+        blocks = [Block(config, n, rngs, **types) for n in range(config.layers)]
+        if vocabulary == "stage":
+            ends: tuple[Any, Any] = _shared_ends(config, rngs, dtype, activations)
+        else:
+            embed = Embedding(config, rngs, **types)
+            table = embed.table if config.tied else None
+            more: dict[str, Any] = {"table": table, "loss_chunks": loss_chunks}
+            ends = embed, Head(config, rngs, dtype=dtype, **more)
+        depths = range(1, config.mtp_layers + 1)
+        ahead = [MultiTokenBlock(config, depth, rngs, **types) for depth in depths]
+        firsts = [(sum(counts[:k]), sum(modules[:k])) for k in range(len(counts))]
+        stages = [
+            Stage([*blocks[n : n + c], *ahead[a : a + m]])
+            for (n, a), c, m in zip(firsts, counts, modules, strict=True)
+        ]
+        return Parts(stages, *ends)
+
+    parts = nnx.eval_shape(lambda: make(nnx.Rngs(0))) if rngs is None else make(rngs)
+    return list(parts.stages), parts.embed, parts.head
+
+
+def place_modules(
+    config: DecoderConfig, counts: Sequence[int], mtp: Sequence[int] | None
+) -> list[int]:
+    """[K] how many modules for multi-token prediction each stage has.
+
+    Args:
+      config: of the decoder.
+      counts: [K] how many blocks each stage has.
+      mtp: as of `build`.
+
+    Raises:
+      ValueError: another number of them or of stages, or one before a block.
+    """
+    if mtp is None:
+        return [0] * (len(counts) - 1) + [config.mtp_layers]
+    found = list(mtp) if isinstance(mtp, list | tuple) else mtp
+    if not isinstance(found, list) or not all(is_whole(one, 0) for one in found):
+        raise ValueError(
+            f"mtp={mtp!r}: must be a list of integers >= 0, the number of multi-token modules of "
+            f"each of {len(counts)} stages; leave mtp= out to put all on the last stage"
+        )
+    if len(found) != len(counts) or sum(found) != config.mtp_layers:
+        raise ValueError(
+            f"mtp={found!r}: must be the number of multi-token modules of each of {len(counts)} "
+            f"stages, and the model has {config.mtp_layers} together; leave mtp= out to put all on "
+            f"the last stage"
+        )
+    first = next((k for k, modules in enumerate(found) if modules), len(found))
+    if any(counts[first + 1 :]):
+        last = max(k for k, count in enumerate(counts) if count)
+        raise ValueError(
+            f"mtp={found!r}: stage {first} has a multi-token module and stage {last} a block "
+            f"behind it; modules read what the last block returns, so put them into that stage or "
+            f"later ones"
+        )
+    return found
+
+
+def check_shared(config: DecoderConfig, vocabulary: Any) -> None:
+    """Refuse ends that ranks cannot share.
+
+    Raises:
+      ValueError: embeddings that are scaled or have positions, logits with a soft cap, or
+        multi-token prediction.
+    """
+    found = {
+        f"embeddings that are multiplied with {config.embedding_scale}": config.embedding_scale,
+        f"{config.positions} learned positions": None if config.rope else config.positions,
+        f"logits with a soft cap of {config.logit_softcap}": config.logit_softcap,
+        f"multi-token prediction (mtp_layers={config.mtp_layers})": config.mtp_layers or None,
+    }
+    has = [text for text, value in found.items() if value is not None]
+    if vocabulary == "stage" and has:
+        raise ValueError(
+            f"vocabulary='stage' with {' and '.join(has)}: ranks share the table of a plain "
+            f"embedding and head; use vocabulary='ends'"
+        )
+
+
+def check_chunks(config: DecoderConfig, vocabulary: Any, loss_chunks: Any) -> None:
+    """Refuse logits in chunks where they are more than a product.
+
+    Raises:
+      ValueError: a soft cap, multi-token prediction, ranks that share the words, or no number.
+    """
+    if loss_chunks is None:
+        return
+    if not is_whole(loss_chunks, 1):
+        raise ValueError(
+            f"loss_chunks={loss_chunks!r}: must be an integer >= 1 that divides the words of a "
+            f"rank, or None for all logits at once"
+        )
+    found = {
+        f"logits with a soft cap of {config.logit_softcap}": config.logit_softcap is not None,
+        f"multi-token prediction (mtp_layers={config.mtp_layers})": bool(config.mtp_layers),
+        "vocabulary='stage'": vocabulary == "stage",
+    }
+    if has := [text for text, value in found.items() if value]:
+        raise ValueError(
+            f"loss_chunks={loss_chunks} with {' and '.join(has)}: logits in chunks are products "
+            f"with the table of one head that one rank has; leave loss_chunks out"
+        )
+
+
+def _shared_ends(
+    config: DecoderConfig, rngs: nnx.Rngs, dtype: Any, activations: Any
+) -> tuple[shared.VocabularyEmbedding, shared.VocabularyHead]:
+    """Embed and head of which each rank may hold some of the words."""
+    sizes = config.vocabulary, config.width
+    embed = shared.VocabularyEmbedding(
+        *sizes, rngs=rngs, dtype=activations, param_dtype=dtype, scale=SPREAD
+    )
+    head = shared.VocabularyHead(
+        *sizes,
+        rngs=None if config.tied else rngs,
+        norm=make_norm(config, dtype),
+        tied=embed if config.tied else None,
+        param_dtype=dtype,
+        scale=SPREAD,
+    )
+    return embed, head
+
+
+def next_token_loss(logits: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
+    """(sum, weight) of the cross entropy of a microbatch, on any mesh.
+
+    Args:
+      logits: `[b, t, v]`, of which a rank of ``tensor`` may have its part; or `LogitFactors`.
+      targets: `[b, t]`, the word that follows each; -100 counts for nothing. Or a pair of them and
+        of weights `[b, t]`, as `pipeline.training.packed` gives them.
+
+    Raises:
+      ValueError: outputs of a model with multi-token prediction, or targets of another shape.
+    """
+    if isinstance(logits, Mapping):
+        raise ValueError(
+            "next_token_loss was given the outputs of a model with multi-token prediction, a dict: "
+            "give loss_fn=MultiTokenLoss(), or load the checkpoint with mtp=0; or let modules be "
+            "untrained: lambda outputs, targets: next_token_loss(outputs['logits'], targets)"
+        )
+    in_chunks = isinstance(logits, LogitFactors)
+    check_targets(targets, logits.x if in_chunks else logits)
+    losses_of: Any = _losses_in_chunks if in_chunks else vocabulary_cross_entropy
+    if isinstance(targets, tuple | list):
+        words, counts = words_and_counts(targets)
+        return (losses_of(logits, words) * counts).sum(), counts.sum()
+    return losses_of(logits, targets).sum(), (targets != IGNORED).sum()
+
+
+def _losses_in_chunks(at: LogitFactors, words: jax.Array) -> jax.Array:
+    how: dict[str, Any] = {"chunks": at.chunks, "vocabulary": at.words}
+    return linear_cross_entropy(at.x, at.table, words, **how)
+
+
+def split_layers(layers: int, num_stages: int) -> list[int]:
+    """[K] how many blocks each stage gets: as equal as can be, fewer at the ends.
+
+    Embedding and head stand beside the first and the last stage.
+
+    Raises:
+      ValueError: more stages than blocks.
+    """
+    if not 1 <= num_stages <= layers:
+        raise ValueError(
+            f"num_stages={num_stages}: {layers} blocks fill 1 to {layers} stages, each with one at "
+            f"least"
+        )
+    fewer, more = divmod(layers, num_stages)
+    first = (num_stages - more) // 2  # stages before those with one block more
+    return [fewer + (first <= k < first + more) for k in range(num_stages)]

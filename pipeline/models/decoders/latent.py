@@ -1,0 +1,244 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values out of one latent.
+
+Letters: b = sequences, t = positions, d = width, h = heads, r = width of the latent, n and o =
+numbers of a head that positions do not turn and that they do, w = width of values.
+
+On R ranks of a context axis the latents are exchanged, r + o numbers of a position in place of
+h·(n + o + w) of keys and values: 576 in place of 40,960 in DeepSeek-V3. "allgather" forms the keys
+and values of all positions and heads on every rank. "ulysses" forms those of h / R heads, with the
+columns of the weight that make them, and exchanges queries and results. "ring" lets the latents
+travel and forms the keys and values of one rank's positions at a time. So a ring repeats R times
+the product that forms them, 2·r·h·(n + w) operations for every position. Attention of t queries has
+h·(n + o + w)·t, 20 times as many in DeepSeek-V3 at t = 16,384. A ring of keys and values would send
+71 times the bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from collectives import vary
+from collectives.places.sizes import TENSOR
+from collectives.tensor import column_input, group_rank
+from pipeline.base.agreed.positions import reads_all_ranks
+from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
+from pipeline.models.decoders.attention import check_not_remembered
+from pipeline.models.decoders.config import DecoderConfig
+from pipeline.models.layers.attending.order import WHOLE, Context
+from pipeline.models.layers.attending.ring import Rule, ring
+from pipeline.models.layers.attention import (
+    attend_to,
+    back_to_positions,
+    check_context,
+    check_segments,
+    gather,
+    to_heads,
+)
+from pipeline.models.layers.linear import ColumnLinear, RowLinear
+from pipeline.models.layers.norm import RMSNorm
+from pipeline.models.layers.rotary import rotary, rotate
+from pipeline.models.layers.weights import apply, read_weight, scaled
+
+EPSILON = 1e-6  # of the norms of latents, whatever config.json says of others
+
+
+class LatentAttention(nnx.Module):
+    """`[b, t, d] -> [b, t, d]`: every position reads itself and those before it.
+
+    A decoder that makes text keeps the latents, r + o numbers of a position, and forms keys and
+    values again.
+
+    Args:
+      config: of the decoder, with ``latent``.
+      layer: which of its layers this is.
+      rngs: has a stream ``params``.
+      dtype: of the parameters; activations: of what is kept of latents, by default that.
+      context: how sequences lie on the ranks of an axis, which exchange latents.
+
+    Raises:
+      ValueError: when called, heads that the ranks of Ulysses cannot share.
+    """
+
+    prefills = True
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        rngs: nnx.Rngs,
+        *,
+        dtype: Any,
+        activations: Any = None,
+        context: Context = WHOLE,
+    ) -> None:
+        self.context = context
+        sizes = config.latent
+        assert sizes is not None  # noqa: S101 - the block asks
+        d, h = config.width, config.heads
+        self.heads, self.sizes, self.rope = h, sizes, config.rope_of(layer)
+        self.kept_dtype = jnp.dtype(dtype if activations is None else activations)
+        self.scale = config.attention_scale
+        pieces = "num_heads", h, None
+        out = h * (sizes.nope + sizes.rope)
+
+        def whole(rows: int, columns: int) -> nnx.Param[Any]:
+            return nnx.Param(scaled(rows)(rngs.params(), (rows, columns), dtype))
+
+        def norm(width: int) -> RMSNorm:
+            return RMSNorm(width, epsilon=EPSILON, dtype=dtype)
+
+        rank = sizes.query_rank
+        self.q_down = None if rank is None else whole(d, rank)
+        self.q_norm = None if rank is None else norm(rank)
+        last = ColumnLinear(rank or d, out, rngs, dtype=dtype, pieces=pieces)
+        self.q: Any = last if rank is None else None
+        self.q_up: Any = None if rank is None else last
+        self.kv_down, self.kv_norm = whole(d, sizes.rank + sizes.rope), norm(sizes.rank)
+        columns = h * (sizes.nope + sizes.value)
+        self.kv = ColumnLinear(sizes.rank, columns, rngs, dtype=dtype, pieces=pieces)
+        self.out = RowLinear(h * sizes.value, d, rngs, dtype=dtype, pieces=pieces)
+
+    def start_decoding(self, rows: int, length: int) -> None:
+        """Have room for the latents of that many sequences of that many positions."""
+        shape = rows, length, self.sizes.rank + self.sizes.rope
+        self.latents = nnx.Cache(jnp.zeros(shape, self.kept_dtype))
+        self.seen = nnx.Cache(jnp.zeros((), jnp.int32))
+
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attend; arguments and errors as of `DecoderAttention`."""
+        first = self.seen[...] if hasattr(self, "seen") else None
+        check_not_remembered(first, segments)
+        return self._attend(x, positions, segments, first, None, WHOLE_SEQUENCE)[0]
+
+    def call_slice(
+        self,
+        x: jax.Array,
+        earlier: Any,
+        part: SequenceSlice,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Attend from one slice of a sequence, of which the latents are left for later ones."""
+        return self._attend(x, positions, segments, None, earlier, part)
+
+    def _attend(
+        self,
+        x: jax.Array,
+        positions: jax.Array | None,
+        segments: jax.Array | None,
+        first: Any,
+        earlier: Any,
+        part: SequenceSlice,
+    ) -> tuple[jax.Array, Any]:
+        n, o, b, t = self.sizes.nope, self.sizes.rope, *x.shape[:2]
+        if positions is None:
+            positions = self.context.places_in(part, t)[None]
+            positions = positions if first is None else positions + first
+        q = self._queries(x).reshape(b, t, -1, n + o)
+        both = apply(x, self.kv_down[...].astype(x.dtype))
+        latent, key = self.kv_norm(both[..., :-o]), both[..., -o:]
+        turned = key[:, :, None]
+        if self.rope is not None:
+            turns = rotary(positions, o, theta=self.rope.theta, scaling=self.rope.scaling)
+            q = jnp.concatenate([q[..., :n], rotate(_halves(q[..., n:]), *turns)], axis=-1)
+            turned = rotate(_halves(turned), *turns)
+        both = jnp.concatenate([latent, turned[:, :, 0]], axis=-1)
+        if first is not None:
+            kept = both.astype(self.kept_dtype)
+            place = (0, first, 0)
+            self.latents[...] = jax.lax.dynamic_update_slice(self.latents[...], kept, place)
+            self.seen[...] = first + t
+            both = self.latents[...].astype(x.dtype)
+        check_segments(segments, q)
+        check_context(self.context)
+        own = {"latents": both} | ({} if segments is None else {"segments": segments})
+        with reads_all_ranks(when=self.context.size > 1):
+            y, own = self._read(q, own, segments, earlier, part, first)
+        return self.out(y.reshape(b, t, -1)), own
+
+    def _read(
+        self,
+        q: jax.Array,
+        own: dict[str, jax.Array],
+        segments: jax.Array | None,
+        earlier: Any,
+        part: SequenceSlice,
+        first: Any,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Attention over local heads, `[b, t, h, w]`, and what later slices read."""
+        context, weight = self.context, read_weight(self.kv.weight, q, TENSOR)
+        on_ranks = first is None and context.size > 1
+        if on_ranks and context.way == "ring":
+            scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+            rule = Rule(context, scale, None, None, None, expand=self._keys)
+            held = {"latents": own["latents"]}
+            return ring(q, held, segments, rule, part=part, earlier=earlier, weights=weight), own
+        exchanges = on_ranks and context.way == "ulysses"
+        places = context.places_in(part, q.shape[1]) if first is None else None
+        if on_ranks:
+            own = {name: context.natural(gather(x, context.axis)) for name, x in own.items()}
+        if exchanges:
+            weight = self._own_columns(weight)
+            q, segments = to_heads(q, context), own.get("segments")
+            places = part.places(q.shape[1])
+        if first is not None:
+            places = first + jnp.arange(q.shape[1])
+        whole = own if earlier is None else {n: part.join(own[n], earlier[n]) for n in own}
+        by_kernel = first is None and part.count == 1 and (exchanges or not on_ranks)
+        y = attend_to(
+            q,
+            *self._keys(weight, column_input(whole["latents"], TENSOR)),
+            segments,
+            scale=self.scale,
+            implementation=None if by_kernel else "chunked",
+            places=None if by_kernel else places,
+            segments_of_keys=whole.get("segments"),
+        )
+        return back_to_positions(y, context) if exchanges else y, own
+
+    def _own_columns(self, weight: jax.Array) -> jax.Array:
+        """The columns that make keys and values of the heads that this rank reads with.
+
+        Raises:
+          ValueError: heads that the ranks cannot share.
+        """
+        ranks, axis = self.context.size, str(self.context.axis)
+        columns = self.sizes.nope + self.sizes.value
+        heads = weight.shape[1] // columns
+        if heads % ranks:
+            raise ValueError(
+                f"context='ulysses' with {heads} heads of latent attention over {ranks} ranks of "
+                f"{axis!r}: each rank takes as many heads; choose an axis that divides {heads}, or "
+                f"take context='allgather' or 'ring'"
+            )
+        some = heads // ranks * columns
+        first = group_rank(axis) * some
+        return jax.lax.dynamic_slice_in_dim(vary(weight, axis), first, some, axis=1)
+
+    def _queries(self, x: jax.Array) -> jax.Array:
+        """`[b, t, h·(n + o)]` of this rank's heads."""
+        if self.q_down is None or self.q_norm is None:
+            return self.q(x)
+        return self.q_up(self.q_norm(apply(x, self.q_down[...].astype(x.dtype))))
+
+    def _keys(self, weight: jax.Array, latents: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys `[b, s, h, n + o]` and values `[b, s, h, w]` of the heads of a weight's columns."""
+        n, o = self.sizes.nope, self.sizes.rope
+        kv = apply(latents[..., :-o], weight)
+        kv = kv.reshape(*latents.shape[:2], -1, n + self.sizes.value)
+        turned = jnp.broadcast_to(latents[..., None, -o:], (*kv.shape[:-1], o))
+        return jnp.concatenate([kv[..., :n], turned], axis=-1), kv[..., n:]
+
+
+def _halves(x: jax.Array) -> jax.Array:
+    """Pairs (2i, 2i + 1), as DeepSeek's weights have them, as pairs (i, i + o / 2)."""
+    return jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 2), -1, -2).reshape(x.shape)

@@ -1,0 +1,332 @@
+"""The flow of microbatches through the ranks, token after token, without an end in between.
+
+Letters: S ranks, K stages, V chunks, M microbatches, m = max(M, S), b rows of a microbatch on one
+data shard. In tick i rank r does what number i - r is of its items: of each token, chunk after
+chunk, of each chunk, microbatch after microbatch. So with V = 1 and M >= S no rank ever waits: when
+the last rank has chosen a microbatch's next token, the first is about to need it. A token takes
+V m ticks of all ranks, all M microbatches together.
+
+What a rank has sent is in its neighbour's memory at the next tick: an activation, or, from the last
+stage to the first, b tokens. Caches are refs with a place for each microbatch
+(`pipeline.core.rank.held`), written by what runs and by nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from collectives import STAGE, exchange, vary
+from collectives.compat import varying_axes
+from pipeline.base.tree import Tree, at
+from pipeline.core.executors.memory import Pool, at_most_once, unwritten
+from pipeline.core.executors.vocabulary import look_up, own_logits
+from pipeline.core.rank import ends
+from pipeline.core.rank.local_model import LocalModel
+from pipeline.models.decoding.sampling import sample_rows, sample_shared
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choice of the next token, and the end of a row.
+
+    Attributes:
+      max_new_tokens: of a row.
+      top_k: how many words may be drawn, 0 for all.
+      nucleus: whether only the likeliest words that have a share of all may be.
+      stop: tokens that end a row; pad: what stands behind the end.
+      words: how many words the head says that it has (an attribute ``words``); None if it does not.
+    """
+
+    max_new_tokens: int
+    top_k: int = 0
+    nucleus: bool = False
+    stop: tuple[int, ...] = ()
+    pad: int = 0
+    words: int | None = None
+
+    def ends(self, tokens: jax.Array) -> jax.Array:
+        """Mark the tokens that end their rows."""
+        if not self.stop:
+            return jnp.zeros(tokens.shape, jnp.bool_)
+        return jnp.isin(tokens, jnp.asarray(self.stop, jnp.int32))
+
+
+class Rows:
+    """The sequences of a data shard: what they are to say, and what they have said.
+
+    Args:
+      prompts: [M, b, P] tokens.
+      lengths: [M, b] of prompts.
+      keys: [M, b] to draw with, or None.
+      draw: scalars, what logits are divided by, and the share of all that may be drawn.
+      choice: how tokens are chosen.
+      axes: the mesh axes over which all varies.
+    """
+
+    def __init__(
+        self,
+        prompts: jax.Array,
+        lengths: jax.Array,
+        keys: jax.Array | None,
+        draw: tuple[Any, Any],
+        choice: Choice,
+        axes: tuple[str, ...],
+    ) -> None:
+        self.prompts, self.lengths, self.keys = prompts, lengths, keys
+        self.draw, self.choice, self.axes = draw, choice, axes
+        M, b, _ = prompts.shape
+        out = jnp.full((M, b, choice.max_new_tokens), choice.pad, jnp.int32)
+        self.out = jax.new_ref(vary(out, axes))
+        self.done = jax.new_ref(vary(jnp.zeros((M, b), jnp.bool_), axes))
+
+    def choose(
+        self,
+        logits: jax.Array,
+        microbatch: Any,
+        position: Any,
+        words: int = 0,
+        axes: tuple[str, ...] = (),
+    ) -> jax.Array:
+        """[b] the tokens behind a position: of prompts as long as they last, then of the model.
+
+        Args:
+          logits: [b, N] of that position; [b, n] of this rank's words if ranks share them.
+          microbatch: its index.
+          position: of what was fed.
+          words: N if ranks share the words.
+          axes: the mesh axes of these ranks; none if each has all words.
+        """
+        choice, length = self.choice, at(self.lengths, microbatch)
+        index = position + 1 - length  # of a row's new tokens
+        keys = None
+        if self.keys is not None:
+            keys = jax.vmap(jax.random.fold_in)(at(self.keys, microbatch), jnp.maximum(index, 0))
+        rest = keys, self.draw, choice
+        sampled = sample_shared(logits, *rest, words, axes) if axes else sample_rows(logits, *rest)
+        done, is_new = self.done[microbatch], index >= 0
+        new = jnp.where(done, jnp.int32(choice.pad), sampled)
+        column = jnp.arange(choice.max_new_tokens)[None] == index[:, None]
+        kept = self.out[microbatch]
+        self.out[microbatch] = jnp.where(column & ~done[:, None], new[:, None], kept)
+        ends = index >= choice.max_new_tokens - 1
+        if choice.stop:
+            ends |= is_new & choice.ends(sampled)
+        self.done[microbatch] = done | ends
+        prompts = at(self.prompts, microbatch)
+        place = jnp.minimum(position + 1, prompts.shape[1] - 1)
+        return jnp.where(is_new, new, jnp.take(prompts, place, axis=1))
+
+    def all_done(self, rank: int | None) -> jax.Array:
+        """Tell whether every row of every shard has ended, by one rank's record; None: by all."""
+        left = jnp.sum(~self.done[...]).astype(jnp.int32)
+        if rank is not None:
+            left = jnp.where(jax.lax.axis_index(STAGE) == rank, left, 0)
+        return jax.lax.psum(left, self.axes) == 0  # ranks of further axes have the same rows
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Stages of one chunk that are one computation.
+
+    Attributes:
+      local: a rank's model with such a stage, for calls of some width.
+      chunk: theirs.
+      ranks: where they are.
+    """
+
+    local: LocalModel
+    chunk: int
+    ranks: tuple[int, ...]
+
+
+class Flow:
+    """A phase of decoding, in which every call sees as many tokens of a row.
+
+    Args:
+      kinds: all stages, for calls of that many tokens.
+      rows: the sequences.
+      tokens: a ref [m + 1, b], what the first rank feeds next; one place more is trash.
+      width: how many tokens a call sees.
+      start: the position of the first.
+      steps: how many calls, at most.
+    """
+
+    def __init__(
+        self, kinds: Sequence[Kind], rows: Rows, tokens: Any, *, width: int, start: int, steps: int
+    ) -> None:
+        self.kinds, self.rows, self.tokens = kinds, rows, tokens
+        self.local = local = kinds[0].local  # in all but its stage like those of other kinds
+        self.width, self.start, self.steps = width, start, steps
+        self.num_ranks = len(local.model.stages) // local.num_chunks
+        self.num_microbatches = rows.prompts.shape[0]
+        self.lanes = max(self.num_microbatches, self.num_ranks)
+        self.period = local.num_chunks * self.lanes
+        self.rank = jax.lax.axis_index(STAGE)
+        self.acts = Pool(local.wire, self.lanes, local.axes, "messages")
+        self.ring = tuple((r, (r + 1) % self.num_ranks) for r in range(self.num_ranks))
+        self.shared = local.model.tables
+
+    def run(self) -> None:
+        """All calls, or as many as it takes until every row has ended."""
+        total = self.period * self.steps + self.num_ranks - 1
+        last = None if self.shared.head >= 0 else self.num_ranks - 1
+
+        def goes_on(carry: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return (carry[0] < total) & ~carry[1]
+
+        def body(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            stop = jnp.minimum(carry[0] + self.period, total)
+            jax.lax.fori_loop(carry[0], stop, self._tick, None)
+            return stop, self.rows.all_done(last)
+
+        jax.lax.while_loop(goes_on, body, (jnp.int32(0), jnp.zeros((), jnp.bool_)))
+
+    def _item(self, number: Any) -> tuple[Any, Any, Any, Any]:
+        """Decode a rank's item number: whether it exists, its call, chunk and microbatch."""
+        within = number % self.period
+        step, lane = number // self.period, within % self.lanes
+        real = (number >= 0) & (step < self.steps) & (lane < self.num_microbatches)
+        return real, step, within // self.lanes, lane
+
+    def _tick(self, i: Any, _: None) -> None:
+        local, last = self.local, self.local.num_chunks - 1
+        if self.shared.embed >= 0:
+            self._look_up(i)
+        real, step, chunk, lane = self._item(i - self.rank)
+        microbatch = jnp.minimum(lane, self.num_microbatches - 1)
+        b = self.rows.prompts.shape[1]
+        message = unwritten(local.wire, local.axes), vary(jnp.zeros(b, jnp.int32), local.axes)
+        for kind in self.kinds:
+            work = functools.partial(self._work, kind, lane, microbatch, step)
+            wanted = real & (chunk == kind.chunk)
+            if len(kind.ranks) < self.num_ranks:
+                wanted &= jnp.asarray(np.isin(np.arange(self.num_ranks), kind.ranks))[self.rank]
+            message = at_most_once(wanted, work, message)
+        if self.shared.head >= 0:
+            self._head(i, message[0])
+        if self.num_ranks > 1:
+            message = exchange(message, self.ring, STAGE)
+        sent, _, of, place = self._item(i - (self.rank - 1) % self.num_ranks)
+        self.acts[place] = message[0]
+        if self.shared.head < 0:
+            here = sent & (of == last) & (self.rank == 0)
+            self.tokens[jnp.where(here, place, self.lanes)] = message[1]
+
+    def _work(self, kind: Kind, lane: Any, microbatch: Any, step: Any) -> tuple[Tree, jax.Array]:
+        local, v, b = kind.local, kind.chunk, self.rows.prompts.shape[1]
+        x, token = self.acts[lane], vary(jnp.zeros(b, jnp.int32), local.axes)
+        if v == 0 and 0 in kind.ranks and self.shared.embed < 0:
+            embed = functools.partial(self._embed, lane, microbatch, step)
+            x = at_most_once(self.rank == 0, embed, x)
+        outcome = local.stage(*local.stage_arguments(v, microbatch, now=True), x)
+        local.keep(outcome.state, v, microbatch)
+        y = outcome.value
+        is_last = v == local.num_chunks - 1 and self.num_ranks - 1 in kind.ranks
+        if is_last and self.shared.head < 0:
+            choose = functools.partial(self._choose, y, microbatch, step)
+            token = at_most_once(self.rank == self.num_ranks - 1, choose, token)
+        return y, token
+
+    def _look_up(self, i: Any) -> None:
+        """Embed on all ranks what the first is about to need."""
+        local = self.local
+        real, step, chunk, lane = self._item(i)
+        microbatch = jnp.minimum(lane, self.num_microbatches - 1)
+
+        def work() -> None:
+            ids = self._fed(lane, microbatch, step)
+            if self.shared.head < 0:  # only the first rank knows them
+                ids = jax.lax.psum(jnp.where(self.rank == 0, ids, 0), STAGE)
+            x = look_up(local, local.ends_weights[self.shared.embed], ids)
+            found = jax.tree.unflatten(jax.tree.structure(local.wire), [x])
+            kept = jax.tree.map(
+                lambda new, old: jnp.where(self.rank == 0, new, old), found, self.acts[lane]
+            )
+            self.acts[lane] = kept
+
+        at_most_once(real & (chunk == 0), work, None)
+
+    def _head(self, i: Any, y: Tree) -> None:
+        """Choose on all ranks the tokens behind what the last has just sent."""
+        local = self.local
+        real, step, chunk, lane = self._item(i - (self.num_ranks - 1))
+        microbatch = jnp.minimum(lane, self.num_microbatches - 1)
+
+        def work() -> None:
+            (last,) = jax.tree.leaves(last_of(y, self.width))
+            mine = jnp.where(self.rank == self.num_ranks - 1, last, jnp.zeros_like(last))
+            y_of_all = jax.lax.psum(mine, STAGE)
+            h = ends.features(local.state, local.ends_weights, y_of_all, microbatch)
+            z = own_logits(local, h, local.ends_weights[self.shared.head])[:, -1]
+            position = self._first(step) + self.width - 1
+            words = self.shared.head_words
+            self.tokens[lane] = self.rows.choose(z, microbatch, position, words, (STAGE,))
+
+        at_most_once(real & (chunk == local.num_chunks - 1), work, None)
+
+    def _fed(self, lane: Any, microbatch: Any, step: Any) -> jax.Array:
+        """[b, width] what the first stage sees of a microbatch in a call."""
+        prompts, first = at(self.rows.prompts, microbatch), self._first(step)
+        if self.width > 1:  # all of them are of prompts
+            return jax.lax.dynamic_slice_in_dim(prompts, first, self.width, axis=1)
+        return jnp.where(first == 0, prompts[:, :1], self.tokens[lane][:, None])
+
+    def _first(self, step: Any) -> Any:
+        """The position of the first token that a call sees."""
+        return self.start + step * self.width
+
+    def _embed(self, lane: Any, microbatch: Any, step: Any) -> Tree:
+        local, inputs = self.local, self._fed(lane, microbatch, step)
+        outcome = ends.embed(local.state, local.ends_weights, inputs, microbatch, now=True)
+        local.keep(outcome.state, 0, microbatch)
+        return outcome.value
+
+    def _choose(self, y: Tree, microbatch: Any, step: Any) -> jax.Array:
+        """[b] the tokens behind those that a call has seen."""
+        local, given = self.local, (last_of(y, self.width), microbatch)
+        outcome = ends.finish(local.state, local.ends_weights, *given, take_loss=False)
+        local.keep(outcome.state, 0, microbatch)
+        position = self._first(step) + self.width - 1
+        logits = outcome.value[:, -1]
+        axes = tuple(sorted(varying_axes(logits) - set(local.axes)))
+        words = logits.shape[-1] * math.prod(map(jax.lax.axis_size, axes))
+        if words > logits.shape[-1]:  # of axes of one rank, a rank has all
+            _check_parts(axes, logits.shape[-1], words, self.rows.choice.words)
+        return self.rows.choose(logits, microbatch, position, words, axes)
+
+
+def _check_parts(axes: tuple[str, ...], each: int, words: int, wanted: int | None) -> None:
+    """Check that logits which differ along other mesh axes are those of each rank's own words.
+
+    Args:
+      axes: these.
+      each: how many logits a rank has.
+      words: how many all of its ranks have.
+      wanted: how many words the head has, if it says so.
+
+    Raises:
+      ValueError: the head does not say that it has more words than a rank has logits.
+    """
+    if wanted is not None and each < wanted <= words:
+        return
+    said = f"head.words is {wanted}" if wanted is not None else "head has no attribute words"
+    raise ValueError(
+        f"head returned {each} logits that differ between the ranks of axis "
+        f"{' and '.join(map(repr, axes))}, which have {words} together, and {said}: gather all "
+        f"logits (jax.lax.all_gather(..., to='invarying')), or, if each rank has those of its own "
+        f"words, in order, let head.words be the number of all words, as VocabularyHead of "
+        f"pipeline.layers does"
+    )
+
+
+def last_of(y: Tree, width: int) -> Tree:
+    """[b, 1, ...] of [b, width, ...] leaves: heads look at one position at a time."""
+    return y if width == 1 else jax.tree.map(lambda leaf: leaf[:, -1:], y)

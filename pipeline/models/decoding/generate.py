@@ -1,0 +1,400 @@
+"""Generate text with a pipeline: what a user calls, and the one program that runs.
+
+Letters: S ranks, M microbatches, D data shards, N prompts of at most P tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from collectives import STAGE, vary
+from pipeline.base.arguments import is_whole
+from pipeline.base.tree import Tree, signature
+from pipeline.core.kernel.jitted import PerPlan
+from pipeline.core.kernel.operands import check_arrays, make_operands
+from pipeline.core.kernel.runtime import rank_state, run_on_ranks
+from pipeline.core.layerwise.replace import typed, with_weights_of
+from pipeline.core.model.model import Batch, Model, Weights
+from pipeline.core.options.plan import Plan
+from pipeline.core.rank.activations import follow
+from pipeline.core.rank.ends import ends_usage
+from pipeline.core.rank.held import Held
+from pipeline.core.rank.local_model import LocalModel
+from pipeline.core.rank.state import RankState
+from pipeline.core.sharding import meshes
+from pipeline.models.decoding.caches import (
+    make_decoder,
+    may_have_caches,
+    start_decoding,
+    takes_many,
+    with_types_of_writes,
+)
+from pipeline.models.decoding.flow import Choice, Flow, Kind, Rows
+from pipeline.models.decoding.positions import check_embed
+from pipeline.models.decoding.recompute import evaluating, recompute
+from schedules.core.timetable import loop_placement
+
+Start = Callable[[Any, int, int], None]
+MOST_AT_ONCE = 256  # tokens of a prompt in one call, for scores are as many times all positions
+
+
+def generate(
+    pipe: Any,
+    prompts: Any,
+    max_new_tokens: int,
+    *,
+    lengths: Any = None,
+    key: jax.Array | None = None,
+    temperature: float | jax.Array = 1.0,
+    top_k: int = 0,
+    top_p: float | None = None,
+    stop: int | Sequence[int] | None = None,
+    pad: int = 0,
+    prefill: int | None = None,
+    num_microbatches: int | None = None,
+    start: Start | None = None,
+    cache: nnx.filterlib.Filter = nnx.Cache,
+) -> jax.Array:
+    """Continue prompts: [N, max_new_tokens] int32, what the plain model would, token for token.
+
+    Every stage keeps the caches of its own layers, for each microbatch, and microbatches follow
+    each other through the ranks, each with its next token as soon as that is known: with M >= S no
+    rank waits. All of it is one program, which is compiled once for its placement, M, shapes and
+    options. A causal model without caches is run on all of the text again for every token, by
+    ``pipe(text)``.
+
+    Args:
+      pipe: a `Pipeline` of tokens, [b, t] integers to [b, t, words] logits, whose stages are alike.
+        Embed, stages and head look at one position at a time, but for what caches bring. Of a
+        schedule with a V placement the weights are moved to a loop first, in every call.
+      prompts: [N, P] integers; N need not be a multiple of anything.
+      max_new_tokens: how many to add to each.
+      lengths: [N] of the prompts, if they are not all P long: rows are filled up on the right.
+      key: to draw tokens with; row n's i-th is drawn with fold_in(fold_in(key, n), i). Or [N] keys,
+        one for each row, folded with i. None takes the likeliest.
+      temperature: what logits are divided by before one is drawn.
+      top_k: how many of the likeliest words may be drawn; 0 for all.
+      top_p: of those the fewest likeliest whose probabilities, at this temperature, add up to so
+        much may be drawn; None for all.
+      stop: a token that ends a row, or several, any of which does. When all rows have ended, so
+        does the call.
+      pad: what stands behind the end of a row.
+      prefill: how many tokens of every prompt are fed in one call, if stages take more than one at
+        a time (flax's MultiHeadAttention does not); the rest one by one. By default the shortest
+        prompt in calls of up to 256 where all caches say that they take it (``prefills = True``).
+      num_microbatches: M; by default S, or fewer where there are fewer rows.
+      start: ``start(module, rows, length)`` readies a copy of a stage, of embed or head in place;
+        by default `start_decoding`.
+      cache: a filter, what each microbatch has its own of.
+
+    Raises:
+      ValueError: arguments that do not fit, or a pipeline that cannot decode; the message says why.
+    """
+    has_caches = start is not None or may_have_caches(pipe)
+    if has_caches:
+        _check_pipe(pipe)
+        pipe = _in_a_loop(pipe)
+    plan = pipe.plan
+    tokens, lengths = _check_prompts(prompts, lengths)
+    rows, width = tokens.shape
+    _check_numbers(max_new_tokens=max_new_tokens)
+    if has_caches and start is None:
+        check_embed(pipe, tokens, max_new_tokens)
+    prefilled = _prefilled(prefill, lengths, width, able=start is None and takes_many(pipe))
+    # By default a microbatch for each rank, so that none waits; more would only make them smaller.
+    if num_microbatches is None:
+        num_microbatches = min(plan.mesh.shape[STAGE], -(-rows // plan.axes.num_rows))
+    _check_numbers(num_microbatches=num_microbatches)
+    unit = num_microbatches * plan.axes.num_rows
+    more = -rows % unit
+    keys = _row_keys(key, rows)
+
+    def filled(x: jax.Array) -> jax.Array:
+        """Pad the batch with rows that the result leaves out."""
+        return jnp.concatenate([x, jnp.repeat(x[:1], more, axis=0)])
+
+    # All that changes the program is static; a temperature, a share or a key compiles nothing new.
+    words = getattr(pipe.head, "words", None)
+    words = words if is_whole(words, 1, numpy=True) else None
+    choice = Choice(max_new_tokens, top_k, top_p is not None, _stops(stop), pad, words)
+    draw = _draw(temperature, top_p)
+    if not has_caches:
+        own = None if keys is None else filled(keys)
+        text = filled(tokens), filled(lengths), own
+        return recompute(evaluating(pipe), *text, draw, choice, num_microbatches)[:rows]
+    # Lengths and keys take the place of targets: they too have a row for each prompt.
+    given = filled(lengths), None if keys is None else filled(jax.random.key_data(keys))
+    operands = make_operands(
+        plan,
+        pipe.chunks,
+        pipe.ends,
+        filled(tokens),
+        given,
+        None,
+        num_microbatches=num_microbatches,
+        axes=replace(plan.axes, batch=(None,) * 3),
+    )
+    model, weights, batch = check_arrays("generate", operands)
+    options = {"choice": choice, "prefilled": prefilled, "M": num_microbatches}
+    impl = None if keys is None else str(jax.random.key_impl(keys))
+    with meshes.entered(plan.mesh, plan.home):
+        found = _decode(
+            plan,
+            model,
+            meshes.untyped(weights, plan.mesh),
+            batch,
+            draw,
+            **options,
+            start=start,
+            cache=cache,
+            impl=impl,
+        )
+    found = meshes.typed(found, meshes.mesh_of_results(plan.mesh), PartitionSpec())
+    return found[:rows]
+
+
+@PerPlan
+def _decode(
+    plan: Plan,
+    model: Model,
+    weights: Weights,
+    batch: Batch,
+    draw: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    choice: Choice,
+    prefilled: tuple[int, int],
+    M: int,
+    start: Start | None,
+    cache: Any,
+    impl: str | None,
+) -> jax.Array:
+    """[N, max_new_tokens] tokens."""
+
+    def body(_: Any, weights: Weights, batch: Batch, draw: tuple[Any, Any]) -> jax.Array:
+        state = rank_state(plan, model, weights, batch, M)
+        prompts, (lengths, data) = state.batch.inputs, state.batch.targets
+        keys = None if data is None else jax.random.wrap_key_data(data, impl=impl)
+        length = prompts.shape[2] + choice.max_new_tokens - 1
+        begin = start or functools.partial(start_decoding, dtype=plan.compute_dtype)
+        ready = functools.partial(_begin, begin, prompts.shape[1], length)
+        decoder = make_decoder(state, cache, ready)
+        state = replace(state, model=decoder.model, weights=decoder.weights(state.weights))
+        rows = Rows(prompts, lengths, keys, draw, choice, state.axes)
+        lanes = max(M, plan.schedule.num_ranks) + 1
+        tokens = jax.new_ref(vary(jnp.zeros((lanes, prompts.shape[1]), jnp.int32), state.axes))
+        phases = _phases(*prefilled, length)
+        state = _with_cache_types(state, prompts[:, :, : phases[0][0]])
+        held = None
+        for width, first, steps in phases:
+            held, kinds = _kinds(state, prompts[:, :, :width], held, M)
+            Flow(kinds, rows, tokens, width=width, start=first, steps=steps).run()
+        # The last rank has all tokens; a sum over ranks is equal on all of them, also by its type.
+        out = rows.out[...]
+        is_last = jax.lax.axis_index(STAGE) == plan.schedule.num_ranks - 1
+        out = jax.lax.psum(jnp.where(is_last, out, jnp.zeros_like(out)), STAGE)
+        return out.reshape(-1, choice.max_new_tokens)
+
+    return run_on_ranks(plan, model, plan.forward, body, plan.axes.row_spec)(weights, batch, draw)
+
+
+def _begin(begin: Start, rows: int, length: int, module: Any) -> None:
+    begin(module, rows, length)
+
+
+def _phases(prefill: int, calls: int, length: int) -> list[tuple[int, int, int]]:
+    """Calls of equal width: how many tokens each sees, the first position, how many calls."""
+    if prefill == 1:
+        return [(1, 0, length)]
+    done = prefill * calls
+    return [(prefill, 0, calls), *([(1, done, length - done)] if length > done else [])]
+
+
+def _prefilled(
+    prefill: int | None, lengths: jax.Array, width: int, *, able: bool
+) -> tuple[int, int]:
+    """Number of tokens per prefill call, and number of such calls.
+
+    Args:
+      prefill: what was asked for.
+      lengths: [N] of prompts.
+      width: of the longest.
+      able: whether caches take several tokens.
+    """
+    is_known = not isinstance(lengths, jax.core.Tracer)
+    shortest = int(np.min(lengths)) if is_known else width
+    if prefill is not None:
+        _check_numbers(prefill=prefill)
+        if prefill > shortest:
+            raise ValueError(
+                f"prefill={prefill} with a prompt of {shortest} tokens: the first {prefill} tokens "
+                f"of every prompt are fed in one call; use prefill={shortest} or less"
+            )
+        return prefill, 1
+    if not able or not is_known:
+        return 1, 1
+    if shortest < width:  # few programs for many lengths
+        shortest = 1 << (shortest.bit_length() - 1)
+    calls = -(-shortest // MOST_AT_ONCE)
+    return shortest // calls, calls
+
+
+def _with_cache_types(state: RankState, inputs: Tree) -> RankState:
+    """The state with caches that vary over the mesh axes over which what is written to them does.
+
+    On a mesh with ``tensor`` a rank writes keys and values of its own heads to caches that begin as
+    the same zeros everywhere; the kernel's types tell the two apart. One cache may feed another, so
+    this is repeated until nothing changes.
+    """
+    while True:
+        found, made = _local_models(state, inputs)
+        seats = found.model.stages
+        wider = with_types_of_writes(found, [(seats[own[0]], local) for own, local in made])
+        if wider is None:
+            return state
+        state = replace(state, weights=wider)
+
+
+def _kinds(state: RankState, inputs: Tree, held: Held | None, M: int) -> tuple[Held, list[Kind]]:
+    """A rank's model for calls of one width, with caches that may hold something already."""
+    state, made = _local_models(state, inputs)
+    seats = state.model.stages
+    if held is None:
+        usage = {k: local.stage_usage() for own, local in made for k in own[:1]}
+        usages = [usage[own[0]] for k in range(len(seats)) for own, _ in made if k in own]
+        usage_of_ends = ends_usage(state, made[0][1].output, take_loss=False)
+        held = Held(state, usages, usage_of_ends, M, again=False, each=True)
+    kinds = []
+    for own, local in _local_models(replace(state, held=held), inputs)[1]:
+        kinds.append(Kind(local, seats[own[0]].chunk, tuple(seats[k].rank for k in own)))
+    return held, kinds
+
+
+def _local_models(
+    state: RankState, inputs: Tree
+) -> tuple[RankState, list[tuple[list[int], LocalModel]]]:
+    """A rank's model of each kind of stages, with the numbers of these; and the state they have."""
+    state, activations = follow(replace(state, batch=Batch(inputs, (), {})))
+    x, *others = activations.types
+    if any(signature(y) != signature(x) for y in others):
+        raise ValueError(
+            "generate() needs stages that are alike in the activations that they take and return, "
+            "and these are not; make them so (what only the first or the last has belongs to "
+            "embed= or head=)"
+        )
+    seats = state.model.stages
+    ways = state.model.trained.ways(want_inputs=False, backward=False)
+
+    return state, [
+        (own, LocalModel(state, seats[own[0]], x, x, ways[own[0]], x))
+        for own in state.same_stages().values()
+    ]
+
+
+def _in_a_loop(pipe: Any) -> Any:
+    """The pipeline, or one with its weights in whose placement messages travel in a ring.
+
+    Its plan is made once, and kept beside that of the pipeline with what is compiled for it.
+    """
+    plan = pipe.plan
+    if plan.schedule.placement == loop_placement(plan.schedule.num_stages, plan.schedule.num_ranks):
+        return pipe
+    changes = {"schedule": None, "pattern": None}  # the default is a loop
+    if (like := plan.compiled.ring) is None:
+        like = plan.compiled.ring = typed(pipe).replace(**changes)
+    found = with_weights_of(pipe, like)
+    if found is None:  # stages share storage, or move to other devices: they are laid out anew
+        found = pipe.replace(**changes)
+        found.plan = like.plan
+    return found
+
+
+def _check_pipe(pipe: Any) -> None:
+    auto, positions = pipe.plan.auto_axes, pipe.plan.axes.positions
+    if positions:
+        raise ValueError(
+            f"generate() of a model with caches feeds one position at a time, and this mesh splits "
+            f"positions over {' and '.join(map(repr, positions))}; use pipe.replace(mesh=..., "
+            f"batch=...) without that axis"
+        )
+    if auto:
+        raise ValueError(
+            f"generate() of a model with caches runs where the kernel has every mesh axis in its "
+            f"own hands, and auto_axes={auto!r} leaves {' and '.join(map(repr, auto))} to the "
+            f"compiler; use pipe.replace(auto_axes=(), mesh=...) with a mesh of the other axes"
+        )
+
+
+def _check_prompts(prompts: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
+    tokens = jnp.asarray(prompts)
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or 0 in tokens.shape:
+        raise ValueError(
+            f"prompts is {tokens.dtype}{list(tokens.shape)}; give integers [N, P], at least one "
+            f"token of at least one sequence"
+        )
+    rows, width = tokens.shape
+    found = jnp.full(rows, width, jnp.int32) if lengths is None else jnp.asarray(lengths)
+    if found.shape != (rows,) or not jnp.issubdtype(found.dtype, jnp.integer):
+        raise ValueError(
+            f"lengths is {found.dtype}{list(found.shape)}; give one integer for each of {rows} "
+            f"prompts"
+        )
+    if not isinstance(found, jax.core.Tracer) and not ((found >= 1) & (found <= width)).all():
+        raise ValueError(
+            f"lengths has {int(found.min())} to {int(found.max())}; a prompt has 1 to {width} "
+            f"tokens here"
+        )
+    return tokens.astype(jnp.int32), found.astype(jnp.int32)
+
+
+def _check_numbers(**given: Any) -> None:
+    for name, value in given.items():
+        if not is_whole(value, 1, numpy=True):
+            raise ValueError(f"{name}={value!r}: must be an integer >= 1")
+
+
+def _stops(stop: Any) -> tuple[int, ...]:
+    """Tokens that end a row."""
+    if stop is None:
+        return ()
+    many = isinstance(stop, Sequence | np.ndarray | jax.Array) and np.shape(stop) != ()
+    found = list(stop) if many else [stop]
+    if not all(is_whole(token, 0, numpy=True) for token in found):
+        raise ValueError(
+            f"stop={stop!r}: must be a token, an integer >= 0, or a list of tokens, any of which "
+            f"ends a row"
+        )
+    return tuple(int(token) for token in found)
+
+
+def _draw(temperature: Any, top_p: Any) -> tuple[jax.Array, jax.Array]:
+    """Temperature and share of the draw as arrays, so that another value compiles nothing."""
+    if top_p is not None and not isinstance(top_p, jax.Array) and not 0 < top_p <= 1:
+        raise ValueError(
+            f"top_p={top_p!r}: must be the share of all that may be drawn, > 0 and <= 1, or None "
+            f"for all words"
+        )
+    share = 1.0 if top_p is None else top_p
+    return jnp.asarray(temperature, jnp.float32), jnp.asarray(share, jnp.float32)
+
+
+def _row_keys(key: Any, rows: int) -> jax.Array | None:
+    if key is None:
+        return None
+    if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        key = jax.random.wrap_key_data(jnp.asarray(key))
+    if key.shape == ():
+        found: jax.Array = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
+        return found
+    if key.shape != (rows,):
+        raise ValueError(f"key is {list(key.shape)} keys; give one, or one for each of {rows} rows")
+    keys: jax.Array = key
+    return keys

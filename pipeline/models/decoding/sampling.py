@@ -1,0 +1,158 @@
+"""The next token, of logits: the likeliest, or one that is drawn.
+
+Letters: N words, R ranks with n words each. Drawing is by Gumbel noise: the largest of
+logit / temperature + noise has the probabilities of a softmax. So what is drawn is a maximum, which
+ranks that share the words find together from a few numbers each.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from collectives import STAGE
+
+
+class Choosing(Protocol):
+    """Words that may be drawn; `pipeline.models.decoding.flow.Choice` holds the options."""
+
+    @property
+    def top_k(self) -> int:
+        """Number of the likeliest words to draw from; 0 for all."""
+        ...
+
+    @property
+    def nucleus(self) -> bool:
+        """True if only the likeliest words with a given share of all are drawn."""
+        ...
+
+
+class _Own(NamedTuple):
+    """A rank's words among those that ranks share.
+
+    Attributes:
+      first: its first word.
+      words: how many all ranks have.
+      axes: the mesh axes of these ranks.
+    """
+
+    first: jax.Array
+    words: int
+    axes: tuple[str, ...]
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """[R, ...] the values of all ranks, in the order of their words."""
+        if self.axes == (STAGE,):  # over which all values of the kernel vary
+            return jax.lax.all_gather(x, STAGE)
+        return jax.lax.all_gather(x, self.axes, to="invarying")
+
+
+class _Of(NamedTuple):
+    top_k: int
+    nucleus: bool
+
+
+Draw = tuple[Any, Any]  # what logits are divided by, and the share of all that may be drawn
+
+
+def sample(
+    logits: jax.Array,
+    key: jax.Array | None = None,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float | None = None,
+) -> jax.Array:
+    """The next token of one sequence: [N] logits -> int32. What `generate` does for a row.
+
+    Args:
+      logits: of all words.
+      key: to draw with; None takes the likeliest.
+      temperature: what logits are divided by.
+      top_k: how many of the likeliest words may be drawn; 0 for all.
+      top_p: of those the fewest likeliest whose probabilities, at this temperature, add up to so
+        much may be drawn; None for all.
+    """
+    keys = None if key is None else key[None]
+    of = _Of(top_k, top_p is not None)
+    return _best(logits[None], keys, (temperature, top_p), of)[1][0]
+
+
+def sample_rows(
+    logits: jax.Array, keys: jax.Array | None, draw: Draw, choice: Choosing
+) -> jax.Array:
+    """Draw from [b, N] logits, each row with a key of its own."""
+    return _best(logits, keys, draw, choice)[1]
+
+
+def sample_shared(
+    logits: jax.Array,
+    keys: jax.Array | None,
+    draw: Draw,
+    choice: Choosing,
+    words: int,
+    axes: tuple[str, ...] = (STAGE,),
+) -> jax.Array:
+    """Draw from [b, n] logits of this rank's words; all ranks find the same token.
+
+    Args:
+      logits: -inf behind the last word.
+      keys: [b], or None.
+      draw: temperature and share.
+      choice: which words may be drawn.
+      words: N.
+      axes: mesh axes whose ranks share the words: row-major, each with n of them.
+    """
+    own = _Own(jax.lax.axis_index(axes) * logits.shape[-1], words, axes)
+    value, token = _best(logits, keys, draw, choice, own)
+    values, tokens = (own.gather(x) for x in (value, token))  # [R, b]
+    return jnp.take_along_axis(tokens, values.argmax(axis=0)[None], axis=0)[0]
+
+
+def _best(
+    logits: jax.Array,
+    keys: jax.Array | None,
+    draw: Draw,
+    choice: Choosing,
+    own: _Own | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """[b] the largest number among [b, n] columns, and its word; the first of equals."""
+    z, each = logits.astype(jnp.float32), logits.shape[-1]
+    if keys is not None:
+        if choice.top_k:
+            z = jnp.where(z >= _least(z, choice.top_k, own), z, -jnp.inf)
+        z = z / draw[0]
+        if choice.nucleus:
+            z = jnp.where(z >= _least_of_nucleus(z, draw[1], own), z, -jnp.inf)
+        z = z + jax.vmap(lambda key: _noise(key, each, own))(keys)
+    token = z.argmax(axis=-1).astype(jnp.int32)
+    value = jnp.take_along_axis(z, token[:, None], axis=-1)[:, 0]
+    return value, token if own is None else token + own.first.astype(jnp.int32)
+
+
+def _least(z: jax.Array, top_k: int, own: _Own | None) -> jax.Array:
+    """[b, 1] the smallest logit that may be drawn."""
+    found = jax.lax.top_k(z, min(top_k, z.shape[-1]))[0]
+    if own is not None:
+        found = jnp.moveaxis(own.gather(found), 0, 1).reshape(z.shape[0], -1)
+        found = jax.lax.top_k(found, min(top_k, found.shape[-1]))[0]
+    return found[:, -1:]
+
+
+def _least_of_nucleus(z: jax.Array, top_p: Any, own: _Own | None) -> jax.Array:
+    """[b, 1] the smallest logit of the likeliest words that have a share of all."""
+    if own is not None:
+        z = jnp.moveaxis(own.gather(z), 0, 1).reshape(z.shape[0], -1)
+    z = jnp.sort(z, axis=-1, descending=True)
+    shares = jax.nn.softmax(z, axis=-1)
+    before = jnp.cumsum(shares, axis=-1) - shares  # of words that are likelier
+    return jnp.where(before < top_p, z, jnp.inf).min(axis=-1, keepdims=True)
+
+
+def _noise(key: jax.Array, each: int, own: _Own | None) -> jax.Array:
+    """Gumbel noise of a rank's words: the part of that of all words."""
+    if own is None:
+        return jax.random.gumbel(key, (each,))
+    noise = jax.random.gumbel(key, (own.words,))
+    return jax.lax.dynamic_slice(jnp.pad(noise, (0, each)), (own.first,), (each,))

@@ -1,0 +1,213 @@
+"""Dispatch: how tokens come to experts that lie on other ranks of a mesh axis, and back.
+
+Letters: R = ranks on the axis, n = tokens of a rank, k = experts of a token, e = experts, E = e / R
+of a rank, C = places of an expert for tokens of a rank, d = width. Every rank has tokens of its own
+and E of the experts. Values that cross the axis in a forward pass, of one rank, beside small
+integers:
+
+    gather    (R - 1)·n·(d + k) tokens and weights come, (R - 1)·n·d sums go
+    capacity  (R - 1)·E·C·d go, and as many come back
+    ragged    at most n·k·d go, and as many come back
+
+and in the backward pass as many again. `gather` and `ragged` lose no token, so their results are
+those of one rank. `capacity` drops what finds no place, which depends on how many tokens a rank
+has. Where the axis is not manual, R is 1 and nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from collectives import vary
+from collectives.compat import platform, varying_in
+from collectives.tensor import group_rank, group_size, is_manual
+from pipeline.models.layers.experts.products import (
+    Experts,
+    combine,
+    count,
+    inverse,
+    placed,
+    run_grouped,
+    taken,
+)
+from pipeline.models.layers.experts.routing import Routing
+
+Dispatch = Literal["gather", "capacity", "ragged"]
+DISPATCHES = ("gather", "capacity", "ragged")
+Done = tuple[jax.Array, jax.Array]  # `[n, d]` of tokens, and how many (token, expert) were dropped
+WITHOUT_RAGGED = ("cpu",)  # platforms whose compiler has no `ragged_all_to_all`
+
+
+def check_dispatch(dispatch: str) -> None:
+    """Refuse an exchange that the platform which is traced for cannot run.
+
+    Raises:
+      ValueError: so.
+    """
+    if dispatch == "ragged" and (on := platform()) in WITHOUT_RAGGED:
+        raise ValueError(
+            f"dispatch='ragged' on the platform {on!r}: its compiler has no ragged_all_to_all, "
+            f"which TPUs and GPUs have; take dispatch='gather', with the same results, or "
+            f"'capacity'"
+        )
+
+
+def dispatch_by_gather(
+    x: jax.Array, routing: Routing, experts: Experts, num_experts: int, axis: str | None
+) -> Done:
+    """Every rank takes all tokens, and returns the sums of its own experts. Nothing is dropped.
+
+    Args:
+      x: `[n, d]` tokens of this rank.
+      routing: of them.
+      experts: the E experts of this rank.
+      num_experts: e.
+      axis: over which experts lie.
+    """
+    weights, chosen, ranks = routing.weights, routing.chosen, group_size(axis)
+    if ranks == 1 or not is_manual(axis):
+        y = run_grouped(x, chosen, experts, num_experts, all_here=True)
+        return combine(y, weights), _none_dropped(x)
+    local = num_experts // ranks
+    x, weights, chosen = (
+        jax.lax.all_gather(part, axis, axis=0, tiled=True) for part in (x, weights, chosen)
+    )
+    chosen = chosen - group_rank(axis) * local
+    y = combine(run_grouped(x, chosen, experts, local, all_here=False), weights)
+    return jax.lax.psum_scatter(y, axis, scatter_dimension=0, tiled=True), _none_dropped(x)
+
+
+def capacity_of(tokens: int, top_k: int, num_experts: int, factor: float) -> int:
+    """C: how many tokens of a rank an expert takes, at least one.
+
+    Args:
+      tokens: n.
+      top_k: k.
+      num_experts: e.
+      factor: over n·k / e, what each would get if all got the same.
+    """
+    return min(max(1, math.ceil(factor * tokens * top_k / num_experts)), tokens)
+
+
+@functools.lru_cache(maxsize=64)
+def _capacities(most: int, top_k: int, num_experts: int, factor: float) -> Any:
+    """[most + 1] int32 `capacity_of` each number of tokens."""
+    counts = np.arange(most + 1)
+    places = np.ceil(factor * counts * top_k / num_experts)
+    return np.minimum(np.maximum(places, 1), counts).astype(np.int32)
+
+
+def dispatch_by_capacity(
+    x: jax.Array,
+    routing: Routing,
+    experts: Experts,
+    num_experts: int,
+    axis: str | None,
+    *,
+    factor: float,
+    is_data: jax.Array | None = None,
+) -> Done:
+    """Every expert takes C tokens of each rank, the first that chose it; others are dropped.
+
+    Args:
+      x: as for `dispatch_by_gather`.
+      routing: as there.
+      experts: as there.
+      num_experts: as there.
+      axis: as there.
+      factor: as for `capacity_of`.
+      is_data: `[n]` bool, False for padding. Padding takes no place, and C is computed from the
+        number of real tokens. None if all are data.
+    """
+    (n, d), k, ranks = x.shape, routing.chosen.shape[1], group_size(axis)
+    places = capacity_of(n, k, num_experts, factor)
+    flat = routing.chosen.reshape(-1)
+    # How many before it, in the order of tokens and of their choices, have chosen the same expert.
+    hot = flat[:, None] == jnp.arange(num_experts)[None]
+    if is_data is not None:
+        is_data_choice = jnp.repeat(is_data, k)
+        hot = hot & is_data_choice[:, None]
+    before = jnp.cumsum(hot, axis=0, dtype=jnp.int32) - 1
+    place = jnp.take_along_axis(before, flat[:, None], axis=1)[:, 0]
+    kept, total = place < places, num_experts * places
+    dropped = ~kept
+    if is_data is not None:
+        table = _capacities(n, k, num_experts, factor)
+        capacity = jnp.asarray(table)[is_data.sum(dtype=jnp.int32)]
+        kept = is_data_choice & (place < capacity)
+        dropped = is_data_choice & ~kept
+    slot = jnp.where(kept, flat * places + place, total)
+    rows = placed(x, slot, total)
+    shape = (ranks, num_experts // ranks, places, d)
+
+    def exchanged(rows: jax.Array) -> jax.Array:
+        if ranks == 1 or not is_manual(axis):
+            return rows
+        return jax.lax.all_to_all(rows, axis, split_axis=0, concat_axis=0, tiled=True)
+
+    rows = exchanged(rows.reshape(shape)).swapaxes(0, 1).reshape(shape[1], -1, d)
+    y = experts(rows, lambda r, w: jnp.einsum("ecd,edf->ecf", r, w), lambda b: b[:, None])
+    y = exchanged(y.reshape(shape[1], ranks, places, -1).swapaxes(0, 1)).reshape(total, -1)
+    found = taken(y, slot).reshape(n, k, -1)
+    return combine(found, routing.weights), dropped.sum(dtype=jnp.int32)
+
+
+def dispatch_by_ragged(
+    x: jax.Array,
+    routing: Routing,
+    experts: Experts,
+    num_experts: int,
+    axis: str | None,
+    *,
+    exchange: Callable[..., jax.Array] | None = None,
+) -> Done:
+    """Every rank sends each token to the ranks of its experts, and no further. Nothing is dropped.
+
+    A rank has room for the tokens of all ranks, R·n·min(k, E) rows, since all may choose it.
+
+    Args:
+      x: as for `dispatch_by_gather`.
+      routing: as there.
+      experts: as there.
+      num_experts: as there.
+      axis: as there.
+      exchange: in place of `jax.lax.ragged_all_to_all`.
+    """
+    ranks = group_size(axis)
+    if ranks == 1 or not is_manual(axis):
+        return dispatch_by_gather(x, routing, experts, num_experts, None)
+    exchange = exchange or jax.lax.ragged_all_to_all
+    (n, d), k, local = x.shape, routing.chosen.shape[1], num_experts // ranks
+    flat = routing.chosen.reshape(-1)
+    order = jnp.argsort(flat, stable=True)  # by rank, and there by expert
+    rows = x[order // k]
+    # [from, to, expert there] how many rows; every rank has the whole table.
+    table = jax.lax.all_gather(count(flat, num_experts), axis, axis=0)
+    table = table.reshape(ranks, ranks, local)
+    sizes = table.sum(-1)
+    me = group_rank(axis)
+    starts = jnp.cumsum(sizes, axis=1) - sizes  # [from, to] where rows lie at the sender
+    places = jnp.cumsum(sizes, axis=0) - sizes  # [from, to] and at the receiver
+    room = ranks * n * min(k, local)
+    empty = vary(jnp.zeros((room, d), x.dtype), varying_in(rows))
+    there = exchange(rows, empty, starts[me], sizes[me], places[me], sizes[:, me], axis_name=axis)
+    # What came lies by sender, and there by expert.
+    ends = jnp.cumsum(table[:, me].reshape(-1))
+    owner = jnp.searchsorted(ends, jnp.arange(room), side="right")
+    owner = jnp.where(owner < ranks * local, owner % local, local)
+    y = run_grouped(there, owner[:, None], experts, local, all_here=False)[:, 0]
+    back = vary(jnp.zeros((n * k, y.shape[-1]), y.dtype), varying_in(y))
+    back = exchange(y, back, places[:, me], sizes[:, me], starts[:, me], sizes[me], axis_name=axis)
+    y = back[inverse(order)].reshape(n, k, -1)
+    return combine(y, routing.weights), _none_dropped(x)
+
+
+def _none_dropped(x: jax.Array) -> jax.Array:
+    return vary(jnp.zeros((), jnp.int32), varying_in(x))

@@ -1,0 +1,300 @@
+"""Attention by the kernel of a platform: which one takes what it is given.
+
+A kernel never forms the scores of all pairs of positions. On TPUs it is the splash attention that
+comes with JAX, in Pallas, which passes over what a causal mask hides; on NVIDIA GPUs that of cuDNN.
+
+Letters: b = sequences, t = positions, c = width of a head, k = heads of keys and values, g = heads
+of queries for each of them, all of them this device's.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from collectives import local
+from collectives.compat import device_kind, has_cudnn, platform
+from pipeline.models.layers.attending.blocks import SMALL, SplashBlocks, choose_blocks
+
+Implementation = Literal["splash", "cudnn", "xla", "chunked"]
+NAMES = ("splash", "cudnn", "xla", "chunked")
+# What splash attention's backward reads of its forward, to `jax.checkpoint_policies`.
+RESIDUALS = "attention_residuals"
+OPERANDS = "attention_operands"  # queries, keys and values as it takes them, likewise
+LEAST = SMALL[-1]  # positions that splash attention takes at a time
+WIDEST = 256  # c; beyond, blocks fill a TPU's VMEM, and cuDNN takes none
+WIDEST_BEFORE_HOPPER = 128
+REMEDY = "or take implementation='chunked', the formula, which takes any"
+
+
+def check_name(implementation: Any) -> None:
+    """Raise ValueError for a name that is no implementation.
+
+    Raises:
+      ValueError: so.
+    """
+    if implementation is not None and implementation not in NAMES:
+        raise ValueError(
+            f"implementation={implementation!r}: must be one of {', '.join(map(repr, NAMES))}, or "
+            f"None for that of the platform"
+        )
+
+
+def choose(q: jax.Array, *, softcap: float | None = None, start: int = 0) -> Implementation:
+    """The implementation for the platform that is traced for, and for queries `[b, t, k·g, c]`.
+
+    Queries whose places begin at ``start``, behind those of so many keys, take splash alone.
+
+    The platform is that of the mesh, which may be of devices that are not there. A compiler cannot
+    cut a kernel into parts: with mesh axes left to it, or without a mesh among several devices, it
+    is given the formula.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty and jax.device_count() > 1:
+        return "chunked"
+    on, c = platform(), q.shape[-1]
+    if on == "tpu" and not _wrong_for_splash(q, start):
+        return "splash"
+    if start:
+        return "chunked"
+    # Described GPUs call themselves by their runtime, those that are there do not.
+    on_gpu = on in ("gpu", "cuda")
+    takes = on_gpu and c <= WIDEST_BEFORE_HOPPER and not _wrong_for_cudnn(q, softcap)
+    if takes and has_cudnn():
+        return "cudnn"
+    return "chunked"
+
+
+def splash(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    blocks: SplashBlocks | None = None,
+    start: int = 0,
+    segments_of_keys: jax.Array | None = None,
+) -> jax.Array:
+    """Causal attention by JAX's splash attention, `[b, t, k·g, c]`; interpreted where no TPU is.
+
+    Args:
+      q: queries, `[b, t, k·g, c]`.
+      k: keys, `[b, s, k, c]`, of places 0..s-1.
+      v: values, the same.
+      segments: `[b, t]` integers; a query reads keys of its own segment.
+      window: how many positions a query reads; None for all before it.
+      softcap: of the scores, if any.
+      blocks: of positions; None for those of the length and the chip.
+      start: the place of the first query.
+      segments_of_keys: `[b, s]`, where keys are not those of the queries' positions.
+
+    Raises:
+      ValueError: sizes that the kernel does not take, or a mesh with axes left to the compiler.
+    """
+    _check("splash", q, _wrong_for_splash(q, start))
+    interpret = platform() != "tpu"
+    _, t, heads, c = q.shape
+    of_keys = segments if segments_of_keys is None else segments_of_keys
+
+    def heads_first(q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+        return [jnp.swapaxes(x, 1, 2) for x in (q * c**-0.5, k, v)]
+
+    # The kernel by itself, so that its backward reads its arguments and what it gives: that is kept
+    # once, and a policy of `jax.checkpoint` may spare it a second time (`RESIDUALS`). Its arguments
+    # are `local` too: a stage keeps them as they are here, not what they could be made of again.
+    arguments = [checkpoint_name(x, OPERANDS) for x in local(heads_first)(q, k, v)]
+    sizes = t, k.shape[1], start
+    # Blocks of queries and of keys have one size, which divides both.
+    common = math.gcd(t, k.shape[1])
+    blocks = blocks or choose_blocks(device_kind(), common, c, q.dtype.itemsize, window)
+    run = _kernel(heads, *sizes, blocks, window=window, softcap=softcap, interpret=interpret)
+    own = () if segments is None else (segments, of_keys)
+    y = local(jax.vmap(run))(*arguments, *own)
+    return jnp.swapaxes(y, 1, 2)
+
+
+def _kernel(
+    heads: int,
+    t: int,
+    s: int,
+    start: int,
+    blocks: SplashBlocks,
+    *,
+    window: int | None,
+    softcap: float | None,
+    interpret: bool,
+) -> Any:
+    """Splash attention of one sequence: of queries, keys, values and, if any, its segments."""
+    # Pallas takes half a second to import, and only those need it who come here.
+    from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: PLC0415
+        BlockSizes,
+        MultiHeadMask,
+        SegmentIds,
+        make_splash_mha_single_device,
+    )
+
+    mask = _mask(t, s, window, start)
+    kernel = make_splash_mha_single_device(
+        MultiHeadMask([mask] * heads),
+        block_sizes=BlockSizes(**blocks.sizes()),
+        attn_logits_soft_cap=softcap,
+        residual_checkpoint_name=RESIDUALS,
+        interpret=interpret,
+    )
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
+        ids = SegmentIds(*segments) if segments else None
+        found: jax.Array = kernel(q, k, v, ids)
+        return found
+
+    return run
+
+
+def _mask(t: int, s: int, window: int | None, start: int) -> Any:
+    """The causal mask of t queries, of which the first is at place ``start`` of s keys.
+
+    With a window or without.
+    """
+    whole, near = _quick_masks()
+    if window is None:
+        return whole((t, s), start)
+    return near((t, s), (window - 1, 0), start)
+
+
+@functools.cache
+def _quick_masks() -> tuple[Any, Any]:
+    """Causal and local masks that compare no positions of blocks that are all seen or all hidden.
+
+    Splash attention asks for every block of the mask as it is traced. Of 131,072 positions, JAX's
+    own masks compare 1.7e10 pairs several times over, a minute of a core each.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: PLC0415
+        CausalMask,
+        LocalMask,
+    )
+
+    def of_block(mask: Any, index: Any, window: int | None) -> bool | None:
+        """True if all of a block is seen, False if nothing is, None if its pairs differ."""
+        rows, columns = (range(n)[part] for n, part in zip(mask.shape, index, strict=True))
+        if not rows or not columns:
+            return None
+        nearest = rows[0] + mask.offset - columns[-1]
+        farthest = rows[-1] + mask.offset - columns[0]
+        if farthest < 0 or (window is not None and nearest >= window):
+            return False
+        return True if nearest >= 0 and (window is None or farthest < window) else None
+
+    class Whole(CausalMask):
+        def __getitem__(self, index: Any) -> Any:
+            seen = of_block(self, index, None)
+            return super().__getitem__(index) if seen is None else np.full((1, 1), seen)
+
+        __hash__ = CausalMask.__hash__
+
+    class Near(LocalMask):
+        def __getitem__(self, index: Any) -> Any:
+            left, _ = self.window_size
+            seen = of_block(self, index, None if left is None else left + 1)
+            return super().__getitem__(index) if seen is None else np.full((1, 1), seen)
+
+        __hash__ = LocalMask.__hash__
+
+    return Whole, Near
+
+
+def cudnn(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """Causal attention by cuDNN, arguments as of `splash`.
+
+    Segments become a mask `[b, 1, t, t]`, which cuDNN reads beside its causal blocks.
+
+    Raises:
+      ValueError: as for `splash`, a dtype other than bfloat16 and float16, or a soft cap.
+    """
+    _check("cudnn", q, _wrong_for_cudnn(q, softcap))
+    reach: Any = None if window is None else (window - 1, 0)
+
+    def on_this_device(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
+        mask = None
+        if segments:
+            (ids,) = segments
+            mask = (ids[:, :, None] == ids[:, None, :])[:, None]
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            is_causal=True,
+            local_window_size=reach,
+            implementation="cudnn",
+        )
+
+    return local(on_this_device)(q, k, v, *(() if segments is None else (segments,)))
+
+
+def _check(name: str, q: jax.Array, wrong: list[str]) -> None:
+    if wrong:
+        raise ValueError(
+            f"implementation={name!r} for queries {q.dtype}{list(q.shape)} of [sequences, "
+            f"positions, heads, head_dim]: {'; '.join(wrong)}; {REMEDY}"
+        )
+
+
+def _wrong_for_splash(q: jax.Array, start: int = 0) -> list[str]:
+    t, wrong = q.shape[1], _wrong_for_any(q)
+    if start % LEAST:
+        wrong.append(f"{start} positions before them are no multiple of {LEAST}")
+    if t % LEAST:
+        wrong.append(f"{t} positions are no multiple of {LEAST}: pad sequences to {t + -t % LEAST}")
+    return wrong
+
+
+def check_softcap(name: str, q: jax.Array, softcap: float | None) -> None:
+    """Refuse a soft cap by an implementation without one.
+
+    Raises:
+      ValueError: there is one.
+    """
+    _check(name, q, _capped(softcap))
+
+
+def _capped(softcap: float | None) -> list[str]:
+    return [] if softcap is None else [f"it caps no scores, and softcap={softcap}"]
+
+
+def _wrong_for_cudnn(q: jax.Array, softcap: float | None) -> list[str]:
+    wrong = _wrong_for_any(q) + _capped(softcap)
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        wrong.append(f"{q.dtype} is neither bfloat16 nor float16: give the layer one of these")
+    return wrong
+
+
+def _wrong_for_any(q: jax.Array) -> list[str]:
+    mesh, c = jax.sharding.get_abstract_mesh(), q.shape[-1]
+    loose = [
+        axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1
+    ]
+    wrong = []
+    if c % 8 or c > WIDEST:
+        wrong.append(f"head_dim={c} is no multiple of 8 up to {WIDEST}: choose one")
+    if loose:
+        wrong.append(
+            f"the mesh axes {', '.join(map(repr, loose))} are left to the compiler, which cannot "
+            f"cut a kernel: make them manual"
+        )
+    return wrong

@@ -1,0 +1,462 @@
+"""A mixture of experts: every token is given to a few of many gated MLPs (arXiv:1701.06538).
+
+Letters: d = width, e = experts, k = experts of a token, f = columns of an expert, n = tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from collectives.compat import platform
+from collectives.places.sizes import CONTEXT, DATA, EXPERT, TENSOR
+from collectives.tensor import group_size, is_manual
+from pipeline.base.added import add_loss
+from pipeline.base.agreed.positions import reads_all_ranks
+from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
+from pipeline.base.arguments import is_number, is_whole
+from pipeline.base.rows import BatchPart, batch_part, excluding_padding
+from pipeline.models.layers.experts.dispatch import (
+    DISPATCHES,
+    Dispatch,
+    check_dispatch,
+    dispatch_by_capacity,
+    dispatch_by_gather,
+    dispatch_by_ragged,
+)
+from pipeline.models.layers.experts.losses import (
+    BALANCES,
+    Balance,
+    counts_of,
+    joint_balance,
+    squared_normalisers,
+)
+from pipeline.models.layers.experts.products import Pick, Product
+from pipeline.models.layers.experts.routing import Router, Routing, Scoring, route
+from pipeline.models.layers.experts.state import ExpertState, loads
+from pipeline.models.layers.mlp import SwiGLU
+from pipeline.models.layers.weights import Initializer, make_weight, scaled
+
+Gate = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate)·up, of SwiGLU."""
+    return jax.nn.silu(gate) * up
+
+
+class MixtureOfExperts(nnx.Module):
+    """`[..., d] -> [..., d]`: the weighted sum of the outputs of a token's experts.
+
+    With a manual mesh axis ``axis`` a rank holds e / R of the experts and brings tokens of its own,
+    which the dispatch takes to their experts and back. ``axis=None``, or a mesh without that axis,
+    is the layer on one rank.
+
+    Args:
+      width: d.
+      hidden: f.
+      num_experts: e.
+      top_k: k.
+      rngs: has a stream ``params``.
+      axis: the mesh axis over which experts lie.
+      dispatch: "gather", "capacity" or "ragged" (`pipeline.layers.experts`). The first and
+        the last drop no token, and their results do not depend on the mesh.
+      capacity_factor: of "capacity" (`capacity_of`).
+      chunk: tokens of a rank that are dispatched at a time, and again in the backward, which bounds
+        the memory of it; None for all. "capacity" then counts places in each chunk.
+      scoring: as of `Router`.
+      renormalise: as there.
+      scale: as there.
+      groups: as there.
+      group_top: as there.
+      router_bias: whether logits have a bias that is trained.
+      bias_rate: for a bias of the choice alone (arXiv:2408.15664): by how much `advance_experts`
+        moves it for experts that had less or more than the mean. It is state; 0 keeps it.
+      shared_hidden: columns of an MLP that every token passes, added to the experts; 0 for none.
+      shared_gate: whether it is multiplied with a sigmoid of the token.
+      bias: whether the experts' products have biases.
+      gate: of (gate, up), what the product down is given.
+      balance_weight: of the balance loss, which is added to the loss with `pipeline.add_loss`.
+      balance: which loads it reads: those of the "microbatch" over all rows of the mesh, of each
+        "sequence" (the input is `[b, t, d]`), or of the whole "batch" of the step before, from
+        state (`settle_experts` for those of the batch itself).
+      z_weight: of the z-loss.
+      counts: whether it counts how often experts are chosen, as state; with ``bias_rate`` and
+        ``balance="batch"`` always.
+      row_axes: mesh axes that split rows, and ``context``, which splits positions, in a `shard_map`
+        of one's own. In a pipeline ``batch=`` says which axes these are.
+      init: of the fused weight; init_out: of the one down; init_router: of the router.
+      dtype: of the parameters.
+
+    In evaluation (``module.eval()``) nothing is counted and no loss is added.
+
+    Attributes:
+      router: how experts are chosen.
+      load: `[e]` each expert's part of the choices of the last step; dropped: what part of all
+        choices it dropped. Both only where it counts.
+
+    Raises:
+      ValueError: sizes that do not fit, or names that are unknown; when called, a dispatch that the
+        platform lacks, or ranks that do not divide e.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        num_experts: int,
+        top_k: int,
+        rngs: nnx.Rngs,
+        *,
+        axis: str | None = EXPERT,
+        dispatch: Dispatch = "gather",
+        capacity_factor: float = 1.25,
+        chunk: int | None = None,
+        scoring: Scoring = "softmax",
+        renormalise: bool = True,
+        scale: float = 1.0,
+        groups: tuple[int, int] | None = None,
+        group_top: int = 1,
+        router_bias: bool = False,
+        bias_rate: float | None = None,
+        shared_hidden: int = 0,
+        shared_gate: bool = False,
+        bias: bool = False,
+        gate: Gate = silu_gate,
+        balance_weight: float = 0.0,
+        balance: Balance = "microbatch",
+        z_weight: float = 0.0,
+        counts: bool = False,
+        row_axes: tuple[str, ...] = (DATA, EXPERT, CONTEXT),
+        init: Initializer | None = None,
+        init_out: Initializer | None = None,
+        init_router: Initializer | None = None,
+        dtype: Any = jnp.float32,
+    ) -> None:
+        self.router = Router(num_experts, top_k, scoring, renormalise, scale, groups, group_top)
+        check_options(dispatch, capacity_factor, chunk, balance)
+        check_sizes(width=width, hidden=hidden, shared_hidden=shared_hidden)
+        check_weights(balance_weight=balance_weight, z_weight=z_weight, bias_rate=bias_rate or 0.0)
+        check_axes(axis, row_axes)
+        num_experts = self.router.num_experts
+        self.axis, self.row_axes, self.gate = axis, row_axes, gate
+        self.dispatch, self.capacity_factor, self.chunk = dispatch, capacity_factor, chunk
+        self.balance, self.balance_weight, self.z_weight = balance, balance_weight, z_weight
+        self.bias_rate, self.deterministic = bias_rate, False
+        e, zeros = num_experts, jax.nn.initializers.zeros
+        self.router_weight = nnx.Param(
+            (init_router or scaled(width))(rngs.params(), (width, e), dtype)
+        )
+        self.router_bias = nnx.Param(jnp.zeros(e, dtype)) if router_bias else None
+        make = functools.partial(
+            make_weight, rngs, dtype=dtype, axis=axis, dim=0, pieces=("num_experts", e, None)
+        )
+        self.gate_up = make((e, width, 2, hidden), init=init or scaled(width))
+        self.down = make((e, hidden, width), init=init_out or scaled(hidden))
+        self.gate_up_bias = make((e, 2, hidden), init=zeros) if bias else None
+        self.down_bias = make((e, width), init=zeros) if bias else None
+        self.shared: Any = (
+            SwiGLU(width, shared_hidden, rngs, axis=TENSOR, dtype=dtype) if shared_hidden else None
+        )
+        self.shared_gate = (
+            nnx.Param(scaled(width)(rngs.params(), (width, 1), dtype)) if shared_gate else None
+        )
+        self.is_counting = counts or balance == "batch" or bool(bias_rate)
+        moves: dict[str, Any] = {"after_step": "pipeline.layers.advance_experts"}
+        self.bias = (
+            ExpertState(jnp.zeros(e, jnp.float32), **(moves if bias_rate else {}))
+            if bias_rate is not None
+            else None
+        )
+        if self.is_counting:
+            self.counts = ExpertState(jnp.zeros(e, jnp.int32))
+            self.load = ExpertState(
+                jnp.full(e, 1 / e, jnp.float32), **(moves if balance == "batch" else {})
+            )
+            self.drops = ExpertState(jnp.zeros((), jnp.int32))
+            self.dropped = ExpertState(jnp.zeros((), jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Run it, with its losses added to the result."""
+        part = self._part(WHOLE_SEQUENCE)
+        if part.num_slices > 1 and self._balances_sequences:
+            raise ValueError(
+                f"balance={self.balance!r} in a stage that runs on slices of sequences (slices=): "
+                f"this loss needs the counts of all slices: in the stage's call_slice(x, earlier, "
+                f"part), call experts.call_slice(x, earlier, part) and return its carry; or take "
+                f"balance='batch', or leave slices out"
+            )
+        return self._run(x, part, None)[0]
+
+    def call_slice(self, x: jax.Array, earlier: Any, part: SequenceSlice) -> tuple[jax.Array, Any]:
+        """Run it on one slice of a sequence (`Pipeline(slices=N)`).
+
+        Args:
+          x: `[b, t, d]` of the slice.
+          earlier: the carries of earlier slices, `[N, ...]` leaves, or None.
+          part: the place of the slice.
+
+        Returns:
+          The output, and the carry: counts and shares of experts where the balance loss is that of
+          whole sequences or microbatches, else ().
+        """
+        if not self._balances_sequences:
+            return self._run(x, self._part(part), None)[0], ()
+        return self._run(x, self._part(part), earlier)
+
+    @property
+    def _balances_sequences(self) -> bool:
+        return bool(self.balance_weight) and self.balance != "batch" and not self.deterministic
+
+    def _part(self, part: SequenceSlice) -> BatchPart:
+        """Return the call's `BatchPart`; outside a pipeline, one made from ``row_axes``."""
+        if (known := batch_part()) is not None:
+            return known
+        rows = tuple(axis for axis in self.row_axes if axis != CONTEXT)
+        positions = tuple(axis for axis in self.row_axes if axis == CONTEXT)
+        return BatchPart(rows, positions, part.count)
+
+    def _run(self, x: jax.Array, part: BatchPart, earlier: Any) -> tuple[jax.Array, Any]:
+        self._check(x)
+        # A token is routed by itself, so that a part of the positions may be on each rank.
+        with reads_all_ranks(), excluding_padding():
+            tokens, carry = x.reshape(-1, x.shape[-1]), ()
+            adds = bool(self.balance_weight or self.z_weight or self.is_counting)
+            reads_mask = self.dispatch == "capacity" or (adds and not self.deterministic)
+            is_data = part.is_data(x.shape[:-1]) if reads_mask else None
+            logits = self.logits(tokens)
+            bias = None if self.bias is None else self.bias[...]
+            routing = route(logits, self.router, bias=bias)
+            y, dropped = self._dispatch(tokens, routing, is_data)
+            if self.shared is not None:
+                y = y + self._shared(tokens)
+            y = y.reshape(x.shape)
+            if self.deterministic:
+                return y, carry
+            if self.balance_weight:
+                value, carry = self._balance_loss(y, routing, part, earlier)
+                y = add_loss(y, self.balance_weight * value)
+            if self.z_weight:
+                squares = squared_normalisers(logits)
+                if is_data is not None:
+                    squares = jnp.where(is_data, squares, 0)
+                y = add_loss(y, self.z_weight * part.divide(squares.sum(), x.shape[:-1]))
+            if self.is_counting:
+                self.counts[...] += counts_of(routing.chosen, self.router.num_experts, is_data)
+                self.drops[...] += dropped
+        return y, carry
+
+    def logits(self, tokens: jax.Array) -> jax.Array:
+        """`[n, e]` float32 of the router."""
+        logits = jnp.dot(
+            tokens, self.router_weight[...].astype(tokens.dtype), preferred_element_type=jnp.float32
+        )
+        if self.router_bias is not None:
+            logits = logits + self.router_bias[...].astype(jnp.float32)[None]
+        return logits
+
+    def advance_experts(self) -> None:
+        """Turn the counts of a step into loads, move the bias, and begin to count again.
+
+        Of one layer, or of all that a pipeline holds in the rows of its arrays.
+        """
+        if not self.is_counting:
+            return
+        counts = self.counts[...]
+        if self.bias is not None and self.bias_rate:
+            number = counts.astype(jnp.float32)
+            # Behind a step in which nothing was counted, such as one that is skipped, it stays.
+            mean = number.mean(-1, keepdims=True)
+            self.bias[...] += self.bias_rate * jnp.sign(mean - number)
+        total = jnp.maximum(counts.sum(-1), 1).astype(jnp.float32)
+        self.load[...] = loads(counts)
+        self.dropped[...] = self.drops[...].astype(jnp.float32) / total
+        self.counts[...] = jnp.zeros_like(counts)
+        self.drops[...] = jnp.zeros_like(self.drops[...])
+
+    def experts(self, rows: jax.Array, product: Product, pick: Pick) -> jax.Array:
+        """Apply the experts of this rank to rows in their order."""
+        weight = self.gate_up[...].astype(rows.dtype)
+        bias = None if self.gate_up_bias is None else self.gate_up_bias[...].astype(rows.dtype)
+        if platform() == "tpu":
+            # One product of 2·f columns has a gradient whose layout is not that of [e, d, 2, f]: to
+            # add it up took 7 times as long in Mixtral 8x7B on v5p (docs/tpu.md).
+            one = functools.partial(jax.lax.index_in_dim, keepdims=False)
+            parts = [(one(weight, n, 2), None if bias is None else one(bias, n, 1)) for n in (0, 1)]
+        else:
+            flat = None if bias is None else bias.reshape(bias.shape[0], -1)
+            parts = [(weight.reshape(*weight.shape[:2], -1), flat)]
+        found = [product(rows, w) if b is None else product(rows, w) + pick(b) for w, b in parts]
+        gate, up = found if len(found) == 2 else jnp.split(found[0], 2, axis=-1)
+        y = product(self.gate(gate, up), self.down[...].astype(rows.dtype))
+        return y if self.down_bias is None else y + pick(self.down_bias[...].astype(rows.dtype))
+
+    def _dispatch(
+        self, tokens: jax.Array, routing: Routing, is_data: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        check_dispatch(self.dispatch)
+        e, n = self.router.num_experts, tokens.shape[0]
+
+        def run(x: jax.Array, routing: Routing, is_data: jax.Array | None) -> Any:
+            of_capacity: dict[str, Any] = {"factor": self.capacity_factor, "is_data": is_data}
+            by_name: dict[str, Callable[..., Any]] = {
+                "gather": dispatch_by_gather,
+                "capacity": functools.partial(dispatch_by_capacity, **of_capacity),
+                "ragged": dispatch_by_ragged,
+            }
+            return by_name[self.dispatch](x, routing, self.experts, e, self.axis)
+
+        if self.chunk is None or self.chunk >= n:
+            return run(tokens, routing, is_data)
+        if n % self.chunk:
+            raise ValueError(f"chunk={self.chunk}: must divide the {n} tokens of a rank")
+
+        @jax.checkpoint
+        def some(_: Any, part: Any) -> Any:
+            x, weights, chosen, is_data = part
+            # Shares are for losses, which are of all tokens.
+            return None, run(x, Routing(weights, chosen, weights), is_data)
+
+        parts = tokens, routing.weights, routing.chosen, is_data
+        cut = jax.tree.map(lambda part: part.reshape(-1, self.chunk, *part.shape[1:]), parts)
+        _, (y, dropped) = jax.lax.scan(some, None, cut)
+        return y.reshape(tokens.shape), dropped.sum()
+
+    def _shared(self, tokens: jax.Array) -> jax.Array:
+        y: jax.Array = self.shared(tokens)
+        if self.shared_gate is None:
+            return y
+        gate = jnp.dot(tokens, self.shared_gate[...].astype(tokens.dtype))
+        return y * jax.nn.sigmoid(gate)
+
+    def _balance_loss(
+        self, y: jax.Array, routing: Routing, part: BatchPart, earlier: Any
+    ) -> tuple[jax.Array, Any]:
+        """The balance loss of a call, and the carry of its slice.
+
+        Each mean is a sum over a divisor from `BatchPart`, so padding and slices do not change it.
+        """
+        (n, e), k, shape = routing.shares.shape, self.router.top_k, y.shape[:-1]
+        is_data = part.is_data(shape)
+        shares = routing.shares
+        if is_data is not None:
+            shares = jnp.where(is_data[:, None], shares, 0)
+        if self.balance == "batch":
+            load = jax.lax.stop_gradient(self.load[...])
+            return part.divide(e * jnp.sum(load * shares.sum(0)), shape), ()
+        if self.balance == "microbatch":
+            counts = part.over(counts_of(routing.chosen, e, is_data), part.rows + part.positions)
+            total, carry = joint_balance(counts.astype(jnp.float32), shares.sum(0), earlier)
+            return part.divide(total, shape) / (k * part.tokens_of_microbatch(shape)), carry
+        if y.ndim < 3:
+            raise ValueError(
+                f"balance='sequence' with an input of shape {list(y.shape)}: it is [b, t, d], "
+                f"sequences of positions; or take balance='microbatch'"
+            )
+        b = n // y.shape[-2]
+
+        def cut(values: jax.Array) -> jax.Array:
+            return values.reshape(b, -1, *values.shape[1:])
+
+        counts = counts_of(cut(routing.chosen), e, None if is_data is None else cut(is_data))
+        counts = part.over(counts, part.positions).astype(jnp.float32)
+        totals, carry = joint_balance(counts, cut(shares).sum(1), earlier)
+        tokens = part.tokens_of_sequences((b, y.shape[-2]))
+        return part.divide_rows(totals / (k * tokens * tokens)), carry
+
+    def _check(self, x: jax.Array) -> None:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                f"x is {x.dtype}{list(x.shape)}: experts compute in the dtype of their input, "
+                f"which must be a float; embed integers first"
+            )
+        d = self.router_weight.shape[0]
+        if x.shape[-1:] != (d,) or not x.size:
+            raise ValueError(
+                f"x is {x.dtype}{list(x.shape)}: a mixture of experts of width={d} takes tokens of "
+                f"shape [..., {d}], at least one"
+            )
+        e, ranks, held = self.router.num_experts, group_size(self.axis), self.gate_up.shape[0]
+        if is_manual(self.axis) and held * ranks != e:
+            raise ValueError(
+                f"a rank holds {held} of num_experts={e} experts on the axis {self.axis!r} of size "
+                f"{ranks}, and must hold {e / ranks:g}: hand each rank its part, "
+                f"in_specs=PartitionSpec({self.axis!r})"
+            )
+
+
+def check_options(dispatch: Any, capacity_factor: Any, chunk: Any, balance: Any) -> None:
+    """Refuse options that mean nothing.
+
+    Raises:
+      ValueError: all that is wrong, at once.
+    """
+    wrong = []
+    if dispatch not in DISPATCHES:
+        wrong.append(f"dispatch={dispatch!r} must be one of {', '.join(map(repr, DISPATCHES))}")
+    if not is_number(capacity_factor) or not 0 < capacity_factor < math.inf:
+        wrong.append(
+            f"capacity_factor={capacity_factor!r} must be a finite number > 0: an expert without a "
+            f"place takes no token; 1 gives every expert as many as there are on average"
+        )
+    if chunk is not None and not is_whole(chunk, 1, numpy=True):
+        wrong.append(f"chunk={chunk!r} must be an integer >= 1, or None for all tokens at once")
+    if balance not in BALANCES:
+        wrong.append(f"balance={balance!r} must be one of {', '.join(map(repr, BALANCES))}")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def check_sizes(*, shared_hidden: Any, **sizes: Any) -> None:
+    """Refuse sizes that are no counts.
+
+    Raises:
+      ValueError: all that are wrong, at once.
+    """
+    wrong = [
+        f"{name}={value!r} must be an integer >= 1"
+        for name, value in sizes.items()
+        if not is_whole(value, 1, numpy=True)
+    ]
+    if not is_whole(shared_hidden, 0, numpy=True):
+        wrong.append(
+            f"shared_hidden={shared_hidden!r} must be an integer >= 0; 0 for no shared MLP"
+        )
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def check_weights(**weights: Any) -> None:
+    """Refuse weights of losses, and rates, that are no finite numbers.
+
+    Raises:
+      ValueError: all that are wrong, at once.
+    """
+    wrong = [
+        f"{name}={value!r} must be a finite number"
+        for name, value in weights.items()
+        if not is_number(value) or not math.isfinite(value)
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def check_axes(axis: Any, row_axes: Any) -> None:
+    """Refuse what is no name of a mesh axis, and one name in the place of several.
+
+    Raises:
+      ValueError: so.
+    """
+    if axis is not None and not isinstance(axis, str):
+        raise ValueError(f"axis={axis!r} must be the name of a mesh axis, or None for one rank")
+    is_several = isinstance(row_axes, tuple | list)
+    if not is_several or not all(isinstance(name, str) for name in row_axes):
+        raise ValueError(
+            f"row_axes={row_axes!r} must be a tuple of names of mesh axes, such as ('data',)"
+        )

@@ -1,0 +1,105 @@
+"""Gated MLP (N. Shazeer, arXiv:2002.05202): down(silu(gate(x)) * up(x)).
+
+Gate and up are one weight `[d, 2, f]` cut along f, so that a rank's part has the same columns of
+both, its product with the input is one product, and its gradient for the input is summed over
+ranks once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from collectives.compat import platform
+from collectives.places.sizes import TENSOR
+from collectives.tensor import column_input
+from pipeline.models.layers.linear import RowLinear
+from pipeline.models.layers.weights import Initializer, make_weight, read_weight, scaled
+
+
+class SwiGLU(nnx.Module):
+    """`[..., t, d] -> [..., t, d]`, each rank with some of the f hidden columns.
+
+    Args:
+      width: d.
+      hidden: f.
+      rngs: has a stream ``params``.
+      axis: the mesh axis of the group.
+      sequence_parallel: whether input and output are this rank's part of the sequence.
+      init: of the fused weight; init_out: of the one down.
+      dtype: of the parameters.
+      bias: whether something is added to gate and up, and after the sum.
+      activation: of the gate.
+
+    Raises:
+      ValueError: when called on R ranks, that R does not divide f.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        rngs: nnx.Rngs,
+        *,
+        axis: str = TENSOR,
+        sequence_parallel: bool = False,
+        init: Initializer | None = None,
+        init_out: Initializer | None = None,
+        dtype: Any = jnp.float32,
+        bias: bool = False,
+        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+    ) -> None:
+        self.activation = activation
+        self.axis, self.sequence_axis = axis, -2 if sequence_parallel else None
+        pieces = "hidden", hidden, None
+        self.gate_up = make_weight(
+            rngs,
+            (width, 2, hidden),
+            init=init or scaled(width),
+            dtype=dtype,
+            axis=axis,
+            dim=2,
+            pieces=pieces,
+        )
+        added: nnx.Param[Any] | None = None
+        if bias:
+            zeros = jax.nn.initializers.zeros
+            added = make_weight(
+                rngs, (2, hidden), init=zeros, dtype=dtype, axis=axis, dim=1, pieces=pieces
+            )
+        self.gate_up_bias = added
+        self.down = RowLinear(
+            hidden,
+            width,
+            rngs,
+            bias=bias,
+            axis=axis,
+            sequence_parallel=sequence_parallel,
+            init=init_out,
+            dtype=dtype,
+            pieces=pieces,
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The whole output, or this rank's part of the sequence."""
+        weight = read_weight(self.gate_up, x, self.axis)
+        x = column_input(x, self.axis, sequence_axis=self.sequence_axis)
+        # The columns stay two dims: where the compiler cuts them, flat ones would be exchanged.
+        both = jnp.einsum("td,dcf->tcf", x.reshape(-1, x.shape[-1]), weight)
+        if self.gate_up_bias is not None:
+            both += read_weight(self.gate_up_bias, x, self.axis)[None]
+        hidden = self.activation(both[:, 0]) * both[:, 1]
+        if platform() == "tpu":
+            # Else it is formed again for every tile of the products that read it: in 8B on v5p they
+            # then take 1.6 times what they do alone (docs/tpu.md).
+            hidden = jax.lax.optimization_barrier(hidden)
+        return self.down(hidden.reshape(*x.shape[:-1], -1))
+
+
+def fuse_gate_up(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The fused weight `[d, 2, f]` of two `[d, f]`, as other formats keep them."""
+    return jnp.stack([gate, up], axis=1)

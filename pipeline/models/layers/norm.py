@@ -1,0 +1,96 @@
+"""Norms of rows: by root mean square (B. Zhang and R. Sennrich, arXiv:1910.07467), and layer norm
+(J. L. Ba et al., arXiv:1607.06450).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from collectives.places.sizes import TENSOR
+from pipeline.models.layers.weights import shared
+
+
+class RMSNorm(nnx.Module):
+    """Rows of mean square one, times a scale: `[..., d] -> [..., d]`.
+
+    The scale is the same on all ranks. Where their activations differ (sequence parallelism) its
+    gradient is the sum of theirs: JAX takes it whenever there is a gradient, a pipeline that is
+    told of it once a step. Computed in float32.
+
+    Args:
+      width: d.
+      epsilon: added to the mean square.
+      axis: the mesh axis of the group.
+      sequence_parallel: whether the input is this rank's part of the sequence, or otherwise another
+        than that of the other ranks, as heads are.
+      dtype: of the scale.
+      offset: what is added to the scale, which then begins as 1 - offset.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        epsilon: float = 1e-5,
+        axis: str = TENSOR,
+        sequence_parallel: bool = False,
+        dtype: Any = jnp.float32,
+        offset: float = 0.0,
+    ) -> None:
+        self.epsilon, self.offset = epsilon, offset
+        first = jnp.full(width, 1 - offset, dtype)
+        self.scale = shared(first, axis if sequence_parallel else None)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """In the dtype of the input."""
+        wide = x.astype(jnp.float32)
+        square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        scale = _row(self.scale, x)
+        if self.offset:
+            scale += self.offset
+        return (wide * jax.lax.rsqrt(square + self.epsilon) * scale).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Rows of mean zero and variance one, times a scale, plus a bias: `[..., d] -> [..., d]`.
+
+    Scale and bias are the same on all ranks, and their gradients those of `RMSNorm`'s scale.
+    Computed in float32.
+
+    Args:
+      width: d.
+      epsilon: added to the variance.
+      axis: the mesh axis of the group.
+      sequence_parallel: as of `RMSNorm`.
+      dtype: of scale and bias.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        epsilon: float = 1e-5,
+        axis: str = TENSOR,
+        sequence_parallel: bool = False,
+        dtype: Any = jnp.float32,
+    ) -> None:
+        self.epsilon = epsilon
+        over = axis if sequence_parallel else None
+        self.scale, self.bias = (shared(f(width, dtype), over) for f in (jnp.ones, jnp.zeros))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """In the dtype of the input."""
+        wide = x.astype(jnp.float32)
+        wide -= jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        unit = wide * jax.lax.rsqrt(variance + self.epsilon)
+        return (unit * _row(self.scale, x) + _row(self.bias, x)).astype(x.dtype)
+
+
+def _row(weight: nnx.Param[Any], x: jax.Array) -> jax.Array:
+    """A weight `[d]` beside x, in float32."""
+    return weight.get_value().astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))

@@ -1,0 +1,187 @@
+"""Embedding and head, each rank with some of the words.
+
+Letters: R = ranks on the axis, V = rows of the table, v = V / R, d = width, b = sequences, t =
+positions. Both tables are `[V, d]`, cut by rows, so that one may serve as both. Those that no axis
+of the model cuts, a pipeline may spread over its stages: `pipeline.vocabulary`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from collectives.chunked import linear_cross_entropy
+from collectives.places.sizes import TENSOR
+from collectives.tensor import column_input, group_rank
+from collectives.vocabulary import IGNORED, vocabulary_cross_entropy, vocabulary_embedding
+from pipeline.base.agreed.vocabulary import Table, logits
+from pipeline.models.layers.weights import Initializer, check_cut, make_weight, read_weight, scaled
+
+
+class VocabularyEmbedding(nnx.Module):
+    """Words to vectors: `[b, t] -> [b, t, d]`. What is no word is NaN.
+
+    Args:
+      vocabulary: the number of words.
+      width: d.
+      rngs: has a stream ``params``.
+      multiple_of: V is the number of words rounded up to a multiple of this; rows beyond them are
+        never read.
+      axis: the mesh axis of the group; None if there is one rank.
+      sequence_parallel: whether each rank keeps its part of the sequence, `[b, t / R, d]`.
+      init: of the table.
+      dtype: of the table; activations: of what it returns, by default that of the table.
+
+    Raises:
+      ValueError: when called on R ranks, that R does not divide V.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int,
+        rngs: nnx.Rngs,
+        *,
+        multiple_of: int = 1,
+        axis: str | None = TENSOR,
+        sequence_parallel: bool = False,
+        init: Initializer | None = None,
+        dtype: Any = jnp.float32,
+        activations: Any = None,
+    ) -> None:
+        self.axis, self.sequence_axis = axis, -2 if sequence_parallel else None
+        self.words, self.activations = vocabulary, activations
+        self.table = _table(rngs, vocabulary, width, multiple_of, init, dtype, axis)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Look the words up."""
+        check_cut(self.table, self.axis)
+        return vocabulary_embedding(
+            self.table.get_value(),
+            tokens,
+            self.axis,
+            sequence_axis=self.sequence_axis,
+            vocabulary=self.words,
+            dtype=self.activations,
+        )
+
+
+class VocabularyHead(nnx.Module):
+    """Vectors to logits: `[b, t, d] -> [b, t, v]`; padding gets -inf, so that it never wins.
+
+    Args:
+      width: d.
+      vocabulary: the number of words.
+      rngs: has a stream ``params``; not needed with a table.
+      multiple_of: as for `VocabularyEmbedding`.
+      table: that of an embedding, to share it; the number of words stays as given.
+      norm: a module before the products.
+      axis: the mesh axis of the group; None if there is one rank.
+      sequence_parallel: whether the input is this rank's part of the sequence, `[b, t / R, d]`.
+      init: of the table.
+      dtype: of the table.
+
+    Raises:
+      ValueError: no size; or when called on R ranks, that R does not divide V.
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int | None = None,
+        vocabulary: int | None = None,
+        rngs: nnx.Rngs | None = None,
+        multiple_of: int = 1,
+        norm: Any = None,
+        table: nnx.Param[Any] | None = None,
+        axis: str | None = TENSOR,
+        sequence_parallel: bool = False,
+        init: Initializer | None = None,
+        dtype: Any = jnp.float32,
+    ) -> None:
+        self.axis, self.sequence_axis = axis, -2 if sequence_parallel else None
+        if table is None and vocabulary is not None and width is not None and rngs is not None:
+            table = _table(rngs, vocabulary, width, multiple_of, init, dtype, axis)
+        if table is None or vocabulary is None:
+            raise ValueError(
+                "VocabularyHead has no size: give vocabulary=, and width= and rngs= for a table of "
+                "its own, or table= to share one"
+            )
+        self.words, self.table, self.norm = vocabulary, table, norm
+        self.is_padded = table.shape[0] != vocabulary
+
+    def features(self, x: jax.Array) -> jax.Array:
+        """Compute the factor that multiplies the table: `[b, t, d] -> [b, t, d]`."""
+        return x if self.norm is None else self.norm(x)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """This rank's logits, of the whole sequence."""
+        x, table = self._factors(x)
+        found = logits(x, table, x.dtype)
+        if not self.is_padded:
+            return found
+        columns = jax.lax.broadcasted_iota(jnp.int32, found.shape, found.ndim - 1)
+        columns += group_rank(self.axis) * table.shape[0]
+        return jnp.where(columns < self.words, found, jnp.asarray(-jnp.inf, found.dtype))
+
+    def losses(
+        self,
+        x: jax.Array,
+        labels: jax.Array,
+        *,
+        chunks: int | None = None,
+        ignore: int | None = IGNORED,
+    ) -> jax.Array:
+        """Cross entropy of each token, `[b, t]` float32 on all ranks.
+
+        Args:
+          x: as for a call.
+          labels: `[b, t]`.
+          chunks: into how many parts v is cut so that logits are never kept
+            (`collectives.chunked`); None keeps them.
+          ignore: labels whose loss is 0.
+        """
+        if chunks is None:
+            return vocabulary_cross_entropy(self(x), labels, self.axis, ignore=ignore)
+        x, table = self._factors(x)
+        return linear_cross_entropy(
+            x,
+            table,
+            labels,
+            self.axis,
+            chunks=chunks,
+            ignore=ignore,
+            vocabulary=self.words,
+        )
+
+    def _factors(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The features of the whole sequence, and this rank's rows in their dtype."""
+        x = self.features(x)
+        table = read_weight(self.table, x, self.axis)
+        return column_input(x, self.axis, sequence_axis=self.sequence_axis), table
+
+
+def _table(
+    rngs: nnx.Rngs,
+    vocabulary: int,
+    width: int,
+    multiple_of: int,
+    init: Initializer | None,
+    dtype: Any,
+    axis: str | None,
+) -> nnx.Param[Any]:
+    rows, init = vocabulary + -vocabulary % multiple_of, init or scaled(width)
+    if axis is None:
+        return Table(init(rngs.params(), (rows, width), dtype))
+    return make_weight(
+        rngs,
+        (rows, width),
+        init=init,
+        dtype=dtype,
+        axis=axis,
+        dim=0,
+        pieces=("vocabulary", rows, "multiple_of"),
+    )

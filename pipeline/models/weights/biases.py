@@ -1,0 +1,109 @@
+"""State of experts that checkpoints hold: biases of the choice, which are no parameters.
+
+A layer view has parameters or declared state. Here both are one tree, in which a leaf of state is
+marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from pipeline.core.layerwise.view import LayerView, Ref, layer_view
+from pipeline.models.layers.experts.state import ExpertState
+from pipeline.models.weights.tables.patterns import Range, Read
+
+Path = tuple[Any, ...]
+BIAS, LOAD = "bias", "load"
+
+
+@dataclass(frozen=True)
+class StateRef:
+    """A leaf of state in a view of state.
+
+    Attributes:
+      ref: where.
+    """
+
+    ref: Ref
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A plan (`pipeline.models.weights.tables.patterns.TensorPlan`) of state that no file holds.
+
+    Attributes:
+      value: of each number.
+      shape: of the leaf.
+    """
+
+    value: float
+    shape: tuple[int, ...]
+
+    def read(self, read: Read, dtype: Any) -> np.ndarray:
+        """The whole leaf."""
+        del read
+        return np.full(self.shape, self.value, dtype)
+
+    def fill(self, out: np.ndarray, index: Sequence[Range], read: Read) -> None:
+        """Write a slice of it."""
+        del index, read
+        out[...] = self.value
+
+
+def is_bias(path: Sequence[Any], variable: Any) -> bool:
+    """Tell whether a variable is state that a checkpoint holds."""
+    return isinstance(variable, ExpertState) and path[-1] == BIAS
+
+
+def state_view(pipe: Any) -> LayerView | None:
+    """The layer view of the state of experts; None if there is none."""
+    found = list(nnx.to_flat_state(nnx.state(pipe, ExpertState)))
+    return layer_view(pipe, state=ExpertState) if found else None
+
+
+def with_biases(tree: Mapping[str, Any], view: LayerView | None) -> Mapping[str, Any]:
+    """A view's tree of parameters, with the leaves of biases in their layers.
+
+    Args:
+      tree: of parameters.
+      view: of state.
+    """
+    if view is None:
+        return tree
+    stages = [_merged(*both) for both in zip(tree["stages"], view.tree["stages"], strict=True)]
+    return {**tree, "stages": stages}
+
+
+def constants(view: LayerView) -> dict[Ref, Constant]:
+    """Plans for state that no file holds: loads begin equal, other arrays with zeros."""
+    found = {}
+    for stage in view.tree["stages"]:
+        for path, ref in _leaves(stage):
+            shape = view.stacks[ref.stack].slots[ref.slot].shape
+            value = 1 / shape[0] if path[-1] == LOAD else 0.0
+            found[ref] = Constant(value, shape)
+    return found
+
+
+def _merged(params: Mapping[Any, Any], state: Mapping[Any, Any]) -> dict[Any, Any]:
+    found = dict(params)
+    for name, below in state.items():
+        if isinstance(below, Mapping):
+            if held := _merged(params.get(name, {}), below):
+                found[name] = held
+        elif name == BIAS:
+            found[name] = StateRef(below)
+    return found
+
+
+def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    if not isinstance(tree, Mapping):
+        yield path, tree
+        return
+    for name, below in tree.items():
+        yield from _leaves(below, (*path, name))

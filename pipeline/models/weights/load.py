@@ -1,0 +1,414 @@
+"""A checkpoint into a pipeline: each process reads the slices that its devices hold, one by one.
+
+Letters: S ranks, K stages.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from collectives import STAGE
+from pipeline.base.agreed.vocabulary import CrossEntropy
+from pipeline.core.layerwise.layout import Mark
+from pipeline.core.layerwise.view import EndRef, LayerView, Ref, Slot, layer_view
+from pipeline.core.sharding.distribute import distribute
+from pipeline.models.decoders.config import DecoderConfig, as_float, with_options
+from pipeline.models.decoders.decoder import build, next_token_loss, split_layers
+from pipeline.models.decoders.multi_token import MultiTokenLoss
+from pipeline.models.layers.attending.order import WHOLE, Context
+from pipeline.models.weights.biases import Constant, StateRef, constants, state_view, with_biases
+from pipeline.models.weights.checkpoint import Checkpoint, open_checkpoint
+from pipeline.models.weights.modules import fit_modules, spare_names
+from pipeline.models.weights.names import (
+    check_layers,
+    check_shapes,
+    check_tensors,
+    entries_of,
+    with_tied_head,
+)
+from pipeline.models.weights.native import NATIVE, is_native, native_entries
+from pipeline.models.weights.safetensors import DTYPES
+from pipeline.models.weights.tables.families import family_of
+from pipeline.models.weights.tables.family import Config, Family
+from pipeline.models.weights.tables.patterns import Range, TensorPlan
+from pipeline.pipeline import Pipeline
+from pipeline.splitting.layouts import Layout, parse_layout, place_modules
+
+Ranges = tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class LoadedFrom:
+    """The checkpoint that weights were read from, an attribute of the pipeline that has them.
+
+    An export needs it. It stays with the pipeline when that is copied or replaced; a head of other
+    sizes is refused by the shapes that `config` gives.
+
+    Attributes:
+      family: the table of names.
+      config: the text of config.json.
+    """
+
+    family: Family = field(compare=False)  # JAX compares and hashes what a pipeline holds
+    config: str
+
+
+def load(
+    folder: str | Path,
+    num_microbatches: int = 1,
+    *,
+    num_stages: int | None = None,
+    layout: Layout | None = None,
+    mesh: Mesh | None = None,
+    dtype: Any = None,
+    activations: Any = None,
+    family: str | Family | None = None,
+    experts: Mapping[str, Any] | None = None,
+    mtp: int | None = None,
+    context: Context = WHOLE,
+    **options: Any,
+) -> Pipeline:
+    """A pipeline of the decoder that a checkpoint holds, with its weights.
+
+    No process holds the model: each reads what its own devices hold, a weight at a time.
+
+    Args:
+      folder: config.json, and safetensors in one file or with an index.
+      num_microbatches: M, as of `Pipeline`.
+      num_stages: K; by default the size of the mesh's axis ``stage``, or a stage for each device,
+        as far as there are layers.
+      layout: in place of it, which layers each stage has (`parse_layout`).
+      mesh: as of `Pipeline`.
+      dtype: of the weights; by default that of most bytes of the checkpoint.
+      activations: dtype of activations; by default that of the weights.
+      family: in place of the one that ``model_type`` names; a name, or a table of one's own.
+      experts: options of mixtures of experts that no checkpoint says, such as ``dispatch`` and
+        ``balance_weight`` (`pipeline.decoders.ExpertsConfig`).
+      mtp: how many modules for multi-token prediction are read: 0 leaves them out; by default those
+        of config.json, if the files have them. Their loss is `pipeline.decoders.MultiTokenLoss`.
+      context: how sequences lie on the ranks of an axis (`pipeline.layers.Context`), beside
+        ``batch=P("data", "context")``; by default they are whole.
+      options: any others of `Pipeline`, such as ``loss_fn`` and ``schedule``.
+
+    Raises:
+      ValueError: files that are missing, cut short or mislabelled, a family that is not known, a
+        config that this decoder has not, tensors of other sizes; or as `Pipeline`.
+    """
+    shared = {"vocabulary": options["vocabulary"]} if "vocabulary" in options else {}
+    made = parts(
+        folder,
+        num_stages=num_stages,
+        layout=layout,
+        mesh=mesh,
+        dtype=dtype,
+        activations=activations,
+        family=family,
+        experts=experts,
+        mtp=mtp,
+        context=context,
+        **shared,
+    )
+    stages, read = made.pop("stages"), made.pop("read")
+    pipe = Pipeline(stages, num_microbatches, mesh=mesh, **made | {"loss_fn": None} | options)
+    read(pipe)
+    return pipe
+
+
+def parts(
+    folder: str | Path,
+    *,
+    num_stages: int | None = None,
+    layout: Layout | None = None,
+    mesh: Mesh | None = None,
+    dtype: Any = None,
+    activations: Any = None,
+    vocabulary: Literal["ends", "stage"] = "ends",
+    family: str | Family | None = None,
+    experts: Mapping[str, Any] | None = None,
+    mtp: int | None = None,
+    mtp_weight: float | Sequence[float] | None = None,
+    context: Context = WHOLE,
+) -> dict[str, Any]:
+    """Make the parts of a `Pipeline` of a checkpoint, all of them types, and the reader of weights.
+
+    Args:
+      folder: of the checkpoint.
+      num_stages: as of `load`, as are layout, mesh, dtype, activations and family.
+      layout: which layers each stage has.
+      mesh: of the pipeline.
+      dtype: of the weights.
+      activations: of activations.
+      vocabulary: as of `Pipeline`.
+      family: its names.
+      experts: as of `load`, as is mtp.
+      mtp: how many modules for multi-token prediction are read.
+      mtp_weight: of their losses, as `pipeline.decoders.MultiTokenLoss` takes it.
+      context: as of `load`.
+
+    Returns:
+      stages, embed, head; loss_fn, the loss of the next token; and read, a function of the pipeline
+      that fills it.
+
+    Raises:
+      ValueError: as `load`.
+    """
+    checkpoint = open_checkpoint(folder)
+    family = choose_family(family, checkpoint.config, f"{checkpoint.folder}/config.json")
+    if family.config is None:
+        raise ValueError(
+            f"the family {family.name!r} has no config=, so its model is one's own: make a "
+            f"Pipeline of it and call pipeline.weights.read_into(pipe, folder, family=...)"
+        )
+    config = with_options(family.config(checkpoint.config), experts)
+    check_layers(checkpoint, family, config.layers)
+    config = fit_modules(config, checkpoint, family, mtp)
+    counts, modules = count_blocks(config, num_stages, layout, mesh)
+    stored = common_dtype(checkpoint) if dtype is None else as_float(dtype)
+    own = stored if activations is None else as_float(activations)
+    stages, embed, head = build(
+        config,
+        counts,
+        dtype=stored,
+        activations=own,
+        vocabulary=vocabulary,
+        context=context,
+        mtp=modules,
+    )
+    loss_fn = choose_loss(config, vocabulary, mtp_weight)
+
+    def read(pipe: Pipeline) -> None:
+        _read(pipe, checkpoint, family)
+
+    return {"stages": stages, "embed": embed, "head": head, "loss_fn": loss_fn, "read": read}
+
+
+def read_into(
+    pipe: Pipeline,
+    folder: str | Path,
+    *,
+    family: str | Family | None = None,
+    config: Config | None = None,
+) -> None:
+    """Read a checkpoint into a pipeline of any model whose stages are lists ``blocks`` of layers.
+
+    Its weights may be types, made under `nnx.eval_shape`: then no other array is ever made. Weights
+    keep their dtype.
+
+    Args:
+      pipe: the pipeline.
+      folder: safetensors in one file or with an index, and config.json.
+      family: in place of the one that ``model_type`` names; a name, or a table of one's own.
+      config: in place of config.json.
+
+    Raises:
+      ValueError: as `load`; or weights for which the table has no row, or of other sizes.
+    """
+    checkpoint = open_checkpoint(folder, config)
+    _read(pipe, checkpoint, choose_family(family, checkpoint.config, f"{folder}/config.json"))
+
+
+def choose_family(family: str | Family | None, config: Config, where: str) -> Family:
+    """The family that is asked for, or that config.json names.
+
+    Raises:
+      ValueError: none that is known.
+    """
+    if isinstance(family, Family):
+        return family
+    if family is None:
+        return family_of(config, where)
+    return family_of({"model_type": family}, f"family={family!r}")
+
+
+def choose_loss(
+    config: DecoderConfig, vocabulary: str, mtp_weight: float | Sequence[float] | None
+) -> Any:
+    """The loss of a decoder: of the next token, and perhaps of those further on.
+
+    Raises:
+      ValueError: a weight of modules that the model lacks.
+    """
+    if config.mtp_layers:
+        given = {} if mtp_weight is None else {"weight": mtp_weight}
+        return MultiTokenLoss(**given, has_metrics=True)  # type: ignore[arg-type]
+    if mtp_weight is not None:
+        raise ValueError(
+            f"mtp_weight={mtp_weight!r} for a model without modules for multi-token prediction: "
+            f"leave it out"
+        )
+    return CrossEntropy() if vocabulary == "stage" else next_token_loss
+
+
+def count_blocks(
+    config: DecoderConfig, num_stages: int | None, layout: Layout | None, mesh: Mesh | None
+) -> tuple[list[int], list[int] | None]:
+    """[K] how many layers each stage has, and how many modules; None for all in the last.
+
+    Raises:
+      ValueError: both of two ways to say it, or a number that does not fit.
+    """
+    if layout is not None:
+        if num_stages is not None:
+            raise ValueError(
+                f"num_stages={num_stages} and layout={layout!r}: the layout says how many stages "
+                f"there are; give one of the two"
+            )
+        return parse_layout(layout, config.layers, config.mtp_layers), place_modules(layout)
+    if num_stages is None:
+        devices = jax.device_count() if mesh is None else mesh.shape.get(STAGE, 1)
+        num_stages = min(devices, config.layers)
+    return split_layers(config.layers, num_stages), None
+
+
+def common_dtype(checkpoint: Checkpoint) -> Any:
+    """The dtype of most bytes of a checkpoint."""
+    sizes: Counter[Any] = Counter()
+    for tensor in checkpoint.tensors.values():
+        if tensor.dtype in DTYPES:  # what is not read is refused later, by name
+            sizes[DTYPES[tensor.dtype]] += tensor.nbytes
+    return sizes.most_common(1)[0][0] if sizes else np.dtype(np.float32)
+
+
+def _read(pipe: Pipeline, checkpoint: Checkpoint, family: Family) -> None:
+    view, state = layer_view(pipe), state_view(pipe)
+    prefix = family.prefix_of(list(checkpoint.tensors))
+    found = entries_of(with_biases(view.tree, state), family, checkpoint.config, prefix)
+    entries = with_tied_head(found, checkpoint, family, prefix)
+    check_shapes(entries, lambda held: _shape(view, state, held))
+    spare = spare_names(entries, checkpoint, family)
+    if is_native(checkpoint):
+        entries = native_entries(entries)
+        check_tensors(entries, checkpoint, NATIVE, spare)
+    else:
+        check_tensors(entries, checkpoint, family, spare)
+    plans: dict[Any, Any] = {entry.held: entry.plan for entry in entries}
+    _Reading(pipe, view, checkpoint, plans).run()
+    if state is not None:
+        held = {one.ref: plan for one, plan in plans.items() if isinstance(one, StateRef)}
+        _Reading(pipe, state, checkpoint, {**constants(state), **held}).run()
+    text = json.dumps(checkpoint.config, indent=2)
+    pipe.loaded_from = LoadedFrom(family, text)
+
+
+def _shape(view: LayerView, state: LayerView | None, held: Any) -> tuple[int, ...]:
+    if isinstance(held, StateRef) and state is not None:
+        return _shape(state, None, held.ref)
+    if isinstance(held, EndRef):
+        return view.ends[held.end].shape
+    stack = view.stacks[held.stack]
+    return stack.slots[held.slot].shape
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Fills the arrays of a pipeline, one by one.
+
+    Attributes:
+      pipe: the pipeline.
+      view: its layers.
+      checkpoint: what is read.
+      plans: by where a weight lies.
+    """
+
+    pipe: Pipeline
+    view: LayerView
+    checkpoint: Checkpoint
+    plans: Mapping[Any, TensorPlan | Constant]
+
+    def run(self) -> None:
+        """Fill all of them."""
+        variables = dict(nnx.to_flat_state(nnx.state(self.pipe)))
+        for n, stack in enumerate(self.view.stacks):
+            self._put(variables[stack.path], functools.partial(self._stack, n))
+        for n, end in enumerate(self.view.ends):
+            path = ("ends", *end.path)
+            self._put(variables[path], functools.partial(self._end, n))
+        for variable in variables.values():
+            value = variable.get_raw_value()
+            if isinstance(variable, Mark) and isinstance(value, jax.ShapeDtypeStruct):
+                made = distribute(np.zeros(value.shape, value.dtype), value.sharding)
+                variable.set_raw_value(made)
+
+    def _put(self, variable: Any, fill: Callable[[np.ndarray, Ranges], None]) -> None:
+        old = variable.get_raw_value()
+        variable.set_raw_value(made_of_parts(old.shape, old.dtype, old.sharding, fill))
+
+    def _stack(self, n: int, out: np.ndarray, at: Ranges) -> None:
+        """A device's part of [S, ...]."""
+        (first, last), rest = at[0], at[1:]
+        for m, slot in enumerate(self.view.stacks[n].slots):
+            for rank, _ in slot.names:
+                plan = self.plans.get(Ref(n, m, rank))
+                if first <= rank < last and plan is not None:
+                    self._slot(plan, slot, out[rank - first], rest)
+
+    def _slot(self, plan: TensorPlan | Constant, slot: Slot, out: np.ndarray, at: Ranges) -> None:
+        """A layer's leaf, within a device's part of the row in which it lies."""
+        part = None if slot.spot is None else slot.spot.part
+        if part is None:
+            self._fill(plan, at, out)
+            return
+        low, high = max(part[0], at[0][0]), min(part[1], at[0][1])
+        if low >= high:
+            return
+        dest, inner = out[low - at[0][0] : high - at[0][0]], (low - part[0], high - part[0])
+        if len(slot.shape) == len(at):  # a column
+            self._fill(plan, (inner, *at[1:]), dest)
+        else:
+            whole = plan.read(self._tensor, out.dtype)
+            dest[...] = whole.reshape(-1)[slice(*inner)]
+
+    def _end(self, n: int, out: np.ndarray, at: Ranges) -> None:
+        """A device's part of a weight of embed or head; rows behind the last word stay zero."""
+        end = self.view.ends[n]
+        held = tuple(
+            (min(a, size), min(b, size)) for (a, b), size in zip(at, end.shape, strict=True)
+        )
+        if all(a < b for a, b in held):
+            place = tuple(slice(0, b - a) for a, b in held)
+            self._fill(self.plans[EndRef(n)], held, out[place])
+
+    def _fill(self, plan: TensorPlan | Constant, at: Ranges, out: np.ndarray) -> None:
+        plan.fill(out, at, self._tensor)
+
+    def _tensor(self, name: str, ranges: Sequence[Range]) -> np.ndarray:
+        return self.checkpoint.tensors[name].read(ranges)
+
+
+def made_of_parts(
+    shape: Sequence[int],
+    dtype: Any,
+    sharding: Any,
+    fill: Callable[[np.ndarray, Ranges], None],
+) -> jax.Array:
+    """An array of which this process makes its own devices' parts, one after the other.
+
+    Args:
+      shape: of all of it.
+      dtype: of its numbers.
+      sharding: where it lies.
+      fill: writes a part into zeros, given the range of each dim.
+    """
+    held: dict[Ranges, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
+        ranges = tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+        held.setdefault(ranges, []).append(device)
+    arrays = []
+    for ranges, devices in held.items():
+        part = np.zeros([stop - start for start, stop in ranges], dtype)
+        fill(part, ranges)
+        # Waited for: else several parts would lie on the host at once.
+        arrays += [jax.block_until_ready(jax.device_put(part, device)) for device in devices]
+        del part
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)

@@ -1,0 +1,122 @@
+"""Modules for multi-token prediction in checkpoints: which are read, and tables said once more.
+
+A module is a layer behind all others (`Family.mtp`). Published files
+have the tables of embedding and head in it a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipeline.models.decoders.config import DecoderConfig
+from pipeline.models.weights.checkpoint import Checkpoint
+from pipeline.models.weights.names import EMBED, TABLE, Entry, has_layer, layer_prefixes
+from pipeline.models.weights.tables.family import Family
+
+Copies = dict[int | str, list[tuple[str, Entry]]]  # of a layer: names, each with its table
+
+
+def fit_modules(
+    config: DecoderConfig, checkpoint: Checkpoint, family: Family, mtp: int | None = None
+) -> DecoderConfig:
+    """The config with as many modules for multi-token prediction as are to be read.
+
+    Args:
+      config: of the decoder, by config.json.
+      checkpoint: that is read, of the Hugging Face layout or under our own names.
+      family: its table.
+      mtp: how many; None for those of config.json if the files have them, else none.
+
+    Raises:
+      ValueError: neither none nor all of them, or files that have some; or none of a folder of
+        stages that has them.
+    """
+    if mtp not in (None, 0, config.mtp_layers) or isinstance(mtp, bool):
+        raise ValueError(
+            f"mtp={mtp!r}: by config.json this model has {config.mtp_layers} modules for "
+            f"multi-token prediction; give that number, 0 to leave them out, or no mtp="
+        )
+    numbers = _numbers(config, checkpoint)
+    held = sum(has_layer(checkpoint, family, n) for n in numbers)
+    if mtp == 0 and held and any(name.startswith(f"{EMBED}.") for name in checkpoint.tensors):
+        raise ValueError(
+            f"mtp=0 for {checkpoint.folder}, a folder of stages: its first module for multi-token "
+            f"prediction holds the final norm of the model; export it first, or leave mtp= out"
+        )
+    if mtp == 0 or (mtp is None and not held):  # transformers saves none
+        return replace(config, mtp_layers=0)
+    if held < config.mtp_layers:
+        raise ValueError(
+            f"{checkpoint.folder}: by config.json the model has {config.mtp_layers} modules for "
+            f"multi-token prediction, behind layer {config.layers - 1}, and the files have {held}: "
+            f"fetch the shards that are missing, or give mtp=0"
+        )
+    return config
+
+
+def copies_of(entries: Sequence[Entry], family: Family, prefix: str) -> Copies:
+    """Find the tensors that say a table once more, by the layer that has them.
+
+    Args:
+      entries: a model's weights.
+      family: the table of names.
+      prefix: of the names of tensors.
+    """
+    tables = {one.layer: one for one in entries if one.plan.target == TABLE}
+    own = {row.target for row in family.mtp}
+    layers = [one.layer for one in entries if one.plan.target in own]
+    return {
+        n: [
+            (family.tensor_name(prefix, n, name), tables.get(part, tables[EMBED]))
+            for name, part in family.mtp_copies
+        ]
+        for n in dict.fromkeys(layers)
+        if isinstance(n, int)
+    }
+
+
+def spare_names(entries: Sequence[Entry], checkpoint: Checkpoint, family: Family) -> set[str]:
+    """Find the tensors that need not be read: tables said once more, or modules left out.
+
+    Args:
+      entries: the weights that are read.
+      checkpoint: that has them.
+      family: its table.
+
+    Raises:
+      ValueError: a table that differs from its copy.
+    """
+    tensors = checkpoint.tensors
+    copies = copies_of(entries, family, family.prefix_of(list(tensors)))
+    if not copies:
+        return _left_out(checkpoint, family)
+    found = set()
+    for name, entry in (one for own in copies.values() for one in own):
+        first = entry.plan.parts[0].name
+        if name not in tensors or first not in tensors:
+            continue
+        found.add(name)
+        if not tensors[first].equals(tensors[name]):
+            raise ValueError(
+                f"{checkpoint.folder}: {name} and {first} differ, and a module for multi-token "
+                f"prediction shares the main model's tables, so one of them would not be used: "
+                f"leave out the one that is not meant, or give mtp=0"
+            )
+    return found
+
+
+def _left_out(checkpoint: Checkpoint, family: Family) -> set[str]:
+    """The tensors of modules that config.json counts, in a model that has none."""
+    if not family.mtp or family.config is None:
+        return set()
+    config = family.config(checkpoint.config)
+    numbers = _numbers(config, checkpoint)
+    starts = tuple(start for n in numbers for start in layer_prefixes(checkpoint, family, n))
+    return {name for name in checkpoint.tensors if name.startswith(starts)}
+
+
+def _numbers(config: DecoderConfig, checkpoint: Checkpoint) -> range:
+    """The layers that are modules: no more than there are tensors, whatever config.json says."""
+    most = min(config.mtp_layers, len(checkpoint.tensors))
+    return range(config.layers, config.layers + most)

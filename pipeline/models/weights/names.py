@@ -1,0 +1,267 @@
+"""A table from each weight of a pipeline to tensors of a checkpoint, in layer order.
+
+Letters: K stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeline.models.weights.checkpoint import SHOWN, Checkpoint, listed
+from pipeline.models.weights.tables.family import Config, Family
+from pipeline.models.weights.tables.patterns import Row, Sizes, TensorPlan, plan
+
+Path = tuple[Any, ...]
+EMBED, HEAD, TABLE = "embed", "head", "table"
+BLOCKS = "blocks"  # of a stage: the attribute that lists its blocks
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A weight.
+
+    Attributes:
+      layer: its number, or "embed" or "head".
+      plan: what it is made of; parts have the names of tensors.
+      held: where it lies, a `Ref` or an `EndRef` of a layer view; None if it is in no pipeline.
+    """
+
+    layer: int | str
+    plan: TensorPlan
+    held: Any = None
+
+    @property
+    def name(self) -> str:
+        """Its own name, such as ``layers.3.mlp.down.weight``."""
+        layer = f"layers.{self.layer}" if isinstance(self.layer, int) else self.layer
+        return f"{layer}.{self.plan.target}"
+
+
+def entries_of(tree: Mapping[str, Any], family: Family, config: Config, prefix: str) -> list[Entry]:
+    """All weights of a model in layer order: embed, layers 0, 1, ..., head.
+
+    Args:
+      tree: the layers of a `LayerView`.
+      family: the table.
+      config: the content of config.json.
+      prefix: of the names of tensors.
+
+    Raises:
+      ValueError: a weight for which the table has no row.
+    """
+    sizes, made = family.sizes_of(config), _Planner(family, prefix)
+    found = [made.entry(EMBED, None, r, leaf, sizes) for r, leaf in _pairs(tree, EMBED, family)]
+    layer = 0
+    for k, stage in enumerate(tree["stages"]):
+        for n, leaves in _blocks(stage, k):
+            where = f"stages[{k}].{BLOCKS}[{n}]"
+            pairs = _matched((*family.rows, *family.mtp), leaves, where, family)
+            found += [made.entry(layer, layer, r, leaf, sizes) for r, leaf in pairs]
+            layer += 1
+    found += [made.entry(HEAD, None, r, leaf, sizes) for r, leaf in _pairs(tree, HEAD, family)]
+    return found
+
+
+def _pairs(tree: Mapping[str, Any], part: str, family: Family) -> list[tuple[Row, Any]]:
+    rows = family.embed if part == EMBED else family.head
+    leaves = {".".join(map(str, path)): leaf for path, leaf in _leaves(tree[part])}
+    return _matched(rows, leaves, part, family)
+
+
+def _blocks(stage: Mapping[str, Any], k: int) -> list[tuple[int, dict[str, Any]]]:
+    """Leaves of each block of a stage, by dotted path."""
+    others = [name for name in stage if name != BLOCKS]
+    if others:
+        raise ValueError(
+            f"stages[{k}] has {', '.join(map(repr, others))} beside {BLOCKS!r}: a stage whose "
+            f"weights are read by a table of names is a list of layers called {BLOCKS!r}, and "
+            f"nothing else"
+        )
+    blocks: Mapping[Any, Any] = stage.get(BLOCKS, {})
+    found = sorted((int(n), leaves) for n, leaves in blocks.items())
+    return [
+        (n, {".".join(map(str, path)): leaf for path, leaf in _leaves(leaves)})
+        for n, leaves in found
+    ]
+
+
+def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    if not isinstance(tree, Mapping):
+        yield path, tree
+        return
+    for name, below in tree.items():
+        yield from _leaves(below, (*path, name))
+
+
+def _matched(
+    rows: Sequence[Row], leaves: Mapping[str, Any], where: str, family: Family
+) -> list[tuple[Row, Any]]:
+    """Rows whose weight is there, in the order of the table."""
+    known = {row.target for row in rows}
+    if unknown := [name for name in leaves if name not in known]:
+        raise ValueError(
+            f"{where} has {listed(unknown)}, for which the family {family.name!r} has no row; its "
+            f"rows are {', '.join(known)}"
+        )
+    return [(row, leaves[row.target]) for row in rows if row.target in leaves]
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """Makes entries whose parts have the whole names of tensors."""
+
+    family: Family
+    prefix: str
+
+    def entry(
+        self, layer: int | str, number: int | None, row: Row, held: Any, sizes: Sizes
+    ) -> Entry:
+        """A weight's."""
+        made = plan(row, sizes)
+        parts = tuple(
+            replace(part, name=self.family.tensor_name(self.prefix, number, part.name))
+            for part in made.parts
+        )
+        return Entry(layer, TensorPlan(made.target, made.dims, parts), held)
+
+
+def check_layers(checkpoint: Checkpoint, family: Family, layers: int) -> None:
+    """See that a checkpoint has its last layer, before a model of so many is made.
+
+    Args:
+      checkpoint: that is read, of the Hugging Face layout or under our own names.
+      family: its table.
+      layers: by config.json.
+
+    Raises:
+      ValueError: it has fewer.
+    """
+    if checkpoint.tensors and not has_layer(checkpoint, family, layers - 1):
+        held = next(n for n in range(layers) if not has_layer(checkpoint, family, n))
+        raise ValueError(
+            f"{checkpoint.folder}: by config.json the model has {layers:,} layers, and the files "
+            f"have {held}: correct config.json, or fetch the shards that are missing"
+        )
+
+
+def has_layer(checkpoint: Checkpoint, family: Family, n: int) -> bool:
+    """Tell whether the files have any tensor of a layer."""
+    starts = layer_prefixes(checkpoint, family, n)
+    return any(name.startswith(starts) for name in checkpoint.tensors)
+
+
+def layer_prefixes(checkpoint: Checkpoint, family: Family, n: int) -> tuple[str, ...]:
+    """Find how the names of a layer's tensors begin: the family's, and our own."""
+    prefix = family.prefix_of(list(checkpoint.tensors))
+    return family.tensor_name(prefix, n, ""), f"layers.{n}."
+
+
+def with_tied_head(
+    entries: Sequence[Entry], checkpoint: Checkpoint, family: Family, prefix: str
+) -> Sequence[Entry]:
+    """The entries, where the head shares the embedding's table, of whichever tensor has it.
+
+    Safetensors keep one of two names of one array, and that may be the head's.
+
+    Args:
+      entries: as of `entries_of`.
+      checkpoint: that is read.
+      family: its table.
+      prefix: of the names of tensors.
+
+    Raises:
+      ValueError: both are there, and differ.
+    """
+    tables = {one.layer: one for one in entries if one.plan.target == TABLE}
+    if EMBED not in tables or HEAD in tables:
+        return entries
+    rows = [row for row in family.head if row.target == TABLE and len(row.sources) == 1]
+    parts = tables[EMBED].plan.parts
+    if not rows or len(parts) != 1:
+        return entries
+    tensors, own = checkpoint.tensors, parts[0].name
+    other = family.tensor_name(prefix, None, rows[0].sources[0].name)
+    if other not in tensors:
+        return entries
+    if own in tensors:
+        if not tensors[own].equals(tensors[other]):
+            raise ValueError(
+                f"{checkpoint.folder}: {other} and {own} differ, and by config.json the head "
+                f"shares the embedding's table, so one of them would not be used: set "
+                f"tie_word_embeddings to false, or leave out the one that is not meant"
+            )
+        return entries
+    plan = replace(tables[EMBED].plan, parts=(replace(parts[0], name=other),))
+    return [replace(one, plan=plan) if one is tables[EMBED] else one for one in entries]
+
+
+def check_shapes(entries: Sequence[Entry], shape_of: Callable[[Any], tuple[int, ...]]) -> None:
+    """See that a model's weights are as large as the table says.
+
+    Raises:
+      ValueError: all that are not.
+    """
+    wrong = [
+        f"{entry.name} is {list(shape_of(entry.held))} in the model, and by its row and the sizes "
+        f"of config.json it is {list(entry.plan.shape)}"
+        for entry in entries
+        if shape_of(entry.held) != entry.plan.shape
+    ]
+    if wrong:
+        raise ValueError(_several(wrong))
+
+
+def check_tensors(
+    entries: Sequence[Entry],
+    checkpoint: Checkpoint,
+    family: Family,
+    spare: Collection[str] = (),
+) -> None:
+    """See that a checkpoint has what a model needs, of the right sizes, and nothing else.
+
+    Args:
+      entries: the model's weights.
+      checkpoint: that is read.
+      family: its table.
+      spare: names of tensors that may be there and need not be read.
+
+    Raises:
+      ValueError: all that is wrong, up to a few.
+    """
+    wrong, used = [], set()
+    for entry in entries:
+        for part in entry.plan.parts:
+            used.add(part.name)
+            tensor = checkpoint.tensors.get(part.name)
+            if tensor is None:
+                wrong.append(f"{part.name} is missing; expected {list(part.shape)}")
+                continue
+            if tensor.shape != part.shape:
+                wrong.append(
+                    f"{tensor.file.name}: {part.name} is {list(tensor.shape)}, and by the sizes "
+                    f"of config.json it is {list(part.shape)}"
+                )
+            try:
+                tensor.readable()
+            except ValueError as error:
+                wrong.append(str(error))
+    tied = {s.name.removeprefix(".") for row in family.head for s in row.sources}
+    # A tied head's table may be written once more.
+    unread = [
+        name
+        for name in checkpoint.tensors
+        if name not in used and not family.ignores(name) and name not in {*tied, *spare}
+    ]
+    if unread:
+        wrong.append(
+            f"{listed(unread)}: in the files, and no weight of the model that config.json describes"
+        )
+    if wrong:
+        raise ValueError(f"{checkpoint.folder}: {_several(wrong)}")
+
+
+def _several(wrong: Sequence[str]) -> str:
+    more = len(wrong) - SHOWN
+    return "; ".join(wrong[:SHOWN]) + (f"; and {more} more" if more > 0 else "")

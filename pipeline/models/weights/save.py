@@ -1,0 +1,269 @@
+"""A pipeline's weights as a checkpoint, and layer by layer for whoever serves or syncs them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pipeline.core.layerwise.view import EndRef, LayerView, layer_view
+from pipeline.core.sharding import meshes
+from pipeline.models.layers.experts.state import ExpertState
+from pipeline.models.weights.biases import StateRef, state_view, with_biases
+from pipeline.models.weights.checkpoint import CONFIG
+from pipeline.models.weights.files import (
+    SHARD_BYTES,
+    Types,
+    dtype_key,
+    grouped,
+    write_files,
+    written,
+)
+from pipeline.models.weights.load import LoadedFrom, choose_family
+from pipeline.models.weights.modules import Copies, copies_of
+from pipeline.models.weights.names import Entry, check_shapes, entries_of
+from pipeline.models.weights.safetensors import NAMES
+from pipeline.models.weights.tables.family import Config, Family
+from pipeline.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's tensors, as a checkpoint has them.
+
+    Attributes:
+      name: "embed", "head" or "layers.3".
+      tensors: by their names in a checkpoint, whole, on the host.
+    """
+
+    name: str
+    tensors: Mapping[str, np.ndarray]
+
+
+def named_layers(
+    pipe: Pipeline, *, family: str | Family | None = None, config: Config | None = None
+) -> Iterator[Layer]:
+    """All layers with the names of a checkpoint: embed, layers 0, 1, ..., head.
+
+    The same on every process, which all have to go on to the end together: the ranks that hold a
+    layer send it to all others. One layer at a time is on the host.
+
+    Args:
+      pipe: the pipeline.
+      family: the table of names; by default that of the checkpoint the pipeline was loaded from.
+      config: the content of config.json, likewise.
+
+    Raises:
+      ValueError: a pipeline that came from no checkpoint, and no family and config.
+    """
+    family, content = _origin(pipe, family, config)
+    return _layers(_Source(pipe), family, content)
+
+
+def save(
+    pipe: Pipeline,
+    folder: str | Path,
+    *,
+    family: str | Family | None = None,
+    config: Config | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a checkpoint of the Hugging Face layout, in layer order.
+
+    All processes call it, and the first writes. The folder appears when it is complete: until then
+    all is in one beside it, which goes if anything fails.
+
+    Args:
+      pipe: the pipeline.
+      folder: which must not be there yet, or be empty.
+      family: the table of names; by default that of the checkpoint the pipeline was loaded from.
+      config: the content of config.json, likewise.
+      shard_bytes: of weights in a file; one tensor may have more. With more files than one there is
+        an index.
+
+    Raises:
+      ValueError: a folder that is not empty; as `named_layers`; or weights of a dtype that is not
+        written.
+    """
+    folder = Path(folder)
+    family, content = _origin(pipe, family, config)
+    source = _Source(pipe)
+    entries = source.entries(family, content)
+    if jax.process_index() > 0:
+        for _ in _layers(source, family, content):
+            pass
+        _agree(None, folder)
+        return
+    problem: BaseException | None = None
+    layers = _layers(source, family, content)
+    try:
+        with written(folder) as partial:
+            dtype = source.dtype(entries[0])
+            text = json.dumps({**content, **dtype_key(content, dtype)}, indent=2)
+            (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
+            copies = copies_of(entries, family, family.prefixes[0])
+            files = grouped(_tensors(entries, copies, source), shard_bytes)
+            write_files(
+                partial, files, (item for layer in layers for item in layer.tensors.items())
+            )
+    except (OSError, ValueError) as error:
+        problem = error
+        for _ in layers if jax.process_count() > 1 else ():
+            pass  # others wait for this process to take part
+    _agree(problem, folder)
+
+
+def _agree(problem: BaseException | None, folder: Path) -> None:
+    """Raise on every process if one process has a problem."""
+    failed = problem is not None
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils  # noqa: PLC0415 - only where it is needed
+
+        failed = bool(multihost_utils.broadcast_one_to_all(np.int32(failed)))
+    if problem is not None:
+        raise problem
+    if failed:
+        raise ValueError(f"process 0 could not write {folder}; its error says why")
+
+
+def _origin(
+    pipe: Pipeline, family: str | Family | None, config: Config | None
+) -> tuple[Family, Config]:
+    known: LoadedFrom | None = getattr(pipe, "loaded_from", None)
+    if config is None:
+        if known is None:
+            raise ValueError(
+                "this pipeline was not loaded from a checkpoint: give family= and config=, the "
+                "content of a config.json"
+            )
+        config = json.loads(known.config)
+    if family is None and known is not None:
+        return known.family, config
+    return choose_family(family, config, "config"), config
+
+
+def _tensors(entries: Sequence[Entry], copies: Copies, source: _Source) -> Types:
+    """All tensors in layer order."""
+    found: dict[str, tuple[Any, tuple[int, ...]]] = {}
+    for layer, own in itertools.groupby(entries, key=lambda entry: entry.layer):
+        for entry in own:
+            dtype = source.dtype(entry)
+            if dtype not in NAMES:
+                raise ValueError(
+                    f"{entry.name} is {dtype}, and weights are written as "
+                    f"{', '.join(NAMES.values())}"
+                )
+            found |= {part.name: (dtype, part.shape) for part in entry.plan.parts}
+        for name, table in copies.get(layer, ()):
+            found[name] = source.dtype(table), table.plan.parts[0].shape
+    return found
+
+
+def _layers(source: _Source, family: Family, config: Config) -> Iterator[Layer]:
+    entries = source.entries(family, config)
+    copies = copies_of(entries, family, family.prefixes[0])
+    for layer, own in itertools.groupby(entries, key=lambda entry: entry.layer):
+        tensors: dict[str, np.ndarray] = {}
+        for entry in own:
+            tensors |= entry.plan.split(source.fetch(entry))
+        for name, table in copies.get(layer, ()):
+            (tensors[name],) = table.plan.split(source.fetch(table)).values()
+        yield Layer(f"layers.{layer}" if isinstance(layer, int) else layer, tensors)
+
+
+class _Source:
+    """Weights of a pipeline, whole, on the host."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self.view: LayerView = layer_view(pipe)
+        self.state = state_view(pipe)
+        state = nnx.to_flat_state(nnx.state(pipe, nnx.Any(nnx.Param, ExpertState)))
+        values = {path: variable.get_raw_value() for path, variable in state}
+        if any(isinstance(value, jax.ShapeDtypeStruct) for value in values.values()):
+            raise ValueError(
+                "this pipeline has types in place of weights, made under nnx.eval_shape: read "
+                "weights into it first"
+            )
+        self.mesh = pipe.plan.mesh
+        self.values = meshes.untyped(values, self.mesh)
+
+    def entries(self, family: Family, config: Config) -> list[Entry]:
+        """All weights in layer order."""
+        found = entries_of(
+            with_biases(self.view.tree, self.state), family, config, family.prefixes[0]
+        )
+        check_shapes(found, lambda held: self._place(held)[2])
+        return found
+
+    def dtype(self, entry: Entry) -> Any:
+        """Dtype of a weight."""
+        return np.dtype(self._place(entry.held)[0].dtype)
+
+    def fetch(self, entry: Entry) -> np.ndarray:
+        """A weight."""
+        array, rank, shape = self._place(entry.held)
+        if isinstance(entry.held, EndRef):
+            whole = gathered(array, None, self.mesh)
+            return whole[: shape[0]] if shape else whole
+        view, ref = self._seen(entry.held)
+        slot = view.stacks[ref.stack].slots[ref.slot]
+        row = gathered(array, rank, self.mesh)
+        if slot.spot is None or slot.spot.part is None:
+            return row
+        return row[slice(*slot.spot.part)].reshape(shape)
+
+    def _place(self, held: Any) -> tuple[Any, int | None, tuple[int, ...]]:
+        """The array that has a weight, in which row, and the weight's shape."""
+        if isinstance(held, EndRef):
+            end = self.view.ends[held.end]
+            return self.values["ends", *end.path], None, end.shape
+        view, ref = self._seen(held)
+        stack = view.stacks[ref.stack]
+        return self.values[stack.path], ref.rank, stack.slots[ref.slot].shape
+
+    def _seen(self, held: Any) -> tuple[LayerView, Any]:
+        """The view that has a leaf of stages, and where in it."""
+        if isinstance(held, StateRef) and self.state is not None:
+            return self.state, held.ref
+        return self.view, held
+
+
+def gathered(array: jax.Array, row: int | None, mesh: Any) -> np.ndarray:
+    """An array, or a row of it, on every process's host."""
+    if not array.is_fully_addressable and not array.is_fully_replicated:
+        return np.asarray(_replicated(array, row, mesh).addressable_data(0))
+    shape = array.shape if row is None else array.shape[1:]
+    out = np.empty(shape, array.dtype)
+    for shard in array.addressable_shards:
+        index, data = shard.index, shard.data
+        if row is not None:
+            start, stop, _ = index[0].indices(array.shape[0])
+            if not start <= row < stop:
+                continue
+            index, data = index[1:], np.asarray(data)[row - start]
+        out[index] = np.asarray(data)
+        if all(s.indices(size)[:2] == (0, size) for s, size in zip(index, shape, strict=True)):
+            break  # others have the same
+    return out
+
+
+def _replicated(array: jax.Array, row: int | None, mesh: Any) -> jax.Array:
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    if row is None:
+        return jax.jit(lambda a: a, out_shardings=everywhere)(array)
+    return _row(everywhere)(array, np.int32(row))
+
+
+def _row(sharding: NamedSharding) -> Any:
+    def of(array: jax.Array, row: Any) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(array, row, keepdims=False)
+
+    return jax.jit(of, out_shardings=sharding)

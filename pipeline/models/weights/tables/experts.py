@@ -1,0 +1,206 @@
+"""Families with mixtures of experts: tables of names, and what their config.json means.
+
+Letters of patterns beside those of `weights.tables.families`: e experts, m columns of one,
+s columns of the shared ones; of latent attention q width of queries' latent, r of keys' and
+values', w width of values, x of a head's queries, y of what makes keys and values, z of a head's
+keys and values before positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.models.decoders.experts import ExpertsConfig, LatentConfig
+from pipeline.models.weights.tables.patterns import Row, row
+
+Given = Mapping[str, Any]
+
+
+def _rows(
+    at: str, gate: str = "gate_proj", down: str = "down_proj", up: str = "up_proj"
+) -> tuple[Row, ...]:
+    """Router and experts, each expert a matrix of its own in the file."""
+    each = f"{at}.experts.{{e}}."
+    return (
+        row("experts.router_weight", "d e", (f"{at}.gate.weight", "e d")),
+        row(
+            "experts.gate_up",
+            "e d + m",
+            (f"{each}{gate}.weight", "m d"),
+            (f"{each}{up}.weight", "m d"),
+        ),
+        row("experts.down", "e m d", (f"{each}{down}.weight", "d m")),
+    )
+
+
+def _shared(at: str) -> tuple[Row, ...]:
+    """The MLP that every token passes."""
+    return (
+        row(
+            "experts.shared.gate_up",
+            "d + s",
+            (f"{at}.gate_proj.weight", "s d"),
+            (f"{at}.up_proj.weight", "s d"),
+        ),
+        row("experts.shared.down.weight", "s d", (f"{at}.down_proj.weight", "d s")),
+    )
+
+
+EXPERT_ROWS = _rows("mlp")
+MIXTRAL_ROWS = _rows("block_sparse_moe", "w1", "w2", "w3")
+QWEN2_ROWS = (
+    *EXPERT_ROWS,
+    *_shared("mlp.shared_expert"),
+    row("experts.shared_gate", "d 1", ("mlp.shared_expert_gate.weight", "1 d")),
+)
+DEEPSEEK_ROWS = (
+    *EXPERT_ROWS,
+    row("experts.bias", "e", ("mlp.gate.e_score_correction_bias", "e")),
+    *_shared("mlp.shared_experts"),
+)
+GPT_OSS_ROWS = (
+    row("attention.sinks", "h", ("self_attn.sinks", "h")),
+    row("experts.router_weight", "d e", ("mlp.router.weight", "e d")),
+    row("experts.router_bias", "e", ("mlp.router.bias", "e")),
+    row("experts.gate_up", "e d + m", ("mlp.experts.gate_up_proj", "e d (m +2)")),
+    row("experts.gate_up_bias", "e + m", ("mlp.experts.gate_up_proj_bias", "e (m +2)")),
+    row("experts.down", "e m d", ("mlp.experts.down_proj", "e m d")),
+    row("experts.down_bias", "e d", ("mlp.experts.down_proj_bias", "e d")),
+)
+OLMOE_NORMS = (
+    row("attention.q_norm.scale", "(h c)", ("self_attn.q_norm.weight", "(h c)")),
+    row("attention.k_norm.scale", "(k c)", ("self_attn.k_norm.weight", "(k c)")),
+)
+LATENT_ROWS = (
+    row("attention.q.weight", "d (h x)", ("self_attn.q_proj.weight", "(h x) d")),
+    row("attention.q_down", "d q", ("self_attn.q_a_proj.weight", "q d")),
+    row("attention.q_norm.scale", "q", ("self_attn.q_a_layernorm.weight", "q")),
+    row("attention.q_up.weight", "q (h x)", ("self_attn.q_b_proj.weight", "(h x) q")),
+    row("attention.kv_down", "d y", ("self_attn.kv_a_proj_with_mqa.weight", "y d")),
+    row("attention.kv_norm.scale", "r", ("self_attn.kv_a_layernorm.weight", "r")),
+    row("attention.kv.weight", "r (h z)", ("self_attn.kv_b_proj.weight", "(h z) r")),
+    row("attention.out.weight", "(h w) d", ("self_attn.o_proj.weight", "d (h w)")),
+)
+
+
+def _size(given: Given, key: str) -> int:
+    if given.get(key) is None:
+        raise ValueError(f"{key} is missing")
+    found: int = given[key]
+    return found
+
+
+def _number(given: Given, key: str) -> int:
+    """Number of experts: releases of transformers write it under other names too."""
+    others = (given.get(name) for name in ("num_local_experts", "num_experts"))
+    found = given.get(key, next((n for n in others if n is not None), None))
+    return _size({key: found}, key)
+
+
+def _sparse(given: Given) -> tuple[int, ...]:
+    """The layers with experts, of Qwen's keys."""
+    step, without = given.get("decoder_sparse_step", 1), given.get("mlp_only_layers", [])
+    layers = given["num_hidden_layers"]
+    return tuple(n for n in range(layers) if n not in without and (n + 1) % step == 0)
+
+
+def mixtral(given: Given) -> ExpertsConfig:
+    """The experts of Mixtral."""
+    return ExpertsConfig(
+        _number(given, "num_local_experts"),
+        _size(given, "num_experts_per_tok"),
+        given["intermediate_size"],
+        tuple(range(given["num_hidden_layers"])),
+    )
+
+
+def olmoe(given: Given) -> ExpertsConfig:
+    """The experts of OLMoE."""
+    return ExpertsConfig(
+        _number(given, "num_experts"),
+        _size(given, "num_experts_per_tok"),
+        given["intermediate_size"],
+        tuple(range(given["num_hidden_layers"])),
+        renormalise=given.get("norm_topk_prob", False),
+    )
+
+
+def qwen(given: Given) -> ExpertsConfig:
+    """The experts of Qwen2-MoE, which have shared ones, and of Qwen3-MoE, which have none."""
+    shared = given.get("shared_expert_intermediate_size", 0)
+    return ExpertsConfig(
+        _number(given, "num_experts"),
+        _size(given, "num_experts_per_tok"),
+        _size(given, "moe_intermediate_size"),
+        _sparse(given),
+        renormalise=given.get("norm_topk_prob", False),
+        shared_hidden=shared,
+        shared_gate=shared > 0,
+    )
+
+
+def gpt_oss(given: Given) -> ExpertsConfig:
+    """The experts of gpt-oss."""
+    return ExpertsConfig(
+        _number(given, "num_local_experts"),
+        _size(given, "num_experts_per_tok"),
+        given["intermediate_size"],
+        tuple(range(given["num_hidden_layers"])),
+        scoring="topk_softmax",
+        router_bias=True,
+        bias=True,
+        clamp=given.get("swiglu_limit", 7.0),
+    )
+
+
+def deepseek(given: Given, version: int) -> ExpertsConfig:
+    """The experts of DeepSeek-V2 and V3.
+
+    Args:
+      given: config.json.
+      version: 2 or 3.
+    """
+    layers, hidden = given["num_hidden_layers"], _size(given, "moe_intermediate_size")
+    limited = version == 3 or given.get("topk_method", "greedy") == "group_limited_greedy"
+    groups = (_size(given, "n_group"), _size(given, "topk_group")) if limited else None
+    return ExpertsConfig(
+        _number(given, "n_routed_experts"),
+        _size(given, "num_experts_per_tok"),
+        hidden,
+        tuple(range(given.get("first_k_dense_replace", 0), layers)),
+        scoring="sigmoid" if version == 3 else "softmax",
+        renormalise=given.get("norm_topk_prob", True) if version == 3 else False,
+        scale=given.get("routed_scaling_factor", 1.0),
+        groups=groups,
+        group_top=2 if version == 3 else 1,
+        selection_bias=version == 3,
+        shared_hidden=hidden * (given.get("n_shared_experts") or 0),
+    )
+
+
+def latent(given: Given) -> LatentConfig:
+    """The attention of DeepSeek-V2 and V3."""
+    return LatentConfig(
+        given.get("q_lora_rank"),
+        _size(given, "kv_lora_rank"),
+        _size(given, "qk_nope_head_dim"),
+        _size(given, "qk_rope_head_dim"),
+        _size(given, "v_head_dim"),
+    )
+
+
+def latent_scale(given: Given) -> float:
+    """Factor on scores, which grows with YaRN."""
+    scale = (_size(given, "qk_nope_head_dim") + _size(given, "qk_rope_head_dim")) ** -0.5
+    rope: Mapping[str, Any] = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default" or not rope.get("mscale_all_dim"):
+        return float(scale)
+    return float(scale * yarn_amplitude(rope["factor"], rope["mscale_all_dim"]) ** 2)
+
+
+def yarn_amplitude(factor: float, mscale: float = 1.0) -> float:
+    """Factor of YaRN on queries and keys."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

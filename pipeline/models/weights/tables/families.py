@@ -1,0 +1,666 @@
+"""Families of checkpoints, each a table: keys of config.json, and which tensor is which weight.
+
+Letters of patterns: d width, v words, k heads of keys and values, g heads of queries for each, h
+all heads of queries, c width of a head, f columns of the MLP, p learned positions, u = 2 d.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.base.files import Kind, faults_of, null_fault, shown
+from pipeline.models.decoders.config import Activation, DecoderConfig, Rope
+from pipeline.models.layers.rotary import LinearScaling, RopeScaling, YarnScaling
+from pipeline.models.weights.tables import experts
+from pipeline.models.weights.tables.family import Config, Family
+from pipeline.models.weights.tables.patterns import row
+
+# ---- names and transposes ----------------------------------------------------------------------
+
+_ATTENTION = (
+    row(
+        "attention.qkv.linear.weight",
+        "d (k + c)",
+        ("self_attn.q_proj.weight", "(k +g c) d"),
+        ("self_attn.k_proj.weight", "(k c) d"),
+        ("self_attn.v_proj.weight", "(k c) d"),
+    ),
+    row(
+        "attention.qkv.linear.bias",
+        "(k + c)",
+        ("self_attn.q_proj.bias", "(k +g c)"),
+        ("self_attn.k_proj.bias", "(k c)"),
+        ("self_attn.v_proj.bias", "(k c)"),
+    ),
+    row("attention.q_norm.scale", "c", ("self_attn.q_norm.weight", "c")),
+    row("attention.k_norm.scale", "c", ("self_attn.k_norm.weight", "c")),
+    row("attention.out.weight", "(h c) d", ("self_attn.o_proj.weight", "d (h c)")),
+    row("attention.out.bias", "d", ("self_attn.o_proj.bias", "d")),
+)
+_MLP = (
+    row(
+        "mlp.gate_up",
+        "d + f",
+        ("mlp.gate_proj.weight", "f d"),
+        ("mlp.up_proj.weight", "f d"),
+    ),
+    row("mlp.gate_up_bias", "+ f", ("mlp.gate_proj.bias", "f"), ("mlp.up_proj.bias", "f")),
+    row("mlp.down.weight", "f d", ("mlp.down_proj.weight", "d f")),
+    row("mlp.down.bias", "d", ("mlp.down_proj.bias", "d")),
+)
+LLAMA_ROWS = (
+    row("attention_norm.scale", "d", ("input_layernorm.weight", "d")),
+    *_ATTENTION,
+    row("mlp_norm.scale", "d", ("post_attention_layernorm.weight", "d")),
+    *_MLP,
+)
+GEMMA2_ROWS = (
+    row("attention_norm.scale", "d", ("input_layernorm.weight", "d")),
+    *_ATTENTION,
+    row("attention_post_norm.scale", "d", ("post_attention_layernorm.weight", "d")),
+    row("mlp_norm.scale", "d", ("pre_feedforward_layernorm.weight", "d")),
+    *_MLP,
+    row("mlp_post_norm.scale", "d", ("post_feedforward_layernorm.weight", "d")),
+)
+GPT2_ROWS = (
+    row("attention_norm.scale", "d", ("ln_1.weight", "d")),
+    row("attention_norm.bias", "d", ("ln_1.bias", "d")),
+    row("attention.qkv.linear.weight", "d (k + c)", ("attn.c_attn.weight", "d (+3 k c)")),
+    row("attention.qkv.linear.bias", "(k + c)", ("attn.c_attn.bias", "(+3 k c)")),
+    row("attention.out.weight", "(h c) d", ("attn.c_proj.weight", "(h c) d")),
+    row("attention.out.bias", "d", ("attn.c_proj.bias", "d")),
+    row("mlp_norm.scale", "d", ("ln_2.weight", "d")),
+    row("mlp_norm.bias", "d", ("ln_2.bias", "d")),
+    row("mlp.up.weight", "d f", ("mlp.c_fc.weight", "d f")),
+    row("mlp.up.bias", "f", ("mlp.c_fc.bias", "f")),
+    row("mlp.down.weight", "f d", ("mlp.c_proj.weight", "f d")),
+    row("mlp.down.bias", "d", ("mlp.c_proj.bias", "d")),
+)
+EMBED = (row("table", "v d", ("embed_tokens.weight", "v d")),)
+HEAD = (
+    row("norm.scale", "d", ("norm.weight", "d")),
+    row("table", "v d", (".lm_head.weight", "v d")),
+)
+GPT2_EMBED = (
+    row("table", "v d", ("wte.weight", "v d")),
+    row("positions", "p d", ("wpe.weight", "p d")),
+)
+GPT2_HEAD = (
+    row("norm.scale", "d", ("ln_f.weight", "d")),
+    row("norm.bias", "d", ("ln_f.bias", "d")),
+    row("table", "v d", (".lm_head.weight", "v d")),
+)
+
+# ---- config.json -------------------------------------------------------------------------------
+
+_KEYS = {
+    "vocab_size": "vocabulary",
+    "hidden_size": "width",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "hidden",
+    "rms_norm_eps": "norm_epsilon",
+    "tie_word_embeddings": "tied",
+}
+_GPT2_KEYS = {
+    "vocab_size": "vocabulary",
+    "n_embd": "width",
+    "n_layer": "layers",
+    "n_head": "heads",
+    "n_inner": "hidden",
+    "n_positions": "positions",
+    "layer_norm_epsilon": "norm_epsilon",
+    "tie_word_embeddings": "tied",
+}
+# What values must be. JSON knows NaN and Infinity, and text where a number or flag belongs.
+_OF_KIND: dict[Kind, str] = {
+    "size": "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "head_dim num_local_experts num_experts num_experts_per_tok moe_intermediate_size "
+    "decoder_sparse_step n_routed_experts n_group topk_group q_lora_rank kv_lora_rank "
+    "qk_nope_head_dim qk_rope_head_dim v_head_dim intermediate_size n_embd n_layer n_head n_inner "
+    "n_positions max_position_embeddings "
+    "sliding_window sliding_window_pattern _sliding_window_pattern",
+    "count": "max_window_layers shared_expert_intermediate_size first_k_dense_replace "
+    "n_shared_experts num_nextn_predict_layers",
+    "positive": "rms_norm_eps layer_norm_epsilon rope_theta rope_local_base_freq "
+    "query_pre_attn_scalar swiglu_limit routed_scaling_factor attn_logit_softcapping "
+    "final_logit_softcapping partial_rotary_factor",
+    "flag": "tie_word_embeddings norm_topk_prob attention_bias mlp_bias use_sliding_window",
+    "text": "model_type topk_method hidden_act hidden_activation activation_function",
+    "object": "rope_scaling rope_parameters",
+    "list": "layer_types architectures mlp_only_layers",
+}
+_KINDS: dict[str, Kind] = {key: kind for kind, of in _OF_KIND.items() for key in of.split()}
+_OF_ROPE: dict[Kind, str] = {
+    "size": "original_max_position_embeddings",
+    "positive": "rope_theta factor low_freq_factor high_freq_factor beta_fast beta_slow "
+    "attention_factor partial_rotary_factor",
+    "number": "mscale mscale_all_dim",
+    "flag": "truncate",
+    "text": "rope_type type",
+    "object": "full_attention sliding_attention",
+}
+_ROPE_KINDS: dict[str, Kind] = {key: kind for kind, of in _OF_ROPE.items() for key in of.split()}
+_ROPE_VALUES = "rope_theta", "partial_rotary_factor", "low_freq_factor", "high_freq_factor"
+# Keys that may be null, which says that a model has none of it, or that it follows from others.
+# A flag that is null is false; any other key that is null has no meaning, and is refused.
+_NULLS = (
+    "num_key_value_heads head_dim n_inner sliding_window layer_types mlp_only_layers "
+    "rope_scaling rope_parameters attn_logit_softcapping final_logit_softcapping q_lora_rank "
+    "num_local_experts num_experts n_routed_experts n_shared_experts num_nextn_predict_layers "
+    "architectures"
+)
+_MAY_BE_NULL = {*_NULLS.split()}
+_SIZES = {"vocabulary", "width", "layers", "heads"}  # that no model has by default
+_HIDDEN_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The translation of a config.json to a decoder's configuration.
+
+    Attributes:
+      keys: names of config.json and of the decoder.
+      defaults: of what config.json may lack, under its names.
+      only: values that other models of the family may have, and this decoder has not.
+      fixed: what is so in the whole family.
+      activation: under which name the MLP's stands.
+      more: anything that does not follow from a single key.
+    """
+
+    keys: Mapping[str, str]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    activation: str = "hidden_act"
+    more: Callable[[Config], Mapping[str, Any]] = lambda _: {}
+
+
+class _Given(dict[str, Any]):
+    """The content of config.json, which raises where a key is read that is null."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, or the default where config.json lacks the key."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        if value is None:
+            raise ValueError(null_fault(key, _KINDS))
+        return value
+
+
+def _without_nulls(reading: Reading, content: Config) -> dict[str, Any]:
+    """Config.json with defaults, and without those nulls that say something.
+
+    Args:
+      reading: of the family.
+      content: of config.json.
+    """
+    flags = {key for key, kind in _KINDS.items() if kind == "flag"}
+    flags |= {key for key, value in reading.only.items() if isinstance(value, bool)}
+    given = {**reading.defaults, **content}
+    if given.get("hidden_activation") is None:  # as Gemma's first files have it
+        given["hidden_activation"] = reading.defaults.get("hidden_activation")
+    given |= {key: False for key in flags | {"qkv_bias"} if given.get(key, False) is None}
+    return {k: v for k, v in given.items() if v is not None or k not in _MAY_BE_NULL}
+
+
+def read_config(name: str, reading: Reading, content: Config) -> DecoderConfig:
+    """A decoder's config, of the content of config.json.
+
+    Raises:
+      ValueError: a key is missing, or asks for what this decoder has not.
+    """
+    given = _without_nulls(reading, content)
+    if given.get("use_sliding_window") is False and given.get("sliding_window") == 0:
+        del given["sliding_window"]  # as transformers writes it where it is not used
+    wrong = _faults(given)
+    for key, own in reading.keys.items():
+        if own in _SIZES and given.get(key) is None:
+            wrong.append(f"{key} is missing")
+        elif key in given and given[key] is None:
+            wrong.append(null_fault(key, _KINDS))
+    wrong += [
+        f"{key}={shown(given[key])} is not supported, only {value!r}"
+        for key, value in {**reading.only, "quantization_config": None}.items()
+        if given.get(key, value) != value
+    ]
+    activation = given.get(reading.activation)
+    if str(activation) not in _HIDDEN_ACTIVATIONS:
+        known = ", ".join(_HIDDEN_ACTIVATIONS)
+        wrong.append(f"{reading.activation}={shown(activation)} is not supported, only {known}")
+    if wrong:
+        raise ValueError(f"config.json of {name}: " + "; ".join(wrong))
+    found = {own: given[key] for key, own in reading.keys.items() if key in given}
+    found["activation"] = _HIDDEN_ACTIVATIONS[str(activation)]
+    found.setdefault("kv_heads", found["heads"])
+    if "head_dim" not in found:
+        found["head_dim"] = found["width"] // found["heads"]
+    found.setdefault("hidden", 4 * found["width"])  # of GPT-2
+    try:
+        return DecoderConfig(**{**found, **reading.fixed, **reading.more(_Given(given))})
+    except ValueError as error:
+        raise ValueError(f"config.json of {name}: {error}") from None
+
+
+def _faults(given: Config) -> list[str]:
+    """List the values of another kind than their keys have, at any depth."""
+    wrong = faults_of(given, _KINDS)
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := given.get(key), Mapping):
+            kinds = ("full_attention", "sliding_attention")
+            nested = {f"{key}.{kind}.": rope.get(kind) for kind in kinds}
+            for within, of in {f"{key}.": rope, **nested}.items():
+                if isinstance(of, Mapping):
+                    wrong += faults_of(of, _ROPE_KINDS, within)
+                    nulls = [one for one in _ROPE_VALUES if one in of and of[one] is None]
+                    wrong += [within + null_fault(one, _ROPE_KINDS) for one in nulls]
+    return wrong
+
+
+def _written_rope(given: Config, kind: str | None) -> dict[str, Any]:
+    """The object of rotary positions, without keys that are null."""
+    written: Mapping[str, Any] = given.get("rope_parameters") or {}
+    if kind is not None and isinstance(written.get(kind), Mapping):
+        written = written[kind]
+    elif kind is None and "full_attention" in written:
+        written = written["full_attention"]
+    written = written or given.get("rope_scaling") or {}
+    if written.get("truncate", True) is None:  # as for any flag
+        written = {**written, "truncate": False}
+    return {key: value for key, value in written.items() if value is not None}
+
+
+def _rope(given: Config, kind: str | None = None) -> Rope:
+    """Rotary positions, out of any form in which they are written.
+
+    Args:
+      given: config.json.
+      kind: of the layers, where each kind has its own.
+    """
+    written = _written_rope(given, kind)
+
+    def of_both(key: str, default: Any) -> Any:
+        return written[key] if key in written else given.get(key, default)
+
+    theta = of_both("rope_theta", 10000.0)
+    how = written.get("rope_type", written.get("type", "default"))
+    if of_both("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor is not supported, only 1.0")
+    if how == "default":
+        return Rope(theta)
+    context: Any = written.get("original_max_position_embeddings")
+    if context is None:
+        context = given.get("max_position_embeddings", 8192)
+    if how in ("linear", "llama3") and written.get("factor") is None:
+        raise ValueError(f"rope of type {how!r} has no factor")
+    if how == "linear":
+        return Rope(theta, LinearScaling(written["factor"]))
+    if how == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        values = {name: written[name] for name in names if name in written}
+        return Rope(theta, RopeScaling(**values, original_max_position_embeddings=context))
+    if how == "yarn":
+        options = ("beta_fast", "beta_slow", "attention_factor", "truncate")
+        values = {name: written[name] for name in options if name in written}
+        factor = written.get("factor") or given.get("max_position_embeddings", context) / context
+        both = [written.get(name) for name in ("mscale", "mscale_all_dim")]
+        if all(both) and "attention_factor" not in values:
+            first, second = (experts.yarn_amplitude(factor, scale) for scale in both if scale)
+            values["attention_factor"] = first / second
+        return Rope(theta, YarnScaling(factor, context, **values))
+    raise ValueError(
+        f"rope of type {how!r} is not supported as written ({dict(written)!r}); known are "
+        f"default, linear, llama3 and yarn"
+    )
+
+
+def _windows(given: Config, *, pattern: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """[layers] the window of each.
+
+    Args:
+      given: config.json.
+      pattern: which layers have one where ``layer_types`` does not say it.
+    """
+    layers, window = given["num_hidden_layers"], given.get("sliding_window")
+    if window is None:
+        return ()
+    kinds = given.get("layer_types")
+    if kinds is None:
+        return tuple(window if pattern(n) else None for n in range(layers))
+    if len(kinds) != layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {layers} layers")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _llama(given: Config) -> dict[str, Any]:
+    return {
+        "rope": _rope(given),
+        "qkv_bias": given.get("attention_bias", False),
+        "out_bias": given.get("attention_bias", False),
+        "mlp_bias": given.get("mlp_bias", False),
+    }
+
+
+def _mistral(given: Config) -> dict[str, Any]:
+    return {"rope": _rope(given), "windows": _windows(given, pattern=lambda _: True)}
+
+
+def _qwen2(given: Config) -> dict[str, Any]:
+    windows: tuple[int | None, ...] = ()
+    if given.get("use_sliding_window", False):
+        first = given.get("max_window_layers", 28)
+        windows = _windows(given, pattern=lambda n: n >= first)
+    return {"rope": _rope(given), "windows": windows}
+
+
+def _qwen3(given: Config) -> dict[str, Any]:
+    bias = given.get("attention_bias", False)
+    return {**_qwen2(given), "qkv_bias": bias, "out_bias": bias}
+
+
+def _gemma(given: Config) -> dict[str, Any]:
+    bias = given.get("attention_bias", False)
+    return {
+        "rope": _rope(given),
+        "embedding_scale": given["hidden_size"] ** 0.5,
+        "qkv_bias": bias,
+        "out_bias": bias,
+    }
+
+
+def _gemma2(given: Config) -> dict[str, Any]:
+    return {
+        **_gemma(given),
+        "attention_scale": given["query_pre_attn_scalar"] ** -0.5,
+        "attention_softcap": given.get("attn_logit_softcapping"),
+        "logit_softcap": given.get("final_logit_softcapping"),
+        "windows": _windows(given, pattern=lambda n: n % 2 == 0),
+    }
+
+
+def _gemma3(given: Config) -> dict[str, Any]:
+    every = given.get("sliding_window_pattern", given.get("_sliding_window_pattern", 6))
+    nested = isinstance((given.get("rope_parameters") or {}).get("sliding_attention"), Mapping)
+    local = (
+        _rope(given, "sliding_attention")
+        if nested
+        else Rope(given.get("rope_local_base_freq", 10000.0))
+    )
+    return {
+        **_gemma2(given),
+        "windows": _windows(given, pattern=lambda n: (n + 1) % every != 0),
+        "local_rope": local,
+    }
+
+
+def _mixtral(given: Config) -> dict[str, Any]:
+    return {**_mistral(given), "experts": experts.mixtral(given)}
+
+
+def _olmoe(given: Config) -> dict[str, Any]:
+    return {**_llama(given), "experts": experts.olmoe(given)}
+
+
+def _qwen2_moe(given: Config) -> dict[str, Any]:
+    bias = given.get("qkv_bias", True)
+    return {"rope": _rope(given), "qkv_bias": bias, "experts": experts.qwen(given)}
+
+
+def _qwen3_moe(given: Config) -> dict[str, Any]:
+    bias, used = given.get("attention_bias", False), given.get("use_sliding_window", False)
+    return {
+        "rope": _rope(given),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "windows": _windows(given, pattern=lambda _: True) if used else (),
+        "experts": experts.qwen(given),
+    }
+
+
+def _gpt_oss(given: Config) -> dict[str, Any]:
+    bias = given.get("attention_bias", True)
+    return {
+        "rope": _rope(given),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "windows": _windows(given, pattern=lambda n: n % 2 == 0),
+        "experts": experts.gpt_oss(given),
+    }
+
+
+def _deepseek(given: Config, version: int) -> dict[str, Any]:
+    found = experts.latent(given)
+    return {
+        "rope": _rope(given),
+        "latent": found,
+        "attention_scale": experts.latent_scale(given),
+        "head_dim": found.rope,
+        "kv_heads": given["num_attention_heads"],
+        "experts": experts.deepseek(given, version),
+    }
+
+
+_GEMMA = {"norm_offset": 1.0}
+_SILU = {"hidden_act": "silu"}
+_GEMMA_DEFAULTS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+}
+_READINGS: dict[str, Reading] = {
+    "llama": Reading(_KEYS, defaults=_SILU, more=_llama),
+    "mistral": Reading(_KEYS, defaults={**_SILU, "sliding_window": 4096}, more=_mistral),
+    "qwen2": Reading(_KEYS, defaults=_SILU, fixed={"qkv_bias": True}, more=_qwen2),
+    "qwen3": Reading(
+        _KEYS, defaults={**_SILU, "head_dim": 128}, fixed={"qk_norm": True}, more=_qwen3
+    ),
+    "gemma": Reading(
+        _KEYS,
+        defaults=_GEMMA_DEFAULTS,
+        fixed=_GEMMA,
+        activation="hidden_activation",
+        more=_gemma,
+    ),
+    "gemma2": Reading(
+        _KEYS,
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        fixed={**_GEMMA, "post_norms": True},
+        activation="hidden_activation",
+        more=_gemma2,
+    ),
+    "gemma3_text": Reading(
+        _KEYS,
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "rope_theta": 1_000_000.0,
+        },
+        only={"use_bidirectional_attention": False},
+        fixed={**_GEMMA, "post_norms": True, "qk_norm": True},
+        activation="hidden_activation",
+        more=_gemma3,
+    ),
+    "gpt2": Reading(
+        _GPT2_KEYS,
+        defaults={
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "n_positions": 1024,
+            "tie_word_embeddings": True,
+        },
+        only={
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+        fixed={
+            "norm": "layer",
+            "rope": None,
+            "gated": False,
+            "qkv_bias": True,
+            "out_bias": True,
+            "mlp_bias": True,
+        },
+        activation="activation_function",
+    ),
+}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_OF_DEEPSEEK = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "moe_layer_freq": 1,
+    "rope_interleave": True,
+}
+_READINGS |= {
+    "mixtral": Reading(_KEYS, defaults={**_SILU, "rope_theta": 1e6}, more=_mixtral),
+    "olmoe": Reading(
+        _KEYS,
+        defaults={**_SILU, "rms_norm_eps": 1e-5},
+        only={"clip_qkv": None},
+        fixed={"qk_norm": "whole"},
+        more=_olmoe,
+    ),
+    "qwen2_moe": Reading(
+        _KEYS, defaults=_SILU, only={"use_sliding_window": False}, more=_qwen2_moe
+    ),
+    "qwen3_moe": Reading(
+        _KEYS, defaults={**_SILU, "head_dim": 128}, fixed={"qk_norm": True}, more=_qwen3_moe
+    ),
+    "gpt_oss": Reading(
+        _KEYS,
+        defaults={
+            **_SILU,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "rope_scaling": _GPT_OSS_ROPE,
+            "sliding_window": 128,
+        },
+        only={"swiglu_alpha": 1.702},
+        fixed={"sinks": True},
+        more=_gpt_oss,
+    ),
+    "deepseek_v2": Reading(
+        _KEYS,
+        defaults=_SILU,
+        only={**_OF_DEEPSEEK, "norm_topk_prob": False, "scoring_func": "softmax"},
+        more=functools.partial(_deepseek, version=2),
+    ),
+    "deepseek_v3": Reading(
+        {**_KEYS, "num_nextn_predict_layers": "mtp_layers"},
+        defaults=_SILU,
+        only={**_OF_DEEPSEEK, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        more=functools.partial(_deepseek, version=3),
+    ),
+}
+_DEEPSEEK_ROWS = (
+    row("attention_norm.scale", "d", ("input_layernorm.weight", "d")),
+    *experts.LATENT_ROWS,
+    row("mlp_norm.scale", "d", ("post_attention_layernorm.weight", "d")),
+    *_MLP,
+    *experts.DEEPSEEK_ROWS,
+)
+_DEEPSEEK_MTP = (
+    row("main_norm.scale", "d", ("..norm.weight", "d")),
+    row("embed_norm.scale", "d", ("enorm.weight", "d")),
+    row("hidden_norm.scale", "d", ("hnorm.weight", "d")),
+    row("join", "u d", ("eh_proj.weight", "d u")),
+    row("norm.scale", "d", ("shared_head.norm.weight", "d")),
+)
+_HEAD_NORMS = {"attention.q_norm.scale", "attention.k_norm.scale"}
+_OLMOE_ROWS = (
+    *(one for one in LLAMA_ROWS if one.target not in _HEAD_NORMS),
+    *experts.OLMOE_NORMS,
+    *experts.EXPERT_ROWS,
+)
+_BUFFERS = r"\.rotary_emb\.inv_freq$"
+_TABLES: dict[str, dict[str, Any]] = {
+    "mixtral": {"rows": (*LLAMA_ROWS, *experts.MIXTRAL_ROWS)},
+    "olmoe": {"rows": _OLMOE_ROWS},
+    "qwen2_moe": {"rows": (*LLAMA_ROWS, *experts.QWEN2_ROWS)},
+    "qwen3_moe": {"rows": (*LLAMA_ROWS, *experts.EXPERT_ROWS)},
+    "gpt_oss": {"rows": (*LLAMA_ROWS, *experts.GPT_OSS_ROWS)},
+    "deepseek_v2": {"rows": _DEEPSEEK_ROWS},
+    "deepseek_v3": {
+        "rows": _DEEPSEEK_ROWS,
+        "mtp": _DEEPSEEK_MTP,
+        "mtp_copies": (("embed_tokens.weight", "embed"), ("shared_head.head.weight", "head")),
+        # The published layer for multi-token prediction, where config.json does not count it.
+        "ignored": (_BUFFERS, r"^model\.layers\.61\."),
+    },
+    "gemma2": {"rows": GEMMA2_ROWS},
+    "gemma3_text": {"rows": GEMMA2_ROWS},
+    "gpt2": {
+        "rows": GPT2_ROWS,
+        "embed": GPT2_EMBED,
+        "head": GPT2_HEAD,
+        "blocks": "h.{n}.",
+        "prefixes": ("transformer.", ""),
+        "ignored": (r"\.attn\.bias$", r"\.attn\.masked_bias$"),
+    },
+}
+_COMMON = {
+    "rows": LLAMA_ROWS,
+    "embed": EMBED,
+    "head": HEAD,
+    "ignored": (_BUFFERS,),
+}
+
+FAMILIES: dict[str, Family] = {
+    name: Family(
+        name=name,
+        config=functools.partial(read_config, name, reading),
+        **{**_COMMON, **_TABLES.get(name, {})},
+    )
+    for name, reading in _READINGS.items()
+}
+
+
+def family_of(content: Config, where: str = "config.json") -> Family:
+    """The family of a config.json, by its ``model_type``.
+
+    Raises:
+      ValueError: none that is known.
+    """
+    name = content.get("model_type")
+    if isinstance(name, str) and name in FAMILIES:
+        return FAMILIES[name]
+    known = ", ".join(FAMILIES)
+    if name is None:
+        raise ValueError(f"{where} has no model_type; known are {known}")
+    made = content.get("architectures")
+    also = f" (architectures {', '.join(map(str, made))})" if isinstance(made, list) else ""
+    raise ValueError(
+        f"{where} has model_type {shown(name)}{also}, and known are {known}; for another give "
+        f"family=, a pipeline.weights.Family with a table of its names"
+    )

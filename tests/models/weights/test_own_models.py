@@ -1,0 +1,171 @@
+"""A table of one's own, for a model of one's own; the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from collectives import make_mesh
+from pipeline import Pipeline, weights
+from pipeline.cli.main import main
+from tests.models.weights import tiny
+from tests.models.weights.test_families import TOKENS, same
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+import llama
+from tests.support.close import assert_close
+
+CONFIG = tiny.CONFIGS["llama"]
+HEADS = "4 heads on 2 of keys and values, 4 wide"
+OWN = dataclasses.replace(
+    weights.FAMILIES["llama"],
+    name="examples/llama.py",
+    head=(
+        weights.row("norm.scale", "d", ("norm.weight", "d")),
+        weights.row("logits.table", "v d", (".lm_head.weight", "v d")),
+    ),
+)
+
+
+def test_a_model_of_ones_own(tmp_path: Path):
+    tensors = tiny.tensors_of(CONFIG)
+    folder = tiny.write(tmp_path / "given", CONFIG, tensors)
+    stages, embed, head = llama.build(
+        llama.LlamaConfig.from_json(folder / "config.json"), 2, seed=0
+    )
+    pipe = Pipeline(stages, 2, embed=embed, head=head, mesh=make_mesh(stage=2))
+    weights.read_into(pipe, folder, family=OWN)
+    expected = tiny.logits(CONFIG, tensors, TOKENS)
+    assert_close(pipe(jnp.asarray(TOKENS)), expected)
+    weights.save(pipe, tmp_path / "out")
+    assert same(tiny.read_all(tmp_path / "out"), tensors)
+
+
+class Block(nnx.Module):
+    def __init__(self) -> None:
+        self.up = nnx.Param(jnp.zeros((4, 6)))
+        self.extra = nnx.Param(jnp.zeros(4))
+
+
+class Stage(nnx.Module):
+    def __init__(self) -> None:
+        self.blocks = nnx.List([Block()])
+
+    def __call__(self, x):
+        return x
+
+
+class Beside(Stage):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nnx.Param(jnp.ones(4))
+
+
+def test_tables_and_models_that_do_not_fit(tmp_path: Path):
+    up = weights.row("up", "d f", ("up.weight", "f d"))
+    own = weights.Family("mine", rows=(up,), embed=(), head=(), sizes=lambda c: c["sizes"])
+    config = {"sizes": {"d": 4, "f": 6, "e": 5}}
+    tensors = {f"model.layers.0.{name}.weight": np.ones((6, 4), np.float32) for name in ("up",)}
+    folder = tiny.write(tmp_path / "given", config, tensors)
+
+    def refused(pipe: Pipeline, family: weights.Family) -> str:
+        with pytest.raises(ValueError) as caught:
+            weights.read_into(pipe, folder, family=family)
+        return str(caught.value)
+
+    pipe = Pipeline([Stage()], 1)
+    assert refused(pipe, own) == (
+        "stages[0].blocks[0] has extra, for which the family 'mine' has no row; its rows are up"
+    )
+    assert refused(Pipeline([Beside()], 1), own) == (
+        "stages[0] has 'scale' beside 'blocks': a stage whose weights are read by a table of names "
+        "is a list of layers called 'blocks', and nothing else"
+    )
+    extra = weights.row("extra", "e", ("extra.weight", "e"))
+    assert refused(pipe, dataclasses.replace(own, rows=(up, extra))) == (
+        "layers.0.extra is [4] in the model, and by its row and the sizes of config.json it is [5]"
+    )
+    assert refused(pipe, dataclasses.replace(own, sizes=None)) == (
+        "the family 'mine' has neither config= nor sizes=: give one, so that letters of patterns "
+        "have sizes"
+    )
+    with pytest.raises(ValueError) as caught:
+        weights.load(folder, family=own)
+    assert str(caught.value) == (
+        "the family 'mine' has no config=, so its model is one's own: make a Pipeline of it and "
+        "call pipeline.weights.read_into(pipe, folder, family=...)"
+    )
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = {**tiny.CONFIGS["qwen2"], "num_hidden_layers": 4}
+    tensors = tiny.tensors_of(config)
+    given, stages, out = (tmp_path / name for name in ("given", "stages", "out"))
+    tiny.write(given, config, tensors, files=2)
+    assert main(["weights", "inspect", str(given), "--stages", "3"]) == 0
+    assert capsys.readouterr().out.replace(str(given), "HERE").splitlines() == [
+        "HERE: qwen2, the Hugging Face layout",
+        f"  4 layers of width 16, {HEADS}; MLP 24; 40 words, shared with the head",
+        "  8,592 parameters in 50 tensors, 34,368 bytes: 50 F32",
+        "  2 files: model-00001-of-00002.safetensors to model-00002-of-00002.safetensors",
+        "  3 stages, Et|t*2|tL",
+        "    stage 0: layers 0 to 0, 7,936 bytes, and embed with 2,560",
+        "    stage 1: layers 1 to 2, 15,872 bytes",
+        "    stage 2: layers 3 to 3, 7,936 bytes, and head with 64",
+    ]
+    command = ["weights", "import", str(given), "--out", str(stages), "--layout", "Ettt||tL"]
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"{stages}: 3 stages of 3, 0, 1 layers\n"
+    assert main(["weights", "inspect", str(stages), "--names"]) == 0
+    said = capsys.readouterr().out
+    assert "qwen2, a folder of stages" in said
+    assert "  layers.3.mlp.gate_up [16, 2, 24] -> layers.3.mlp.gate_up [16, 2, 24]" in said
+    assert main(["weights", "export", str(stages), "--out", str(out)]) == 0
+    capsys.readouterr()
+    assert same(tiny.read_all(out), tensors)
+    pipe = weights.load(stages, num_stages=1)
+    found = {k: x for layer in weights.named_layers(pipe) for k, x in layer.tensors.items()}
+    assert same(found, tensors)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["import", "HERE"], "import writes a folder: give --out"),
+        (["inspect", "HERE", "--out", "x"], "--out says nothing to inspect"),
+        (["export", "HERE", "--stages", "2"], "--stages says nothing to export"),
+        (
+            ["inspect", "HERE", "--stages", "2", "--layout", "EtL"],
+            "--stages and --layout: the layout says how many there are; give one",
+        ),
+        (["inspect", "HERE", "--fast"], "--fast is not an option; --help lists them"),
+        (
+            ["export", "HERE", "--out", "HERE/x", "--shard-gb", "0"],
+            "--shard-gb 0: must be > 0",
+        ),
+        (
+            ["export", "HERE", "--out", "HERE/x"],
+            "HERE is no folder of stages: it has no weight called embed.table",
+        ),
+        (
+            ["inspect", "HERE", "--stages", "9"],
+            "num_stages=9: 3 blocks fill 1 to 3 stages, each with one at least",
+        ),
+        (["inspect", "none"], "none is no folder; give one with config.json and model.safetensors"),
+    ],
+)
+def test_what_the_command_line_refuses(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    tiny.write(tmp_path, CONFIG, tiny.tensors_of(CONFIG))
+    with pytest.raises(SystemExit) as caught:
+        main(["weights", *(word.replace("HERE", str(tmp_path)) for word in arguments)])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err.replace(str(tmp_path), "HERE")
+    assert said.startswith(f"python -m pipeline weights: {message}")
