@@ -20,15 +20,16 @@ import functools
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
 from bench import waiting
-from bench.calibrating import Calibrating
 from bench.cases import Case, calibrator, gradients_of, mean_square, reference, see_that_it_agrees
 from bench.measure import SETTLED, Timer, behind_itself, interleaved, seconds, table
+from bench.pinned import Elsewhere, cores
 
 import jax  # isort: skip
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ from jax.sharding import PartitionSpec as P
 
 import schedules
 from collectives import make_mesh
-from pipeline import CalibrationError, Pipeline
+from pipeline import Calibration, CalibrationError, Pipeline
 from pipeline.insight.calibrate.measure import Calibrator
 from pipeline.insight.calibrate.one_rank import operands_of, partial_step
 
@@ -160,6 +161,58 @@ def predict(pipe: Pipeline, costs: schedules.Costs) -> tuple[str, float]:
     slots = str(schedules.simulate(pipe.schedule, **plan.clock).pattern)
     report = schedules.simulate(pipe.schedule, costs, "lockstep", pattern=slots, **plan.sends)
     return slots, report.makespan
+
+
+class Calibrating(ExitStack):
+    """Calibrations of several things, a round of each in every turn, by processes of one core.
+
+    A machine gets slower and quicker by the minute. Calibrated before or after the steps that they
+    are compared with, stages are found up to 10% too cheap or too dear.
+
+    Args:
+      make: a module-level function, or a `functools.partial` of one: the calibrators, by name.
+      busy: whether every other core does the same meanwhile, as in a step.
+    """
+
+    def __init__(self, make: Callable[[], Mapping[Any, Calibrator]], *, busy: bool) -> None:
+        super().__init__()
+        several = functools.partial(_Several, make)
+        self._all = [Elsewhere(several, core) for core in (cores() if busy else cores()[:1])]
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        for one in self._all:
+            self.enter_context(one)
+        return self
+
+    def turn(self) -> float:
+        """A round of each; a `bench.measure.Timer`, whose seconds say nothing."""
+        for one in self._all:
+            one.begin("turn")
+        for one in self._all:
+            one.end()
+        return 0.0
+
+    def conclude(self, rounds: int) -> dict[Any, Calibration]:
+        """Conclusions of the first process from the last rounds.
+
+        Raises:
+          CalibrationError: the times are noise, or they contradict each other.
+        """
+        found: dict[Any, Calibration] = self._all[0].call("conclude", rounds)
+        return found
+
+
+class _Several:
+    def __init__(self, make: Callable[[], Mapping[Any, Calibrator]]) -> None:
+        self._each = dict(make())
+
+    def turn(self) -> None:
+        for one in self._each.values():
+            one.turn()
+
+    def conclude(self, rounds: int) -> dict[Any, Calibration]:
+        return {name: one.conclude(rounds) for name, one in self._each.items()}
 
 
 def run(some: Sequence[Asked], rounds: int) -> list[Found]:

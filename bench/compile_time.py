@@ -34,7 +34,7 @@ from pipeline import Pipeline
 from schedules import ScheduleError, build, names
 
 FEW, MANY = 8, 512
-SMALL, LARGE = "v5e:2x2", "v5e:8x8"
+SLICES = "v5e:2x2", "v5e:8x8"
 FAMILIES_M = 8
 DEPTHS, DEEP = (2, 4, 8, 16), ("eager_1f1b", "zb_h1")  # S, with a block a stage
 PLAIN, MOST = "plain", 2.0  # what CPU seconds are to be at most, of the plain model's
@@ -167,7 +167,8 @@ def against_depth(rounds: int) -> None:
 
 def against_ranks(rounds: int) -> None:
     """S = 64 beside S = 4, by the TPU compiler."""
-    meshes = [tpu.mesh(SMALL), tpu.mesh(LARGE)]
+    chips = map(tpu.devices, SLICES)
+    meshes = [make_mesh(devices=each, stage=len(each)) for each in chips]
     timers = {
         (schedule, mesh.size): functools.partial(tpu_seconds, schedule, mesh)
         for schedule in SCHEDULES

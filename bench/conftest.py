@@ -30,14 +30,6 @@ def _seconds(one: Any) -> float:
     return float(one.stats.median)
 
 
-def _accumulation(taken: Taken) -> Iterator[str]:
-    times = {name: _seconds(one) for name, one in taken.items()}
-    hand = [time for name, time in times.items() if "[scan" in name and "checkpoint" not in name]
-    ours = [time for name, time in times.items() if "[ours, remat=None" in name]
-    if hand and ours:
-        yield f"one rank: {ours[0] / hand[0]:.3f} of a scan written by hand (wanted 1.02)"
-
-
 def _peers(taken: Taken) -> Iterator[str]:
     ours = {name: _seconds(one) for name, one in taken.items() if name.startswith("test_ours")}
     peers = {name: _seconds(one) for name, one in taken.items() if name.startswith("test_peers")}
@@ -80,7 +72,6 @@ def _compile_time(taken: Taken) -> Iterator[str]:
 
 
 SAID = {
-    "accumulation": _accumulation,
     "bubble": _bubble,
     "clock": _clock,
     "compile_time": _compile_time,

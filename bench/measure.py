@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -64,22 +63,6 @@ def in_turns(
         for name, timer in timers.items():
             taken[name].append(timer())
     return taken
-
-
-def touch_seconds(size: int = 2**28, rounds: int = 5) -> float:
-    """Seconds for a byte of memory that is new to a process: the system clears its page."""
-
-    def touch(memory: mmap.mmap) -> float:
-        start = time.perf_counter()
-        for place in range(0, size, mmap.PAGESIZE):
-            memory[place] = 1
-        return time.perf_counter() - start
-
-    found = []
-    for _ in range(rounds):
-        with mmap.mmap(-1, size) as memory:
-            found.append(touch(memory) - touch(memory))  # the loop takes as long again
-    return statistics.median(found) / size
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -23,13 +23,14 @@ from typing import Any
 
 import bench
 from bench import autodiff, torch_peer
-from bench.accumulation import by_hand
 from bench.cases import Case, gradients_of, mean_square, reference, see_that_it_agrees
-from bench.measure import Timer, behind_itself, interleaved, seconds, table
+from bench.measure import Timer, Variant, behind_itself, interleaved, seconds, table
 from bench.pinned import Builders, Pinned
 
 import jax  # isort: skip
 import flax
+import jax.numpy as jnp
+from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
@@ -128,7 +129,27 @@ def torch_variants(case: Case, ranks: int, python: str | None) -> Iterator[Varia
 def alone(case: Case, ranks: int) -> Builders:
     """One rank's work without a pipeline."""
     part = dataclasses.replace(case, layers=case.layers // ranks)
-    return {ALONE: functools.partial(by_hand, part, chunks=1)}
+    return {ALONE: functools.partial(by_hand, part)}
+
+
+def by_hand(case: Case) -> Variant:
+    """A step that accumulates gradients over microbatches in a scan: to loss and gradients."""
+    graphdef, params = nnx.split(*case.stages(1))
+
+    @jax.jit
+    def step(params: Any, inputs: jax.Array, targets: jax.Array) -> Any:
+        def loss(params: Any, x: jax.Array, t: jax.Array) -> jax.Array:
+            return mean_square(nnx.merge(graphdef, params)(x), t)
+
+        def body(total: Any, batch: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(params, *batch)), None
+
+        split = [x.reshape(case.microbatches, *case.shape) for x in (inputs, targets)]
+        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        total, _ = jax.lax.scan(body, zeros, split)
+        return jax.tree.map(lambda x: x / case.microbatches, total)
+
+    return functools.partial(step, params, *case.data())
 
 
 def contest(case: Case, variants: Variants, rounds: int, ranks: int = 0) -> dict[str, float]:

@@ -36,7 +36,7 @@ from pipeline.core.model.shared_variables import unshared
 from pipeline.core.model.signature import signature_of
 from pipeline.core.model.stage import check_kinds, count_stages, is_stacked, take_stage
 from pipeline.core.model.trained import Trained
-from pipeline.core.options.checks import check_scale, refuse_slices
+from pipeline.core.options.checks import check_scale
 from pipeline.core.options.choose import warn_of_idle_devices
 from pipeline.core.options.compiled import PlanOfPipeline
 from pipeline.core.options.options import Arguments, Measured, ModelParts, Options
@@ -409,7 +409,7 @@ class Pipeline(nnx.Module):
         rounds: int = 5,
         repeats: int = 16,
         split: bool = True,
-        topology: str | None = None,
+        topology: None = None,
     ) -> Calibration:
         """Measure what its actions take on the devices of its first rank, for ``costs``.
 
@@ -420,10 +420,6 @@ class Pipeline(nnx.Module):
         copied to those devices. Weights stay as they are. With ``slices=`` actions are those of all
         slices of a microbatch, and ``costs.slices`` says how slices compare.
 
-        With a topology nothing runs: the step is compiled for TPUs that need not be there, and
-        seconds are the cycles that their compiler expects, over their clock. Stages and batch may
-        then be types.
-
         Args:
           inputs: as of `value_and_grad`, arrays.
           targets: as of `value_and_grad`, arrays.
@@ -432,40 +428,36 @@ class Pipeline(nnx.Module):
           repeats: how often an action runs within a step; more where actions are short.
           split: whether I and W are measured too, which compiles a second program. Without them
             the result says that splitting gains nothing: that I takes what B takes, and W nothing.
-          topology: a slice such as "v5p:4x4x4", of as many chips as the mesh has, or more; needs
-            libtpu. ``rounds`` and ``repeats`` then mean nothing.
+          topology: removed.
 
         Raises:
-          ImportError: a topology, and no libtpu.
-          RuntimeError: a topology, and another process has libtpu loaded.
+          TypeError: a topology.
           ValueError: arguments that do not fit, a mesh of several processes or one that is in
-            force, or ``auto_axes`` on virtual CPU devices; a topology that nobody knows.
+            force, or ``auto_axes`` on virtual CPU devices.
           CalibrationError: times that cannot all be right, which and what to do; or whose spread is
-            too large to say anything; or a compiler that writes no cycles.
+            too large to say anything.
         """
-        from pipeline.insight.calibrate.compiled import calibrate_for
         from pipeline.insight.calibrate.host import with_host
         from pipeline.insight.calibrate.measure import calibrate, seconds
         from pipeline.insight.forecast.bytes import predict
         from pipeline.insight.forecast.traffic import predict_traffic
 
-        given = inputs, targets, extras
         if topology is not None:
-            refuse_slices(f"calibrate(topology={topology!r})", self.plan.schedule)
+            raise TypeError(
+                f"calibrate(topology={topology!r}) was removed: seconds from a compiler's text "
+                f"were up to 22% wrong; call calibrate(inputs, targets) on devices of that kind, "
+                f"or give Pipeline(costs=Costs(...))"
+            )
+        given = inputs, targets, extras
         operands = self._operands(*given, "calibrate")
-        if topology is None:
-            check_arrays("calibrate", operands)
+        check_arrays("calibrate", operands)
 
         def message() -> int:
             with self._entered():
                 return predict_traffic(self.plan, *self._untyped(operands)).message
 
-        if topology is not None:
-            slice_: Any = {"topology": topology, "split": split, "message": message}
-            found = calibrate_for(self, type(self), *given, **slice_)
-        else:
-            counts = {"rounds": rounds, "repeats": repeats}
-            found = calibrate(self, type(self), *given, **counts, split=split, message=message)
+        counts = {"rounds": rounds, "repeats": repeats}
+        found = calibrate(self, type(self), *given, **counts, split=split, message=message)
         if not self.plan.offload:
             return found
         with self._entered():

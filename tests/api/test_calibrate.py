@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 from collectives import make_mesh
 from pipeline import Calibration, CalibrationError, Pipeline
 from pipeline.base.agreed.slices import FixedSlice
-from pipeline.base.chips import find_chip
 from pipeline.decoders import DecoderConfig, build, next_token_loss
 from pipeline.insight.calibrate import host, measure, one_rank
 from pipeline.insight.calibrate.calibration import FORMAT
@@ -311,7 +310,8 @@ def test_entries_of_one_slice(slices):
     step = one_rank.partial_step(one.plan, one_rank.operands_of(one, x, x))
     for part in 0, 1:
         seen.clear()
-        runs = one_rank.entries(one.plan.training, [0], "F", part)
+        program = one.plan.training
+        runs = one_rank.first_and(program, one_rank.entries(program, [0], "F"), part)
         jax.block_until_ready(step(jnp.asarray(runs)))
         jax.effects_barrier()
         assert sorted(seen) == sorted([0, 1, part, part])
@@ -327,7 +327,7 @@ def test_entries_of_the_table_that_do_not_run_are_idle():
     np.testing.assert_array_equal(loss, want)
     for a, b in zip(jax.tree.leaves(chunks), jax.tree.leaves(grads), strict=True):
         np.testing.assert_array_equal(a, b)
-    first, y = step(jnp.asarray(one_rank.entries(program)))[0], x[:2]
+    first, y = step(jnp.asarray(one_rank.first_and(program)))[0], x[:2]
     for stage in pipe.stages():
         y = stage(y)
     assert_close(first, models.squares(y, t[:2]), tolerance=1e-6)
@@ -395,6 +395,16 @@ def test_arguments_of_calibrate(options, message):
     assert str(caught.value) == message
 
 
+def test_calibrate_for_a_topology_was_removed():
+    with pytest.raises(TypeError) as caught:
+        make().calibrate(*data(), topology="v5p:2x2x1")
+    assert str(caught.value) == (
+        "calibrate(topology='v5p:2x2x1') was removed: seconds from a compiler's text were up to "
+        "22% wrong; call calibrate(inputs, targets) on devices of that kind, or give "
+        "Pipeline(costs=Costs(...))"
+    )
+
+
 def test_calibrate_needs_arrays_and_no_other_mesh():
     typed = nnx.eval_shape(lambda: Block(nnx.Rngs(0)))
     pipe = Pipeline([typed] * 2, 4, mesh=make_mesh(stage=2), loss_fn=models.squares)
@@ -432,6 +442,9 @@ def test_calibrate_with_a_real_clock():
 # --- files, and pipelines that are given them ---
 
 
+HARDWARE = {"device": "cpu", "platform": "cpu", "devices": 1, "cpus": 2}
+
+
 def known(pipe: Pipeline, **costs: Any) -> Calibration:
     """As if it had been measured."""
     ones = (1.0,) * pipe.schedule.num_stages
@@ -443,7 +456,7 @@ def known(pipe: Pipeline, **costs: Any) -> Calibration:
         "float32[2,8]",
         5,
         16,
-        {"device": "cpu", "platform": "cpu", "devices": 1, "cpus": 2},
+        HARDWARE,
         {"jax": "0.10.2", "jaxlib": "0.10.2", "python": "3.11.7", "shardpipe": "0.1.0"},
     )
 
@@ -477,6 +490,17 @@ def test_a_file_that_holds_no_calibration(tmp_path, change, message):
         Calibration.from_json(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
+
+
+def test_a_file_of_seconds_from_a_compiler_is_refused(tmp_path):
+    path, hardware = tmp_path / "cal.json", HARDWARE | {"topology": "v5p:4x4x4"}
+    dataclasses.replace(known(make()), rounds=0, repeats=0, hardware=hardware).to_json(path)
+    with pytest.raises(ScheduleError) as caught:
+        Calibration.from_json(path)
+    assert str(caught.value) == (
+        f"{path}: has seconds from a compiler's text (topology='v5p:4x4x4'), which was removed; "
+        f"calibrate on devices, or give Costs(...)"
+    )
 
 
 def test_no_file(tmp_path):
@@ -544,15 +568,6 @@ def test_a_pipeline_that_offloads_times_its_host_link():
     assert len(ran) == 4
     assert ran[0].shape == (1024,)
     assert set(ran[0].tolist()) == {float(host.TRIPS)}  # every trip adds one
-
-
-def test_chips_that_are_not_there_have_a_link_too():
-    hardware = {"device": "v5e", "topology": "v5e:2x2"}
-    model: Any = SimpleNamespace()
-    found = Calibration(Costs(), {}, 0.0, model, "", 0, 0, hardware, {})
-    added = host.with_host(found, None, 30 * 10**9, lambda _: 0.0).costs
-    chip = find_chip("v5e")
-    assert (added.host, added.host_overlap) == (30e9 / chip.host, chip.host_overlap)
 
 
 @pytest.mark.slow

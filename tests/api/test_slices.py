@@ -368,15 +368,6 @@ def test_call_slice_that_returns_no_pair():
     )
 
 
-def test_a_compiler_does_not_tell_slices_apart():
-    assert message(pipe_of().calibrate, X, X, topology="v5p:2x2x1") == (
-        "calibrate(topology='v5p:2x2x1') of a pipeline with slices=2: the compiler counts the "
-        "cycles of an action's code once, and slices share it, or choose their part of it as they "
-        "run; compile pipe.replace(schedule=None, slices=None), or measure on devices, calibrate() "
-        "without topology="
-    )
-
-
 class Normed(nnx.Module):
     """A head whose norm has dims of size 1."""
 

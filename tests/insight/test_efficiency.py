@@ -14,6 +14,7 @@ import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.insight.calibrate import efficiency
+from pipeline.insight.calibrate.one_rank import entries
 from tests.support import models
 from tests.support.models import Hostile
 
@@ -82,11 +83,11 @@ def test_every_action_is_timed_in_the_rank_and_the_kind_that_it_has():
         loss_fn=models.squares,
         mesh=make_mesh(stage=2),
     )
-    plan, program = pipe.plan, pipe.plan.training
-    ranks = [efficiency._entries(plan, rank) for rank in range(2)]
+    program = pipe.plan.training
+    ranks = [entries(program, range(2), rank=rank) for rank in range(2)]
     assert (sum(ranks) == (program.op > 0)).all()
     parts = [
-        efficiency._entries(plan, rank, chunk, kind)
+        entries(program, [chunk], kind, rank=rank)
         for rank in range(2)
         for chunk in range(2)
         for kind in "FBIW"

@@ -83,12 +83,12 @@ def numbers_of(stages: str | None) -> tuple[int, ...]:
     return tuple(map(int, stages.strip("_").split("_"))) if stages else ()
 
 
-def of_ticks(start: int | str, stop: int | str) -> str:
+def of_ticks(start: int, stop: int) -> str:
     """Ticks start..stop - 1."""
     return f"ticks{start}_{stop}"
 
 
-def of_slot(index: int | str) -> str:
+def of_slot(index: int) -> str:
     """A slot of every tick."""
     return f"slot{index}"
 

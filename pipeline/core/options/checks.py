@@ -90,17 +90,6 @@ def check_sliced(
         raise ValueError(f"slices={shown} with {wrong[0]}: {wrong[1]}, or leave slices out")
 
 
-def refuse_slices(method: str, schedule: Schedule) -> None:
-    """Raise ValueError where a method takes its times from compiled code alone."""
-    if schedule.num_slices > 1:
-        raise ValueError(
-            f"{method} of a pipeline with slices={schedule.num_slices}: the compiler counts the "
-            f"cycles of an action's code once, and slices share it, or choose their part of it as "
-            f"they run; compile pipe.replace(schedule=None, slices=None), or measure on devices, "
-            f"calibrate() without topology="
-        )
-
-
 def check_remat(remat: Any) -> None:
     """Raise ValueError for anything that does not say what a forward keeps for its backward."""
     if not (remat in ("stage", "gathered", None) or callable(remat)):

@@ -25,7 +25,7 @@ _OTHERS = ("embed", "head", "remat", "compute_dtype")
 
 @dataclass(frozen=True)
 class Calibration:
-    """Durations of a pipeline's actions, measured or compiled; `Pipeline(costs=)` takes it.
+    """Measured durations of a pipeline's actions; `Pipeline(costs=)` takes it.
 
     Attributes:
       costs: seconds, per stage; B has its own price, and messages that of an exchange.
@@ -35,13 +35,10 @@ class Calibration:
         cleared, slots that are passed over, dispatch.
       model: what was measured.
       microbatch: the input of a microbatch on one data shard.
-      rounds: how often each step was timed; 0 where a compiler said what it takes.
-      repeats: how often each action ran in it; likewise.
-      hardware: "device", the kind; "platform"; "devices", how many ran; "cpus" of the host. Of a
-        compiler also "topology"; "clock", cycles a second; "kernels" and "waits", the shares of
-        all actions that are Pallas kernels, counted at "kernel_efficiency" of the peak, and
-        collectives that nothing runs beside.
-      versions: of jax, jaxlib, python and shardpipe; of libtpu, where that compiled.
+      rounds: how often each step was timed.
+      repeats: how often each action ran in a step.
+      hardware: "device", the kind; "platform"; "devices", how many ran; "cpus" of the host.
+      versions: of jax, jaxlib, python and shardpipe.
     """
 
     costs: Costs
@@ -91,28 +88,19 @@ class Calibration:
     def __str__(self) -> str:
         """A small table, in milliseconds."""
         num_stages, hardware = len(self.model.stages), self.hardware
-        where = f"on {hardware['devices']} x {hardware['device']}"
-        how = f"ms, medians of {self.rounds} rounds, and how far from them rounds lie"
-        if self.is_compiled:
-            where = f"compiled for {hardware['topology']} by libtpu {self.versions['libtpu']}"
-            how = (
-                f"ms by the compiler's cycles at {hardware['clock'] / 1e9:g} GHz; "
-                f"{hardware['kernels']:.0%} are Pallas kernels, counted at "
-                f"{hardware['kernel_efficiency']:.0%} of peak, {hardware['waits']:.0%} are waits "
-                f"for collectives"
-            )
         table = _rows(self.costs, num_stages)
         what = (
             f"{num_stages} stages, remat={self.model.remat}, {self.microbatch} a microbatch, "
-            f"{where} (host of {hardware['cpus']} cpus), jax {self.versions['jax']}"
+            f"on {hardware['devices']} x {hardware['device']} (host of {hardware['cpus']} cpus), "
+            f"jax {self.versions['jax']}"
         )
         lines = [
             what,
-            how,
+            f"ms, medians of {self.rounds} rounds, and how far from them rounds lie",
             "stage" + "".join(f"{kind.upper():>20}" for kind in table),
         ]
         for k in range(num_stages):
-            cells = [self._cell(row[k], self.spread[kind][k]) for kind, row in table.items()]
+            cells = [_cell(row[k], self.spread[kind][k]) for kind, row in table.items()]
             lines.append(f"{k:<5}" + "".join(f"{cell:>20}" for cell in cells))
         ends = {"head and loss": self.costs.head, "embed": self.costs.embed}
         lines += [f"{name}, beside the stages: {1e3 * t:.3f}" for name, t in ends.items() if t]
@@ -120,7 +108,7 @@ class Calibration:
             parts = ", ".join(f"{part:.1%}" for part in self.costs.shares(len(self.costs.slices)))
             lines.append(f"slices, of a microbatch's time: {parts}")
         lines.append(f"a step beside its actions: {1e3 * self.overhead:.3f}")
-        lines.append(f"exchange: {self._cell(float(self.costs.comm), *self.spread['comm'])}")  # type: ignore[arg-type]
+        lines.append(f"exchange: {_cell(float(self.costs.comm), *self.spread['comm'])}")  # type: ignore[arg-type]
         return "\n".join(lines)
 
     def costs_for(self, model: ModelSignature) -> tuple[Costs, str]:
@@ -148,17 +136,11 @@ class Calibration:
                     f"costs= is a calibration of another model: there {name} is {before}, here "
                     f"{now}; calibrate this one, or give Costs(...)"
                 )
-        if self.is_compiled:
-            return self.costs, f"what the compiler expects of {self.hardware['device']}"
         return self.costs, f"what was measured on {self.hardware['device']}"
 
-    @property
-    def is_compiled(self) -> bool:
-        """True if a compiler said what actions take, and no device ran them."""
-        return "topology" in self.hardware
 
-    def _cell(self, seconds: float, spread: float) -> str:
-        return f"{1e3 * seconds:.3f}" + ("" if self.is_compiled else f" +- {1e3 * spread:.3f}")
+def _cell(seconds: float, spread: float) -> str:
+    return f"{1e3 * seconds:.3f} +- {1e3 * spread:.3f}"
 
 
 def _rows(costs: Costs, num_stages: int) -> dict[str, tuple[float, ...]]:
@@ -202,13 +184,17 @@ def _of(record: dict[str, Any]) -> Calibration:
     counts = record.get("rounds"), record.get("repeats")
     hardware: Any = record.get("hardware")
     versions: Any = record.get("versions")
+    if isinstance(hardware, dict) and "topology" in hardware:
+        raise ScheduleError(
+            f"has seconds from a compiler's text (topology={shorten(hardware['topology'])}), which "
+            f"was removed; calibrate on devices, or give Costs(...)"
+        )
     if (
         not isinstance(hardware, dict)
         or not {"device", "platform", "devices", "cpus"} <= set(hardware)
         or not _is_texts(versions, dict)
         or "jax" not in versions
-        or not _is_of_a_compiler(hardware, versions)
-        or not all(type(n) is int and n >= ("topology" not in hardware) for n in counts)
+        or not all(type(n) is int and n >= 1 for n in counts)
         or not isinstance(record.get("microbatch"), str)
     ):
         raise ScheduleError(
@@ -226,14 +212,6 @@ def _of(record: dict[str, Any]) -> Calibration:
         hardware,
         versions,
     )
-
-
-def _is_of_a_compiler(hardware: dict[str, Any], versions: dict[str, Any]) -> bool:
-    """Tell whether a compiled calibration has all its further fields; a measured one has none."""
-    if "topology" not in hardware:
-        return True
-    numbers = [hardware.get(name) for name in ("clock", "kernel_efficiency", "kernels", "waits")]
-    return _length(numbers) > 0 and "libtpu" in versions
 
 
 def _is_texts(value: Any, kind: Any) -> bool:

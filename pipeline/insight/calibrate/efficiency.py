@@ -24,7 +24,8 @@ from pipeline.core.kernel import runtime
 from pipeline.core.kernel.operands import Operands
 from pipeline.core.options.plan import Plan
 from pipeline.core.sharding import meshes
-from pipeline.insight.calibrate.one_rank import Runs, partial_step
+from pipeline.insight.calibrate.measure import seconds
+from pipeline.insight.calibrate.one_rank import Runs, entries, partial_step
 from schedules import Costs, simulate
 
 OF_ACTIONS = 3  # runs of each kind of action of each stage
@@ -128,7 +129,9 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
         with meshes.entered(plan.mesh, plan.home):
             return runtime.train(plan, *operands)
 
-    parts = {rank: _entries(plan, rank) for rank in range(plan.schedule.num_ranks)}
+    chunks = range(plan.num_chunks)
+    ranks = range(plan.schedule.num_ranks)
+    parts = {rank: entries(program, chunks, rank=rank) for rank in ranks}
     timed: list[Callable[[], Any]] = [step, functools.partial(partial, none)]
     timed += [functools.partial(partial, runs) for runs in parts.values()]
     busy, start = _busy_elsewhere(), time.perf_counter()
@@ -164,28 +167,12 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
     )
 
 
-def _entries(plan: Plan, rank: int, chunk: int | None = None, kind: str = "") -> Runs:
-    """Mark the entries of a rank's table, of one chunk and kind or of all."""
-    program = plan.training
-    runs = np.zeros_like(program.op, bool)
-    for index, slot in enumerate(program.slots):
-        for branch, op in enumerate(slot.ops, start=1):
-            if chunk is None or (op.chunk, op.kind) == (chunk, kind):
-                runs[:, index, rank] |= program.op[:, index, rank] == branch
-    return runs
-
-
 def _in_turn(timed: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
     """Time each of some programs so many times, one after the other, after a run to compile it."""
     for run in timed:
-        jax.block_until_ready(run())
-    times: list[list[float]] = [[] for _ in timed]
-    for _ in range(rounds):
-        for run, own in zip(timed, times, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            own.append(time.perf_counter() - start)
-    return times
+        seconds(run)
+    times = [[seconds(run) for run in timed] for _ in range(rounds)]
+    return [list(each) for each in zip(*times, strict=True)]
 
 
 def _costs(plan: Plan, partial: Callable[[Any], Any], none: Runs) -> Costs:
@@ -196,10 +183,10 @@ def _costs(plan: Plan, partial: Callable[[Any], Any], none: Runs) -> Costs:
     for k, rank in enumerate(schedule.placement):
         chunk = schedule.stages_of[rank].index(k)
         for kind in kinds:
-            entries = _entries(plan, rank, chunk, kind)
-            if entries.any():
+            marked = entries(plan.training, [chunk], kind, rank=rank)
+            if marked.any():
                 keys.append((kind, k))
-                runs.append(entries)
+                runs.append(marked)
     idle, *times = _in_turn([functools.partial(partial, own) for own in runs], OF_ACTIONS)
     found = {kind: [0.0] * schedule.num_stages for kind in "FBIW"}
     for (kind, k), own in zip(keys, times, strict=True):

@@ -46,6 +46,7 @@ from pipeline.insight.calibrate.one_rank import (
     Runs,
     entries,
     find_chain,
+    first_and,
     one_rank,
     operands_of,
     partial_step,
@@ -141,14 +142,14 @@ class Calibrator:
             if kinds == self._programs[0]:
                 self.operands = one.plan, *operands
             run = partial_step(one.plan, operands)
-            which: dict[Any, Runs] = {FIRST: entries(program)}
-            which |= {(stages, kinds): entries(program, stages, kinds) for stages in ranks}
+            beside = functools.partial(first_and, program)
+            which: dict[Any, Runs] = {FIRST: beside()}
+            which |= {(stages, kinds): beside(entries(program, stages)) for stages in ranks}
             for n in dict.fromkeys(map(self._chain.kinds.index, self._chain.kinds)):
-                which |= {(n, kind): entries(program, [n], kind) for kind in kinds}
+                which |= {(n, kind): beside(entries(program, [n], kind)) for kind in kinds}
             if kinds == self._programs[0] and plan.schedule.num_slices > 1:
-                every = range(len(self._chain.stages))
                 for part in range(plan.schedule.num_slices):
-                    which[SLICE, part] = entries(program, every, kinds, part)
+                    which[SLICE, part] = beside(program.op > 0, part)
             for key, runs in which.items():
                 steps[kinds, key] = functools.partial(run, jnp.asarray(runs))
         if plan.schedule.num_ranks > 1:

@@ -179,22 +179,25 @@ def _units(microbatch: int, num_slices: int) -> list[str]:
 
 
 def entries(
-    program: Program, stages: Collection[int] = (), kinds: str = "", part: int | None = None
+    program: Program, chunks: Collection[int], kinds: str = "FBIW", *, rank: int | None = None
 ) -> Runs:
-    """Mark the first microbatch's entries, and some kinds of action of some chunks of each rank.
-
-    With ``part`` those of one slice of each further microbatch.
-    """
-    N = program.schedule.num_slices
-    first = program.microbatch < N  # units, of which a microbatch has N
-    runs = first.copy()
+    """Mark some kinds of action of some chunks, on every rank or on one."""
+    runs = np.zeros_like(program.op, bool)
+    ranks = slice(None) if rank is None else rank
     for index, slot in enumerate(program.slots):
         for branch, op in enumerate(slot.ops, start=1):
-            if op.chunk in stages and op.kind in kinds:
-                runs[:, index] |= program.op[:, index] == branch
-    if part is not None:
-        runs &= first | (program.microbatch % N == part)
-    return runs & (program.op > 0)
+            if op.chunk in chunks and op.kind in kinds:
+                runs[:, index, ranks] |= program.op[:, index, ranks] == branch
+    return runs
+
+
+def first_and(program: Program, runs: Runs | None = None, part: int | None = None) -> Runs:
+    """Mark all entries of the first microbatch, and some of the others, perhaps of one slice."""
+    N = program.schedule.num_slices
+    first = (program.microbatch < N) & (program.op > 0)  # units, of which a microbatch has N
+    if runs is None:
+        return first
+    return first | (runs if part is None else runs & (program.microbatch % N == part))
 
 
 def operands_of(pipe: Any, inputs: Tree, targets: Tree, extras: Any = None) -> Operands:

@@ -396,7 +396,7 @@ CASES = {
 
 @functools.cache
 def predicted(name: str) -> tuple[LlamaConfig, StepPrediction, Plan]:
-    """As `bench/tpu_llama.py` compiles it."""
+    """As `bench/ahead_of_time.py` compiles it."""
     sizes, axes, make, changes = CASES[name]
     config = make(dtype="bfloat16", scan_layers=True, remat_blocks=True, query_chunk=512, **changes)
 

@@ -1,4 +1,4 @@
-"""Programs compiled for GPUs: sums that products add to, and copies of stashes to the host.
+"""Programs compiled for GPUs: sums that products add to.
 
 Regression tests of issue 42.
 """
@@ -6,7 +6,6 @@ Regression tests of issue 42.
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 
@@ -82,25 +81,3 @@ needs_cuda = pytest.mark.skipif(
 def test_the_cuda_compiler_adds_within_products() -> None:
     done = python("-c", COMPILED)
     assert done.returncode == 0, done.stderr
-
-
-PAGE = Path(__file__).parents[3] / "docs/offload.md"
-COPIED = """
-from bench.gpu import described
-from bench.gpu_copies import RANKS, TARGET, row
-
-for way in ("stash", "early"):
-    print(*row(described(TARGET, RANKS), way, 1024, 2048))
-"""
-
-
-@pytest.mark.slow
-@needs_cuda
-def test_copies_of_stashes_travel_beside_products() -> None:
-    done = python("-c", COPIED)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "stash 92 80 12 12\nearly 96 80 24 18\n"
-    text = " ".join(PAGE.read_text(encoding="utf-8").split())
-    assert "all 12 pairs have products between them" in text
-    assert "18 of 24 pairs" in text
-    assert "Device temporaries grow from 92 to 96 MiB" in text
