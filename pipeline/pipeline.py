@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Self
@@ -19,10 +21,9 @@ from pipeline.base.arguments import ConstructorSignature, described, takes
 from pipeline.base.precision import check_dtype, keep_params_in
 from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
-from pipeline.core.diagnosis.nans import watched
-from pipeline.core.diagnosis.outside import warn_of_parameters_read_from_outside
 from pipeline.core.kernel import differentiable, runtime
 from pipeline.core.kernel.limit import device_limit, remember
+from pipeline.core.kernel.nans import watched
 from pipeline.core.kernel.operands import Operands, check_arrays, make_operands
 from pipeline.core.kernel.results import Kept
 from pipeline.core.layerwise.convert import from_layers, to_layers
@@ -38,7 +39,7 @@ from pipeline.core.model.stage import check_kinds, count_stages, is_stacked, tak
 from pipeline.core.model.trained import Trained
 from pipeline.core.options.checks import check_scale
 from pipeline.core.options.choose import warn_of_idle_devices
-from pipeline.core.options.compiled import PlanOfPipeline
+from pipeline.core.options.compiled import PlanOfPipeline, Programs
 from pipeline.core.options.options import Arguments, Measured, ModelParts, Options
 from pipeline.core.options.plan import Plan
 from pipeline.core.options.resolve import make_plan, with_microbatches
@@ -50,6 +51,7 @@ from pipeline.core.side_effects.randomness import counting, with_counts
 from pipeline.core.trained.copies import Copies
 from pipeline.core.trained.filters import trained_by, trained_lines, warn_of_frozen_parts
 from pipeline.core.trained.state import check_order, check_state, keep_state
+from pipeline.lint import Lint, look_at_code
 from pipeline.processes.replicas import check_replicas
 from schedules import Report, Schedule
 
@@ -109,11 +111,12 @@ class Pipeline(nnx.Module):
             costs=costs,
             costs_from=costs_from,
             signature=model,
+            lint=Lint(),
             stack=count if is_stacked(stages) and check_stack(stages) == "unknown" else 0,
         )
         if not was_made and options.mesh is None and meshes.default_mesh() is None:
             warn_of_idle_devices(options.schedule, plan.mesh, count)
-        warn_of_parameters_read_from_outside(
+        look_at_code(
             [stages] if is_stacked(stages) else stages, embed=embed, head=head, loss_fn=loss_fn
         )
         stages, ends = unshared(stages, embed, head, loss_fn)
@@ -494,6 +497,41 @@ class Pipeline(nnx.Module):
         operands = self._operands(inputs, targets, extras, "measure")
         check_arrays("measure", operands)
         return measure(self.plan, self._untyped(operands), steps=steps)
+
+    def check(
+        self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
+    ) -> list[str]:
+        """List what is suspicious about the model on such a batch; nothing is compiled or run.
+
+        Found are parameters that no part reads or that a part reads from outside, parts that mix
+        positions which are split, statistics that include padding, state that nothing advances,
+        mesh axes without work, weights that an axis does not divide, and too little memory. A step
+        warns of most of them too, once. An empty list means that nothing was found.
+
+        Args:
+          inputs: as of `value_and_grad`; leaves may be `jax.ShapeDtypeStruct`.
+          targets: as of `value_and_grad`, likewise.
+          extras: as of `value_and_grad`, likewise.
+
+        Raises:
+          ValueError: as `value_and_grad`, of a batch or a model that cannot run.
+        """
+        # A plan of its own has warned of nothing yet, and has traced nothing.
+        plan = dataclasses.replace(self.plan, programs=Programs())
+        compiled = plan.programs.make()
+        ends = {"embed": self.embed, "head": self.head}
+        loss_fn = getattr(self.ends, "loss_fn", None) or self.plan.loss_fn
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            stages = self.stages()
+            operands = self._untyped(self._operands(inputs, targets, extras, "check", plan=plan))
+            look_at_code(stages, **ends, loss_fn=loss_fn)
+            given = [*stages, *ends.values(), loss_fn]
+            warn_of_undivided_weights(self, plan.mesh, plan.axes, given, compiled.warned)
+            with self._entered():
+                _warn_of_memory(plan, *operands)
+                runtime.train.trace(plan, *operands)
+        return list(dict.fromkeys(str(w.message) for w in caught if w.category is UserWarning))
 
     def stages(self) -> list[nnx.Module]:
         """Copies of the K stages in layer order, each whole.

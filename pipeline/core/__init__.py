@@ -6,10 +6,9 @@ them, so these may import all. Nothing here imports a public room or `pipeline.i
 """
 
 FRONT = "pipeline", "pipeline.optimizer", "pipeline.pipeline"
-WITHIN = "pipeline.models.decoding", "pipeline.insight"
+WITHIN = "pipeline.insight", "pipeline.lint", "pipeline.models.decoding"
 
 DOORS = (
-    "pipeline.core.diagnosis.outside",  # warnings of parameters that are read from outside
     "pipeline.core.jaxpr.evaluate",  # evaluation of a jaxpr
     "pipeline.core.jaxpr.primitives",  # facts about primitives
     "pipeline.core.layerwise.layout",  # the mark of the order of layers in a state
@@ -24,7 +23,6 @@ DOORS = (
 )
 GUESTS = (
     "pipeline.splitting.alone",
-    "pipeline.splitting.split",
     "pipeline.splitting.tracing",
     "pipeline.training.batches",
     "pipeline.training.checkpoints.arrays",

@@ -17,7 +17,7 @@ from flax import nnx
 from pipeline.base.arguments import is_whole, linen_remedy
 from pipeline.base.tree import Tree, is_array, shape_text
 from pipeline.base.variables import kind_text, raw, with_value
-from pipeline.core.diagnosis.outside import warn_of_parameters_read_from_outside
+from pipeline.lint.outside import warn_of_parameters_read_from_outside
 from pipeline.splitting.alone import find_changed
 from pipeline.splitting.blocks import find_blocks
 from pipeline.splitting.cutting import choose_counts

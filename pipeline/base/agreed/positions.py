@@ -13,6 +13,6 @@ def reads_all_ranks(*, when: bool = True) -> contextlib.AbstractContextManager[N
     """Mark what is computed here as right for positions that are split over ranks.
 
     A pipeline traces stages under a position axis for layers that mix positions of one rank only,
-    and passes over what is marked (`pipeline.core.diagnosis.split_positions`).
+    and passes over what is marked (`pipeline.lint.split_positions`).
     """
     return jax.named_scope(READS_ALL_RANKS) if when else contextlib.nullcontext()

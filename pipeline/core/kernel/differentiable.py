@@ -23,9 +23,9 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from collectives.compat import REFS_ARE_WHOLE, custom_vjp, has_check, is_of_refs, without_refs
 from pipeline.base.masks import Mask, woven
 from pipeline.base.tree import Leaves, Tree, combine, partition, signature, times
-from pipeline.core.diagnosis.nans import is_watched, watched
 from pipeline.core.jaxpr.evaluate import narrows
 from pipeline.core.kernel import runtime
+from pipeline.core.kernel.nans import is_watched, watched
 from pipeline.core.model.loss import pairing
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.model.trained import Trained

@@ -9,8 +9,9 @@ entry points: `train`, `evaluate`, `outputs` and `logprobs`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import jax
@@ -18,23 +19,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE, vary
+from pipeline.base.added import Adding
 from pipeline.base.axes import axes_in
 from pipeline.base.masks import Mask, Way, chosen
 from pipeline.base.rows import BatchPart
 from pipeline.base.tree import Leaves, Tree, is_float, partition, real
-from pipeline.core.diagnosis.effects import check_effects, check_permutes
-from pipeline.core.diagnosis.split_positions import warn_of_split_positions
-from pipeline.core.diagnosis.statistics import (
-    of_ends,
-    of_stages,
-    warn_of_losses_of_padding,
-    warn_of_state,
-)
-from pipeline.core.diagnosis.unread import (
-    warn_of_idle_axes,
-    warn_of_nothing_to_gather,
-    warn_of_parameters_that_nobody_reads,
-)
 from pipeline.core.executors.actions import Row
 from pipeline.core.executors.grouped import make_actions
 from pipeline.core.executors.memory import Memory, StepRequest
@@ -43,6 +32,7 @@ from pipeline.core.executors.ticks import run_ticks, was_sent
 from pipeline.core.executors.windows import Windows
 from pipeline.core.jaxpr.primitives import makes_ref
 from pipeline.core.kernel.casts import cast_once
+from pipeline.core.kernel.effects import check_effects, check_permutes
 from pipeline.core.kernel.jitted import PerPlan
 from pipeline.core.kernel.results import (
     Gradients,
@@ -68,8 +58,8 @@ from pipeline.core.rank.groups import GroupedModel, make_local_model
 from pipeline.core.rank.held import Held, Usage
 from pipeline.core.rank.local_model import LocalModel
 from pipeline.core.rank.outputs import check_outputs
-from pipeline.core.rank.sliced import check_slices
 from pipeline.core.rank.state import RankState
+from pipeline.core.sharding.fit import outside
 from pipeline.core.sharding.placement import Spread
 from pipeline.core.sharding.zero import (
     constrain,
@@ -132,8 +122,7 @@ def train(
         if share.mean is not None:
             check_outputs_are_final(made.local)
             made = made.changed(mean=share.mean)
-        if normalise:
-            _warn_of_unread(made, plan)
+        plan.lint.whole(plan, made, training=True, unread=normalise)
         # Where the share is known, gradients of the mean are summed, else those of the sum.
         known = share.known if normalise else None
         factor: Any = 1.0 if known is None else known
@@ -188,7 +177,7 @@ def evaluate(
     with, and the step counts as one that trains.
     """
 
-    def results(made: _Prepared, memory: Memory) -> Any:
+    def results(made: Prepared, memory: Memory) -> Any:
         totals = totals_of(memory, plan)
         value, share = mean_of(totals.loss, totals.weight)
         found = loss_and_metrics(made.local, plan, memory, totals, value, is_mean=made.is_mean)
@@ -234,7 +223,7 @@ def _infer(
     weights: Weights,
     batch: Batch,
     step: StepRequest,
-    results: Callable[[_Prepared, Memory], Any],
+    results: Callable[[Prepared, Memory], Any],
     spec: P,
     *,
     training: bool = False,
@@ -261,6 +250,7 @@ def _infer(
         elif not step.logprobs:
             check_outputs(made.local, made.local.state)
         made = _writing(made, plan, training=training, take_loss=step.take_loss)
+        plan.lint.whole(plan, made, training=training)
         check_effects(made.local, again=False, masked=plan.is_masked)
         actions = make_actions(made.local, plan.forward, step)
         run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
@@ -278,7 +268,7 @@ def _infer(
 
 
 @dataclass(frozen=True, eq=False)
-class _Prepared:
+class Prepared:
     """A rank's model, and facts that were found by tracing it.
 
     Attributes:
@@ -287,6 +277,9 @@ class _Prepared:
       ways: [K] how far each stage's backward goes.
       is_mean: whether every microbatch's loss is a mean.
       ends_body: the jaxpr of embed, head and loss; None if no loss is taken.
+      adding: losses that embed and head add, by name.
+      usage: for each kind of stage, the declared state that it writes.
+      usage_of_ends: that embed, head and loss write; None where none is declared.
     """
 
     local: LocalModel
@@ -294,8 +287,11 @@ class _Prepared:
     ways: Sequence[Way]
     is_mean: bool = False
     ends_body: Any = None
+    adding: Mapping[str, Adding] = field(default_factory=dict)
+    usage: Sequence[tuple[LocalModel, Usage]] = ()
+    usage_of_ends: Usage | None = None
 
-    def changed(self, **fields: Any) -> _Prepared:
+    def changed(self, **fields: Any) -> Prepared:
         """A rank's model with other fields of its state."""
         state = dataclasses.replace(self.local.state, **fields)
         local = make_local_model(state, self.activations, self.ways)
@@ -309,7 +305,7 @@ def _prepare(
     *,
     take_loss: bool = True,
     reaches: bool = True,
-) -> _Prepared:
+) -> Prepared:
     """Trace the parts of a rank's model.
 
     Args:
@@ -323,20 +319,15 @@ def _prepare(
       ValueError: a head adds losses that all ranks share, or an embed that no gradient reaches.
     """
     state, activations = follow(state)
-    check_slices(state, activations, plan.compiled.warned, take_loss=take_loss)
-    warned = plan.compiled.warned
-    warn_of_split_positions(state, activations, plan.axes, warned, take_loss=take_loss)
+    plan.lint.parts(plan, state, activations, take_loss=take_loss)
     state = cast_once(state, activations.bodies)
     _check_meetings(plan, activations.bodies)
-    made = _Prepared(make_local_model(state, activations, ways), activations, ways)
+    made = Prepared(make_local_model(state, activations, ways), activations, ways)
     if not take_loss:
         return made
     is_mean, body, of_embed, of_head = made.local.loss_is_mean()
     embed_adds, head_adds = of_embed.is_used, of_head.is_used
     _check_meetings(plan, [body])
-    warn_of_idle_axes(state, [*activations.bodies, body], plan.axes, warned)
-    parts = {f"stages[{k}]": adding for k, adding in enumerate(activations.adding)}
-    warn_of_losses_of_padding({**parts, "embed": of_embed, "the head": of_head}, warned)
     if head_adds and "head" in plan.shared:
         raise ValueError(
             "the head calls add_loss, and all ranks share it (vocabulary='stage'), so that no one "
@@ -350,7 +341,8 @@ def _prepare(
     changes: dict[str, Any] = {"has_refs": True} if makes_ref(body) else {}
     if embed_adds or head_adds:
         changes |= {"adding_ends": True, "adding_embed": embed_adds}
-    made = dataclasses.replace(made, is_mean=is_mean, ends_body=body)
+    adding = {"embed": of_embed, "the head": of_head}
+    made = dataclasses.replace(made, is_mean=is_mean, ends_body=body, adding=adding)
     return made.changed(**changes) if changes else made
 
 
@@ -360,12 +352,7 @@ def _check_meetings(plan: Plan, bodies: Sequence[Any]) -> None:
         check_permutes(bodies)
 
 
-def _warn_of_unread(made: _Prepared, plan: Plan) -> None:
-    bodies, warned = made.activations.bodies, plan.compiled.warned
-    warn_of_parameters_that_nobody_reads(made.local.state, bodies, made.ends_body, warned)
-
-
-def _writing(made: _Prepared, plan: Plan, *, training: bool, take_loss: bool = True) -> _Prepared:
+def _writing(made: Prepared, plan: Plan, *, training: bool, take_loss: bool = True) -> Prepared:
     """The rank's model with the declared state that a step writes, if it writes any."""
     local = made.local
     model = local.model
@@ -375,17 +362,14 @@ def _writing(made: _Prepared, plan: Plan, *, training: bool, take_loss: bool = T
     if isinstance(local, GroupedModel):
         kinds = [(group.stages, group.local) for group in local.groups]
     found: dict[int, Usage] = {}
-    variables = []
+    of_kinds = []
     for stages, stage in kinds:
         usage = stage.stage_usage()
         found |= dict.fromkeys(stages, usage)
-        variables += of_stages(stage, usage)
+        of_kinds.append((stage, usage))
     usages = [found[k] for k in range(len(found))]
     ends = ends_usage(local.state, local.output, take_loss=take_loss)
-    variables += of_ends(local.state, ends)
-    has_padding = local.state.batch_part.sequences is not None
-    of_step = {"trains": training, "has_after_step": plan.after_step is not None}
-    warn_of_state(variables, plan.compiled.warned, has_padding=has_padding, **of_step)
+    made = dataclasses.replace(made, usage=of_kinds, usage_of_ends=ends)
     hook = plan.after_step is not None and training
     if not (hook or any(ends[0]) or any(any(written) for written, _ in usages)):
         return made
@@ -412,12 +396,27 @@ def _train(
         return straight.memory
     check_effects(local, again=plan.keep == "input", masked=plan.is_masked)
     actions = make_actions(local, program, step)
-    if plan.remat == "gathered":
-        warn_of_nothing_to_gather(actions.memory.residuals, plan.compiled.warned)
+    if plan.remat == "gathered" and not actions.memory.residuals.gathers:
+        _warn_of_nothing_to_gather(plan.compiled.warned)
     halves = actions.memory.halves
     plan.facts.unsplit = tuple(halves.whole) if halves else ()
     run_ticks(actions, program, tables, masked=plan.is_masked)
     return actions.memory
+
+
+def _warn_of_nothing_to_gather(warned: set[Any]) -> None:
+    """Warn, once, that ``remat="gathered"`` is ``remat=None`` here."""
+    key = "gathered"
+    if key in warned:
+        return
+    warned.add(key)
+    warnings.warn(
+        "remat='gathered' gathers nothing again: of what a stage's backward reads, nothing is the "
+        "result of an all-gather outside of its loops, so residuals are kept as with remat=None; "
+        "for sequence parallel layers in a mesh with tensor ranks call blocks in a Python loop, "
+        "not in a scan; otherwise give remat=None",
+        stacklevel=outside(),
+    )
 
 
 # --- the shard_map ---

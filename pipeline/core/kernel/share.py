@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from collectives import STAGE
-from pipeline.core.diagnosis.effects import check_effects
 from pipeline.core.executors.grouped import make_actions
 from pipeline.core.executors.memory import StepRequest
 from pipeline.core.executors.ticks import run_ticks
+from pipeline.core.kernel.effects import check_effects
 from pipeline.core.kernel.results import calls_of, totals_of
 from pipeline.core.model.loss import mean_of
 from pipeline.core.model.model import Model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from jax.sharding import Mesh
 
@@ -29,6 +29,16 @@ class Sends(TypedDict):
     delayed: bool
 
 
+class FirstTrace(Protocol):
+    """The hook that the engine calls when it traces a model (`pipeline.lint`)."""
+
+    def parts(self, plan: Plan, state: Any, activations: Any, *, take_loss: bool) -> None:
+        """Look at stages, embed, head and loss one by one, before the loss is traced."""
+
+    def whole(self, plan: Plan, made: Any, *, training: bool, unread: bool = False) -> None:
+        """Look at the whole model, once it is traced."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Plan(Options):
     """The options of a pipeline, resolved. Compared by identity, as a compilation key.
@@ -48,6 +58,7 @@ class Plan(Options):
       costs_from: where the costs are from, in a few words.
       signature: what the model is, for costs that are measured (`pipeline.insight.calibrate`).
       options: the options as the user gave them.
+      lint: the warnings about the model.
       stack: K, of stages that were given as one module of which nothing shows that it is a stack.
       programs: the way to the pipeline's compiled functions.
     """
@@ -64,6 +75,7 @@ class Plan(Options):
     costs_from: str = ""
     signature: Any = None
     options: Options = field(repr=False)
+    lint: FirstTrace = field(repr=False)
     stack: int = 0
     programs: Programs = field(default_factory=Programs, repr=False)
 

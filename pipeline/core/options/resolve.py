@@ -30,7 +30,7 @@ from pipeline.core.options.choose import (
 )
 from pipeline.core.options.costs import check_costs, own_costs
 from pipeline.core.options.options import Options
-from pipeline.core.options.plan import Plan
+from pipeline.core.options.plan import FirstTrace, Plan
 from pipeline.core.sharding.meshes import default_mesh, with_types_in_force, without_types
 from schedules import Costs, Schedule
 from schedules.clocks.shared import Shared
@@ -46,6 +46,7 @@ def make_plan(
     costs: Costs | None,
     costs_from: str,
     signature: Any,
+    lint: FirstTrace,
     stack: int = 0,
 ) -> Plan:
     """The plan of K stages.
@@ -59,6 +60,7 @@ def make_plan(
       costs: durations of ``options.costs``, which may be a calibration.
       costs_from: where they are from.
       signature: the model, for costs that are measured.
+      lint: the warnings about the model.
       stack: K, if the stages are one module of which nothing shows that it is a stack.
 
     Raises:
@@ -94,6 +96,7 @@ def make_plan(
         "loss_fn": LossModule() if isinstance(loss_fn, nnx.Module) else loss_fn,
         "costs_from": costs_from,
         "signature": signature,
+        "lint": lint,
         "stack": stack,
         "options": options,
     }

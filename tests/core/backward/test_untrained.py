@@ -13,7 +13,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
-from pipeline.core.diagnosis.outside import warn_of_parameters_read_from_outside
+from pipeline.lint.outside import warn_of_parameters_read_from_outside
 from pipeline.vocabulary import VocabularyEmbedding
 from tests.support import models
 from tests.support.close import assert_close

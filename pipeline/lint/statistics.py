@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
@@ -21,6 +21,10 @@ from pipeline.core.rank.held import Usage
 from pipeline.core.rank.local_model import LocalModel
 from pipeline.core.rank.state import RankState
 from pipeline.core.sharding.fit import outside
+
+if TYPE_CHECKING:
+    from pipeline.core.kernel.runtime import Prepared
+    from pipeline.core.options.plan import Plan
 
 _REMEDY = (
     "the batch has padding (pipeline.training.batches), which it may count: leave out what "
@@ -95,29 +99,24 @@ def _any_of(written: Iterator[bool], variable: Any) -> bool:
     return any(leaves)
 
 
-def warn_of_state(
-    variables: Sequence[DeclaredVariable],
-    warned: set[Any],
-    *,
-    has_padding: bool,
-    trains: bool,
-    has_after_step: bool,
-) -> None:
+def warn_of_state(made: Prepared, plan: Plan, *, training: bool) -> None:
     """Warn of state that is written from padding too, and of state that nothing advances.
 
     Args:
-      variables: all that are declared.
-      warned: of what was warned already, to which this is added.
-      has_padding: whether the batch has any.
-      trains: whether the step counts as one that trains.
-      has_after_step: whether a function runs after it.
+      made: the model as it was traced.
+      plan: the options of the pipeline.
+      training: whether the step counts as one that trains.
     """
+    variables = [one for kind in made.usage for one in of_stages(*kind)]
+    if made.usage_of_ends is not None:
+        variables += of_ends(made.local.state, made.usage_of_ends)
+    warned, has_padding = plan.compiled.warned, made.local.state.batch_part.sequences is not None
     counting: dict[str, list[str]] = {}  # texts by part
     for one in variables:
         kind, is_of_stage = type(one.variable), one.part.startswith("stages")
         if one.is_written and not one.reads_mask and not issubclass(kind, DataStatistic):
             counting.setdefault(one.part, []).append(f"{one.path} ({kind.__name__})")
-        function = metadata(one.variable).get("after_step") if trains else None
+        function = metadata(one.variable).get("after_step") if training else None
         if function and not is_of_stage:
             _warn(
                 f"{one.path} of {one.part} changes after a step only, and after_step= runs on "
@@ -125,7 +124,7 @@ def warn_of_state(
                 f"stage",
                 warned,
             )
-        elif function and not has_after_step:
+        elif function and plan.after_step is None:
             _warn(
                 f"{one.path} of {one.part} changes after a step only, and the pipeline has no "
                 f"after_step=: give it after_step={function}; if your loop calls that itself, "

@@ -18,11 +18,11 @@ from flax import nnx
 from collectives.compat import live
 from collectives.places.sizes import CONTEXT, DATA, EXPERT, TENSOR
 from pipeline.base.axes import Axes, axes_in, spec_over
-from pipeline.core.diagnosis.shards import axes_of
 from pipeline.core.jaxpr.primitives import held
 from pipeline.core.rank.forward import Forward
 from pipeline.core.rank.state import RankState
 from pipeline.core.sharding.fit import outside
+from pipeline.lint.shards import axes_of
 
 _SHOWN = 4  # paths in a warning
 _KNOWN = DATA, EXPERT, CONTEXT, TENSOR
@@ -98,26 +98,6 @@ def _axes_inside(jaxpr: Any) -> Iterator[str]:
         yield from axes_of(eqn)
         for inner in held(eqn):
             yield from _axes_inside(inner)
-
-
-def warn_of_nothing_to_gather(residuals: Any, warned: set[Any]) -> None:
-    """Warn where ``remat="gathered"`` is ``remat=None``.
-
-    Args:
-      residuals: of the stages (`pipeline.core.backward.residuals.Residuals`).
-      warned: as above.
-    """
-    key = "gathered"
-    if residuals.gathers or key in warned:
-        return
-    warned.add(key)
-    warnings.warn(
-        "remat='gathered' gathers nothing again: of what a stage's backward reads, nothing is the "
-        "result of an all-gather outside of its loops, so residuals are kept as with remat=None; "
-        "for sequence parallel layers in a mesh with tensor ranks call blocks in a Python loop, "
-        "not in a scan; otherwise give remat=None",
-        stacklevel=outside(),
-    )
 
 
 def _unread_in_stages(state: RankState, bodies: Sequence[Any]) -> list[str]:

@@ -17,7 +17,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pipeline.base.tree import Tree, at, blank
-from pipeline.core.jaxpr.positions import (
+from pipeline.core.rank.activations import Activations
+from pipeline.core.rank.ends import CALL_SLICE, embed, finish, take_loss_of
+from pipeline.core.rank.forward import Forward
+from pipeline.core.rank.state import RankState
+from pipeline.core.sharding.fit import outside
+from pipeline.lint.positions import (
     Followed,
     MixedPositionsError,
     Sequences,
@@ -25,11 +30,6 @@ from pipeline.core.jaxpr.positions import (
     follow_positions,
     varying,
 )
-from pipeline.core.rank.activations import Activations
-from pipeline.core.rank.ends import CALL_SLICE, embed, finish, take_loss_of
-from pipeline.core.rank.forward import Forward
-from pipeline.core.rank.state import RankState
-from pipeline.core.sharding.fit import outside
 
 _STAGE = (
     "give it a method call_slice(x, earlier, part, **extras) that returns (y, own), as "

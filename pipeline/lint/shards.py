@@ -20,8 +20,10 @@ import jax
 from jax.extend.core import Literal
 
 import collectives
+from pipeline import core
 from pipeline.base.agreed.positions import READS_ALL_RANKS
-from pipeline.core.jaxpr.positions import (
+from pipeline.core.jaxpr.primitives import Body, bodies, traits
+from pipeline.lint.positions import (
     NOT_FOLLOWED,
     Followed,
     MixedPositionsError,
@@ -31,7 +33,6 @@ from pipeline.core.jaxpr.positions import (
     number_of,
     varying,
 )
-from pipeline.core.jaxpr.primitives import Body, bodies, traits
 
 Eqn = Any
 
@@ -281,7 +282,7 @@ def _folder(file: str, above: int = 0) -> str:
     return str(Path(file).parents[above]) + os.sep
 
 
-_ENGINE, _JAX = _folder(__file__, 1), _folder(jax.__file__)
-_LIBRARIES = _folder(__file__, 2), _folder(flax.__file__), _folder(collectives.__file__)
+_ENGINE, _JAX = (_folder(core.__file__), _folder(__file__)), _folder(jax.__file__)
+_LIBRARIES = _folder(__file__, 1), _folder(flax.__file__), _folder(collectives.__file__)
 # They move numbers, and join none.
 _MOVES = frozenset({"reshape", "narrowed"})

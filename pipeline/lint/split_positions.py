@@ -19,18 +19,18 @@ import jax
 from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree, at, blank, signature
 from pipeline.core.backward.outcome import SlicedInput
-from pipeline.core.diagnosis.shards import Fault, Shard, Split, follow_shards
-from pipeline.core.jaxpr.positions import (
-    NOT_FOLLOWED,
-    Sequences,
-    follow_positions,
-    varying,
-)
 from pipeline.core.rank.activations import Activations
 from pipeline.core.rank.ends import embed, finish, take_loss_of
 from pipeline.core.rank.forward import Forward, blank_input
 from pipeline.core.rank.state import RankState
 from pipeline.core.sharding.fit import outside
+from pipeline.lint.positions import (
+    NOT_FOLLOWED,
+    Sequences,
+    follow_positions,
+    varying,
+)
+from pipeline.lint.shards import Fault, Shard, Split, follow_shards
 
 
 def warn_of_split_positions(
