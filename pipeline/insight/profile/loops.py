@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pipeline.core.jaxpr.scopes import Place, place_of_loop
-from pipeline.insight.hlo import computations
 
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|branch_computations)=\{?([^,{}\s]+)")
 _CALL = re.compile(r" call\(.*to_apply=([^,{}\s]+)")
 _SCOPE = re.compile(r" while\(.*op_name=\"([^\"]*)\"")
+
+_BEGIN = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")  # of a computation
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
 
 
 class Loop(NamedTuple):
@@ -61,4 +63,16 @@ def loops_of(hlo: str) -> dict[str, Loop]:
             "'ticks0_38/slot1/B0_last/while'): it is not a pipeline's, or it was compiled without "
             "metadata; trace a Pipeline's own step, without XLA flags that drop op_name"
         )
+    return found
+
+
+def computations(hlo: str) -> dict[str, dict[str, str]]:
+    """The instructions of each computation of a module: lines, by name."""
+    found: dict[str, dict[str, str]] = {}
+    inside: dict[str, str] = {}
+    for line in hlo.splitlines():
+        if begun := _BEGIN.match(line):
+            inside = found.setdefault(begun[1], {})
+        elif instruction := _INSTRUCTION.match(line):
+            inside[instruction[1]] = line
     return found
