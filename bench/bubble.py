@@ -225,9 +225,9 @@ def tables(points: Sequence[Point]) -> str:
 
 def plot(points: Sequence[Point], path: Path, *, title: str) -> None:
     """Efficiency over M, one panel for each S."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  optional
-    from matplotlib.figure import Figure  # noqa: PLC0415
-    from matplotlib.lines import Line2D  # noqa: PLC0415
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     groups = list(dict.fromkeys(point.ranks for point in points))
     names = list(dict.fromkeys(point.name for point in points))

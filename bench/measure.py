@@ -19,7 +19,7 @@ class ContradictionError(RuntimeError):
 
 def seconds(variant: Variant) -> float:
     """One run, until its results are there."""
-    import jax  # noqa: PLC0415  (not before `bench.pinned` has chosen a core)
+    import jax
 
     start = time.perf_counter()
     jax.block_until_ready(variant())

@@ -1,21 +1,26 @@
 """Mesh, neighbour exchange and reductions for pipelines under `jax.shard_map`. Needs only jax."""
 
-from collectives.chunked import linear_cross_entropy
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from collectives.compat import vary, varying_axes
 from collectives.local import local
 from collectives.mesh import check_mesh, make_mesh
-from collectives.picture import describe_mesh
 from collectives.places.sizes import DATA, STAGE, TENSOR
 from collectives.reduce import from_rank, mean_over, sum_over
 from collectives.shift import axis_size, exchange, ring_shift, shift_left, shift_right
-from collectives.tensor import (
-    check_divides,
-    column_input,
-    join_sequence,
-    row_output,
-    split_sequence,
-)
-from collectives.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
+
+if TYPE_CHECKING:
+    from collectives.chunked import linear_cross_entropy
+    from collectives.picture import describe_mesh
+    from collectives.tensor import (
+        check_divides,
+        column_input,
+        join_sequence,
+        row_output,
+        split_sequence,
+    )
+    from collectives.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
 
 __all__ = [
     "DATA",
@@ -44,3 +49,23 @@ __all__ = [
     "vocabulary_cross_entropy",
     "vocabulary_embedding",
 ]
+
+# Names for layers and for print, loaded when they are used.
+_LATER = {
+    "check_divides": "tensor",
+    "column_input": "tensor",
+    "describe_mesh": "picture",
+    "join_sequence": "tensor",
+    "linear_cross_entropy": "chunked",
+    "row_output": "tensor",
+    "split_sequence": "tensor",
+    "vocabulary_cross_entropy": "vocabulary",
+    "vocabulary_embedding": "vocabulary",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"collectives.{_LATER[name]}"), name)
+    return value

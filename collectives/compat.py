@@ -209,7 +209,7 @@ def untyped() -> AbstractContextManager[None]:
     `jax.shard_map(..., check_vma=False)` that may stand inside another over the same axes would
     take the place of this, and of most of `collectives.local`.
     """
-    from jax._src import config  # noqa: PLC0415
+    from jax._src import config
 
     context: AbstractContextManager[None] = config._check_vma(False)  # noqa: SLF001
     return context
@@ -246,7 +246,7 @@ def has_cudnn() -> bool:
     `jax.nn.dot_product_attention(implementation="cudnn")` raises where it is not; a function that
     says so beforehand would take the place of this.
     """
-    from jax._src.lib import cuda_versions  # noqa: PLC0415
+    from jax._src.lib import cuda_versions
 
     try:
         return cuda_versions is not None and cuda_versions.cudnn_get_version() > 0
@@ -363,7 +363,7 @@ def without_refs(f: Callable[..., Any]) -> Callable[..., Any]:
 
 def discharged(closed: Any) -> Any:
     """A closed jaxpr with values in place of the refs that it makes, as `without_refs` has it."""
-    from jax._src.state.discharge import discharge_state  # noqa: PLC0415
+    from jax._src.state.discharge import discharge_state
 
     return discharge_state(closed, lower=False)  # with its custom derivatives
 

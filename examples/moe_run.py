@@ -74,8 +74,8 @@ def loads(folder: Path) -> np.ndarray:
 
 def draw(folder: Path) -> Path:
     """Draw the load of every expert in every step, a panel for each layer."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     found = loads(folder)
     figure = Figure(figsize=(8, 1.6 * found.shape[1]), layout="constrained")

@@ -23,12 +23,10 @@ from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
 from pipeline.core.kernel import differentiable, runtime
 from pipeline.core.kernel.limit import device_limit, remember
-from pipeline.core.kernel.nans import watched
 from pipeline.core.kernel.operands import Operands, check_arrays, make_operands
 from pipeline.core.kernel.results import Kept
-from pipeline.core.layerwise.convert import from_layers, to_layers
+from pipeline.core.kernel.watched import watched
 from pipeline.core.layerwise.layout import Layout, PipelineOrigin, check_layout, mark, types_of
-from pipeline.core.layerwise.replace import check_changes, refusal, replaced
 from pipeline.core.model.chunks import make_chunks, make_ends, variables_of
 from pipeline.core.model.ignored import ignoring, warn_of_attributes
 from pipeline.core.model.loss import check_has_aux
@@ -148,6 +146,8 @@ class Pipeline(nnx.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _ARGUMENTS:
+            from pipeline.core.layerwise.replace import refusal
+
             raise AttributeError(refusal(name))
         super().__setattr__(name, value)
 
@@ -573,6 +573,8 @@ class Pipeline(nnx.Module):
           TypeError: ``stages``, or no option of a pipeline.
           ValueError: as the constructor.
         """
+        from pipeline.core.layerwise.replace import check_changes, replaced
+
         check_changes(options)
         return replaced(self, options, Pipeline.__init__)
 
@@ -621,6 +623,8 @@ class Pipeline(nnx.Module):
         Raises:
           ValueError: a tree of another shape.
         """
+        from pipeline.core.layerwise.convert import to_layers
+
         with self._entered():
             layers = to_layers(self, meshes.untyped(tree, self.plan.mesh))
         return meshes.typed_as_they_lie(layers, self.plan.home)
@@ -635,6 +639,8 @@ class Pipeline(nnx.Module):
         Raises:
           ValueError: other layers, or labels that differ between layers that share an array.
         """
+        from pipeline.core.layerwise.convert import from_layers
+
         with self._entered():
             return from_layers(self, meshes.untyped(layers, self.plan.mesh))
 

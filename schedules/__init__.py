@@ -1,18 +1,23 @@
 """Pipeline-parallel timetables as data: build, check, time, draw and lower them. Needs no jax."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from schedules.build import build, names
 from schedules.checks.check import check
 from schedules.core.action import Action, Kind, ScheduleError
 from schedules.core.costs import Costs
-from schedules.lowering.check_program import check_program
 from schedules.lowering.lower import lower
 from schedules.lowering.program import Program
 from schedules.orders.schedule import Schedule, from_orders
-from schedules.search.auto import Choice, auto
-from schedules.timing.cuts import equal_time
-from schedules.timing.differences import Difference, differences
 from schedules.timing.report import Explanation, Report
 from schedules.timing.simulate import simulate
+
+if TYPE_CHECKING:
+    from schedules.lowering.check_program import check_program
+    from schedules.search.auto import Choice, auto
+    from schedules.timing.cuts import equal_time
+    from schedules.timing.differences import Difference, differences
 
 __all__ = [
     "Action",
@@ -36,3 +41,20 @@ __all__ = [
     "names",
     "simulate",
 ]
+
+# Names that nobody needs to build, time and lower a schedule: loaded when they are used.
+_LATER = {
+    "Choice": "search.auto",
+    "Difference": "timing.differences",
+    "auto": "search.auto",
+    "check_program": "lowering.check_program",
+    "differences": "timing.differences",
+    "equal_time": "timing.cuts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"schedules.{_LATER[name]}"), name)
+    return value

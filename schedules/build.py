@@ -5,21 +5,35 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import integer, is_one_of, need, renamed
 from schedules.core.costs import Costs
 from schedules.families import FAMILIES, SLICED
 from schedules.families.constructions.sizes import StagesPerRankError, check_sizes
-from schedules.families.zero_bubble.zb_auto import zb_auto
 from schedules.orders.schedule import Schedule
-from schedules.search.auto import build_auto
-from schedules.search.merge import merge as merge_halves
+
+
+def _build_zb_auto(*sizes: int, **options: Any) -> Schedule:
+    """The family "zb_auto", whose search is loaded only here."""
+    from schedules.families.zero_bubble.zb_auto import zb_auto
+
+    return zb_auto(*sizes, **options)
+
+
+def _build_auto(*sizes: int, **options: Any) -> Schedule:
+    """The winner of `schedules.auto`, whose search is loaded only here."""
+    from schedules.search.auto import auto
+
+    return replace(auto(*sizes, **options).schedule, name="auto")
+
 
 # Made to measure: these also take the options named, as keywords.
 _TAILORED: dict[str, tuple[Callable[..., Schedule], tuple[str, ...]]] = {
-    "zb_auto": (zb_auto, ("costs", "max_activations", "weight_memory")),
-    "auto": (build_auto, ("costs", "max_activations", "clock")),
+    "zb_auto": (_build_zb_auto, ("costs", "max_activations", "weight_memory")),
+    "auto": (_build_auto, ("costs", "max_activations", "clock")),
 }
 
 
@@ -143,7 +157,11 @@ def build(
         schedule = FAMILIES[name](*sizes)
     else:
         schedule = _TAILORED[name][0](*sizes, **chosen)
-    return merge_halves(schedule, costs) if merge else schedule
+    if not merge:
+        return schedule
+    from schedules.search.merge import merge as merge_halves
+
+    return merge_halves(schedule, costs)
 
 
 def _check_slices(name: str, num_slices: object) -> None:

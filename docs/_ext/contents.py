@@ -49,7 +49,7 @@ def draw(arguments: str, folder: Path) -> tuple[str, str]:
 
 def command(arguments: list[str]) -> None:
     """Run `python -m schedules` here, quietly."""
-    from schedules.cli.main import main  # noqa: PLC0415  conf.py says where it is found
+    from schedules.cli.main import main
 
     errors = io.StringIO()
     try:

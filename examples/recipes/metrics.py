@@ -30,7 +30,7 @@ class Wandb:
     """A recorder for wandb, offline: `wandb sync` sends the folder later, if you want to."""
 
     def __init__(self, folder: Path) -> None:
-        import wandb  # noqa: PLC0415  a package that few have
+        import wandb
 
         os.environ.setdefault("WANDB_MODE", "offline")
         self._run = wandb.init(project="shardpipe", dir=str(folder), mode="offline")

@@ -49,10 +49,10 @@ def add(sub: Any, name: str) -> Parser:
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Train, evaluate or generate; returns the exit code."""
     # Whoever starts processes or asks for a plan does not load what trains.
-    from pipeline.cli import run as runs  # noqa: PLC0415
-    from pipeline.processes.cluster import find  # noqa: PLC0415
-    from pipeline.training.checkpoints import CheckpointError  # noqa: PLC0415
-    from pipeline.training.config import Config  # noqa: PLC0415
+    from pipeline.cli import run as runs
+    from pipeline.processes.cluster import find
+    from pipeline.training.checkpoints import CheckpointError
+    from pipeline.training.config import Config
 
     try:
         if (count := find(None, None, None, timeout=10).count) > 1:

@@ -85,7 +85,7 @@ def settings(variables: Mapping[str, str]) -> Iterator[str]:
 
 def devices() -> Iterator[str]:
     """Lines for the devices that JAX finds."""
-    import jax  # noqa: PLC0415  # the lines above come first, also where this hangs
+    import jax  # the lines above come first, also where this hangs
 
     found = jax.devices()
     kinds = sorted({device.device_kind for device in found})

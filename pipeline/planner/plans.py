@@ -161,9 +161,9 @@ class Plans:
         Raises:
           ValueError: as `collectives.make_mesh`, such as for too few devices.
         """
-        from jax.sharding import PartitionSpec  # noqa: PLC0415
+        from jax.sharding import PartitionSpec
 
-        from collectives import make_mesh  # noqa: PLC0415
+        from collectives import make_mesh
 
         layout = (self.best if estimate is None else estimate).layout
         found = {**_parallel(self.job, layout)}

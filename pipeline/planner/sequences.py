@@ -89,7 +89,7 @@ class SequenceCut:
     @property
     def context(self) -> Context:
         """The layout as a layer takes it."""
-        from pipeline.models.layers.attending.order import Context  # noqa: PLC0415
+        from pipeline.models.layers.attending.order import Context
 
         if self.ranks == 1:
             return Context()
@@ -121,7 +121,7 @@ WHOLE_CUT = SequenceCut()
 
 def _chunk(cut: SequenceCut, seq: int) -> tuple[int, int]:
     """Number of queries that are scored at a time, and of the keys that they are scored with."""
-    from pipeline.models.layers.attending.formula import chunk_of  # noqa: PLC0415
+    from pipeline.models.layers.attending.formula import chunk_of
 
     t = keys = seq // cut.parts
     if cut.way == "allgather" and cut.ranks > 1:
@@ -212,7 +212,7 @@ def sent_bytes(
 
     `pipeline.layers.context_bytes` has the formulas, of the whole sequence; a slice sends its part.
     """
-    from pipeline.models.layers.attending.sent import context_bytes  # noqa: PLC0415
+    from pipeline.models.layers.attending.sent import context_bytes
 
     if cut.ranks == 1:
         return 0.0, 0.0

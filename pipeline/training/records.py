@@ -62,7 +62,7 @@ class TensorBoard:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         try:
-            from tensorboardX import SummaryWriter  # noqa: PLC0415  an optional extra
+            from tensorboardX import SummaryWriter
         except ImportError as error:
             raise ImportError(
                 "TensorBoard(...) writes with tensorboardX, which is not installed; run "
@@ -95,14 +95,14 @@ class Progress:
 
     def __init__(self, steps: int, *, console: Any = None, title: str = "train") -> None:
         try:
-            from rich.console import Console  # noqa: PLC0415  an optional extra
-            from rich.progress import (  # noqa: PLC0415
+            from rich.console import Console
+            from rich.progress import (
                 BarColumn,
                 MofNCompleteColumn,
                 TextColumn,
                 TimeRemainingColumn,
             )
-            from rich.progress import Progress as Bars  # noqa: PLC0415
+            from rich.progress import Progress as Bars
         except ImportError as error:
             raise ImportError(
                 "Progress(...) draws with rich, which is not installed; run "

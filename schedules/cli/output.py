@@ -37,7 +37,7 @@ def draw(options: argparse.Namespace, schedules: Sequence[Schedule], path: str) 
     """Draw timetables into a file, as its suffix says."""
     name = path.lower()
     if name.endswith(".html"):
-        from schedules.drawing.page import save_page  # noqa: PLC0415  most commands need no page
+        from schedules.drawing.page import save_page
 
         # The page times the event clock itself, of which nothing is asked but costs.
         asked = argparse.Namespace(**{**vars(options), "clock": "lockstep"})
@@ -46,11 +46,11 @@ def draw(options: argparse.Namespace, schedules: Sequence[Schedule], path: str) 
         return
     reports = [given.clocked(options, schedule) for schedule in schedules]
     if name.endswith((".png", ".svg")):
-        from schedules.drawing.draw import save_timeline  # noqa: PLC0415  it needs matplotlib
+        from schedules.drawing.draw import save_timeline
 
         save_timeline(reports, path, title=options.title)
     elif name.endswith(".json"):
-        from schedules.drawing.trace import save_trace  # noqa: PLC0415  likewise
+        from schedules.drawing.trace import save_trace
 
         save_trace(reports, path)
     else:

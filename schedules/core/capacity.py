@@ -66,7 +66,7 @@ def _bounds() -> Iterator[int]:
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        import resource  # noqa: PLC0415  Unix only
+        import resource
     except ImportError:
         return
     for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):

@@ -74,9 +74,9 @@ _METADATA: dict[str, dict[str, Any]] = {".png": {"Software": None}, ".svg": {"Da
 def _draw(reports: Sequence[Report], title: str | None) -> Figure:
     """The whole picture."""
     try:
-        import matplotlib as mpl  # noqa: PLC0415  optional, and slow to load
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-        from matplotlib.figure import Figure  # noqa: PLC0415
+        import matplotlib as mpl
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
     except ImportError:
         raise ImportError(
             "save_timeline draws with matplotlib, which is not installed; "
@@ -181,7 +181,7 @@ def _label(
     axis: Axes, at: tuple[float, float], text: str, size: float, colours: tuple[str, str]
 ) -> None:
     """A word in its box, with a rim that keeps hatching away from it."""
-    from matplotlib.patheffects import withStroke  # noqa: PLC0415  optional
+    from matplotlib.patheffects import withStroke
 
     ink, ground = colours
     rim = [withStroke(linewidth=2, foreground=ground)]
@@ -191,7 +191,7 @@ def _label(
 
 def _legend(figure: Figure, reports: Sequence[Report], width: float) -> None:
     """Draw the legend: the kinds, chunks, pairs and causes of waiting that occur."""
-    from matplotlib.patches import Patch  # noqa: PLC0415  optional
+    from matplotlib.patches import Patch
 
     used = kinds(report.schedule for report in reports)
     handles = [Patch(color=LIGHT.fill[k], label=f"{k}  {NAMES[k]}") for k in used]

@@ -15,7 +15,6 @@ from schedules.checks.check import check
 from schedules.core.action import Action, ScheduleError, shorten
 from schedules.core.grid import grid
 from schedules.core.timetable import Timetable
-from schedules.files.csv import read_csv, to_csv
 from schedules.files.whole import shown
 
 
@@ -33,6 +32,8 @@ class Schedule(Timetable):
         Raises:
           OSError: the file cannot be written.
         """
+        from schedules.files.csv import to_csv
+
         to_csv(self, path)
 
     @classmethod
@@ -48,6 +49,8 @@ class Schedule(Timetable):
           ScheduleError: no such file, no such text, no such action (with its row and column), or
             no legal schedule (with the grid of `check`).
         """
+        from schedules.files.csv import read_csv
+
         orders = read_csv(path)
         try:
             stem = Path(os.fsdecode(path)).stem

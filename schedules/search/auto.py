@@ -146,27 +146,6 @@ def auto(
     return Choice(best.schedule, best, tuple(candidates))
 
 
-def build_auto(
-    num_ranks: int,
-    num_microbatches: int,
-    num_stages: int,
-    *,
-    costs: Costs | None = None,
-    max_activations: float | None = None,
-    clock: str = "event",
-) -> Schedule:
-    """The winner alone, named "auto"; arguments and errors as for `auto`."""
-    choice = auto(
-        num_ranks,
-        num_microbatches,
-        num_stages,
-        costs=costs,
-        max_activations=max_activations,
-        clock=clock,
-    )
-    return replace(choice.schedule, name="auto")
-
-
 def _setting(
     num_ranks: int,
     num_microbatches: int,

@@ -15,7 +15,7 @@ import pytest
 from schedules import Costs, ScheduleError, build, check, names, simulate
 from schedules.build import options
 from schedules.clocks.ticks import PATTERNS
-from schedules.search.auto import auto, build_auto
+from schedules.search.auto import auto
 from schedules.search.contest import Find, Setting, known, search
 from schedules.search.greedy import Policy, run
 from schedules.search.improve import improve
@@ -415,7 +415,7 @@ def test_a_pattern_is_kept(pattern):
 
 def test_build_auto_is_the_winner_by_another_name():
     arguments = {"costs": Costs(1, 1.2, 0.8), "max_activations": 4}
-    schedule = build_auto(3, 4, 6, **arguments)
+    schedule = build("auto", num_ranks=3, num_microbatches=4, num_stages=6, **arguments)
     assert schedule.name == "auto"
     assert schedule == auto(3, 4, 6, **arguments).schedule
 

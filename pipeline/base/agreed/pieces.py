@@ -8,8 +8,6 @@ from typing import Any
 from flax import nnx
 from jax.sharding import Mesh
 
-from collectives.tensor import check_divides
-
 
 def check_axis(module: Any, axis: str, ranks: int) -> None:
     """Refuse a module whose weights cannot be cut into whole pieces for so many ranks.
@@ -24,6 +22,8 @@ def check_axis(module: Any, axis: str, ranks: int) -> None:
     Raises:
       ValueError: all sizes that do not fit, each once.
     """
+    from collectives.tensor import check_divides
+
     wrong: dict[str, None] = {}
     for _, variable in nnx.to_flat_state(nnx.state(module)):
         if not isinstance(variable, nnx.Variable):

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from collectives import vocabulary_cross_entropy
 from pipeline.base.tree import is_array, shape_text
 
 
@@ -67,6 +66,8 @@ class CrossEntropy:
 
     def __call__(self, scores: jax.Array, targets: Any) -> tuple[jax.Array, jax.Array]:
         """(sum, weight), float32 scalars."""
+        from collectives import vocabulary_cross_entropy
+
         ids, weights = self.tokens(targets)
         words = scores.shape[-1]
         lost = vocabulary_cross_entropy(scores, jnp.clip(ids, 0, words - 1), None, ignore=None)

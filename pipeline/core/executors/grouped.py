@@ -22,7 +22,6 @@ from pipeline.base.tree import Leaves, Tree
 from pipeline.core.executors.actions import Actions, Row
 from pipeline.core.executors.carries import make_carries
 from pipeline.core.executors.hosted import HostView, with_hosted
-from pipeline.core.executors.masked import run_masked
 from pipeline.core.executors.memory import (
     Memory,
     PaddedPool,
@@ -56,9 +55,13 @@ def make_actions(local: LocalModel, program: Program, step: StepRequest) -> Acti
 
 def runner(actions: Actions, *, masked: bool) -> Callable[[Slot, Row, Tree], Tree]:
     """Make the function that runs a slot for a rank and returns its message, or the placeholder."""
+    if not masked:
+        return actions.run_slot
+    from pipeline.core.executors.masked import run_masked
+
     if isinstance(actions, GroupedActions):
-        return actions.run_masked if masked else actions.run_slot
-    return functools.partial(run_masked, actions) if masked else actions.run_slot
+        return actions.run_masked
+    return functools.partial(run_masked, actions)
 
 
 class GroupedActions(Actions):
@@ -89,6 +92,8 @@ class GroupedActions(Actions):
 
     def run_masked(self, slot: Slot, row: Row, message: Tree) -> Tree:
         """Run a slot without conditionals: every rank computes every group."""
+        from pipeline.core.executors.masked import run_masked
+
         for one in self.groups:
             part, here = one.share(slot, row)
             if part.ops:

@@ -27,7 +27,6 @@ from pipeline.base.tree import Tree
 from pipeline.core.executors.actions import Actions, Row
 from pipeline.core.executors.grouped import runner
 from pipeline.core.executors.memory import run_once
-from pipeline.core.executors.vocabulary import VocabularyParallel
 from pipeline.core.executors.windows import in_windows
 from pipeline.core.jaxpr import scopes
 from schedules.lowering.needs import WORK, busy_in, needed, segments
@@ -44,7 +43,11 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool
     """Run every tick, with weights where actions find them."""
     delayed, run = program.delayed, runner(actions, masked=masked)
     hosted = actions.memory.hosted
-    common = VocabularyParallel(actions, program, masked=masked) if program.shared else None
+    common = None
+    if program.shared:
+        from pipeline.core.executors.vocabulary import VocabularyParallel
+
+        common = VocabularyParallel(actions, program, masked=masked)
 
     def tick(
         part: tuple[int, int], uses: tuple[int, ...], busy: Any, carry: tuple[Tree, Any], rows: Row

@@ -25,7 +25,7 @@ from pipeline.base.masks import Mask, woven
 from pipeline.base.tree import Leaves, Tree, combine, partition, signature, times
 from pipeline.core.jaxpr.evaluate import narrows
 from pipeline.core.kernel import runtime
-from pipeline.core.kernel.nans import is_watched, watched
+from pipeline.core.kernel.watched import is_watched, watched
 from pipeline.core.model.loss import pairing
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.model.trained import Trained

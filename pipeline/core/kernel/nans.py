@@ -33,35 +33,21 @@ from pipeline.core.rank.forward import called
 from pipeline.core.side_effects.randomness import fold, split_streams
 
 
-def watched(
+def run_watched(
     run: Callable[..., Any],
     plan: Plan,
     model: Model,
     weights: Weights,
     batch: Batch,
     *,
-    takes_loss: bool = True,
+    takes_loss: bool,
     **options: Any,
 ) -> Any:
-    """``run(plan, model, weights, batch, **options)``, an entry point of the kernel.
-
-    Args:
-      run: of `pipeline.core.kernel.runtime`.
-      plan: the options of the pipeline.
-      model: the user's model.
-      weights: as run takes them.
-      batch: as run takes it.
-      takes_loss: whether it takes a loss.
-      options: of run.
+    """Run an entry point of the kernel, and look for NaN and infinities in its results.
 
     Raises:
-      FloatingPointError: JAX is to look for NaN, and a result is.
+      FloatingPointError: a result is one.
     """
-    looks = is_watched() and not any(
-        isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((weights, batch))
-    )
-    if not looks:
-        return run(plan, model, weights, batch, **options)
     kinds = [k for k, on in _KINDS.items() if getattr(jax.config, on)]
     with _watching(()):
         found = run(plan, model, weights, batch, **options)
@@ -74,11 +60,6 @@ def watched(
 
 
 _KINDS = {"NaN": "jax_debug_nans", "infinity": "jax_debug_infs"}
-
-
-def is_watched() -> bool:
-    """Tell whether JAX is to look for NaN or infinities."""
-    return any(getattr(jax.config, name) for name in _KINDS.values())
 
 
 @contextlib.contextmanager

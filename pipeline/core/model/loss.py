@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from collectives import vocabulary_cross_entropy
 from collectives.compat import varying_in
 from collectives.places.sizes import CONTEXT, EXPERT
 from pipeline.base.tree import Leaves, Tree, partition, real, shape_text
@@ -335,4 +334,6 @@ def logprobs_of(logits: Tree, targets: Tree) -> jax.Array:
         )
     if not jnp.issubdtype(of_t[0].dtype, jnp.integer):
         raise ValueError(f"logprobs() takes integers as targets, and was given {texts[1]}")
+    from collectives import vocabulary_cross_entropy
+
     return -vocabulary_cross_entropy(of_z[0], of_t[0], None)

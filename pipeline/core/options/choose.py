@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from collectives import STAGE, check_mesh, make_mesh
 from pipeline.core.options.checks import Bubbles
 from pipeline.core.sharding.fit import outside
-from schedules import Costs, Schedule, ScheduleError, auto, build, check, names, simulate
+from schedules import Costs, Schedule, ScheduleError, build, check, names, simulate
 from schedules.build import options, stages_per_rank, takes_slices
 from schedules.clocks.shared import Shared
 from schedules.families import SLICED
@@ -175,6 +175,8 @@ def choose_schedule(
     if isinstance(schedule, str) and schedule == "auto":
         if costs is not None and shared:  # what all do together is no part of any stage
             costs = replace(costs, embed=0.0, head=0.0)
+        from schedules.search.auto import auto
+
         found = auto(**sizes, costs=costs, clock="lockstep", **clock)
         return replace(found.schedule, name=schedule), f"the fastest found: {found.won}"
     if isinstance(schedule, str):

@@ -134,7 +134,7 @@ def _kernel(
 ) -> Any:
     """Splash attention of one sequence: of queries, keys, values and, if any, its segments."""
     # Pallas takes half a second to import, and only those need it who come here.
-    from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: PLC0415
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
         BlockSizes,
         MultiHeadMask,
         SegmentIds,
@@ -176,7 +176,7 @@ def _quick_masks() -> tuple[Any, Any]:
     Splash attention asks for every block of the mask as it is traced. Of 131,072 positions, JAX's
     own masks compare 1.7e10 pairs several times over, a minute of a core each.
     """
-    from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: PLC0415
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
         CausalMask,
         LocalMask,
     )

@@ -125,7 +125,7 @@ def _agree(problem: BaseException | None, folder: Path) -> None:
     """Raise on every process if one process has a problem."""
     failed = problem is not None
     if jax.process_count() > 1:
-        from jax.experimental import multihost_utils  # noqa: PLC0415 - only where it is needed
+        from jax.experimental import multihost_utils
 
         failed = bool(multihost_utils.broadcast_one_to_all(np.int32(failed)))
     if problem is not None:

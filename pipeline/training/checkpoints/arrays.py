@@ -29,7 +29,7 @@ class Orbax:
 
     def __init__(self) -> None:
         try:
-            import orbax.checkpoint.experimental.v1 as orbax  # noqa: PLC0415
+            import orbax.checkpoint.experimental.v1 as orbax
         except ImportError as error:
             raise ImportError(
                 f"checkpoints are written by orbax-checkpoint, which is not here ({error}); "
