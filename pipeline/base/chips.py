@@ -30,9 +30,8 @@ _GPU: dict[str, Any] = {
 # second. Nobody measured them here.
 TPU_HOST, V6E_HOST = 16e9, 32e9
 # Of an action's work, beside which its copy travels: of F beside a write, of B beside its own read.
-# Fitted to six compiled steps (docs/offload.md). With 0 of an early read none starts early: in the
-# step of 8B for v6e the compiler copies all places on the device then.
-TPU_OVERLAP = (0.7, 0.05, 0.0)
+# Fitted to six compiled steps (docs/offload.md).
+TPU_OVERLAP = (0.7, 0.05)
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Chip:
     passes: float = TPU_PASSES
     keeps_attention: bool = True
     host: float = TPU_HOST
-    host_overlap: float | tuple[float, float, float] = TPU_OVERLAP
+    host_overlap: float | tuple[float, float] = TPU_OVERLAP
     host_memory: float = math.inf
 
     def ring(self, axes: int = 1, ranks: int = 0) -> float:

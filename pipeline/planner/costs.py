@@ -557,7 +557,7 @@ def _alone(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     host = 0.0
     if layout.offload:
         link = left_alone(job, layout) / job.chip.host
-        write, _, _ = Costs(host_overlap=job.chip.host_overlap).overlaps
+        write, _ = Costs(host_overlap=job.chip.host_overlap).overlaps
         backward = block.b + block.sends_back + _again(layout, block, 1)
         host = max(0.0, link - write * (block.f + block.sends))
         host += max(0.0, link - NEXT_BLOCK * backward)

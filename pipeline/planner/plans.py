@@ -191,7 +191,7 @@ def configuration(job: PlannedJob, chosen: Estimate) -> str:
         *_assigned(_options(layout)),
     ]
     if costs := _costs(job, layout):
-        lines += ["", "# seconds, predicted: by them reads from host memory may start early"]
+        lines += ["", "# seconds, predicted"]
         lines += ["[pipeline.costs]", *_assigned(costs)]
     return "\n".join(lines) + "\n"
 
@@ -219,7 +219,7 @@ def _parallel(job: PlannedJob, layout: MeshLayout) -> Mapping[str, Any]:
 def _costs(job: PlannedJob, layout: MeshLayout) -> Mapping[str, Any]:
     """Fields of `schedules.Costs` for a pipeline that offloads stashes; else none.
 
-    By them lowering starts reads early, as the planner counted. Four digits are more than the
+    By them lowering chooses slots, as the planner counted. Four digits are more than the
     planner knows.
     """
     if layout.schedule is None or not layout.offload:

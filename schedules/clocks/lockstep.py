@@ -24,7 +24,7 @@ import numpy as np
 from schedules.clocks.shared import Shared, lasting, together
 from schedules.clocks.ticks import Ticks, check_pattern, exchanges, lay_out
 from schedules.core.arguments import need
-from schedules.core.costs import Costs, HostCopies, Times
+from schedules.core.costs import Costs, Times
 from schedules.core.flat import Ints, Mask, flatten
 from schedules.core.messages import links
 from schedules.orders.schedule import Schedule
@@ -53,14 +53,14 @@ class Lockstep:
       costs: durations.
       partners: an exchange makes only those ranks meet that it joins, not all.
       shared: which ends of the model all ranks share.
-      copies: of actions over the host link; None for none.
+      copies: [A] whether an action copies a value over the host link; None for none.
     """
 
     ticks: Ticks
     costs: Costs
     partners: bool = False
     shared: Shared = ()
-    copies: HostCopies | None = None
+    copies: Mask | None = None
 
     @functools.cached_property
     def starts(self) -> Times:
@@ -195,7 +195,7 @@ def fastest(
     partners: bool = False,
     delayed: bool | None = False,
     shared: Shared = (),
-    copies: HostCopies | None = None,
+    copies: Mask | None = None,
 ) -> Lockstep:
     """Lay the schedule out in the named pattern, or in the fastest; ties go to the simplest.
 
@@ -209,7 +209,7 @@ def fastest(
       partners: an exchange makes only those ranks meet that it joins, not all.
       delayed: whether sends are; None for what is faster.
       shared: which ends of the model all ranks share.
-      copies: of actions over the host link; None for none.
+      copies: [A] whether an action copies a value over the host link; None for none.
 
     Raises:
       ScheduleError: no such pattern, or ``delayed`` is none of the three.

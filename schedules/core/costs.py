@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,20 +16,7 @@ from schedules.core.action import KINDS, ScheduleError, shorten
 from schedules.core.arguments import LONGEST, check_duration, integer, is_number, need
 
 Times = NDArray[np.float64]
-COPIES = ("beside a write of F", "beside a copy of another action", "beside an early read")
-
-
-class HostCopies(NamedTuple):
-    """Copies over the host link that travel during the A actions of a schedule.
-
-    Attributes:
-      own: [A] whether an action writes a value to host memory, or waits for one from there.
-      early: [A] the index of a later backward whose stash comes back during the action; -1 for
-        none.
-    """
-
-    own: NDArray[np.bool_]
-    early: NDArray[np.int64]
+COPIES = ("beside a write of F", "beside a copy of another action")
 
 
 @dataclass(frozen=True)
@@ -61,10 +48,8 @@ class Costs:
         counts where ``offload=`` moves stashes; with "crossings" it is what I leaves for W.
       host_overlap: the share of an action's own time beside which its copy travels, from 0 to 1,
         by keyword only. With 1 (asynchronous copies) an action that moves something lasts as long
-        as the longer of the two; with 0 it lasts as long as both together. A read that starts early
-        (`schedules.clocks.early`) travels beside all of the action before. Three numbers instead
-        are the shares of an F beside its write, of another action beside its own copy, and of an
-        action beside an early read.
+        as the longer of the two; with 0 it lasts as long as both together. Two numbers instead
+        are the shares of an F beside its write, and of another action beside its own copy.
     """
 
     f: float | Sequence[float] = 1.0
@@ -170,7 +155,7 @@ class Costs:
         unit: NDArray[np.int64],
         sizes: tuple[int, int],
         shared: Sequence[str] = (),
-        copies: HostCopies | None = None,
+        copies: NDArray[np.bool_] | None = None,
     ) -> Times:
         """Compute [A] how long actions take.
 
@@ -180,7 +165,7 @@ class Costs:
           unit: [A] likewise, ``microbatch * N + slice``.
           sizes: K and N.
           shared: which ends of the model all ranks share.
-          copies: their copies over the host link; None for none.
+          copies: [A] whether an action copies a value over the host link; None for none.
         """
         num_stages, num_slices = sizes
         found = self.table(num_stages, shared)[kind, stage]
@@ -188,30 +173,19 @@ class Costs:
             found = found * self.shares(num_slices)[unit % num_slices]
         if copies is None:
             return found
-        link = self.links(stage, sizes)
-        own = np.where(copies.own, link, 0.0)
-        write, read, beside = self.overlaps
+        link: Times = self._row("host", num_stages)[stage] / num_slices
+        copy = np.where(copies, link, 0.0)
+        write, read = self.overlaps
         hides = np.where(kind == KINDS.index("F"), write, read) * found
-        back = own + link[copies.early] + (1 - beside) * found  # one copy after the other
-        found = found + own - np.minimum(own, hides)
-        return np.where(copies.early >= 0, np.maximum(found, back), found)
+        return found + copy - np.minimum(copy, hides)
 
     @property
-    def overlaps(self) -> tuple[float, float, float]:
-        """The shares of `host_overlap`: of F, of other actions, and beside an early read."""
+    def overlaps(self) -> tuple[float, float]:
+        """The shares of `host_overlap`: of F, and of other actions."""
         if isinstance(self.host_overlap, tuple):
             return self.host_overlap
         share = float(self.host_overlap)  # type: ignore[arg-type]
-        return share, share, 1.0
-
-    def links(self, stage: NDArray[np.int64], sizes: tuple[int, int]) -> Times:
-        """Compute [A] how long the stash of each action takes over the host link, one way.
-
-        Args: as of `durations`.
-        """
-        num_stages, num_slices = sizes
-        times: Times = self._row("host", num_stages)[stage] / num_slices
-        return times
+        return share, share
 
     def per_slice(self, num_slices: int) -> Costs:
         """Return these costs with messages of one slice."""
@@ -270,7 +244,7 @@ def of_unit_length_by_default(costs: Costs | None) -> Costs:
 
 
 def _overlap(value: Any) -> float | tuple[float, ...]:
-    """A share, or three.
+    """A share, or two.
 
     Raises:
       ScheduleError: neither.
@@ -280,9 +254,14 @@ def _overlap(value: Any) -> float | tuple[float, ...]:
     if all(is_number(one) and 0 <= one <= 1 for one in given):
         shares = tuple(map(_plain, given))
         return shares if several else shares[0]
+    if several and len(value) == len(COPIES) + 1 and not isinstance(value, str):
+        raise ScheduleError(
+            f"Costs(host_overlap={shorten(value)}): the third share was removed with reads that "
+            f"start early; give two, {' and '.join(COPIES)}"
+        )
     raise ScheduleError(
         f"Costs(host_overlap={shorten(value)}): must be a share from 0 to 1, 1 where copies over "
-        f"the host link travel beside an action's work, 0 where it waits for them, or three shares "
+        f"the host link travel beside an action's work, 0 where it waits for them, or two shares "
         f"of an action's work: {', '.join(COPIES)}"
     )
 

@@ -153,8 +153,6 @@ class _Slices:
                 event["args"]["slice"] = action.slice
             if self.report.moved and self.report.moved[rank][position]:
                 event["args"]["host memory"] = "writes" if action.kind == self.writer else "reads"
-            if self.report.early and (reader := self.report.early[rank][position]):
-                event["args"]["reads from host memory for"] = str(reader)
             if position in partner:
                 event["args"]["overlaps with"] = str(partner[position])
             yield event

@@ -18,7 +18,7 @@ from schedules.lowering.check_carries import check_carries
 from schedules.lowering.check_tables import Place, check_tables, fail, stage_of
 from schedules.lowering.check_together import Common
 from schedules.lowering.check_values import CROSSING, GRADIENT, OUTPUT, RESIDUALS, SymbolicValues
-from schedules.lowering.program import EARLY, Channel, Op, Program
+from schedules.lowering.program import Channel, Op, Program
 
 POOLS = {  # by table column
     "operand": "buffer",
@@ -35,10 +35,9 @@ def check_program(program: Program, *, ascending: bool = False) -> Program:
 
     Proved: the tables are well formed; every rank runs its actions once, in its order; every
     action reads exactly its operands; a value stays in place until its last reader, in the memory
-    (of the device or of the host) that both its writer and its readers name, or from which an early
-    read takes it; whole weights and gradients of a chunk are in their windows, where there are
-    any; nothing is stored that nobody reads; and slices find the carries of earlier ones and
-    complete gradients of their own.
+    (of the device or of the host) that both its writer and its readers name; whole weights and
+    gradients of a chunk are in their windows, where there are any; nothing is stored that nobody
+    reads; and slices find the carries of earlier ones and complete gradients of their own.
 
     Args:
       program: any program.
@@ -156,35 +155,10 @@ class _Machine:
             elif place != self.trash[pool] and not (keeps and pool == store):
                 self._fail_trash(at, action, column)
         self._check_memory(at, action, self.program.slots[slot].ops[branch - 1])
-        self._read_early(at, action, self.program.slots[slot].ops[branch - 1])
         self._check_windows(at, action, self.program.slots[slot].ops[branch - 1])
         if keeps:
             self._store(at, store, self.tables[store][tick][slot][rank], own + kept)
         return {"F": own + OUTPUT, "W": -1}.get(kind, own + GRADIENT)
-
-    def _read_early(self, at: Place, action: Action, op: Op) -> None:
-        """Take a stash from host memory to the device, beside an action that does not need it."""
-        if not self.program.has_early_reads:
-            if op.reads_early:
-                fail(self.program, f"{action} reads early: expected no such op without tables", at)
-            return
-        source, target = (int(getattr(self.program, name)[at]) for name in EARLY)
-        trash, first = self.trash["stash"], self.first_on_host["stash"]
-        if not op.reads_early:
-            if (source, target) != (trash, trash):
-                text = f"{action} reads nothing early: expected trash, stash {trash}, found stash"
-                fail(self.program, f"{text} {source} to {target}", at)
-            return
-        value = self.held["stash"][at[2]].pop(source, -1) if source >= first else -1
-        if value < 0 or target >= first:
-            fail(
-                self.program,
-                f"{action} reads a stash early from place {source} to {target}: expected residuals "
-                f"in host memory, {first}..{trash - 1}, and a place on the device, below {first}; "
-                f"found {self.name(value)}",
-                at,
-            )
-        self._store(at, "stash", target, value)
 
     def _check_windows(self, at: Place, action: Action, op: Op) -> None:
         """See that an action's weights are whole, and that no window is taken from its chunk."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from schedules.clocks.hosted import Keep
 from schedules.core.action import KINDS, ScheduleError
-from schedules.lowering.program import CARRIED, COMMON, EARLY, Op, Program
+from schedules.lowering.program import CARRIED, COMMON, Op, Program
 
 Place = tuple[int, int, int]  # tick, slot, rank
 
@@ -53,7 +53,6 @@ def _check_shapes(program: Program) -> None:
     expected_of |= dict.fromkeys(COMMON, shape[:2]) | {"arrival": (*shape, num_channels)}
     slices = program.schedule.num_slices
     expected_of |= dict.fromkeys(CARRIED, (*shape, slices) if slices > 1 else (0, 0, 0, 0))
-    expected_of |= dict.fromkeys(EARLY, shape if program.has_early_reads else (0, 0, 0))
     for name, expected in expected_of.items():
         table = getattr(program, name)
         if table.shape != expected or table.dtype != np.int32:
@@ -126,7 +125,7 @@ def _check_idle(program: Program) -> None:
     """Idle ranks point at nothing; columns beyond a slot's channels are trash."""
     idle = program.op == 0
     nothing = {"microbatch": 0, **program.trash}
-    for name in ("arrival", *CARRIED, *EARLY * (not program.has_early_reads)):
+    for name in ("arrival", *CARRIED):
         nothing.pop(name)
     for name, value in nothing.items():
         wrong = np.argwhere(idle & (getattr(program, name) != value))

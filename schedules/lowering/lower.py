@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from schedules.checks.check import check
-from schedules.clocks.early import host_copies
-from schedules.clocks.hosted import Keep, Offload, check_keep, check_offload, hosted
+from schedules.clocks.hosted import Keep, Offload, check_keep, check_offload, hosted, moves
 from schedules.clocks.lockstep import fastest
 from schedules.clocks.shared import Shared, parts, together
 from schedules.clocks.ticks import Ticks
@@ -23,7 +22,7 @@ from schedules.core.arguments import need
 from schedules.core.costs import Costs, of_unit_length_by_default
 from schedules.core.flat import Ints, Mask, flatten
 from schedules.lowering.carries import carried
-from schedules.lowering.offload import move_to_host, read_early
+from schedules.lowering.offload import move_to_host
 from schedules.lowering.places import Values, colour, values
 from schedules.lowering.program import Channel, Op, Program, Slot, Table
 from schedules.orders.schedule import Schedule
@@ -58,8 +57,7 @@ def lower(
       shared: which of "embed" and "head" all ranks share, split by vocabulary.
       offload: what lies in host memory between two actions: "stash", "crossings", or a share of the
         stashes from 0 to 1, those that are held longest (`schedules.clocks.hosted`). Where
-        ``costs`` have a `host` time, the choice of slots counts what moves, and some reads start an
-        action early (`schedules.clocks.early`).
+        ``costs`` have a `host` time, the choice of slots counts what moves.
       gathers: weights lie in parts on several devices; a chunk's are gathered into a window when a
         rank comes to it, and its gradients shared out when the rank leaves it
         (`schedules.clocks.windows`).
@@ -72,11 +70,11 @@ def lower(
     keep, offload = check_keep(keep), check_offload(offload)
     check(schedule)
     costs, shared = of_unit_length_by_default(costs), parts(shared)
-    copies = host_copies(schedule, keep, offload, costs, shared)
+    copies = moves(schedule, keep, offload, shared)
     sends: dict[str, Any] = {"partners": partners, "delayed": delayed}
     best = fastest(schedule, pattern, costs, **sends, shared=shared, copies=copies)
     into = windows(schedule) if gathers else None
-    return allocate(best.ticks, keep, shared, offload, copies.early, into)
+    return allocate(best.ticks, keep, shared, offload, into)
 
 
 def allocate(
@@ -84,7 +82,6 @@ def allocate(
     keep: Keep,
     shared: Shared = (),
     offload: Offload = None,
-    early: Ints | None = None,
     into: Windows | None = None,
 ) -> Program:
     """Give every value of a layout its place and write the tables.
@@ -94,14 +91,11 @@ def allocate(
       keep: as of `lower`.
       shared: as of `lower`.
       offload: as of `lower`.
-      early: [A] reads from host memory that start early, as of `schedules.core.costs.HostCopies`.
       into: windows of weights and gradients, if ranks do not have them whole all the time.
     """
     schedule, flat, width = ticks.schedule, flatten(ticks.schedule), ticks.width
     held = values(ticks, keep, shared)
     on_host = move_to_host(ticks, held, keep, hosted(schedule, keep, offload, shared))
-    early = np.full(len(flat.kind), -1, np.int64) if early is None else early
-    back = read_early(ticks, held, on_host, early)
     both = zip(held["operand"], held["gradient"], strict=True)
     messages = Values(*(np.concatenate(pair, axis=-1) for pair in both))
     num_ranks = schedule.num_ranks
@@ -110,7 +104,7 @@ def allocate(
     (num_crossings, num_host_crossings), crossings = _colour(held, on_host, "crossing", num_ranks)
     none = np.full(len(flat.kind), -1, np.int64)
     moved = (none, none) if into is None else (into.gathers, into.reduces)
-    ops, branch = _ops(ticks, shared, held, on_host, early >= 0, moved)
+    ops, branch = _ops(ticks, shared, held, on_host, moved)
     arrives = np.ones(len(buffers), bool)
     arrives[: schedule.num_units] = "embed" not in shared  # nobody sends those
     arriving = Values(*(column[..., arrives] for column in messages))
@@ -141,10 +135,6 @@ def allocate(
         for times in held[column].touched:
             does = times >= 0
             table[column][times[does], held[column].rank[does]] = place[does]
-    if back.times.size:
-        for column, values_of in (("read_from", back.source), ("read_to", back.target)):
-            table[column] = np.full(shape, num_stashes + num_host_stashes, np.int32)
-            table[column][back.times, back.rank] = stashes[values_of]
     for name, work in together(schedule, ticks.times, shape[0], shared)._asdict().items():
         table[name] = work.astype(np.int32)
     slots = zip(ticks.kinds, ops, channels, strict=True)
@@ -187,7 +177,6 @@ def _ops(
     shared: Shared,
     held: dict[str, Values],
     on_host: dict[str, Mask],
-    early: Mask,
     moved: Sequence[Ints],
 ) -> tuple[list[tuple[Op, ...]], Ints]:
     """The ops of each slot, in the order of their fields, and [A] the branch of each action.
@@ -197,7 +186,6 @@ def _ops(
       shared: which ends of the model all ranks share.
       held: values by table column.
       on_host: [N] by name, which of them lie in host memory.
-      early: [A] whether a read of another action's stash starts with an action.
       moved: [A] each, the chunk whose weights are gathered beside an action, and that whose
         gradients are shared out, -1 for none.
     """
@@ -214,14 +202,14 @@ def _ops(
             hosted[times[does], held[name].rank[does]] = True
         columns.append(hosted[ticks.times, flat.rank])
     slot, num_chunks = ticks.times % ticks.width, schedule.num_stages // schedule.num_ranks
-    columns = [slot, *columns, early, *(chunks + 1 for chunks in moved)]
-    sizes = ticks.width, len(KINDS), len(kinds), 2, 2, 2, *[num_chunks + 1] * len(moved)
+    columns = [slot, *columns, *(chunks + 1 for chunks in moved)]
+    sizes = ticks.width, len(KINDS), len(kinds), 2, 2, *[num_chunks + 1] * len(moved)
     code, number = np.unique(np.ravel_multi_index(columns, sizes), return_inverse=True)
     fields = np.stack(np.unravel_index(code, sizes), axis=1)
     found: list[list[Op]] = [[] for _ in range(ticks.width)]
-    for n, kind, stage, stash, crossing, reads, gathers, reduces in fields.tolist():
+    for n, kind, stage, stash, crossing, gathers, reduces in fields.tolist():
         chunk, is_first, is_last = kinds[stage]
-        pools = bool(stash), bool(crossing), bool(reads)
+        pools = bool(stash), bool(crossing)
         op = Op(KINDS[kind], chunk, is_first, is_last, *pools, gathers - 1, reduces - 1)
         found[n].append(op)
     before = np.searchsorted(fields[:, 0], np.arange(ticks.width))

@@ -1,12 +1,10 @@
 """Values of a layout that go to host memory, as `schedules.clocks.hosted` has chosen them.
 
 Letters as in `schedules.core.action`, A as in `schedules.core.flat`, N as in
-`schedules.lowering.places`; E is the number of reads that start early.
+`schedules.lowering.places`.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 
@@ -40,55 +38,6 @@ def move_to_host(
         held["stash"] = Values(rank, source, touched[F], read, touched)
         on_host["stash"] = np.ones(int(goes.sum()), bool)
     return on_host
-
-
-class EarlyReads(NamedTuple):
-    """Reads from host memory that start before the action that needs the value.
-
-    Attributes:
-      rank: [E] who reads.
-      times: [E] the time of the slot whose action they travel beside.
-      source: [E] which of the stashes is the value in host memory.
-      target: [E] which is the value on the device.
-    """
-
-    rank: Ints
-    times: Ints
-    source: Ints
-    target: Ints
-
-
-def read_early(
-    ticks: Ticks, held: dict[str, Values], on_host: dict[str, Mask], early: Ints
-) -> EarlyReads:
-    """Cut the stashes that are read early into a value in host memory and one on the device.
-
-    The first is read last by the action beside which the copy travels, the second is there when
-    that ends: ``held`` and ``on_host`` change.
-
-    Args:
-      ticks: the layout.
-      held: values by table column.
-      on_host: [N] by name, which of them lie in host memory.
-      early: [A] as of `schedules.core.costs.HostCopies`.
-    """
-    flat, stash = flatten(ticks.schedule), held["stash"]
-    (carriers,) = np.nonzero(early >= 0)
-    rank, times = flat.rank[carriers], ticks.times[carriers]
-    of_reader = np.zeros((ticks.num_ticks * ticks.width, ticks.schedule.num_ranks), np.int64)
-    of_reader[stash.read, stash.rank] = np.arange(len(stash.rank))
-    source = of_reader[ticks.times[early[carriers]], rank]
-    target = len(stash.rank) + np.arange(len(source))
-    if len(source):
-        back = Values(*(column[..., source] for column in stash))
-        back.touched[F] = -1
-        back = back._replace(born=times)
-        stash.touched[B, source] = stash.touched[I, source] = -1
-        stash.read[source] = times
-        pairs = zip(stash, back, strict=True)
-        held["stash"] = Values(*(np.concatenate(pair, axis=-1) for pair in pairs))
-        on_host["stash"] = np.concatenate([on_host["stash"], np.zeros(len(source), bool)])
-    return EarlyReads(rank, times, source, target)
 
 
 def _chosen(ticks: Ticks, chosen: Mask, times: Ints, rank: Ints) -> Mask:

@@ -17,11 +17,6 @@ pool follow those of the device's in one numbering, and trash follows both; an o
 its action's places are. With ``keep="input"`` a stash on the host holds the input of a stage: F
 copies it there and its message buffer is free.
 
-A read from host memory may start early, beside an action before the backward that needs the stash
-(`schedules.clocks.early`). Two tables say from which place of the host and to which of the device
-it goes: it reads when that action begins, and the stash has its place on the device when the action
-ends.
-
 Where ranks share an end of the model (`schedules.clocks.shared`), three more tables say what all of
 them do together around a slot. The embedding of a microbatch is then in the buffer that the first
 stage's F reads as its operand, put there before the slot; the head's gradient arrives where the
@@ -53,7 +48,6 @@ from schedules.orders.schedule import Schedule
 Table = NDArray[np.int32]
 FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival")  # its tables
 COMMON = ("lookup", "head", "scatter")  # tables of what all ranks do together
-EARLY = ("read_from", "read_to")  # tables of stashes that come back from host memory early
 CARRIED = ("carry", "carry_gradient")  # tables of what slices leave for later ones
 
 
@@ -69,7 +63,6 @@ class Op(NamedTuple):
         ranks share the head, no op is last.
       stash_on_host: the stash that it writes or reads lies in host memory.
       crossing_on_host: its crossing does.
-      reads_early: beside it the stash of another action comes back from host memory.
       gathers: the chunk whose weights are gathered into their window beside it, -1 for none.
       reduces: the chunk whose gradients are shared out from their window beside it, likewise.
     """
@@ -80,7 +73,6 @@ class Op(NamedTuple):
     last: bool
     stash_on_host: bool = False
     crossing_on_host: bool = False
-    reads_early: bool = False
     gathers: int = -1
     reduces: int = -1
 
@@ -88,15 +80,14 @@ class Op(NamedTuple):
     def label(self) -> str:
         """``F0``, ``B1_last``, ``I0_stash``: its name among the ops of a slot.
 
-        A suffix ``_stash`` or ``_crossing`` says that this lies in host memory, ``_early`` that
-        the stash of another action comes back beside it, ``_gathers1`` that chunk 1 is gathered,
-        ``_reduces1`` that its gradients are shared out.
+        A suffix ``_stash`` or ``_crossing`` says that this lies in host memory, ``_gathers1``
+        that chunk 1 is gathered, ``_reduces1`` that its gradients are shared out.
         """
         ends = f"{'_first' * self.first}{'_last' * self.last}"
         host = f"{'_stash' * self.stash_on_host}{'_crossing' * self.crossing_on_host}"
         chunks = {"gathers": self.gathers, "reduces": self.reduces}
         beside = "".join(f"_{name}{chunk}" for name, chunk in chunks.items() if chunk >= 0)
-        return f"{self.kind}{self.chunk}{ends}{host}{'_early' * self.reads_early}{beside}"
+        return f"{self.kind}{self.chunk}{ends}{host}{beside}"
 
     def __repr__(self) -> str:
         shown = self._asdict()
@@ -161,9 +152,6 @@ class Program:
         without slices.
       carry_gradient: [T, slots, S, N] places of their gradients, which a backward adds to and,
         that of its own slice, reads.
-      read_from: [T, slots, S] place in host memory of the stash that comes back beside the action;
-        trash for none. Empty tables where no read starts early.
-      read_to: [T, slots, S] stash on the device that it then is.
       weights: [V] the window in which each chunk's whole weights are; chunk 0 is there before the
         first tick. Empty where actions find whole weights.
       gradients: [V] that in which its gradients are added up, likewise.
@@ -202,21 +190,13 @@ class Program:
     carry_gradient: Table = field(default_factory=lambda: np.zeros((0, 0, 0, 0), np.int32))
     num_carries: int = 0
     num_carry_gradients: int = 0
-    read_from: Table = field(default_factory=lambda: np.zeros((0, 0, 0), np.int32))
-    read_to: Table = field(default_factory=lambda: np.zeros((0, 0, 0), np.int32))
     weights: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
 
     @property
     def rank_tables(self) -> tuple[str, ...]:
         """Names of the tables that have a column for each rank."""
-        names = FIELDS if self.schedule.num_slices == 1 else (*FIELDS, *CARRIED)
-        return (*names, *EARLY) if self.has_early_reads else names
-
-    @property
-    def has_early_reads(self) -> bool:
-        """True if a stash comes back from host memory beside an action that does not need it."""
-        return bool(self.read_from.size)
+        return FIELDS if self.schedule.num_slices == 1 else (*FIELDS, *CARRIED)
 
     @property
     def trash(self) -> dict[str, int]:
@@ -225,7 +205,6 @@ class Program:
             "operand": self.num_buffers,
             "gradient": self.num_buffers,
             "stash": self.num_stashes + self.num_host_stashes,
-            **dict.fromkeys(EARLY, self.num_stashes + self.num_host_stashes),
             "crossing": self.num_crossings + self.num_host_crossings,
             "arrival": self.num_buffers,
             "carry": self.num_carries,

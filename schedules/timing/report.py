@@ -146,8 +146,6 @@ class Report:
       common: when what the ranks share begins and ends, in order of time.
       moved: [S] tuples, aligned likewise: whether the action writes to host memory or waits for a
         stash from there; empty where nothing lies there.
-      early: [S] tuples, aligned likewise: the backward whose stash comes back from host memory
-        beside the action, or None; empty where no read starts early.
     """
 
     schedule: Schedule
@@ -168,7 +166,6 @@ class Report:
     ends: tuple[tuple[float, ...], ...] = field(repr=False)
     common: tuple[tuple[float, float], ...] = field(repr=False)
     moved: tuple[tuple[bool, ...], ...] = field(default=(), repr=False)
-    early: tuple[tuple[Action | None, ...], ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         """A line for the step, and one for each rank."""

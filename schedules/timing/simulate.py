@@ -5,23 +5,21 @@ Letters as in `schedules.core.action`, A as in `schedules.core.flat`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from schedules.checks.check import check
-from schedules.clocks.early import host_copies
-from schedules.clocks.hosted import Keep, Offload, check_keep, check_offload
+from schedules.clocks.hosted import Keep, Offload, check_keep, check_offload, moves
 from schedules.clocks.lockstep import fastest
 from schedules.clocks.meetings import meet
 from schedules.clocks.shared import Shared, parts
 from schedules.core.action import Action, ScheduleError, shorten
 from schedules.core.arguments import check_duration, is_one_of, need
-from schedules.core.costs import Costs, HostCopies, Times, of_unit_length_by_default
+from schedules.core.costs import Costs, Times, of_unit_length_by_default
 from schedules.core.events import run
-from schedules.core.flat import Flat, Ints, flatten
+from schedules.core.flat import Flat, Mask, flatten
 from schedules.core.messages import links
 from schedules.orders.schedule import Schedule
 from schedules.timing.report import Report, sum_up
@@ -63,7 +61,7 @@ def simulate(
         same place in the order of each rank, as soon as the last has come; and there no halves of
         a pair overlap. By default the first and the last rank have them to themselves.
       offload: what lies in host memory, as in `lower`: actions that write or read it take
-        `Costs.host` into account, and some reads start early (`schedules.clocks.early`). A measured
+        `Costs.host` into account. A measured
         clock has it in its durations.
       keep: what F leaves for its backward, as in `lower`, for the choice of what is offloaded.
 
@@ -74,7 +72,7 @@ def simulate(
     shared = parts(shared)
     check(schedule)
     costs, flat = of_unit_length_by_default(costs), flatten(schedule)
-    copies = host_copies(schedule, check_keep(keep), check_offload(offload), costs, shared)
+    copies = moves(schedule, check_keep(keep), check_offload(offload), shared)
     lasting = _durations(schedule, flat, costs, durations, shared, copies)
     common = np.zeros((0, 2))
     if clock == "lockstep" or shared:
@@ -95,20 +93,10 @@ def simulate(
             _share(flat, pair, starts, lasting)
     slots: dict[str, Any] = {"pattern": pattern, "partners": partners, "shared": shared}
     slots["delayed"] = bool(delayed)
-    if copies.own.any():
+    if copies.any():
         cuts = flat.first[1:-1]
-        slots["moved"] = tuple(tuple(row.tolist()) for row in np.split(copies.own, cuts))
-    if (copies.early >= 0).any():
-        slots["early"] = _named(schedule, copies.early)
+        slots["moved"] = tuple(tuple(row.tolist()) for row in np.split(copies, cuts))
     return sum_up(schedule, costs, clock, slots, flat, starts, lasting, common)
-
-
-def _named(schedule: Schedule, early: Ints) -> tuple[tuple[Action | None, ...], ...]:
-    """[S] for each action the backward whose read from host memory starts with it, or None."""
-    actions = [action for order in schedule.orders for action in order]
-    named = [None if n < 0 else actions[n] for n in early.tolist()]
-    ends = flatten(schedule).first.tolist()
-    return tuple(tuple(named[a:b]) for a, b in itertools.pairwise(ends))
 
 
 def _share(flat: Flat, pair: float, starts: Times, lasting: Times) -> None:
@@ -160,7 +148,7 @@ def _durations(
     costs: Costs,
     measured: Mapping[Action, float] | None,
     shared: Shared,
-    copies: HostCopies,
+    copies: Mask,
 ) -> Times:
     """[A] how long each action takes."""
     if measured is None:

@@ -65,13 +65,10 @@ class Actions:
     def _run(self, op: Op, row: Row) -> Tree:
         # What is for other actions starts before this one's products and is awaited behind them.
         state = self.local.state
-        stash = self.memory.early.read(row) if op.reads_early else None
         weights = state.gathered(op.gathers, row["microbatch"]) if op.gathers >= 0 else None
         total = self.memory.chunk_grads[op.reduces].whole if op.reduces >= 0 else None
         parts = total.shared_out() if total else []
         message = self._act(op, row) if self._does_anything(op) else self.no_message()
-        if op.reads_early:
-            self.memory.early.write(row, stash)
         if op.gathers >= 0:
             state.windows.write(op.gathers, weights)
         if total:
@@ -311,9 +308,9 @@ class Actions:
 
 def _does_for_others(op: Op) -> bool:
     """Tell whether anything goes on beside an action that other actions need."""
-    return op.reads_early or op.gathers >= 0 or op.reduces >= 0
+    return op.gathers >= 0 or op.reduces >= 0
 
 
 def _is_hosted(op: Op) -> bool:
     """Tell whether an action reads or writes host memory."""
-    return op.stash_on_host or op.crossing_on_host or op.reads_early
+    return op.stash_on_host or op.crossing_on_host

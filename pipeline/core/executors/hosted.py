@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -109,26 +109,6 @@ class HostView:
         return self._view.tree(jax.tree.leaves(self._pool[place]))
 
 
-class EarlyReads:
-    """Stashes that come back to the device beside an action that does not need them.
-
-    Args:
-      host: the pool that they come from.
-      device: the pool that they come to, of values of the same types.
-    """
-
-    def __init__(self, host: HostPool, device: Pool) -> None:
-        self._host, self._device = host, device
-
-    def read(self, row: Mapping[str, Any]) -> Tree:
-        """The stash that the entries of a rank's tables name, in device memory."""
-        return self._host[row["read_from"]]
-
-    def write(self, row: Mapping[str, Any], stash: Tree) -> None:
-        """Give it the place that they name."""
-        self._device[row["read_to"]] = stash
-
-
 class Hosted:
     """All pools of a rank in host memory, and the arrays that they have at this point of a trace.
 
@@ -171,15 +151,12 @@ def with_hosted(memory: Memory, local: LocalModel, program: Program) -> Memory:
         found["host_stashes"] = HostPool(
             types, program.num_host_stashes, program.num_stashes, local.axes, HOST_POOLS[0]
         )
-        if program.has_early_reads:
-            found["early"] = EarlyReads(found["host_stashes"], memory.stashes)
     if program.num_host_crossings:
         types, first = memory.halves.crossing, program.num_crossings
         found["host_crossings"] = HostPool(
             types, program.num_host_crossings, first, local.axes, HOST_POOLS[1]
         )
-    pools = [pool for pool in found.values() if isinstance(pool, HostPool)]
-    return dataclasses.replace(memory, hosted=Hosted(pools), **found)
+    return dataclasses.replace(memory, hosted=Hosted(list(found.values())), **found)
 
 
 def _plain(leaf: Any) -> Any:

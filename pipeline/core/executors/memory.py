@@ -152,7 +152,6 @@ class Memory:
       stashes, crossings: from F to B or I, and from I to W, by place.
       host_stashes, host_crossings: likewise, those that lie in host memory.
       hosted: the pools in host memory, which loops around actions carry.
-      early: both pools of stashes as reads that start early use them, if there are any.
       results: [M, b, ...] outputs of an inference.
       carries: values that slices of a sequence leave for later ones, if there are slices.
       residuals: a stage's pullback taken apart, if forwards stash its residuals.
@@ -172,7 +171,6 @@ class Memory:
     host_stashes: Any = None
     host_crossings: Any = None
     hosted: Any = None
-    early: Any = None
     results: Any = None
     carries: Any = None
     residuals: Any = None

@@ -25,7 +25,7 @@ HOST_POOLS = ("host_stashes", "host_crossings")  # pools in host memory, where t
 _TICKS, _SLOT = re.compile(r"ticks(\d+)_(\d+)"), re.compile(r"slot(\d+)")
 _STAGES = re.compile(r"stages((?:_\d+)+)")
 # Of `Op.label`, what goes on beside an action: copies, and what FSDP moves.
-COPIED = r"(?:_stash)?(?:_crossing)?(?:_early)?"
+COPIED = r"(?:_stash)?(?:_crossing)?"
 MOVED = r"(?:_gathers\d+)?(?:_reduces\d+)?"
 PLACE = re.compile(  # of an action: first tick, last tick, slot, stages, label
     rf"{_TICKS.pattern}/(?:.*/)?{_SLOT.pattern}/(?:{_STAGES.pattern}/)?"

@@ -171,9 +171,6 @@ def _places(program: Program) -> str:
         places.append(f"{program.num_host_stashes} stashes in host memory")
     if program.num_host_crossings:
         places.append(f"{program.num_host_crossings} in host memory of what I leaves for W")
-    if program.has_early_reads:
-        most = max((program.read_from != program.trash["read_from"]).sum(axis=(0, 1)))
-        places.append(f"up to {most} of a step read back an action early")
     return ", ".join(places)
 
 
