@@ -55,7 +55,7 @@ $(VENV)/.zoo: pyproject.toml tests/zoo/requirements.txt tests/zoo/alone.txt | $(
 bench: $(VENV)/.dev ## benchmarks; wants a quiet machine
 	$(BIN)/python -m pytest bench $(ARGS)
 
-lint: $(VENV)/.dev ## ruff, rules and formatting; and the prose of docstrings and pages
+lint: $(VENV)/.dev ## ruff, rules and formatting; and the length of sentences on pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tests.docs.prose

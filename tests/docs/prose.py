@@ -1,46 +1,25 @@
-"""A lint for prose: first lines of docstrings, and the sentences of pages.
+"""The sentences of pages: which are too long, and how many words the user's pages have.
 
-``python -m tests.docs.prose`` prints one line per fault and exits with 1 if there is one;
-``python -m tests.docs.prose --count`` prints how many faults each file has, and ``--words`` how
-many words of sentences the user's pages have: paragraphs and list items, without code, tables and
-headings, of README.md and of all pages of the site but measurements, reference and maintainers'.
-
-The rules:
-
-* A docstring's first sentence is a noun phrase or an imperative, so it does not begin with a word
-  of `OPENINGS`.
-* A sentence of a page does not begin with a word of `PAGE_OPENINGS` unless it is a question, and
-  has at most `LONGEST` words.
-* "Likewise" does not stand for a type, a value or a rule on a page: the actual word is repeated.
+``python -m tests.docs.prose`` prints one line per sentence of more than `LONGEST` words and exits
+with 1 if there is one; ``--words`` prints how many words of sentences the user's pages have:
+paragraphs and list items, without code, tables and headings, of README.md and of all pages of the
+site but measurements, reference and maintainers'. Whether a sentence is plain a reader has to say.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = "schedules", "collectives", "pipeline", "examples", "tests", "bench", "docs"
 PAGES = "README.md", "docs/*.md", "docs/*/*.md"
 LONGEST = 35
 
-OPENINGS = (
-    "What", "Those", "The same", "Of", "Who", "Whoever", "Whom", "Whose", "Likewise", "Whether",
-    "Where", "When", "Which", "How", "As there", "There is", "There are",
-)  # fmt: skip
-PAGE_OPENINGS = ("What", "Those", "The same", "Of", "Who", "Whoever", "Whom", "Likewise")
-
-# Words of sentences that the user's pages may have, and sections of the site that are not theirs.
-MOST_WORDS = 35_000
+# Sections of the site that are not for users.
 OTHER_SECTIONS = "Measurements", "API reference", "For maintainers"
-
-# Files whose prose is not rewritten yet, by path or folder. The list only gets shorter.
-LATER: tuple[str, ...] = ()
 
 ABBREVIATIONS = re.compile(r"\b(e\.g|i\.e|vs|cf|etc|al|Fig|Sec|approx|resp|incl|No)\.\s")
 BREAK = re.compile(r"(?<=[.!?:])(?:[\"'*)_]*)\s+(?=[\"'*(_`\[]*[A-Z0-9`\[Σ])")
@@ -48,7 +27,7 @@ BREAK = re.compile(r"(?<=[.!?:])(?:[\"'*)_]*)\s+(?=[\"'*(_`\[]*[A-Z0-9`\[Σ])")
 
 @dataclass(frozen=True)
 class Fault:
-    """A sentence that breaks a rule, with its place."""
+    """A sentence that is too long, with its place."""
 
     path: str
     line: int
@@ -57,38 +36,6 @@ class Fault:
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: {self.rule}: {self.text}"
-
-
-def opening(text: str, words: tuple[str, ...]) -> str | None:
-    """The forbidden word at the beginning of a text, or None."""
-    bare = text.lstrip("\"'*(_")
-    for word in sorted(words, key=len, reverse=True):
-        if re.match(rf"{re.escape(word)}\b", bare):
-            return word
-    return None
-
-
-def likewise(text: str) -> bool:
-    """True if "likewise" stands for something that has a name."""
-    return re.search(r"\blikewise\b", text, re.IGNORECASE) is not None
-
-
-def summary(docstring: str) -> str:
-    """The first paragraph of a docstring, on one line."""
-    return " ".join(docstring.strip().split("\n\n")[0].split())
-
-
-def docstring_faults(source: str, path: str) -> Iterator[Fault]:
-    """Check the first lines of all docstrings of a module."""
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        said = ast.get_docstring(node)
-        if not said:
-            continue
-        first, line = summary(said), node.body[0].lineno
-        if word := opening(first, OPENINGS):
-            yield Fault(path, line, f'a docstring begins with "{word}"', first)
 
 
 def paragraphs(page: str) -> Iterator[tuple[int, str]]:
@@ -132,31 +79,17 @@ def words(sentence: str) -> int:
 
 
 def page_faults(page: str, path: str) -> Iterator[Fault]:
-    """Check all sentences of a page."""
+    """Find the long sentences of a page."""
     for line, text in paragraphs(page):
         for sentence in sentences(text):
-            word = opening(sentence, PAGE_OPENINGS)
-            if word and not sentence.endswith("?"):
-                yield Fault(path, line, f'a sentence begins with "{word}"', sentence)
             if (count := words(sentence)) > LONGEST:
                 yield Fault(path, line, f"a sentence of {count} words", sentence)
-            if likewise(sentence):
-                yield Fault(path, line, 'a sentence says "likewise"', sentence)
 
 
-def faults(root: Path = ROOT, later: tuple[str, ...] = LATER) -> Iterator[Fault]:
-    """Check the docstrings of the packages and the pages under a root."""
-
-    def now(file: Path) -> bool:
-        path = file.relative_to(root).as_posix()
-        return not any(path == one or path.startswith(f"{one}/") for one in later)
-
-    for package in PACKAGES:
-        for file in filter(now, sorted((root / package).rglob("*.py"))):
-            source = file.read_text(encoding="utf-8")
-            yield from docstring_faults(source, file.relative_to(root).as_posix())
+def faults(root: Path = ROOT) -> Iterator[Fault]:
+    """Check the pages under a root."""
     for pattern in PAGES:
-        for file in filter(now, sorted(root.glob(pattern))):
+        for file in sorted(root.glob(pattern)):
             page = file.read_text(encoding="utf-8")
             yield from page_faults(page, file.relative_to(root).as_posix())
 
@@ -185,22 +118,17 @@ def count_words(root: Path = ROOT) -> dict[str, int]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the faults, or with ``--count`` how many there are in each file, or ``--words``."""
+    """Print the long sentences, or with ``--words`` how many words each page has."""
     if "--words" in arguments:
         counted = count_words()
         for path, count in sorted(counted.items(), key=lambda one: -one[1]):
             print(f"{count:6} {path}")  # noqa: T201
         print(f"{sum(counted.values()):6} words of sentences on {len(counted)} pages")  # noqa: T201
         return 0
-    every = "--all" in arguments
-    found = list(faults(later=() if every else LATER))
-    if "--count" in arguments:
-        for path, count in Counter(fault.path for fault in found).most_common():
-            print(f"{count:5} {path}")  # noqa: T201
-    else:
-        for fault in found:
-            print(fault)  # noqa: T201
-    print(f"{len(found)} faults of prose")  # noqa: T201
+    found = list(faults())
+    for fault in found:
+        print(fault)  # noqa: T201
+    print(f"{len(found)} sentences are too long")  # noqa: T201
     return 1 if found else 0
 
 

@@ -10,14 +10,6 @@ from tests.support.elsewhere import python
 TITLE = "A feature of a stage call in five minutes"
 
 
-def test_it_touches_two_files() -> None:
-    """Issue 39."""
-    assert {file: len(changes) for file, changes in edits(TITLE).items()} == {
-        "pipeline/core/rank/forward.py": 1,
-        "pipeline/core/kernel/results.py": 1,
-    }
-
-
 @pytest.mark.slow
 def test_it_is_summed_by_every_executor(tmp_path) -> None:
     copy_with(edits(TITLE), tmp_path)

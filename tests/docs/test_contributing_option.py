@@ -8,13 +8,6 @@ from tests.support.elsewhere import python
 TITLE = "An option in five minutes"
 
 
-def test_it_touches_one_file_and_its_use() -> None:
-    assert {file: len(changes) for file, changes in edits(TITLE).items()} == {
-        "pipeline/core/options/options.py": 3,
-        "pipeline/insight/forecast/describe.py": 1,
-    }
-
-
 def test_it_is_an_option_like_all_others(tmp_path) -> None:
     copy_with(edits(TITLE), tmp_path)
     step = steps(TITLE)[2]
