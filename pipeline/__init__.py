@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from pipeline.base.added import add_loss
     from pipeline.base.agreed.vocabulary import CrossEntropy
     from pipeline.config import ParallelConfig
+    from pipeline.core.model.added_losses import with_losses
     from pipeline.core.sharding.report import check_sharding, describe_sharding
-    from pipeline.core.side_effects.added_losses import with_losses
     from pipeline.insight.calibrate.calibration import Calibration
     from pipeline.insight.calibrate.conclude import CalibrationError
     from pipeline.models.decoding.generate import generate
@@ -55,7 +55,7 @@ _HOMES = {
     "pipeline.base.added": "add_loss",
     "pipeline.config": "ParallelConfig",
     "pipeline.core.sharding.report": "check_sharding describe_sharding",
-    "pipeline.core.side_effects.added_losses": "with_losses",
+    "pipeline.core.model.added_losses": "with_losses",
     "pipeline.models.decoding.generate": "generate",
     "pipeline.models.decoding.sampling": "sample",
     "pipeline.insight.calibrate.calibration": "Calibration",

@@ -31,6 +31,7 @@ from pipeline.core.model.chunks import make_chunks, make_ends, variables_of
 from pipeline.core.model.ignored import ignoring, warn_of_attributes
 from pipeline.core.model.loss import check_has_aux
 from pipeline.core.model.model import Model, Weights
+from pipeline.core.model.randomness import counting, with_counts
 from pipeline.core.model.shared_variables import unshared
 from pipeline.core.model.signature import signature_of
 from pipeline.core.model.stage import check_kinds, count_stages, is_stacked, take_stage
@@ -45,7 +46,6 @@ from pipeline.core.sharding import meshes
 from pipeline.core.sharding.fit import warn_of_no_names, warn_of_undivided_weights
 from pipeline.core.sharding.paths import Asked
 from pipeline.core.sharding.placement import Placement
-from pipeline.core.side_effects.randomness import counting, with_counts
 from pipeline.core.trained.copies import Copies
 from pipeline.core.trained.filters import trained_by, trained_lines, warn_of_frozen_parts
 from pipeline.core.trained.state import check_order, check_state, keep_state

@@ -1,6 +1,6 @@
 """Adding a loss where it arises: `add_loss`, and what it does in a part of a model that is traced.
 
-Letters: M microbatches, D data shards. `pipeline.core.side_effects.added_losses` reads the added
+Letters: M microbatches, D data shards. `pipeline.core.model.added_losses` reads the added
 losses.
 """
 

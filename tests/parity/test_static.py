@@ -14,7 +14,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.core.alike.objects import alike
+from pipeline.core.model.objects import alike
 from tests.support import models
 from tests.support.models import WIDTH, Block, Readout, Words, normal
 

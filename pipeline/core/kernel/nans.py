@@ -26,11 +26,11 @@ from pipeline.base.precision import as_computed
 from pipeline.base.tree import Leaves, Tree, combine, is_float, partition
 from pipeline.core.model.loss import LossModule, take_loss
 from pipeline.core.model.model import Batch, Model, Weights
+from pipeline.core.model.randomness import fold, split_streams
 from pipeline.core.model.stage import Definition, Seat
 from pipeline.core.options.plan import Plan
 from pipeline.core.rank.ends import embedded, headed, lost
 from pipeline.core.rank.forward import called
-from pipeline.core.side_effects.randomness import fold, split_streams
 
 
 def run_watched(

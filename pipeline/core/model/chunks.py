@@ -19,15 +19,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from collectives import STAGE
 from pipeline.base.tree import is_key, row_of
 from pipeline.base.variables import metadata, raw, remade
-from pipeline.core.alike.difference import difference
+from pipeline.core.model.difference import difference
 from pipeline.core.model.ends import find_tables
+from pipeline.core.model.randomness import RankStreams, with_streams_of
 from pipeline.core.model.stage import Ends, is_stacked
 from pipeline.core.model.unlike import Overlaid
 from pipeline.core.sharding.distribute import constrained
 from pipeline.core.sharding.paths import ModelPath, of_stage
 from pipeline.core.sharding.placement import Placement, spreads
 from pipeline.core.sharding.zero import StateLayout
-from pipeline.core.side_effects.randomness import RankStreams, with_streams_of
 from schedules.clocks.shared import Shared
 
 

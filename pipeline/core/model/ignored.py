@@ -14,8 +14,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from pipeline.core.alike.difference import difference, differences
-from pipeline.core.alike.objects import alike
+from pipeline.core.model.difference import difference, differences
+from pipeline.core.model.objects import alike
 from pipeline.core.model.stage import define, is_stacked
 
 

@@ -26,6 +26,7 @@ from pipeline.core.backward.outcome import Outcome, SlicedInput
 from pipeline.core.jaxpr.primitives import makes_ref
 from pipeline.core.model.ends import check_activations, check_words
 from pipeline.core.model.model import Batch
+from pipeline.core.model.randomness import own_axes
 from pipeline.core.rank.ends import embed
 from pipeline.core.rank.forward import Forward, blank_input
 from pipeline.core.rank.messages import (
@@ -37,7 +38,6 @@ from pipeline.core.rank.messages import (
     types_text,
 )
 from pipeline.core.rank.state import RankState
-from pipeline.core.side_effects.randomness import own_axes
 
 _REFUSALS = (TypeError, ValueError, LookupError, AttributeError)
 _MOST_TRIALS = 200

@@ -23,6 +23,7 @@ from pipeline.base.precision import as_computed
 from pipeline.base.rows import batch_part_of
 from pipeline.base.tree import Leaves, Tree, at, blank
 from pipeline.core.backward.outcome import Outcome
+from pipeline.core.model.added_losses import counted
 from pipeline.core.model.loss import (
     LossFn,
     LossMetrics,
@@ -31,11 +32,10 @@ from pipeline.core.model.loss import (
     same_over_others,
     take_loss,
 )
+from pipeline.core.model.randomness import fold, own_axes, split_streams
 from pipeline.core.rank.held import Usage, Values, state_paths, usage_of, with_values
 from pipeline.core.rank.messages import checked, noted, types_text
 from pipeline.core.rank.state import RankState
-from pipeline.core.side_effects.added_losses import counted
-from pipeline.core.side_effects.randomness import fold, own_axes, split_streams
 
 
 def embed(

@@ -21,13 +21,13 @@ from pipeline.base.rows import batch_part_of
 from pipeline.base.tree import Index, Leaves, Tree, blank, pick, zeros
 from pipeline.core.backward.outcome import Outcome, SlicedInput
 from pipeline.core.jaxpr.narrow import with_copies
+from pipeline.core.model.randomness import fold, own_axes, split_streams
 from pipeline.core.model.stage import Seat
 from pipeline.core.rank.checks import naming
 from pipeline.core.rank.ends import CALL_SLICE, computed, pure, slice_of, with_added
 from pipeline.core.rank.held import Usage, Values, state_paths, usage_of, with_values
 from pipeline.core.rank.messages import checked
 from pipeline.core.rank.state import Lazy, RankState
-from pipeline.core.side_effects.randomness import fold, own_axes, split_streams
 
 
 class Forward:

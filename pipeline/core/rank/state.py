@@ -24,9 +24,9 @@ from pipeline.base.tree import Index, Leaves, Tree, at, pick, real, vary_like
 from pipeline.core.jaxpr import scopes
 from pipeline.core.jaxpr.primitives import barrier
 from pipeline.core.model.model import Batch, Model, Weights
+from pipeline.core.model.randomness import split_streams
 from pipeline.core.model.stage import Seat
 from pipeline.core.sharding.zero import gather, total_over
-from pipeline.core.side_effects.randomness import split_streams
 
 
 class Lazy(Sequence[Any]):

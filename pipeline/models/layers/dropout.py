@@ -44,7 +44,7 @@ class Dropout(nnx.Dropout):
         super().__init__(rate, deterministic=deterministic, rngs=rngs)
         self.dim, self.axis = dim, axis
         stream: Any = self.rngs
-        stream.key.set_metadata(alike=True)  # `pipeline.core.side_effects.randomness` reads it
+        stream.key.set_metadata(alike=True)  # `pipeline.core.model.randomness` reads it
 
     def __call__(  # type: ignore[override]
         self, x: jax.Array, *, deterministic: bool | None = None

@@ -10,7 +10,7 @@ from flax import nnx
 
 from pipeline.base.tree import Tree
 from pipeline.base.variables import type_text
-from pipeline.core.alike.objects import alike, digest
+from pipeline.core.model.objects import alike, digest
 
 
 def difference(first: nnx.Module, other: nnx.Module) -> str:
