@@ -16,12 +16,12 @@ GIB = 2**30
 # products by the cycles that the compilers of v5e and v5p write; the passes fitted to F of 8B and
 # 70B on v5p (docs/planner.md). GPUs: all of the plain step of docs/gpu.md, 249 ms for 1.19e14
 # operations on an H100, is .48 of peak.
-TPU_EFFICIENCY, TPU_PASSES = 0.93, 10.0
+TPU_EFFICIENCY, TPU_PASSES = 0.85, 10.0
 # On v6e, with the limit of VMEM that a `Step` sets: fusions hand on more in VMEM. Fitted to F, B
 # and head of six programs of 8B and 70B on v6e (docs/plans.md).
 V6E_PASSES = 6.5
 _GPU: dict[str, Any] = {
-    "efficiency": 0.5,
+    "efficiency": 0.65,
     "passes": 0.0,
     "keeps_attention": False,
     "host_overlap": 0.0,
