@@ -87,7 +87,7 @@ def mfu(job: PlannedJob, step: float) -> float:
 
 
 class Repeated(NamedTuple):
-    """What a backward computes and sends again, as shares of a forward."""
+    """Shares of a forward that a backward computes and sends again."""
 
     compute: float = 0.0
     attention: float = 0.0
@@ -97,7 +97,7 @@ class Repeated(NamedTuple):
 
 
 def repeated(model: ModelSizes, remat: str | None) -> Repeated:
-    """What a remat repeats; a block spares its last product, whose result no gradient needs.
+    """Find what a remat repeats; a block spares its last product, which no gradient needs.
 
     With "mlp" that is attention's last product and the MLP, so one of four exchanges over `tensor`.
     """
@@ -113,7 +113,7 @@ def repeated(model: ModelSizes, remat: str | None) -> Repeated:
     }[remat]
 
 
-class Block(NamedTuple):
+class BlockSeconds(NamedTuple):
     """Seconds of one block in one action, of head and lookup, and of what they send.
 
     Attributes:
@@ -135,7 +135,7 @@ class Block(NamedTuple):
     head_sent: float
 
 
-def block_of(job: PlannedJob, layout: MeshLayout) -> Block:
+def block_of(job: PlannedJob, layout: MeshLayout) -> BlockSeconds:
     """Estimate a block of a layout."""
     sizes = {"rows": layout.rows, "remat": layout.remat, "context": layout.context}
     one = MeshLayout(1, 1, layout.tensor, experts=layout.experts, **sizes)  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def block_of(job: PlannedJob, layout: MeshLayout) -> Block:
 
 
 @functools.lru_cache(maxsize=4096)
-def _block(job: PlannedJob, layout: MeshLayout, link: float) -> Block:
+def _block(job: PlannedJob, layout: MeshLayout, link: float) -> BlockSeconds:
     model, hbm, experts = job.model, job.chip.hbm_bandwidth, layout.experts
     tokens, again = layout.tokens(job.seq), repeated(model, layout.remat)
     activation = COMPUTE_BYTES * tokens * model.width
@@ -160,7 +160,7 @@ def _block(job: PlannedJob, layout: MeshLayout, link: float) -> Block:
         taken = [costs.i + costs.w if (x := getattr(costs, n)) is None else x for n in names]  # type: ignore[operator]
         f, i, w, b, head, embed = (x * layout.rows / count / layout.tensor for x in taken)
         more = f if again.compute else 0.0
-        return Block(f, i, w, b, more, sent, head, embed, 2 * gathered)
+        return BlockSeconds(f, i, w, b, more, sent, head, embed, 2 * gathered)
     rate = job.chip.flops * job.efficiency
     multiplied = float(model.active_matrices)
     if model.experts is not None:  # on the rank with the busiest expert
@@ -179,7 +179,7 @@ def _block(job: PlannedJob, layout: MeshLayout, link: float) -> Block:
     w = max(product, 2 * WEIGHT / COMPUTE_BYTES * reading)  # reads and writes sums of gradients
     more = again.compute * plain + again.attention * scores
     logits = PASSES * 4 * model.vocabulary * tokens / hbm
-    return Block(
+    return BlockSeconds(
         f=f,
         i=SPLIT * i,
         w=SPLIT * w,
@@ -277,7 +277,7 @@ def _shared(job: PlannedJob, layout: MeshLayout, each: tuple[float, float, float
 # --- a step
 
 
-class Stage(NamedTuple):
+class StageSeconds(NamedTuple):
     """Seconds of a stage's actions with what they send, and of one gather of its weights."""
 
     f: float
@@ -287,14 +287,14 @@ class Stage(NamedTuple):
     gather: float
 
 
-def _stage(job: PlannedJob, layout: MeshLayout, block: Block, n: float) -> Stage:
+def _stage(job: PlannedJob, layout: MeshLayout, block: BlockSeconds, n: float) -> StageSeconds:
     """Estimate a stage of n layers."""
     gather = 0.0
     if layout.data_parallel == "fsdp" and layout.schedule is not None:
         gather = _shared(job, layout, (WEIGHT, WEIGHT, 0.0)) / layout.chunks
     forward, backward = map(sum, zip(*block.sent.values(), strict=True))
     f, more = n * (block.f + forward) + gather, n * (block.again + backward) + gather
-    return Stage(f, n * block.i + more, n * block.b + more, n * block.w, gather)
+    return StageSeconds(f, n * block.i + more, n * block.b + more, n * block.w, gather)
 
 
 def _words(job: PlannedJob, layout: MeshLayout) -> float:
@@ -424,7 +424,7 @@ def _data_alone(job: PlannedJob, layout: MeshLayout, busy: float) -> float:
     return seconds
 
 
-def _host_alone(job: PlannedJob, layout: MeshLayout, block: Block) -> float:
+def _host_alone(job: PlannedJob, layout: MeshLayout, block: BlockSeconds) -> float:
     """Seconds of copies to and from host memory that blocks do not hide."""
     copy = left_bytes(job, layout) / job.chip.host
     share = Costs(host_overlap=job.chip.host_overlap).overlaps[0]

@@ -21,6 +21,7 @@ from pipeline.planner.layout import (
 from pipeline.planner.memory import host_bytes, usable, usable_host
 
 GB = 10**9
+DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16"}
 COLUMNS = ("schedule", "V", "M", "rows", "remat", "sharding", "words")
 SHARES = {n: n for n in ("bubble", "tensor", "expert", CONTEXT, "data")}
 SHARES |= {"recompute": "recomputed", "host": "host link"}
@@ -168,11 +169,13 @@ class Plans:
         """
         from jax.sharding import PartitionSpec  # noqa: PLC0415
 
-        from pipeline.config import ParallelConfig  # noqa: PLC0415
+        from collectives import make_mesh  # noqa: PLC0415
 
         layout = (estimate or self.best).layout
-        config = ParallelConfig.from_dict(_parallel(self.job, layout))
-        options = {**config.pipeline_options(devices), **_options(layout)}
+        given = {**_parallel(self.job, layout)}
+        axes = {name: given[name] for name in ("data", "stage", "tensor")} | given.get("axes", {})
+        options = {**_options(layout), "mesh": make_mesh(devices=devices, **axes)}
+        options |= {name: given[name] for name in ("num_microbatches", *DTYPES)}
         if options.get("remat") == "none":
             options["remat"] = None
         if "batch" in options:
@@ -197,8 +200,7 @@ def _parallel(job: PlannedJob, layout: MeshLayout) -> Mapping[str, Any]:
         "num_microbatches": layout.microbatches,
         "microbatch_size": layout.rows * ranks,
         "batch_size": job.batch,
-        "param_dtype": "float32",
-        "compute_dtype": "bfloat16",
+        **DTYPES,
     }
 
 
@@ -339,7 +341,7 @@ def _table(job: PlannedJob, ranked: Sequence[Estimate]) -> list[str]:
 
 
 def _limits(job: PlannedJob, one: Estimate) -> str:
-    """What a step's time goes to beyond the model's own operations, the largest part first."""
+    """Shares of a step's time beyond the model's own operations, the largest first."""
     shares = sorted(((one.seconds[n] / one.step, text) for n, text in SHARES.items()), reverse=True)
     said = [f"{text} {share:.0%}" for share, text in shares if share >= 0.005]
     return ", ".join([*said, f"HBM {one.hbm / job.chip.hbm:.0%}"])
