@@ -110,7 +110,8 @@ def _spread(
     ways = ["replicated"]
     if base.rows_ranks > 1:
         crosses = 1 < base.data_slices < base.data
-        ways = ["zero1", "fsdp", *(["windows"] if piped else ["hsdp"] * crosses)]
+        # A pipeline that gathers weights in each action holds and sends more than with windows.
+        ways = ["zero1", "windows"] if piped else ["zero1", "fsdp", *["hsdp"] * crosses]
     # Without a pipeline all is one stage, and the compiler gathers again what it likes.
     gathers = [GATHERED] * (base.tensor == 1)
     kept = _but(remat, gathers if piped else [GATHERED, "stage"])

@@ -25,7 +25,7 @@ from pipeline.planner.layout import (
     layers_of_stages,
     parameters_of,
 )
-from pipeline.planner.memory import bytes_of, left_bytes, moment_bytes, read_columns, stash_bytes
+from pipeline.planner.memory import bytes_of, columns_of, left_bytes, moment_bytes, stash_bytes
 from pipeline.planner.models import ModelSizes
 from schedules import Costs
 from schedules.clocks.hosted import Keep
@@ -148,7 +148,7 @@ def _block(job: PlannedJob, layout: MeshLayout, link: float) -> BlockSeconds:
     tokens, again = layout.tokens(job.seq), repeated(model, layout.remat)
     activation = COMPUTE_BYTES * tokens * model.width
     gathered = (layout.tensor - 1) * activation / link
-    dispatch, exchange = _dispatch_seconds(job, layout), _context_seconds(job, layout)
+    dispatch, exchange = _exchanges(job, layout)
     sent = {
         "tensor": (4 * gathered, 4 * (1 + again.tensor) * gathered),
         "expert": (dispatch, (1 + again.expert) * dispatch),
@@ -169,7 +169,7 @@ def _block(job: PlannedJob, layout: MeshLayout, link: float) -> BlockSeconds:
     product = 2 * multiplied * tokens / rate
     held = model.whole_matrices / layout.tensor + model.expert_matrices / experts.ranks
     reading = COMPUTE_BYTES * held / hbm  # no product is faster than its weights
-    passing = PASSES * COMPUTE_BYTES * read_columns(model, experts) * tokens / hbm
+    passing = PASSES * COMPUTE_BYTES * columns_of(model, experts).read * tokens / hbm
     scores, scores_back = (
         n * model.scores(job.seq) / 2 * tokens / (job.chip.flops * ATTENTION_EFFICIENCY)
         for n in ATTENTION_PRODUCTS
@@ -192,21 +192,19 @@ def _block(job: PlannedJob, layout: MeshLayout, link: float) -> BlockSeconds:
     )
 
 
-def _dispatch_seconds(job: PlannedJob, layout: MeshLayout) -> float:
-    """Seconds of a block's exchanges over `expert`, forward."""
-    experts, at = job.model.experts, layout.experts
-    if experts is None or at.ranks == 1:
-        return 0.0
-    size = COMPUTE_BYTES * layout.tokens(job.seq) * job.model.width
-    if at.way == "gather":  # an all-gather of tokens and a reduce-scatter of sums
-        return 2 * (at.ranks - 1) * size / job.chip.ring()
-    return 2 * all_to_all(job, size * experts.top_k * at.capacity, at.ranks)
-
-
-def _context_seconds(job: PlannedJob, layout: MeshLayout) -> float:
-    """Seconds of a block's exchanges over `context`, forward, which no work hides."""
-    R = layout.context
-    return 0.0 if R == 1 else all_to_all(job, R / (R - 1) * context_bytes(job, layout), R)
+def _exchanges(job: PlannedJob, layout: MeshLayout) -> tuple[float, float]:
+    """Seconds of a block's exchanges over `expert` and `context`, forward; no work hides them."""
+    experts, at, R = job.model.experts, layout.experts, layout.context
+    dispatch = exchange = 0.0
+    if experts is not None and at.ranks > 1:
+        size = COMPUTE_BYTES * layout.tokens(job.seq) * job.model.width
+        if at.way == "gather":  # an all-gather of tokens and a reduce-scatter of sums
+            dispatch = 2 * (at.ranks - 1) * size / job.chip.ring()
+        else:
+            dispatch = 2 * all_to_all(job, size * experts.top_k * at.capacity, at.ranks)
+    if R > 1:
+        exchange = all_to_all(job, R / (R - 1) * context_bytes(job, layout), R)
+    return dispatch, exchange
 
 
 def context_bytes(job: PlannedJob, layout: MeshLayout) -> float:
@@ -277,24 +275,11 @@ def _shared(job: PlannedJob, layout: MeshLayout, each: tuple[float, float, float
 # --- a step
 
 
-class StageSeconds(NamedTuple):
-    """Seconds of a stage's actions with what they send, and of one gather of its weights."""
-
-    f: float
-    i: float
-    b: float
-    w: float
-    gather: float
-
-
-def _stage(job: PlannedJob, layout: MeshLayout, block: BlockSeconds, n: float) -> StageSeconds:
-    """Estimate a stage of n layers."""
-    gather = 0.0
-    if layout.data_parallel == "fsdp" and layout.schedule is not None:
-        gather = _shared(job, layout, (WEIGHT, WEIGHT, 0.0)) / layout.chunks
+def _stage(block: BlockSeconds, n: float) -> tuple[float, float, float, float]:
+    """Seconds of F, I, B and W of n layers, with what they send."""
     forward, backward = map(sum, zip(*block.sent.values(), strict=True))
-    f, more = n * (block.f + forward) + gather, n * (block.again + backward) + gather
-    return StageSeconds(f, n * block.i + more, n * block.b + more, n * block.w, gather)
+    more = n * (block.again + backward)
+    return n * (block.f + forward), n * block.i + more, n * block.b + more, n * block.w
 
 
 def _words(job: PlannedJob, layout: MeshLayout) -> float:
@@ -316,8 +301,7 @@ def stage_costs(job: PlannedJob, layout: MeshLayout) -> Costs:
     """Durations of a pipeline's actions, in seconds."""
     S, block = layout.stage, block_of(job, layout)
     counts = layers_of_stages(job.model.layers, S * layout.chunks)
-    stages = [_stage(job, layout, block, n) for n in counts]
-    f = [one.f for one in stages]
+    f, i, b, w = map(list, zip(*(_stage(block, n) for n in counts), strict=True))
     if _skips(layout):
         f[-1] = 0.0
     size = COMPUTE_BYTES * layout.tokens(job.seq) * job.model.width
@@ -327,9 +311,9 @@ def stage_costs(job: PlannedJob, layout: MeshLayout) -> Costs:
     sent = S * _words(job, layout) if layout.shares_words else block.head_sent
     return Costs(
         f=f,
-        i=[one.i for one in stages],
-        w=[one.w for one in stages],
-        b=[one.b for one in stages],
+        i=i,
+        w=w,
+        b=b,
         comm=near if layout.stage_slices == 1 else links,
         head=block.head + sent,
         embed=block.embed,
@@ -348,7 +332,6 @@ def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Est
     """
     S, V, L = layout.stage, layout.chunks, job.model.layers
     M, block, words = layout.microbatches, block_of(job, layout), _words(job, layout)
-    stage = _stage(job, layout, block, L / (S * V))
     skips = _skips(layout) / S  # of forwards, for each rank on average
     skipped = skips * L / (S * V)
     own = 0.0 if layout.shares_words else block.head_sent
@@ -356,7 +339,7 @@ def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Est
         "compute": L / S * (block.f + block.b) + (block.head + 2 * block.embed) / S,
         "recompute": L / S * block.again - skipped * block.f,
         **{axis: (L / S - skipped) * f + L / S * b for axis, (f, b) in block.sent.items()},
-        "data": (2 * V - skips) * stage.gather + words,
+        "data": words,
     }
     seconds["tensor"] += own / S
     seconds = {what: M * one for what, one in seconds.items()}
@@ -368,7 +351,8 @@ def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Est
         return Estimate(layout, seconds, {} if bound else bytes_of(job, layout), bound)
     seconds["data"] += _data(job, layout)
     if bound:  # the last rank has the head to itself, and layers like all
-        last = V * (stage.f + stage.b) + block.head + own - S * skips * stage.f
+        f, _, b, _ = _stage(block, L / (S * V))
+        last = V * (f + b) + block.head + own - S * skips * f
         alone = not layout.shares_words and L % (S * V) == 0
         seconds["bubble"] = max(0.0, M * last - work) if alone else 0.0
         return Estimate(layout, seconds, {}, bound)
@@ -390,8 +374,7 @@ def _data(job: PlannedJob, layout: MeshLayout) -> float:
     the schedule needs; compilers for TPUs hide few of these (docs/kernel.md), so none counts so.
     """
     held, way, R = parameters_of(job.model, layout), layout.data_parallel, layout.context
-    times: float = WEIGHT if way == "fsdp" else 2 * WEIGHT
-    each = (times, times, times)
+    each = (2.0 * WEIGHT,) * 3
     if way == "windows":
         _, _, gathers, reduces = windows_of(layout.order)
         times = (COMPUTE_BYTES * gathers + WEIGHT * reduces) / layout.chunks

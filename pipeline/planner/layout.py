@@ -114,9 +114,9 @@ class MeshLayout:
       remat: what the backward computes again: None; "gathered", what tensor ranks gathered; each
         "block" from its input; "block_but_attention", which keeps attention's result; the "mlp" of
         each block; each "stage" from its input.
-      data_parallel: "replicated", "zero1" or "fsdp" (of a pipeline: gathered in every action),
-        "windows" (of a pipeline: a chunk's weights and gradients are whole while a rank works on
-        it) or "hsdp" (weights are divided over the data shards of a slice).
+      data_parallel: "replicated" or "zero1"; of a pipeline "windows", where a chunk's weights and
+        gradients are whole while a rank works on it; without one "fsdp" or "hsdp", where weights
+        are divided over all data shards or those of a slice.
       vocabulary: "ends" or "stage".
       experts: E, and the dispatch.
       offload: share of the stashes in host memory; None for none. Without a pipeline it is 1.

@@ -10,6 +10,7 @@ float32, all else bfloat16.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from pipeline.planner.clock import places, windows_of
 from pipeline.planner.layout import (
@@ -57,48 +58,38 @@ def fullness(job: PlannedJob, layout: MeshLayout) -> float:
     return max(on_chip, host_bytes(job, layout) / usable_host(job))
 
 
-# --- of one token in one block
+class Columns(NamedTuple):
+    """Numbers of a token in one block (docs/kernel.md).
 
-
-def kept_columns(model: ModelSizes, at: Dispatched) -> float:
-    """Numbers of a token that a stage keeps for a block's backward (docs/kernel.md).
-
-    The smallest set: the block's input and the sum between; queries and attention's result; keys
-    and values; gate and up. Norms and the gate's product are computed again. Of experts: every row
-    in the order of experts, its gate and up, and the experts' outputs, which the gradient of the
-    router's weights reads.
+    Attributes:
+      kept: by a stage for the backward, the smallest set: the block's input and the sum between;
+        queries and attention's result; keys and values; gate and up. Norms and the gate's product
+        are computed again. Of experts, every row, its gate and up, and the experts' outputs, which
+        the gradient of the router's weights reads.
+      read: by the backward, so written by the forward: norms' results and the gate's product too;
+        of experts, tokens as they come from other ranks.
+      crossing: from I to W: inputs of products and gradients of their outputs, all but what enters
+        and leaves attention and MLP.
     """
-    numbers, experts = 2 * model.width + model.projected + model.attended, model.experts
-    if experts is None:
-        return numbers + 2 * model.hidden
-    rows, outputs, _ = at.rows(experts)
-    return numbers + 2 * (rows * experts.hidden + experts.shared) + model.width * (rows + outputs)
+
+    kept: float
+    read: float
+    crossing: float
 
 
-def read_columns(model: ModelSizes, at: Dispatched) -> float:
-    """Numbers of a token that a block's backward reads, and its forward writes.
-
-    More than `kept_columns`: norms' results and the gate's product; of experts, tokens as they come
-    from other ranks.
-    """
-    numbers, experts = 4 * model.width + model.projected + model.attended, model.experts
-    if experts is None:
-        return numbers + 3 * model.hidden
-    rows, *others = at.rows(experts)
-    moved = 3 * rows * experts.hidden + model.width * (rows + sum(others))
-    return numbers + 3 * experts.shared + moved
-
-
-def crossing_columns(model: ModelSizes, at: Dispatched) -> float:
-    """Numbers of a token that I leaves for W: of products, inputs and gradients of outputs.
-
-    All but what enters and leaves attention and MLP, which `crossing_bytes` adds.
-    """
-    numbers, experts = model.attended + model.projected + model.latents, model.experts
-    if experts is None:
-        return numbers + 3 * model.hidden
-    rows, _, _ = at.rows(experts)
-    return numbers + 3 * (rows * experts.hidden + experts.shared) + 2 * rows * model.width
+def columns_of(model: ModelSizes, at: Dispatched) -> Columns:
+    """Count the columns of a block."""
+    attention, experts = model.projected + model.attended, model.experts
+    gates, rows, outputs, arrived = float(model.hidden), 0.0, 0.0, 0.0
+    if experts is not None:
+        rows, outputs, arrived = at.rows(experts)
+        gates = rows * experts.hidden + experts.shared
+    moved = model.width * (rows + outputs)
+    return Columns(
+        kept=2 * model.width + attention + 2 * gates + moved,
+        read=4 * model.width + attention + 3 * gates + moved + model.width * arrived,
+        crossing=attention + model.latents + 3 * gates + 2 * rows * model.width,
+    )
 
 
 # --- of one block, or one stage, and one action
@@ -126,17 +117,18 @@ def left_bytes(job: PlannedJob, layout: MeshLayout) -> float:
     """
     model = job.model
     attention = model.attended + WIDE * model.heads
-    columns = {
+    least = {
         "block": model.width,
         BUT_ATTENTION: model.width + attention,
         MLP: model.width + attention + model.projected,
     }.get(layout.remat or "")
-    if columns is not None:
-        return _bytes(job, layout, columns)
+    if least is not None:
+        return _bytes(job, layout, least)
+    columns = columns_of(model, layout.experts)
     gathered = 0.0 if layout.tensor == 1 or layout.remat == GATHERED else _ends(job, layout)
     if layout.schedule is None:
-        return UNTRIMMED * _bytes(job, layout, read_columns(model, layout.experts)) + gathered
-    return _bytes(job, layout, kept_columns(model, layout.experts)) + gathered
+        return UNTRIMMED * _bytes(job, layout, columns.read) + gathered
+    return _bytes(job, layout, columns.kept) + gathered
 
 
 def stash_bytes(job: PlannedJob, layout: MeshLayout) -> float:
@@ -154,7 +146,7 @@ def crossing_bytes(job: PlannedJob, layout: MeshLayout) -> float:
     """
     ends = _ends(job, layout)
     inputs = ends / layout.tensor if layout.remat == GATHERED else ends
-    others = _bytes(job, layout, crossing_columns(job.model, layout.experts))
+    others = _bytes(job, layout, columns_of(job.model, layout.experts).crossing)
     return _layers(job, layout) * (inputs + ends + others)
 
 
@@ -164,7 +156,7 @@ def _workspace(job: PlannedJob, layout: MeshLayout, *, crosses: bool = False) ->
     A stage that is computed again holds the residuals of all its blocks. I holds gradients that it
     gathered for W until it ends. A head holds float32 logits and their gradient.
     """
-    residuals = _bytes(job, layout, read_columns(job.model, layout.experts))
+    residuals = _bytes(job, layout, columns_of(job.model, layout.experts).read)
     found = (2 + _layers(job, layout) * (layout.remat == "stage")) * residuals
     if layout.tensor > 1:
         found += (2 + _layers(job, layout) * crosses) * _ends(job, layout)
@@ -208,10 +200,8 @@ def bytes_of(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     # Float32 weights that all microbatches read are cast once, of blocks and not of tables.
     found["weights cast"] = COMPUTE_BYTES * held.blocks
     chunk = held.blocks / layout.chunks
-    if layout.data_parallel in ("fsdp", "windows"):
-        found["weights"] = moments / 2
-        found["weights cast"] = (COMPUTE_BYTES + WEIGHT) * chunk  # of one action
     if layout.data_parallel == "windows":
+        found["weights"] = moments / 2
         blocks = held._replace(ends=0).shard(layout.data, layout.experts.ranks)
         here, summed, _, _ = windows_of(layout.order)
         found["gradients"] = moments / 2 + WEIGHT * (held.ends + summed * chunk)

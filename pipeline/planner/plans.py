@@ -96,7 +96,20 @@ class Plans:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on parts of the model, and options of its layers, that no layout has."""
-        return _notes(self.job)
+        model, found = self.job.model, []
+        if model.experts is not None:
+            found.append(
+                "Not tried: MixtureOfExperts(chunk=), which holds fewer rows of experts at a time "
+                "and computes them again in the backward."
+            )
+        if number := model.mtp_modules:
+            join = 2 * model.width**2 + 3 * model.width  # and three norms
+            found.append(
+                f"Not counted: {number} module{'s' * (number > 1)} for multi-token prediction, "
+                f"{number * (model.block + join) / 1e9:.3g}e9 parameters and as many passes of the "
+                f"head more, by default on the last stage; mtp_layers=0 leaves them out."
+            )
+        return tuple(found)
 
     def __str__(self) -> str:
         """The verdict, a table of the best, and a line on each that lost."""
@@ -143,7 +156,7 @@ class Plans:
         layout, name = chosen.layout, self.job.chip.name
         lines = [
             f"# {name}: {chosen.step:.4g} s a step, {chosen.hbm / GB:.1f} GB, predicted",
-            *(f"# {line}" for line in _comments(self.job, layout)),
+            *(f"# {line}" for line in (*_comments(self.job, layout), *self.notes)),
             "[parallel]",
             *_assigned(_parallel(self.job, layout)),
             "",
@@ -206,10 +219,11 @@ def _parallel(job: PlannedJob, layout: MeshLayout) -> Mapping[str, Any]:
 
 def _options(layout: MeshLayout) -> Mapping[str, Any]:
     """Options for `Pipeline`, without those of [parallel]."""
-    gather = {"fsdp": "action", "windows": "repeat"}.get(layout.data_parallel)
-    options: dict[str, Any] = {"gather": gather, "data_parallel": "fsdp"} if gather else {}
-    if layout.data_parallel in ("replicated", "zero1"):
-        options["data_parallel"] = layout.data_parallel
+    options: dict[str, Any] = {"data_parallel": layout.data_parallel}
+    if layout.data_parallel == "windows":
+        options = {"data_parallel": "fsdp", "gather": "repeat"}
+    if layout.data_parallel == "hsdp":
+        options = {}
     if layout.context > 1:
         rows = ("data", "expert") if layout.experts.ranks > 1 else "data"
         options["batch"] = (rows, CONTEXT)
@@ -248,7 +262,9 @@ def _comments(job: PlannedJob, layout: MeshLayout) -> list[str]:
         }.get(way, f'data_parallel="{way}"')
         lines = ["no pipeline: plain jit", sharding, *(blocks or ["nothing is computed again"])]
     else:
-        lines = [f"{layout.chunks} stages on a rank, of {_counts(job, layout)} layers", *blocks]
+        counts = layers_of_stages(job.model.layers, layout.stage * layout.chunks)
+        text = ", ".join(f"{counts.count(n)} of {n}" for n in sorted({*counts}, reverse=True))
+        lines = [f"{layout.chunks} stages on a rank; layers of all stages: {text}", *blocks]
         if layout.host_optimizer:
             lines.append("make_optimizer(offload=True): its state is in host memory")
         if layout.shares_words and layout.tensor > 1:
@@ -260,38 +276,10 @@ def _comments(job: PlannedJob, layout: MeshLayout) -> list[str]:
         lines.append(f'MixtureOfExperts(dispatch="{at.way}"{factor}), {rows}')
     if layout.context > 1:
         lines.append(f'attention with Context("{CONTEXT}", "ulysses")')
-    lines += _notes(job)
     if job.slices > 1:
         along = f"{layout.data_slices} along data, {layout.stage_slices} along stage"
         lines.append(f"slices: {along}")
     return lines
-
-
-def _counts(job: PlannedJob, layout: MeshLayout) -> str:
-    """The layers of stages, in words."""
-    counts = layers_of_stages(job.model.layers, layout.stage * layout.chunks)
-    fewest, most = min(counts), max(counts)
-    if fewest == most:
-        return f"{most}"
-    first, last = counts.index(most), counts[::-1].index(most)
-    return f"{most}, the first {first} and the last {last} stages of {fewest},"
-
-
-def _notes(job: PlannedJob) -> tuple[str, ...]:
-    model, found = job.model, []
-    if model.experts is not None:
-        found.append(
-            "Not tried: MixtureOfExperts(chunk=), which holds fewer rows of experts at a time and "
-            "computes them again in the backward."
-        )
-    if number := model.mtp_modules:
-        module = model.block + 2 * model.width**2 + 3 * model.width  # a block, a join, three norms
-        found.append(
-            f"Not counted: {number} module{'s' * (number > 1)} for multi-token prediction, "
-            f"{number * module / 1e9:.3g}e9 parameters and as many passes of the head more, "
-            f"by default on the last stage; mtp_layers=0 leaves them out."
-        )
-    return tuple(found)
 
 
 # --- the text
@@ -375,23 +363,14 @@ def compared(hosted: Estimate | None, plain: Estimate | None) -> str:
             "optimizer's state in host memory"
         )
     one = f"{_named(hosted)} takes {hosted.step:.4g} s"
-    one += f", of which copies that no work hides take {_rounded(hosted.seconds['host'])} s"
-    if hosted.layout.host_optimizer:
-        one += f" and the update {hosted.seconds['update']:.3g} s"
+    for name, text in {"host": "copies that no work hides", "update": "the update"}.items():
+        one += f", {abs(round(hosted.seconds[name], 9)):.2g} s of it {text}"
     if plain is None:
         return f"offload: {one}; no pipeline fits without"
-    other = (
-        f"the best pipeline without, {_named(plain)}, {plain.step:.4g} s, of which computing "
-        f"again takes {_rounded(plain.seconds['recompute'])} s"
-    )
-    if hosted.step < plain.step:
-        return f"offload: {one}; {other}"
-    return f"do not offload: {other}; {one}"
-
-
-def _rounded(seconds: float) -> str:
-    """Write a difference of seconds; what rounding leaves of none is 0."""
-    return f"{0.0 if abs(seconds) < 1e-9 else seconds:.3g}"
+    other = f"the best pipeline without, {_named(plain)}, takes {plain.step:.4g} s"
+    other += f", {abs(round(plain.seconds['recompute'], 9)):.2g} s of it computing again"
+    first, second = (one, other) if hosted.step < plain.step else (other, one)
+    return f"{'' if first is one else 'do not '}offload: {first}; {second}"
 
 
 def _named(one: Estimate) -> str:

@@ -342,22 +342,18 @@ def _refusal(
         text += f". In host memory it takes {held:.1f} GB a chip, of {room:.1f}"
     more = [job.devices * 2**n for n in range(1, 8)]
     slices = [max(job.slices, -(-number // job.chip.domain)) for number in more]
-    tries: dict[str, tuple[list[PlannedJob], Sequence[str | None]]] = {
-        "computing blocks again (remat)": ([job] * (set(REMAT) != set(remat)), REMAT),
-        "on more devices": (
-            [replace(job, devices=n, slices=m) for n, m in zip(more, slices, strict=True)],
-            remat,
-        ),
-        "with shorter sequences": (
-            [replace(job, seq=job.seq // n) for n in (2, 4, 8) if job.seq % n == 0],
-            remat,
-        ),
-    }
+    larger = [replace(job, devices=n, slices=m) for n, m in zip(more, slices, strict=True)]
+    less = [replace(job, seq=job.seq // n) for n in (2, 4, 8) if job.seq % n == 0]
+    again = [job] * (set(REMAT) != set(remat))
     said, nearest = [], None
-    for what, (others, allowed) in tries.items():
-        every = ((one, layouts_of(one, schedules, allowed, {})) for one in others)
-        found = (_search(one, _bounds(one, each)) for one, each in every)
-        if (plans := next(filter(None, found), None)) is not None:
+    for what, jobs, allowed in (
+        ("computing blocks again (remat)", again, REMAT),
+        ("on more devices", larger, remat),
+        ("with shorter sequences", less, remat),
+    ):
+        bounds = ((one, _bounds(one, layouts_of(one, schedules, allowed, {}))) for one in jobs)
+        plans = next(filter(None, (_search(*each) for each in bounds)), None)
+        if plans is not None:
             nearest = nearest or plans
             sizes = f"devices={plans.job.devices}, seq={plans.job.seq}"
             said.append(f"{what}, {sizes}: {short(plans.best.layout)}, {plans.best.step:.3g} s")

@@ -130,8 +130,6 @@ def test_windows_hold_two_chunks_and_move_each_once_or_twice():
     words = 4 * (4 * 2 * 1 / 2 * 2 * 32 * 64 + 12 * 32)  # of 4 microbatches, over `stage`
     sent = 3 / 4 * moved / chip.ring(2) + words / chip.ring(1, 2)
     assert found.seconds["data"] == pytest.approx(sent)
-    step = estimate(job(model, chip, **sizes), replace(layout, data_parallel="fsdp"))
-    assert found.seconds["data"] < step.seconds["data"]
 
 
 def test_what_a_tensor_group_gathers_is_kept_whole_or_gathered_again():
