@@ -297,23 +297,28 @@ def _search(job: PlannedJob, bounds: Sequence[Estimate]) -> Plans | None:
 def _lost(job: PlannedJob, bounds: Iterable[Estimate], found: Plans) -> list[str]:
     """A line on each mesh that lost, and on each schedule of the best pipeline's mesh.
 
-    Of each it is the layout with the least bound that fits; else the one with the fewest bytes.
+    Of each it is the quickest that fits, or a bound above the winners; else the fewest bytes.
     """
     groups: dict[str, list[Estimate]] = {}
-    piped = found.pipeline.layout if found.pipeline is not None else found.best.layout
+    best, piped = found.best, found.pipeline or found.best
+    mesh, winner = best.layout.sizes(job.axes), piped.layout.sizes(job.axes)
     for bound in bounds:
         layout, sizes = bound.layout, bound.layout.sizes(job.axes)
-        if sizes != found.best.layout.sizes(job.axes):
-            mesh = " x ".join(f"{axis} {size}" for axis, size in zip(job.axes, sizes, strict=True))
-            groups.setdefault(mesh, []).append(bound)
-        if sizes == piped.sizes(job.axes) and layout.schedule != piped.schedule:
+        if sizes != mesh:
+            named = zip(job.axes, sizes, strict=True)
+            text = " x ".join(f"{axis} {size}" for axis, size in named)
+            groups.setdefault(text, []).append(bound)
+        if sizes == winner and layout.schedule != piped.layout.schedule:
             groups.setdefault(short(layout), []).append(bound)
     lines = []
-    for name, own in groups.items():
+    for text, own in groups.items():
         one = next((bound for bound in own if fullness(job, bound.layout) <= 1), None)
+        fits = one is not None
         if one is None:
             one = estimate(job, min((each.layout for each in own), key=partial(fullness, job)))
-        lines.append((not one.bound, one.step, f"{name}: {why(job, one, found.best)}"))
+        elif one.step <= max(best.step, piped.step):
+            one = _best(job, own)[0]
+        lines.append((not fits, one.step, f"{text}: {why(job, one, best)}"))
     return [line for _, _, line in sorted(lines)]
 
 
