@@ -11,27 +11,16 @@ from typing import Any
 GB = 10**9
 GIB = 2**30
 
-# What a block takes beside attention: its products at a share of peak, and how often what its
-# backward reads passes HBM in F, for norms, rotary positions, SwiGLU and layouts. TPUs: the
-# products by the cycles that the compilers of v5e and v5p write; the passes fitted to F of 8B and
-# 70B on v5p (docs/planner.md). GPUs: all of the plain step of docs/gpu.md, 249 ms for 1.19e14
-# operations on an H100, is .48 of peak.
-TPU_EFFICIENCY, TPU_PASSES = 0.93, 10.0
-# On v6e, with the limit of VMEM that a `Step` sets: fusions hand on more in VMEM. Fitted to F, B
-# and head of six programs of 8B and 70B on v6e (docs/plans.md).
-V6E_PASSES = 6.5
-_GPU: dict[str, Any] = {
-    "efficiency": 0.5,
-    "passes": 0.0,
-    "keeps_attention": False,
-    "host_overlap": 0.0,
-}
+# The share of peak that products reach: fitted to published steps, 13 of MaxText on v5p and v6e and
+# 8 of Megatron on A100 (`bench/recipes/table.py`), with `pipeline.planner.costs.PASSES`.
+TPU_EFFICIENCY, GPU_EFFICIENCY = 0.85, 0.65
 # PCIe of a TPU, and of v6e: jax-ml.github.io/scaling-book/tpus has 1.6e10 and 3.2e10 bytes a
 # second. Nobody measured them here.
 TPU_HOST, V6E_HOST = 16e9, 32e9
 # Of an action's work, beside which its copy travels: of F beside a write, of B beside its own read.
 # Fitted to six compiled steps (docs/offload.md).
 TPU_OVERLAP = (0.7, 0.05)
+GPU: dict[str, Any] = {"efficiency": GPU_EFFICIENCY, "host_overlap": 0.0}
 
 
 @dataclass(frozen=True)
@@ -48,18 +37,11 @@ class Chip:
       domain: the most chips that such links join: of a pod, or of a host with NVLink.
       network: bytes a second of a chip, one way, to chips outside its slice or host.
       efficiency: the share of `flops` that the products of a block reach.
-      passes: of what a block's backward reads through HBM in its forward, beside products; and of
-        float32 logits in the head.
-      keeps_attention: whether what its attention kernel gives can be kept where the rest of a block
-        is computed again: splash attention names it.
-      clock: cycles a second, None where nobody knows them.
-      devices: of JAX, that are one chip.
       host: bytes a second between a chip and its host's memory, one way.
       host_overlap: as of `schedules.Costs`, by the compilers of each platform (docs/offload.md): on
         TPUs they start copies late, on GPUs actions wait for their own.
       host_memory: bytes of its host's memory that fall to a chip, where all chips of a host take
         equal shares; without limit where nobody says.
-      closes: from how many chips on an axis of the torus is a ring, and not a line.
     """
 
     name: str
@@ -71,11 +53,6 @@ class Chip:
     domain: int
     network: float
     efficiency: float = TPU_EFFICIENCY
-    clock: float | None = None
-    devices: int = 1
-    closes: int = 4
-    passes: float = TPU_PASSES
-    keeps_attention: bool = True
     host: float = TPU_HOST
     host_overlap: float | tuple[float, float] = TPU_OVERLAP
     host_memory: float = math.inf
@@ -90,74 +67,29 @@ class Chip:
         return self.link if not self.axes or ranks == 2 else 2 * self.link * axes
 
 
-# Clocks: peak over the operations a cycle of the matrix units. v5e and v5p: 4 of 128 x 128 in each
-# of 1 and 2 cores (cloud.google.com/tpu/docs/v5e, /v5p), two operations a cell. v6e and tpu7x: 2 of
-# 256 x 256 in a core (/v6e, and jax's tpu_info.py), four operations a cell: of a product of 8192
-# cubed their compilers write 369,000 and 423,000 operations a cycle, more than two a cell give.
 # Hosts of TPUs: the memory of the machine types in cloud.google.com/compute/docs/tpus/tpu-machines,
 # for each of their chips: ct5p-hightpu-4t has 448 GB, ct6e-standard-4t 720 and -8t 1440,
 # tpu7x-standard-4t 960; ct4p-hightpu-4t 407 and ct5lp-hightpu-4t 192 (of cloud.google.com/tpu).
-# Rings: jax-ml.github.io/scaling-book/tpus: axes of a multiple of 4 chips, of 16 on v5e and v6e.
 _TABLE = (
-    # cloud.google.com/tpu/docs/v4: peak, HBM, pod. Links, clock: Jouppi et al., "TPU v4", ISCA
-    # 2023, table 4 (6 links of 50 GB/s, 1050 MHz). Network: not published, taken as v5p's.
-    Chip(
-        "v4", 275e12, 32 * GIB, 1200e9, 50e9, 3, 4096, 6.25e9, clock=1.05e9, host_memory=407e9 / 4
-    ),
+    # cloud.google.com/tpu/docs/v4: peak, HBM, pod. Links: Jouppi et al., "TPU v4", ISCA 2023,
+    # table 4 (6 links of 50 GB/s). Network: not published, taken as v5p's.
+    Chip("v4", 275e12, 32 * GIB, 1200e9, 50e9, 3, 4096, 6.25e9, host_memory=407e9 / 4),
     # cloud.google.com/tpu/docs/v5e: 400 GB/s of ICI both ways over 4 ports; 6.4 Tb/s of network for
     # 256 chips.
-    Chip(
-        "v5e",
-        197e12,
-        16 * GB,
-        819e9,
-        50e9,
-        2,
-        256,
-        3.125e9,
-        clock=1.5e9,
-        closes=16,
-        host_memory=48e9,
-    ),
+    Chip("v5e", 197e12, 16 * GB, 819e9, 50e9, 2, 256, 3.125e9, host_memory=48e9),
     # cloud.google.com/tpu/docs/v5p: 1200 GB/s of ICI both ways over 6 ports; 50 Gb/s of network;
     # jobs of up to 6144 chips. HBM is called 95 GiB there, and 95 GB elsewhere: the smaller.
-    Chip("v5p", 459e12, 95 * GB, 2765e9, 100e9, 3, 6144, 6.25e9, clock=1.75e9, host_memory=112e9),
+    Chip("v5p", 459e12, 95 * GB, 2765e9, 100e9, 3, 6144, 6.25e9, host_memory=112e9),
     # cloud.google.com/tpu/docs/v6e and /tpu7x (which compares): 800 GB/s of ICI both ways over 4
     # ports; 100 Gb/s of network.
-    Chip(
-        "v6e",
-        918e12,
-        32 * GB,
-        1638e9,
-        100e9,
-        2,
-        256,
-        12.5e9,
-        clock=1.75e9,
-        closes=16,
-        passes=V6E_PASSES,
-        host=V6E_HOST,
-        host_memory=128e9,
-    ),
-    # cloud.google.com/tpu/docs/tpu7x: a chip, of two devices; 1200 GB/s both ways, 3D torus.
-    Chip(
-        "tpu7x",
-        2307e12,
-        192 * GB,
-        7380e9,
-        100e9,
-        3,
-        9216,
-        12.5e9,
-        clock=2.2e9,
-        devices=2,
-        host_memory=240e9,
-    ),
+    Chip("v6e", 918e12, 32 * GB, 1638e9, 100e9, 2, 256, 12.5e9, host=V6E_HOST, host_memory=128e9),
+    # cloud.google.com/tpu/docs/tpu7x: a chip, of two devices of JAX; 1200 GB/s both ways, 3D torus.
+    Chip("tpu7x", 2307e12, 192 * GB, 7380e9, 100e9, 3, 9216, 12.5e9, host_memory=240e9),
     # NVIDIA's datasheets, SXM, dense: NVLink 900 and 600 GB/s both ways, 8 in a host; network of
     # DGX H100 (400 Gb/s a GPU) and DGX A100 (200 Gb/s a GPU). Hosts: PCIe Gen5 and Gen4, 128 and 64
     # GB/s both ways; 2 TB of memory for 8 GPUs.
-    Chip("h100", 989e12, 80 * GB, 3350e9, 450e9, 0, 8, 50e9, host=64e9, host_memory=250e9, **_GPU),
-    Chip("a100", 312e12, 80 * GB, 2039e9, 300e9, 0, 8, 25e9, host=32e9, host_memory=250e9, **_GPU),
+    Chip("h100", 989e12, 80 * GB, 3350e9, 450e9, 0, 8, 50e9, host=64e9, host_memory=250e9, **GPU),
+    Chip("a100", 312e12, 80 * GB, 2039e9, 300e9, 0, 8, 25e9, host=32e9, host_memory=250e9, **GPU),
 )
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in _TABLE}
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from pipeline.cli.options import UNFIT_EXIT, Parser, add_command, say, whole
 from pipeline.planner import CHIPS, MODELS, DoesNotFitError, plan
-from pipeline.planner.experts import DISPATCHES
-from pipeline.planner.makespan import CLOCKS
+from pipeline.planner.clock import CLOCKS
+from pipeline.planner.layout import DISPATCHES
+from pipeline.planner.search import GONE
 
 ABOUT = """Find how to train a decoder on chips that need not be there, by arithmetic.
 
 Prints the quickest layouts, what limits each and why the others lost; says so where no pipeline is
 best. The page on the planner, in the documentation, says what is counted.
 """
-TRIED = " that are tried, or auto for all that divide (1)"
 EPILOG = """examples:
   python -m pipeline plan --model llama-70b --devices 512 --chip v5p --batch 1024 --seq 8192
   python -m pipeline plan --model config.json --devices 64 --chip h100 --batch 256 --seq 4096 \\
@@ -63,22 +63,22 @@ def add(sub: Any, name: str) -> Parser:
         metavar="X",
         help="load of the busiest expert over the mean (1.25)",
     )
-    add(
-        "--chunk",
-        type=whole(1),
-        metavar="N",
-        help="tokens of a rank that experts take at a time (all)",
-    )
     about = "auto: stashes in host memory are tried where memory is short (not tried)"
     add("--offload", choices=["auto"], help=about)
-    add("--context", nargs="+", metavar="R", help=f"sizes of the axis context{TRIED}")
-    add("--num-slices", nargs="+", metavar="N", help=f"numbers of slices of a sequence{TRIED}")
+    add(
+        "--context",
+        nargs="+",
+        metavar="R",
+        help="sizes of the axis context that are tried, or auto for all that divide (1)",
+    )
+    for gone in GONE:  # refused by `plan`, with what to do instead
+        add(f"--{gone.replace('_', '-')}", nargs="+", help=argparse.SUPPRESS)
     add("--out", type=Path, metavar="FILE", help="write the best as TOML for ParallelConfig")
     return parser
 
 
 def sizes(words: list[str] | None) -> Any:
-    """Sizes as `plan` takes them: numbers, "auto" or None; what is neither `plan` refuses."""
+    """Sizes as `plan` takes them: numbers, "auto" or None; `plan` refuses all else."""
     if words is None or words == ["auto"]:
         return words and "auto"
     return [int(word) if word.isdigit() else word for word in words]
@@ -87,15 +87,16 @@ def sizes(words: list[str] | None) -> Any:
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Print a plan; returns the exit code."""
     wanted = ["model", "devices", "chip", "batch", "seq", "slices", "clock", "efficiency"]
-    wanted += ["dispatch", "imbalance", "chunk", "offload"]
+    wanted += ["dispatch", "imbalance", "offload"]
+    wanted += [name for name in GONE if getattr(options, name) is not None]
     try:
-        cuts = {name: sizes(getattr(options, name)) for name in ("context", "num_slices")}
-        plans = plan(**{name: getattr(options, name) for name in wanted}, **cuts)
+        given = {name: getattr(options, name) for name in wanted}
+        plans = plan(**given, context=sizes(options.context))
         if options.out is not None:
             plans.write(options.out)
     except DoesNotFitError as error:
         parser.exit(UNFIT_EXIT, f"{parser.prog}: {error}\n")
-    except (ValueError, OSError) as error:
+    except (TypeError, ValueError, OSError) as error:
         parser.error(str(error))
     say(str(plans))
     return 0

@@ -1,16 +1,21 @@
 """A planner for chips that need not be there: mesh, schedule and remat for a model, with reasons.
 
-Here live a table of chips, the sizes of models, what a step costs by arithmetic, and the search
-over ways to lay it out. Nothing here traces, compiles or knows a device, and nothing is measured:
-what `pipeline.insight.forecast` reads off a traced step and what a calibration times are truer, and
-later.
+The rooms are a table of models, what a step costs by arithmetic, and the search over ways to lay it
+out. Nothing here traces, compiles or knows a device: a forecast (`pipeline.insight.forecast`) and a
+calibration are more exact, and need the model itself.
 """
 
-from pipeline.base.chips import CHIPS, Chip
-from pipeline.planner.experts import ExpertSizes, LatentSizes
-from pipeline.planner.models import MODELS, ModelSizes
-from pipeline.planner.plans import DoesNotFitError, Plans
-from pipeline.planner.search import plan
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.base.imports import exports
+
+if TYPE_CHECKING:
+    from pipeline.base.chips import CHIPS, Chip
+    from pipeline.planner.models import MODELS, ExpertSizes, LatentSizes, ModelSizes
+    from pipeline.planner.plans import DoesNotFitError, Plans
+    from pipeline.planner.search import plan
 
 __all__ = [
     "CHIPS",
@@ -23,3 +28,13 @@ __all__ = [
     "Plans",
     "plan",
 ]
+
+__getattr__ = exports(
+    __name__,
+    {
+        "pipeline.base.chips": "CHIPS Chip",
+        "pipeline.planner.models": "ExpertSizes LatentSizes MODELS ModelSizes",
+        "pipeline.planner.plans": "DoesNotFitError Plans",
+        "pipeline.planner.search": "plan",
+    },
+)

@@ -1,10 +1,8 @@
-"""Time of a layout's step, by arithmetic: seconds by use.
+"""Seconds of a layout's step, by a roofline: products, passes through HBM, bytes over links.
 
 Letters as in `pipeline.planner.layout`. Bytes of collectives are those of docs/communication.md,
-for sequence parallelism.
-
-No latency is counted, and of a pipeline's collectives over `tensor` and `data` nothing hides behind
-work; those of FSDP alone hide as far as they can, so a pipeline must beat it at its best.
+for sequence parallelism. No latency is counted, and of a pipeline's collectives nothing hides
+behind work; those of FSDP alone hide as far as they can, so a pipeline must beat it at its best.
 """
 
 from __future__ import annotations
@@ -12,62 +10,53 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from pipeline.planner.experts import Dispatched
+from pipeline.planner.clock import makespan, windows_of
 from pipeline.planner.layout import (
     BUT_ATTENTION,
+    COMPUTE_BYTES,
+    CONTEXT,
     GATHERED,
     MLP,
     WEIGHT,
     MeshLayout,
     PlannedJob,
     layers_of_stages,
-    parameters_alone,
     parameters_of,
 )
-from pipeline.planner.makespan import makespan, windows_of
-from pipeline.planner.memory import (
-    alone_bytes,
-    left_alone,
-    moment_bytes,
-    pipeline_bytes,
-    stash_bytes,
-)
-from pipeline.planner.models import COMPUTE_BYTES
-from pipeline.planner.sequences import (
-    SequenceCut,
-    attention_seconds,
-    sent_bytes,
-    sent_seconds,
-    shares,
-    with_lengths,
-)
+from pipeline.planner.memory import bytes_of, columns_of, left_bytes, moment_bytes, stash_bytes
+from pipeline.planner.models import ModelSizes
 from schedules import Costs
 from schedules.clocks.hosted import Keep
 from schedules.core.costs import is_last_forward_free
 
-# Of peak, in attention kernels: assumed in docs/tpu.md too, and measured nowhere.
-ATTENTION_EFFICIENCY = 0.5
-# I and W together, over B: cycles of the v5e compiler, docs/schedules.md.
+# The mean error of a predicted step against 21 published ones, 13 by MaxText on v5p and v6e and 8
+# by Megatron on A100 (`python -m bench.recipes`, and a test). Plans nearer than this are equal.
+ERROR = 0.10
+# Passes through HBM, in F, of what a block's backward reads, for norms, rotary positions, SwiGLU
+# and layouts; in B twice as many, for values and gradients; of float32 logits, as many in the head.
+# Fitted with `Chip.efficiency` to those 21 steps.
+PASSES = 6.0
+# Share of peak of attention kernels, and their products of scores or values in F and B: splash
+# attention has two kernels in its backward, which each form the scores and their gradients again.
+# From .4 to .6 the error above is equal.
+ATTENTION_EFFICIENCY, ATTENTION_PRODUCTS = 0.5, (2, 7)
+# I and W together, over B: cycles of the v5e compiler (docs/schedules.md).
 SPLIT = 1.10
-# How often what a block sends over `tensor` or `expert` in F is sent in all; 3 where blocks run
-# again, 2.25 where their MLPs do.
-PASSES: dict[str | None, float] = {None: 2, GATHERED: 2.5, MLP: 2.25}
-# Of a block's backward, beside which the next block's activations come back without a pipeline:
-# assumed. Programs of recipes hide less for 8B, and nearly as much for 70B (docs/tpu.md).
+# The part of a block's backward that hides a copy from host memory without a pipeline; assumed for
+# MaxText's steps above. In a pipeline `Chip.host_overlap` says it.
 NEXT_BLOCK = 1 / 3
-# Passes through HBM of B, and of a block that is computed again, over those of F (docs/planner.md).
-BACKWARD_PASSES, AGAIN_PASSES = 2.0, 0.6
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated time of a layout's step.
+    """Estimated time and memory of a layout's step.
 
     Attributes:
       layout: which.
-      seconds: of a step, by what they go to: compute, recompute, bubble, tensor, expert, context,
-        data, update.
+      seconds: of a step, by what they go to: compute, recompute, bubble, host, tensor, expert,
+        context, data, update.
       bytes: on the fullest chip, by what they hold.
       bound: whether the bubble is left out.
     """
@@ -94,307 +83,243 @@ def mfu(job: PlannedJob, step: float) -> float:
     return tokens * job.model.step_operations(job.seq) / (job.devices * job.chip.flops * step)
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Seconds of one block on a microbatch, of head and lookup, and of what it sends beside.
+# --- one block
 
-    With slices those of a slice on average.
+
+class Repeated(NamedTuple):
+    """Shares of a forward that a backward computes and sends again."""
+
+    compute: float = 0.0
+    attention: float = 0.0
+    tensor: float = 0.0
+    expert: float = 0.0
+    context: float = 0.0
+
+
+def repeated(model: ModelSizes, remat: str | None) -> Repeated:
+    """Find what a remat repeats; a block spares its last product, which no gradient needs.
+
+    With "mlp" that is attention's last product and the MLP, so one of four exchanges over `tensor`.
+    """
+    spared = model.last_matrix / model.active_matrices
+    kept = (model.attention_matrices - model.width * model.attended) / model.active_matrices
+    return {
+        None: Repeated(),
+        GATHERED: Repeated(tensor=0.5),
+        MLP: Repeated(1 - spared - kept, tensor=0.25, expert=1.0),
+        BUT_ATTENTION: Repeated(1 - spared, 0.0, 1.0, 1.0, 1.0),
+        "block": Repeated(1 - spared, 1.0, 1.0, 1.0, 1.0),
+        "stage": Repeated(1.0, 1.0, 1.0, 1.0, 1.0),
+    }[remat]
+
+
+class BlockSeconds(NamedTuple):
+    """Seconds of one block in one action, of head and lookup, and of what they send.
+
+    Attributes:
+      f, i, w, b: forward, halves of the backward, and a whole one, where nothing repeats.
+      again: what the backward computes again.
+      sent: of F, and of B with what it repeats, by mesh axis.
+      head, embed: the head, forward and backward, and one lookup.
+      head_sent: what the head sends over `tensor`.
     """
 
     f: float
     i: float
     w: float
     b: float
-    again: float  # F in its backward, which has no use for what the last product gives
-    mlp: float  # F of the MLP in its backward, likewise
-    scores: float  # of F, attention
-    scores_back: float  # of B, likewise
-    tensor: float  # of one pass
-    expert: float  # of one pass
-    context: float  # of F
-    context_back: float  # of B without what it computes again
-    parts: float  # F of experts that take tokens in parts, again in their backward
+    again: float
+    sent: Mapping[str, tuple[float, float]]
     head: float
-    head_tensor: float
     embed: float
+    head_sent: float
 
-    @property
-    def sends(self) -> float:
-        """Seconds of F, over all axes."""
-        return self.tensor + self.expert + self.context
 
-    @property
-    def sends_back(self) -> float:
-        """Seconds of B, over all axes."""
-        return self.tensor + self.expert + self.context_back
+def block_of(job: PlannedJob, layout: MeshLayout) -> BlockSeconds:
+    """Estimate a block of a layout."""
+    sizes = {"rows": layout.rows, "remat": layout.remat, "context": layout.context}
+    one = MeshLayout(1, 1, layout.tensor, experts=layout.experts, **sizes)  # type: ignore[arg-type]
+    return _block(job, one, links_of(job, layout).tensor)
 
 
 @functools.lru_cache(maxsize=4096)
-def _block(
-    job: PlannedJob, rows: int, tensor: int, ring: float, experts: Dispatched, cut: SequenceCut
-) -> _Block:
-    model, chip = job.model, job.chip
-    tokens = rows * job.seq / cut.parts
+def _block(job: PlannedJob, layout: MeshLayout, link: float) -> BlockSeconds:
+    model, hbm, experts = job.model, job.chip.hbm_bandwidth, layout.experts
+    tokens, again = layout.tokens(job.seq), repeated(model, layout.remat)
     activation = COMPUTE_BYTES * tokens * model.width
-    part = (tensor - 1) / tensor
-    passing = 4 * part * activation / ring
-    head_tensor = 2 * part * activation / ring
-    sent = (sent_seconds(cut, n, chip) for n in sent_bytes(model, cut, rows, job.seq, tensor))
-    context, context_back = sent
-    dispatch = 0.0 if model.experts is None else experts.seconds(model.experts, activation, chip)
-    if job.costs:
-        # Of the next smaller microbatch that was measured, in proportion.
-        known = [one for one in job.costs if one[0] <= rows] or [job.costs[0]]
-        count, costs = known[-1]
-        f, i, w, head, embed = (
-            float(getattr(costs, name)) * rows / count / tensor
-            for name in ("f", "i", "w", "head", "embed")
-        )
-        b = i + w if costs.b is None else float(costs.b) * rows / count / tensor  # type: ignore[arg-type]
-        parts = experts.passes * f  # not measured apart: all of it
-        over = passing, dispatch, context, context_back, parts
-        return _Block(f, i, w, b, f, f, 0.0, 0.0, *over, head, head_tensor, embed)
-    rate = chip.flops * job.efficiency * tensor
+    gathered = (layout.tensor - 1) * activation / link
+    dispatch, exchange = _exchanges(job, layout)
+    sent = {
+        "tensor": (4 * gathered, 4 * (1 + again.tensor) * gathered),
+        "expert": (dispatch, (1 + again.expert) * dispatch),
+        CONTEXT: (exchange, (1 + again.context) * exchange),
+    }
+    if job.costs:  # of the next smaller microbatch, scaled; what repeats is all of the block
+        count, costs = ([one for one in job.costs if one[0] <= layout.rows] or job.costs[:1])[-1]
+        names = ("f", "i", "w", "b", "head", "embed")
+        taken = [costs.i + costs.w if (x := getattr(costs, n)) is None else x for n in names]  # type: ignore[operator]
+        f, i, w, b, head, embed = (x * layout.rows / count / layout.tensor for x in taken)
+        more = f if again.compute else 0.0
+        return BlockSeconds(f, i, w, b, more, sent, head, embed, 2 * gathered)
+    rate = job.chip.flops * job.efficiency
     multiplied = float(model.active_matrices)
-    if model.experts is not None:  # of the rank with the busiest expert
-        load = experts.load(model.experts, job.imbalance)
-        multiplied = model.whole_matrices + load * model.chosen_matrices
+    if model.experts is not None:  # on the rank with the busiest expert
+        chosen = model.active_matrices - model.whole_matrices
+        multiplied = model.whole_matrices + experts.load(model.experts, job.imbalance) * chosen
     product = 2 * multiplied * tokens / rate
-    rates = {"efficiency": ATTENTION_EFFICIENCY if cut.by_kernel else job.efficiency}
-    scores, scores_back = attention_seconds(model, chip, cut, tokens / tensor, job.seq, **rates)
-    held = model.whole_matrices / tensor + model.expert_matrices / experts.ranks
-    weights = held / chip.hbm_bandwidth  # seconds to read one byte of each
-    read = model.plain_residuals(replace(experts, part=1.0)) * tokens / tensor
-    passes = chip.passes * read / chip.hbm_bandwidth
-    logits = chip.passes * 4 * model.vocabulary * tokens / tensor / chip.hbm_bandwidth
-    last = model.last_matrix / model.active_matrices  # of the products
-    through = max(product, COMPUTE_BYTES * weights)
-    mixed = 0.0  # of the products, experts
-    if model.experts is not None:
-        mixed = load * model.chosen_matrices / multiplied
-    f = through + passes + scores
-    i = through + BACKWARD_PASSES * passes + scores_back
-    w = max(product, 2 * WEIGHT * weights)  # sums of gradients are read and written
-    return _Block(
+    held = model.whole_matrices / layout.tensor + model.expert_matrices / experts.ranks
+    reading = COMPUTE_BYTES * held / hbm  # no product is faster than its weights
+    passing = PASSES * COMPUTE_BYTES * columns_of(model, experts).read * tokens / hbm
+    scores, scores_back = (
+        n * model.scores(job.seq) / 2 * tokens / (job.chip.flops * ATTENTION_EFFICIENCY)
+        for n in ATTENTION_PRODUCTS
+    )
+    plain = max(product, reading) + passing
+    f, i = plain + scores, plain + passing + scores_back
+    w = max(product, 2 * WEIGHT / COMPUTE_BYTES * reading)  # reads and writes sums of gradients
+    more = again.compute * plain + again.attention * scores
+    logits = PASSES * 4 * model.vocabulary * tokens / hbm
+    return BlockSeconds(
         f=f,
         i=SPLIT * i,
         w=SPLIT * w,
         b=i + w,
-        again=(1 - last) * through + AGAIN_PASSES * passes + scores,
-        mlp=model.mlp_share[0] * through + model.mlp_share[1] * AGAIN_PASSES * passes,
-        scores=scores,
-        scores_back=scores_back,
-        tensor=passing,
-        expert=dispatch,
-        context=context,
-        context_back=context_back,
-        parts=experts.passes * mixed * (through + AGAIN_PASSES * passes),
+        again=more,
+        sent=sent,
         head=3 * 2 * model.table * tokens / rate + logits,
-        head_tensor=head_tensor,
-        embed=4 * activation / tensor / chip.hbm_bandwidth,
+        embed=4 * activation / hbm,
+        head_sent=2 * gathered,
     )
 
 
-@dataclass(frozen=True)
-class _Links:
-    """Bytes a second of each axis within a slice."""
+def _exchanges(job: PlannedJob, layout: MeshLayout) -> tuple[float, float]:
+    """Seconds of a block's exchanges over `expert` and `context`, forward; no work hides them."""
+    experts, at, R = job.model.experts, layout.experts, layout.context
+    dispatch = exchange = 0.0
+    if experts is not None and at.ranks > 1:
+        size = COMPUTE_BYTES * layout.tokens(job.seq) * job.model.width
+        if at.way == "gather":  # an all-gather of tokens and a reduce-scatter of sums
+            dispatch = 2 * (at.ranks - 1) * size / job.chip.ring()
+        else:
+            dispatch = 2 * all_to_all(job, size * experts.top_k * at.capacity, at.ranks)
+    if R > 1:
+        exchange = all_to_all(job, R / (R - 1) * context_bytes(job, layout), R)
+    return dispatch, exchange
+
+
+def context_bytes(job: PlannedJob, layout: MeshLayout) -> float:
+    """Bytes that a rank sends over `context` in one block's F, and again in its B.
+
+    As `pipeline.layers.context_bytes` counts Ulysses: queries and results of all heads, keys and
+    values, of which each rank has at least one head.
+    """
+    model, R, T = job.model, layout.context, layout.tensor
+    heads = model.heads + T * max(model.kv_heads // T, R)
+    columns = 2 * heads * (model.queries // model.heads)
+    return (R - 1) / R * COMPUTE_BYTES * columns * layout.tokens(job.seq)
+
+
+def all_to_all(job: PlannedJob, size: float, ranks: int) -> float:
+    """Seconds in which every rank sends each other rank one part of so many bytes.
+
+    In a ring a message passes a quarter of it on average, and both directions are used.
+    """
+    if not job.chip.axes:
+        return (ranks - 1) / ranks * size / job.chip.link
+    return ranks / 4 * size / job.chip.ring()
+
+
+# --- links
+
+
+class Links(NamedTuple):
+    """Bytes a second of each axis; those of `data` and `tensor` within a slice."""
 
     data: float
     stage: float
     tensor: float
 
 
-def _block_of(job: PlannedJob, layout: MeshLayout, links: _Links) -> _Block:
-    sizes = layout.rows, layout.tensor, links.tensor
-    return _block(job, *sizes, layout.experts, layout.cut)
-
-
-def _links(job: PlannedJob, layout: MeshLayout) -> _Links:
-    """Axes of the torus: one for each of the others as long as there are, the rest for `data`."""
-    chip, left = job.chip, job.chip.axes
-    if not left:
-        return _Links(chip.link, chip.link, chip.link)
-    has_stage = layout.stage > layout.stage_slices
-    has_data = layout.data > layout.data_slices
-    left -= has_stage + (layout.experts.ranks > 1) + (layout.cut.ranks > 1)
-    tensor = 1 if has_data else max(1, left)
+def links_of(job: PlannedJob, layout: MeshLayout) -> Links:
+    """Assign torus axes to mesh axes: one to each, and those that are left to `data`."""
+    chip, left, inside = job.chip, job.chip.axes, layout.stage // layout.stage_slices
+    left -= (inside > 1) + (layout.experts.ranks > 1) + (layout.context > 1)
+    tensor = 1 if layout.data > layout.data_slices else max(1, left)
     left -= tensor if layout.tensor > 1 else 0
-    inside = layout.stage // layout.stage_slices
-    return _Links(
-        chip.ring(max(1, left)), chip.ring(ranks=inside), chip.ring(tensor, layout.tensor)
-    )
+    stage = chip.ring(ranks=inside) if layout.stage_slices == 1 else chip.network
+    return Links(chip.ring(max(1, left)), stage, chip.ring(tensor, layout.tensor))
 
 
-def _gather(size: float, inside: int, outside: int, link: float, network: float) -> float:
-    """Seconds of an all-gather or reduce-scatter: between slices each chip has its part alone."""
-    seconds = (inside - 1) / inside * size / link
-    return seconds + (outside - 1) / outside * size / inside / network
-
-
-def _shared(
-    job: PlannedJob, layout: MeshLayout, links: _Links, whole: float, own: float, *, across: int = 0
-) -> float:
+def _shared(job: PlannedJob, layout: MeshLayout, each: tuple[float, float, float]) -> float:
     """Seconds of an all-gather or reduce-scatter of weights over the ranks with rows of their own.
+
+    Ranks of `data` divide experts, and with those of `expert` all other weights; so do the ranks of
+    `context` without a pipeline. Between slices each chip sends its own part.
 
     Args:
       job: what is trained.
       layout: how.
-      links: of the slice.
-      whole: bytes that the ranks of `expert` share too.
-      own: bytes that only those of `data` share.
-      across: slices that share; all along `data` by default.
+      each: bytes of a parameter of blocks, of experts and of ends.
     """
-    inside, outside = layout.data // layout.data_slices, across or layout.data_slices
-    network = job.chip.network
-    if layout.schedule is None:  # which shards over `context` too
-        inside *= layout.cut.ranks
-    return _gather(whole, inside * layout.experts.ranks, outside, links.data, network) + _gather(
-        own, inside, outside, links.data, network
-    )
+    outside = 1 if layout.data_parallel == "hsdp" else layout.data_slices
+    inside = layout.data // layout.data_slices
+    inside *= layout.context if layout.schedule is None else 1
+    link, E, found = links_of(job, layout).data, layout.experts.ranks, 0.0
+    held = parameters_of(job.model, layout)
+    for number, times, ranks in zip(held, each, (inside * E, inside, inside * E), strict=True):
+        found += (ranks - 1) / ranks * times * number / link
+        found += (outside - 1) / outside * times * number / ranks / job.chip.network
+    return found
 
 
-def _messages(
-    job: PlannedJob, layout: MeshLayout, activation: float
-) -> float | tuple[tuple[float, ...], ...]:
-    """Seconds of a message between ranks of stages."""
-    size = activation / layout.tensor
-    near, far = size / job.chip.link, size / job.chip.network
-    if layout.stage_slices == 1:
-        return near
-    S, each = layout.stage, layout.stage // layout.stage_slices
-    return tuple(tuple(near if a // each == b // each else far for b in range(S)) for a in range(S))
+# --- a step
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """Seconds of one stage on one microbatch, FSDP's gathers included, and of head and lookup.
-
-    With slices those of a slice on average.
-    """
-
-    f: float
-    i: float
-    b: float
-    w: float
-    head: float
-    embed: float
-    gather: float
+def _stage(block: BlockSeconds, n: float) -> tuple[float, float, float, float]:
+    """Seconds of F, I, B and W of n layers, with what they send."""
+    forward, backward = map(sum, zip(*block.sent.values(), strict=True))
+    more = n * (block.again + backward)
+    return n * (block.f + forward), n * block.i + more, n * block.b + more, n * block.w
 
 
-def _stage(job: PlannedJob, layout: MeshLayout, links: _Links, block: _Block, n: float) -> _Stage:
-    """Estimate a stage of n layers."""
-    S, T, V = layout.stage, layout.tensor, layout.chunks
-    gather = 0.0
-    if layout.data_parallel == "fsdp":
-        model, each = job.model, WEIGHT * job.model.layers / (S * V)
-        whole = each * (model.block - model.expert_matrices) / T
-        own = each * model.expert_matrices / layout.experts.ranks
-        gather = _shared(job, layout, links, whole, own)
-    forward = n * (block.f + block.sends)
-    beside = n * block.sends_back + _again(layout, block, n) + gather
-    over_tensor, words = _head_sends(job, layout, links, block)
-    return _Stage(
-        f=forward + gather,
-        i=n * block.i + beside,
-        b=n * block.b + beside,
-        w=n * block.w,
-        head=block.head + over_tensor + S * words,  # of words on all ranks each does 1/S, sends all
-        embed=block.embed,
-        gather=gather,
-    )
-
-
-def _again(layout: MeshLayout, block: _Block, n: float) -> float:
-    """Seconds of what the backward of n blocks computes again."""
-    parts = n * (block.parts + layout.experts.passes * block.expert)
-    if layout.remat is None:
-        return parts
-    if layout.remat == GATHERED:
-        return parts + n * (PASSES[GATHERED] - PASSES[None]) * block.tensor  # experts' are kept
-    if layout.remat == "stage":  # all but the last of its blocks give what the next begins with
-        return parts + (n - 1) * block.f + block.again + n * block.sends
-    if layout.remat == MLP:
-        return parts + n * block.mlp
-    kept = block.scores if layout.remat == BUT_ATTENTION else 0.0
-    return parts + n * (block.again - kept + block.sends)
-
-
-def _head_sends(
-    job: PlannedJob, layout: MeshLayout, links: _Links, block: _Block
-) -> tuple[float, float]:
-    """Seconds of what a microbatch's head sends over `tensor`, and of what all of `stage` do."""
-    if layout.vocabulary == "stage":
-        return 0.0, _words(job, layout, links)
-    return block.head_tensor, 0.0
-
-
-def _words(job: PlannedJob, layout: MeshLayout, links: _Links) -> float:
-    """Seconds that all ranks of `stage` exchange on the words of a microbatch.
-
-    Ranks of `tensor` have positions of their own.
-    """
-    S, tokens = layout.stage, layout.tokens(job.seq) / layout.tensor
+def _words(job: PlannedJob, layout: MeshLayout) -> float:
+    """Seconds that all ranks of `stage` exchange on the words of a microbatch, if they share."""
+    S, tokens = layout.stage, layout.tokens(job.seq)
     activation = COMPUTE_BYTES * tokens * job.model.width
     sent = 4 * 2 * (S - 1) / S * activation + (S - 1) * 12 * tokens
-    return sent / (links.stage if layout.stage_slices == 1 else job.chip.network)
+    return sent / links_of(job, layout).stage if layout.shares_words else 0.0
 
 
 def _skips(layout: MeshLayout) -> bool:
-    """Tell whether the last stage's F computes nothing; of slices it leaves keys and values."""
-    if layout.cut.slices > 1:
-        return False
-    return is_last_forward_free(
-        recomputes=layout.remat == "stage", shares_head=layout.vocabulary == "stage", writes=False
-    )
+    """Tell whether the last stage's F computes nothing."""
+    words, again = layout.shares_words, layout.remat == "stage"
+    free = is_last_forward_free(recomputes=again, shares_head=words, writes=False)
+    return layout.schedule is not None and free
 
 
 def stage_costs(job: PlannedJob, layout: MeshLayout) -> Costs:
     """Durations of a pipeline's actions, in seconds."""
-    links, N = _links(job, layout), layout.cut.slices
-    block = _block_of(job, layout, links)
-    activation = COMPUTE_BYTES * layout.tokens(job.seq) * job.model.width
-    counts = layers_of_stages(job.model.layers, layout.stage * layout.chunks)
-    stages = [_stage(job, layout, links, block, n) for n in counts]
-    f = [one.f for one in stages]
+    S, block = layout.stage, block_of(job, layout)
+    counts = layers_of_stages(job.model.layers, S * layout.chunks)
+    f, i, b, w = map(list, zip(*(_stage(block, n) for n in counts), strict=True))
     if _skips(layout):
         f[-1] = 0.0
-    return Costs(  # of a microbatch, of which a schedule gives each slice its part
-        f=[N * one for one in f],
-        i=[N * one.i for one in stages],
-        w=[N * one.w for one in stages],
-        b=[N * one.b for one in stages],
-        comm=_messages(job, layout, N * activation),
-        head=N * stages[-1].head,
-        embed=N * stages[0].embed,
+    size = COMPUTE_BYTES * layout.tokens(job.seq) * job.model.width
+    near, far, each = size / job.chip.link, size / job.chip.network, S // layout.stage_slices
+    links = [[near if a // each == b // each else far for b in range(S)] for a in range(S)]
+    # Each rank computes 1 / S of words that all share, and sends all that it sends.
+    sent = S * _words(job, layout) if layout.shares_words else block.head_sent
+    return Costs(
+        f=f,
+        i=i,
+        w=w,
+        b=b,
+        comm=near if layout.stage_slices == 1 else links,
+        head=block.head + sent,
+        embed=block.embed,
         host=stash_bytes(job, layout) / job.chip.host if layout.offload else 0.0,
         host_overlap=job.chip.host_overlap,
-        slices=shares(layout.cut, _attention(layout, block)),
     )
-
-
-def _attention(layout: MeshLayout, block: _Block) -> float:
-    """The share of attention in the time of a block's F and B."""
-    runs = 1 if layout.remat in PASSES else 2
-    other = block.f + block.b + (runs - 1) * block.again
-    return (runs * block.scores + block.scores_back) / other
-
-
-def with_equal_slices(job: PlannedJob, layout: MeshLayout) -> MeshLayout | None:
-    """Give the slices of a layout lengths of equal time; None where a kernel does not take them.
-
-    Kernels of TPUs take slices of given lengths where a rank has whole slices of its heads, and the
-    head is on the last rank.
-    """
-    cut = layout.cut
-    if not job.chip.axes or layout.vocabulary == "stage":
-        return None
-    if cut.ranks > 1 and cut.way != "ulysses":
-        return None
-    links = _links(job, layout)
-    whole = replace(layout, cut=replace(cut, slices=1))
-    share = _attention(layout, _block_of(job, whole, links))
-    found = with_lengths(cut, job.seq, layout.tensor, share)
-    return None if found is None else replace(layout, cut=found)
 
 
 def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Estimate:
@@ -405,104 +330,91 @@ def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Est
       layout: how it is spread.
       bound: without the bubble, which is what takes time to find, and without bytes.
     """
-    if layout.schedule is None:
-        return Estimate(
-            layout, _alone(job, layout), {} if bound else alone_bytes(job, layout), bound
-        )
-    S, V, N = layout.stage, layout.chunks, layout.cut.slices
-    units = layout.microbatches * N  # of work, a slice of a microbatch each
-    links = _links(job, layout)
-    block = _block_of(job, layout, links)
-    one = _stage(job, layout, links, block, job.model.layers / (S * V))
-    layers, passes = job.model.layers / S, PASSES.get(layout.remat, 3)
-    over_tensor, words = _head_sends(job, layout, links, block)
-    sizes = layout.schedule, S, V, layout.microbatches
-    skips = _skips(layout)  # the last stage spares a forward, with what it sends
-    spared = one.f * skips
-    ends = one.head + 2 * one.embed
-    work = units * (V * (one.f + one.b) + (ends - spared) / S)
-    if bound:  # the last rank has the head to itself, and layers like all
-        shares = layout.vocabulary == "stage" or job.model.layers % (S * V) > 0
-        last = units * (V * (one.f + one.b) + one.head - spared)
-        whole = work if shares else max(work, last)
-    else:
-        shared = ("embed", "head") if layout.vocabulary == "stage" else ()
-        costs = stage_costs(job, layout)
-        whole = makespan(*sizes, replace(costs, host=0.0), shared, job.clock, N=N)
-    compute = units * (layers * (block.f + block.b) + (block.head + 2 * block.embed) / S)
-    tensor = units * ((passes - skips / (S * V)) * layers * block.tensor + over_tensor / S)
-    again = (2 if layout.remat == GATHERED else passes) + layout.experts.passes
-    runs = 1 if layout.remat in PASSES else 2  # of a forward
-    context = units * (runs - skips / (S * V)) * layers * block.context
-    context += units * layers * block.context_back
-    expert = units * (again - skips / (S * V)) * layers * block.expert
-    gathers = units * ((2 * V - skips / S) * one.gather + words)
-    moved = _in_windows(job, layout, links) if layout.data_parallel == "windows" else 0.0
+    S, V, L = layout.stage, layout.chunks, job.model.layers
+    M, block, words = layout.microbatches, block_of(job, layout), _words(job, layout)
+    skips = _skips(layout) / S  # of forwards, for each rank on average
+    skipped = skips * L / (S * V)
+    own = 0.0 if layout.shares_words else block.head_sent
     seconds = {
-        "compute": compute,
-        # And what halves of backwards add.
-        "recompute": work - compute - tensor - expert - context - gathers,
-        "bubble": whole - work,
-        "tensor": tensor,
-        "expert": expert,
-        "context": context,
-        "data": gathers + moved + _reduce(job, layout, links),
-        "update": _update(job, layout),
+        "compute": L / S * (block.f + block.b) + (block.head + 2 * block.embed) / S,
+        "recompute": L / S * block.again - skipped * block.f,
+        **{axis: (L / S - skipped) * f + L / S * b for axis, (f, b) in block.sent.items()},
+        "data": words,
     }
-    if layout.offload and not bound:
+    seconds["tensor"] += own / S
+    seconds = {what: M * one for what, one in seconds.items()}
+    work = sum(seconds.values())
+    seconds |= {"bubble": 0.0, "host": 0.0, "update": _update(job, layout)}
+    if layout.schedule is None:
+        seconds["data"] = _data_alone(job, layout, work / M)
+        seconds["host"] = _host_alone(job, layout, block) if layout.offload else 0.0
+        return Estimate(layout, seconds, {} if bound else bytes_of(job, layout), bound)
+    seconds["data"] += _data(job, layout)
+    if bound:  # the last rank has the head to itself, and layers like all
+        f, _, b, _ = _stage(block, L / (S * V))
+        last = V * (f + b) + block.head + own - S * skips * f
+        alone = not layout.shares_words and L % (S * V) == 0
+        seconds["bubble"] = max(0.0, M * last - work) if alone else 0.0
+        return Estimate(layout, seconds, {}, bound)
+    costs, orders = stage_costs(job, layout), layout.order
+    shared = ("embed", "head") if layout.shares_words else ()
+    whole = makespan(orders, replace(costs, host=0.0), shared, job.clock)
+    seconds["bubble"] = whole - work
+    if layout.offload:
         keep: Keep = "input" if layout.remat == "stage" else "residuals"
-        moved = makespan(*sizes, costs, shared, job.clock, layout.offload, keep)
-        seconds["host"] = moved - whole
-    return Estimate(layout, seconds, {} if bound else pipeline_bytes(job, layout), bound)
+        hosted = makespan(orders, costs, shared, job.clock, layout.offload, keep)
+        seconds["host"] = hosted - whole
+    return Estimate(layout, seconds, bytes_of(job, layout))
 
 
-def sent_over_context(job: PlannedJob, layout: MeshLayout) -> float:
-    """Bytes that a chip sends over `context` in a step's attention, the mean over ranks of `stage`.
+def _data(job: PlannedJob, layout: MeshLayout) -> float:
+    """Seconds, once a step, of a pipeline: sums of gradients, and new weights that ZeRO-1 gathers.
 
-    Gradients of weights, which are summed over it once a step, come beside.
+    With windows chunks are gathered in bfloat16 and their gradients reduced in float32 as often as
+    the schedule needs; compilers for TPUs hide few of these (docs/kernel.md), so none counts so.
     """
-    forward, backward = sent_bytes(job.model, layout.cut, layout.rows, job.seq, layout.tensor)
-    S, units = layout.stage, layout.microbatches * layout.cut.slices
-    runs = 1.0 if layout.remat in PASSES else 2.0
-    if layout.schedule is not None:
-        runs -= _skips(layout) / (S * layout.chunks)
-    return units * job.model.layers / S * (runs * forward + backward)
+    held, way, R = parameters_of(job.model, layout), layout.data_parallel, layout.context
+    each = (2.0 * WEIGHT,) * 3
+    if way == "windows":
+        _, _, gathers, reduces = windows_of(layout.order)
+        times = (COMPUTE_BYTES * gathers + WEIGHT * reduces) / layout.chunks
+        each = (times, times, WEIGHT + COMPUTE_BYTES)
+    seconds = _shared(job, layout, each)
+    number = sum(held) if way == "replicated" else held.shard(layout.data, layout.experts.ranks)
+    seconds += 2 * (R - 1) / R * WEIGHT * number / job.chip.ring()
+    # The ends are summed over the ranks that have them: over `tensor`, if all share words.
+    links, S, T = links_of(job, layout), layout.stage, layout.tensor
+    ranks, link = (T, links.tensor) if layout.shares_words else (S, links.stage)
+    return seconds + 2 * (ranks - 1) / ranks * WEIGHT * held.ends / layout.rows_ranks / link
 
 
-def _reduce(job: PlannedJob, layout: MeshLayout, links: _Links) -> float:
-    """Seconds, once a step: gradients are summed, and ZeRO-1 gathers new weights."""
-    held, network = parameters_of(job, layout), job.chip.network
-    # Gradients, and new weights.
-    times = WEIGHT * (1 if layout.data_parallel == "fsdp" else 2)
-    whole, own = times * (held.whole + held.ends), times * held.experts
-    if layout.data_parallel == "windows":  # their chunks were moved before
-        whole, own = (WEIGHT + COMPUTE_BYTES) * held.ends, 0.0
-    seconds = _shared(job, layout, links, whole, own)
-    if layout.cut.ranks > 1:  # an all-reduce over `context`, of a shard where there are any
-        is_whole = layout.data_parallel == "replicated"
-        own = held.all if is_whole else held.shards(layout.data, layout.experts.ranks)
-        R = layout.cut.ranks
-        seconds += 2 * (R - 1) / R * WEIGHT * own / job.chip.ring()
-    ends = WEIGHT * held.ends / layout.rows_ranks
-    if layout.vocabulary == "ends":
-        S = layout.stage
-        link = links.stage if layout.stage_slices == 1 else network
-        seconds += 2 * (S - 1) / S * ends / link
-    elif layout.schedule is not None:  # each rank of `tensor` has a sum over its positions
-        T = layout.tensor
-        seconds += 2 * (T - 1) / T * ends / links.tensor
+def _data_alone(job: PlannedJob, layout: MeshLayout, busy: float) -> float:
+    """Seconds of collectives over `data` that a microbatch's work does not hide.
+
+    FSDP gathers bfloat16 weights twice in each microbatch, and reduces bfloat16 gradients once.
+    What happens once a step hides behind the last backward, two thirds of a microbatch.
+    """
+    if layout.data_parallel not in ("fsdp", "hsdp"):
+        once = _shared(job, layout, (2 * WEIGHT,) * 3)
+        return max(0.0, once - busy * 2 / 3)
+    sent = _shared(job, layout, (3 * COMPUTE_BYTES,) * 3)
+    seconds = layout.microbatches * max(0.0, sent - busy)
+    if layout.data_parallel == "hsdp":  # slices sum gradients once
+        outside, held = layout.data_slices, parameters_of(job.model, layout)
+        part = held.shard(layout.data // outside, layout.experts.ranks)
+        once = 2 * (outside - 1) / outside * WEIGHT * part / job.chip.network
+        seconds += max(0.0, once - max(0.0, busy - sent) * 2 / 3)
     return seconds
 
 
-def _in_windows(job: PlannedJob, layout: MeshLayout, links: _Links) -> float:
-    """Seconds of a step in which chunks are gathered in bfloat16, and gradients reduced in float32.
-
-    Compilers for TPUs let most of these stand alone (docs/kernel.md), so none counts as hidden.
-    """
-    held, sizes = parameters_of(job, layout), (layout.stage, layout.chunks, layout.microbatches)
-    _, _, gathers, reduces = windows_of(layout.schedule or "", *sizes)
-    times = (COMPUTE_BYTES * gathers + WEIGHT * reduces) / layout.chunks
-    return _shared(job, layout, links, times * held.whole, times * held.experts)
+def _host_alone(job: PlannedJob, layout: MeshLayout, block: BlockSeconds) -> float:
+    """Seconds of copies to and from host memory that blocks do not hide."""
+    copy = left_bytes(job, layout) / job.chip.host
+    share = Costs(host_overlap=job.chip.host_overlap).overlaps[0]
+    forward, backward = map(sum, zip(*block.sent.values(), strict=True))
+    each = max(0.0, copy - share * (block.f + forward))
+    each += max(0.0, copy - NEXT_BLOCK * (block.b + block.again + backward))
+    return layout.microbatches * job.model.layers * each
 
 
 def _update(job: PlannedJob, layout: MeshLayout) -> float:
@@ -510,65 +422,6 @@ def _update(job: PlannedJob, layout: MeshLayout) -> float:
 
     Moments in host memory come over the host link, all at once, and then go back.
     """
-    alone = layout.schedule is None
-    held = parameters_alone(job, layout) if alone else parameters_of(job, layout)
-    shared = layout.data // (layout.data_slices if layout.data_parallel == "hsdp" else 1)
-    own = held.all
-    if layout.data_parallel != "replicated":
-        own = held.shards(shared, layout.experts.ranks * (layout.cut.ranks if alone else 1))
-    seconds = 7 * WEIGHT * own / job.chip.hbm_bandwidth
-    if layout.host_optimizer:
-        seconds += 2 * moment_bytes(layout, held) / job.chip.host
-    return seconds
-
-
-def _alone(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
-    """Seconds without a pipeline: data and tensor parallelism, collectives beside work."""
-    model, links, M = job.model, _links(job, layout), layout.microbatches
-    block = _block_of(job, layout, links)
-    L = model.layers
-    passes = PASSES.get(layout.remat, 3)
-    compute = M * (L * (block.f + block.b) + block.head + 2 * block.embed)
-    recompute = M * _again(layout, replace(block, tensor=0.0, expert=0.0, context=0.0), L)
-    tensor = M * (L * passes * block.tensor + block.head_tensor)
-    again = 2 if layout.remat is None else 3
-    expert = M * L * (again + layout.experts.passes) * block.expert
-    again = 1 if layout.remat in PASSES else 2
-    context = M * L * (again * block.context + block.context_back)
-    busy = (compute + recompute + tensor + expert + context) / M
-    outside, network = layout.data_slices, job.chip.network
-    held = parameters_alone(job, layout)
-    whole, own = held.whole + held.ends, held.experts
-    if layout.data_parallel in ("fsdp", "hsdp"):
-        # Each microbatch gathers bfloat16 weights twice and reduces bfloat16 gradients once.
-        across = outside if layout.data_parallel == "fsdp" else 1
-        times = 3 * COMPUTE_BYTES
-        sent = _shared(job, layout, links, times * whole, times * own, across=across)
-        data = M * max(0.0, sent - busy)
-        if layout.data_parallel == "hsdp":  # slices sum once, beside the last backward
-            inside = layout.data // outside
-            part = held.shards(inside, layout.experts.ranks)
-            once = 2 * (outside - 1) / outside * WEIGHT * part / network
-            data += max(0.0, once - max(0.0, busy - sent) * 2 / 3)
-    else:
-        times = 2 * WEIGHT
-        once = _shared(job, layout, links, times * whole, times * own)
-        data = max(0.0, once - busy * 2 / 3)
-    host = 0.0
-    if layout.offload:
-        link = left_alone(job, layout) / job.chip.host
-        write, _ = Costs(host_overlap=job.chip.host_overlap).overlaps
-        backward = block.b + block.sends_back + _again(layout, block, 1)
-        host = max(0.0, link - write * (block.f + block.sends))
-        host += max(0.0, link - NEXT_BLOCK * backward)
-    return {
-        "compute": compute,
-        "recompute": recompute,
-        "bubble": 0.0,
-        "host": M * L * host,
-        "tensor": tensor,
-        "expert": expert,
-        "context": context,
-        "data": data,
-        "update": _update(job, layout),
-    }
+    moments = moment_bytes(layout, parameters_of(job.model, layout))
+    seconds = 7 / 2 * moments / job.chip.hbm_bandwidth
+    return seconds + (2 * moments / job.chip.host if layout.host_optimizer else 0.0)

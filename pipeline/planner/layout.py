@@ -1,47 +1,32 @@
-"""The training job, and one way to spread it.
+"""The training job, and one way to spread it over chips.
 
 Letters: S, D, E, R, T ranks on `stage`, `data`, `expert`, `context`, `tensor`; V stages on a rank,
-M microbatches, N slices of each.
+M microbatches, L layers; e experts, k of a token.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipeline.base.chips import Chip
-from pipeline.planner.experts import DISPATCHES, Dispatched
-from pipeline.planner.models import ModelSizes
-from pipeline.planner.sequences import WHOLE_CUT, SequenceCut
+from pipeline.planner.models import ExpertSizes, ModelSizes
 from schedules import Costs
 
-BUT_ATTENTION = "block_but_attention"
-GATHERED = "gathered"
-MLP = "mlp"
-OF_PIPELINES = ("stage", GATHERED)  # what a pipeline does by itself, whatever the model
-ALL_HERE = Dispatched()  # every rank has all experts
-WEIGHT = 4  # bytes of a parameter, of its gradient and of each of Adam's moments
+CONTEXT = "context"  # the axis's name, as `collectives` has it
+DISPATCHES = ("gather", "ragged", "capacity")
+BUT_ATTENTION, GATHERED, MLP = "block_but_attention", "gathered", "mlp"
+WEIGHT = 4  # bytes of a parameter, of its gradient and of each of Adam's moments, float32
+COMPUTE_BYTES = 2  # of an activation, bfloat16
 
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A training job: the model, the batch and the chips.
+    """A training job; attributes are the arguments of `plan`, checked.
 
-    Attributes:
-      model: its sizes.
-      chip: which.
-      devices: chips, equally many in each slice.
-      batch: sequences of a step.
-      seq: their positions.
-      slices: groups of chips that only the network joins; of GPUs, hosts.
-      clock: one of `pipeline.planner.makespan.CLOCKS`.
-      efficiency: of the products of a block, of peak.
-      costs: seconds of one block on so many sequences on one chip, without recomputation, instead:
-        ascending counts, each with its costs.
-      dispatch: ways of taking tokens to experts that are tried.
-      imbalance: load of the busiest expert over the mean.
-      context: sizes of the axis `context` that are tried; None for all that divide.
-      num_slices: numbers of slices of a sequence that are tried; None for all that divide.
-      chunk: tokens of a rank that are taken to experts at a time; None for all.
+    ``costs`` has ascending numbers of sequences, each with the measured costs of a block; it is
+    empty for arithmetic.
     """
 
     model: ModelSizes
@@ -55,14 +40,61 @@ class PlannedJob:
     costs: tuple[tuple[int, Costs], ...] = ()
     dispatch: tuple[str, ...] = DISPATCHES
     imbalance: float = 1.25
-    chunk: int | None = None
-    context: tuple[int, ...] | None = (1,)
-    num_slices: tuple[int, ...] | None = (1,)
+    context: tuple[int, ...] = (1,)
 
     @property
-    def cuts(self) -> bool:
-        """True if sequences may be cut."""
-        return self.context != (1,) or self.num_slices != (1,)
+    def axes(self) -> tuple[str, ...]:
+        """Axes of its meshes."""
+        context = (CONTEXT,) * (self.context != (1,))
+        if self.model.experts is None:
+            return ("data", *context, "stage", "tensor")
+        return ("data", "expert", *context, "stage")
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Experts over E ranks; formulas are those of `pipeline.layers.experts.dispatch`.
+
+    Attributes:
+      ranks: E.
+      way: one of `DISPATCHES`.
+      capacity: factor of "capacity".
+    """
+
+    ranks: int = 1
+    way: str = "gather"
+    capacity: float = 1.0
+
+    def __str__(self) -> str:
+        """The dispatch, as a table of plans has it."""
+        return f"capacity {self.capacity:g}" if self.way == "capacity" else self.way
+
+    def rows(self, experts: ExpertSizes) -> tuple[float, float, float]:
+        """Rows of the model's width for each token of a rank, empty rows included.
+
+        Returns those that its experts multiply, the outputs that it keeps for the backward
+        ("capacity" keeps places and choices), and those that an exchange brings, forward.
+        """
+        E, k = self.ranks, experts.top_k
+        if E == 1:
+            return k, k, 0.0
+        places, ragged = self.capacity * k, E * min(k, experts.number // E)
+        return {
+            "gather": (E * k, E * k, E),
+            "capacity": (places, places + k, places),
+            "ragged": (ragged, k, ragged),
+        }[self.way]
+
+    def load(self, experts: ExpertSizes, imbalance: float) -> float:
+        """Rows on the rank with the busiest expert, over the mean; other experts share the rest."""
+        if self.ranks == 1 or self.way == "capacity":
+            return self.capacity
+        e, local = experts.number, experts.number // self.ranks
+        most = min(imbalance, e)
+        return (most + (local - 1) * (e - most) / (e - 1)) / local
+
+
+ALL_HERE = Dispatched()
 
 
 @dataclass(frozen=True)
@@ -73,25 +105,23 @@ class MeshLayout:
       data: D, without the ranks of `expert`, which have rows of their own too.
       stage: S.
       tensor: T.
-      data_slices: of D, how many lie in slices of their own.
-      stage_slices: of S, likewise.
+      data_slices: number of groups of chips along `data`.
+      stage_slices: number of groups of chips along `stage`.
       schedule: of the pipeline; None where stage is 1.
       chunks: V.
       microbatches: M.
       rows: sequences of a microbatch on a data shard.
-      remat: what is computed again: None; what was "gathered" over tensor ranks is gathered again;
-        each "block" from its input, or "block_but_attention", whose result is kept; the "mlp" of
-        each block; each "stage" from its own.
-      data_parallel: "replicated", "zero1" or "fsdp" (of a pipeline: gathered in every action),
-        "windows", of a pipeline: a chunk's weights and gradients are whole while a rank works on
-        it; or "hsdp": weights over the data shards of a slice.
+      remat: what the backward computes again: None; "gathered", what tensor ranks gathered; each
+        "block" from its input; "block_but_attention", which keeps attention's result; the "mlp" of
+        each block; each "stage" from its input.
+      data_parallel: "replicated" or "zero1"; of a pipeline "windows", where a chunk's weights and
+        gradients are whole while a rank works on it; without one "fsdp" or "hsdp", where weights
+        are divided over all data shards or those of a slice.
       vocabulary: "ends" or "stage".
-      experts: E, and how tokens get there.
-      offload: share of the stashes that lie in host memory; None for none. Without a pipeline it is
-        1, of what blocks keep beside their MLP.
-      host_optimizer: whether the optimizer's state lies in host memory between updates, of a
-        pipeline.
-      cut: of sequences, over ranks of `context` and into slices.
+      experts: E, and the dispatch.
+      offload: share of the stashes in host memory; None for none. Without a pipeline it is 1.
+      host_optimizer: whether a pipeline's optimizer state is in host memory between updates.
+      context: R, by Ulysses.
     """
 
     data: int
@@ -109,48 +139,37 @@ class MeshLayout:
     experts: Dispatched = ALL_HERE
     offload: float | None = None
     host_optimizer: bool = False
-    cut: SequenceCut = WHOLE_CUT
+    context: int = 1
 
     @property
     def uses_host(self) -> bool:
-        """True if anything lies in host memory."""
+        """True if anything is in host memory."""
         return self.offload is not None or self.host_optimizer
-
-    def tokens(self, seq: int) -> float:
-        """Positions of an action on a rank, over the ranks of `tensor`: of a slice of a microbatch.
-
-        Args:
-          seq: positions of a sequence.
-        """
-        return self.rows * seq / self.cut.parts
-
-    def most_tokens(self, seq: int) -> float:
-        """Positions of an action on a rank as of `tokens`, of the longest slice.
-
-        Args:
-          seq: positions of a sequence.
-        """
-        return self.rows * seq * self.cut.largest
 
     @property
     def rows_ranks(self) -> int:
-        """D·E, ranks with rows of their own."""
+        """D E, ranks with rows of their own."""
         return self.data * self.experts.ranks
 
     @property
-    def mesh(self) -> tuple[int, int, int]:
-        """D, S and T."""
-        return self.data, self.stage, self.tensor
+    def shares_words(self) -> bool:
+        """True if all ranks of a pipeline share embedding and head."""
+        return self.vocabulary == "stage"
 
     @property
-    def stage_remat(self) -> str | None:
-        """The value for `Pipeline(remat=)`."""
-        return self.remat if self.remat in OF_PIPELINES else None
+    def order(self) -> tuple[str, int, int, int]:
+        """Name of the schedule, S, V and M."""
+        return self.schedule or "", self.stage, self.chunks, self.microbatches
 
-    @property
-    def by_block(self) -> bool:
-        """True if each block is computed again by itself."""
-        return self.remat in ("block", BUT_ATTENTION, MLP)
+    def sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """Sizes of mesh axes."""
+        found = {"data": self.data, "stage": self.stage, "tensor": self.tensor}
+        found |= {"expert": self.experts.ranks, CONTEXT: self.context}
+        return tuple(found[axis] for axis in axes)
+
+    def tokens(self, seq: int) -> float:
+        """Positions of an action on each rank of `tensor`."""
+        return self.rows * seq / (self.context * self.tensor)
 
 
 def layers_of_stages(layers: int, stages: int) -> list[int]:
@@ -158,17 +177,15 @@ def layers_of_stages(layers: int, stages: int) -> list[int]:
     longest = -(-layers // stages)
     short = longest * stages - layers
     first = short // 2
-    even = stages - short
-    return [longest - 1] * first + [longest] * even + [longest - 1] * (short - first)
+    return [longest - 1] * first + [longest] * (stages - short) + [longest - 1] * (short - first)
 
 
-@dataclass(frozen=True)
-class HeldParameters:
-    """Number of parameters on a rank.
+class Parameters(NamedTuple):
+    """Number of parameters on a rank, before data shards divide them.
 
     Attributes:
-      whole: of its blocks, which all D·E ranks with rows of their own have.
-      experts: of its blocks, which the D ranks of `data` have.
+      whole: of its blocks, equal on all D E ranks with rows of their own.
+      experts: of its blocks, equal on the D ranks of `data`.
       ends: its share of embedding and head.
     """
 
@@ -181,34 +198,16 @@ class HeldParameters:
         """Parameters of its blocks."""
         return self.whole + self.experts
 
-    @property
-    def all(self) -> float:
-        """All of them."""
-        return self.blocks + self.ends
-
-    def shards(self, data: int, ranks: int) -> float:
-        """Number of parameters of a rank's part, where ranks with the same ones share them out.
-
-        Args:
-          data: ranks of `data` that share.
-          ranks: E.
-        """
+    def shard(self, data: int, ranks: int) -> float:
+        """Number of parameters of one shard, where D ranks of `data` and E of `expert` divide."""
         return (self.whole + self.ends) / (data * ranks) + self.experts / data
 
 
-def parameters_of(job: PlannedJob, layout: MeshLayout) -> HeldParameters:
-    """Count the parameters of a pipeline's rank."""
-    model = job.model
-    layers = layout.chunks * -(-model.layers // (layout.stage * layout.chunks))
-    whole = layers * (model.block - model.expert_matrices) / layout.tensor
+@functools.lru_cache(maxsize=8192)
+def parameters_of(model: ModelSizes, layout: MeshLayout) -> Parameters:
+    """Count the parameters of a rank, of a pipeline or without one."""
+    S, V, T = layout.stage, layout.chunks, layout.tensor
+    layers = V * -(-model.layers // (S * V))
+    whole = layers * (model.block - model.expert_matrices) / T
     experts = layers * model.expert_matrices / layout.experts.ranks
-    ends = model.ends / (layout.stage if layout.vocabulary == "stage" else layout.tensor)
-    return HeldParameters(whole, experts, ends)
-
-
-def parameters_alone(job: PlannedJob, layout: MeshLayout) -> HeldParameters:
-    """Count the parameters of a rank without a pipeline, before data shards share them out."""
-    model = job.model
-    experts = (model.layers * model.expert_matrices) / layout.experts.ranks
-    whole = model.layers * (model.block - model.expert_matrices) / layout.tensor
-    return HeldParameters(whole, experts, model.ends / layout.tensor)
+    return Parameters(whole, experts, model.ends / (S if layout.shares_words else T))

@@ -1,7 +1,7 @@
 """Memory of a layout on its fullest chip, by arithmetic: bytes by kind.
 
-A forecast (`pipeline.insight.forecast`) traces one step, in seconds; a search looks at thousands of
-layouts. A test compares the two on Llama 8B and 70B, part by part.
+A forecast (`pipeline.insight.forecast`) reads the same bytes off one traced step, in seconds; a
+search looks at thousands of layouts. Tests compare the two, part by part.
 
 Letters as in `pipeline.planner.layout`. Weights, sums of gradients and Adam's two moments are
 float32, all else bfloat16.
@@ -10,43 +10,35 @@ float32, all else bfloat16.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
+from pipeline.planner.clock import places, windows_of
 from pipeline.planner.layout import (
     BUT_ATTENTION,
+    COMPUTE_BYTES,
     GATHERED,
     MLP,
     WEIGHT,
-    HeldParameters,
+    Dispatched,
     MeshLayout,
+    Parameters,
     PlannedJob,
-    parameters_alone,
     parameters_of,
 )
-from pipeline.planner.makespan import carry_places, places, windows_of
-from pipeline.planner.models import COMPUTE_BYTES
-from pipeline.planner.sequences import (
-    WIDE,
-    carry_bytes,
-    gathered_bytes,
-    kept_bytes,
-    score_bytes,
-)
+from pipeline.planner.models import ModelSizes
 
+WIDE = 4 / COMPUTE_BYTES  # float32 over bfloat16
 # Parts in which a head forms its logits where not all ranks share it: `loss_chunks=` of
 # `pipeline.decoders.build`. A head that forms all at once holds so many times the bytes.
 LOGIT_PARTS = 8
-# What of a chip's memory a plan may take: docs/llama.md has compiled / predicted up to 1.01.
-USABLE = 0.95
-# What of its host's memory: the rest is for batches, checkpoints and the system.
-USABLE_HOST = 0.9
-# What autodiff alone leaves of a block for its backward, over the smallest set: 8B on v5p by its
-# compiler (`8B-fsdp-kept`, docs/tpu.md).
+# Of a chip's memory, what a plan may take: docs/llama.md has compiled / predicted up to 1.01. Of
+# its part of the host's: the rest is for batches, checkpoints and the system.
+USABLE, USABLE_HOST = 0.95, 0.9
+# Bytes that autodiff alone keeps of a block for its backward, over those that the backward reads:
+# the compiler's bytes of 8B under FSDP on v5p (docs/plans.md).
 UNTRIMMED = 2.25
-
-# Places on a chip from which stashes are copied to the host, or to which they come back, beside
-# those that stay (docs/offload.md, by the TPU compiler).
+# Places on a chip for stashes on their way to or from the host, by the TPU compiler
+# (docs/offload.md).
 COPIES = 2
 
 
@@ -60,200 +52,173 @@ def usable_host(job: PlannedJob) -> float:
     return USABLE_HOST * job.chip.host_memory
 
 
-def fits(job: PlannedJob, layout: MeshLayout) -> bool:
-    """Tell whether a layout fits its chips, and their hosts."""
-    return fullness(job, layout) <= 1
-
-
 def fullness(job: PlannedJob, layout: MeshLayout) -> float:
     """The larger share of usable bytes that a layout takes, of a chip or of its host's memory."""
-    held = alone_bytes if layout.schedule is None else pipeline_bytes
-    on_chip = sum(held(job, layout).values()) / usable(job)
+    on_chip = sum(bytes_of(job, layout).values()) / usable(job)
     return max(on_chip, host_bytes(job, layout) / usable_host(job))
 
 
-def _block_bytes(job: PlannedJob, layout: MeshLayout) -> tuple[float, float, float]:
-    """Bytes of a block and microbatch: its input, all residuals, and the workspace of an action."""
-    tokens = layout.most_tokens(job.seq) / layout.tensor
-    whole = COMPUTE_BYTES * layout.most_tokens(job.seq) * job.model.width
-    residuals = job.model.plain_residuals(layout.experts) * tokens + _attended(job, layout)
-    # Residuals and their gradients; under sequence parallelism also what was gathered.
-    beside = 2 * residuals + (4 * whole if layout.tensor > 1 else 0.0) + _attending(job, layout)
-    return whole / layout.tensor, residuals, beside
+class Columns(NamedTuple):
+    """Numbers of a token in one block (docs/kernel.md).
 
-
-def _cut(job: PlannedJob, layout: MeshLayout) -> tuple[Any, ...]:
-    return job.model, layout.cut, layout.rows, job.seq, layout.tensor
-
-
-def _attended(job: PlannedJob, layout: MeshLayout) -> float:
-    """Bytes that a block's attention by the formula keeps beside its own queries, keys and values.
-
-    Beside what `kept_bytes` says those are keys and values gathered over `context`.
+    Attributes:
+      kept: by a stage for the backward, the smallest set: the block's input and the sum between;
+        queries and attention's result; keys and values; gate and up. Norms and the gate's product
+        are computed again. Of experts, every row, its gate and up, and the experts' outputs, which
+        the gradient of the router's weights reads.
+      read: by the backward, so written by the forward: norms' results and the gate's product too;
+        of experts, tokens as they come from other ranks.
+      crossing: from I to W: inputs of products and gradients of their outputs, all but what enters
+        and leaves attention and MLP.
     """
-    kept = kept_bytes(*_cut(job, layout))
-    if layout.cut.way != "allgather":
-        return kept
-    R, N = layout.cut.ranks, layout.cut.slices
-    return kept + (R - 1) / R * gathered_bytes(*_cut(job, layout)) / N
+
+    kept: float
+    read: float
+    crossing: float
 
 
-def _attending(job: PlannedJob, layout: MeshLayout) -> float:
-    """Bytes of attention by the formula: scores, and float32 keys, values and their gradients."""
-    wide = WIDE / COMPUTE_BYTES * gathered_bytes(*_cut(job, layout))
-    return score_bytes(*_cut(job, layout)) + 2 * wide
+def columns_of(model: ModelSizes, at: Dispatched) -> Columns:
+    """Count the columns of a block."""
+    attention, experts = model.projected + model.attended, model.experts
+    gates, rows, outputs, arrived = float(model.hidden), 0.0, 0.0, 0.0
+    if experts is not None:
+        rows, outputs, arrived = at.rows(experts)
+        gates = rows * experts.hidden + experts.shared
+    moved = model.width * (rows + outputs)
+    return Columns(
+        kept=2 * model.width + attention + 2 * gates + moved,
+        read=4 * model.width + attention + 3 * gates + moved + model.width * arrived,
+        crossing=attention + model.latents + 3 * gates + 2 * rows * model.width,
+    )
 
 
-def _carries(job: PlannedJob, layout: MeshLayout) -> float:
-    """Bytes of what slices keep for later ones, keys and values of all blocks, and its gradients.
+# --- of one block, or one stage, and one action
 
-    Of either one more place than the timetable needs, into which goes what nobody reads.
+
+def _layers(job: PlannedJob, layout: MeshLayout) -> int:
+    """Number of layers of the longest stage."""
+    return -(-job.model.layers // (layout.stage * layout.chunks))
+
+
+def _bytes(job: PlannedJob, layout: MeshLayout, columns: float) -> float:
+    """Bytes of so many numbers a token, on a rank."""
+    return COMPUTE_BYTES * columns * layout.tokens(job.seq)
+
+
+def _ends(job: PlannedJob, layout: MeshLayout) -> float:
+    """Bytes of what enters attention and MLP, whole on every tensor rank."""
+    return _bytes(job, layout, 2 * job.model.width * layout.tensor)
+
+
+def left_bytes(job: PlannedJob, layout: MeshLayout) -> float:
+    """Bytes that the forward of one block leaves for its backward, unless a stage is recomputed.
+
+    Attention's result has a float32 log sum of each head with it.
     """
-    if layout.cut.slices == 1:
-        return 0.0
-    n = -(-job.model.layers // (layout.stage * layout.chunks))
-    sizes = layout.stage, layout.microbatches, layout.cut.slices
-    values, gradients = carry_places(layout.schedule or "", *sizes)
-    each = n * carry_bytes(*_cut(job, layout))
-    return (values + 1 + (gradients + 1) * WIDE / COMPUTE_BYTES) * each
+    model = job.model
+    attention = model.attended + WIDE * model.heads
+    least = {
+        "block": model.width,
+        BUT_ATTENTION: model.width + attention,
+        MLP: model.width + attention + model.projected,
+    }.get(layout.remat or "")
+    if least is not None:
+        return _bytes(job, layout, least)
+    columns = columns_of(model, layout.experts)
+    gathered = 0.0 if layout.tensor == 1 or layout.remat == GATHERED else _ends(job, layout)
+    if layout.schedule is None:
+        return UNTRIMMED * _bytes(job, layout, columns.read) + gathered
+    return _bytes(job, layout, columns.kept) + gathered
 
 
-def _whole(job: PlannedJob, layout: MeshLayout) -> float:
-    """Bytes per block and microbatch that a rank gathers over `tensor` in sequence parallelism.
-
-    That is what enters attention and MLP, all of it on each rank; without such ranks nothing.
-    """
-    return job.model.ends_of_products * layout.most_tokens(job.seq) if layout.tensor > 1 else 0.0
-
-
-def _left(job: PlannedJob, layout: MeshLayout, given: float, residuals: float) -> float:
-    """Bytes per block and microbatch kept for the backward, unless a stage is recomputed.
-
-    What attention gave has a float32 log sum of each head beside it.
-    """
-    tokens = layout.most_tokens(job.seq) / layout.tensor
-    attention = (COMPUTE_BYTES * job.model.attended + 4 * job.model.heads) * tokens
-    return {
-        None: residuals + _whole(job, layout),
-        GATHERED: residuals,
-        "block": given,
-        BUT_ATTENTION: given + attention,
-        MLP: given + attention + job.model.projected * tokens,
-    }[layout.remat]
+def stash_bytes(job: PlannedJob, layout: MeshLayout) -> float:
+    """Bytes that the forward of a stage leaves for its backward."""
+    if layout.remat == "stage":
+        return _bytes(job, layout, job.model.width)
+    return _layers(job, layout) * left_bytes(job, layout)
 
 
-def _crossing(job: PlannedJob, layout: MeshLayout) -> float:
-    """Bytes per block and microbatch that I keeps for W.
+def crossing_bytes(job: PlannedJob, layout: MeshLayout) -> float:
+    """Bytes that I leaves for W in a stage.
 
     Under sequence parallelism a gradient that was gathered crosses whole, and an input where it is
     not gathered again.
     """
-    tokens = layout.most_tokens(job.seq)
-    gradients = job.model.ends_of_products * tokens
-    inputs = gradients / layout.tensor if layout.remat == GATHERED else gradients
-    return inputs + gradients + job.model.crossings(layout.experts) * tokens / layout.tensor
+    ends = _ends(job, layout)
+    inputs = ends / layout.tensor if layout.remat == GATHERED else ends
+    others = _bytes(job, layout, columns_of(job.model, layout.experts).crossing)
+    return _layers(job, layout) * (inputs + ends + others)
 
 
-def _logits(job: PlannedJob, layout: MeshLayout) -> float:
-    """Bytes of logits and their gradient, float32."""
-    parts = layout.tensor * (layout.stage if layout.vocabulary == "stage" else LOGIT_PARTS)
-    return 2 * 4 * layout.most_tokens(job.seq) * job.model.vocabulary / parts
+def _workspace(job: PlannedJob, layout: MeshLayout, *, crosses: bool = False) -> float:
+    """Bytes of an action: a block's residuals and their gradients, and what tensor gathered.
+
+    A stage that is computed again holds the residuals of all its blocks. I holds gradients that it
+    gathered for W until it ends. A head holds float32 logits and their gradient.
+    """
+    residuals = _bytes(job, layout, columns_of(job.model, layout.experts).read)
+    found = (2 + _layers(job, layout) * (layout.remat == "stage")) * residuals
+    if layout.tensor > 1:
+        found += (2 + _layers(job, layout) * crosses) * _ends(job, layout)
+    parts = layout.stage if layout.shares_words else LOGIT_PARTS
+    return max(found, 2 * WIDE * _bytes(job, layout, job.model.vocabulary) / parts)
 
 
-def stash_bytes(job: PlannedJob, layout: MeshLayout) -> float:
-    """Bytes that a forward of a stage leaves for its backward."""
-    given, _, _ = _block_bytes(job, layout)
-    if layout.remat == "stage":
-        return given
-    n = -(-job.model.layers // (layout.stage * layout.chunks))
-    kept = job.model.residuals(layout.experts) * layout.most_tokens(job.seq) / layout.tensor
-    kept += _attended(job, layout)
-    return n * _left(job, layout, given, kept)
+# --- of a chip
 
 
-def pipeline_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
-    """Bytes of a chip, as the kernel holds them; of stashes those that are not in host memory."""
-    S, V, M = layout.stage, layout.chunks, layout.microbatches
-    held_here = parameters_of(job, layout)
-    parts = held_here.shards(layout.data, layout.experts.ranks)
-    n = -(-job.model.layers // (S * V))
-    given, residuals, beside = _block_bytes(job, layout)
-    workspace = beside + (n * residuals if layout.remat == "stage" else 0.0)
-    stashes, crossings = places(layout.schedule or "", S, V, M, layout.cut.slices)
+def moment_bytes(layout: MeshLayout, held: Parameters) -> float:
+    """Bytes of Adam's two moments on a rank."""
+    context = layout.context if layout.schedule is None else 1
+    data = layout.data // (layout.data_slices if layout.data_parallel == "hsdp" else 1)
+    shard = held.shard(data, layout.experts.ranks * context)
+    return 2 * WEIGHT * (sum(held) if layout.data_parallel == "replicated" else shard)
+
+
+def bytes_of(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
+    """Bytes of a chip by kind; stashes are those that are not in host memory."""
+    held = parameters_of(job.model, layout)
+    moments = moment_bytes(layout, held)
+    whole = WEIGHT * sum(held)
+    found = {"weights": whole, "optimizer": moments, "gradients": whole}
+    if layout.schedule is None:
+        kept = COPIES if layout.offload else job.model.layers
+        found["stashes"] = kept * left_bytes(job, layout)
+        found["workspace"] = _workspace(job, layout)
+        found["weights cast"] = COMPUTE_BYTES * sum(held)
+        if layout.data_parallel in ("fsdp", "hsdp"):
+            found["weights"] = found["gradients"] = moments / 2
+            # Of two blocks, the next is gathered meanwhile, and one block's gradient.
+            found["weights cast"] = 3 * COMPUTE_BYTES * held.blocks / job.model.layers
+        return found
+    stashes, crossings = places(layout.order)
     if layout.offload is not None:
         stashes += COPIES - math.floor(layout.offload * stashes + 1e-9)
-    if crossings:
-        workspace += n * _whole(job, layout)  # gradients that I gathered, before they have a place
-    weights = WEIGHT * held_here.all
-    held = {
-        "weights": weights,
-        "optimizer": moment_bytes(layout, held_here),
-        "gradients": weights,
-        "stashes": stashes * stash_bytes(job, layout) + crossings * n * _crossing(job, layout),
-        # Float32 weights that all microbatches read are cast once, of blocks and not of tables.
-        "weights cast": COMPUTE_BYTES * held_here.blocks,
-        "messages": 2 * V * given,
-        "workspace": max(workspace, _logits(job, layout)),
-    }
-    if layout.cut.slices > 1:
-        held["keys of slices"] = _carries(job, layout)
-    if layout.data_parallel == "fsdp":
-        held["weights"] = WEIGHT * parts
-        held["weights cast"] = (COMPUTE_BYTES + WEIGHT) * held_here.blocks / V  # of one action
+    found["stashes"] = stashes * stash_bytes(job, layout) + crossings * crossing_bytes(job, layout)
+    found["messages"] = 2 * layout.chunks * _bytes(job, layout, job.model.width)
+    found["workspace"] = _workspace(job, layout, crosses=crossings > 0)
+    # Float32 weights that all microbatches read are cast once, of blocks and not of tables.
+    found["weights cast"] = COMPUTE_BYTES * held.blocks
+    chunk = held.blocks / layout.chunks
     if layout.data_parallel == "windows":
-        own = replace(held_here, ends=0).shards(layout.data, layout.experts.ranks)
-        whole, summed, _, _ = windows_of(layout.schedule or "", S, V, M)
-        chunk = held_here.blocks / V
-        held["weights"] = WEIGHT * parts
-        held["gradients"] = WEIGHT * (parts + held_here.ends + summed * chunk)
-        held["weights cast"] = COMPUTE_BYTES * (own + held_here.ends + whole * chunk)
+        found["weights"] = moments / 2
+        blocks = held._replace(ends=0).shard(layout.data, layout.experts.ranks)
+        here, summed, _, _ = windows_of(layout.order)
+        found["gradients"] = moments / 2 + WEIGHT * (held.ends + summed * chunk)
+        found["weights cast"] = COMPUTE_BYTES * (blocks + held.ends + here * chunk)
     if layout.host_optimizer:  # comes to the chip when the microbatches are through
-        passing = sum(held.values()) - held["weights"] - held["gradients"] - held["optimizer"]
-        held["optimizer"] = max(0.0, held["optimizer"] - passing)
-    return held
-
-
-def moment_bytes(layout: MeshLayout, held: HeldParameters) -> float:
-    """Bytes of Adam's two moments on a rank of a pipeline."""
-    if layout.data_parallel == "replicated":
-        return 2 * WEIGHT * held.all
-    return 2 * WEIGHT * held.shards(layout.data, layout.experts.ranks)
-
-
-def left_alone(job: PlannedJob, layout: MeshLayout) -> float:
-    """Bytes per block and microbatch kept for the backward, without a pipeline."""
-    given, residuals, _ = _block_bytes(job, layout)
-    return _left(job, layout, given, UNTRIMMED * residuals)
-
-
-def alone_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
-    """Bytes of a chip without a pipeline."""
-    L, E = job.model.layers, layout.experts.ranks * layout.cut.ranks
-    here = parameters_alone(job, layout)
-    inside = layout.data // layout.data_slices
-    shards = {"fsdp": layout.data, "hsdp": inside}.get(layout.data_parallel)
-    size = WEIGHT * (here.all if shards is None else here.shards(shards, E))
-    moments = here.shards(layout.data, E) if layout.data_parallel == "zero1" else size / WEIGHT
-    _, _, beside = _block_bytes(job, layout)
-    # Of two blocks, the next is gathered meanwhile, and one block's gradient; or all, cast.
-    cast = 3 * COMPUTE_BYTES * here.blocks / L if shards else COMPUTE_BYTES * here.all
-    return {
-        "weights": size,
-        "optimizer": 2 * WEIGHT * moments,
-        "gradients": size,
-        "stashes": (COPIES if layout.offload else L) * left_alone(job, layout),
-        "weights cast": cast,
-        "messages": 0.0,
-        "workspace": max(beside, _logits(job, layout)),
-    }
+        passing = sum(found.values()) - found["weights"] - found["gradients"] - moments
+        found["optimizer"] = max(0.0, moments - passing)
+    return found
 
 
 def host_bytes(job: PlannedJob, layout: MeshLayout) -> float:
     """Bytes of host memory for a chip: of stashes, and of the optimizer's state."""
     if layout.schedule is None:
-        return job.model.layers * left_alone(job, layout) if layout.offload else 0.0
-    held = moment_bytes(layout, parameters_of(job, layout)) if layout.host_optimizer else 0.0
-    if layout.offload is None:
-        return held
-    most, _ = places(layout.schedule, layout.stage, layout.chunks, layout.microbatches)
-    return held + math.floor(layout.offload * most + 1e-9) * stash_bytes(job, layout)
+        return job.model.layers * left_bytes(job, layout) if layout.offload else 0.0
+    held = parameters_of(job.model, layout)
+    found = moment_bytes(layout, held) if layout.host_optimizer else 0.0
+    if layout.offload is not None:
+        most, _ = places(layout.order)
+        found += math.floor(layout.offload * most + 1e-9) * stash_bytes(job, layout)
+    return found

@@ -7,25 +7,29 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pipeline.base.arguments import DataParallel
-from pipeline.planner.costs import Estimate, mfu, sent_over_context, stage_costs
-from pipeline.planner.experts import Dispatched
-from pipeline.planner.layout import BUT_ATTENTION, MLP, MeshLayout, PlannedJob, layers_of_stages
+from pipeline.planner.costs import ERROR, Estimate, mfu
+from pipeline.planner.layout import (
+    BUT_ATTENTION,
+    CONTEXT,
+    MLP,
+    MeshLayout,
+    PlannedJob,
+    layers_of_stages,
+)
 from pipeline.planner.memory import host_bytes, usable, usable_host
-from pipeline.planner.sequences import CONTEXT
-from schedules import Costs
-from schedules.files.costs import costs_record
 
 GB = 10**9
-# By how much two steps are off beside each other, against the TPU compiler (docs/tpu.md): a
-# pipeline, which asks more of who runs it, has to be quicker by more.
-NEAR = 0.10
-OF_BOTH = ("num_microbatches", "param_dtype", "compute_dtype")  # of [parallel] and `Pipeline`
+DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16"}
 COLUMNS = ("schedule", "V", "M", "rows", "remat", "sharding", "words")
-SHARES = {"recompute": "recomputed", "host": "host link"}
-SHARES |= {n: n for n in ("bubble", "tensor", "expert", CONTEXT, "data")}
+SHARES = {n: n for n in ("bubble", "tensor", "expert", CONTEXT, "data")}
+SHARES |= {"recompute": "recomputed", "host": "host link"}
+OF_BLOCKS = {
+    "block": "",
+    BUT_ATTENTION: ", which keeps what attention gave (keep_attention=True)",
+    MLP: ", whose policy keeps its input, queries, keys, values and attention's result",
+}
 
 
 class DoesNotFitError(ValueError):
@@ -44,15 +48,15 @@ class DoesNotFitError(ValueError):
 
 @dataclass(frozen=True)
 class Plans:
-    """Layouts of one job, the quickest first.
+    """Layouts of one job: the choice, then others within the error of predictions, the best first.
 
-    One without a pipeline is put first where no pipeline is quicker by more than `NEAR`.
+    A layout without a pipeline is the choice where no pipeline is quicker by more than that error.
 
     Attributes:
       job: what is to be trained on what.
-      ranked: the best few, no two of the same mesh and schedule.
+      ranked: the best few of both kinds, no two of the same mesh and schedule.
       alone: the best without a pipeline; None if none fits.
-      pipeline: the best with one; None if none fits or none is quicker than all that were found.
+      pipeline: the best with one; None if none fits.
       lost: a line on each mesh and schedule that is not the best.
       tried: how many layouts there were.
       offload: with ``offload="auto"``, a sentence that says whether host memory beats computing
@@ -69,7 +73,7 @@ class Plans:
 
     @property
     def best(self) -> Estimate:
-        """The first that fits."""
+        """The choice."""
         return self.ranked[0]
 
     @property
@@ -81,51 +85,58 @@ class Plans:
             return f"pipeline, {short(self.pipeline.layout)}: nothing without one fits"
         one, other = short(self.alone.layout), short(self.pipeline.layout)
         ratio = self.alone.step / self.pipeline.step
-        if self.best.layout.schedule is None:
-            near = f", which is no more than such predictions are off ({NEAR:.0%})"
-            return (
-                f"do not pipeline: {one} takes {self.alone.step:.3g} s, the best pipeline, "
-                f"{other}, {self.pipeline.step:.3g} s{near * (ratio > 1)}"
-            )
-        return f"pipeline, {other}: {ratio:.2f} times as fast as {one} alone"
+        if self.best is not self.alone:
+            return f"pipeline, {other}: {ratio:.2f} times as fast as {one} alone"
+        near = f", which is no more than such predictions are off ({ERROR:.0%})"
+        return (
+            f"do not pipeline: {one} takes {self.alone.step:.3g} s, the best pipeline, "
+            f"{other}, {self.pipeline.step:.3g} s{near * (ratio > 1)}"
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on parts of the model, and options of its layers, that no layout has."""
-        return notes_on(self.job)
-
-    @property
-    def _in_host_memory(self) -> tuple[str, ...]:
-        """A line on the host memory that the best plan takes, if any."""
-        layout = self.best.layout
-        if not layout.uses_host:
-            return ()
-        held, room = host_bytes(self.job, layout), self.job.chip.host_memory
-        of = f" of {room / GB:.0f}" if room < math.inf else ""
-        return (f"Host memory of the best, GB a chip{of}: {held / GB:.2f}",)
+        model, found = self.job.model, []
+        if model.experts is not None:
+            found.append(
+                "Not tried: MixtureOfExperts(chunk=), which holds fewer rows of experts at a time "
+                "and computes them again in the backward."
+            )
+        if number := model.mtp_modules:
+            join = 2 * model.width**2 + 3 * model.width  # and three norms
+            found.append(
+                f"Not counted: {number} module{'s' * (number > 1)} for multi-token prediction, "
+                f"{number * (model.block + join) / 1e9:.3g}e9 parameters and as many passes of the "
+                f"head more, by default on the last stage; mtp_layers=0 leaves them out."
+            )
+        return tuple(found)
 
     def __str__(self) -> str:
         """The verdict, a table of the best, and a line on each that lost."""
-        job = self.job
+        job, best, model = self.job, self.best, self.job.model
+        parameters = f"{model.parameters / 1e9:.3g}e9 parameters"
+        if model.experts is not None:
+            parameters += f", of which a token passes {model.active_parameters / 1e9:.3g}e9"
         within = f" in {job.slices} groups" if job.slices > 1 else ""
         lines = [
             (
                 f"{job.devices} x {job.chip.name}{within}, batch {job.batch} x {job.seq}, "
-                f"{_parameters(job)}; {self.tried} layouts"
+                f"{parameters}; {self.tried} layouts"
             ),
             self.verdict,
-            *([self.offload] if self.offload else []),
+            *[self.offload] * bool(self.offload),
             "",
             *_table(job, self.ranked),
+            f"=: within {ERROR:.0%} of the first, the mean error of such predictions.",
             "",
             f"HBM of the best, GB of {job.chip.hbm / GB:.0f}: "
-            + ", ".join(f"{what} {n / GB:.2f}" for what, n in self.best.bytes.items() if n),
-            *self._in_host_memory,
-            *self.notes,
+            + ", ".join(f"{what} {n / GB:.2f}" for what, n in best.bytes.items() if n),
         ]
-        if self.best.layout.cut.ranks > 1:
-            sent = sent_over_context(job, self.best.layout)
-            lines.append(f"Sent over context in its attention: {sent / GB:.2f} GB of a chip a step")
+        if best.layout.uses_host:
+            held, room = host_bytes(job, best.layout) / GB, job.chip.host_memory / GB
+            of = f" of {room:.0f}" if room < math.inf else ""
+            lines.append(f"Host memory of the best, GB a chip{of}: {held:.2f}")
+        lines += self.notes
         if self.lost:
             lines += ["", "Not chosen:", *(f"  {line}" for line in self.lost)]
         return "\n".join(lines)
@@ -135,15 +146,24 @@ class Plans:
 
         ``python -m pipeline train --config run.toml --config plan.toml``: the tables [parallel], of
         which ``ParallelConfig.from_dict(tomllib.load(file)["parallel"])`` is the mesh, and
-        [pipeline]. What is the model's own affair stands in comments.
+        [pipeline]. How the model is made is in comments.
 
         Args:
           path: of the file.
           estimate: which; the best by default.
         """
-        chosen = self.best if estimate is None else estimate
-        target = Path(path)
-        target.write_text(configuration(self.job, chosen), encoding="utf-8")
+        chosen, target = estimate or self.best, Path(path)
+        layout, name = chosen.layout, self.job.chip.name
+        lines = [
+            f"# {name}: {chosen.step:.4g} s a step, {chosen.hbm / GB:.1f} GB, predicted",
+            *(f"# {line}" for line in (*_comments(self.job, layout), *self.notes)),
+            "[parallel]",
+            *_assigned(_parallel(self.job, layout)),
+            "",
+            "[pipeline]",
+            *_assigned(_options(layout)),
+        ]
+        target.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return target
 
     def pipeline_options(
@@ -151,8 +171,7 @@ class Plans:
     ) -> dict[str, Any]:
         """Options for `Pipeline`: ``Pipeline(stages, **plans.pipeline_options())``.
 
-        They are the mesh, the number of microbatches, the dtypes, and what `write` puts into
-        [pipeline]. How the model is made stands in comments of that file.
+        They are those of the file that `write` makes; how the model is made is in its comments.
 
         Args:
           devices: to make the mesh of; `jax.devices()` by default.
@@ -165,43 +184,26 @@ class Plans:
 
         from collectives import make_mesh
 
-        layout = (self.best if estimate is None else estimate).layout
-        found = {**_parallel(self.job, layout)}
-        axes = {name: found[name] for name in ("data", "stage", "tensor")} | found.get("axes", {})
+        layout = (estimate or self.best).layout
+        given = {**_parallel(self.job, layout)}
+        axes = {name: given[name] for name in ("data", "stage", "tensor")} | given.get("axes", {})
         options = {**_options(layout), "mesh": make_mesh(devices=devices, **axes)}
-        options |= {name: found[name] for name in OF_BOTH}
+        options |= {name: given[name] for name in ("num_microbatches", *DTYPES)}
         if options.get("remat") == "none":
             options["remat"] = None
         if "batch" in options:
             options["batch"] = PartitionSpec(*options["batch"])
-        costs = _costs(self.job, layout)
-        return options | ({"costs": Costs(**costs)} if costs else {})
+        return options
 
 
-def configuration(job: PlannedJob, chosen: Estimate) -> str:
-    """TOML of a layout."""
-    layout = chosen.layout
-    lines = [
-        f"# {job.chip.name}: {chosen.step:.4g} s a step, {chosen.hbm / GB:.1f} GB, predicted",
-        *(f"# {line}" for line in _beside(job, layout)),
-        "[parallel]",
-        *_assigned(_parallel(job, layout)),
-        "",
-        "[pipeline]",
-        *_assigned(_options(layout)),
-    ]
-    if costs := _costs(job, layout):
-        lines += ["", "# seconds, predicted"]
-        lines += ["[pipeline.costs]", *_assigned(costs)]
-    return "\n".join(lines) + "\n"
+# --- the configuration
 
 
 def _parallel(job: PlannedJob, layout: MeshLayout) -> Mapping[str, Any]:
     """Fields of `pipeline.ParallelConfig`."""
     ranks = layout.experts.ranks
     axes = {} if job.model.experts is None else {"expert": ranks}
-    if layout.cut.ranks > 1:
-        axes |= {CONTEXT: layout.cut.ranks}
+    axes |= {CONTEXT: layout.context} if layout.context > 1 else {}
     return {
         "world_size": job.devices,
         "data": layout.data,
@@ -211,30 +213,26 @@ def _parallel(job: PlannedJob, layout: MeshLayout) -> Mapping[str, Any]:
         "num_microbatches": layout.microbatches,
         "microbatch_size": layout.rows * ranks,
         "batch_size": job.batch,
-        "param_dtype": "float32",
-        "compute_dtype": "bfloat16",
+        **DTYPES,
     }
 
 
-def _costs(job: PlannedJob, layout: MeshLayout) -> Mapping[str, Any]:
-    """Fields of `schedules.Costs` for a pipeline that offloads stashes; else none.
-
-    By them lowering chooses slots, as the planner counted. Four digits are more than the
-    planner knows.
-    """
-    if layout.schedule is None or not layout.offload:
-        return {}
-    costs = stage_costs(job, layout)
-    found = {name: _short(value) for name, value in costs_record(costs).items() if value}
-    for name in ("f", "i", "w", "b"):
-        if len({*found[name]}) == 1:
-            found[name] = found[name][0]
-    return found | {"host_overlap": _short(costs.host_overlap)}
-
-
-def _short(value: Any) -> Any:
-    """Numbers with four digits."""
-    return tuple(map(_short, value)) if isinstance(value, Sequence) else float(f"{value:.4g}")
+def _options(layout: MeshLayout) -> Mapping[str, Any]:
+    """Options for `Pipeline`, without those of [parallel]."""
+    options: dict[str, Any] = {"data_parallel": layout.data_parallel}
+    if layout.data_parallel == "windows":
+        options = {"data_parallel": "fsdp", "gather": "repeat"}
+    if layout.data_parallel == "hsdp":
+        options = {}
+    if layout.context > 1:
+        rows = ("data", "expert") if layout.experts.ranks > 1 else "data"
+        options["batch"] = (rows, CONTEXT)
+    if layout.schedule is not None:
+        options["schedule"] = layout.schedule
+        options["remat"] = "none" if layout.remat in (None, *OF_BLOCKS) else layout.remat
+        options["vocabulary"] = layout.vocabulary
+        options |= {"offload": layout.offload} if layout.offload else {}
+    return options
 
 
 def _assigned(values: Mapping[str, Any]) -> list[str]:
@@ -249,192 +247,92 @@ def _value(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else f"{value}"
 
 
-def _options(layout: MeshLayout) -> Mapping[str, Any]:
-    """Options for `Pipeline` beside the mesh."""
-    gather = {"fsdp": "action", "windows": "repeat"}.get(layout.data_parallel)
-    way = "fsdp" if gather else layout.data_parallel
-    options: dict[str, Any] = {"data_parallel": way} if way in get_args(DataParallel) else {}
-    if gather:
-        options["gather"] = gather
-    if layout.cut.ranks > 1:
-        rows = ("data", "expert") if layout.experts.ranks > 1 else "data"
-        options["batch"] = (rows, CONTEXT)
-    if layout.schedule is None:
-        return options
-    if layout.cut.slices > 1:
-        options["slices"] = layout.cut.options
-    return options | {
-        "schedule": layout.schedule,
-        "remat": layout.stage_remat or "none",
-        "vocabulary": layout.vocabulary,
-        **({"offload": layout.offload} if layout.offload else {}),
-    }
-
-
-def _beside(job: PlannedJob, layout: MeshLayout) -> list[str]:
+def _comments(job: PlannedJob, layout: MeshLayout) -> list[str]:
     """List what a configuration leaves out: how the model is made, and where chips stand."""
-    blocks = "each block under jax.checkpoint (remat_blocks=True)"
-    if layout.remat == BUT_ATTENTION:
-        blocks += ", which keeps what attention gave (keep_attention=True)"
-    if layout.remat == MLP:
-        where = "offloads" if layout.offload and layout.schedule is None else "keeps"
-        blocks = f"each block under a policy of jax.checkpoint that {where} its input, queries, "
-        blocks += "keys, values and attention's result"
-    slices = f"slices: {layout.data_slices} along data, {layout.stage_slices} along stage"
+    blocks = []
+    if layout.remat in OF_BLOCKS:
+        kept = OF_BLOCKS[layout.remat]
+        kept = kept.replace("keeps its", "offloads its") if layout.offload == 1 else kept
+        blocks = [f"each block under jax.checkpoint (remat_blocks=True){kept}"]
     if layout.schedule is None:
-        again = "nothing is computed again" if layout.remat is None else blocks
+        way = layout.data_parallel
         sharding = {
             "fsdp": "weights over data (FSDP), gathered block by block",
             "hsdp": "weights over the data shards of a slice (HSDP)",
-        }.get(layout.data_parallel, f'data_parallel="{layout.data_parallel}"')
-        lines = ["no pipeline: plain jit", sharding, again]
+        }.get(way, f'data_parallel="{way}"')
+        lines = ["no pipeline: plain jit", sharding, *(blocks or ["nothing is computed again"])]
     else:
-        lines = [f"{layout.chunks} stages on a rank, of {_counts(job, layout)} layers"]
-        lines += [blocks] if layout.by_block else []
+        counts = layers_of_stages(job.model.layers, layout.stage * layout.chunks)
+        text = ", ".join(f"{counts.count(n)} of {n}" for n in sorted({*counts}, reverse=True))
+        lines = [f"{layout.chunks} stages on a rank; layers of all stages: {text}", *blocks]
         if layout.host_optimizer:
-            lines.append("make_optimizer(offload=True): its state lies in host memory")
-        if layout.vocabulary == "stage" and layout.tensor > 1:
+            lines.append("make_optimizer(offload=True): its state is in host memory")
+        if layout.shares_words and layout.tensor > 1:
             lines.append("embedding and head of pipeline.vocabulary with sequence_parallel=True")
     if job.model.experts is not None:
-        lines.append(_about_experts(job, layout))
-    if layout.cut.ranks > 1:
-        lines.append(_about_context(layout))
-    lines += notes_on(job)
-    return [*lines, slices] if job.slices > 1 else lines
+        at = layout.experts
+        factor = f", capacity_factor={at.capacity:g}" if at.way == "capacity" else ""
+        rows = 'batch=PartitionSpec(("data", "expert"))'
+        lines.append(f'MixtureOfExperts(dispatch="{at.way}"{factor}), {rows}')
+    if layout.context > 1:
+        lines.append(f'attention with Context("{CONTEXT}", "ulysses")')
+    if job.slices > 1:
+        along = f"{layout.data_slices} along data, {layout.stage_slices} along stage"
+        lines.append(f"slices: {along}")
+    return lines
 
 
-def notes_on(job: PlannedJob) -> tuple[str, ...]:
-    """Sentences on parts of a model, and options of its layers, that no layout of a plan has."""
-    model, found = job.model, []
-    if model.experts is not None and job.chunk is None:
-        found.append(
-            "Not tried: MixtureOfExperts(chunk=), which holds fewer rows of experts at a time and "
-            "computes them again in the backward."
-        )
-    if number := model.mtp_modules:
-        found.append(
-            f"Not counted: {number} module{'s' * (number > 1)} for multi-token prediction, "
-            f"{number * model.module / 1e9:.3g}e9 parameters and as many passes of the head more, "
-            f"by default on the last stage; mtp_layers=0 leaves them out."
-        )
-    return tuple(found)
-
-
-def _about_experts(job: PlannedJob, layout: MeshLayout) -> str:
-    at = layout.experts
-    factor = f", capacity_factor={at.capacity:g}" if at.way == "capacity" else ""
-    rows = ', batch=PartitionSpec(("data", "expert"))'
-    if at.part < 1:
-        factor += f", chunk={round(at.part * layout.rows * job.seq / layout.cut.parts)}"
-    return f'MixtureOfExperts(dispatch="{at.way}"{factor}){rows}'
-
-
-def _about_context(layout: MeshLayout) -> str:
-    cut = layout.cut
-    order = f', "{cut.order}"' if cut.order != "contiguous" else ""
-    text = f'attention with Context("{CONTEXT}", "{cut.way}"{order})'
-    if cut.order == "zigzag":
-        text += f", batches reordered by pipeline.layers.zigzag(batch, {cut.ranks})"
-    return text
-
-
-def _counts(job: PlannedJob, layout: MeshLayout) -> str:
-    counts = layers_of_stages(job.model.layers, layout.stage * layout.chunks)
-    fewest, most = min(counts), max(counts)
-    if fewest == most:
-        return f"{most}"
-    first, last = counts.count(fewest) // 2, counts.count(fewest) - counts.count(fewest) // 2
-    return f"{most}, the first {first} and the last {last} stages of {fewest},"
+# --- the text
 
 
 def short(layout: MeshLayout) -> str:
     """A layout in a few words."""
-    at = layout.experts
-    names = {"data": layout.data, "expert": at.ranks, CONTEXT: layout.cut.ranks}
-    names |= {"stage": layout.stage, "tensor": layout.tensor}
-    mesh = " x ".join(f"{name} {size}" for name, size in names.items() if size > 1) or "one chip"
-    mesh += f" by {_dispatch(at)}" * (at.ranks > 1)
-    mesh += f" by {layout.cut.way}" * (layout.cut.ranks > 1)
-    mesh += f" in {layout.cut.slices} slices" * (layout.cut.slices > 1)
-    shards = layout.rows_ranks * layout.cut.ranks
-    how = layout.data_parallel.upper() if shards > 1 else "no sharding"
-    if layout.schedule is None:
-        return f"{how.replace('ZERO1', 'ZeRO-1')} on {mesh}"
-    return f"{layout.schedule} on {mesh}"
-
-
-def axes_of(job: PlannedJob) -> tuple[str, ...]:
-    """Axes of a job's meshes."""
-    own = (CONTEXT,) * (job.context != (1,))
-    if job.model.experts is None:
-        return ("data", *own, "stage", "tensor")
-    return ("data", "expert", *own, "stage")
-
-
-def sizes_of(job: PlannedJob, layout: MeshLayout) -> tuple[int, ...]:
-    """Sizes of these axes."""
-    sizes = dict(zip(("data", "stage", "tensor"), layout.mesh, strict=True))
-    sizes |= {"expert": layout.experts.ranks, CONTEXT: layout.cut.ranks}
-    return tuple(sizes[axis] for axis in axes_of(job))
-
-
-def _parameters(job: PlannedJob) -> str:
-    model = job.model
-    text = f"{model.parameters / 1e9:.3g}e9 parameters"
-    if model.experts is None:
-        return text
-    return f"{text}, of which a token passes {model.active_parameters / 1e9:.3g}e9"
-
-
-def _dispatch(at: Dispatched) -> str:
-    return f"capacity {at.capacity:g}" if at.way == "capacity" else at.way
-
-
-def limits(job: PlannedJob, one: Estimate) -> str:
-    """Explain a step's time beyond the model's own operations, the largest part first."""
-    shares = {name: one.seconds.get(name, 0.0) / one.step for name in SHARES}
-    said = [
-        f"{SHARES[name]} {share:.0%}"
-        for name, share in sorted(shares.items(), key=lambda item: -item[1])
-        if share >= 0.005
-    ]
-    if one.bytes:
-        said.append(f"HBM {one.hbm / job.chip.hbm:.0%}")
-    return ", ".join(said) or "its operations"
+    names = ("data", "expert", CONTEXT, "stage", "tensor")
+    sizes = zip(names, layout.sizes(names), strict=True)
+    mesh = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one chip"
+    mesh += f" by {layout.experts}" * (layout.experts.ranks > 1)
+    mesh += " by ulysses" * (layout.context > 1)
+    if layout.schedule is not None:
+        return f"{layout.schedule} on {mesh}"
+    how = layout.data_parallel.upper().replace("ZERO1", "ZeRO-1")
+    return f"{how if layout.rows_ranks * layout.context > 1 else 'no sharding'} on {mesh}"
 
 
 def _table(job: PlannedJob, ranked: Sequence[Estimate]) -> list[str]:
     has_experts = job.model.experts is not None
-    more = ("dispatch",) * has_experts + ("sequences",) * job.cuts
-    rows = [(" x ".join(axes_of(job)), *more, *COLUMNS, "s", "MFU", "GB", "limited by")]
+    more = ("dispatch",) * has_experts
+    rows = [("", " x ".join(job.axes), *more, *COLUMNS, "s", "MFU", "GB", "limited by")]
     for one in ranked:
         at = one.layout
+        near = one is not ranked[0] and one.step <= (1 + ERROR) * ranked[0].step
+        stashes = f", {at.offload:.0%} on host" if at.offload else ""
         rows.append(
             (
-                " x ".join(map(str, sizes_of(job, at))),
-                *(_dispatch(at.experts) if at.experts.ranks > 1 else "-",) * has_experts,
-                *(str(at.cut),) * job.cuts,
+                "=" * near,
+                " x ".join(map(str, at.sizes(job.axes))),
+                *(str(at.experts) if at.experts.ranks > 1 else "-",) * has_experts,
                 at.schedule or "-",
                 str(at.chunks),
                 str(at.microbatches),
                 str(at.rows),
-                (at.remat or "-") + _on_host(at),
+                (at.remat or "-") + stashes + ", optimizer on host" * at.host_optimizer,
                 at.data_parallel,
                 at.vocabulary if at.schedule else "-",
                 f"{one.step:.4g}",
                 f"{mfu(job, one.step):.1%}",
                 f"{one.hbm / GB:.1f}",
-                limits(job, one),
+                _limits(job, one),
             )
         )
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def _on_host(layout: MeshLayout) -> str:
-    """Say in a few words what lies in host memory."""
-    stashes = f", {layout.offload:.0%} on host" if layout.offload else ""
-    return stashes + ", optimizer on host" * layout.host_optimizer
+def _limits(job: PlannedJob, one: Estimate) -> str:
+    """Shares of a step's time beyond the model's own operations, the largest first."""
+    shares = sorted(((one.seconds[n] / one.step, text) for n, text in SHARES.items()), reverse=True)
+    said = [f"{text} {share:.0%}" for share, text in shares if share >= 0.005]
+    return ", ".join([*said, f"HBM {one.hbm / job.chip.hbm:.0%}"])
 
 
 def why(job: PlannedJob, one: Estimate, best: Estimate) -> str:
@@ -442,57 +340,37 @@ def why(job: PlannedJob, one: Estimate, best: Estimate) -> str:
     if (held := host_bytes(job, one.layout)) > usable_host(job):
         room = f"{usable_host(job) / GB:.0f} GB of host memory a chip"
         return f"does not fit: {held / GB:.0f} of {room}"
-    if one.bytes and one.hbm > usable(job):
-        largest = max(one.bytes, key=lambda name: one.bytes[name])
-        return (
-            f"does not fit: {one.hbm / GB:.0f} of {usable(job) / GB:.0f} GB, {largest} "
-            f"{one.bytes[largest] / GB:.0f}"
-        )
-    more = {name: one.seconds[name] - best.seconds.get(name, 0.0) for name in one.seconds}
+    if one.hbm > usable(job):
+        most = max(one.bytes, key=lambda name: one.bytes[name])
+        room = f"{one.hbm / GB:.0f} of {usable(job) / GB:.0f} GB"
+        return f"does not fit: {room}, {most} {one.bytes[most] / GB:.0f}"
+    more = {name: seconds - best.seconds[name] for name, seconds in one.seconds.items()}
     worst = max(more, key=lambda name: more[name])
     least = "at least " if one.bound else ""
     return f"{least}{one.step:.4g} s: {more[worst]:.3g} s more of {SHARES.get(worst, worst)}"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The best pipeline with stashes in host memory beside the best without.
+def compared(hosted: Estimate | None, plain: Estimate | None) -> str:
+    """A sentence that says whether to offload, and why.
 
-    Attributes:
-      hosted: the best that offloads; None if none fits that does not fit without.
+    Args:
+      hosted: the best pipeline that uses host memory; None if none fits that does not fit without.
       plain: the best that does not; None if none fits.
     """
-
-    hosted: Estimate | None
-    plain: Estimate | None
-
-    def __str__(self) -> str:
-        """A sentence that says whether to offload, and why."""
-        if self.hosted is None:
-            return (
-                "do not offload: no pipeline that is short of memory fits with its stashes or its "
-                "optimizer's state in host memory"
-            )
-        one = f"{_named(self.hosted)} takes {self.hosted.step:.4g} s"
-        hidden = _rounded(self.hosted.seconds.get("host", 0.0))
-        copies = f"copies that no work hides take {hidden} s"
-        if self.hosted.layout.host_optimizer:
-            copies += f" and the update {self.hosted.seconds['update']:.3g} s"
-        if self.plain is None:
-            return f"offload: {one}, of which {copies}; no pipeline fits without"
-        again = self.plain.seconds["recompute"]
-        other = (
-            f"the best pipeline without, {_named(self.plain)}, {self.plain.step:.4g} s, of which "
-            f"computing again takes {_rounded(again)} s"
+    if hosted is None:
+        return (
+            "do not offload: no pipeline that is short of memory fits with its stashes or its "
+            "optimizer's state in host memory"
         )
-        if self.hosted.step < self.plain.step:
-            return f"offload: {one}, of which {copies}; {other}"
-        return f"do not offload: {other}; {one}, of which {copies}"
-
-
-def _rounded(seconds: float) -> str:
-    """Write a difference of seconds; what rounding leaves of none is 0."""
-    return f"{0.0 if abs(seconds) < 1e-9 else seconds:.3g}"
+    one = f"{_named(hosted)} takes {hosted.step:.4g} s"
+    for name, text in {"host": "copies that no work hides", "update": "the update"}.items():
+        one += f", {abs(round(hosted.seconds[name], 9)):.2g} s of it {text}"
+    if plain is None:
+        return f"offload: {one}; no pipeline fits without"
+    other = f"the best pipeline without, {_named(plain)}, takes {plain.step:.4g} s"
+    other += f", {abs(round(plain.seconds['recompute'], 9)):.2g} s of it computing again"
+    first, second = (one, other) if hosted.step < plain.step else (other, one)
+    return f"{'' if first is one else 'do not '}offload: {first}; {second}"
 
 
 def _named(one: Estimate) -> str:

@@ -20,11 +20,10 @@ from pipeline import ParallelConfig, Pipeline, decoders
 from pipeline.insight.forecast.bytes import predict
 from pipeline.models.layers.experts import products
 from pipeline.planner import CHIPS, MODELS, ExpertSizes, LatentSizes, ModelSizes, plan
-from pipeline.planner.candidates import layouts_of
-from pipeline.planner.costs import estimate, mfu
-from pipeline.planner.experts import Dispatched, all_to_all, busiest_rank, capacity_for
-from pipeline.planner.layout import MeshLayout
-from pipeline.planner.memory import pipeline_bytes
+from pipeline.planner.candidates import capacity_for, layouts_of
+from pipeline.planner.costs import all_to_all, estimate, mfu
+from pipeline.planner.layout import Dispatched, MeshLayout
+from pipeline.planner.memory import bytes_of
 from tests.api.test_planner import IDEAL, job
 
 SIZES = ExpertSizes(8, 2, hidden=96)
@@ -67,7 +66,7 @@ def piped(at: Dispatched, **changes) -> MeshLayout:
 
 def test_bytes_of_weights_by_hand():
     """Experts are shared out over `expert`; their moments over `data`, all others over both."""
-    held = pipeline_bytes(job(MIXED, devices=16), piped(Dispatched(4)))
+    held = bytes_of(job(MIXED, devices=16), piped(Dispatched(4)))
     attention, d = 64 * (64 + 32 + 32) + 64 * 64, 64
     whole, experts = 4 * (attention + d * 8 + 2 * d), 4 * 8 * 3 * d * 96
     ends = 2 * 256 * d + d
@@ -85,72 +84,36 @@ def test_bytes_of_stashes_by_hand(way, rows):
     d, f, n = 64, 96, 32
     given = {"gather": rows, "capacity": rows + 2, "ragged": 2}[way]
     numbers = 2 * d + 2 * 64 + 2 * 32 + rows * 2 * f + d * (rows + given)
-    held = pipeline_bytes(job(MIXED, devices=16), piped(at))
+    held = bytes_of(job(MIXED, devices=16), piped(at))
     assert held["stashes"] == 2 * 4 * 2 * numbers * n  # microbatches, blocks, bytes
-    again = pipeline_bytes(job(MIXED, devices=16), piped(at, remat="block"))
+    again = bytes_of(job(MIXED, devices=16), piped(at, remat="block"))
     assert again["stashes"] == 2 * 4 * 2 * d * n
 
 
 def test_seconds_over_experts_by_hand():
     chip = replace(IDEAL, link=1e9)
-    d, n = 64, 32
-    size = 2 * n * d
+    one = job(MIXED, chip, devices=16)
+    size = 2 * 32 * 64
     for at, once in {
         Dispatched(4): 2 * 3 * size / 2e9,
-        Dispatched(4, "capacity", 1.5): 2 * all_to_all(size * 2 * 1.5, 4, chip),
-        Dispatched(4, "ragged"): 2 * all_to_all(size * 2, 4, chip),
+        Dispatched(4, "capacity", 1.5): 2 * all_to_all(one, size * 2 * 1.5, 4),
+        Dispatched(4, "ragged"): 2 * all_to_all(one, size * 2, 4),
         Dispatched(1): 0.0,
     }.items():
-        assert at.seconds(SIZES, size, chip) == pytest.approx(once)
-        for remat, passes in {None: 2, "block": 3}.items():
-            found = estimate(job(MIXED, chip, devices=16), piped(at, remat=remat))
+        for remat, passes in {None: 2, "block": 3, "mlp": 3}.items():
+            found = estimate(one, piped(at, remat=remat))
             assert found.seconds["expert"] == pytest.approx(2 * 4 * passes * once)
     # A ring of 4: each sends a quarter to the neighbours and to the rank across, in 2 directions.
-    assert all_to_all(4.0, 4, chip) == pytest.approx((1 + 1 + 2) / 2 / 1e9)
-    assert all_to_all(4.0, 4, CHIPS["h100"]) == 3 / 450e9
+    assert all_to_all(one, 4.0, 4) == pytest.approx((1 + 1 + 2) / 2 / 1e9)
+    assert all_to_all(replace(one, chip=CHIPS["h100"]), 4.0, 4) == 3 / 450e9
 
 
 def test_the_busiest_rank_and_what_it_takes_to_drop_next_to_nothing():
-    assert busiest_rank(8, 8, 1.5) == 1.5
-    assert busiest_rank(8, 1, 1.5) == 1.0
-    assert busiest_rank(8, 4, 2.4) == pytest.approx((2.4 + 5.6 / 7) / 2)
+    for ranks, imbalance, load in (8, 1.5, 1.5), (1, 1.5, 1.0), (4, 2.4, (2.4 + 5.6 / 7) / 2):
+        assert Dispatched(ranks).load(SIZES, imbalance) == pytest.approx(load)
     # 512 tokens of an expert on average: 1.25 + 3 sqrt(1.25 / 512) = 1.398.
     assert capacity_for(SIZES, 2048, 1.25) == pytest.approx(1.4)
     assert capacity_for(SIZES, 4, 1.0) == 4.0  # a place for every token
-
-
-def test_tokens_in_parts_by_hand():
-    """A quarter of the rows at a time; in the backward they are taken to their experts again."""
-    d, n, f = 64, 32, 96
-    whole, parts = Dispatched(4, "capacity", 1.5), Dispatched(4, "capacity", 1.5, part=0.25)
-    rows = 3 * 3 * f + d * (3 + (3 + 2) + 3)  # 3 for each token, and outputs by token and choice
-    one = job(MIXED, devices=16)
-    both = [pipeline_bytes(one, piped(at, remat="block"))["workspace"] for at in (whole, parts)]
-    assert both[0] - both[1] == pytest.approx(2 * 2 * 0.75 * rows * n)
-    # Of a part that is dispatched again, a stash keeps the tokens alone.
-    held = pipeline_bytes(one, piped(parts))
-    assert held["stashes"] == 2 * 4 * 2 * (3 * d + 2 * 64 + 2 * 32) * n
-    for remat, passes in {None: 2, "block": 3}.items():
-        found = [estimate(one, piped(at, remat=remat)) for at in (whole, parts)]
-        seconds = [one.seconds for one in found]
-        assert seconds[1]["expert"] == pytest.approx((passes + 1) / passes * seconds[0]["expert"])
-        assert seconds[1]["compute"] == pytest.approx(seconds[0]["compute"])
-        assert seconds[1]["recompute"] > seconds[0]["recompute"]
-
-
-def test_a_chunk_is_planned_and_written(tmp_path):
-    given = {"model": MIXED, "devices": 8, "chip": "v5p", "batch": 16, "seq": 32}
-    plans = plan(**given, chunk=8, schedules=("gpipe",), remat=(None,), dispatch=("gather",))
-    at = plans.best.layout
-    assert at.experts.part * at.rows == 8 / 32
-    text = plans.write(tmp_path / "plan.toml").read_text(encoding="utf-8")
-    assert ", chunk=8)" in text
-    with pytest.raises(ValueError) as error:
-        plan(**given, chunk=12)
-    assert str(error.value) == (
-        "chunk=12: must be an integer >= 1 that divides seq=32, or None for all tokens of a rank "
-        "at once"
-    )
 
 
 def test_everything_that_is_tried_divides():
@@ -369,7 +332,7 @@ def test_a_plan_holds_what_a_traced_step_holds(way, monkeypatch):
         experts=Dispatched(E, way, 1.5 if way == "capacity" else 1.0),
     )
     one = job(sizes, devices=8, batch=M * D * E, seq=seq, clock="lockstep")
-    said = pipeline_bytes(one, layout)
+    said = bytes_of(one, layout)
     for kind, size in {
         "weights": traced.weights,
         "gradients": traced.totals,

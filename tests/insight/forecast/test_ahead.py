@@ -31,7 +31,7 @@ from pipeline.insight.forecast.narrower import cast_once, rounded
 from pipeline.insight.forecast.step_memory import StepPrediction, predict_step
 from pipeline.layers import RMSNorm
 from pipeline.planner.layout import MeshLayout, PlannedJob
-from pipeline.planner.memory import pipeline_bytes
+from pipeline.planner.memory import bytes_of
 from pipeline.planner.models import MODELS as SIZES
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from tests.support import chips, models
@@ -465,7 +465,7 @@ def test_the_planner_says_the_same_of_a_step(name):
     )
     sizes, chip = SIZES[f"llama-{name.lower()}"], CHIPS["v5p"]
     job = PlannedJob(sizes, chip, D * S * T, 32 * D, 8192, 1, "lockstep", chip.efficiency)
-    said = pipeline_bytes(job, layout)
+    said = bytes_of(job, layout)
     for kind, size in {
         "weights": traced.weights,
         "optimizer": found.optimizer,

@@ -1,0 +1,113 @@
+"""Makespan of a schedule and what a rank holds during it, by name and sizes.
+
+An order is the name of a family, S ranks, V stages on each, M microbatches.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from schedules import Costs, Schedule, build, simulate
+from schedules.clocks.hosted import Keep
+from schedules.clocks.windows import windows
+from schedules.core.flat import crossings_held, flatten, inputs_held
+
+Order = tuple[str, int, int, int]
+# The kernel's clock, in which partners wait for each other; the same where all ranks meet at every
+# exchange, as on virtual CPU devices; and one in which a rank waits only for its data.
+CLOCKS: dict[str, dict[str, Any]] = {
+    "lockstep": {"clock": "lockstep", "partners": True, "delayed": None},
+    "barriers": {"clock": "lockstep"},
+    "event": {"clock": "event"},
+}
+MOST = 100_000  # actions that are timed one by one
+SHORT = 5  # M / S up to which nothing is taken to repeat
+SAME = 1e-9  # relative
+
+
+@functools.lru_cache(maxsize=1024)
+def built(order: Order, microbatches: int | None = None) -> Schedule:
+    """A family's schedule, with another number of microbatches if it is given."""
+    name, S, V, M = order
+    return build(name, num_ranks=S, num_microbatches=microbatches or M, num_stages=S * V)
+
+
+@functools.lru_cache(maxsize=8192)
+def makespan(
+    order: Order,
+    costs: Costs,
+    shared: tuple[str, ...],
+    clock: str,
+    offload: float | None = None,
+    keep: Keep = "residuals",
+) -> float:
+    """Seconds without optimizer; arguments are those of `schedules.simulate`.
+
+    In a long pipeline S more microbatches always take as long: then three short ones, S apart, say
+    how long it takes. Where they do not agree, it is timed in full, up to `MOST` actions.
+    """
+    _, S, V, M = order
+    options = CLOCKS[clock]
+
+    def timed(m: int) -> float:
+        one = built(order, m)
+        found = simulate(one, costs, shared=shared, offload=offload, keep=keep, **options)
+        return found.makespan
+
+    if M <= SHORT * S:
+        return timed(M)
+    first = 2 * S + M % S
+    a, b, c = (timed(first + n * S) for n in range(3))
+    if abs((c - b) - (b - a)) > SAME * c and 3 * S * V * M <= MOST:
+        return timed(M)
+    return c + (c - b) * (M - first - 2 * S) / S
+
+
+def _repeated(count: Callable[[Order], Sequence[int]], order: Order) -> Sequence[float]:
+    """Numbers of M microbatches; for large M, numbers for few and what S more add."""
+    name, S, V, M = order
+    if M <= SHORT * S:
+        return count(order)
+    first = 2 * S + M % S
+    b, c = (np.array(count((name, S, V, first + n * S))) for n in (1, 2))
+    found: list[float] = (c + (c - b) * (M - first - 2 * S) / S).tolist()
+    return found
+
+
+def places(order: Order) -> Sequence[float]:
+    """Number of stashes from F to B or I, and of crossings from I to W, on the rank with most."""
+    return _repeated(_places, order)
+
+
+@functools.lru_cache(maxsize=4096)
+def _places(order: Order) -> tuple[int, int]:
+    flat = flatten(built(order))
+    stashes = crossings = 0
+    for kinds in np.split(flat.kind, flat.first[1:-1]):
+        left = crossings_held(kinds)
+        crossings = max(crossings, int(left.max()))
+        stashes = max(stashes, int((inputs_held(kinds) - left).max()))
+    return stashes, crossings
+
+
+def windows_of(order: Order) -> Sequence[float]:
+    """Windows of weights and of gradients on a rank; chunks that it gathers, and that it reduces.
+
+    They are those of a pipeline with ``gather="repeat"``, on the rank with most.
+    """
+    return _repeated(_windows, order)
+
+
+@functools.lru_cache(maxsize=4096)
+def _windows(order: Order) -> tuple[int, int, int, int]:
+    found, cuts = windows(built(order)), flatten(built(order)).first[1:-1]
+    gathers, reduces = (
+        max(int((part >= 0).sum()) for part in np.split(actions, cuts))
+        for actions in (found.gathers, found.reduces)
+    )
+    weights, gradients = len(set(found.weights)), len(set(found.gradients))
+    return weights, gradients, gathers + 1, reduces + gradients
