@@ -262,7 +262,7 @@ def _bounds(job: PlannedJob, layouts: Iterable[MeshLayout]) -> list[Estimate]:
     return sorted((estimate(job, one, bound=True) for one in layouts), key=lambda one: one.step)
 
 
-def _best(job: PlannedJob, bounds: Iterable[Estimate]) -> list[Estimate]:
+def _best(job: PlannedJob, bounds: Iterable[Estimate], kept: int = 1) -> list[Estimate]:
     """The quickest that fits, and those within `ERROR` of it, no two of one mesh and schedule."""
     best: dict[Any, Estimate] = {}
     limit = math.inf
@@ -276,15 +276,15 @@ def _best(job: PlannedJob, bounds: Iterable[Estimate]) -> list[Estimate]:
         if key not in best or one.step < best[key].step:
             best[key] = one
             steps = sorted(other.step for other in best.values())
-            limit = min([(1 + ERROR) * steps[0], *steps[KEPT - 1 : KEPT]])
-    ranked = sorted(best.values(), key=lambda one: one.step)[:KEPT]
+            limit = min([(1 + ERROR) * steps[0], *steps[kept - 1 : kept]])
+    ranked = sorted(best.values(), key=lambda one: one.step)[:kept]
     return [one for one in ranked if one.step <= (1 + ERROR) * ranked[0].step]
 
 
 def _search(job: PlannedJob, bounds: Sequence[Estimate]) -> Plans | None:
     """The best few, with a pipeline and without; None if nothing fits."""
-    alone = _best(job, (one for one in bounds if one.layout.schedule is None))
-    piped = _best(job, (one for one in bounds if one.layout.schedule is not None))
+    alone = _best(job, (one for one in bounds if one.layout.schedule is None), KEPT)
+    piped = _best(job, (one for one in bounds if one.layout.schedule is not None), KEPT)
     ranked = sorted(alone + piped, key=lambda one: one.step)
     if not ranked:
         return None

@@ -245,7 +245,7 @@ def test_a_pipeline_from_the_file_offloads_as_planned(tmp_path):
 @functools.cache
 def sharded() -> Plans:
     """70B on 64 v6e by FSDP, of which blocks keep all but their MLP."""
-    sizes = {"model": "llama-70b", "devices": 64, "batch": 128, "seq": 8192}
+    sizes = {"model": "llama-70b", "devices": 64, "batch": 64, "seq": 8192}
     options = {"schedules": ("gpipe",), "remat": ("mlp",), "offload": "auto"}
     return plan(**sizes, **options, chip="v6e")
 
