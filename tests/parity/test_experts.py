@@ -212,6 +212,7 @@ def test_experts_that_the_axis_does_not_divide_are_refused():
     )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("balance", ["microbatch", "sequence"])
 @pytest.mark.parametrize(
     ("batch", "sizes"),

@@ -149,6 +149,7 @@ def test_padding_that_a_layer_cannot_find_is_refused(arrange, shape):
     )
 
 
+@pytest.mark.slow
 def test_a_layer_that_forms_no_statistic_may_arrange_its_input_as_it_likes():
     (given,) = padded([(X, T)], multiple=8)
     swapped: Any = lambda m, x: m(x.swapaxes(0, 1)).swapaxes(0, 1)  # noqa: E731
@@ -159,6 +160,7 @@ def test_a_layer_that_forms_no_statistic_may_arrange_its_input_as_it_likes():
     assert_close(found, Pipeline(stages, 1, loss_fn=squares).loss(X, T))
 
 
+@pytest.mark.slow
 def test_tokens_of_rows_and_positions_in_one_dim_are_found():
     batch, results = next(packed([DOCUMENT], rows=2, length=16)), []
     flat: Any = lambda m, x: m(x.reshape(-1, D)).reshape(x.shape)  # noqa: E731
@@ -185,6 +187,7 @@ def test_segment_ids_of_another_meaning_mark_no_padding():
     assert int(pipe.stages()[0].counts[...].sum()) == X.shape[0] * X.shape[1] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.0, 1.1])
 def test_a_capacity_is_that_of_the_real_tokens_to_the_last_place(factor):
     x = jax.random.normal(jax.random.key(0), (400, D))
@@ -199,6 +202,7 @@ def test_a_capacity_is_that_of_the_real_tokens_to_the_last_place(factor):
     assert int(found[0][1]) == int(found[1][1]) > 0
 
 
+@pytest.mark.slow
 def test_a_batch_of_padding_alone_adds_nothing():
     batch = next(packed([DOCUMENT], rows=1, length=8))
     empty = jax.tree.map(np.zeros_like, batch[:3])
@@ -323,6 +327,7 @@ def test_words_that_a_loss_ignores_are_data():
 # ---- state that only a step's end changes ----------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("options", "name"),
     [({"bias_rate": 0.1}, "bias"), ({"balance": "batch", "balance_weight": 0.1}, "load")],
