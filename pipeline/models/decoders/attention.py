@@ -6,6 +6,7 @@ of a head, k = heads of keys and values.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,8 +17,10 @@ from collectives.places.sizes import TENSOR
 from collectives.tensor import group_size, is_manual
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.models.decoders.config import DecoderConfig
+from pipeline.models.layers.attend import attend, attend_to
+from pipeline.models.layers.attending.formula import Rule
 from pipeline.models.layers.attending.order import WHOLE, Context
-from pipeline.models.layers.attention import FusedQKV, attend_slice, attend_to
+from pipeline.models.layers.attention import FusedQKV
 from pipeline.models.layers.linear import RowLinear
 from pipeline.models.layers.norm import RMSNorm
 from pipeline.models.layers.rotary import rotary, rotate
@@ -80,8 +83,8 @@ class DecoderAttention(nnx.Module):
             if config.sinks
             else None
         )
-        self.rope, self.window = config.rope_of(layer), config.window(layer)
-        self.scale, self.softcap = config.attention_scale, config.attention_softcap
+        self.rope, kind = config.rope_of(layer), (config.window(layer), config.attention_softcap)
+        self.rule = Rule(*kind, config.attention_scale, context=context)
 
     def start_decoding(self, rows: int, length: int) -> None:
         """Have room for the keys and values of that many sequences of that many positions."""
@@ -128,7 +131,8 @@ class DecoderAttention(nnx.Module):
         if positions is None and self.rope is not None:
             positions = self.context.places_in(part, x.shape[1])[None]
         q, k, v = self._turned(x, positions, 0)
-        y, own = self._read(q, k, v, segments, earlier, part)
+        sinks = self._own_sinks()
+        y, own = attend(self.rule, q, k, v, earlier, part, segments=segments, sinks=sinks)
         return self.out(y.reshape(*y.shape[:2], -1)), own
 
     def _turned(
@@ -145,30 +149,6 @@ class DecoderAttention(nnx.Module):
             q, k = rotate(q, *turns), rotate(k, *turns)
         return q, k, v
 
-    def _read(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segments: jax.Array | None,
-        earlier: Any,
-        part: SequenceSlice,
-    ) -> tuple[jax.Array, Any]:
-        """Attention over local heads, by the platform's kernel where it takes them."""
-        return attend_slice(
-            q,
-            k,
-            v,
-            earlier,
-            part,
-            segments=segments,
-            window=self.window,
-            softcap=self.softcap,
-            scale=self.scale,
-            context=self.context,
-            sinks=self._own_sinks(),
-        )
-
     def _remember(self, q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array) -> jax.Array:
         """Attention to these positions and to those before, which are kept."""
         for cache, new in ((self.keys, k), (self.values, v)):
@@ -178,14 +158,11 @@ class DecoderAttention(nnx.Module):
         t = q.shape[1]
         self.seen[...] = first + t
         return attend_to(
+            replace(self.rule, implementation="chunked"),
             q,
             self.keys[...],
             self.values[...],
             places=first + jnp.arange(t),
-            window=self.window,
-            softcap=self.softcap,
-            scale=self.scale,
-            implementation="chunked",
             sinks=self._own_sinks(),
         )
 
