@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         fuse_qkv,
     )
     from pipeline.models.layers.dropout import Dropout
+    from pipeline.models.layers.experts.options import ExpertOptions
     from pipeline.models.layers.experts.state import ExpertState, advance_experts, settle_experts
     from pipeline.models.layers.linear import ColumnLinear, RowLinear
     from pipeline.models.layers.mixture import MixtureOfExperts
@@ -46,6 +47,7 @@ __all__ = [
     "ColumnLinear",
     "Context",
     "Dropout",
+    "ExpertOptions",
     "ExpertState",
     "FusedQKV",
     "LayerNorm",
@@ -85,6 +87,7 @@ __getattr__ = exports(
         "pipeline.models.layers.attend": "attend_slice",
         "pipeline.models.layers.attention": "Attention AttentionOptions FusedQKV fuse_qkv",
         "pipeline.models.layers.dropout": "Dropout",
+        "pipeline.models.layers.experts.options": "ExpertOptions",
         "pipeline.models.layers.experts.state": "ExpertState advance_experts settle_experts",
         "pipeline.models.layers.linear": "ColumnLinear RowLinear",
         "pipeline.models.layers.mixture": "MixtureOfExperts",

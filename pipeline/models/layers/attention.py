@@ -18,9 +18,8 @@ from collectives.places.sizes import TENSOR
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.base.arguments import ConstructorSignature, takes
 from pipeline.models.layers.attend import attend
-from pipeline.models.layers.attending.formula import Rule
+from pipeline.models.layers.attending.formula import Implementation, Rule
 from pipeline.models.layers.attending.order import Context, Order, Way
-from pipeline.models.layers.kernels import Implementation
 from pipeline.models.layers.linear import ColumnLinear, RowLinear
 from pipeline.models.layers.replicated import ReplicatedKV
 from pipeline.models.layers.rotary import RopeScaling, rotary, rotate
@@ -156,7 +155,7 @@ class AttentionOptions:
 
 
 @dataclass(frozen=True)
-class _Arguments(AttentionOptions):
+class _AttentionArguments(AttentionOptions):
     """The arguments of `Attention`."""
 
     width: int
@@ -186,8 +185,8 @@ class Attention(nnx.Module):
 
     __signature__ = ConstructorSignature()
 
-    @takes(_Arguments, "Attention()")
-    def __init__(self, given: _Arguments) -> None:
+    @takes(_AttentionArguments, "Attention()")
+    def __init__(self, given: _AttentionArguments) -> None:
         width, num_heads, num_kv_heads = given.width, given.num_heads, given.num_kv_heads
         check_groups(num_heads, num_kv_heads)
         if given.head_dim is None and width % num_heads:

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from pipeline.layers import Attention, AttentionOptions, Context, SequenceSlice, attend_slice
+from pipeline.layers import (
+    Attention,
+    AttentionOptions,
+    Context,
+    ExpertOptions,
+    MixtureOfExperts,
+    SequenceSlice,
+    attend_slice,
+)
 
 X = jnp.zeros((1, 4, 2, 8))
 
@@ -22,11 +30,20 @@ def test_options_by_name_override_those_of_a_record():
     assert layer.out.weight.shape == (24, 8)
 
 
+def test_experts_take_a_record():
+    options = ExpertOptions(dispatch="capacity", bias_rate=0.1, z_weight=0.5)
+    layer = MixtureOfExperts(8, 4, 4, 2, nnx.Rngs(0), options=options, z_weight=0.0)
+    assert (layer.dispatch, layer.bias_rate, layer.z_weight) == ("capacity", 0.1, 0.0)
+    assert layer.is_counting
+
+
 def test_the_signature_of_a_layer_names_its_options():
-    for layer, record in ((Attention, AttentionOptions),):
-        names = list(inspect.signature(layer).parameters)
-        assert {field.name for field in fields(record)} <= {*names}
+    names = list(inspect.signature(Attention).parameters)
     assert names[:4] == ["width", "num_heads", "num_kv_heads", "rngs"]
+    assert {one.name for one in fields(AttentionOptions)} <= {*names}
+    names = list(inspect.signature(MixtureOfExperts).parameters)
+    assert names[:5] == ["width", "hidden", "num_experts", "top_k", "rngs"]
+    assert {one.name for one in fields(ExpertOptions)} <= {*names}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +60,10 @@ def test_the_signature_of_a_layer_names_its_options():
         (
             lambda: Attention(8, 4, 2, nnx.Rngs(0), options={"window": 3}),
             "Attention(): options={'window': 3} must be an AttentionOptions",
+        ),
+        (
+            lambda: MixtureOfExperts(8, 4, 4, 2, nnx.Rngs(0), dispach="gather"),
+            "MixtureOfExperts() has no option 'dispach'; did you mean 'dispatch'?",
         ),
         (
             lambda: attend_slice(X, X, X, None, windw=3),

@@ -7,14 +7,15 @@ Letters: b = sequences, t = queries, s = keys, c = width of a head, k = heads of
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from pipeline.base.arguments import is_whole
 from pipeline.models.layers.attending.order import WHOLE, Context
-from pipeline.models.layers.kernels import Implementation, check_name
 
+Implementation = Literal["splash", "cudnn", "xla", "chunked"]
 HIDDEN = -1e30  # the score of a key that a query does not read
 MOST_PAIRS = 2**20  # scores of a head that are formed at a time, where nobody says how many
 
@@ -45,8 +46,12 @@ class Rule:
         Raises:
           ValueError: one is not what it may be.
         """
-        window, softcap = self.window, self.softcap
-        check_name(self.implementation)
+        window, softcap, names = self.window, self.softcap, get_args(Implementation)
+        if self.implementation not in (None, *names):
+            raise ValueError(
+                f"implementation={self.implementation!r}: must be one of "
+                f"{', '.join(map(repr, names))}, or None for that of the platform"
+            )
         if window is not None and not is_whole(window, 1):
             raise ValueError(
                 f"window={window!r}: how many positions a query reads is an integer >= 1, or None "
@@ -144,7 +149,8 @@ def read(
       seen: `[1 or b, t, s]`, which keys a query reads (`visible`).
     """
     grouped = q.astype(jnp.float32).reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-    scores = jnp.where(seen[:, None, None], rule.scores(grouped, k), HIDDEN)
+    scores = rule.scores(grouped, k)
+    scores = jnp.where(seen[:, None, None], scores, HIDDEN)
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(1, k.shape[2], -1, 1, 1)
         sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
