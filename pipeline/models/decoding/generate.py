@@ -38,9 +38,10 @@ from pipeline.models.decoding.caches import (
     takes_many,
     with_types_of_writes,
 )
-from pipeline.models.decoding.flow import Choice, Flow, Kind, Rows
+from pipeline.models.decoding.flow import Flow, Kind, Rows
 from pipeline.models.decoding.positions import check_embed
 from pipeline.models.decoding.recompute import evaluating, recompute
+from pipeline.models.decoding.sampling import Choice
 from schedules.core.timetable import loop_placement
 
 Start = Callable[[Any, int, int], None]
