@@ -201,7 +201,7 @@ def cut_layers(
     if layout is not None:
         counts = parse_layout(layout, config.layers, config.mtp_layers)
         return counts, place_modules(layout)
-    counts = split_layers(config.layers, num_stages or 1)
+    counts = split_layers(config.layers, 1 if num_stages is None else num_stages)
     return counts, [0] * (len(counts) - 1) + [config.mtp_layers]
 
 
