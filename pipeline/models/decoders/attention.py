@@ -56,14 +56,9 @@ class DecoderAttention(nnx.Module):
         self.qkv = FusedQKV(
             config.width, heads, config.kv_heads, c, rngs, bias=config.qkv_bias, dtype=dtype
         )
-        self.out = RowLinear(
-            heads * c,
-            config.width,
-            rngs,
-            bias=config.out_bias,
-            dtype=dtype,
-            pieces=("num_kv_heads", config.kv_heads, None),
-        )
+        pieces = "num_kv_heads", config.kv_heads, None
+        more: dict[str, Any] = {"bias": config.out_bias, "dtype": dtype, "pieces": pieces}
+        self.out = RowLinear(heads * c, config.width, rngs, **more)
         # A rank norms heads of its own, so the gradients of its scales are parts of sums.
         norm: dict[str, Any] = {
             "epsilon": config.norm_epsilon,
@@ -77,12 +72,8 @@ class DecoderAttention(nnx.Module):
             self.q_norm, self.k_norm = (
                 nnx.data(HeadsNorm(config, number, dtype)) for number in (heads, config.kv_heads)
             )
-        zeros, pieces = jax.nn.initializers.zeros, ("num_kv_heads", config.kv_heads, None)
-        self.sinks = (
-            make_weight(rngs, (heads,), init=zeros, dtype=dtype, axis=TENSOR, dim=0, pieces=pieces)
-            if config.sinks
-            else None
-        )
+        zeros = jax.nn.initializers.zeros
+        self.sinks = _per_head(config, rngs, heads, zeros, dtype) if config.sinks else None
         self.rope, kind = config.rope_of(layer), (config.window(layer), config.attention_softcap)
         self.rule = Rule(*kind, config.attention_scale, context=context)
 
@@ -185,15 +176,8 @@ class HeadsNorm(nnx.Module):
 
     def __init__(self, config: DecoderConfig, heads: int, dtype: Any) -> None:
         self.epsilon = config.norm_epsilon
-        self.scale = make_weight(
-            nnx.Rngs(0),
-            (heads * config.head_dim,),
-            init=jax.nn.initializers.ones,
-            dtype=dtype,
-            axis=TENSOR,
-            dim=0,
-            pieces=("num_kv_heads", config.kv_heads, None),
-        )
+        numbers = heads * config.head_dim
+        self.scale = _per_head(config, nnx.Rngs(0), numbers, jax.nn.initializers.ones, dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """In the dtype of the input."""
@@ -204,6 +188,12 @@ class HeadsNorm(nnx.Module):
             square = jax.lax.pmean(square, TENSOR)
         scale = self.scale[...].astype(jnp.float32).reshape(1, 1, *x.shape[-2:])
         return (wide * jax.lax.rsqrt(square + self.epsilon) * scale).astype(x.dtype)
+
+
+def _per_head(config: DecoderConfig, rngs: nnx.Rngs, size: int, init: Any, dtype: Any) -> Any:
+    """A vector of which a rank has the numbers of its own heads."""
+    pieces = "num_kv_heads", config.kv_heads, None
+    return make_weight(rngs, (size,), init=init, dtype=dtype, axis=TENSOR, dim=0, pieces=pieces)
 
 
 def check_not_remembered(first: jax.Array | None, segments: jax.Array | None) -> None:

@@ -442,21 +442,15 @@ def check_ends(config: DecoderConfig, vocabulary: Any, loss_chunks: Any) -> None
     is_shared = vocabulary == "stage"
     if loss_chunks is not None:
         faults = of_head | {"vocabulary='stage'": is_shared}
-        what, why = (
-            f"loss_chunks={loss_chunks}",
-            (
-                "logits in chunks are products with the table of one head that one rank has; leave "
-                "loss_chunks out"
-            ),
-        )
+        what = f"loss_chunks={loss_chunks}"
+        why = "logits in chunks are products with the table of one head that one rank has"
+        remedy = "leave loss_chunks out"
     else:
-        faults = of_embed | of_head if is_shared else {}
-        what, why = (
-            "vocabulary='stage'",
-            ("ranks share the table of a plain embedding and head; use vocabulary='ends'"),
-        )
+        faults, what = (of_embed | of_head if is_shared else {}), "vocabulary='stage'"
+        why = "ranks share the table of a plain embedding and head"
+        remedy = "use vocabulary='ends'"
     if has := [text for text, is_so in faults.items() if is_so]:
-        raise ValueError(f"{what} with {' and '.join(has)}: {why}")
+        raise ValueError(f"{what} with {' and '.join(has)}: {why}; {remedy}")
 
 
 def _shared_ends(
