@@ -83,11 +83,16 @@ def attend(
     """Compute `attend_slice` with its options in a record."""
     check_segments(segments, q)
     check_context(rule.context)
-    if sinks is not None and rule.implementation is None:
+    if sinks is not None and rule.implementation not in (None, "chunked"):
+        raise ValueError(
+            f"implementation={rule.implementation!r} with sinks: only the formula has them; take "
+            f"implementation=None or 'chunked'"
+        )
+    if sinks is not None:
         rule = replace(rule, implementation="chunked")
     is_whole = part.count == 1
     way = rule.context.way if rule.context.size > 1 else "rank"
-    run = _function_for(rule.implementation, way, _kind_of(part), has_sinks=sinks is not None)
+    run = _function_for(str(rule.implementation), way, _kind_of(part))
     own = {"keys": k, "values": v} | ({} if segments is None else {"segments": segments})
     call = _Call(rule, q, own, segments, sinks, part, None if is_whole else earlier)
     with reads_all_ranks(when=rule.context.size > 1):
@@ -130,15 +135,32 @@ def _on_one_rank(call: _Call) -> _Call:
 
 
 def _by_heads(call: _Call) -> _Call:
-    """Exchange positions for heads: all positions of this rank's heads (arXiv:2309.14509)."""
-    context, own = call.rule.context, dict(call.own)
-    context.check_length(call.q.shape[1])
-    given = call.q, own["keys"], own["values"], call.sinks
-    q, own["keys"], own["values"], sinks = _with_own_heads(*given, context)
-    if "segments" in own:
-        own["segments"] = context.natural(gather(own["segments"], context.axis))
-    call = replace(call, q=q, own=own, segments=own.get("segments"), sinks=sinks)
-    return _on_one_rank(call)
+    """Exchange positions for heads: all positions of this rank's heads (arXiv:2309.14509).
+
+    Raises:
+      ValueError: heads that the ranks cannot share.
+    """
+    context, q, k, v = call.rule.context, call.q, call.own["keys"], call.own["values"]
+    context.check_length(q.shape[1])
+    ranks, heads, kv_heads = context.size, q.shape[2], k.shape[2]
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        raise ValueError(
+            f"context='ulysses' with {heads} heads of queries and {kv_heads} of keys and values "
+            f"over {ranks} ranks of {context.axis!r}: each rank takes as many heads of queries "
+            f"and the heads that they read; choose an axis that divides {heads}, and that divides "
+            f"{kv_heads} or is a multiple of it, or take context='allgather' or 'ring'"
+        )
+    if kv_heads < ranks:  # several ranks read one head
+        k, v = (jnp.repeat(x, ranks // kv_heads, axis=2) for x in (k, v))
+    sinks, segments = call.sinks, call.segments
+    if sinks is not None:  # those of the heads that this rank reads with
+        first, own_heads = group_rank(context.axis) * (heads // ranks), heads // ranks
+        sinks = jax.lax.dynamic_slice_in_dim(vary(sinks, str(context.axis)), first, own_heads)
+    q, k, v = (to_heads(x, context) for x in (q, k, v))
+    own = {"keys": k, "values": v}
+    if segments is not None:
+        own["segments"] = segments = context.natural(gather(segments, context.axis))
+    return _on_one_rank(replace(call, q=q, own=own, segments=segments, sinks=sinks))
 
 
 def _all_keys(call: _Call) -> _Call:
@@ -235,20 +257,13 @@ _REFUSED = {  # why a cell is empty: by its way, and for kernels first by slices
 }
 
 
-def _function_for(
-    name: str | None, way: str, kind: str, *, has_sinks: bool
-) -> Callable[[_Call], jax.Array]:
+def _function_for(name: str, way: str, kind: str) -> Callable[[_Call], jax.Array]:
     """The function for an implementation, a way and a kind of slice.
 
     Raises:
       ValueError: there is none.
     """
-    if has_sinks and name != "chunked":
-        raise ValueError(
-            f"implementation={name!r} with sinks: only the formula has them; take "
-            f"implementation=None or 'chunked'"
-        )
-    if (run := _FUNCTIONS.get((str(name), way, kind))) is not None:
+    if (run := _FUNCTIONS.get((name, way, kind))) is not None:
         return run
     by_slices = kind != "whole" and name in ("splash", "cudnn")
     raise ValueError(f"implementation={name!r} with {_REFUSED['slices' if by_slices else way]}")
@@ -258,34 +273,8 @@ def _function_for(
 
 
 def back_to_positions(y: jax.Array, context: Context) -> jax.Array:
-    """Exchange heads for positions: undo `_with_own_heads` for what was read."""
+    """Exchange heads for positions: undo `to_heads` for the result."""
     return _exchange(context.as_on_ranks(y), context.axis, split=1, join=2)
-
-
-def _with_own_heads(
-    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, context: Context
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Exchange positions for heads: all positions, rank by rank, of this rank's heads.
-
-    Raises:
-      ValueError: heads that the ranks cannot share.
-    """
-    ranks, heads, kv_heads = context.size, q.shape[2], k.shape[2]
-    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
-        raise ValueError(
-            f"context='ulysses' with {heads} heads of queries and {kv_heads} of keys and values "
-            f"over {ranks} ranks of {context.axis!r}: each rank takes as many heads of queries "
-            f"and the heads that they read; choose an axis that divides {heads}, and that divides "
-            f"{kv_heads} or is a multiple of it, or take context='allgather' or 'ring'"
-        )
-    if kv_heads < ranks:  # several ranks read one head
-        k, v = (jnp.repeat(x, ranks // kv_heads, axis=2) for x in (k, v))
-    if sinks is not None:  # those of the heads that this rank reads with
-        own = heads // ranks
-        first = group_rank(context.axis) * own
-        sinks = jax.lax.dynamic_slice_in_dim(vary(sinks, str(context.axis)), first, own)
-    q, k, v = (to_heads(x, context) for x in (q, k, v))
-    return q, k, v, sinks
 
 
 def to_heads(x: jax.Array, context: Context) -> jax.Array:
