@@ -85,7 +85,9 @@ def takes(
     """Decorate a method of one argument, a dataclass, to take the fields of the dataclass.
 
     Args:
-      kind: the dataclass. Signature, defaults and types of the method are those of its fields.
+      kind: the dataclass. Signature, defaults and types of the method are those of its fields. A
+        field ``options`` takes a record, of the class that the dataclass extends, whose values
+        stand for those that are not given by name.
       function: the name of the method in errors.
     """
     signature = inspect.signature(kind)
@@ -99,6 +101,11 @@ def takes(
                 signature.bind(*args, **options)
             except TypeError as error:
                 raise TypeError(f"{function}: {error}") from None
+            if (record := options.get("options")) is not None:
+                base: Any = getattr(kind, "__base__", None)
+                if not isinstance(record, base):
+                    raise TypeError(f"{function}: options={record!r} must be an {base.__name__}")
+                options = {**vars(record), **options}  # type: ignore[assignment]
             return method(self, kind(*args, **options))
 
         parameters = [own, *signature.parameters.values()]

@@ -15,10 +15,17 @@ if TYPE_CHECKING:
     from pipeline.base.agreed.pieces import check_axis
     from pipeline.base.agreed.slices import SequenceSlice
     from pipeline.base.rows import data_mask
+    from pipeline.models.layers.attend import attend_slice
     from pipeline.models.layers.attending.order import Context, unzigzag, zigzag
     from pipeline.models.layers.attending.sent import context_bytes
-    from pipeline.models.layers.attention import Attention, FusedQKV, attend_slice, fuse_qkv
+    from pipeline.models.layers.attention import (
+        Attention,
+        AttentionOptions,
+        FusedQKV,
+        fuse_qkv,
+    )
     from pipeline.models.layers.dropout import Dropout
+    from pipeline.models.layers.experts.options import ExpertOptions
     from pipeline.models.layers.experts.state import ExpertState, advance_experts, settle_experts
     from pipeline.models.layers.linear import ColumnLinear, RowLinear
     from pipeline.models.layers.mixture import MixtureOfExperts
@@ -36,9 +43,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attention",
+    "AttentionOptions",
     "ColumnLinear",
     "Context",
     "Dropout",
+    "ExpertOptions",
     "ExpertState",
     "FusedQKV",
     "LayerNorm",
@@ -75,8 +84,10 @@ __getattr__ = exports(
         "pipeline.base.rows": "data_mask",
         "pipeline.models.layers.attending.order": "Context unzigzag zigzag",
         "pipeline.models.layers.attending.sent": "context_bytes",
-        "pipeline.models.layers.attention": "Attention FusedQKV attend_slice fuse_qkv",
+        "pipeline.models.layers.attend": "attend_slice",
+        "pipeline.models.layers.attention": "Attention AttentionOptions FusedQKV fuse_qkv",
         "pipeline.models.layers.dropout": "Dropout",
+        "pipeline.models.layers.experts.options": "ExpertOptions",
         "pipeline.models.layers.experts.state": "ExpertState advance_experts settle_experts",
         "pipeline.models.layers.linear": "ColumnLinear RowLinear",
         "pipeline.models.layers.mixture": "MixtureOfExperts",

@@ -1,13 +1,6 @@
-"""An embedding, a head and a loss that can be split by vocabulary over the stage ranks.
+"""The embedding and the head of `pipeline.layers`, marked as layers that ranks of ``stage`` share.
 
-Letters: S ranks, N words, d width; b stands for any leading axes, those of a microbatch. Called by
-themselves these are those of `pipeline.layers` that no mesh axis cuts, and in
-``Pipeline(vocabulary="ends")`` the first and the last rank call them so. In
-``Pipeline(vocabulary="stage")`` every rank holds N / S rows of the table, and
-`pipeline.core.executors.vocabulary` does what they do with all ranks at once.
-
-They inherit from those of `pipeline.layers` and stay beside them, because their arguments (words
-first, one dtype of vectors) are public, and those there belong to a model's own axis.
+Letters: N words, d width; b stands for any leading axes, those of a microbatch.
 """
 
 from __future__ import annotations
@@ -96,6 +89,11 @@ class VocabularyHead(layers.VocabularyHead, SplitHead):
         scale: float | None = None,
         sequence_parallel: bool = False,
     ) -> None:
+        if tied is None and rngs is None:
+            raise ValueError(
+                "VocabularyHead has neither rngs nor tied; give rngs=nnx.Rngs(...) for a table of "
+                "its own, or tied=embedding to share one"
+            )
         if tied is not None and tied.sequence_parallel != sequence_parallel:
             raise ValueError(
                 f"tied is an embedding with sequence_parallel={tied.sequence_parallel}, the head "
@@ -108,21 +106,10 @@ class VocabularyHead(layers.VocabularyHead, SplitHead):
                 f"dimensions, the head is of {words} in {width}; what they share has one "
                 f"size: give both the same"
             )
-        if tied is None and rngs is None:
-            raise ValueError(
-                "VocabularyHead has neither rngs nor tied; give rngs=nnx.Rngs(...) for a table of "
-                "its own, or tied=embedding to share one"
-            )
-        super().__init__(
-            width=width,
-            vocabulary=words,
-            rngs=rngs,
-            norm=norm,
-            table=None if tied is None else tied.table,
-            axis=None,
-            init=None if scale is None else nnx.initializers.normal(scale),
-            dtype=param_dtype,
-        )
+        init = None if scale is None else nnx.initializers.normal(scale)
+        sizes: dict[str, Any] = {"width": width, "vocabulary": words, "norm": norm, "axis": None}
+        table = None if tied is None else tied.table
+        super().__init__(rngs=rngs, table=table, init=init, dtype=param_dtype, **sizes)
         self.sequence_parallel = sequence_parallel
         if sequence_parallel and tied is None:
             self.table = shared(self.table.get_value(), TENSOR, Table)

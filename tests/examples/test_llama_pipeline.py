@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.layers import rotary, rotate
-from pipeline.models.layers.attention import attend
+from pipeline.layers import attend_slice, rotary, rotate
 from tests.examples.llama_cases import FAMILIES, MICROBATCHES, OPTIONS, check, data
 from tests.support import models
 from tests.support.grids import covering
@@ -190,7 +189,7 @@ class Block(nnx.Module):
         query = self.query(h).reshape(b, t, HEADS, -1)
         key, value = jnp.split(self.key_value(h).reshape(b, t, KV_HEADS, -1), 2, axis=-1)
         turns = rotary(jnp.arange(t)[None], d // HEADS)
-        read = attend(rotate(query, *turns), rotate(key, *turns), value)
+        read, _ = attend_slice(rotate(query, *turns), rotate(key, *turns), value, None)
         x = x + self.out(read.reshape(b, t, d))
         h = self.norms[1](x)
         return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h))

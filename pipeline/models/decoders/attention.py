@@ -6,6 +6,7 @@ of a head, k = heads of keys and values.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,8 +17,10 @@ from collectives.places.sizes import TENSOR
 from collectives.tensor import group_size, is_manual
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.models.decoders.config import DecoderConfig
+from pipeline.models.layers.attend import attend, attend_to
+from pipeline.models.layers.attending.formula import Rule
 from pipeline.models.layers.attending.order import WHOLE, Context
-from pipeline.models.layers.attention import FusedQKV, attend_slice, attend_to
+from pipeline.models.layers.attention import FusedQKV
 from pipeline.models.layers.linear import RowLinear
 from pipeline.models.layers.norm import RMSNorm
 from pipeline.models.layers.rotary import rotary, rotate
@@ -53,14 +56,9 @@ class DecoderAttention(nnx.Module):
         self.qkv = FusedQKV(
             config.width, heads, config.kv_heads, c, rngs, bias=config.qkv_bias, dtype=dtype
         )
-        self.out = RowLinear(
-            heads * c,
-            config.width,
-            rngs,
-            bias=config.out_bias,
-            dtype=dtype,
-            pieces=("num_kv_heads", config.kv_heads, None),
-        )
+        pieces = "num_kv_heads", config.kv_heads, None
+        more: dict[str, Any] = {"bias": config.out_bias, "dtype": dtype, "pieces": pieces}
+        self.out = RowLinear(heads * c, config.width, rngs, **more)
         # A rank norms heads of its own, so the gradients of its scales are parts of sums.
         norm: dict[str, Any] = {
             "epsilon": config.norm_epsilon,
@@ -74,14 +72,10 @@ class DecoderAttention(nnx.Module):
             self.q_norm, self.k_norm = (
                 nnx.data(HeadsNorm(config, number, dtype)) for number in (heads, config.kv_heads)
             )
-        zeros, pieces = jax.nn.initializers.zeros, ("num_kv_heads", config.kv_heads, None)
-        self.sinks = (
-            make_weight(rngs, (heads,), init=zeros, dtype=dtype, axis=TENSOR, dim=0, pieces=pieces)
-            if config.sinks
-            else None
-        )
-        self.rope, self.window = config.rope_of(layer), config.window(layer)
-        self.scale, self.softcap = config.attention_scale, config.attention_softcap
+        zeros = jax.nn.initializers.zeros
+        self.sinks = _per_head(config, rngs, heads, zeros, dtype) if config.sinks else None
+        self.rope, kind = config.rope_of(layer), (config.window(layer), config.attention_softcap)
+        self.rule = Rule(*kind, config.attention_scale, context=context)
 
     def start_decoding(self, rows: int, length: int) -> None:
         """Have room for the keys and values of that many sequences of that many positions."""
@@ -128,7 +122,8 @@ class DecoderAttention(nnx.Module):
         if positions is None and self.rope is not None:
             positions = self.context.places_in(part, x.shape[1])[None]
         q, k, v = self._turned(x, positions, 0)
-        y, own = self._read(q, k, v, segments, earlier, part)
+        sinks = self._own_sinks()
+        y, own = attend(self.rule, q, k, v, earlier, part, segments=segments, sinks=sinks)
         return self.out(y.reshape(*y.shape[:2], -1)), own
 
     def _turned(
@@ -145,30 +140,6 @@ class DecoderAttention(nnx.Module):
             q, k = rotate(q, *turns), rotate(k, *turns)
         return q, k, v
 
-    def _read(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segments: jax.Array | None,
-        earlier: Any,
-        part: SequenceSlice,
-    ) -> tuple[jax.Array, Any]:
-        """Attention over local heads, by the platform's kernel where it takes them."""
-        return attend_slice(
-            q,
-            k,
-            v,
-            earlier,
-            part,
-            segments=segments,
-            window=self.window,
-            softcap=self.softcap,
-            scale=self.scale,
-            context=self.context,
-            sinks=self._own_sinks(),
-        )
-
     def _remember(self, q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array) -> jax.Array:
         """Attention to these positions and to those before, which are kept."""
         for cache, new in ((self.keys, k), (self.values, v)):
@@ -178,14 +149,11 @@ class DecoderAttention(nnx.Module):
         t = q.shape[1]
         self.seen[...] = first + t
         return attend_to(
+            replace(self.rule, implementation="chunked"),
             q,
             self.keys[...],
             self.values[...],
             places=first + jnp.arange(t),
-            window=self.window,
-            softcap=self.softcap,
-            scale=self.scale,
-            implementation="chunked",
             sinks=self._own_sinks(),
         )
 
@@ -208,15 +176,8 @@ class HeadsNorm(nnx.Module):
 
     def __init__(self, config: DecoderConfig, heads: int, dtype: Any) -> None:
         self.epsilon = config.norm_epsilon
-        self.scale = make_weight(
-            nnx.Rngs(0),
-            (heads * config.head_dim,),
-            init=jax.nn.initializers.ones,
-            dtype=dtype,
-            axis=TENSOR,
-            dim=0,
-            pieces=("num_kv_heads", config.kv_heads, None),
-        )
+        numbers = heads * config.head_dim
+        self.scale = _per_head(config, nnx.Rngs(0), numbers, jax.nn.initializers.ones, dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """In the dtype of the input."""
@@ -227,6 +188,12 @@ class HeadsNorm(nnx.Module):
             square = jax.lax.pmean(square, TENSOR)
         scale = self.scale[...].astype(jnp.float32).reshape(1, 1, *x.shape[-2:])
         return (wide * jax.lax.rsqrt(square + self.epsilon) * scale).astype(x.dtype)
+
+
+def _per_head(config: DecoderConfig, rngs: nnx.Rngs, size: int, init: Any, dtype: Any) -> Any:
+    """A vector of which a rank has the numbers of its own heads."""
+    pieces = "num_kv_heads", config.kv_heads, None
+    return make_weight(rngs, (size,), init=init, dtype=dtype, axis=TENSOR, dim=0, pieces=pieces)
 
 
 def check_not_remembered(first: jax.Array | None, segments: jax.Array | None) -> None:

@@ -71,14 +71,8 @@ class Block(nnx.Module):
         if experts is not None and layer in experts.layers:
             self.experts = make_experts(experts, config.width, activation, rngs, dtype=dtype)
         elif config.gated:
-            self.mlp: Any = SwiGLU(
-                config.width,
-                config.hidden,
-                rngs,
-                bias=config.mlp_bias,
-                activation=activation,
-                dtype=dtype,
-            )
+            more: dict[str, Any] = {"bias": config.mlp_bias, "activation": activation}
+            self.mlp: Any = SwiGLU(config.width, config.hidden, rngs, dtype=dtype, **more)
         else:
             self.mlp = PlainMLP(config, rngs, dtype=dtype)
         after = config.post_norms

@@ -348,8 +348,7 @@ def build(
         logits with a soft cap, multi-token prediction; or logits in chunks that are more than a
         product: with a soft cap, of several modules, or that ranks share.
     """
-    check_chunks(config, vocabulary, loss_chunks)
-    check_shared(config, vocabulary)
+    check_ends(config, vocabulary, loss_chunks)
     if config.mtp_layers:
         check_whole("multi-token prediction", context)
     if sum(counts) != config.layers or not counts or min(counts) < 0:
@@ -420,50 +419,38 @@ def place_modules(
     return found
 
 
-def check_shared(config: DecoderConfig, vocabulary: Any) -> None:
-    """Refuse ends that ranks cannot share.
+def check_ends(config: DecoderConfig, vocabulary: Any, loss_chunks: Any) -> None:
+    """Refuse ends that are more than a plain table where ranks share it, or a loss cuts it.
 
     Raises:
-      ValueError: embeddings that are scaled or have positions, logits with a soft cap, or
-        multi-token prediction.
+      ValueError: they are; or ``loss_chunks`` that is no number.
     """
-    found = {
-        f"embeddings that are multiplied with {config.embedding_scale}": config.embedding_scale,
-        f"{config.positions} learned positions": None if config.rope else config.positions,
-        f"logits with a soft cap of {config.logit_softcap}": config.logit_softcap,
-        f"multi-token prediction (mtp_layers={config.mtp_layers})": config.mtp_layers or None,
-    }
-    has = [text for text, value in found.items() if value is not None]
-    if vocabulary == "stage" and has:
-        raise ValueError(
-            f"vocabulary='stage' with {' and '.join(has)}: ranks share the table of a plain "
-            f"embedding and head; use vocabulary='ends'"
-        )
-
-
-def check_chunks(config: DecoderConfig, vocabulary: Any, loss_chunks: Any) -> None:
-    """Refuse logits in chunks where they are more than a product.
-
-    Raises:
-      ValueError: a soft cap, multi-token prediction, ranks that share the words, or no number.
-    """
-    if loss_chunks is None:
-        return
-    if not is_whole(loss_chunks, 1):
+    if loss_chunks is not None and not is_whole(loss_chunks, 1):
         raise ValueError(
             f"loss_chunks={loss_chunks!r}: must be an integer >= 1 that divides the words of a "
             f"rank, or None for all logits at once"
         )
-    found = {
+    scale, positions = config.embedding_scale, None if config.rope else config.positions
+    of_embed = {
+        f"embeddings that are multiplied with {scale}": scale is not None,
+        f"{positions} learned positions": positions is not None,
+    }
+    of_head = {
         f"logits with a soft cap of {config.logit_softcap}": config.logit_softcap is not None,
         f"multi-token prediction (mtp_layers={config.mtp_layers})": bool(config.mtp_layers),
-        "vocabulary='stage'": vocabulary == "stage",
     }
-    if has := [text for text, value in found.items() if value]:
-        raise ValueError(
-            f"loss_chunks={loss_chunks} with {' and '.join(has)}: logits in chunks are products "
-            f"with the table of one head that one rank has; leave loss_chunks out"
-        )
+    is_shared = vocabulary == "stage"
+    if loss_chunks is not None:
+        faults = of_head | {"vocabulary='stage'": is_shared}
+        what = f"loss_chunks={loss_chunks}"
+        why = "logits in chunks are products with the table of one head that one rank has"
+        remedy = "leave loss_chunks out"
+    else:
+        faults, what = (of_embed | of_head if is_shared else {}), "vocabulary='stage'"
+        why = "ranks share the table of a plain embedding and head"
+        remedy = "use vocabulary='ends'"
+    if has := [text for text, is_so in faults.items() if is_so]:
+        raise ValueError(f"{what} with {' and '.join(has)}: {why}; {remedy}")
 
 
 def _shared_ends(

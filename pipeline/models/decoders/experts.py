@@ -6,16 +6,15 @@ Letters: d = width, e = experts, k = experts of a token, f = columns of an exper
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pipeline.models.layers.experts.dispatch import Dispatch
-from pipeline.models.layers.experts.losses import Balance
-from pipeline.models.layers.experts.routing import Router, Scoring
+from pipeline.models.layers.experts.options import RoutingOptions
+from pipeline.models.layers.experts.routing import Router
 from pipeline.models.layers.mixture import MixtureOfExperts
 
 OPTIONS = (  # that no checkpoint says
@@ -25,7 +24,7 @@ SLOPE = 1.702  # of the sigmoid in gpt-oss's gate
 
 
 @dataclass(frozen=True)
-class ExpertsConfig:
+class ExpertsConfig(RoutingOptions):
     """The mixture of experts of a decoder's layers.
 
     Attributes:
@@ -33,40 +32,22 @@ class ExpertsConfig:
       top_k: k.
       hidden: f.
       layers: which layers have experts in the place of an MLP.
-      scoring, renormalise, scale, groups, group_top: as of `pipeline.models.layers.experts.Router`.
-      router_bias: whether the router's logits have a bias.
-      selection_bias: whether the choice has one, which is state; bias_rate: by how much a step
-        moves it.
-      shared_hidden: columns of the MLP that every token passes; shared_gate: whether it is gated.
-      bias: whether experts have biases.
+      selection_bias: whether the choice has a bias, which is state.
+      bias_rate: by how much a step moves it.
       clamp: of gpt-oss's gate, between which bounds its numbers are kept.
-      dispatch, capacity_factor, chunk, balance_weight, balance, z_weight, counts: as of
-        `pipeline.layers.MixtureOfExperts`; no checkpoint says them.
+      scoring, renormalise, scale, groups, group_top, router_bias, shared_hidden, shared_gate, bias:
+        as of `pipeline.layers.ExpertOptions`.
+      dispatch, capacity_factor, chunk, balance_weight, balance, z_weight, counts: as there; no
+        checkpoint says them.
     """
 
     number: int
     top_k: int
     hidden: int
     layers: tuple[int, ...]
-    scoring: Scoring = "softmax"
-    renormalise: bool = True
-    scale: float = 1.0
-    groups: tuple[int, int] | None = None
-    group_top: int = 1
-    router_bias: bool = False
-    selection_bias: bool = False
-    bias_rate: float = 0.0
-    shared_hidden: int = 0
-    shared_gate: bool = False
-    bias: bool = False
-    clamp: float | None = None
-    dispatch: Dispatch = "gather"
-    capacity_factor: float = 1.25
-    chunk: int | None = None
-    balance_weight: float = 0.0
-    balance: Balance = "microbatch"
-    z_weight: float = 0.0
-    counts: bool = False
+    selection_bias: bool = field(default=False, kw_only=True)
+    bias_rate: float = field(default=0.0, kw_only=True)
+    clamp: float | None = field(default=None, kw_only=True)
 
     def faults(self) -> list[str]:
         """List what is wrong with the router's values."""
@@ -82,8 +63,7 @@ class ExpertsConfig:
         Raises:
           ValueError: sizes that do not fit.
         """
-        kind = self.scoring, self.renormalise, self.scale
-        return Router(self.number, self.top_k, *kind, self.groups, self.group_top)
+        return self.router_of(self.number, self.top_k)
 
     def with_options(self, options: dict[str, Any]) -> ExpertsConfig:
         """Copy the options with other values of those that no checkpoint has.
@@ -169,29 +149,9 @@ def make_experts(
       dtype: of the parameters.
     """
     gate = ActivatedGate(activation) if config.clamp is None else ClampedGate(config.clamp)
-    return MixtureOfExperts(
-        width,
-        config.hidden,
-        config.number,
-        config.top_k,
-        rngs,
-        dispatch=config.dispatch,
-        capacity_factor=config.capacity_factor,
-        chunk=config.chunk,
-        scoring=config.scoring,
-        renormalise=config.renormalise,
-        scale=config.scale,
-        groups=config.groups,
-        group_top=config.group_top,
-        router_bias=config.router_bias,
-        bias_rate=config.bias_rate if config.selection_bias else None,
-        shared_hidden=config.shared_hidden,
-        shared_gate=config.shared_gate,
-        bias=config.bias,
-        gate=gate,
-        balance_weight=config.balance_weight,
-        balance=config.balance,
-        z_weight=config.z_weight,
-        counts=config.counts,
-        dtype=dtype,
-    )
+    options: dict[str, Any] = {
+        one.name: getattr(config, one.name) for one in fields(RoutingOptions)
+    }
+    options["bias_rate"] = config.bias_rate if config.selection_bias else None
+    sizes = width, config.hidden, config.number, config.top_k
+    return MixtureOfExperts(*sizes, rngs, gate=gate, dtype=dtype, **options)

@@ -15,6 +15,7 @@ h·(n + o + w)·t, 20 times as many in DeepSeek-V3 at t = 16,384. A ring of keys
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,9 +29,7 @@ from pipeline.base.agreed.positions import reads_all_ranks
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.models.decoders.attention import check_not_remembered
 from pipeline.models.decoders.config import DecoderConfig
-from pipeline.models.layers.attending.order import WHOLE, Context
-from pipeline.models.layers.attending.ring import Rule, ring
-from pipeline.models.layers.attention import (
+from pipeline.models.layers.attend import (
     attend_to,
     back_to_positions,
     check_context,
@@ -38,6 +37,9 @@ from pipeline.models.layers.attention import (
     gather,
     to_heads,
 )
+from pipeline.models.layers.attending.formula import Rule
+from pipeline.models.layers.attending.order import WHOLE, Context
+from pipeline.models.layers.attending.ring import ring
 from pipeline.models.layers.linear import ColumnLinear, RowLinear
 from pipeline.models.layers.norm import RMSNorm
 from pipeline.models.layers.rotary import rotary, rotate
@@ -81,7 +83,7 @@ class LatentAttention(nnx.Module):
         d, h = config.width, config.heads
         self.heads, self.sizes, self.rope = h, sizes, config.rope_of(layer)
         self.kept_dtype = jnp.dtype(dtype if activations is None else activations)
-        self.scale = config.attention_scale
+        self.rule = Rule(scale=config.attention_scale, context=context)
         pieces = "num_heads", h, None
         out = h * (sizes.nope + sizes.rope)
 
@@ -178,10 +180,10 @@ class LatentAttention(nnx.Module):
         context, weight = self.context, read_weight(self.kv.weight, q, TENSOR)
         on_ranks = first is None and context.size > 1
         if on_ranks and context.way == "ring":
-            scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-            rule = Rule(context, scale, None, None, None, expand=self._keys)
-            held = {"latents": own["latents"]}
-            return ring(q, held, segments, rule, part=part, earlier=earlier, weights=weight), own
+            latents = {"latents": own["latents"]}
+            more: dict[str, Any] = {"expand": self._keys, "weights": weight}
+            more |= {"part": part, "earlier": earlier}
+            return ring(self.rule, q, latents, segments, **more), own
         exchanges = on_ranks and context.way == "ulysses"
         places = context.places_in(part, q.shape[1]) if first is None else None
         if on_ranks:
@@ -195,11 +197,10 @@ class LatentAttention(nnx.Module):
         whole = own if earlier is None else {n: part.join(own[n], earlier[n]) for n in own}
         by_kernel = first is None and part.count == 1 and (exchanges or not on_ranks)
         y = attend_to(
+            self.rule if by_kernel else replace(self.rule, implementation="chunked"),
             q,
             *self._keys(weight, column_input(whole["latents"], TENSOR)),
             segments,
-            scale=self.scale,
-            implementation=None if by_kernel else "chunked",
             places=None if by_kernel else places,
             segments_of_keys=whole.get("segments"),
         )

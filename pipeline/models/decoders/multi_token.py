@@ -35,7 +35,6 @@ from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
 from pipeline.models.decoders.block import Block
 from pipeline.models.decoders.config import DecoderConfig
 from pipeline.models.decoders.norms import make_norm
-from pipeline.models.layers.attending.order import WHOLE, Context
 from pipeline.models.layers.weights import apply, scaled
 
 MAIN, EMBEDDED, AHEAD, INSIDE = "main", "embedded", "ahead", "inside"
@@ -51,23 +50,15 @@ class MultiTokenBlock(Block):
       config: of the decoder.
       depth: k, from 1.
       rngs: has a stream ``params``.
-      dtype: of the parameters; activations: of activations, by default that.
-      context: how sequences lie on the ranks of an axis.
+      dtype: of the parameters.
+      types: ``activations`` and ``context``, as of `Block`.
     """
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        depth: int,
-        rngs: nnx.Rngs,
-        *,
-        dtype: Any,
-        activations: Any = None,
-        context: Context = WHOLE,
+        self, config: DecoderConfig, depth: int, rngs: nnx.Rngs, *, dtype: Any, **types: Any
     ) -> None:
         d = config.width
-        types: dict[str, Any] = {"dtype": dtype, "activations": activations, "context": context}
-        super().__init__(config, config.layers - 1, rngs, **types)
+        super().__init__(config, config.layers - 1, rngs, dtype=dtype, **types)
         self.depth, self.is_last = depth, depth == config.mtp_layers
         # The main model's final norm, without which h_0 is not known.
         self.main_norm = make_norm(config, dtype) if depth == 1 else None

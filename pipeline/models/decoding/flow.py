@@ -30,33 +30,7 @@ from pipeline.core.executors.memory import Pool, at_most_once, unwritten
 from pipeline.core.executors.vocabulary import look_up, own_logits
 from pipeline.core.rank import ends
 from pipeline.core.rank.local_model import LocalModel
-from pipeline.models.decoding.sampling import sample_rows, sample_shared
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The choice of the next token, and the end of a row.
-
-    Attributes:
-      max_new_tokens: of a row.
-      top_k: how many words may be drawn, 0 for all.
-      nucleus: whether only the likeliest words that have a share of all may be.
-      stop: tokens that end a row; pad: what stands behind the end.
-      words: how many words the head says that it has (an attribute ``words``); None if it does not.
-    """
-
-    max_new_tokens: int
-    top_k: int = 0
-    nucleus: bool = False
-    stop: tuple[int, ...] = ()
-    pad: int = 0
-    words: int | None = None
-
-    def ends(self, tokens: jax.Array) -> jax.Array:
-        """Mark the tokens that end their rows."""
-        if not self.stop:
-            return jnp.zeros(tokens.shape, jnp.bool_)
-        return jnp.isin(tokens, jnp.asarray(self.stop, jnp.int32))
+from pipeline.models.decoding.sampling import Choice, sample_rows, sample_shared
 
 
 class Rows:

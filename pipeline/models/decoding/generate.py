@@ -38,9 +38,10 @@ from pipeline.models.decoding.caches import (
     takes_many,
     with_types_of_writes,
 )
-from pipeline.models.decoding.flow import Choice, Flow, Kind, Rows
+from pipeline.models.decoding.flow import Flow, Kind, Rows
 from pipeline.models.decoding.positions import check_embed
 from pipeline.models.decoding.recompute import evaluating, recompute
+from pipeline.models.decoding.sampling import Choice
 from schedules.core.timetable import loop_placement
 
 Start = Callable[[Any, int, int], None]
@@ -133,31 +134,15 @@ def generate(
         return recompute(evaluating(pipe), *text, draw, choice, num_microbatches)[:rows]
     # Lengths and keys take the place of targets: they too have a row for each prompt.
     given = filled(lengths), None if keys is None else filled(jax.random.key_data(keys))
-    operands = make_operands(
-        plan,
-        pipe.chunks,
-        pipe.ends,
-        filled(tokens),
-        given,
-        None,
-        num_microbatches=num_microbatches,
-        axes=replace(plan.axes, batch=(None,) * 3),
-    )
+    parts = plan, pipe.chunks, pipe.ends, filled(tokens), given, None
+    axes = replace(plan.axes, batch=(None,) * 3)
+    operands = make_operands(*parts, num_microbatches=num_microbatches, axes=axes)
     model, weights, batch = check_arrays("generate", operands)
-    options = {"choice": choice, "prefilled": prefilled, "M": num_microbatches}
-    impl = None if keys is None else str(jax.random.key_impl(keys))
+    options: dict[str, Any] = {"choice": choice, "prefilled": prefilled, "M": num_microbatches}
+    options["impl"] = None if keys is None else str(jax.random.key_impl(keys))
     with meshes.entered(plan.mesh, plan.home):
-        found = _decode(
-            plan,
-            model,
-            meshes.untyped(weights, plan.mesh),
-            batch,
-            draw,
-            **options,
-            start=start,
-            cache=cache,
-            impl=impl,
-        )
+        weights = meshes.untyped(weights, plan.mesh)
+        found = _decode(plan, model, weights, batch, draw, **options, start=start, cache=cache)
     found = meshes.typed(found, meshes.mesh_of_results(plan.mesh), PartitionSpec())
     return found[:rows]
 

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pipeline.models.decoding.flow import Choice
-from pipeline.models.decoding.sampling import sample_rows
+from pipeline.models.decoding.sampling import Choice, sample_rows
 
 ROUNDING = 1e-2  # of the largest logit: what a causal model's may differ by
 State = tuple[jax.Array, jax.Array, jax.Array]  # tokens [N, L + 1], what was said, which rows end

@@ -7,7 +7,8 @@ ranks that share the words find together from a few numbers each.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +16,30 @@ import jax.numpy as jnp
 from collectives import STAGE
 
 
-class Choosing(Protocol):
-    """Words that may be drawn; `pipeline.models.decoding.flow.Choice` holds the options."""
+@dataclass(frozen=True)
+class Choice:
+    """The choice of the next token, and the end of a row.
 
-    @property
-    def top_k(self) -> int:
-        """Number of the likeliest words to draw from; 0 for all."""
-        ...
+    Attributes:
+      max_new_tokens: of a row.
+      top_k: how many words may be drawn, 0 for all.
+      nucleus: whether only the likeliest words that have a share of all may be.
+      stop: tokens that end a row; pad: what stands behind the end.
+      words: how many words the head says that it has (an attribute ``words``); None if it does not.
+    """
 
-    @property
-    def nucleus(self) -> bool:
-        """True if only the likeliest words with a given share of all are drawn."""
-        ...
+    max_new_tokens: int
+    top_k: int = 0
+    nucleus: bool = False
+    stop: tuple[int, ...] = ()
+    pad: int = 0
+    words: int | None = None
+
+    def ends(self, tokens: jax.Array) -> jax.Array:
+        """Mark the tokens that end their rows."""
+        if not self.stop:
+            return jnp.zeros(tokens.shape, jnp.bool_)
+        return jnp.isin(tokens, jnp.asarray(self.stop, jnp.int32))
 
 
 class _Own(NamedTuple):
@@ -47,11 +60,6 @@ class _Own(NamedTuple):
         if self.axes == (STAGE,):  # over which all values of the kernel vary
             return jax.lax.all_gather(x, STAGE)
         return jax.lax.all_gather(x, self.axes, to="invarying")
-
-
-class _Of(NamedTuple):
-    top_k: int
-    nucleus: bool
 
 
 Draw = tuple[Any, Any]  # what logits are divided by, and the share of all that may be drawn
@@ -75,13 +83,11 @@ def sample(
         much may be drawn; None for all.
     """
     keys = None if key is None else key[None]
-    of = _Of(top_k, top_p is not None)
-    return _best(logits[None], keys, (temperature, top_p), of)[1][0]
+    choice = Choice(1, top_k, top_p is not None)
+    return _best(logits[None], keys, (temperature, top_p), choice)[1][0]
 
 
-def sample_rows(
-    logits: jax.Array, keys: jax.Array | None, draw: Draw, choice: Choosing
-) -> jax.Array:
+def sample_rows(logits: jax.Array, keys: jax.Array | None, draw: Draw, choice: Choice) -> jax.Array:
     """Draw from [b, N] logits, each row with a key of its own."""
     return _best(logits, keys, draw, choice)[1]
 
@@ -90,7 +96,7 @@ def sample_shared(
     logits: jax.Array,
     keys: jax.Array | None,
     draw: Draw,
-    choice: Choosing,
+    choice: Choice,
     words: int,
     axes: tuple[str, ...] = (STAGE,),
 ) -> jax.Array:
@@ -114,7 +120,7 @@ def _best(
     logits: jax.Array,
     keys: jax.Array | None,
     draw: Draw,
-    choice: Choosing,
+    choice: Choice,
     own: _Own | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """[b] the largest number among [b, n] columns, and its word; the first of equals."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from collectives import local
 from collectives.compat import device_kind, has_cudnn, platform
 from pipeline.models.layers.attending.blocks import SMALL, SplashBlocks, choose_blocks
+from pipeline.models.layers.attending.formula import Implementation
 
-Implementation = Literal["splash", "cudnn", "xla", "chunked"]
-NAMES = ("splash", "cudnn", "xla", "chunked")
 # What splash attention's backward reads of its forward, to `jax.checkpoint_policies`.
 RESIDUALS = "attention_residuals"
 OPERANDS = "attention_operands"  # queries, keys and values as it takes them, likewise
@@ -31,19 +30,6 @@ LEAST = SMALL[-1]  # positions that splash attention takes at a time
 WIDEST = 256  # c; beyond, blocks fill a TPU's VMEM, and cuDNN takes none
 WIDEST_BEFORE_HOPPER = 128
 REMEDY = "or take implementation='chunked', the formula, which takes any"
-
-
-def check_name(implementation: Any) -> None:
-    """Raise ValueError for a name that is no implementation.
-
-    Raises:
-      ValueError: so.
-    """
-    if implementation is not None and implementation not in NAMES:
-        raise ValueError(
-            f"implementation={implementation!r}: must be one of {', '.join(map(repr, NAMES))}, or "
-            f"None for that of the platform"
-        )
 
 
 def choose(q: jax.Array, *, softcap: float | None = None, start: int = 0) -> Implementation:

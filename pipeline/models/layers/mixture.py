@@ -6,8 +6,8 @@ Letters: d = width, e = experts, k = experts of a token, f = columns of an exper
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,40 +15,44 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives.compat import platform
-from collectives.places.sizes import CONTEXT, DATA, EXPERT, TENSOR
+from collectives.places.sizes import CONTEXT
 from collectives.tensor import group_size, is_manual
 from pipeline.base.added import add_loss
 from pipeline.base.agreed.positions import reads_all_ranks
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
-from pipeline.base.arguments import is_number, is_whole
+from pipeline.base.arguments import ConstructorSignature, is_whole, takes
 from pipeline.base.rows import BatchPart, batch_part, excluding_padding
 from pipeline.models.layers.experts.dispatch import (
-    DISPATCHES,
-    Dispatch,
     check_dispatch,
     dispatch_by_capacity,
     dispatch_by_gather,
     dispatch_by_ragged,
 )
-from pipeline.models.layers.experts.losses import (
-    BALANCES,
-    Balance,
-    counts_of,
-    joint_balance,
-    squared_normalisers,
-)
+from pipeline.models.layers.experts.losses import counts_of, joint_balance, squared_normalisers
+from pipeline.models.layers.experts.options import ExpertOptions
 from pipeline.models.layers.experts.products import Pick, Product
-from pipeline.models.layers.experts.routing import Router, Routing, Scoring, route
+from pipeline.models.layers.experts.routing import Routing, route
 from pipeline.models.layers.experts.state import ExpertState, loads
 from pipeline.models.layers.mlp import SwiGLU
-from pipeline.models.layers.weights import Initializer, make_weight, scaled
+from pipeline.models.layers.weights import make_weight, scaled
 
-Gate = Callable[[jax.Array, jax.Array], jax.Array]
+_DISPATCH: dict[str, Callable[..., Any]] = {
+    "gather": dispatch_by_gather,
+    "capacity": dispatch_by_capacity,
+    "ragged": dispatch_by_ragged,
+}
 
 
-def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate)·up, of SwiGLU."""
-    return jax.nn.silu(gate) * up
+@dataclass(frozen=True)
+class _MixtureArguments(ExpertOptions):
+    """The arguments of `MixtureOfExperts`."""
+
+    width: int
+    hidden: int
+    num_experts: int
+    top_k: int
+    rngs: nnx.Rngs
+    options: ExpertOptions | None = field(default=None, kw_only=True)
 
 
 class MixtureOfExperts(nnx.Module):
@@ -64,35 +68,7 @@ class MixtureOfExperts(nnx.Module):
       num_experts: e.
       top_k: k.
       rngs: has a stream ``params``.
-      axis: the mesh axis over which experts lie.
-      dispatch: "gather", "capacity" or "ragged" (`pipeline.layers.experts`). The first and
-        the last drop no token, and their results do not depend on the mesh.
-      capacity_factor: of "capacity" (`capacity_of`).
-      chunk: tokens of a rank that are dispatched at a time, and again in the backward, which bounds
-        the memory of it; None for all. "capacity" then counts places in each chunk.
-      scoring: as of `Router`.
-      renormalise: as there.
-      scale: as there.
-      groups: as there.
-      group_top: as there.
-      router_bias: whether logits have a bias that is trained.
-      bias_rate: for a bias of the choice alone (arXiv:2408.15664): by how much `advance_experts`
-        moves it for experts that had less or more than the mean. It is state; 0 keeps it.
-      shared_hidden: columns of an MLP that every token passes, added to the experts; 0 for none.
-      shared_gate: whether it is multiplied with a sigmoid of the token.
-      bias: whether the experts' products have biases.
-      gate: of (gate, up), what the product down is given.
-      balance_weight: of the balance loss, which is added to the loss with `pipeline.add_loss`.
-      balance: which loads it reads: those of the "microbatch" over all rows of the mesh, of each
-        "sequence" (the input is `[b, t, d]`), or of the whole "batch" of the step before, from
-        state (`settle_experts` for those of the batch itself).
-      z_weight: of the z-loss.
-      counts: whether it counts how often experts are chosen, as state; with ``bias_rate`` and
-        ``balance="batch"`` always.
-      row_axes: mesh axes that split rows, and ``context``, which splits positions, in a `shard_map`
-        of one's own. In a pipeline ``batch=`` says which axes these are.
-      init: of the fused weight; init_out: of the one down; init_router: of the router.
-      dtype: of the parameters.
+      options: a record of the options; those of `ExpertOptions` that are given by name override it.
 
     In evaluation (``module.eval()``) nothing is counted and no loss is added.
 
@@ -102,82 +78,53 @@ class MixtureOfExperts(nnx.Module):
         choices it dropped. Both only where it counts.
 
     Raises:
-      ValueError: sizes that do not fit, or names that are unknown; when called, a dispatch that the
+      TypeError: an option that there is not.
+      ValueError: sizes that do not fit; as `ExpertOptions`; when called, a dispatch that the
         platform lacks, or ranks that do not divide e.
     """
 
-    def __init__(
-        self,
-        width: int,
-        hidden: int,
-        num_experts: int,
-        top_k: int,
-        rngs: nnx.Rngs,
-        *,
-        axis: str | None = EXPERT,
-        dispatch: Dispatch = "gather",
-        capacity_factor: float = 1.25,
-        chunk: int | None = None,
-        scoring: Scoring = "softmax",
-        renormalise: bool = True,
-        scale: float = 1.0,
-        groups: tuple[int, int] | None = None,
-        group_top: int = 1,
-        router_bias: bool = False,
-        bias_rate: float | None = None,
-        shared_hidden: int = 0,
-        shared_gate: bool = False,
-        bias: bool = False,
-        gate: Gate = silu_gate,
-        balance_weight: float = 0.0,
-        balance: Balance = "microbatch",
-        z_weight: float = 0.0,
-        counts: bool = False,
-        row_axes: tuple[str, ...] = (DATA, EXPERT, CONTEXT),
-        init: Initializer | None = None,
-        init_out: Initializer | None = None,
-        init_router: Initializer | None = None,
-        dtype: Any = jnp.float32,
-    ) -> None:
-        self.router = Router(num_experts, top_k, scoring, renormalise, scale, groups, group_top)
-        check_options(dispatch, capacity_factor, chunk, balance)
-        check_sizes(width=width, hidden=hidden, shared_hidden=shared_hidden)
-        check_weights(balance_weight=balance_weight, z_weight=z_weight, bias_rate=bias_rate or 0.0)
-        check_axes(axis, row_axes)
-        num_experts = self.router.num_experts
-        self.axis, self.row_axes, self.gate = axis, row_axes, gate
-        self.dispatch, self.capacity_factor, self.chunk = dispatch, capacity_factor, chunk
-        self.balance, self.balance_weight, self.z_weight = balance, balance_weight, z_weight
-        self.bias_rate, self.deterministic = bias_rate, False
-        e, zeros = num_experts, jax.nn.initializers.zeros
+    __signature__ = ConstructorSignature()
+
+    @takes(_MixtureArguments, "MixtureOfExperts()")
+    def __init__(self, given: _MixtureArguments) -> None:
+        width, hidden, rngs, dtype = given.width, given.hidden, given.rngs, given.dtype
+        self.router = given.router_of(given.num_experts, given.top_k)
+        check_sizes(width=width, hidden=hidden)
+        self.axis, self.row_axes, self.gate = given.axis, given.row_axes, given.gate
+        self.dispatch, self.chunk = given.dispatch, given.chunk
+        self.capacity_factor, self.bias_rate = given.capacity_factor, given.bias_rate
+        self.balance, self.balance_weight = given.balance, given.balance_weight
+        self.z_weight, self.deterministic = given.z_weight, False
+        e, zeros = self.router.num_experts, jax.nn.initializers.zeros
         self.router_weight = nnx.Param(
-            (init_router or scaled(width))(rngs.params(), (width, e), dtype)
+            (given.init_router or scaled(width))(rngs.params(), (width, e), dtype)
         )
-        self.router_bias = nnx.Param(jnp.zeros(e, dtype)) if router_bias else None
+        self.router_bias = nnx.Param(jnp.zeros(e, dtype)) if given.router_bias else None
         make = functools.partial(
-            make_weight, rngs, dtype=dtype, axis=axis, dim=0, pieces=("num_experts", e, None)
+            make_weight, rngs, dtype=dtype, axis=self.axis, dim=0, pieces=("num_experts", e, None)
         )
-        self.gate_up = make((e, width, 2, hidden), init=init or scaled(width))
-        self.down = make((e, hidden, width), init=init_out or scaled(hidden))
-        self.gate_up_bias = make((e, 2, hidden), init=zeros) if bias else None
-        self.down_bias = make((e, width), init=zeros) if bias else None
-        self.shared: Any = (
-            SwiGLU(width, shared_hidden, rngs, axis=TENSOR, dtype=dtype) if shared_hidden else None
-        )
+        self.gate_up = make((e, width, 2, hidden), init=given.init or scaled(width))
+        self.down = make((e, hidden, width), init=given.init_out or scaled(hidden))
+        self.gate_up_bias = make((e, 2, hidden), init=zeros) if given.bias else None
+        self.down_bias = make((e, width), init=zeros) if given.bias else None
+        columns = given.shared_hidden
+        self.shared: Any = SwiGLU(width, columns, rngs, dtype=dtype) if columns else None
         self.shared_gate = (
-            nnx.Param(scaled(width)(rngs.params(), (width, 1), dtype)) if shared_gate else None
+            nnx.Param(scaled(width)(rngs.params(), (width, 1), dtype))
+            if given.shared_gate
+            else None
         )
-        self.is_counting = counts or balance == "batch" or bool(bias_rate)
+        self.is_counting = given.counts or self.balance == "batch" or bool(self.bias_rate)
         moves: dict[str, Any] = {"after_step": "pipeline.layers.advance_experts"}
         self.bias = (
-            ExpertState(jnp.zeros(e, jnp.float32), **(moves if bias_rate else {}))
-            if bias_rate is not None
+            ExpertState(jnp.zeros(e, jnp.float32), **(moves if self.bias_rate else {}))
+            if self.bias_rate is not None
             else None
         )
         if self.is_counting:
             self.counts = ExpertState(jnp.zeros(e, jnp.int32))
             self.load = ExpertState(
-                jnp.full(e, 1 / e, jnp.float32), **(moves if balance == "batch" else {})
+                jnp.full(e, 1 / e, jnp.float32), **(moves if self.balance == "batch" else {})
             )
             self.drops = ExpertState(jnp.zeros((), jnp.int32))
             self.dropped = ExpertState(jnp.zeros((), jnp.float32))
@@ -304,13 +251,10 @@ class MixtureOfExperts(nnx.Module):
         e, n = self.router.num_experts, tokens.shape[0]
 
         def run(x: jax.Array, routing: Routing, is_data: jax.Array | None) -> Any:
-            of_capacity: dict[str, Any] = {"factor": self.capacity_factor, "is_data": is_data}
-            by_name: dict[str, Callable[..., Any]] = {
-                "gather": dispatch_by_gather,
-                "capacity": functools.partial(dispatch_by_capacity, **of_capacity),
-                "ragged": dispatch_by_ragged,
-            }
-            return by_name[self.dispatch](x, routing, self.experts, e, self.axis)
+            more: dict[str, Any] = {}
+            if self.dispatch == "capacity":
+                more = {"factor": self.capacity_factor, "is_data": is_data}
+            return _DISPATCH[self.dispatch](x, routing, self.experts, e, self.axis, **more)
 
         if self.chunk is None or self.chunk >= n:
             return run(tokens, routing, is_data)
@@ -391,29 +335,7 @@ class MixtureOfExperts(nnx.Module):
             )
 
 
-def check_options(dispatch: Any, capacity_factor: Any, chunk: Any, balance: Any) -> None:
-    """Refuse options that mean nothing.
-
-    Raises:
-      ValueError: all that is wrong, at once.
-    """
-    wrong = []
-    if dispatch not in DISPATCHES:
-        wrong.append(f"dispatch={dispatch!r} must be one of {', '.join(map(repr, DISPATCHES))}")
-    if not is_number(capacity_factor) or not 0 < capacity_factor < math.inf:
-        wrong.append(
-            f"capacity_factor={capacity_factor!r} must be a finite number > 0: an expert without a "
-            f"place takes no token; 1 gives every expert as many as there are on average"
-        )
-    if chunk is not None and not is_whole(chunk, 1, numpy=True):
-        wrong.append(f"chunk={chunk!r} must be an integer >= 1, or None for all tokens at once")
-    if balance not in BALANCES:
-        wrong.append(f"balance={balance!r} must be one of {', '.join(map(repr, BALANCES))}")
-    if wrong:
-        raise ValueError("; ".join(wrong))
-
-
-def check_sizes(*, shared_hidden: Any, **sizes: Any) -> None:
+def check_sizes(**sizes: Any) -> None:
     """Refuse sizes that are no counts.
 
     Raises:
@@ -424,39 +346,5 @@ def check_sizes(*, shared_hidden: Any, **sizes: Any) -> None:
         for name, value in sizes.items()
         if not is_whole(value, 1, numpy=True)
     ]
-    if not is_whole(shared_hidden, 0, numpy=True):
-        wrong.append(
-            f"shared_hidden={shared_hidden!r} must be an integer >= 0; 0 for no shared MLP"
-        )
     if wrong:
         raise ValueError("; ".join(wrong))
-
-
-def check_weights(**weights: Any) -> None:
-    """Refuse weights of losses, and rates, that are no finite numbers.
-
-    Raises:
-      ValueError: all that are wrong, at once.
-    """
-    wrong = [
-        f"{name}={value!r} must be a finite number"
-        for name, value in weights.items()
-        if not is_number(value) or not math.isfinite(value)
-    ]
-    if wrong:
-        raise ValueError("; ".join(wrong))
-
-
-def check_axes(axis: Any, row_axes: Any) -> None:
-    """Refuse what is no name of a mesh axis, and one name in the place of several.
-
-    Raises:
-      ValueError: so.
-    """
-    if axis is not None and not isinstance(axis, str):
-        raise ValueError(f"axis={axis!r} must be the name of a mesh axis, or None for one rank")
-    is_several = isinstance(row_axes, tuple | list)
-    if not is_several or not all(isinstance(name, str) for name in row_axes):
-        raise ValueError(
-            f"row_axes={row_axes!r} must be a tuple of names of mesh axes, such as ('data',)"
-        )

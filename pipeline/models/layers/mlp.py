@@ -7,6 +7,7 @@ ranks once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -56,33 +57,13 @@ class SwiGLU(nnx.Module):
         self.activation = activation
         self.axis, self.sequence_axis = axis, -2 if sequence_parallel else None
         pieces = "hidden", hidden, None
-        self.gate_up = make_weight(
-            rngs,
-            (width, 2, hidden),
-            init=init or scaled(width),
-            dtype=dtype,
-            axis=axis,
-            dim=2,
-            pieces=pieces,
-        )
-        added: nnx.Param[Any] | None = None
-        if bias:
-            zeros = jax.nn.initializers.zeros
-            added = make_weight(
-                rngs, (2, hidden), init=zeros, dtype=dtype, axis=axis, dim=1, pieces=pieces
-            )
-        self.gate_up_bias = added
-        self.down = RowLinear(
-            hidden,
-            width,
-            rngs,
-            bias=bias,
-            axis=axis,
-            sequence_parallel=sequence_parallel,
-            init=init_out,
-            dtype=dtype,
-            pieces=pieces,
-        )
+        make = functools.partial(make_weight, rngs, dtype=dtype, axis=axis, pieces=pieces)
+        self.gate_up = make((width, 2, hidden), init=init or scaled(width), dim=2)
+        zeros = jax.nn.initializers.zeros
+        self.gate_up_bias = make((2, hidden), init=zeros, dim=1) if bias else None
+        more: dict[str, Any] = {"bias": bias, "axis": axis, "dtype": dtype, "pieces": pieces}
+        more |= {"sequence_parallel": sequence_parallel, "init": init_out}
+        self.down = RowLinear(hidden, width, rngs, **more)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The whole output, or this rank's part of the sequence."""

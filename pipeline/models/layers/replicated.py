@@ -57,15 +57,9 @@ class ReplicatedKV(nnx.Module):
         self.axis, self.sequence_axis = axis, -2 if sequence_parallel else None
         self.group, self.head_dim = num_heads // num_kv_heads, head_dim
         init = init or scaled(width)
-        self.queries = make_weight(
-            rngs,
-            (width, num_heads * head_dim),
-            init=init,
-            dtype=dtype,
-            axis=axis,
-            dim=1,
-            pieces=("num_heads", num_heads, None),
-        )
+        cut: dict[str, Any] = {"axis": axis, "dim": 1, "pieces": ("num_heads", num_heads, None)}
+        shape = width, num_heads * head_dim
+        self.queries = make_weight(rngs, shape, init=init, dtype=dtype, **cut)
         both = init(rngs.params(), (width, num_kv_heads, 2 * head_dim), dtype)
         self.keys_values = shared(both, axis)
 

@@ -6,7 +6,7 @@ marked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,9 @@ from flax import nnx
 
 from pipeline.core.layerwise.view import LayerView, Ref, layer_view
 from pipeline.models.layers.experts.state import ExpertState
+from pipeline.models.weights.names import leaves_of
 from pipeline.models.weights.tables.patterns import Range, Read
 
-Path = tuple[Any, ...]
 BIAS, LOAD = "bias", "load"
 
 
@@ -83,7 +83,7 @@ def constants(view: LayerView) -> dict[Ref, Constant]:
     """Plans for state that no file holds: loads begin equal, other arrays with zeros."""
     found = {}
     for stage in view.tree["stages"]:
-        for path, ref in _leaves(stage):
+        for path, ref in leaves_of(stage):
             shape = view.stacks[ref.stack].slots[ref.slot].shape
             value = 1 / shape[0] if path[-1] == LOAD else 0.0
             found[ref] = Constant(value, shape)
@@ -99,11 +99,3 @@ def _merged(params: Mapping[Any, Any], state: Mapping[Any, Any]) -> dict[Any, An
         elif name == BIAS:
             found[name] = StateRef(below)
     return found
-
-
-def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    if not isinstance(tree, Mapping):
-        yield path, tree
-        return
-    for name, below in tree.items():
-        yield from _leaves(below, (*path, name))

@@ -24,7 +24,7 @@ from pipeline.core.layerwise.layout import Mark
 from pipeline.core.layerwise.view import EndRef, LayerView, Ref, Slot, layer_view
 from pipeline.core.sharding.distribute import distribute
 from pipeline.models.decoders.config import DecoderConfig, as_float, with_options
-from pipeline.models.decoders.decoder import build, next_token_loss, split_layers
+from pipeline.models.decoders.decoder import build, next_token_loss
 from pipeline.models.decoders.multi_token import MultiTokenLoss
 from pipeline.models.layers.attending.order import WHOLE, Context
 from pipeline.models.weights.biases import Constant, StateRef, constants, state_view, with_biases
@@ -37,13 +37,13 @@ from pipeline.models.weights.names import (
     entries_of,
     with_tied_head,
 )
-from pipeline.models.weights.native import NATIVE, is_native, native_entries
+from pipeline.models.weights.native import NATIVE, cut_layers, is_native, native_entries
 from pipeline.models.weights.safetensors import DTYPES
 from pipeline.models.weights.tables.families import family_of
 from pipeline.models.weights.tables.family import Config, Family
 from pipeline.models.weights.tables.patterns import Range, TensorPlan
 from pipeline.pipeline import Pipeline
-from pipeline.splitting.layouts import Layout, parse_layout, place_modules
+from pipeline.splitting.layouts import Layout
 
 Ranges = tuple[Range, ...]
 
@@ -252,23 +252,21 @@ def choose_loss(
 
 def count_blocks(
     config: DecoderConfig, num_stages: int | None, layout: Layout | None, mesh: Mesh | None
-) -> tuple[list[int], list[int] | None]:
-    """[K] how many layers each stage has, and how many modules; None for all in the last.
+) -> tuple[list[int], list[int]]:
+    """[K] how many layers each stage has, and how many modules.
 
     Raises:
       ValueError: both of two ways to say it, or a number that does not fit.
     """
-    if layout is not None:
-        if num_stages is not None:
-            raise ValueError(
-                f"num_stages={num_stages} and layout={layout!r}: the layout says how many stages "
-                f"there are; give one of the two"
-            )
-        return parse_layout(layout, config.layers, config.mtp_layers), place_modules(layout)
-    if num_stages is None:
+    if layout is not None and num_stages is not None:
+        raise ValueError(
+            f"num_stages={num_stages} and layout={layout!r}: the layout says how many stages "
+            f"there are; give one of the two"
+        )
+    if layout is None and num_stages is None:
         devices = jax.device_count() if mesh is None else mesh.shape.get(STAGE, 1)
         num_stages = min(devices, config.layers)
-    return split_layers(config.layers, num_stages), None
+    return cut_layers(config, num_stages, layout)
 
 
 def common_dtype(checkpoint: Checkpoint) -> Any:

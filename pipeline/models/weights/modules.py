@@ -6,8 +6,10 @@ have the tables of embedding and head in it a second time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from pipeline.models.decoders.config import DecoderConfig
 from pipeline.models.weights.checkpoint import Checkpoint
@@ -74,6 +76,24 @@ def copies_of(entries: Sequence[Entry], family: Family, prefix: str) -> Copies:
         for n in dict.fromkeys(layers)
         if isinstance(n, int)
     }
+
+
+def each_tensor(
+    entries: Sequence[Entry], copies: Copies, split: Callable[[Entry], Mapping[str, Any]]
+) -> Iterator[tuple[int | str, str, Any]]:
+    """List (layer, name, value) of the tensors of a checkpoint in layer order.
+
+    Args:
+      entries: a model's weights.
+      copies: tables that a layer has once more.
+      split: the tensors that a weight is made of, by name: arrays, or their types.
+    """
+    for layer, own in itertools.groupby(entries, key=lambda entry: entry.layer):
+        for entry in own:
+            yield from ((layer, name, value) for name, value in split(entry).items())
+        for name, table in copies.get(layer, ()):
+            (value,) = split(table).values()
+            yield layer, name, value
 
 
 def spare_names(entries: Sequence[Entry], checkpoint: Checkpoint, family: Family) -> set[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.models.weights.checkpoint import SHOWN, Checkpoint, listed
 from pipeline.models.weights.tables.family import Config, Family
-from pipeline.models.weights.tables.patterns import Row, Sizes, TensorPlan, plan
+from pipeline.models.weights.tables.patterns import Row, TensorPlan, plan
 
 Path = tuple[Any, ...]
 EMBED, HEAD, TABLE = "embed", "head", "table"
@@ -51,23 +51,28 @@ def entries_of(tree: Mapping[str, Any], family: Family, config: Config, prefix: 
     Raises:
       ValueError: a weight for which the table has no row.
     """
-    sizes, made = family.sizes_of(config), _Planner(family, prefix)
-    found = [made.entry(EMBED, None, r, leaf, sizes) for r, leaf in _pairs(tree, EMBED, family)]
+    sizes = family.sizes_of(config)
+
+    def entry(layer: int | str, pair: tuple[Row, Any]) -> Entry:
+        made, number = plan(pair[0], sizes), layer if isinstance(layer, int) else None
+        names = (family.tensor_name(prefix, number, part.name) for part in made.parts)
+        parts = tuple(replace(part, name=n) for part, n in zip(made.parts, names, strict=True))
+        return Entry(layer, replace(made, parts=parts), pair[1])
+
+    found = [entry(EMBED, pair) for pair in _pairs(tree, EMBED, family)]
     layer = 0
     for k, stage in enumerate(tree["stages"]):
         for n, leaves in _blocks(stage, k):
             where = f"stages[{k}].{BLOCKS}[{n}]"
             pairs = _matched((*family.rows, *family.mtp), leaves, where, family)
-            found += [made.entry(layer, layer, r, leaf, sizes) for r, leaf in pairs]
+            found += [entry(layer, pair) for pair in pairs]
             layer += 1
-    found += [made.entry(HEAD, None, r, leaf, sizes) for r, leaf in _pairs(tree, HEAD, family)]
-    return found
+    return found + [entry(HEAD, pair) for pair in _pairs(tree, HEAD, family)]
 
 
 def _pairs(tree: Mapping[str, Any], part: str, family: Family) -> list[tuple[Row, Any]]:
     rows = family.embed if part == EMBED else family.head
-    leaves = {".".join(map(str, path)): leaf for path, leaf in _leaves(tree[part])}
-    return _matched(rows, leaves, part, family)
+    return _matched(rows, _dotted(tree[part]), part, family)
 
 
 def _blocks(stage: Mapping[str, Any], k: int) -> list[tuple[int, dict[str, Any]]]:
@@ -81,18 +86,20 @@ def _blocks(stage: Mapping[str, Any], k: int) -> list[tuple[int, dict[str, Any]]
         )
     blocks: Mapping[Any, Any] = stage.get(BLOCKS, {})
     found = sorted((int(n), leaves) for n, leaves in blocks.items())
-    return [
-        (n, {".".join(map(str, path)): leaf for path, leaf in _leaves(leaves)})
-        for n, leaves in found
-    ]
+    return [(n, _dotted(leaves)) for n, leaves in found]
 
 
-def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _dotted(tree: Any) -> dict[str, Any]:
+    return {".".join(map(str, path)): leaf for path, leaf in leaves_of(tree)}
+
+
+def leaves_of(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """List the paths and the leaves of nested mappings."""
     if not isinstance(tree, Mapping):
         yield path, tree
         return
     for name, below in tree.items():
-        yield from _leaves(below, (*path, name))
+        yield from leaves_of(below, (*path, name))
 
 
 def _matched(
@@ -106,25 +113,6 @@ def _matched(
             f"rows are {', '.join(known)}"
         )
     return [(row, leaves[row.target]) for row in rows if row.target in leaves]
-
-
-@dataclass(frozen=True)
-class _Planner:
-    """Makes entries whose parts have the whole names of tensors."""
-
-    family: Family
-    prefix: str
-
-    def entry(
-        self, layer: int | str, number: int | None, row: Row, held: Any, sizes: Sizes
-    ) -> Entry:
-        """A weight's."""
-        made = plan(row, sizes)
-        parts = tuple(
-            replace(part, name=self.family.tensor_name(self.prefix, number, part.name))
-            for part in made.parts
-        )
-        return Entry(layer, TensorPlan(made.target, made.dims, parts), held)
 
 
 def check_layers(checkpoint: Checkpoint, family: Family, layers: int) -> None:

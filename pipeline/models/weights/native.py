@@ -10,7 +10,6 @@ Letters: K stages.
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from pipeline.models.weights.files import (
     write_files,
     written,
 )
-from pipeline.models.weights.modules import copies_of, fit_modules, spare_names
+from pipeline.models.weights.modules import copies_of, each_tensor, fit_modules, spare_names
 from pipeline.models.weights.names import (
     EMBED,
     HEAD,
@@ -137,26 +136,16 @@ def export_stages(
         stored = checkpoint.tensors[entry.name].readable()
         return stored if dtype is None else as_float(dtype)
 
-    types: dict[str, tuple[Any, tuple[int, ...]]] = {}
-    for layer, each in itertools.groupby(entries, key=lambda entry: entry.layer):
-        for entry in each:
-            types |= {part.name: (written_of(entry), part.shape) for part in entry.plan.parts}
-        for name, table in copies.get(layer, ()):
-            types[name] = written_of(table), table.plan.parts[0].shape
+    def types(entry: Entry) -> dict[str, Any]:
+        return {part.name: (written_of(entry), part.shape) for part in entry.plan.parts}
 
     def split(entry: Entry) -> dict[str, np.ndarray]:
         weight = _read(checkpoint, there[entry.name].plan, written_of(entry))
         return entry.plan.split(weight)
 
-    def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        for layer, each in itertools.groupby(entries, key=lambda entry: entry.layer):
-            for entry in each:
-                yield from split(entry).items()
-            for name, table in copies.get(layer, ()):
-                (found,) = split(table).values()
-                yield name, found
-
-    _convert(checkpoint, Path(out), grouped(types, shard_bytes), tensors())
+    kinds = {name: kind for _, name, kind in each_tensor(entries, copies, types)}
+    tensors = ((name, tensor) for _, name, tensor in each_tensor(entries, copies, split))
+    _convert(checkpoint, Path(out), grouped(kinds, shard_bytes), tensors)
 
 
 def describe_checkpoint(
@@ -212,7 +201,7 @@ def cut_layers(
     if layout is not None:
         counts = parse_layout(layout, config.layers, config.mtp_layers)
         return counts, place_modules(layout)
-    counts = split_layers(config.layers, num_stages or 1)
+    counts = split_layers(config.layers, 1 if num_stages is None else num_stages)
     return counts, [0] * (len(counts) - 1) + [config.mtp_layers]
 
 

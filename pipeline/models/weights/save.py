@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,13 @@ from pipeline.models.weights.biases import StateRef, state_view, with_biases
 from pipeline.models.weights.checkpoint import CONFIG
 from pipeline.models.weights.files import (
     SHARD_BYTES,
-    Types,
     dtype_key,
     grouped,
     write_files,
     written,
 )
 from pipeline.models.weights.load import LoadedFrom, choose_family
-from pipeline.models.weights.modules import Copies, copies_of
+from pipeline.models.weights.modules import copies_of, each_tensor
 from pipeline.models.weights.names import Entry, check_shapes, entries_of
 from pipeline.models.weights.safetensors import NAMES
 from pipeline.models.weights.tables.family import Config, Family
@@ -110,7 +109,8 @@ def save(
             text = json.dumps({**content, **dtype_key(content, dtype)}, indent=2)
             (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
             copies = copies_of(entries, family, family.prefixes[0])
-            files = grouped(_tensors(entries, copies, source), shard_bytes)
+            every = each_tensor(entries, copies, lambda entry: _types(entry, source))
+            files = grouped({name: kind for _, name, kind in every}, shard_bytes)
             write_files(
                 partial, files, (item for layer in layers for item in layer.tensors.items())
             )
@@ -150,32 +150,22 @@ def _origin(
     return choose_family(family, config, "config"), config
 
 
-def _tensors(entries: Sequence[Entry], copies: Copies, source: _Source) -> Types:
-    """All tensors in layer order."""
-    found: dict[str, tuple[Any, tuple[int, ...]]] = {}
-    for layer, own in itertools.groupby(entries, key=lambda entry: entry.layer):
-        for entry in own:
-            dtype = source.dtype(entry)
-            if dtype not in NAMES:
-                raise ValueError(
-                    f"{entry.name} is {dtype}, and weights are written as "
-                    f"{', '.join(NAMES.values())}"
-                )
-            found |= {part.name: (dtype, part.shape) for part in entry.plan.parts}
-        for name, table in copies.get(layer, ()):
-            found[name] = source.dtype(table), table.plan.parts[0].shape
-    return found
+def _types(entry: Entry, source: _Source) -> dict[str, Any]:
+    """The types of a weight's tensors."""
+    dtype = source.dtype(entry)
+    if dtype not in NAMES:
+        raise ValueError(
+            f"{entry.name} is {dtype}, and weights are written as {', '.join(NAMES.values())}"
+        )
+    return {part.name: (dtype, part.shape) for part in entry.plan.parts}
 
 
 def _layers(source: _Source, family: Family, config: Config) -> Iterator[Layer]:
     entries = source.entries(family, config)
     copies = copies_of(entries, family, family.prefixes[0])
-    for layer, own in itertools.groupby(entries, key=lambda entry: entry.layer):
-        tensors: dict[str, np.ndarray] = {}
-        for entry in own:
-            tensors |= entry.plan.split(source.fetch(entry))
-        for name, table in copies.get(layer, ()):
-            (tensors[name],) = table.plan.split(source.fetch(table)).values()
+    every = each_tensor(entries, copies, lambda entry: entry.plan.split(source.fetch(entry)))
+    for layer, own in itertools.groupby(every, key=lambda one: one[0]):
+        tensors = {name: tensor for _, name, tensor in own}
         yield Layer(f"layers.{layer}" if isinstance(layer, int) else layer, tensors)
 
 

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.base.agreed.slices import FixedSlice, SequenceSlice
-from pipeline.layers import Attention
-from pipeline.models.layers import attention, kernels
+from pipeline.layers import Attention, attend_slice
+from pipeline.models.layers import kernels
 from tests.support import chips, models
 from tests.support.close import assert_close
 from tests.support.grids import covering, effort
@@ -108,8 +108,8 @@ def test_several_blocks_of_positions():
     """256 positions by blocks of 256, 384 by blocks of 128."""
     for t in (256, 384):
         q, k, v = (normal(1, t, heads, 8, seed=s) for s, heads in enumerate((4, 2, 2)))
-        found = attention.attend(q, k, v, implementation="splash")
-        formula = attention.attend(q, k, v, implementation="chunked")
+        found = attend_slice(q, k, v, None, implementation="splash")[0]
+        formula = attend_slice(q, k, v, None, implementation="chunked")[0]
         assert_close(found, formula, tolerance=1e-4)
 
 
@@ -183,14 +183,14 @@ def message(call: Any, *args: Any, **options: Any) -> str:
 
 def test_what_kernels_do_not_take():
     q = normal(2, 100, 4, 12)
-    assert message(attention.attend, q, q, q, implementation="splash") == (
+    assert message(attend_slice, q, q, q, None, implementation="splash") == (
         "implementation='splash' for queries float32[2, 100, 4, 12] of [sequences, positions, "
         "heads, head_dim]: head_dim=12 is no multiple of 8 up to 256: choose one; 100 positions "
         "are no multiple of 128: pad sequences to 128; or take implementation='chunked', the "
         "formula, which takes any"
     )
     q = normal(2, 100, 4, 8)
-    assert message(attention.attend, q, q, q, implementation="cudnn") == (
+    assert message(attend_slice, q, q, q, None, implementation="cudnn") == (
         "implementation='cudnn' for queries float32[2, 100, 4, 8] of [sequences, positions, "
         "heads, head_dim]: float32 is neither bfloat16 nor float16: give the layer one of these; "
         "or take implementation='chunked', the formula, which takes any"
@@ -200,7 +200,7 @@ def test_what_kernels_do_not_take():
 def test_axes_left_to_the_compiler():
     mesh = make_mesh(**OF_TENSOR)
     run = jax.shard_map(
-        lambda q: attention.attend(q, q, q, implementation="splash"),
+        lambda q: attend_slice(q, q, q, None, implementation="splash")[0],
         mesh=mesh,
         in_specs=P(),
         out_specs=P(),
@@ -236,16 +236,15 @@ def test_splash_attention_of_a_slice(window):
     segments = jnp.asarray(np.repeat([1, 2, 3], (100, 200, 84))[None], jnp.int32)
 
     def whole(q, k, v):
-        y = attention.attend(
-            q, k, v, segments=segments, window=window, implementation="chunked", query_chunk=128
-        )
+        options = {"window": window, "implementation": "chunked", "query_chunk": 128}
+        y, _ = attend_slice(q, k, v, None, segments=segments, **options)
         return jnp.vdot(y, ct), y
 
     def sliced(q, k, v):
         parts, earlier, start = [], None, 0
         for n, length in enumerate(lengths):
             own = [x[:, start : start + length] for x in (q, k, v, segments)]
-            y, left = attention.attend_slice(
+            y, left = attend_slice(
                 *own[:3],
                 earlier,
                 FixedSlice(n, 2, lengths),
@@ -270,7 +269,7 @@ def test_splash_attention_of_a_slice(window):
 def test_kernels_refuse_slices_whose_number_is_traced():
     x = jnp.zeros((1, 128, 2, 8))
     with pytest.raises(ValueError) as caught:
-        attention.attend_slice(x, x, x, None, SequenceSlice(0, 2), implementation="splash")
+        attend_slice(x, x, x, None, SequenceSlice(0, 2), implementation="splash")
     assert str(caught.value) == (
         "implementation='splash' with slices of sequences: which keys a query reads depends on the "
         "slice, and the kernel's mask is the same for all; take implementation=None, 'chunked' or "
@@ -280,7 +279,7 @@ def test_kernels_refuse_slices_whose_number_is_traced():
     fixed, left = FixedSlice(1, 2, (64, 128)), jnp.zeros((2, *x.shape))
     earlier = {"keys": left, "values": left}
     with pytest.raises(ValueError) as caught:
-        attention.attend_slice(x, x, x, earlier, fixed, implementation="splash")
+        attend_slice(x, x, x, earlier, fixed, implementation="splash")
     assert str(caught.value) == (
         "implementation='splash' for queries float32[1, 128, 2, 8] of [sequences, positions, "
         "heads, head_dim]: 64 positions before them are no multiple of 128; or take "
@@ -311,5 +310,5 @@ def test_masks_by_blocks_are_those_of_jax(window):
 def test_chunks_that_do_not_divide_a_slice():
     x = jnp.zeros((1, 6, 2, 8))
     with pytest.raises(ValueError) as caught:
-        attention.attend_slice(x, x, x, None, FixedSlice(0, 2, (6, 4)), query_chunk=4)
+        attend_slice(x, x, x, None, FixedSlice(0, 2, (6, 4)), query_chunk=4)
     assert str(caught.value) == "query_chunk=4: must divide the 6 positions of a slice"

@@ -16,9 +16,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from pipeline.layers import Attention, unzigzag, zigzag
+from pipeline.layers import Attention, attend_slice, unzigzag, zigzag
 from pipeline.models.layers.attending.order import WHOLE, Context
-from pipeline.models.layers.attention import attend
 from pipeline.training.batches import packed
 from tests.support.close import assert_close
 from tests.support.grids import covering, effort
@@ -166,7 +165,9 @@ def test_sinks(way, order):
     split = P(None, "context")
 
     def total(q, k, v, sinks, segments, c, context=WHOLE):
-        y = attend(q, k, v, segments=segments, window=11, sinks=sinks, context=context)
+        y, _ = attend_slice(
+            q, k, v, None, segments=segments, window=11, sinks=sinks, context=context
+        )
         return jnp.vdot(y, c)
 
     def body(q, k, v, sinks, segments, c):

@@ -17,10 +17,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from pipeline.decoders import DecoderConfig, LatentConfig, build
+from pipeline.models.layers.attend import attend_slice, attend_to
 from pipeline.models.layers.attending import formula
-from pipeline.models.layers.attending.formula import MOST_PAIRS, chunk_of
+from pipeline.models.layers.attending.formula import MOST_PAIRS, Rule, chunk_of
 from pipeline.models.layers.attending.order import Context
-from pipeline.models.layers.attention import attend, attend_to
 from tests.support.close import assert_close, distance
 from tests.support.group import mesh as mesh_of
 from tests.support.group import normal
@@ -57,7 +57,7 @@ def test_chunks_have_the_gradients_of_whole_scores(monkeypatch, implementation, 
     given |= {"segments": own} if segments else {}
 
     def total(q, k, v, **more):
-        y = attend(q, k, v, **given, **more)
+        y = attend_slice(q, k, v, None, **given, **more)[0]
         return jnp.vdot(y, jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
 
     def step(**more):
@@ -77,7 +77,7 @@ def test_gradients_of_many_chunks_add_up_in_float32(monkeypatch):
     q, k, v = (normal(1, t, 1, 8, seed=n, dtype=jnp.bfloat16) for n in range(3))
 
     def total(k, v, q):
-        return jnp.sum(attend(q, k, v, implementation="chunked").astype(jnp.float32))
+        return jnp.sum(attend_slice(q, k, v, None, implementation="chunked")[0].astype(jnp.float32))
 
     step = jax.grad(total, argnums=(0, 1))
     exact = jax.jit(step)(*(x.astype(jnp.float32) for x in (k, v, q)))
@@ -147,7 +147,7 @@ def test_a_kernel_takes_values_of_another_width(implementation):
     q, k, v = (jnp.asarray(make(size=(1, 128, 2, c)), jnp.float32) for c in (24, 24, 16))
 
     def loss(*given, how):
-        return jnp.sum(jnp.sin(attend_to(*given, scale=0.1, implementation=how)))
+        return jnp.sum(jnp.sin(attend_to(Rule(scale=0.1, implementation=how), *given)))
 
     found, wanted = (
         jax.value_and_grad(functools.partial(loss, how=how), argnums=(0, 1, 2))(q, k, v)

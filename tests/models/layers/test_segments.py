@@ -16,8 +16,8 @@ from flax import nnx
 from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.decoders import DecoderConfig, build, next_token_loss
-from pipeline.layers import Attention
-from pipeline.models.layers import attention, kernels
+from pipeline.layers import Attention, attend_slice
+from pipeline.models.layers import kernels
 from pipeline.training.batches import loss_weights, next_tokens, packed
 from tests.support.close import assert_close
 from tests.support.group import normal
@@ -40,7 +40,7 @@ def alone(q, k, v, **options):
     y = jnp.zeros_like(q)
     for row, start, stop in DOCUMENTS:
         one = (x[row : row + 1, start:stop] for x in (q, k, v))
-        found = attention.attend(*one, implementation="chunked", **options)
+        found = attend_slice(*one, None, implementation="chunked", **options)[0]
         y = y.at[row, start:stop].set(found[0])
     return y
 
@@ -51,8 +51,9 @@ def compare(implementation, *, query_chunk=None, tolerance=1e-5, **options):
 
     @jax.jit
     def packed_rows(*given):
-        y = attention.attend(
+        y, _ = attend_slice(
             *given,
+            None,
             segments=jnp.asarray(ROWS),
             implementation=implementation,
             query_chunk=query_chunk,
@@ -292,7 +293,7 @@ def test_windows_and_caps_that_cannot_be():
         "softcap=-1.0: a cap of scores is a number > 0, or None for none"
     )
     q = normal(1, 8, 2, 8)
-    assert message(attention.attend, q, q, q, softcap=2.0, implementation="xla") == (
+    assert message(attend_slice, q, q, q, None, softcap=2.0, implementation="xla") == (
         "implementation='xla' for queries float32[1, 8, 2, 8] of [sequences, positions, heads, "
         "head_dim]: it caps no scores, and softcap=2.0; or take implementation='chunked', the "
         "formula, which takes any"

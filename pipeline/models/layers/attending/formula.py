@@ -1,4 +1,4 @@
-"""The formula of attention, and which keys a query reads.
+"""The formula of attention, and the rule that says which keys a query reads.
 
 Letters: b = sequences, t = queries, s = keys, c = width of a head, k = heads of keys and values, g
 = heads of queries for each of them, w = width of values.
@@ -6,11 +6,79 @@ Letters: b = sequences, t = queries, s = keys, c = width of a head, k = heads of
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal, get_args
+
 import jax
 import jax.numpy as jnp
 
+from pipeline.base.arguments import is_whole
+from pipeline.models.layers.attending.order import WHOLE, Context
+
+Implementation = Literal["splash", "cudnn", "xla", "chunked"]
 HIDDEN = -1e30  # the score of a key that a query does not read
 MOST_PAIRS = 2**20  # scores of a head that are formed at a time, where nobody says how many
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The options of one call of attention.
+
+    Attributes:
+      window: how many positions a query reads, its own and those before it; None for all.
+      softcap: a cap s of the scores, which become s·tanh(score / s); None for none.
+      scale: of the scores; None for c ** -0.5.
+      query_chunk: how many queries are scored at a time; None for `chunk_of`.
+      implementation: by name, or None for that of the platform.
+      context: layout of the sequence on ranks.
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    query_chunk: int | None = None
+    implementation: Implementation | None = None
+    context: Context = WHOLE
+
+    def __post_init__(self) -> None:
+        """Check the window, the cap and the implementation.
+
+        Raises:
+          ValueError: one is not what it may be.
+        """
+        window, softcap, names = self.window, self.softcap, get_args(Implementation)
+        if self.implementation not in (None, *names):
+            raise ValueError(
+                f"implementation={self.implementation!r}: must be one of "
+                f"{', '.join(map(repr, names))}, or None for that of the platform"
+            )
+        if window is not None and not is_whole(window, 1):
+            raise ValueError(
+                f"window={window!r}: how many positions a query reads is an integer >= 1, or None "
+                f"for all before it"
+            )
+        is_number = isinstance(softcap, int | float) and not isinstance(softcap, bool)
+        if softcap is not None and not (is_number and softcap > 0):
+            raise ValueError(
+                f"softcap={softcap!r}: a cap of scores is a number > 0, or None for none"
+            )
+
+    def factor(self, width: int) -> float:
+        """The scale of scores, of heads of width c."""
+        return width**-0.5 if self.scale is None else self.scale
+
+    def scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        """Compute `[b, k, g, t, s]` float32 scores.
+
+        Args:
+          q: float32 queries in groups, `[b, t, k, g, c]`.
+          k: keys, `[b, s, k, c]`.
+        """
+        scale = self.factor(q.shape[-1])
+        scores = jnp.einsum("btkgc,bskc->bkgts", q * scale, k.astype(jnp.float32))
+        if self.softcap is not None:
+            scores = self.softcap * jnp.tanh(scores / self.softcap)
+        return scores
 
 
 def chunk_of(t: int, s: int) -> int:
@@ -61,39 +129,32 @@ def visible(
 
 
 def read(
+    rule: Rule,
+    sinks: jax.Array | None,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     seen: jax.Array,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Compute attention by its formula, `[b, t, k·g, w]`, in float32 and returned in q's dtype.
 
     `jax.nn.dot_product_attention` mixes types in its backward, which strict promotion refuses.
 
     Args:
+      rule: of the scores.
+      sinks: `[k·g]`, a score of each head beside those of its keys, whose weight goes to no value.
       q: queries, `[b, t, k·g, c]`.
       k: keys, `[b, s, k, c]`.
       v: values, `[b, s, k, w]`.
       seen: `[1 or b, t, s]`, which keys a query reads (`visible`).
-      scale: of the scores, by default c ** -0.5.
-      softcap: of the scores, if any.
-      sinks: `[k·g]`, a score of each head beside those of its keys, whose weight goes to no value.
     """
-    b, t, _, c = q.shape
-    wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, v))
-    grouped = wide_q.reshape(b, t, k.shape[2], -1, c) * (c**-0.5 if scale is None else scale)
-    scores = jnp.einsum("btkgc,bskc->bkgts", grouped, wide_k)
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
+    grouped = q.astype(jnp.float32).reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+    scores = rule.scores(grouped, k)
     scores = jnp.where(seen[:, None, None], scores, HIDDEN)
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(1, k.shape[2], -1, 1, 1)
         sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, sink], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]]
-    y = jnp.einsum("bkgts,bskw->btkgw", weights, wide_v)
+    y = jnp.einsum("bkgts,bskw->btkgw", weights, v.astype(jnp.float32))
     return y.reshape(*q.shape[:-1], v.shape[-1]).astype(q.dtype)

@@ -31,34 +31,26 @@ import jax.numpy as jnp
 from collectives import ring_shift, vary, varying_axes
 from collectives.tensor import group_rank
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, FixedSlice, SequenceSlice
-from pipeline.models.layers.attending.formula import HIDDEN, chunk_of, cut, join, visible
+from pipeline.models.layers.attending.formula import HIDDEN, Rule, chunk_of, cut, join, visible
 from pipeline.models.layers.attending.order import Context
+
+Expand = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 @dataclass(frozen=True)
-class Rule:
-    """Rule for scores: what they are made of, and which are read.
+class BlockRule(Rule):
+    """A rule for blocks of keys.
 
     Attributes:
-      context: how sequences lie on ranks.
-      scale: of the scores.
-      window: how many positions a query reads; None for all before it.
-      softcap: of the scores, if any.
-      chunk: how many queries of a block are read at a time; None for as many as `chunk_of` says.
       start: the place of the first position, of a slice whose number is known.
       before: the lengths of earlier slices, if so, as parts of a rank.
       expand: (weights, what a block holds) to its keys `[b, n, k, c]` and values `[b, n, k, w]`;
         None where it holds them.
     """
 
-    context: Context
-    scale: float
-    window: int | None
-    softcap: float | None
-    chunk: int | None
     start: int = 0
     before: tuple[int, ...] = ()
-    expand: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    expand: Expand | None = None
 
     def keys(self, weights: Any, held: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Form the keys and values of a block."""
@@ -86,12 +78,13 @@ class Sums(NamedTuple):
 
 
 def ring(
+    rule: Rule,
     q: jax.Array,
     held: Mapping[str, jax.Array],
     segments: jax.Array | None,
-    rule: Rule,
     sinks: jax.Array | None = None,
     *,
+    expand: Expand | None = None,
     weights: Any = (),
     part: SequenceSlice = WHOLE_SEQUENCE,
     earlier: Any = None,
@@ -101,13 +94,14 @@ def ring(
     Computed in float32, returned in the dtype of q.
 
     Args:
-      q: queries, `[b, t, k·g, c]`.
-      held: keys `[b, t, k, c]` and values `[b, t, k, w]`; or what `Rule.expand` makes them of,
-        arrays `[b, t, ...]`.
-      segments: `[b, t]` integers, or None where a row is one document.
       rule: which keys are read, and how.
+      q: queries, `[b, t, k·g, c]`.
+      held: keys `[b, t, k, c]` and values `[b, t, k, w]`; or what ``expand`` makes them of, arrays
+        `[b, t, ...]`.
+      segments: `[b, t]` integers, or None where a row is one document.
       sinks: `[k·g]`, a score of each head beside those of its keys, whose weight goes to no value.
-      weights: of `Rule.expand`.
+      expand: as of `BlockRule`.
+      weights: of ``expand``.
       part: the place of the slice, of which q, held and segments are this rank's positions.
       earlier: [N, ...] leaves, what slices have left on this rank of the arrays of ``held`` and of
         segments, by name; None without any.
@@ -118,40 +112,43 @@ def ring(
     rule.context.check_length(q.shape[1])
     blocks = 2 if rule.context.order == "zigzag" else 1
     each = q.shape[1] // blocks
-    if rule.chunk is not None and each % rule.chunk:
+    if rule.query_chunk is not None and each % rule.query_chunk:
         axis = rule.context.axis
         whose = "of a slice" if axis is None else f"that a rank of {axis!r} reads at a time"
-        raise ValueError(f"query_chunk={rule.chunk}: must divide the {each} positions {whose}")
+        raise ValueError(
+            f"query_chunk={rule.query_chunk}: must divide the {each} positions {whose}"
+        )
 
     def halves(x: jax.Array) -> jax.Array:
         return cut(x, each, 1)
 
-    k, v = jax.eval_shape(rule.keys, weights, tuple(held.values()))
+    blocks_rule = BlockRule(**vars(rule), expand=expand)
+    k, v = jax.eval_shape(blocks_rule.keys, weights, tuple(held.values()))
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     own = () if segments is None else (halves(segments),)
     low = () if sinks is None else (sinks.astype(jnp.float32).reshape(k.shape[2], -1),)
     axis, names = rule.context.axis, tuple(held)
-    rule, index, before = _before(
-        rule, part, earlier, q.shape[1], names, packed=segments is not None
+    blocks_rule, index, before = _before(
+        blocks_rule, part, earlier, q.shape[1], names, packed=segments is not None
     )
     every = q, *held.values(), *own, *low, *jax.tree.leaves((weights, index, before))
     both = frozenset({axis} - {None}).union(*map(varying_axes, every))
     axes = tuple(sorted(map(str, both)))
     blocks_of = tuple(halves(x) for x in held.values())
     given = vary((halves(grouped), blocks_of, weights, own, low, index, before), axes)
-    y = jnp.moveaxis(_ring(rule, *given), 0, 1)
+    y = jnp.moveaxis(_ring(blocks_rule, *given), 0, 1)
     return y.reshape(*q.shape[:-1], v.shape[-1]).astype(q.dtype)
 
 
 def _before(
-    rule: Rule,
+    rule: BlockRule,
     part: SequenceSlice,
     earlier: Any,
     length: int,
     names: tuple[str, ...],
     *,
     packed: bool,
-) -> tuple[Rule, Any, Any]:
+) -> tuple[BlockRule, Any, Any]:
     """The rule of a slice, its number if that is traced, and the group of earlier slices' keys.
 
     A group is (keys and values, segments). Where the number is traced it has all N slices, `[N,
@@ -175,7 +172,7 @@ def _before(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(
-    rule: Rule,
+    rule: BlockRule,
     q: jax.Array,
     kv: Any,
     weights: Any,
@@ -188,7 +185,7 @@ def _ring(
 
 
 def _each_before(
-    rule: Rule, index: Any, before: Any, length: int, other: Any, read: Any, sums: Any
+    rule: BlockRule, index: Any, before: Any, length: int, other: Any, read: Any, sums: Any
 ) -> Any:
     """Apply ``read(n, slot, places of its keys, sums)`` to what is kept of earlier slices.
 
@@ -219,13 +216,13 @@ def _each_before(
     return jax.lax.fori_loop(jnp.zeros_like(index[0]), index[0], one, sums)
 
 
-def _start(rule: Rule, index: Any, length: int) -> Any:
+def _start(rule: BlockRule, index: Any, length: int) -> Any:
     """The place of the first position of this slice, of which a rank has so many positions."""
     return index[0] * (length * rule.context.size) if index else rule.start
 
 
 def _forward(
-    rule: Rule,
+    rule: BlockRule,
     q: jax.Array,
     kv: Any,
     weights: Any,
@@ -288,7 +285,7 @@ def _forward(
     return y, (q, kv, weights, segments, sinks, index, before, y, level)
 
 
-def _backward(rule: Rule, kept: Any, g: jax.Array) -> Any:
+def _backward(rule: BlockRule, kept: Any, g: jax.Array) -> Any:
     """Gradients of all arguments: queries, keys and values, weights, sinks, earlier slices."""
     q, kv, weights, segments, sinks, index, before, y, level = kept
     context, n, wide = rule.context, q.shape[2], q.astype(jnp.float32)
@@ -400,14 +397,6 @@ def _pairs(context: Context, step: Any, rank: Any, other: Any) -> list[tuple[Any
     return [(1, 0), (both, both)]
 
 
-def _scores(rule: Rule, q: jax.Array, k: jax.Array) -> jax.Array:
-    """Compute `[b, k, g, n, s]` scores of queries `[b, n, k, g, c]`, soft cap included."""
-    scores = jnp.einsum("btkgc,bskc->bkgts", q * rule.scale, k.astype(jnp.float32))
-    if rule.softcap is not None:
-        scores = rule.softcap * jnp.tanh(scores / rule.softcap)
-    return scores
-
-
 def _seen(rule: Rule, wanted: Any) -> jax.Array:
     return visible(wanted[0], wanted[1], rule.window, *wanted[2:])[:, None, None]
 
@@ -418,7 +407,7 @@ def _read_block(
     """Add what queries `[b, n, k, g, c]` read of a block of keys to their sums."""
 
     def some(q: jax.Array, wanted: Any, had: Sums) -> Sums:
-        seen, scores = _seen(rule, wanted), _scores(rule, q, k)
+        seen, scores = _seen(rule, wanted), rule.scores(q, k)
         scores = jnp.where(seen, scores, HIDDEN)
         largest = jnp.maximum(had.largest, scores.max(axis=-1))
         weights = jnp.where(seen, jnp.exp(scores - largest[..., None]), 0.0)
@@ -428,7 +417,7 @@ def _read_block(
         return Sums(values, largest, had.total * before + weights.sum(axis=-1))
 
     t = q.shape[1]
-    size = rule.chunk or chunk_of(t, k.shape[1])
+    size = rule.query_chunk or chunk_of(t, k.shape[1])
     if size == t:
         return some(q, wanted, had)
     places, of_keys, *segments = wanted
@@ -444,7 +433,7 @@ def _read_block(
     return Sums(*(join(x, t, axis) for x, axis in zip(found, AXES, strict=True)))
 
 
-def _unread(rule: Rule, weights: Any, of_queries: Any, kv: Any, wanted: Any) -> Any:
+def _unread(rule: BlockRule, weights: Any, of_queries: Any, kv: Any, wanted: Any) -> Any:
     """Compute the gradients ((queries, weights), keys and values) of a pair of blocks."""
     if rule.expand is None:
         k, v = kv
@@ -462,19 +451,19 @@ def _unread_block(rule: Rule, of_queries: Any, k: jax.Array, v: jax.Array, wante
 
     def some(of_queries: Any, wanted: Any) -> Any:
         q, g, level, slope = of_queries
-        scores = _scores(rule, q, k)
+        scores = rule.scores(q, k)
         weights = jnp.where(_seen(rule, wanted), jnp.exp(scores - level[..., None]), 0.0)
         dv = jnp.einsum("bkgts,btkgw->bskw", weights, g)
         along = jnp.einsum("btkgw,bskw->bkgts", g, wide_v)
         change = weights * (along - slope[..., None])
         if rule.softcap is not None:
             change = change * (1 - (scores / rule.softcap) ** 2)
-        change = change * rule.scale
+        change = change * rule.factor(q.shape[-1])
         dq = jnp.einsum("bkgts,bskc->btkgc", change, wide_k)
         return dq, jnp.einsum("bkgts,btkgc->bskc", change, q), dv
 
     t = of_queries[0].shape[1]
-    size = rule.chunk or chunk_of(t, k.shape[1])
+    size = rule.query_chunk or chunk_of(t, k.shape[1])
     if size == t:
         return some(of_queries, wanted)
     places, of_keys, *segments = wanted

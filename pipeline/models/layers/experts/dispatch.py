@@ -116,15 +116,9 @@ def dispatch_by_capacity(
 ) -> Done:
     """Every expert takes C tokens of each rank, the first that chose it; others are dropped.
 
-    Args:
-      x: as for `dispatch_by_gather`.
-      routing: as there.
-      experts: as there.
-      num_experts: as there.
-      axis: as there.
-      factor: as for `capacity_of`.
-      is_data: `[n]` bool, False for padding. Padding takes no place, and C is computed from the
-        number of real tokens. None if all are data.
+    Arguments are those of `dispatch_by_gather`; ``factor``, as of `capacity_of`; and ``is_data``,
+    `[n]` bool, False for padding, None if all are data. Padding takes no place, and C is computed
+    from the number of real tokens.
     """
     (n, d), k, ranks = x.shape, routing.chosen.shape[1], group_size(axis)
     places = capacity_of(n, k, num_experts, factor)
@@ -171,14 +165,8 @@ def dispatch_by_ragged(
     """Every rank sends each token to the ranks of its experts, and no further. Nothing is dropped.
 
     A rank has room for the tokens of all ranks, R·n·min(k, E) rows, since all may choose it.
-
-    Args:
-      x: as for `dispatch_by_gather`.
-      routing: as there.
-      experts: as there.
-      num_experts: as there.
-      axis: as there.
-      exchange: in place of `jax.lax.ragged_all_to_all`.
+    Arguments are those of `dispatch_by_gather`, and ``exchange``, by default
+    `jax.lax.ragged_all_to_all`.
     """
     ranks = group_size(axis)
     if ranks == 1 or not is_manual(axis):

@@ -106,25 +106,22 @@ def _sparse(given: Given) -> tuple[int, ...]:
     return tuple(n for n in range(layers) if n not in without and (n + 1) % step == 0)
 
 
+def _in_all_layers(given: Given, number: str, **options: Any) -> ExpertsConfig:
+    """Experts in every layer, as many as a key says."""
+    chosen, layers = _size(given, "num_experts_per_tok"), tuple(range(given["num_hidden_layers"]))
+    sizes = _number(given, number), chosen, given["intermediate_size"]
+    return ExpertsConfig(*sizes, layers, **options)
+
+
 def mixtral(given: Given) -> ExpertsConfig:
     """The experts of Mixtral."""
-    return ExpertsConfig(
-        _number(given, "num_local_experts"),
-        _size(given, "num_experts_per_tok"),
-        given["intermediate_size"],
-        tuple(range(given["num_hidden_layers"])),
-    )
+    return _in_all_layers(given, "num_local_experts")
 
 
 def olmoe(given: Given) -> ExpertsConfig:
     """The experts of OLMoE."""
-    return ExpertsConfig(
-        _number(given, "num_experts"),
-        _size(given, "num_experts_per_tok"),
-        given["intermediate_size"],
-        tuple(range(given["num_hidden_layers"])),
-        renormalise=given.get("norm_topk_prob", False),
-    )
+    renormalise = given.get("norm_topk_prob", False)
+    return _in_all_layers(given, "num_experts", renormalise=renormalise)
 
 
 def qwen(given: Given) -> ExpertsConfig:
@@ -143,16 +140,8 @@ def qwen(given: Given) -> ExpertsConfig:
 
 def gpt_oss(given: Given) -> ExpertsConfig:
     """The experts of gpt-oss."""
-    return ExpertsConfig(
-        _number(given, "num_local_experts"),
-        _size(given, "num_experts_per_tok"),
-        given["intermediate_size"],
-        tuple(range(given["num_hidden_layers"])),
-        scoring="topk_softmax",
-        router_bias=True,
-        bias=True,
-        clamp=given.get("swiglu_limit", 7.0),
-    )
+    limit, biases = given.get("swiglu_limit", 7.0), {"router_bias": True, "bias": True}
+    return _in_all_layers(given, "num_local_experts", scoring="topk_softmax", clamp=limit, **biases)
 
 
 def deepseek(given: Given, version: int) -> ExpertsConfig:

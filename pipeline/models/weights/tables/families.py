@@ -350,13 +350,14 @@ def _windows(given: Config, *, pattern: Callable[[int], bool]) -> tuple[int | No
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def _biased(given: Config, *, default: bool = False) -> dict[str, Any]:
+    """Rotary positions, and whether attention has biases."""
+    bias = given.get("attention_bias", default)
+    return {"rope": _rope(given), "qkv_bias": bias, "out_bias": bias}
+
+
 def _llama(given: Config) -> dict[str, Any]:
-    return {
-        "rope": _rope(given),
-        "qkv_bias": given.get("attention_bias", False),
-        "out_bias": given.get("attention_bias", False),
-        "mlp_bias": given.get("mlp_bias", False),
-    }
+    return {**_biased(given), "mlp_bias": given.get("mlp_bias", False)}
 
 
 def _mistral(given: Config) -> dict[str, Any]:
@@ -372,18 +373,11 @@ def _qwen2(given: Config) -> dict[str, Any]:
 
 
 def _qwen3(given: Config) -> dict[str, Any]:
-    bias = given.get("attention_bias", False)
-    return {**_qwen2(given), "qkv_bias": bias, "out_bias": bias}
+    return {**_biased(given), **_qwen2(given)}
 
 
 def _gemma(given: Config) -> dict[str, Any]:
-    bias = given.get("attention_bias", False)
-    return {
-        "rope": _rope(given),
-        "embedding_scale": given["hidden_size"] ** 0.5,
-        "qkv_bias": bias,
-        "out_bias": bias,
-    }
+    return {**_biased(given), "embedding_scale": given["hidden_size"] ** 0.5}
 
 
 def _gemma2(given: Config) -> dict[str, Any]:
@@ -425,25 +419,15 @@ def _qwen2_moe(given: Config) -> dict[str, Any]:
 
 
 def _qwen3_moe(given: Config) -> dict[str, Any]:
-    bias, used = given.get("attention_bias", False), given.get("use_sliding_window", False)
-    return {
-        "rope": _rope(given),
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "windows": _windows(given, pattern=lambda _: True) if used else (),
-        "experts": experts.qwen(given),
-    }
+    used = given.get("use_sliding_window", False)
+    windows = _windows(given, pattern=lambda _: True) if used else ()
+    return {**_biased(given), "windows": windows, "experts": experts.qwen(given)}
 
 
 def _gpt_oss(given: Config) -> dict[str, Any]:
-    bias = given.get("attention_bias", True)
-    return {
-        "rope": _rope(given),
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "windows": _windows(given, pattern=lambda n: n % 2 == 0),
-        "experts": experts.gpt_oss(given),
-    }
+    windows = _windows(given, pattern=lambda n: n % 2 == 0)
+    own = {"windows": windows, "experts": experts.gpt_oss(given)}
+    return {**_biased(given, default=True), **own}
 
 
 def _deepseek(given: Config, version: int) -> dict[str, Any]:

@@ -1,0 +1,141 @@
+"""The options of mixtures of experts.
+
+Letters: e = experts, k = experts of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collectives.places.sizes import CONTEXT, DATA, EXPERT
+from pipeline.base.arguments import is_number, is_whole
+from pipeline.models.layers.experts.dispatch import DISPATCHES, Dispatch
+from pipeline.models.layers.experts.losses import BALANCES, Balance
+from pipeline.models.layers.experts.routing import Router, Scoring
+
+Gate = Callable[[jax.Array, jax.Array], jax.Array]
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+
+
+def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate)·up, of SwiGLU."""
+    return jax.nn.silu(gate) * up
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingOptions:
+    """The options that layers of experts and the configuration of a decoder have."""
+
+    scoring: Scoring = "softmax"
+    renormalise: bool = True
+    scale: float = 1.0
+    groups: tuple[int, int] | None = None
+    group_top: int = 1
+    router_bias: bool = False
+    bias_rate: float | None = None
+    shared_hidden: int = 0
+    shared_gate: bool = False
+    bias: bool = False
+    dispatch: Dispatch = "gather"
+    capacity_factor: float = 1.25
+    chunk: int | None = None
+    balance_weight: float = 0.0
+    balance: Balance = "microbatch"
+    z_weight: float = 0.0
+    counts: bool = False
+
+    def router_of(self, num_experts: int, top_k: int) -> Router:
+        """The rule that chooses k of e experts.
+
+        Raises:
+          ValueError: sizes that do not fit.
+        """
+        kind = self.scoring, self.renormalise, self.scale, self.groups, self.group_top
+        return Router(num_experts, top_k, *kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions(RoutingOptions):
+    """The options of `MixtureOfExperts`, which takes them by name too.
+
+    Attributes:
+      scoring, renormalise, scale, groups, group_top: as of `Router`.
+      router_bias: whether logits have a bias that is trained.
+      bias_rate: for a bias of the choice alone (arXiv:2408.15664): by how much `advance_experts`
+        moves it for experts that had less or more than the mean. It is state; 0 keeps it.
+      shared_hidden: columns of an MLP that every token passes, added to the experts; 0 for none.
+      shared_gate: whether it is multiplied with a sigmoid of the token.
+      bias: whether the experts' products have biases.
+      gate: of (gate, up), what the product down is given.
+      axis: the mesh axis over which experts lie.
+      dispatch: "gather", "capacity" or "ragged" (`pipeline.layers.experts`). The first and
+        the last drop no token, and their results do not depend on the mesh.
+      capacity_factor: of "capacity" (`capacity_of`).
+      chunk: tokens of a rank that are dispatched at a time, and again in the backward, which bounds
+        the memory of it; None for all. "capacity" then counts places in each chunk.
+      balance_weight: of the balance loss, which is added to the loss with `pipeline.add_loss`.
+      balance: which loads it reads: those of the "microbatch" over all rows of the mesh, of each
+        "sequence" (the input is `[b, t, d]`), or of the whole "batch" of the step before, from
+        state (`settle_experts` for those of the batch itself).
+      z_weight: of the z-loss.
+      counts: whether it counts how often experts are chosen, as state; with ``bias_rate`` and
+        ``balance="batch"`` always.
+      row_axes: mesh axes that split rows, and ``context``, which splits positions, in a `shard_map`
+        of one's own. In a pipeline ``batch=`` says which axes these are.
+      init: of the fused weight; init_out: of the one down; init_router: of the router.
+      dtype: of the parameters.
+
+    Raises:
+      ValueError: all that is wrong, at once.
+    """
+
+    axis: str | None = EXPERT
+    gate: Gate = silu_gate
+    row_axes: tuple[str, ...] = (DATA, EXPERT, CONTEXT)
+    init: Initializer | None = None
+    init_out: Initializer | None = None
+    init_router: Initializer | None = None
+    dtype: Any = jnp.float32
+
+    def __post_init__(self) -> None:
+        """Check every value that needs no other."""
+        wrong, factor, chunk, rows = [], self.capacity_factor, self.chunk, self.row_axes
+        if self.dispatch not in DISPATCHES:
+            known = ", ".join(map(repr, DISPATCHES))
+            wrong.append(f"dispatch={self.dispatch!r} must be one of {known}")
+        if not is_number(factor) or not 0 < factor < math.inf:
+            wrong.append(
+                f"capacity_factor={factor!r} must be a finite number > 0: an expert without a "
+                f"place takes no token; 1 gives every expert as many as there are on average"
+            )
+        if chunk is not None and not is_whole(chunk, 1, numpy=True):
+            wrong.append(f"chunk={chunk!r} must be an integer >= 1, or None for all tokens at once")
+        if self.balance not in BALANCES:
+            known = ", ".join(map(repr, BALANCES))
+            wrong.append(f"balance={self.balance!r} must be one of {known}")
+        if not is_whole(self.shared_hidden, 0, numpy=True):
+            wrong.append(
+                f"shared_hidden={self.shared_hidden!r} must be an integer >= 0; 0 for no shared MLP"
+            )
+        for name in ("balance_weight", "z_weight", "bias_rate"):
+            value = getattr(self, name)
+            if name == "bias_rate" and value is None:
+                continue
+            if not is_number(value) or not math.isfinite(value):
+                wrong.append(f"{name}={value!r} must be a finite number")
+        if self.axis is not None and not isinstance(self.axis, str):
+            wrong.append(
+                f"axis={self.axis!r} must be the name of a mesh axis, or None for one rank"
+            )
+        if not isinstance(rows, tuple | list) or not all(isinstance(name, str) for name in rows):
+            wrong.append(
+                f"row_axes={rows!r} must be a tuple of names of mesh axes, such as ('data',)"
+            )
+        if wrong:
+            raise ValueError("; ".join(wrong))
