@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from pipeline.base.rows import Padded, PaddedWords
-from pipeline.core.model.microbatch import as_arrays
+from pipeline.facade import as_arrays
 from pipeline.vocabulary import CrossEntropy
 
 Tree = Any

@@ -31,8 +31,7 @@ from collectives.compat import HOST_MEMORY, is_on_host, to_device, to_host
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import shape_text, times
 from pipeline.base.variables import Placeholder
-from pipeline.core.model.loss import Weighed
-from pipeline.core.model.microbatch import as_arrays
+from pipeline.facade import Weighed, as_arrays
 from pipeline.pipeline import Pipeline
 from pipeline.training.compiling import Given as CompilerOptions
 from pipeline.training.compiling import resolve_compiler_options

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pipeline.base.arguments import is_whole
-from pipeline.core.model.loss import Weighed
+from pipeline.facade import Weighed
 from pipeline.pipeline import Pipeline
 from pipeline.training import timing
 from pipeline.training.batches import Batch, Resumable, as_batch

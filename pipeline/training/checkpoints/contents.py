@@ -26,19 +26,20 @@ from flax.nnx.traversals import flatten_mapping
 
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree
-from pipeline.core.layerwise.leaf import LayerLeaf
-from pipeline.core.layerwise.leaves import (
+from pipeline.facade import (
+    LayerLeaf,
+    layer_view,
     optimizer_leaves,
     pipeline_leaves,
     plain_leaves,
     shaped_leaves,
     tree_leaves,
 )
-from pipeline.core.layerwise.view import Path, layer_view
 from pipeline.optimizer import PipelineOptimizer
 from pipeline.pipeline import Pipeline
 from pipeline.training.checkpoints.together import everyone
 
+Path = tuple[Any, ...]
 Part = Literal["optimizer", "shaped", "plain", "data"]
 SEVERAL = "stages", "embed", "head"  # of a model that is given as a dictionary of modules
 TYPE = "shardpipe type"  # key of a dictionary in JSON that stands for another type

@@ -1,10 +1,9 @@
 """Checkpoints: a model, its optimizer and where a run was, in layer order, written by Orbax.
 
-A checkpoint holds the leaves of the model without a pipeline (`pipeline.core.layerwise.leaves`), so
-it fits every pipeline of that model, whatever S, V, placement, schedule and mesh, and the model
-too. Beside a run it is written into a folder of another name; when all is on the disk the manifest
-follows (`pipeline.training.checkpoints.manifest`), then the folder gets its name. What has its name
-is whole.
+A checkpoint holds the leaves of the model without a pipeline, so it fits every pipeline of that
+model, whatever S, V, placement, schedule and mesh, and the model too. While a run goes on it is
+written into a folder of another name; when all is on the disk the manifest follows
+(`pipeline.training.checkpoints.manifest`), then the folder gets its name.
 """
 
 from __future__ import annotations
