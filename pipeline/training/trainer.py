@@ -15,7 +15,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from pipeline.facade import Weighed
 from pipeline.pipeline import Pipeline
 from pipeline.training import timing
 from pipeline.training.batches import Batch, Resumable, as_batch
+from pipeline.training.checkpoints import Checkpoints
 from pipeline.training.faults import Watchdog
 from pipeline.training.records import Record, Recorder
 from pipeline.training.step import (
@@ -42,34 +44,6 @@ from pipeline.training.step import (
 Hook = Callable[["Trainer", Record], None]
 
 
-class Saves(Protocol):
-    """Checkpoints as a run uses them. If they have ``wait()`` too, `Trainer.run` ends with it."""
-
-    def save(
-        self,
-        step: int,
-        model: Any,
-        optimizer: Any,
-        *,
-        shaped: Any,
-        plain: Any,
-        data: Any,
-        metrics: Any,
-    ) -> None:
-        """Write one, perhaps while the run goes on."""
-        ...
-
-    def restore(
-        self, model: Any, optimizer: Any, *, shaped: Any, plain: Any, data: Any
-    ) -> int | None:
-        """Read the newest into what is given; its step, None if there is none."""
-        ...
-
-    def close(self) -> None:
-        """Wait until what was saved is on the disk."""
-        ...
-
-
 @dataclass
 class _Running:
     """A step whose numbers nobody has read yet."""
@@ -79,16 +53,6 @@ class _Running:
     batch: Batch
     tokens: int
     waited: float
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A position in the data, for a checkpoint."""
-
-    state: Any
-
-    def get_state(self) -> Any:
-        return self.state
 
 
 class Trainer:
@@ -103,7 +67,8 @@ class Trainer:
         that returns one.
       eval_interval: updates from one evaluation to the next; 0: only at the end.
       eval_ema: whether the mean of the weights is evaluated in place of the weights.
-      checkpoints: where states are saved; None saves none.
+      checkpoints: where states are saved: `Checkpoints`, or an object with the same ``save``,
+        ``restore``, ``close`` and perhaps ``wait``; None saves none.
       checkpoint_interval: updates from one to the next; 0: only at the end or where it is stopped.
       recorders: told of every step, on process 0.
       hooks: called with the trainer and the record of a step, as soon as it is known.
@@ -134,7 +99,7 @@ class Trainer:
         evaluation: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
         eval_interval: int = 0,
         eval_ema: bool = False,
-        checkpoints: Saves | None = None,
+        checkpoints: Checkpoints | None = None,
         checkpoint_interval: int = 0,
         recorders: Sequence[Recorder] = (),
         hooks: Sequence[Hook] = (),
@@ -329,9 +294,9 @@ class Trainer:
 
     def _place_in_data(self) -> Any:
         """The data, or the place where its update under way began; None if it has no position."""
-        if not self.is_resumable:
-            return None
-        return self.data if self._position is None else _Place(self._position)
+        if not self.is_resumable or self._position is None:
+            return self.data if self.is_resumable else None
+        return SimpleNamespace(get_state=lambda: self._position)
 
     def close(self) -> None:
         """Wait for checkpoints, and close recorders."""
