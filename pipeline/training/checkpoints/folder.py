@@ -246,9 +246,8 @@ class Checkpoints:
         state = Contents(model, optimizer, trees)
         given = {"plain": plain, "data": data}
         contents.check_same(folder, said, state, given, ignore)
-        position = None if data is None else contents.own_position(folder, said["data"])
         if data is not None:  # it may refuse its state: then nothing is changed
-            contents.set_position(data, position)
+            data.set_state(contents.own_position(folder, said["data"]))
         self._orbax.load(folder / ARRAYS, state.leaves, model)
         if shaped is not None and trees is not None:
             shaped.update(trees)
@@ -335,16 +334,12 @@ class Checkpoints:
 
     def _best_of(self, known: Mapping[int, Mapping[str, Any]]) -> list[int]:
         """The step of the best metric, if that is asked for."""
-        values = {
-            step: value
-            for step, one in known.items()
-            for value in list(one["metrics"].values())[:1]
-            if value is not None
-        }
+        first = {step: next(iter(one["metrics"].values()), None) for step, one in known.items()}
+        values = {step: value for step, value in first.items() if value is not None}
         if self._best is None or not values:
             return []
         choose = min if self._best == "min" else max
-        return [choose(values, key=lambda step: values[step])]
+        return [choose(values, key=values.__getitem__)]
 
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
         """Make the error for a checkpoint that could not be written, of which nothing remains."""
