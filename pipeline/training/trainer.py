@@ -238,7 +238,8 @@ class Trainer:
                 self._read(running)
                 running = None
                 self._rest()
-                self._evaluate_if_due()
+                if self._is_due(self._eval_interval) and self.evaluated != self.done:
+                    self.evaluate()
                 if self._is_due(self._checkpoint_interval):
                     self.save()
                 self._ended = time.perf_counter()
@@ -270,8 +271,8 @@ class Trainer:
         batches = self._evaluation() if callable(self._evaluation) else self._evaluation
         self.eval_loss, metrics = means(self.step, batches, ema=self._eval_ema)
         self.evaluated = self.done
-        record: dict[str, Any] = {"step": self.done, "eval_loss": self.eval_loss}
-        self._tell(record if metrics is None else record | {"eval_metrics": metrics})
+        more = {} if metrics is None else {"eval_metrics": metrics}
+        self._tell({"step": self.done, "eval_loss": self.eval_loss, **more})
         return self.eval_loss
 
     def save(self) -> None:
@@ -408,10 +409,6 @@ class Trainer:
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self.done % interval == 0
 
-    def _evaluate_if_due(self) -> None:
-        if self._is_due(self._eval_interval) and self.evaluated != self.done:
-            self.evaluate()
-
 
 def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[float, Any]:
     """The mean loss over all batches, each by its weight, and metrics; None if there are none.
@@ -469,7 +466,5 @@ def _is_ready(array: Any) -> bool:
 
 def _devices(model: nnx.Module) -> list[jax.Device]:
     """List the devices that hold the model."""
-    found: set[jax.Device] = set()
-    for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)):
-        found |= leaf.sharding.device_set
-    return sorted(found, key=lambda device: device.id)
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    return sorted({d for x in leaves for d in x.sharding.device_set}, key=lambda d: d.id)
