@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -26,6 +25,7 @@ import jax
 import numpy as np
 
 import schedules
+from pipeline.base.imports import installed
 from pipeline.processes import service
 from pipeline.processes.names import text_of_processes
 
@@ -65,11 +65,7 @@ def fields_of(config: Any = None) -> dict[str, str]:
         what is called ``process_id`` is left out.
     """
     fields = {"python": ".".join(platform.python_version_tuple()[:2])}
-    for name in VERSIONS:
-        try:
-            fields[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            fields[name] = ABSENT
+    fields |= {name: installed(name) or ABSENT for name in VERSIONS}
     for name in PACKAGES:
         file = sys.modules[name].__file__
         sources = sorted(Path(file).parent.rglob("*.py")) if file else []
