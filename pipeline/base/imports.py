@@ -42,6 +42,14 @@ def check_releases(jax: str | None = None, flax: str | None = None) -> None:
             )
 
 
+def installed(name: str) -> str | None:
+    """The version of an installed distribution; None for one that is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def check_neighbours(file: str, names: tuple[str, ...] = ("schedules", "collectives")) -> None:
     """Check that the packages of this distribution are found, and not others of the same name.
 

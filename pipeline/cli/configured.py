@@ -72,8 +72,8 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             say(f"held-out loss {runs.evaluate(config):.4f}")
             return 0
         names = ("length", "temperature", "seed", "context", "tokenizer")
-        given_options = {name: getattr(options, name) for name in names}
-        say(runs.continued(config, runs.Prompt(text=options.prompt, **given_options)))
+        draw = {name: getattr(options, name) for name in names}
+        say(runs.continued(config, options.prompt, **draw))
     except CheckpointError as error:
         parser.exit(UNFIT_EXIT, f"{parser.prog}: {error}\n")
     except (ValueError, OSError, ImportError) as error:

@@ -8,10 +8,10 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.imports import installed
 from pipeline.cli.options import Parser, add_command, say
 
 ABOUT = """Print what a bug report needs: versions, devices, and the settings of JAX and XLA.
@@ -43,19 +43,15 @@ def add(sub: Any, name: str) -> Parser:
 
 def run(_: Parser, options: argparse.Namespace) -> int:
     """Print the report; returns the exit code."""
-    for line in versions():
-        say(line)
-    for line in settings(os.environ):
+    for line in (*versions(), *settings(os.environ)):
         say(line)
     if options.no_devices:
         return 0
     try:
-        lines = list(devices())
+        say("\n".join(devices()))
     except RuntimeError as error:  # of a backend that cannot start
         say(_row("devices", f"none: {error}"))
         return 1
-    for line in lines:
-        say(line)
     return 0
 
 
@@ -68,9 +64,9 @@ def versions() -> Iterator[str]:
     yield _row("Python", f"{platform.python_version()}, {sys.executable}")
     yield _row("system", f"{platform.platform()}, {os.cpu_count()} CPUs")
     for name in NEEDED:
-        yield _row(name, _version(name) or "not installed")
+        yield _row(name, installed(name) or "not installed")
     for name in OPTIONAL:
-        if found := _version(name):
+        if found := installed(name):
             yield _row(name, found)
 
 
@@ -91,13 +87,6 @@ def devices() -> Iterator[str]:
     kinds = sorted({device.device_kind for device in found})
     yield _row("devices", f"{len(found)} of {', '.join(kinds)} ({jax.default_backend()})")
     yield _row("processes", f"{jax.process_count()}, this is number {jax.process_index()}")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _row(name: str, text: str) -> str:

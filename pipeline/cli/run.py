@@ -10,7 +10,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -246,44 +245,22 @@ def restored(config: Config, *, ema: bool = False) -> Any:
     return model
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """Tokens of a prompt, and how they are made.
+def continued(config: Config, prompt: str, *, tokenizer: str | None, **options: Any) -> str:
+    """A prompt and the text with which the newest checkpoint continues it.
 
-    Attributes:
-      text: how it begins.
-      length: tokens that follow.
-      temperature: of the draw; 0 takes the likeliest.
-      seed: of the draw.
-      context: positions that the model sees; None for all.
-      tokenizer: import path of a function that returns what has ``encode(text)`` to integers and
-        ``decode(integers)``; None for bytes.
+    Args:
+      config: of the run.
+      prompt: how the text begins.
+      tokenizer: import path of a function that returns an object with ``encode(text)`` to integers
+        and ``decode(integers)``; None for bytes.
+      options: of `continue_prompt`.
     """
-
-    text: str
-    length: int
-    temperature: float
-    seed: int
-    context: int | None
-    tokenizer: str | None
-
-
-def continued(config: Config, prompt: Prompt) -> str:
-    """A prompt and the text with which the newest checkpoint continues it."""
     config.check_functions()
-    words: Any = Bytes() if prompt.tokenizer is None else load(prompt.tokenizer)()
-    tokens = words.encode(prompt.text)
+    words: Any = Bytes() if tokenizer is None else load(tokenizer)()
+    tokens = words.encode(prompt)
     if not tokens:
         raise RunConfigError("--prompt is empty: give a token or more to begin with")
-    found = continue_prompt(
-        restored(config),
-        tokens,
-        length=prompt.length,
-        context=prompt.context,
-        temperature=prompt.temperature,
-        seed=prompt.seed,
-    )
-    return str(words.decode(found))
+    return str(words.decode(continue_prompt(restored(config), tokens, **options)))
 
 
 def _has_metrics(model: Any) -> bool:

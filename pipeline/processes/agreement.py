@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -18,7 +17,7 @@ import re
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,45 +25,25 @@ import jax
 import numpy as np
 
 import schedules
+from pipeline.base.imports import installed
 from pipeline.processes import service
 from pipeline.processes.names import text_of_processes
 
 Fields = Mapping[str, str]
 
 VERSIONS = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "numpy",
-    "libtpu",
-    "jax-cuda12-plugin",
-    "jax-cuda13-plugin",
-)
+    "jax", "jaxlib", "flax", "optax", "numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin",
+)  # fmt: skip
 # What changes the program that jax makes, or its results; not every release knows all of them.
 SETTINGS = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
-    "jax_platforms",
-    "jax_disable_jit",
-    "jax_debug_nans",
-    "jax_debug_infs",
-    "jax_enable_custom_prng",
-    "jax_random_seed_offset",
-    "jax_numpy_dtype_promotion",
-    "jax_use_shardy_partitioner",
-    "jax_use_direct_linearize",
-    "jax_softmax_custom_jvp",
-    "jax_allow_f16_reductions",
-    "jax_high_dynamic_range_gumbel",
-    "jax_accurate_erf_inv",
-    "jax_disable_most_optimizations",
-    "jax_optimization_level",
-    "jax_memory_fitting_level",
-    "jax_cpu_collectives_implementation",
-)
+    "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl",
+    "jax_threefry_partitionable", "jax_platforms", "jax_disable_jit", "jax_debug_nans",
+    "jax_debug_infs", "jax_enable_custom_prng", "jax_random_seed_offset",
+    "jax_numpy_dtype_promotion", "jax_use_shardy_partitioner", "jax_use_direct_linearize",
+    "jax_softmax_custom_jvp", "jax_allow_f16_reductions", "jax_high_dynamic_range_gumbel",
+    "jax_accurate_erf_inv", "jax_disable_most_optimizations", "jax_optimization_level",
+    "jax_memory_fitting_level", "jax_cpu_collectives_implementation",
+)  # fmt: skip
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 PACKAGES = ("pipeline", "schedules", "collectives")
 INSTALLED = ("site-packages", "dist-packages")
@@ -86,13 +65,13 @@ def fields_of(config: Any = None) -> dict[str, str]:
         what is called ``process_id`` is left out.
     """
     fields = {"python": ".".join(platform.python_version_tuple()[:2])}
-    for name in VERSIONS:
-        try:
-            fields[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            fields[name] = ABSENT
-    fields |= {f"code of {name}": _package(name) or ABSENT for name in PACKAGES}
-    fields["code of the script"] = _script() or ABSENT
+    fields |= {name: installed(name) or ABSENT for name in VERSIONS}
+    for name in PACKAGES:
+        file = sys.modules[name].__file__
+        sources = sorted(Path(file).parent.rglob("*.py")) if file else []
+        fields[f"code of {name}"] = _files(sources) if sources else ABSENT
+    script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")  # "" of stdin
+    fields["code of the script"] = _files([script]) if script.is_file() else ABSENT
     fields |= {f"code of module {name}": digest for name, digest in _modules()}
     fields |= {name: _text(getattr(jax.config, name, ABSENT)) for name in SETTINGS}
     for name in VARIABLES:
@@ -164,16 +143,14 @@ def differences(fields: Sequence[Fields]) -> list[str]:
 def _shown(value: str) -> str:
     if len(value) <= LONGEST:
         return value or "empty"
-    return f"{value[:LONGEST]}... ({hashlib.sha256(value.encode()).hexdigest()[:12]})"
+    return f"{value[:LONGEST]}... ({digest_of(value.encode())})"
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of every option."""
-    members = _members(value)
-    if members is None:
+    if (members := _members(value)) is None:
         yield name, value
-        return
-    for key, member in members.items():
+    for key, member in (members or {}).items():
         if key != OWN:
             yield from _flat(f"{name}.{key}", member)
 
@@ -210,25 +187,10 @@ def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:DIGITS]
 
 
-def _files(paths: Sequence[Path]) -> str:
-    """A digest of files, in their order, with their names but not where they lie."""
-    found = hashlib.sha256()
-    for path in paths:
-        text = path.read_bytes()
-        found.update(f"{path.name} {len(text)} ".encode() + text)
-    return found.hexdigest()[:DIGITS]
-
-
-def _package(name: str) -> str | None:
-    """A digest of a loaded package's sources."""
-    path = sys.modules[name].__file__
-    return _files(sorted(Path(path).parent.rglob("*.py"))) if path else None
-
-
-def _script() -> str | None:
-    """A digest of the program that was started, if that is a file, and not standard input."""
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    return _files([Path(script)]) if script and Path(script).is_file() else None
+def _files(paths: Iterable[Path]) -> str:
+    """A digest of the names and bytes of files, in their order."""
+    texts = [(path.name, path.read_bytes()) for path in paths]
+    return digest_of(b"".join(f"{name} {len(text)} ".encode() + text for name, text in texts))
 
 
 def _modules() -> Iterator[tuple[str, str]]:

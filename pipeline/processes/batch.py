@@ -59,9 +59,8 @@ def local_rows(mesh: Mesh, num_rows: int, *, split: Any = _BY_DATA) -> np.ndarra
 def _shards_here(mesh: Mesh, axes: Axes) -> np.ndarray:
     """[D] which data shards this process has."""
     shards, sharding = axes.num_rows, NamedSharding(mesh, axes.row_spec)
-    found = sharding.addressable_devices_indices_map((shards,)).values()
     here = np.zeros(shards, bool)
-    for index in found:
+    for index in sharding.addressable_devices_indices_map((shards,)).values():
         if index is not None:
             here[index] = True
     if not here.any():
@@ -99,8 +98,8 @@ def shard_batch(batch: Tree, mesh: Mesh, *, split: Any = _BY_DATA) -> Tree:
     axes = find_axes(mesh, split)
     here = _shards_here(mesh, axes)
     leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
-    found = {f"batch{jax.tree_util.keystr(path)}": leaf for path, leaf in leaves}
-    arrays = {name: _array(name, leaf) for name, leaf in found.items()}
+    names = [f"batch{jax.tree_util.keystr(path)}" for path, _ in leaves]
+    arrays = {name: _array(name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)}
     _check_rows(arrays, int(here.sum()))
     shapes = {
         name: (array.shape[0] // int(here.sum()) * here.size, *array.shape[1:])
@@ -113,19 +112,12 @@ def shard_batch(batch: Tree, mesh: Mesh, *, split: Any = _BY_DATA) -> Tree:
         fields["mesh"] = f"{dict(mesh.shape)} of devices {ids}"
         _BROUGHT.compare(fields, jax.process_index(), jax.process_count())
     (specs, *_) = axes.leaf_specs(list(arrays.values()))
-
-    def whole(name: str, array: np.ndarray, spec: PartitionSpec) -> jax.Array:
-        sharding = NamedSharding(mesh, spec)
-        return jax.make_array_from_process_local_data(sharding, array, shapes[name])
-
-    return jax.tree.unflatten(
-        structure,
-        [
-            whole(name, array, spec)
-            for (name, array), spec in zip(arrays.items(), specs, strict=True)
-            if spec is not None
-        ],
-    )
+    wholes = [
+        jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array, shapes[name])
+        for (name, array), spec in zip(arrays.items(), specs, strict=True)
+        if spec is not None
+    ]
+    return jax.tree.unflatten(structure, wholes)
 
 
 def _array(name: str, leaf: object) -> np.ndarray:
@@ -182,11 +174,6 @@ class _Brought:
 
     def compare(self, fields: Fields, index: int, count: int) -> None:
         """Say what this process brings to its next call.
-
-        Args:
-          fields: what must be equal on all, name -> value.
-          index: of this process.
-          count: of processes.
 
         Raises:
           ValueError: this is new, and the others bring something else.

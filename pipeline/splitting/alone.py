@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import Literal, jaxprs_in_params
 
-from pipeline.core.jaxpr.evaluate import bind
+from pipeline.facade import bind
 from pipeline.splitting.recording import Call, Slots, dotted, member
 from pipeline.splitting.regular import Regular
 from pipeline.splitting.tracing import Recipe, Trace, types_of_state

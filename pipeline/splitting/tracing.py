@@ -28,8 +28,7 @@ from collectives.tensor import group_size, is_manual
 from pipeline.base.axes import axes_in
 from pipeline.base.tree import shape_text
 from pipeline.base.variables import axis_names, kind_text
-from pipeline.core.jaxpr.evaluate import bind
-from pipeline.core.jaxpr.primitives import held, makes_ref
+from pipeline.facade import bind, held, makes_ref
 from pipeline.splitting.recording import BlockRecorder, Call, Path, dotted, mark_p, member
 
 Types = tuple[tuple[tuple[int, ...], Any], ...]  # (shape, dtype) of each input

@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from pipeline.base.rows import Padded, PaddedWords
-from pipeline.core.model.microbatch import as_arrays
+from pipeline.facade import as_arrays
 from pipeline.vocabulary import CrossEntropy
 
 Tree = Any
@@ -66,16 +66,13 @@ def as_batch(item: Any) -> Batch:
     Raises:
       ValueError: something else.
     """
-    found = None
-    if isinstance(item, Batch):
-        found = item
-    elif isinstance(item, dict) and {"inputs", "targets"} <= set(item) <= set(Batch._fields):
-        found = Batch(**item)
+    if isinstance(item, dict) and {"inputs", "targets"} <= set(item) <= set(Batch._fields):
+        item = Batch(**item)
     elif isinstance(item, tuple | list) and len(item) in (2, 3):
-        found = Batch(*item)
-    if found is not None:
-        inputs, targets, extras = as_arrays(*found[:3])
-        return Batch(inputs, targets, extras, found.weight)
+        item = Batch(*item)
+    if isinstance(item, Batch):
+        inputs, targets, extras = as_arrays(*item[:3])
+        return Batch(inputs, targets, extras, item.weight)
     keys = f" with the keys {sorted(map(str, item))}" if isinstance(item, dict) else ""
     length = f" of length {len(item)}" if isinstance(item, tuple | list) else ""
     raise ValueError(
@@ -273,6 +270,18 @@ def _check_sequence(tokens: Any, most: int, what: str) -> np.ndarray[Any, Any]:
     return array.astype(np.int32)
 
 
+def _laid_out(rows: Sequence[Sequence[np.ndarray[Any, Any]]], length: int) -> Any:
+    """Compute inputs, words, segments and positions of rows of sequences, [N, length] each."""
+    inputs, words, segments, positions = np.zeros((4, len(rows), length), np.int32)
+    for row, sequences in enumerate(rows):
+        start = 0
+        for segment, tokens in enumerate(sequences, start=1):
+            at = row, slice(start, start := start + len(tokens) - 1)
+            inputs[at], words[at] = tokens[:-1], tokens[1:]
+            segments[at], positions[at] = segment, np.arange(len(tokens) - 1)
+    return inputs, words, segments, positions
+
+
 class packed(_Made):  # noqa: N801
     """Batches of packed sequences: each row holds several, told apart by segment ids.
 
@@ -296,7 +305,7 @@ class packed(_Made):  # noqa: N801
         self._next: np.ndarray[Any, Any] | None = None
 
     def __next__(self) -> Batch:
-        lying: list[list[np.ndarray[Any, Any]]] = [[] for _ in range(self._rows)]
+        rows: list[list[np.ndarray[Any, Any]]] = [[] for _ in range(self._rows)]
         room = [self._length] * self._rows
         for tokens in self._sequences():
             size = len(tokens) - 1
@@ -304,11 +313,14 @@ class packed(_Made):  # noqa: N801
             if row is None:
                 self._next = tokens
                 break
-            lying[row].append(tokens)
+            rows[row].append(tokens)
             room[row] -= size
-        if not any(lying):
+        if not any(rows):
             raise StopIteration
-        return self._batch(lying)
+        inputs, words, segments, positions = _laid_out(rows, self._length)
+        weights = loss_weights(segments)
+        extras = {"segment_ids": segments, "positions": positions}
+        return Batch(inputs, PaddedWords(words, weights), extras, float(weights.sum()))
 
     def _sequences(self) -> Iterator[np.ndarray[Any, Any]]:
         if self._next is not None:
@@ -316,19 +328,6 @@ class packed(_Made):  # noqa: N801
             yield tokens
         for tokens in self._source:
             yield _check_sequence(tokens, self._length, "a packed row")
-
-    def _batch(self, lying: Sequence[Sequence[np.ndarray[Any, Any]]]) -> Batch:
-        shape = self._rows, self._length
-        inputs, words, segments, positions = (np.zeros(shape, np.int32) for _ in range(4))
-        for row, sequences in enumerate(lying):
-            start = 0
-            for segment, tokens in enumerate(sequences, start=1):
-                at = row, slice(start, start := start + len(tokens) - 1)
-                inputs[at], words[at] = tokens[:-1], tokens[1:]
-                segments[at], positions[at] = segment, np.arange(len(tokens) - 1)
-        weights = loss_weights(segments)
-        extras = {"segment_ids": segments, "positions": positions}
-        return Batch(inputs, PaddedWords(words, weights), extras, float(weights.sum()))
 
     def _held(self) -> list[int] | None:
         return None if self._next is None else self._next.tolist()
@@ -356,8 +355,8 @@ def next_tokens(tokens: Any, segments: Any) -> tuple[Any, Any]:
     """Make targets of packed rows: (words, weights), [N, t] each.
 
     A position's word is the token that follows it. The last token of a document has weight 0, for
-    its neighbour belongs to another. Shift before a sequence is cut into parts
-    : what follows the last position of a part lies in another.
+    its neighbour belongs to another. Shift before a sequence is cut into parts: what follows the
+    last position of a part is in another one.
 
     Args:
       tokens: [N, t] integers.
@@ -446,11 +445,9 @@ class bucketed(_Made):  # noqa: N801
 
     def _batch(self, length: int) -> Batch:
         sequences, self._full[length] = self._full[length], []
-        inputs, words = (np.zeros((self._rows, length), np.int32) for _ in range(2))
-        weights = np.zeros((self._rows, length), np.float32)
-        for row, tokens in enumerate(sequences):
-            at = row, slice(0, len(tokens) - 1)
-            inputs[at], words[at], weights[at] = tokens[:-1], tokens[1:], 1
+        rows = [[one] for one in sequences] + [[]] * (self._rows - len(sequences))
+        inputs, words, segments, _ = _laid_out(rows, length)
+        weights = loss_weights(segments)
         return Batch(inputs, PaddedWords(words, weights), None, float(weights.sum()))
 
     def _held(self) -> dict[str, list[list[int]]]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pipeline.core.layerwise.view import layer_view
+from pipeline.facade import layer_view
 from pipeline.layers import ExpertState
 from pipeline.pipeline import Pipeline
 

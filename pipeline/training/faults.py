@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from concurrent.futures import Future
 from typing import Any, Self
 
 import jax
@@ -52,15 +52,12 @@ class Stop:
         self.reason, self._topic = "", f"stop/{next(self._made)}"
         self._asked, self._over = threading.Event(), threading.Event()
         self._lock = threading.Lock()
-        self._agreed = threading.Event()
         self._begun = -1  # the last step of which was said that it may be made
         self._holds = False  # whether no further one may be until all have spoken
-        self._last: int | None = None  # the step before which all stop
-        self._failure: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        if jax.process_count() > 1:
-            self._thread = threading.Thread(target=self._watch, name="stop", daemon=True)
-            self._thread.start()
+        self._last: Future[int] = Future()  # the step before which all stop
+        self._is_alone = jax.process_count() == 1
+        if not self._is_alone:
+            threading.Thread(target=self._watch, name="stop", daemon=True).start()
 
     def ask(self, reason: str = "stop") -> None:
         """Ask all processes to stop; one is enough."""
@@ -77,20 +74,17 @@ class Stop:
         Raises:
           TimeoutError: some process said nothing of where it is.
         """
-        if self._thread is None:
+        if self._is_alone:
             self._begun = step
             return self._asked.is_set()
         with self._lock:
             if not self._holds:
                 self._begun = step
                 return False
-        self._agreed.wait()
-        if self._failure is not None:
-            raise self._failure
-        if self._last is None or step < self._last:
-            self._begun = step
-            return False
-        return True
+        if step >= self._last.result():
+            return True
+        self._begun = step
+        return False
 
     def close(self) -> None:
         """Look no longer."""
@@ -100,13 +94,12 @@ class Stop:
         try:
             while not self._over.is_set():
                 if self._asked.wait(LOOK) or service.said(f"{self._topic}/asked"):
-                    self._agree()
+                    self._last.set_result(self._agree())
                     return
         except Exception as error:  # noqa: BLE001  # of the service: it must not hold the run
-            self._failure = error
-            self._agreed.set()
+            self._last.set_exception(error)
 
-    def _agree(self) -> None:
+    def _agree(self) -> int:
         """Find the step before which all stop."""
         if self._asked.is_set():
             service.say(f"{self._topic}/asked", self.reason)
@@ -118,15 +111,13 @@ class Stop:
         said = service.hear(f"{self._topic}/begun", count, ANSWER)
         if len(said) < count:
             missing = text_of_processes([p for p in range(count) if p not in said])
-            self._failure = TimeoutError(
+            raise TimeoutError(
                 f"process {jax.process_index()} of {count} is to stop and heard nothing of "
                 f"{missing} within {ANSWER:g} s; stop_on_signals() belongs around the loop of "
                 f"every process, and stop.requested(step) before each of its steps"
             )
-        else:
-            self._last = 1 + max(map(int, said.values()))
-            self.reason = self.reason or next(iter(service.said(f"{self._topic}/asked").values()))
-        self._agreed.set()
+        self.reason = self.reason or next(iter(service.said(f"{self._topic}/asked").values()))
+        return 1 + max(map(int, said.values()))
 
 
 @contextlib.contextmanager
@@ -159,7 +150,7 @@ def stop_on_signals() -> Iterator[Stop]:
         for one, handler in before.items():  # one that is not Python's own is told as None
             signal.signal(one, signal.SIG_DFL if handler is None else handler)
 
-    def handle(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    def handle(number: int, _: object) -> None:
         if stop._asked.is_set():  # noqa: SLF001
             give_back()
             if number == signal.SIGINT:
@@ -228,12 +219,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
         jax.monitoring.unregister_event_duration_listener(self._heard)

@@ -31,8 +31,7 @@ from collectives.compat import HOST_MEMORY, is_on_host, to_device, to_host
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import shape_text, times
 from pipeline.base.variables import Placeholder
-from pipeline.core.model.loss import Weighed
-from pipeline.core.model.microbatch import as_arrays
+from pipeline.facade import Weighed, as_arrays
 from pipeline.pipeline import Pipeline
 from pipeline.training.compiling import Given as CompilerOptions
 from pipeline.training.compiling import resolve_compiler_options
@@ -184,7 +183,9 @@ class Step:
         places = {d for x in jax.tree.leaves(state) for d in x.sharding.device_set}
         self._waits = len(places) > 1 and all(d.platform == "cpu" for d in places)
         self._carry = self._replicated(_start(loss_scale))
-        self.ema = None if ema is None else self._mean_of_weights()
+        weights = nnx.state(model, optimizer.wrt)
+        averaged = jax.jit(mean_like, out_shardings=_shardings(weights))
+        self.ema = None if ema is None else averaged(weights)
         self._sums: Tree = None
         self._ahead: dict[int, jax.Array] = {}  # leaves that calls of this update have written
         self._called = self.updates = 0
@@ -201,7 +202,7 @@ class Step:
         sums = (1,) if donate else ()
         self._added = jax.jit(self._add, donate_argnums=sums, compiler_options=compiler)
         self._taken = jax.jit(self._take, **given(0, results=4))
-        self._updated = jax.jit(self._update_alone, **given(0, 1, 2, 3, results=4))
+        self._updated = jax.jit(self._update, **given(0, 1, 2, 3, results=4))
         self._evaluated = jax.jit(self._evaluate, static_argnums=0, compiler_options=compiler)
 
     def __reduce__(self) -> Any:
@@ -423,11 +424,6 @@ class Step:
         """Scalars where the optimizer's count lies, so that no step compiles again for them."""
         return jax.jit(lambda: tree, out_shardings=self._everywhere)()
 
-    def _mean_of_weights(self) -> Tree:
-        weights = nnx.state(self.model, self.optimizer.wrt)
-
-        return jax.jit(mean_like, out_shardings=_shardings(weights))(weights)
-
     def _zeros(self, batch: Tree, weight: Any) -> Tree:
         """Sums of nothing: loss and metrics; gradients in float32 or wider."""
         weights = nnx.state(self.model, self.optimizer.wrt)
@@ -466,10 +462,9 @@ class Step:
     ) -> tuple[Any, Tree, Tree]:
         """The loss, metrics if there are any, and the loss's gradients times the scale."""
         inputs, targets, extras = batch
-        options = _as_option(extras) | ({"weighed": True} if weighed else {})
+        options = self._options(model, extras, weighed=weighed)
         if hasattr(model, "value_and_grad"):
             options |= {} if scale is None else {"loss_scale": scale}
-            options |= {"has_aux": True} if self.has_aux else {}
             found, grads = model.value_and_grad(inputs, targets, **options)
             loss, aux = found if self.has_aux else (found, None)
             return loss, aux, grads
@@ -485,6 +480,13 @@ class Step:
         )
         (_, (loss, aux)), grads = take(model)
         return loss, aux, grads
+
+    def _options(self, model: Any, extras: Extras, *, weighed: bool) -> dict[str, Any]:
+        """The keyword arguments of the model's methods; those without a meaning are left out."""
+        has_aux = self.has_aux and hasattr(model, "value_and_grad")
+        wanted = {"weighed": weighed, "has_aux": has_aux}
+        given = {} if extras is None else {"extras": extras}
+        return given | {name: True for name, is_wanted in wanted.items() if is_wanted}
 
     def _loss_and_grads(
         self, model: Any, carry: Any, batch: Tree, *, weighed: bool = False
@@ -504,26 +506,23 @@ class Step:
     def _weighed(
         self, model: Any, carry: Any, batch: Tree, weight: Any
     ) -> tuple[Weighed, Tree, Tree]:
-        """Compute the means of one call with their weight: the one given, or the loss's own if
-        None.
-        """
-        found = self._loss_and_grads(model, carry, batch, weighed=weight is None)
+        """The means of one call with their weight: the one given, or the loss's own if None."""
+        loss, aux, grads = self._loss_and_grads(model, carry, batch, weighed=weight is None)
         if weight is None:
-            return found
-        loss, aux, grads = found
+            return loss, aux, grads
         return Weighed(loss, weight), with_weight(aux, weight), grads
 
     def _train(
         self, leaves: Any, mean: Tree, carry: Any, sums: Tree, batch: Tree, weight: Any
     ) -> Any:
-        model, optimizer = self._merged(leaves)
+        model, optimizer = merged = self._merged(leaves)
         if sums is None:
             loss, aux, grads = self._loss_and_grads(model, carry, batch)
         else:
             found = self._weighed(model, carry, batch, weight)
             leaves = self._left(leaves, model, optimizer, found[0].mean, found[2])
             (loss, aux), grads = _means(_plus(sums, found), like=found[2])
-        return self._updated_by(leaves, model, optimizer, mean, carry, grads, loss, aux)
+        return self._update(leaves, mean, carry, grads, loss, aux, merged)
 
     def _add(self, leaves: Any, sums: Tree, carry: Any, batch: Tree, weight: Any) -> Any:
         model, optimizer = self._merged(leaves)
@@ -543,9 +542,7 @@ class Step:
     def _left(
         self, before: Sequence[Any], model: Any, optimizer: Any, loss: Any, grads: Tree
     ) -> list[Any]:
-        """List the state after a call without an update: changed only if loss and gradients are
-        finite.
-        """
+        """The state after a call without an update: changed if loss and gradients are finite."""
         after = self._split(model, optimizer)
         written = [
             state and new is not old
@@ -559,22 +556,18 @@ class Step:
             for new, old, is_written in zip(after, before, written, strict=True)
         ]
 
-    def _update_alone(self, leaves: Any, mean: Tree, carry: Any, grads: Tree, loss: Any) -> Any:
-        model, optimizer = self._merged(leaves)
-        return self._updated_by(leaves, model, optimizer, mean, carry, grads, loss, None)
-
-    def _updated_by(
+    def _update(
         self,
         before: Sequence[Any],
-        model: Any,
-        optimizer: Any,
         mean: Tree,
         carry: dict[str, Any],
         grads: Tree,
         loss: Any,
-        aux: Tree,
+        aux: Tree = None,
+        merged: tuple[Any, Any] | None = None,
     ) -> tuple[Any, Tree, Any, Metrics]:
         """Clip, update, average, unless something is not finite; count, and scale anew."""
+        model, optimizer = merged or self._merged(before)
         norm = global_norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         if self.clip is not None:
@@ -615,22 +608,13 @@ class Step:
         if of_mean:
             take_mean(model, mean, self.optimizer.wrt)
         inputs, targets, extras = batch
-        options = _as_option(extras)
-        if self.has_aux and hasattr(model, "value_and_grad"):
-            options["has_aux"] = True
-        if weighed:
-            options["weighed"] = True
-        return model.loss(inputs, targets, **options)
+        return model.loss(inputs, targets, **self._options(model, extras, weighed=weighed))
 
 
 def global_norm(tree: Tree) -> jax.Array:
     """The norm of all numbers of all leaves together, over every mesh axis, as a float32 scalar."""
     squares = [optax.tree.norm(x.astype(_wide(x)), squared=True) for x in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(s.astype(jnp.float32) for s in squares) + jnp.zeros(()))
-
-
-def _as_option(extras: Extras) -> dict[str, Any]:
-    return {} if extras is None else {"extras": extras}
 
 
 def with_weight(found: Tree, weight: jax.Array) -> Tree:
@@ -797,23 +781,15 @@ def _places_of_results(variables: Sequence[nnx.Variable[Any]], results: int) -> 
 
 
 def _shardings(tree: Tree) -> Tree:
-    """List the named shardings of arrays; None for any other sharding."""
-
-    def place(x: Any) -> Any:
-        return x.sharding if isinstance(x.sharding, NamedSharding) else None
-
-    return jax.tree.map(place, tree)
+    """The named shardings of arrays; None for any other sharding."""
+    places = jax.tree.map(lambda x: x.sharding, tree)
+    return jax.tree.map(lambda p: p if isinstance(p, NamedSharding) else None, places)
 
 
 def _name(path: Any) -> str:
     """A path of the layer view as one writes it: stages[2].up."""
-    text = ""
-    for key in path:
-        name = getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
-        if name == "value":
-            continue
-        text += f"[{name}]" if isinstance(name, int) else f".{name}" if text else f"{name}"
-    return text
+    names = [name for key in path if (name := jax.tree_util.keystr((key,), simple=True)) != "value"]
+    return "".join(f"[{n}]" if n.isdecimal() else f".{n}" for n in names).removeprefix(".")
 
 
 def _check_model(model: Any, *, scaled: bool, has_aux: bool) -> None:

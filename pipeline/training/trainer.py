@@ -15,17 +15,19 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from pipeline.base.arguments import is_whole
-from pipeline.core.model.loss import Weighed
+from pipeline.facade import Weighed
 from pipeline.pipeline import Pipeline
 from pipeline.training import timing
 from pipeline.training.batches import Batch, Resumable, as_batch
+from pipeline.training.checkpoints import Checkpoints
 from pipeline.training.faults import Watchdog
 from pipeline.training.records import Record, Recorder
 from pipeline.training.step import (
@@ -42,34 +44,6 @@ from pipeline.training.step import (
 Hook = Callable[["Trainer", Record], None]
 
 
-class Saves(Protocol):
-    """Checkpoints as a run uses them. If they have ``wait()`` too, `Trainer.run` ends with it."""
-
-    def save(
-        self,
-        step: int,
-        model: Any,
-        optimizer: Any,
-        *,
-        shaped: Any,
-        plain: Any,
-        data: Any,
-        metrics: Any,
-    ) -> None:
-        """Write one, perhaps while the run goes on."""
-        ...
-
-    def restore(
-        self, model: Any, optimizer: Any, *, shaped: Any, plain: Any, data: Any
-    ) -> int | None:
-        """Read the newest into what is given; its step, None if there is none."""
-        ...
-
-    def close(self) -> None:
-        """Wait until what was saved is on the disk."""
-        ...
-
-
 @dataclass
 class _Running:
     """A step whose numbers nobody has read yet."""
@@ -79,16 +53,6 @@ class _Running:
     batch: Batch
     tokens: int
     waited: float
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A position in the data, for a checkpoint."""
-
-    state: Any
-
-    def get_state(self) -> Any:
-        return self.state
 
 
 class Trainer:
@@ -103,7 +67,8 @@ class Trainer:
         that returns one.
       eval_interval: updates from one evaluation to the next; 0: only at the end.
       eval_ema: whether the mean of the weights is evaluated in place of the weights.
-      checkpoints: where states are saved; None saves none.
+      checkpoints: where states are saved: `Checkpoints`, or an object with the same ``save``,
+        ``restore``, ``close`` and perhaps ``wait``; None saves none.
       checkpoint_interval: updates from one to the next; 0: only at the end or where it is stopped.
       recorders: told of every step, on process 0.
       hooks: called with the trainer and the record of a step, as soon as it is known.
@@ -134,7 +99,7 @@ class Trainer:
         evaluation: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
         eval_interval: int = 0,
         eval_ema: bool = False,
-        checkpoints: Saves | None = None,
+        checkpoints: Checkpoints | None = None,
         checkpoint_interval: int = 0,
         recorders: Sequence[Recorder] = (),
         hooks: Sequence[Hook] = (),
@@ -273,7 +238,8 @@ class Trainer:
                 self._read(running)
                 running = None
                 self._rest()
-                self._evaluate_if_due()
+                if self._is_due(self._eval_interval) and self.evaluated != self.done:
+                    self.evaluate()
                 if self._is_due(self._checkpoint_interval):
                     self.save()
                 self._ended = time.perf_counter()
@@ -305,8 +271,8 @@ class Trainer:
         batches = self._evaluation() if callable(self._evaluation) else self._evaluation
         self.eval_loss, metrics = means(self.step, batches, ema=self._eval_ema)
         self.evaluated = self.done
-        record: dict[str, Any] = {"step": self.done, "eval_loss": self.eval_loss}
-        self._tell(record if metrics is None else record | {"eval_metrics": metrics})
+        more = {} if metrics is None else {"eval_metrics": metrics}
+        self._tell({"step": self.done, "eval_loss": self.eval_loss, **more})
         return self.eval_loss
 
     def save(self) -> None:
@@ -329,9 +295,9 @@ class Trainer:
 
     def _place_in_data(self) -> Any:
         """The data, or the place where its update under way began; None if it has no position."""
-        if not self.is_resumable:
-            return None
-        return self.data if self._position is None else _Place(self._position)
+        if not self.is_resumable or self._position is None:
+            return self.data if self.is_resumable else None
+        return SimpleNamespace(get_state=lambda: self._position)
 
     def close(self) -> None:
         """Wait for checkpoints, and close recorders."""
@@ -443,10 +409,6 @@ class Trainer:
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self.done % interval == 0
 
-    def _evaluate_if_due(self) -> None:
-        if self._is_due(self._eval_interval) and self.evaluated != self.done:
-            self.evaluate()
-
 
 def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[float, Any]:
     """The mean loss over all batches, each by its weight, and metrics; None if there are none.
@@ -504,7 +466,5 @@ def _is_ready(array: Any) -> bool:
 
 def _devices(model: nnx.Module) -> list[jax.Device]:
     """List the devices that hold the model."""
-    found: set[jax.Device] = set()
-    for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)):
-        found |= leaf.sharding.device_set
-    return sorted(found, key=lambda device: device.id)
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    return sorted({d for x in leaves for d in x.sharding.device_set}, key=lambda d: d.id)

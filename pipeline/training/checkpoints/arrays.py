@@ -13,8 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pipeline.core.layerwise.leaf import LayerLeaf, replicated
-from pipeline.core.sharding import meshes
+from pipeline.facade import LayerLeaf, entered, replicated
 from pipeline.pipeline import Pipeline
 
 GROUP = 2**28  # bytes of leaves that are read at once
@@ -85,7 +84,7 @@ def read_leaves(leaves: Mapping[str, LayerLeaf], model: Any) -> dict[str, Any]:
 
 def _entered(model: Any) -> Any:
     if isinstance(model, Pipeline):
-        return meshes.entered(model.plan.mesh, model.plan.home)
+        return entered(model.plan.mesh, model.plan.home)
     return contextlib.nullcontext()
 
 

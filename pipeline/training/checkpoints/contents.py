@@ -15,6 +15,7 @@ import base64
 import functools
 import importlib.metadata
 import math
+import operator
 import pathlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -26,19 +27,20 @@ from flax.nnx.traversals import flatten_mapping
 
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree
-from pipeline.core.layerwise.leaf import LayerLeaf
-from pipeline.core.layerwise.leaves import (
+from pipeline.facade import (
+    LayerLeaf,
+    layer_view,
     optimizer_leaves,
     pipeline_leaves,
     plain_leaves,
     shaped_leaves,
     tree_leaves,
 )
-from pipeline.core.layerwise.view import Path, layer_view
 from pipeline.optimizer import PipelineOptimizer
 from pipeline.pipeline import Pipeline
 from pipeline.training.checkpoints.together import everyone
 
+Path = tuple[Any, ...]
 Part = Literal["optimizer", "shaped", "plain", "data"]
 SEVERAL = "stages", "embed", "head"  # of a model that is given as a dictionary of modules
 TYPE = "shardpipe type"  # key of a dictionary in JSON that stands for another type
@@ -66,12 +68,12 @@ class Contents:
     ) -> None:
         self.model = model
         self.leaves: dict[str, LayerLeaf] = {}
-        self._layers = _Layers(_parameters_of_stages(model))
+        self._numbers = _numbers_of_layers(_parameters_of_stages(model))
         self._add("model", _model_leaves(model))
         if optimizer is not None:
             self._add("optimizer", _optimizer_leaves(model, optimizer))
         for name, tree in (shaped or {}).items():
-            put = functools.partial(_put, shaped, name)
+            put = functools.partial(operator.setitem, shaped, name)
             of_pipe = isinstance(model, Pipeline)
             found = shaped_leaves(model, tree, put) if of_pipe else tree_leaves(tree, put)
             self._add(f"shaped.{name}", found)
@@ -82,7 +84,7 @@ class Contents:
         parts = Counter(map(_in_model, (leaf.path for leaf in found)))
         for leaf in found:
             own = _in_model(leaf.path)
-            path = own if own and parts[own] == 1 else self._layers.path(leaf.path)
+            path = own if own and parts[own] == 1 else _by_layers(leaf.path, self._numbers)
             name = ".".join(map(str, (prefix, *path)))
             if name in self.leaves:
                 raise ValueError(
@@ -102,29 +104,20 @@ def _in_model(path: Path) -> Path:
     return (*path[:first], *path[at:])
 
 
-class _Layers:
-    """Counts layers through stages.
+def _numbers_of_layers(stages: list[list[Path]]) -> dict[Path, int]:
+    """Count layers through stages, by (stage, *path), of the paths of each stage's parameters."""
+    places = [(k, *path) for k, paths in enumerate(stages) for path in _layers_among(paths)]
+    return {place: number for number, place in enumerate(places)}
 
-    Args:
-      stages: [K] the paths of all parameters of each stage.
-    """
 
-    def __init__(self, stages: list[list[Path]]) -> None:
-        self._number: dict[Path, int] = {}
-        for k, paths in enumerate(stages):
-            for prefix in _layers_among(paths):
-                self._number[k, *prefix] = len(self._number)
-
-    def path(self, path: Path) -> Path:
-        """A path that may lead through a stage, by layers."""
-        if "stages" not in path:
-            return path
-        first = path.index("stages")
-        rest = path[first + 1 :]
-        for n in range(1, len(rest) + 1):
-            if (layer := self._number.get(rest[:n])) is not None:
-                return (*path[:first], "layers", layer, *rest[n:])
-        return path
+def _by_layers(path: Path, numbers: Mapping[Path, int]) -> Path:
+    """A path that may lead through a stage, by layers."""
+    first = path.index("stages") if "stages" in path else len(path)
+    rest = path[first + 1 :]
+    for n in range(1, len(rest) + 1):
+        if (layer := numbers.get(rest[:n])) is not None:
+            return (*path[:first], "layers", layer, *rest[n:])
+    return path
 
 
 def _layers_among(paths: list[Path]) -> list[Path]:
@@ -161,21 +154,15 @@ def _parameters_of_stages(model: Any) -> list[list[Path]]:
     ]
 
 
-def _put(shaped: Any, name: str, tree: Tree) -> None:
-    shaped[name] = tree
-
-
 def _model_leaves(model: Any) -> Iterator[LayerLeaf]:
     if isinstance(model, Pipeline):
         yield from pipeline_leaves(model)
     elif isinstance(model, nnx.Module):
         yield from plain_leaves(model)
     elif isinstance(model, Mapping) and "stages" in model and set(model) <= set(SEVERAL):
-        named: list[tuple[Path, Any]] = [
-            (("stages", k), stage) for k, stage in enumerate(model["stages"])
-        ]
-        named += [((name,), model[name]) for name in SEVERAL[1:] if model.get(name) is not None]
-        for prefix, module in named:
+        parts: dict[Path, Any] = {("stages", k): one for k, one in enumerate(model["stages"])}
+        parts |= {(name,): model[name] for name in SEVERAL[1:] if model.get(name) is not None}
+        for prefix, module in parts.items():
             for leaf in plain_leaves(module):
                 yield LayerLeaf((*prefix, *leaf.path), leaf.cell, leaf.shape)
     else:
@@ -192,12 +179,9 @@ def _optimizer_leaves(model: Any, optimizer: Any) -> Iterator[LayerLeaf]:
             f"pipeline.make_optimizer(pipe, tx) or nnx.Optimizer(model, tx, wrt=...) returns"
         )
     if not isinstance(model, Pipeline):
-        yield from plain_leaves(optimizer)
-        return
-    plan = None
-    if isinstance(optimizer, PipelineOptimizer):
-        plan = optimizer.state_plan(model)
-    yield from optimizer_leaves(model, optimizer, plan)
+        return plain_leaves(optimizer)
+    plan = optimizer.state_plan(model) if isinstance(optimizer, PipelineOptimizer) else None
+    return optimizer_leaves(model, optimizer, plan)
 
 
 # --- what is said of it ---
@@ -332,11 +316,6 @@ def own_position(folder: pathlib.Path, positions: list[Any]) -> Any:
     return base64.b64decode(found["bytes"]) if "bytes" in found else of_json(found["json"])
 
 
-def set_position(data: Any, position: Any) -> None:
-    """Set an iterator to a saved position."""
-    data.set_state(position)
-
-
 # --- compared ---
 
 
@@ -367,9 +346,10 @@ def check_same(
         name: leaf for name, leaf in said["leaves"].items() if name.partition(".")[0] not in ignore
     }
     own = {name: _described(leaf) for name, leaf in state.leaves.items()}
-    for name in [*own, *saved]:
-        if saved.get(name) != own.get(name):
-            raise ValueError(_different(folder, name, saved, own))
+    wrong = [name for name in own | saved if saved.get(name) != own.get(name)]
+    if wrong:
+        more = f", and {len(wrong) - 1} more differ" if len(wrong) > 1 else ""
+        raise ValueError(f"{folder} {_different(wrong[0], saved, own, more)}")
     for part, value in given.items():
         if part in ignore:
             if value is not None:
@@ -377,7 +357,12 @@ def check_same(
             continue
         has = said[part] if part == "data" else (said[part] or None)
         if (has is None) != (not value if part == "plain" else value is None):
-            raise ValueError(_one_sided(folder, part, has is not None))
+            raise ValueError(
+                f"{folder} holds no {part}, and {part}= is given: leave it out"
+                if has is None
+                else f"{folder} holds {part}, and none is given: give {part}=, or "
+                f"ignore=({part!r},) to leave it there"
+            )
     if "plain" not in ignore and given["plain"]:
         for name in [*given["plain"], *said["plain"]]:
             if name not in said["plain"] or name not in given["plain"]:
@@ -388,32 +373,26 @@ def check_same(
                 )
 
 
-def _different(
-    folder: pathlib.Path, name: str, saved: Mapping[str, Any], own: Mapping[str, Any]
-) -> str:
-    """Name the first leaf that differs, and count all that do."""
-    count = sum(saved.get(one) != own.get(one) for one in {*saved, *own})
-    more = f", and {count - 1} more differ" if count > 1 else ""
+def _different(name: str, saved: Mapping[str, Any], own: Mapping[str, Any], more: str) -> str:
+    """How a leaf differs, and what to do."""
     part = name.partition(".")[0]
+    remedy = f"it is a checkpoint of another model: give the {part} that was saved"
     if name not in own:
-        remedy = f", or ignore=({part!r},) to leave it there" if part in get_args(Part) else ""
+        leave = f", or ignore=({part!r},) to leave it there" if part in get_args(Part) else ""
         return (
-            f"{folder} holds {name}, {_typed(saved[name])}, which has no place in what is "
-            f"restored{more}; give the {part} that was saved{remedy}"
+            f"holds {name}, {_typed(saved[name])}, which has no place in what is restored{more}; "
+            f"give the {part} that was saved{leave}"
         )
     if name not in saved:
-        return (
-            f"{folder} has nothing for {name}, {_typed(own[name])}{more}; it is a checkpoint of "
-            f"another model: give the {part} that was saved{_by_layers(name, saved)}"
-        )
+        advice = f"{remedy}{_advice(name, saved)}"
+        return f"has nothing for {name}, {_typed(own[name])}{more}; {advice}"
     return (
-        f"{folder} holds {name} as {_typed(saved[name])}, and what is restored has "
-        f"{_typed(own[name])}{more}; it is a checkpoint of another model: give the {part} that "
-        f"was saved"
+        f"holds {name} as {_typed(saved[name])}, and what is restored has {_typed(own[name])}"
+        f"{more}; {remedy}"
     )
 
 
-def _by_layers(name: str, saved: Mapping[str, Any]) -> str:
+def _advice(name: str, saved: Mapping[str, Any]) -> str:
     """Advice for a checkpoint of a pipeline and a model with other attributes."""
     parts = {one.split(".")[1] for one in saved if one.startswith("model.")}
     of, part, *_ = name.split(".")
@@ -429,12 +408,3 @@ def _by_layers(name: str, saved: Mapping[str, Any]) -> str:
 def _typed(said: Mapping[str, Any]) -> str:
     kind = f" of {said['kind']}" if "kind" in said else ""
     return f"{said['dtype']}[{','.join(map(str, said['shape']))}]{kind}"
-
-
-def _one_sided(folder: pathlib.Path, part: str, is_saved: bool) -> str:
-    if is_saved:
-        return (
-            f"{folder} holds {part}, and none is given: give {part}=, or ignore=({part!r},) to "
-            f"leave it there"
-        )
-    return f"{folder} holds no {part}, and {part}= is given: leave it out"

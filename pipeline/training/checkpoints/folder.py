@@ -1,10 +1,9 @@
 """Checkpoints: a model, its optimizer and where a run was, in layer order, written by Orbax.
 
-A checkpoint holds the leaves of the model without a pipeline (`pipeline.core.layerwise.leaves`), so
-it fits every pipeline of that model, whatever S, V, placement, schedule and mesh, and the model
-too. Beside a run it is written into a folder of another name; when all is on the disk the manifest
-follows (`pipeline.training.checkpoints.manifest`), then the folder gets its name. What has its name
-is whole.
+A checkpoint holds the leaves of the model without a pipeline, so it fits every pipeline of that
+model, whatever S, V, placement, schedule and mesh, and the model too. While a run goes on it is
+written into a folder of another name; when all is on the disk the manifest follows
+(`pipeline.training.checkpoints.manifest`), then the folder gets its name.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import jax
@@ -201,12 +199,7 @@ class Checkpoints:
         self._is_entered = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def restore(
@@ -253,9 +246,8 @@ class Checkpoints:
         state = Contents(model, optimizer, trees)
         given = {"plain": plain, "data": data}
         contents.check_same(folder, said, state, given, ignore)
-        position = None if data is None else contents.own_position(folder, said["data"])
         if data is not None:  # it may refuse its state: then nothing is changed
-            contents.set_position(data, position)
+            data.set_state(contents.own_position(folder, said["data"]))
         self._orbax.load(folder / ARRAYS, state.leaves, model)
         if shaped is not None and trees is not None:
             shaped.update(trees)
@@ -342,16 +334,12 @@ class Checkpoints:
 
     def _best_of(self, known: Mapping[int, Mapping[str, Any]]) -> list[int]:
         """The step of the best metric, if that is asked for."""
-        values = {
-            step: value
-            for step, one in known.items()
-            for value in list(one["metrics"].values())[:1]
-            if value is not None
-        }
+        first = {step: next(iter(one["metrics"].values()), None) for step, one in known.items()}
+        values = {step: value for step, value in first.items() if value is not None}
         if self._best is None or not values:
             return []
         choose = min if self._best == "min" else max
-        return [choose(values, key=lambda step: values[step])]
+        return [choose(values, key=values.__getitem__)]
 
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
         """Make the error for a checkpoint that could not be written, of which nothing remains."""

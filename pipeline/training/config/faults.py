@@ -108,12 +108,9 @@ def _of_model(config: RunTables) -> list[str]:
 def _of_pipeline(config: RunTables) -> list[str]:
     """Costs that cannot be."""
     costs: dict[str, Any] = getattr(config.pipeline, "costs", None) or {}
-    if faults := [
-        f"pipeline.costs.{name}: there is no such key{hint_at(name, NAMES)}"
-        for name in costs
-        if name not in NAMES
-    ]:
-        return faults
+    if wrong := [name for name in costs if name not in NAMES]:
+        there = "there is no such key"
+        return [f"pipeline.costs.{name}: {there}{hint_at(name, NAMES)}" for name in wrong]
     try:
         Costs(**costs)
     except ScheduleError as error:
@@ -123,15 +120,11 @@ def _of_pipeline(config: RunTables) -> list[str]:
 
 def _of_optimizer(config: RunTables) -> list[str]:
     own, faults = config.optimizer, []
-    if own.name not in rules():
+    if (rule := rules().get(own.name)) is None:
         near = hint_at(own.name, rules())
         faults.append(f"optimizer.name={own.name!r}: optax has no such function{near}")
     else:
-        where, given = "optimizer.arguments", {"learning_rate": 0.0} | own.arguments
-        rule = rules()[own.name]
-        use = functools.partial(update_with, rule)
-        wrong = wrong_arguments(where, rule, given)
-        faults += wrong or wrong_values(where, rule, use, own.arguments)
+        faults += _of_call("optimizer", rule, update_with, own.arguments, learning_rate=0.0)
         if "learning_rate" in own.arguments:
             faults.append(
                 "optimizer.arguments.learning_rate: give it as optimizer.learning_rate, or as "
@@ -142,16 +135,14 @@ def _of_optimizer(config: RunTables) -> list[str]:
             "optimizer.learning_rate and optimizer.schedule: give one of the two, a number or the "
             "name and arguments of a schedule of optax"
         )
-    if own.schedule is not None:
-        if own.schedule.name not in rates():
-            name = own.schedule.name
-            near = hint_at(name, rates())
-            faults.append(f"optimizer.schedule.name={name!r}: optax has no such schedule{near}")
+    if (named := own.schedule) is not None:
+        if (rate := rates().get(named.name)) is None:
+            near = hint_at(named.name, rates())
+            faults.append(
+                f"optimizer.schedule.name={named.name!r}: optax has no such schedule{near}"
+            )
         else:
-            where, rate = "optimizer.schedule.arguments", rates()[own.schedule.name]
-            use = functools.partial(rate_with, rate)
-            wrong = wrong_arguments(where, rate, own.schedule.arguments)
-            faults += wrong or wrong_values(where, rate, use, own.schedule.arguments)
+            faults += _of_call("optimizer.schedule", rate, rate_with, named.arguments)
     computed = None if config.parallel is None else config.parallel.compute_dtype
     if own.loss_scale is not None and config.parallel is not None and computed != "float16":
         faults.append(
@@ -169,6 +160,13 @@ def _of_optimizer(config: RunTables) -> list[str]:
             'float32 and set compute_dtype="float16"'
         )
     return faults
+
+
+def _of_call(table: str, function: Any, use: Any, given: dict[str, Any], **more: Any) -> list[str]:
+    """Faults of a table's arguments of a function of optax."""
+    where = f"{table}.arguments"
+    wrong = wrong_arguments(where, function, more | given)
+    return wrong or wrong_values(where, function, functools.partial(use, function), given)
 
 
 def _of_run(config: RunTables) -> list[str]:

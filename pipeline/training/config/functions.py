@@ -86,13 +86,8 @@ def wrong_values(
     """
     known = inspect.signature(function).parameters
     flags = [n for n in given if n in known and isinstance(known[n].default, bool)]
-    faults = [
-        f"{where}.{name}={given[name]!r}: must be true or false"
-        for name in flags
-        if not isinstance(given[name], bool)
-    ]
-    if faults:
-        return faults
+    if wrong := [name for name in flags if not isinstance(given[name], bool)]:
+        return [f"{where}.{name}={given[name]!r}: must be true or false" for name in wrong]
 
     def error_of(arguments: Mapping[str, Any]) -> Exception | None:
         try:
@@ -102,8 +97,7 @@ def wrong_values(
             return error
         return None
 
-    error = error_of(given)
-    if error is None:
+    if (error := error_of(given)) is None:
         return []
     rest = {key: {n: v for n, v in given.items() if n != key} for key in given}
     key = next((key for key in given if error_of(rest[key]) is None), None)
@@ -120,20 +114,13 @@ def wrong_arguments(
         signature = inspect.signature(function)
     except ValueError:  # of some built-in functions
         return []
-    known = [
-        one.name
-        for one in signature.parameters.values()
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-    ]
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
-    faults = [
-        f"{where}.{name}: {function.__name__} has no such argument{hint_at(name, known)}"
-        for name in given
-        if name not in known and not takes_all
-    ]
-    if not faults:
-        try:
-            signature.bind(**given)
-        except TypeError as error:
-            faults.append(f"{where}: {function.__name__} is {error}")
-    return faults
+    parameters, name = signature.parameters.values(), function.__name__
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if wrong := [key for key in given if key not in known and not takes_all]:
+        return [f"{where}.{k}: {name} has no such argument{hint_at(k, known)}" for k in wrong]
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        return [f"{where}: {name} is {error}"]
+    return []

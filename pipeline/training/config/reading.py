@@ -84,8 +84,9 @@ def read_table(kind: Any, table: Any, where: str, faults: list[str]) -> Any:
     hints, known = get_type_hints(kind), [one.name for one in fields(kind)]
     before = len(faults)
     found = {}
+    prefix = f"{where}." if where else ""
     for key, value in table.items():
-        name = f"{where}.{key}" if where else str(key)
+        name = f"{prefix}{key}"
         if key not in known:
             faults.append(f"{name}: there is no such key{hint_at(str(key), known)}")
         else:
@@ -93,8 +94,7 @@ def read_table(kind: Any, table: Any, where: str, faults: list[str]) -> Any:
     for one in fields(kind):
         needed = one.default is MISSING and one.default_factory is MISSING
         if needed and one.name not in table:
-            name = f"{where}.{one.name}" if where else f"[{one.name}]"
-            faults.append(f"{name} is missing")
+            faults.append(f"{where}.{one.name} is missing" if where else f"[{one.name}] is missing")
     if len(faults) > before:
         return None
     try:
@@ -145,6 +145,7 @@ def _fitting(kind: Any, value: Any) -> Any:
 
 
 def _said(options: Iterable[Any]) -> list[str]:
+    """Types in words."""
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     said: list[str] = []
     for one in options:
@@ -153,13 +154,8 @@ def _said(options: Iterable[Any]) -> list[str]:
         elif get_origin(one) is dict or is_dataclass(one):
             said.append("a table")
         elif get_origin(one) is Sequence:
-            said.append(_said_of_items(get_args(one)[0]))
+            items = [get_origin(kind) for kind in _kinds(get_args(one)[0])]
+            said.append("a list of texts" + " and lists of texts" * (Sequence in items))
         elif one in names:
             said.append(names[one])
     return said
-
-
-def _said_of_items(hint: Any) -> str:
-    """A list in words, by the type of its items."""
-    is_nested = any(get_origin(one) is Sequence for one in _kinds(hint))
-    return "a list of texts and lists of texts" if is_nested else "a list of texts"

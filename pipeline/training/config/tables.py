@@ -10,7 +10,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from pipeline.config import ParallelConfig
-from pipeline.core.options.options import Options
+from pipeline.facade import Options
 from pipeline.training.config.functions import load, rates, rules
 from schedules import Costs
 
