@@ -65,7 +65,13 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "tensor":
+        return import_module(f"{__name__}.{name}")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"collectives.{_LATER[name]}"), name)
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LATER])

@@ -69,11 +69,11 @@ _HOMES = {
     "pipeline.splitting.split": "Parts split",
     "pipeline.base.agreed.vocabulary": "CrossEntropy",
 }
-_ROOMS = "layers", "processes", "vocabulary"
+_ROOMS = "decoders", "layers", "planner", "processes", "vocabulary", "weights"
 
-__getattr__ = exports(__name__, _HOMES, _ROOMS)
+__getattr__, _names = exports(__name__, _HOMES, _ROOMS)
 
 
 def __dir__() -> list[str]:
     # Every module that was ever imported is an attribute too.
-    return [*__all__, "__version__", *_ROOMS]
+    return [*_names(), "__version__"]

@@ -22,7 +22,7 @@ from pipeline.base.precision import check_dtype, keep_params_in
 from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
 from pipeline.core.kernel import differentiable, runtime
-from pipeline.core.kernel.limit import device_limit, remember
+from pipeline.core.kernel.limit import device_limit, types
 from pipeline.core.kernel.operands import Operands, check_arrays, make_operands
 from pipeline.core.kernel.results import Kept
 from pipeline.core.kernel.watched import watched
@@ -30,7 +30,7 @@ from pipeline.core.layerwise.layout import Layout, PipelineOrigin, check_layout,
 from pipeline.core.model.chunks import make_chunks, make_ends, variables_of
 from pipeline.core.model.ignored import ignoring, warn_of_attributes
 from pipeline.core.model.loss import check_has_aux
-from pipeline.core.model.model import Model, Weights
+from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.model.randomness import counting, with_counts
 from pipeline.core.model.shared_variables import unshared
 from pipeline.core.model.signature import signature_of
@@ -43,7 +43,7 @@ from pipeline.core.options.options import Arguments, Measured, ModelParts, Optio
 from pipeline.core.options.plan import Plan
 from pipeline.core.options.resolve import make_plan, with_microbatches
 from pipeline.core.sharding import meshes
-from pipeline.core.sharding.fit import warn_of_no_names, warn_of_undivided_weights
+from pipeline.core.sharding.fit import ModelWarning, warn_of_no_names, warn_of_undivided_weights
 from pipeline.core.sharding.paths import Asked
 from pipeline.core.sharding.placement import Placement
 from pipeline.core.trained.copies import Copies
@@ -431,7 +431,7 @@ class Pipeline(nnx.Module):
           repeats: how often an action runs within a step; more where actions are short.
           split: whether I and W are measured too, which compiles a second program. Without them
             the result says that splitting gains nothing: that I takes what B takes, and W nothing.
-          topology: removed.
+          topology: removed; measure on devices of that kind, or give ``costs=``.
 
         Raises:
           TypeError: a topology.
@@ -505,8 +505,9 @@ class Pipeline(nnx.Module):
 
         Found are parameters that no part reads or that a part reads from outside, parts that mix
         positions which are split, statistics that include padding, state that nothing advances,
-        mesh axes without work, weights that an axis does not divide, and too little memory. A step
-        warns of most of them too, once. An empty list means that nothing was found.
+        mesh axes without work, weights that an axis does not divide, and too little memory. The
+        constructor and the first step warn of these too. Options that only the constructor warns
+        of, such as devices without a stage, are not listed.
 
         Args:
           inputs: as of `value_and_grad`; leaves may be `jax.ShapeDtypeStruct`.
@@ -514,7 +515,7 @@ class Pipeline(nnx.Module):
           extras: as of `value_and_grad`, likewise.
 
         Raises:
-          ValueError: as `value_and_grad`, of a batch or a model that cannot run.
+          ValueError: as `value_and_grad`, of a batch or a model that cannot run, or no loss.
         """
         # A plan of its own has warned of nothing yet, and has traced nothing.
         plan = dataclasses.replace(self.plan, programs=Programs())
@@ -523,15 +524,29 @@ class Pipeline(nnx.Module):
         loss_fn = getattr(self.ends, "loss_fn", None) or self.plan.loss_fn
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            stages = self.stages()
-            operands = self._untyped(self._operands(inputs, targets, extras, "check", plan=plan))
-            look_at_code(stages, **ends, loss_fn=loss_fn)
-            given = [*stages, *ends.values(), loss_fn]
+            operands = self._operands(inputs, targets, extras, "check", plan=plan)
+            model, *arrays = operands
+            look_at_code(self._modules(), **ends, loss_fn=loss_fn)
+            given = [*self.chunks, *ends.values(), loss_fn]
             warn_of_undivided_weights(self, plan.mesh, plan.axes, given, compiled.warned)
             with self._entered():
-                _warn_of_memory(plan, *operands)
-                runtime.train.trace(plan, *operands)
-        return list(dict.fromkeys(str(w.message) for w in caught if w.category is UserWarning))
+                weights, batch = meshes.untyped(types(arrays), plan.mesh)
+                _warn_of_memory(plan, model, weights, batch)
+                runtime.train.trace(plan, model, weights, batch)
+        for one in caught:
+            if not issubclass(one.category, ModelWarning):
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        ours = [str(one.message) for one in caught if issubclass(one.category, ModelWarning)]
+        return list(dict.fromkeys(ours))
+
+    def _modules(self) -> list[nnx.Module]:
+        """[K] modules of the stages' classes; those that are alike share one, with all weights."""
+        modules = {
+            k: getattr(chunk, "stages", [chunk] * len(self.schedule.stages_of))[rank]
+            for rank, held in enumerate(self.schedule.stages_of)
+            for chunk, k in zip(self.chunks, held, strict=True)
+        }
+        return [modules[k] for k in range(len(modules))]
 
     def stages(self) -> list[nnx.Module]:
         """Copies of the K stages in layer order, each whole.
@@ -741,7 +756,7 @@ class Pipeline(nnx.Module):
         if has_aux is not None:
             check_has_aux(has_aux, shared_head="head" in self.plan.shared)
         if loss_for:
-            meshes.warn_of_untyped_weights(self.plan.home, self.plan.compiled.warned)
+            meshes.warn_of_untyped_weights(self.plan.home, plan.compiled.warned)
         flat = nnx.to_flat_state(nnx.state(self.chunks))
         check_layout("the pipeline", self.schedule.stages_of, self.layout, flat)
         state, wrt = (self.chunks, self.ends), self.plan.wrt if wrt is None else wrt
@@ -779,13 +794,16 @@ Pipeline.__doc__ = inspect.cleandoc(Pipeline.__doc__ or "").replace(
 )
 
 
-def _warn_of_memory(plan: Plan, *operands: Any, want_inputs: bool = False) -> None:
+def _warn_of_memory(
+    plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool = False
+) -> None:
     """Remember a step's types; predict its memory only where a limit is known."""
-    remember(plan, *operands)
-    if device_limit(plan) is not None:
+    operands = types((weights, batch))
+    plan.facts.last = (model, *operands)
+    if (limit := device_limit(plan)) is not None:
         from pipeline.insight.forecast.limit import warn_of_memory
 
-        warn_of_memory(plan, *operands, want_inputs=want_inputs)
+        warn_of_memory(plan, limit, model, operands, want_inputs=want_inputs)
 
 
 def _check_nested(stages: Any, **ends: Any) -> None:

@@ -54,7 +54,13 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "search":
+        return import_module(f"{__name__}.{name}")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"schedules.{_LATER[name]}"), name)
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LATER])

@@ -85,8 +85,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def exports(
     package: str, homes: Mapping[str, str], rooms: tuple[str, ...] = ()
-) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package.
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The ``__getattr__`` and ``__dir__`` of a package whose names come when they are used.
 
     Args:
       package: its ``__name__``.
@@ -104,4 +104,4 @@ def exports(
         setattr(sys.modules[package], name, found)
         return found
 
-    return find
+    return find, lambda: sorted([*home, *rooms])

@@ -1,9 +1,8 @@
 """Decoders that people have: Llama, Qwen, Mistral, Gemma, GPT-2 and mixtures of experts as one
 configurable model.
 
-What lives here is the model, made of `pipeline.layers`, in the parts that a pipeline wants: stages,
-embed and head. What never does is a file format, or the name that another library gives a weight:
-those are the business of `pipeline.weights`.
+A model is made of `pipeline.layers`, in the parts that a pipeline wants: stages, embed and head.
+File formats and the names of weights in other libraries are in `pipeline.weights`.
 """
 
 from typing import TYPE_CHECKING
@@ -44,7 +43,7 @@ __all__ = [
     "split_layers",
 ]
 
-__getattr__ = exports(
+__getattr__, __dir__ = exports(
     __name__,
     {
         "pipeline.models.decoders.block": "Block",

@@ -76,7 +76,7 @@ __all__ = [
     "zigzag",
 ]
 
-__getattr__ = exports(
+__getattr__, __dir__ = exports(
     __name__,
     {
         "pipeline.base.agreed.pieces": "check_axis",
@@ -97,4 +97,5 @@ __getattr__ = exports(
         "pipeline.models.layers.rotary": "LinearScaling RopeScaling YarnScaling rotary rotate",
         "pipeline.models.layers.vocabulary": "VocabularyEmbedding VocabularyHead",
     },
+    ("experts",),
 )

@@ -50,7 +50,7 @@ __all__ = [
     "squared_normalisers",
 ]
 
-__getattr__ = exports(
+__getattr__, __dir__ = exports(
     __name__,
     {
         "pipeline.models.layers.experts.dispatch": (

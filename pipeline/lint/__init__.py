@@ -1,4 +1,6 @@
-"""Warnings about a model that take a trace, a search or a look at compiled code to find.
+"""Faults of a model that take a trace, a search or a look at compiled code to find.
+
+All are warnings but one: a part that mixes positions of different slices is refused.
 
 `pipeline.Pipeline` hands `Lint` to the engine, which calls it when it first traces a model; the
 engine imports nothing of this room. `Pipeline.check` runs all of it, and returns what it finds.

@@ -25,7 +25,7 @@ from typing import Any
 
 from flax import nnx
 
-from pipeline.core.sharding.fit import outside
+from pipeline.core.sharding.fit import ModelWarning, outside
 
 _SHOWN = 4  # paths in a warning
 _DEPTH = 12  # of functions that call each other, and of containers in each other
@@ -51,7 +51,7 @@ def warn_of_parameters_read_from_outside(stages: Any, **ends: Any) -> None:
     first = next(filter(None, itertools.starmap(_message, of_stages)), "")
     for text in (first, *itertools.starmap(_message, ends.items())):
         if text:
-            warnings.warn(text, stacklevel=outside())
+            warnings.warn(text, category=ModelWarning, stacklevel=outside())
 
 
 def _message(name: str, part: Any) -> str:

@@ -21,7 +21,7 @@ from pipeline.core.rank.activations import Activations
 from pipeline.core.rank.ends import CALL_SLICE, embed, finish, take_loss_of
 from pipeline.core.rank.forward import Forward
 from pipeline.core.rank.state import RankState
-from pipeline.core.sharding.fit import outside
+from pipeline.core.sharding.fit import ModelWarning, outside
 from pipeline.lint.positions import (
     Followed,
     MixedPositionsError,
@@ -205,6 +205,7 @@ class _Check:
         warnings.warn(
             f"whether {name} mixes positions cannot be told ({why}), and {sees}: if it does, "
             f"{remedy}, or leave slices out",
+            category=ModelWarning,
             stacklevel=outside(),
         )
 

@@ -23,7 +23,7 @@ from pipeline.core.rank.activations import Activations
 from pipeline.core.rank.ends import embed, finish, take_loss_of
 from pipeline.core.rank.forward import Forward, blank_input
 from pipeline.core.rank.state import RankState
-from pipeline.core.sharding.fit import outside
+from pipeline.core.sharding.fit import ModelWarning, outside
 from pipeline.lint.positions import (
     NOT_FOLLOWED,
     Sequences,
@@ -167,6 +167,7 @@ class _SplitSearch:
                 f"and batch= splits them over {self._ranks} ranks of {axis!r}: the step takes the "
                 f"mean of the ranks' losses, which is not the loss of whole sequences: return "
                 f"(sum, weight), of which both are sums over positions, or a mean over them",
+                category=ModelWarning,
                 stacklevel=outside(),
             )
 
@@ -231,7 +232,7 @@ class _SplitSearch:
                 f"alone, and the result is not that of whole sequences: "
             )
         remedy = _remedy(fault, axis, sums=self._asked.sums)
-        warnings.warn(f"{text}{remedy}", stacklevel=outside())
+        warnings.warn(f"{text}{remedy}", category=ModelWarning, stacklevel=outside())
 
 
 def _longer(x: Any, dim: int, count: int) -> jax.ShapeDtypeStruct:

@@ -20,7 +20,7 @@ from pipeline.core.rank.ends import ends_paths
 from pipeline.core.rank.held import Usage
 from pipeline.core.rank.local_model import LocalModel
 from pipeline.core.rank.state import RankState
-from pipeline.core.sharding.fit import outside
+from pipeline.core.sharding.fit import ModelWarning, outside
 
 if TYPE_CHECKING:
     from pipeline.core.kernel.runtime import Prepared
@@ -138,4 +138,4 @@ def warn_of_state(made: Prepared, plan: Plan, *, training: bool) -> None:
 def _warn(text: str, warned: set[Any]) -> None:
     if text not in warned:
         warned.add(text)
-        warnings.warn(text, stacklevel=outside())
+        warnings.warn(text, category=ModelWarning, stacklevel=outside())

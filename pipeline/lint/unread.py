@@ -21,7 +21,7 @@ from pipeline.base.axes import Axes, axes_in, spec_over
 from pipeline.core.jaxpr.primitives import held
 from pipeline.core.rank.forward import Forward
 from pipeline.core.rank.state import RankState
-from pipeline.core.sharding.fit import outside
+from pipeline.core.sharding.fit import ModelWarning, outside
 from pipeline.lint.shards import axes_of
 
 _SHOWN = 4  # paths in a warning
@@ -53,6 +53,7 @@ def warn_of_parameters_that_nobody_reads(
         f"parameters are read by no part of the model, so nobody trains them: "
         f"{', '.join(texts[:_SHOWN])}{more}; what acts only where a whole model is called "
         f"(adapters put on it before it was cut) must be put on the stages, or else leave it out",
+        category=ModelWarning,
         stacklevel=outside(),
     )
 
@@ -88,6 +89,7 @@ def warn_of_idle_axes(
             f"nothing over it, no weight names it and no forward computation uses it, so its "
             f"devices all do the same work; let it split the batch, Pipeline(..., batch={text})"
             f"{hint}, shard weights over it, or leave it out of the mesh",
+            category=ModelWarning,
             stacklevel=outside(),
         )
 

@@ -29,7 +29,7 @@ __all__ = [
     "plan",
 ]
 
-__getattr__ = exports(
+__getattr__, __dir__ = exports(
     __name__,
     {
         "pipeline.base.chips": "CHIPS Chip",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cluster", "initialize", "local_rows", "shard_batch"]
 
-__getattr__ = exports(
+__getattr__, __dir__ = exports(
     __name__,
     {
         "pipeline.processes.batch": "local_rows shard_batch",

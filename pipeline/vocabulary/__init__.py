@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CrossEntropy", "Table", "VocabularyEmbedding", "VocabularyHead", "logits", "spoil"]
 
-__getattr__ = exports(
+__getattr__, __dir__ = exports(
     __name__,
     {
         "pipeline.base.agreed.vocabulary": "CrossEntropy Table logits spoil",

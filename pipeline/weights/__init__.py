@@ -1,8 +1,7 @@
 """Checkpoints that people have, into pipelines and back: names and transposes are tables.
 
-What lives here reads and writes the Hugging Face layout, safetensors with a config.json, by slices
-that a device holds. What never does is a model (`pipeline.decoders`) or a step; and nobody imports
-this room but the command line. (Runs of a configuration name `parts` as any function of a user's.)
+The functions read and write the Hugging Face layout, safetensors with a config.json, by slices that
+a device holds. The models are in `pipeline.decoders`.
 """
 
 from typing import TYPE_CHECKING
@@ -38,7 +37,7 @@ __all__ = [
     "write_layout",
 ]
 
-__getattr__ = exports(
+__getattr__, __dir__ = exports(
     __name__,
     {
         "pipeline.models.weights.inspect": "inspect",

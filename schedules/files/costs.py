@@ -71,4 +71,7 @@ def costs_of(record: dict[str, Any]) -> Costs:
             f'has no "costs" with f, i and w, and of {", ".join(NAMES)} what else there is; give '
             f"{_WANTED}"
         )
+    overlap = costs.get("host_overlap")
+    if isinstance(overlap, list) and len(overlap) == 3:  # the last was of reads that start early
+        costs = costs | {"host_overlap": overlap[:2]}
     return Costs(**costs)

@@ -84,13 +84,37 @@ def test_positions_that_are_split_axes_without_work_and_short_memory_are_listed(
         assert text.startswith(start), found
 
 
-def test_a_check_compiles_nothing_and_leaves_the_first_step_its_warnings(monkeypatch):
+def test_a_check_makes_no_array_and_leaves_the_first_step_its_warnings():
     pipe = quiet(Amplified)
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_: pytest.fail("compiled"))
+    before = sum(x.nbytes for x in jax.live_arrays())
+    events: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: events.append(name))
     pipe.check(*batch())
+    assert not [name for name in events if "backend_compile" in name]
+    assert sum(x.nbytes for x in jax.live_arrays()) == before
     assert not pipe.plan.compiled.functions
     with pytest.warns(UserWarning, match="are read by no part of the model"):
         pipe.lower(*batch())
+
+
+def test_warnings_of_others_are_passed_on_and_not_listed():
+    class Loud(Block):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            warnings.warn("a stage says so", stacklevel=1)
+            return super().__call__(x)
+
+    with pytest.warns(UserWarning, match="^a stage says so"):
+        assert quiet(Loud).check(*batch()) == []
+
+
+def test_a_check_does_not_use_up_what_a_step_warns_of():
+    pipe = quiet(Block)
+    types = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.sharding.Mesh(pipe.mesh.devices, pipe.mesh.axis_names, axis_types=types)
+    with jax.set_mesh(mesh):
+        first = pipe.check(*batch())
+        assert first[0].startswith("jax.set_mesh has a mesh of ")
+        assert pipe.check(*batch()) == first
 
 
 def test_a_batch_that_does_not_fit_is_refused_as_in_a_step():

@@ -153,8 +153,8 @@ def test_only_public_names_are_listed() -> None:
     import pipeline
     from pipeline.vocabulary import CrossEntropy
 
-    modules = ["__version__", "layers", "processes", "vocabulary"]
-    assert dir(pipeline) == sorted([*pipeline.__all__, *modules])
+    rooms = "decoders layers planner processes vocabulary weights"
+    assert dir(pipeline) == sorted([*pipeline.__all__, "__version__", *rooms.split()])
     assert [name for name in dir(pipeline) if not hasattr(pipeline, name)] == []
     assert pipeline.CrossEntropy is CrossEntropy
     assert re.fullmatch(r"\d+\.\d+\.\d+", pipeline.__version__)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,8 @@ def loaded() -> dict[str, Path]:
     done = subprocess.run(
         [sys.executable, "-c", CODE], cwd=root, capture_output=True, text=True, check=True
     )
-    return {name: Path(file) for name, file in map(str.split, done.stdout.splitlines())}
+    pairs = (line.split(maxsplit=1) for line in done.stdout.splitlines())
+    return {name: Path(file) for name, file in pairs}
 
 
 @pytest.mark.few
@@ -40,6 +42,27 @@ def test_a_pipeline_loads_the_modules_that_are_listed_and_no_others() -> None:
     assert len(modules) <= MOST
     lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in modules.values())
     assert lines <= MOST_LINES
+
+
+@pytest.mark.parametrize(
+    "package",
+    [
+        *("pipeline", "pipeline.layers", "pipeline.layers.experts", "pipeline.decoders"),
+        *("pipeline.weights", "pipeline.vocabulary", "pipeline.planner", "pipeline.processes"),
+        *("schedules", "collectives"),
+    ],
+)
+def test_names_that_come_when_they_are_used_are_listed_by_dir(package: str) -> None:
+    module = import_module(package)
+    assert set(module.__all__) <= set(dir(module))
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+def test_rooms_are_attributes_in_a_fresh_process() -> None:
+    code = "import pipeline, collectives, schedules; print(pipeline.layers.experts.Router, "
+    code += "pipeline.planner.CHIPS, collectives.tensor.column_input, schedules.search.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ TYPE = re.compile(r"tensor<((?:\d+x)*)(\w+)>")
 BITS = re.compile(r"\d+")
 
 
-def dump(folder: Path) -> None:
+def dump(folder: Path) -> int:
     """Write the programs of the cases of `bench.peers`, and of the fast parity grid."""
     folder.mkdir(parents=True)  # programs of an earlier run would be counted
     os.environ |= {
@@ -38,7 +38,7 @@ def dump(folder: Path) -> None:
             for schedule in schedules if ranks * schedules[-1][1] <= case.layers else ():
                 pipe = peers.pipeline(case.small(), ranks, *schedule)
                 pipe.lower(*case.small().data())
-    sys.exit(pytest.main(["-q", "-m", "not slow", "-p", "no:cacheprovider", GRID]))
+    return int(pytest.main(["-q", "-m", "not slow", "-p", "no:cacheprovider", GRID]))
 
 
 def read(folder: Path) -> collections.Counter[str]:
@@ -79,12 +79,16 @@ def compare(before: Path, after: Path) -> int:
         less, more = tally(text), tally(other)
         for row in sorted((less - more) | (more - less)):
             print(f"  {less[row]} -> {more[row]} x {row}")
+    if not old or not new:
+        sys.exit(f"{before} has {old.total()} programs, {after} {new.total()}: dump both first")
     print(f"{old.total()} programs before, {new.total()} after; {len(gone)} gone, {len(come)} new")
     return len(gone) + len(come)
 
 
 if __name__ == "__main__":
-    command, *folders = sys.argv[1:]
-    if command == "dump":
-        dump(Path(folders[0]))
-    sys.exit(bool(compare(*map(Path, folders))))
+    match sys.argv[1:]:
+        case ["dump", folder]:
+            sys.exit(dump(Path(folder)))
+        case ["compare", first, second]:
+            sys.exit(bool(compare(Path(first), Path(second))))
+    sys.exit(__doc__)

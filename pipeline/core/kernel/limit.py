@@ -1,17 +1,11 @@
-"""The bytes that a mesh's devices may hold, asked before each step."""
+"""The bytes that a mesh's devices may hold, and the types of a step's arrays."""
 
 from __future__ import annotations
 
 import jax
 
 from pipeline.base.tree import Tree
-from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
-
-
-def remember(plan: Plan, model: Model, weights: Weights, batch: Batch) -> None:
-    """Keep the types of a step's operands, for `Pipeline.describe`."""
-    plan.facts.last = (model, *types((weights, batch)))
 
 
 def device_limit(plan: Plan) -> int | None:

@@ -59,7 +59,7 @@ from pipeline.core.rank.held import Held, Usage
 from pipeline.core.rank.local_model import LocalModel
 from pipeline.core.rank.outputs import check_outputs
 from pipeline.core.rank.state import RankState
-from pipeline.core.sharding.fit import outside
+from pipeline.core.sharding.fit import ModelWarning, outside
 from pipeline.core.sharding.placement import Spread
 from pipeline.core.sharding.zero import (
     constrain,
@@ -415,6 +415,7 @@ def _warn_of_nothing_to_gather(warned: set[Any]) -> None:
         "result of an all-gather outside of its loops, so residuals are kept as with remat=None; "
         "for sequence parallel layers in a mesh with tensor ranks call blocks in a Python loop, "
         "not in a scan; otherwise give remat=None",
+        category=ModelWarning,
         stacklevel=outside(),
     )
 

@@ -19,6 +19,10 @@ from pipeline.core.sharding.report import alike
 _OURS = ("pipeline", "flax", "jax", "contextlib")
 
 
+class ModelWarning(UserWarning):
+    """A warning about a user's model, which `Pipeline.check` lists."""
+
+
 def warn_of_undivided_weights(
     pipe: nnx.Module, mesh: Mesh, axes: Axes, given: Sequence[Any], warned: set[Any]
 ) -> None:
@@ -38,7 +42,7 @@ def warn_of_undivided_weights(
     message = alike(arrays, remedy=_remedy, axes={*axes.names} - {*axes.split})
     for text in (message, _misspelt(given, arrays, mesh, axes, warned)):
         if text:
-            warnings.warn(text, stacklevel=outside())
+            warnings.warn(text, category=ModelWarning, stacklevel=outside())
 
 
 def warn_of_no_names(sharding: Asked | None) -> None:
@@ -51,6 +55,7 @@ def warn_of_no_names(sharding: Asked | None) -> None:
         f"sharding= returns None for all {len(sharding.paths)} variables, so it shards "
         f"nothing; it is called with paths of the plain model, as wrt= and state= are, here of "
         f"{paths}; correct it, or leave it out where the metadata of weights name their axes",
+        category=ModelWarning,
         stacklevel=outside(),
     )
 

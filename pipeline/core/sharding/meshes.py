@@ -30,6 +30,7 @@ from collectives import DATA, STAGE
 from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree
 from pipeline.core.sharding.distribute import distribute
+from pipeline.core.sharding.fit import ModelWarning
 from pipeline.core.sharding.zero import kernel_spec
 
 
@@ -169,6 +170,7 @@ def warn_of_untyped_weights(home: Mesh, warned: set[Any]) -> None:
         f"weights and gradients have no types, and under jax.set_mesh jax refuses to compute with "
         f"them, as in an optimizer's update; make pipeline and optimizer under jax.set_mesh too, "
         f"or train outside of it",
+        ModelWarning,
         stacklevel=3,
     )
 

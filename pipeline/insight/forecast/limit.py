@@ -14,23 +14,27 @@ from typing import Any
 import jax
 
 from pipeline.base.tree import signature
-from pipeline.core.kernel.limit import device_limit, types
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.compiled import Programs
 from pipeline.core.options.plan import Plan
+from pipeline.core.sharding.fit import ModelWarning
 from pipeline.insight.forecast.bytes import MemoryPrediction, predict
 from schedules import ScheduleError, build, names
 from schedules.build import options
 
 
 def warn_of_memory(
-    plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool = False
+    plan: Plan, limit: int, model: Model, operands: tuple[Weights, Batch], *, want_inputs: bool
 ) -> None:
-    """Warn, once for each type of batch, if a step is predicted to exceed a device's memory."""
-    limit = device_limit(plan)
-    if limit is None:
-        return
-    operands = types((weights, batch))
+    """Warn, once for each type of batch, if a step is predicted to exceed a device's memory.
+
+    Args:
+      plan: the options of the pipeline.
+      limit: bytes of each device.
+      model: the user's model.
+      operands: weights and batch, as types.
+      want_inputs: whether the step returns gradients for the inputs.
+    """
     key = signature(operands), want_inputs, model.trained
     if key in plan.compiled.warned:
         return
@@ -44,7 +48,7 @@ def warn_of_memory(
         text = (
             f"what a step takes could not be predicted ({type(error).__name__}: {error}); it runs"
         )
-    warnings.warn(text, stacklevel=4)
+    warnings.warn(text, ModelWarning, stacklevel=4)
 
 
 def alternatives(

@@ -28,7 +28,7 @@ def inspect(
       names: whether to list every tensor, and which weight it is part of.
 
     Raises:
-      ValueError: as `pipeline.models.weights.load`.
+      ValueError: as `pipeline.weights.load`.
     """
     checkpoint = open_checkpoint(folder)
     config, entries, own = describe_checkpoint(checkpoint)

@@ -90,7 +90,7 @@ def import_stages(
       [K] how many layers each stage has.
 
     Raises:
-      ValueError: as `pipeline.models.weights.load`.
+      ValueError: as `pipeline.weights.load`.
     """
     checkpoint = open_checkpoint(folder)
     if is_native(checkpoint):
@@ -122,7 +122,7 @@ def export_stages(
       shard_bytes: of weights in a file; one tensor may have more.
 
     Raises:
-      ValueError: as `pipeline.models.weights.load`, or no folder of stages.
+      ValueError: as `pipeline.weights.load`, or no folder of stages.
     """
     checkpoint = open_checkpoint(folder)
     if not is_native(checkpoint):
@@ -154,7 +154,7 @@ def describe_checkpoint(
     """Describe a checkpoint's decoder, and its weights: as tensors of a table, and as in the file.
 
     Raises:
-      ValueError: as `pipeline.models.weights.load`.
+      ValueError: as `pipeline.weights.load`.
     """
     where = f"{checkpoint.folder}/{CONFIG}"
     family = family_of(checkpoint.config, where)

@@ -1,7 +1,7 @@
 """Configurations of runs: TOML files and flags, checked whole before a device is touched.
 
     [model]       function = "package.module:function", arguments = {...}: parts of a `Pipeline`;
-                  or weights = "folder": a checkpoint, as `pipeline.models.weights.load` reads it
+                  or weights = "folder": a checkpoint, as `pipeline.weights.load` reads it
     [data]        likewise: batches; pad = true fills ragged ones up
     [evaluation]  likewise: batches; interval, ema
     [parallel]    the fields of `pipeline.ParallelConfig`: mesh, microbatches, dtypes

@@ -65,7 +65,7 @@ class Model:
     mtp_weight: float | None = None
 
     def reading(self) -> Table:
-        """Options of `pipeline.models.weights.load`, for a checkpoint."""
+        """Options of `pipeline.weights.load`, for a checkpoint."""
         names = ("num_stages", "layout", "dtype", "activations", "mtp", "mtp_weight")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 

@@ -1,1 +1,1 @@
-"""Tests of pipeline/decoding."""
+"""Tests of `pipeline.models.decoding`."""
