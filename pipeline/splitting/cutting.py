@@ -57,13 +57,8 @@ def balance(
 ) -> tuple[int, ...]:
     """[K] how many of a row of costs each stage gets, so that the costliest is as cheap as can be.
 
-    Among such cuts it is the one whose squares add up to least. Each stage gets one at least.
-
-    Args:
-      costs: of what is cut.
-      num_stages: K.
-      before: what the first stage has beside.
-      behind: what the last has.
+    Among such cuts it is the one whose squares add up to least. Each stage gets one at least; the
+    first has the cost ``before`` too, and the last the cost ``behind``.
     """
     sums = [0.0, *itertools.accumulate(costs)]
     n, none = len(costs), (float("inf"), float("inf"), ())

@@ -211,14 +211,12 @@ def _read(
     slots, leaves, names = [], [], []
     for path, leaf in pairs:
         first, *rest = path[1:]
-        name = (
-            first.key
-            if path[0].idx == 1
-            else parameters[first.idx]
-            if first.idx < len(parameters)
-            else f"args[{first.idx}]"
-        )
-        name = ".".join([str(name), *(jax.tree_util.keystr((one,), simple=True) for one in rest)])
+        if path[0].idx == 1:
+            name = str(first.key)
+        else:
+            is_named = first.idx < len(parameters)
+            name = parameters[first.idx] if is_named else f"args[{first.idx}]"
+        name = ".".join([name, *(jax.tree_util.keystr((one,), simple=True) for one in rest)])
         if is_object(leaf):
             raise ValueError(
                 f"{name} is of type {type(leaf).__name__}, a part of a model: what has state or "
@@ -246,13 +244,8 @@ def _check_rows(names: Sequence[str], leaves: Sequence[Any]) -> None:
             "the model is given no array: give split an example of what it is called with, such "
             "as split(model, 4, tokens)"
         )
-    rows = {
-        name: leaf.shape[0] if leaf.shape else None
-        for name, leaf in zip(names, leaves, strict=True)
-    }
-    first = rows[names[0]]
     for name, leaf in zip(names, leaves, strict=True):
-        if rows[name] is None or rows[name] != first:
+        if not leaf.shape or leaf.shape[:1] != leaves[0].shape[:1]:
             raise ValueError(
                 f"{name} is {shape_text(leaf)}, {names[0]} {shape_text(leaves[0])}: all arrays "
                 f"have the batch as leading axis; repeat for each row what has none, or leave it "
