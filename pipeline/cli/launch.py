@@ -29,30 +29,15 @@ EXAMPLE = "python -m pipeline launch --processes 4 -- train.py --steps 100"
 
 def add(sub: Any, name: str) -> Parser:
     """Add the command and what it takes."""
-    parser = add_command(
-        sub,
-        name,
-        usage="python -m pipeline launch [options] -- SCRIPT.py|-m MODULE [arguments]",
-        about=ABOUT,
-        epilog=EPILOG,
-    )
+    usage = "python -m pipeline launch [options] -- SCRIPT.py|-m MODULE [arguments]"
+    parser = add_command(sub, name, usage=usage, about=ABOUT, epilog=EPILOG)
     add = parser.add_argument
     add("--processes", type=whole(1), required=True, metavar="N", help="how many to start")
-    add(
-        "--devices-per-process",
-        type=whole(1),
-        default=1,
-        metavar="D",
-        help="virtual CPU devices of each (1)",
-    )
+    about = "virtual CPU devices of each (1)"
+    add("--devices-per-process", type=whole(1), default=1, metavar="D", help=about)
     add("--port", type=whole(0), default=0, metavar="P", help="of process 0, 0 for a free one (0)")
-    add(
-        "--grace",
-        type=seconds,
-        default=5.0,
-        metavar="S",
-        help="seconds from asking a process to end until it is killed (5)",
-    )
+    about = "seconds from asking a process to end until it is killed (5)"
+    add("--grace", type=seconds, default=5.0, metavar="S", help=about)
     return parser
 
 
@@ -62,34 +47,22 @@ def run(
     program: Sequence[str] | None,
     unknown: Sequence[str],
 ) -> int:
-    """Run a job; returns its exit code.
-
-    Args:
-      parser: of the command.
-      options: as it has read them.
-      program: what stands behind ``--``, None without one.
-      unknown: what it could not read.
-    """
-    if (problem := _problem(program)) is not None:
-        parser.error(problem)
+    """Run a job, of the arguments after ``--`` if there is one; returns its exit code."""
+    if program is None:
+        parser.error(f"what to start comes after --, and there is no --; for example {EXAMPLE}")
+    if not program:
+        parser.error(
+            f"there is nothing after --; give a script or -m MODULE, for example {EXAMPLE}"
+        )
+    first = program[0]
+    if program == ["-m"]:
+        parser.error("-m names no module; give -- -m MODULE [arguments]")
+    if first.startswith("-") and first != "-m":
+        then = "give -- SCRIPT.py or -- -m MODULE, then arguments"
+        parser.error(f"{first} comes before the script; {then}")
+    if first != "-m" and not Path(first).is_file():
+        parser.error(f"{first} is no file; give the path of a Python script, or -m MODULE")
     if unknown:
         parser.error(f"{unknown[0]} is not an option; --help lists them, the program's follow --")
-    command = [sys.executable, *(program or ())]
-    job = Job(command, options.processes, options.devices_per_process, options.port, options.grace)
-    return run_job(job)
-
-
-def _problem(program: Sequence[str] | None) -> str | None:
-    """Word the fault of the program to start, or None."""
-    if program is None:
-        return f"what to start comes after --, and there is no --; for example {EXAMPLE}"
-    if not program:
-        return f"there is nothing after --; give a script or -m MODULE, for example {EXAMPLE}"
-    first = program[0]
-    if first == "-m":
-        return None if len(program) > 1 else "-m names no module; give -- -m MODULE [arguments]"
-    if first.startswith("-"):
-        return f"{first} comes before the script; give -- SCRIPT.py or -- -m MODULE, then arguments"
-    if not Path(first).is_file():
-        return f"{first} is no file; give the path of a Python script, or -m MODULE"
-    return None
+    sizes = options.processes, options.devices_per_process, options.port, options.grace
+    return run_job(Job([sys.executable, *program], *sizes))

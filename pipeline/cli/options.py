@@ -34,24 +34,10 @@ class Parser(argparse.ArgumentParser):
 def add_command(
     sub: Any, name: str, *, about: str, epilog: str, usage: str | None = None
 ) -> Parser:
-    """A command's own parser.
-
-    Args:
-      sub: where commands are added.
-      name: of the command.
-      about: what stands above its options.
-      epilog: and below.
-      usage: how it is called, if argparse does not see it.
-    """
-    parser: Parser = sub.add_parser(
-        name,
-        help=COMMANDS[name],
-        usage=usage,
-        description=about,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    """A command's own parser, with texts above and below its options."""
+    texts = {"help": COMMANDS[name], "usage": usage, "description": about, "epilog": epilog}
+    layout = argparse.RawDescriptionHelpFormatter
+    parser: Parser = sub.add_parser(name, **texts, formatter_class=layout, allow_abbrev=False)
     return parser
 
 

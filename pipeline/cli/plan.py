@@ -28,12 +28,7 @@ exit codes: 0 success; 1 nothing fits, and what would; 2 the command cannot run 
 
 def add(sub: Any, name: str) -> Parser:
     """Add the command and what it takes."""
-    parser = add_command(
-        sub,
-        name,
-        about=ABOUT,
-        epilog=EPILOG,
-    )
+    parser = add_command(sub, name, about=ABOUT, epilog=EPILOG)
     add = parser.add_argument
     models = f"{', '.join(MODELS)}, or the path of a Hugging Face config.json"
     add("--model", required=True, help=models)
@@ -41,28 +36,14 @@ def add(sub: Any, name: str) -> Parser:
     add("--chip", required=True, help=", ".join(CHIPS))
     add("--batch", type=whole(1), required=True, metavar="N", help="sequences of a step")
     add("--seq", type=whole(1), required=True, metavar="T", help="positions of a sequence")
-    add(
-        "--slices",
-        type=whole(1),
-        metavar="G",
-        help="groups that only the network joins (as few as the chip allows; of GPUs, hosts)",
-    )
+    about = "groups that only the network joins (as few as the chip allows; of GPUs, hosts)"
+    add("--slices", type=whole(1), metavar="G", help=about)
     add("--clock", choices=CLOCKS, default="lockstep", help="of pipelines (lockstep)")
     add("--efficiency", type=float, metavar="E", help="of products, of peak (the chip's)")
-    add(
-        "--dispatch",
-        nargs="+",
-        choices=DISPATCHES,
-        default=DISPATCHES,
-        help="ways of taking tokens to experts that are tried (all)",
-    )
-    add(
-        "--imbalance",
-        type=float,
-        default=1.25,
-        metavar="X",
-        help="load of the busiest expert over the mean (1.25)",
-    )
+    about = "ways of taking tokens to experts that are tried (all)"
+    add("--dispatch", nargs="+", choices=DISPATCHES, default=DISPATCHES, help=about)
+    about = "load of the busiest expert over the mean (1.25)"
+    add("--imbalance", type=float, default=1.25, metavar="X", help=about)
     about = "auto: stashes in host memory are tried where memory is short (not tried)"
     add("--offload", choices=["auto"], help=about)
     add(

@@ -36,18 +36,6 @@ NO_POSITION = "the data have no get_state() and set_state(), as the iterators of
 NOT_FINITE = 1
 
 
-class Bytes:
-    """Text as the bytes of its UTF-8: what a model over bytes reads."""
-
-    def encode(self, text: str) -> list[int]:
-        """Bytes of a text."""
-        return list(text.encode())
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of bytes."""
-        return bytes(tokens).decode(errors="replace")
-
-
 def make_model(config: Config) -> Any:
     """A pipeline of the parts that the model's function returns, or the module itself.
 
@@ -256,11 +244,12 @@ def continued(config: Config, prompt: str, *, tokenizer: str | None, **options: 
       options: of `continue_prompt`.
     """
     config.check_functions()
-    words: Any = Bytes() if tokenizer is None else load(tokenizer)()
-    tokens = words.encode(prompt)
+    words: Any = None if tokenizer is None else load(tokenizer)()
+    tokens = list(prompt.encode()) if words is None else words.encode(prompt)
     if not tokens:
         raise RunConfigError("--prompt is empty: give a token or more to begin with")
-    return str(words.decode(continue_prompt(restored(config), tokens, **options)))
+    found = continue_prompt(restored(config), tokens, **options)
+    return bytes(found).decode(errors="replace") if words is None else str(words.decode(found))
 
 
 def _has_metrics(model: Any) -> bool:

@@ -80,13 +80,7 @@ class Job:
     grace: float = 5.0
 
     def environment(self, process: int, port: int, base: Mapping[str, str]) -> dict[str, str]:
-        """Environment variables of a process.
-
-        Args:
-          process: its number.
-          port: the coordinator's.
-          base: the launcher's own.
-        """
+        """The variables of a process by its number, the coordinator's port and the launcher's."""
         flags = f"{base.get('XLA_FLAGS', '')} {DEVICES}={self.devices}"  # the last one counts
         return {
             "JAX_PLATFORMS": "cpu",

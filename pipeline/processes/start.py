@@ -133,13 +133,8 @@ def _leave(here: Cluster, process: int, timeout: float, grace: float) -> None:
     jax waits for them too, right after this, and ends all if somebody does not come: also when
     process 0 still evaluates alone. After an exception, nothing is left to wait for: the others may
     be in a collective which this process will never join. But if this one has failed since another
-    one is gone, they all fail, and who does not come to its end here is the one that is gone.
-
-    Args:
-      here: this process's place.
-      process: its id, which a forked child does not have.
-      timeout: seconds to wait if all have ended well so far.
-      grace: seconds to wait if somebody has failed.
+    one is gone, they all fail, and who does not come to its end here is the one that is gone. It
+    waits for ``timeout`` seconds if all have ended well so far, for ``grace`` if a process failed.
     """
     if os.getpid() != process or not jax.distributed.is_initialized():
         return

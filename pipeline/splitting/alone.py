@@ -99,14 +99,10 @@ def _trace_alone(model: nnx.Module, call: Call, types: Sequence[Any]) -> Trace |
 def _meaning(
     trace: Trace, number: int, like: tuple[Trace, int], interned: dict[Any, int]
 ) -> tuple[list[Any], list[Any]] | None:
-    """The results of a call and its variables behind it, as terms of its arguments and variables.
+    """The results of a call and its variables after it, as terms of its arguments and variables.
 
-    Args:
-      trace: that has the call.
-      number: of the call.
-      like: a trace and the number of the call in it. Where one value is given there twice, two
-        values that are given here are taken to be one.
-      interned: equations by number, filled here.
+    Where ``like`` (a trace, and the number of the call in it) gives one value twice, two values
+    that are given here are taken to be one. ``interned`` numbers equations, and is filled here.
     """
     before, after = trace.held[number]
     own = [*trace.given[number], *before]

@@ -15,11 +15,6 @@ from pipeline.splitting.recording import BlockGroup
 from pipeline.splitting.tracing import Trace
 
 
-def _are_names(cut: Sequence[Any]) -> bool:
-    """Tell whether a cut is a layout of lists of names, and no numbers."""
-    return any(isinstance(stage, list | tuple) for stage in cut)
-
-
 def choose_counts(
     trace: Trace, num_stages: int, cut: Any, costs: Any, groups: Sequence[BlockGroup]
 ) -> tuple[int, ...]:
@@ -28,7 +23,8 @@ def choose_counts(
     what = ", ".join(repr(group.name) for group in groups)
     if cut is not None and costs is not None:
         raise ValueError("cut= and costs= are both given: costs are there to choose a cut")
-    if isinstance(cut, str) or (isinstance(cut, list | tuple) and _are_names(cut)):
+    is_list = isinstance(cut, list | tuple)
+    if isinstance(cut, str) or (is_list and any(isinstance(s, list | tuple) for s in cut)):
         cut = parse_layout(cut, number)
     if cut is not None:
         counts = tuple(cut)
@@ -61,13 +57,8 @@ def balance(
 ) -> tuple[int, ...]:
     """[K] how many of a row of costs each stage gets, so that the costliest is as cheap as can be.
 
-    Among such cuts it is the one whose squares add up to least. Each stage gets one at least.
-
-    Args:
-      costs: of what is cut.
-      num_stages: K.
-      before: what the first stage has beside.
-      behind: what the last has.
+    Among such cuts it is the one whose squares add up to least. Each stage gets one at least; the
+    first has the cost ``before`` too, and the last the cost ``behind``.
     """
     sums = [0.0, *itertools.accumulate(costs)]
     n, none = len(costs), (float("inf"), float("inf"), ())

@@ -111,10 +111,8 @@ def _of_lists(stages: Any) -> str:
     if not isinstance(stages, list | tuple) or not stages:
         raise ValueError(f"layout={stages!r}: {_WANTED}")
     for k, names in enumerate(stages):
-        known = isinstance(names, list | tuple) and all(
-            isinstance(n, str) and n in NAMES for n in names
-        )
-        if not known:
+        is_list = isinstance(names, list | tuple)
+        if not is_list or not all(isinstance(n, str) and n in NAMES for n in names):
             raise ValueError(
                 f"layout[{k}]={names!r}: must be a list of names, each of them one of "
                 f"{', '.join(map(repr, NAMES))}"
@@ -156,28 +154,15 @@ def parse_layout(text: Layout, layers: int, mtp_layers: int = 0) -> list[int]:
 
 
 def place_modules(text: Layout) -> list[int]:
-    """[K] how many modules for multi-token prediction each stage has.
-
-    Args:
-      text: the layout, as of `read_layout`.
-
-    Raises:
-      ValueError: as `read_layout`.
-    """
+    """[K] how many modules for multi-token prediction each stage of a layout has."""
     return [stage.count("m") for stage in read_layout(text)]
 
 
 def write_layout(counts: Sequence[int], modules: Sequence[int] = ()) -> str:
-    """Write the layout of stages with so many layers, and so many multi-token modules.
+    """Write the layout of stages with [K] counts of layers and of multi-token modules (none)."""
 
-    Args:
-      counts: [K] layers.
-      modules: [K] modules for multi-token prediction; by default there are none.
-    """
-    stages = [_times("t", count) for count in counts]
-    stages = [a + _times("m", b) for a, b in zip(stages, modules or [0] * len(stages), strict=True)]
-    return "E" + "|".join(stages) + "L"
+    def times(letter: str, count: int) -> str:
+        return letter * count if count < 2 else f"{letter}*{count}"
 
-
-def _times(letter: str, count: int) -> str:
-    return letter * count if count < 2 else f"{letter}*{count}"
+    pairs = zip(counts, modules or [0] * len(counts), strict=True)
+    return f"E{'|'.join(times('t', layers) + times('m', extra) for layers, extra in pairs)}L"

@@ -93,8 +93,12 @@ class _Placing:
         for path in sorted(wrong & homes.keys(), key=str):
             if self._is_torn(path, homes[path]):
                 raise ValueError(self._torn(path, homes[path]))
-        messages, effects = self._messages(), self.effects()
-        return PlacedBlock(self.trace, messages, effects, self.part, self.place, self.is_anchored)
+        effects = tuple(
+            frozenset(e for e, at in self.place.items() if e.eqn.effects and (at or 0) == part)
+            for part in range(self.last + 1)
+        )
+        found = self._messages(), effects, self.part, self.place, self.is_anchored
+        return PlacedBlock(self.trace, *found)
 
     def _place_what_needs_blocks(self) -> None:
         last = len(self.trace.calls)
@@ -145,9 +149,7 @@ class _Placing:
         return [atom for atom in self.trace.outs if not isinstance(atom, Literal)]
 
     def _written(self) -> list[tuple[Path, list[Any]]]:
-        """List the state that the model writes, without random streams: a pipeline counts those
-        itself.
-        """
+        """The state that the model writes, without random streams, which a pipeline counts."""
         return [
             (path, [atom for atom in atoms if not isinstance(atom, Literal)])
             for path, atoms in self.trace.written.items()
@@ -190,11 +192,10 @@ class _Placing:
         return found
 
     def _is_torn(self, path: Path, parts: frozenset[int]) -> bool:
-        is_stream = isinstance(self.kinds[path], nnx.RngState)  # a pipeline gives each its own
-        is_constant = not self.is_anchored(path)
-        return len(parts - {0, self.last}) + bool(parts & {0, self.last}) > 1 and not (
-            is_stream or is_constant
-        )
+        if isinstance(self.kinds[path], nnx.RngState):  # a pipeline gives each its own
+            return False
+        ends = {0, self.last}
+        return self.is_anchored(path) and len(parts - ends) + bool(parts & ends) > 1
 
     def _torn(self, path: Path, parts: Iterable[int]) -> str:
         names = {0: "embed", self.last: "head"}
@@ -251,24 +252,13 @@ class _Placing:
                 found.update(one.eqn.outvars)
         return found
 
-    def effects(self) -> tuple[frozenset[Equation], ...]:
-        """List each part's equations that have an effect beside their results."""
-        return tuple(
-            frozenset(e for e, at in self.place.items() if e.eqn.effects and (at or 0) == part)
-            for part in range(self.last + 1)
-        )
-
 
 def place(
     trace: Trace, cut: Sequence[int], kinds: Mapping[Path, Any], loose: Collection[int] = ()
 ) -> PlacedBlock:
-    """A trace in parts.
+    """A trace in parts, by [K] how many calls each stage has.
 
-    Args:
-      trace: of the model's call.
-      cut: [K] how many calls each stage has.
-      kinds: path to variable, of all state.
-      loose: numbers of inputs of floats that may be extras.
+    ``kinds`` are all variables of state by path, ``loose`` the inputs of floats that may be extras.
 
     Raises:
       ValueError: a parameter is used in several stages.

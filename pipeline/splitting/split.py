@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from flax import nnx
+from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 
 from pipeline.base.arguments import is_whole, linen_remedy
 from pipeline.base.tree import Tree, is_array, shape_text
@@ -24,7 +26,7 @@ from pipeline.splitting.cutting import choose_counts
 from pipeline.splitting.layouts import Layout
 from pipeline.splitting.parts import Blocks, SplitCut, SplitPart
 from pipeline.splitting.placing import PlacedBlock, costs_of_calls
-from pipeline.splitting.recording import Path, Slots, dotted, is_object, member
+from pipeline.splitting.recording import Slots, dotted, is_object, member
 from pipeline.splitting.regular import Regular
 from pipeline.splitting.tracing import MODES, Recipe, Trace, types_of_state
 
@@ -50,7 +52,7 @@ class Parts:
     unused: tuple[str, ...]
     _recipe: Recipe = field(repr=False)
     _extras: tuple[int, ...] = field(repr=False)
-    _tables: Any = field(repr=False)
+    _tables: Any = field(repr=False)  # of stages, embed and head
 
     def keys(self) -> tuple[str, ...]:
         """The options of a `Pipeline` that these are."""
@@ -88,22 +90,11 @@ class Parts:
         the model's weights. What the tree lacks, the layers lack.
         """
         flat = {path: raw(variable) for path, variable in nnx.to_flat_state(tree)}
-
-        def part(table: Mapping[Path, Path]) -> dict[str, Any]:
-            found: dict[Any, Any] = {}
-            for own, path in table.items():
-                if path in flat:
-                    node = found
-                    for name in own[:-1]:
-                        node = node.setdefault(name, {})
-                    node[own[-1]] = flat[path]
-            return found
-
-        return {
-            "stages": [part(table) for table in self._tables["stages"]],
-            "embed": part(self._tables["embed"]),
-            "head": part(self._tables["head"]),
-        }
+        *stages, embed, head = (
+            unflatten_mapping({own: flat[path] for own, path in table.items() if path in flat})
+            for table in self._tables
+        )
+        return {"stages": stages, "embed": embed, "head": head}
 
     def from_layers(self, layers: Mapping[str, Any]) -> nnx.State[Any, Any]:
         """Undo `to_layers`: a state of the model, of weights, gradients or moments.
@@ -111,17 +102,12 @@ class Parts:
         ``nnx.update(model, parts.from_layers(pipe.to_layers(nnx.state(pipe, nnx.Param))))`` gives
         a model what its pipeline has learned.
         """
-        tables = self._tables
-        pairs = [
-            *zip(tables["stages"], layers["stages"], strict=True),
-            (tables["embed"], layers["embed"]),
-            (tables["head"], layers["head"]),
-        ]
+        parts = *layers["stages"], layers["embed"], layers["head"]
         kinds, found = self._recipe.kinds, {}
-        for table, part in pairs:
+        for table, part in zip(self._tables, parts, strict=True):
+            flat = {tuple(map(str, p)): raw(x) for p, x in flatten_mapping(part).items()}
             for own, path in table.items():
-                value = _at(part, own)
-                if value is not None:
+                if (value := flat.get(tuple(map(str, own)))) is not None:
                     found[path] = with_value(kinds[path], value)
         return nnx.from_flat_state(list(found.items()))
 
@@ -137,16 +123,6 @@ class Parts:
         how = f"run as equations: {self.why}" if self.why else "call the model's own blocks"
         unused = [f"unused: {', '.join(self.unused)}"] * bool(self.unused)
         return "\n".join([f"{len(self.stages)} stages that {how}", *lines, *unused])
-
-
-def _at(tree: Any, path: Path) -> Any:
-    """Find the value at a path of nested dictionaries, or None."""
-    for name in path:
-        keys = [one for one in (name, str(name)) if isinstance(tree, Mapping) and one in tree]
-        if not keys:
-            return None
-        tree = tree[keys[0]]
-    return raw(tree)
 
 
 def split(
@@ -202,11 +178,10 @@ def split(
         raise ValueError(f"model is of type {type(model).__name__}: must be an nnx.Module")
     if not is_whole(num_stages, 1):
         raise ValueError(f"num_stages={num_stages!r}: must be a number of stages, 1 or more")
-    is_own = call is None
-    call = call if call is not None else _own_call
-    if not is_own:
+    if call is not None:
         warn_of_parameters_read_from_outside((), call=call)
-    slots, leaves, names = _read(call, args, kwargs, model if is_own else None)
+    own, call = (model, operator.call) if call is None else (None, call)
+    slots, leaves, names = _read(call, args, kwargs, own)
     _check_rows(names, leaves)
     loose = _loose(extras, names)
     graphdef, state = nnx.split(model)
@@ -224,10 +199,6 @@ def split(
     return _parts(model, cutting, trace, placed, "" if is_regular else str(regular))
 
 
-def _own_call(model: Any, *args: Any, **kwargs: Any) -> Any:
-    return model(*args, **kwargs)
-
-
 # --- arguments ---
 
 
@@ -240,14 +211,12 @@ def _read(
     slots, leaves, names = [], [], []
     for path, leaf in pairs:
         first, *rest = path[1:]
-        name = (
-            first.key
-            if path[0].idx == 1
-            else parameters[first.idx]
-            if first.idx < len(parameters)
-            else f"args[{first.idx}]"
-        )
-        name = ".".join([str(name), *(jax.tree_util.keystr((one,), simple=True) for one in rest)])
+        if path[0].idx == 1:
+            name = str(first.key)
+        else:
+            is_named = first.idx < len(parameters)
+            name = parameters[first.idx] if is_named else f"args[{first.idx}]"
+        name = ".".join([name, *(jax.tree_util.keystr((one,), simple=True) for one in rest)])
         if is_object(leaf):
             raise ValueError(
                 f"{name} is of type {type(leaf).__name__}, a part of a model: what has state or "
@@ -275,13 +244,8 @@ def _check_rows(names: Sequence[str], leaves: Sequence[Any]) -> None:
             "the model is given no array: give split an example of what it is called with, such "
             "as split(model, 4, tokens)"
         )
-    rows = {
-        name: leaf.shape[0] if leaf.shape else None
-        for name, leaf in zip(names, leaves, strict=True)
-    }
-    first = rows[names[0]]
     for name, leaf in zip(names, leaves, strict=True):
-        if rows[name] is None or rows[name] != first:
+        if not leaf.shape or leaf.shape[:1] != leaves[0].shape[:1]:
             raise ValueError(
                 f"{name} is {shape_text(leaf)}, {names[0]} {shape_text(leaves[0])}: all arrays "
                 f"have the batch as leading axis; repeat for each row what has none, or leave it "
@@ -310,9 +274,7 @@ def _slots_text(slots: Slots) -> str:
 
 
 def _check_written(trace: Trace, recipe: Recipe) -> None:
-    """Check that every array the model writes is a variable, so that a kind can declare it as
-    state.
-    """
+    """Check that every array the model writes is a variable, which a kind can declare."""
     for path, kind in recipe.state:
         if path in trace.written and not isinstance(kind, nnx.Variable):
             raise ValueError(
@@ -350,9 +312,7 @@ def _parts(
             cut, number, {p: variables[p] for p in variables if p in used | streams}, modes
         )
 
-    ends = [0]
-    for count in cut.counts:
-        ends.append(ends[-1] + count)
+    ends = [0, *itertools.accumulate(cut.counts)]
     stages: list[nnx.Module] = []
     if isinstance(found, Regular):
         roots = trace.roots((), found.sides)
@@ -371,14 +331,12 @@ def _parts(
     calls = [dotted(call.path) for call in trace.calls]
     blocks = tuple(tuple(calls[start:stop]) for start, stop in itertools.pairwise(ends))
     ids = {id(node): path for path, node in variables.items()}
-    tables: dict[str, Any] = {
-        "stages": [_table(stage, ids) for stage in stages],
-        "embed": _table(embed, ids),
-        "head": _table(head, ids),
-    }
-    of_parts: set[Path] = set().union(
-        *(set(one.values()) for one in (*tables["stages"], tables["embed"], tables["head"]))
-    )
+    # Of each part, path in the part to path in the model.
+    tables = [
+        {path: ids[id(node)] for path, node in nnx.iter_graph(one) if id(node) in ids}
+        for one in (*stages, embed, head)
+    ]
+    of_parts = {path for table in tables for path in table.values()}
     unused = tuple(
         dotted(path)
         for path, node in variables.items()
@@ -400,11 +358,6 @@ def _parts(
 
 def _is_stream(variable: Any) -> bool:
     return isinstance(variable, nnx.RngState)
-
-
-def _table(part: nnx.Module, ids: Mapping[int, Path]) -> dict[Path, Path]:
-    """Path in a part to path in the model."""
-    return {path: ids[id(node)] for path, node in nnx.iter_graph(part) if id(node) in ids}
 
 
 def _short(names: Sequence[str]) -> Iterator[str]:

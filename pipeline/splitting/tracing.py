@@ -344,27 +344,25 @@ def _read(
         for (path, _), n in zip(state, counts, strict=True)
     }
     outs = list(map(atom, jaxpr.outvars))
-    new = outs[out_tree.num_leaves :]
-    written, at = {}, 0
+    new = iter(outs[out_tree.num_leaves :])
+    written = {}
     for path, old in of_state.items():
-        now_there = tuple(new[at : at + len(old)])
-        at += len(old)
+        now_there = tuple(itertools.islice(new, len(old)))
         if any(one is not two for one, two in zip(now_there, old, strict=True)):
             written[path] = now_there
-    starts = [(call.given.values, call.returned.values) for call in calls]
-    pairs = [
-        (begun[call.number][: at[0]], ended[call.number][: at[1]])
-        for call, at in zip(calls, starts, strict=True)
-    ]
+    given, returned, held_by = [], [], []
+    for call in calls:
+        a, b = call.given.values, call.returned.values
+        before, after = begun[call.number], ended[call.number]
+        given.append(before[:a])
+        returned.append(after[:b])
+        held_by.append((before[a:], after[b:]))
     return Trace(
         tuple(equations),
         tuple(calls),
-        tuple(given for given, _ in pairs),
-        tuple(returned for _, returned in pairs),
-        tuple(
-            (begun[call.number][at[0] :], ended[call.number][at[1] :])
-            for call, at in zip(calls, starts, strict=True)
-        ),
+        tuple(given),
+        tuple(returned),
+        tuple(held_by),
         of_state,
         tuple(invars),
         dict(zip(jaxpr.constvars, closed.consts, strict=True)),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.traversals import flatten_mapping
 
 from pipeline.facade import layer_view
 from pipeline.layers import ExpertState
@@ -48,17 +49,13 @@ def _of_layers(model: Any) -> Iterator[tuple[tuple[Any, ...], jax.Array]]:
         return
     view = layer_view(model, state=ExpertState)
     for k, stage in enumerate(view.tree["stages"]):
-        for path, ref in _leaves(stage):
+        for path, ref in sorted(flatten_mapping(stage).items(), key=_in_order):
             stack = view.stacks[ref.stack]
             row, slot = state[stack.path][...][ref.rank], stack.slots[ref.slot]
             yield (k, *path), row if slot.spot is None else slot.spot.read(row)
 
 
-def _leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if not isinstance(tree, Mapping):
-        yield path, tree
-        return
-    for name in sorted(
-        tree, key=lambda n: (not str(n).isdecimal(), int(n) if str(n).isdecimal() else 0, str(n))
-    ):
-        yield from _leaves(tree[name], (*path, name))
+def _in_order(item: tuple[tuple[Any, ...], Any]) -> list[Any]:
+    """A sort key of paths: numbers before names."""
+    names = [str(name) for name in item[0]]
+    return [(not n.isdecimal(), int(n) if n.isdecimal() else 0, n) for n in names]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+from flax.nnx.traversals import flatten_mapping
 
 Record = Mapping[str, Any]
 
@@ -42,8 +43,9 @@ class JsonLines:
         self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115  closed below
 
     def write(self, record: Record) -> None:
-        """A line. What is no number is null: JSON has neither NaN nor infinity."""
-        self._file.write(json.dumps(_finite(record)) + "\n")
+        """A line, with null for NaN and infinity, which JSON has not."""
+        finite = json.loads(json.dumps(record), parse_constant=lambda _: None)
+        self._file.write(json.dumps(finite) + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -72,9 +74,9 @@ class TensorBoard:
 
     def write(self, record: Record) -> None:
         """A point of each curve."""
-        for name, value in _numbers(record):
-            if name != "step":
-                self._writer.add_scalar(name, value, record["step"])
+        for name, value in flatten_mapping(record, sep="/").items():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(name, float(value), record["step"])
 
     def close(self) -> None:
         """Write what is left."""
@@ -162,19 +164,3 @@ def status_of(record: Record) -> str:
             if share >= 0.005:
                 parts.append(f"{name} {share:.1%}")
     return " · ".join(parts)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _numbers(record: Record, before: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{before}{name}/")
-        elif isinstance(value, int | float):
-            yield before + name, float(value)

@@ -140,7 +140,7 @@ class Trainer:
         self._recorders = tuple(recorders) if jax.process_index() == 0 else ()
         self._hooks, self._stop, self._stop_after = tuple(hooks), stop, stop_after
         self._stuck_after = stuck_after
-        self._watchdog = self._new_watchdog()
+        self._watchdog: Watchdog | None = None
         self.done, self.losses, self.seconds = 0, list[float](), list[float]()
         self.eval_loss: float | None = None
         self.evaluated = self._saved = -1
@@ -191,7 +191,10 @@ class Trainer:
           ValueError: the data ended, or gave no batch.
           CheckpointError: the last checkpoint could not be written.
         """
-        self._watchdog = self._new_watchdog()
+        if self._stuck_after is not None:
+            model = self.step.model
+            mesh = model.mesh if isinstance(model, Pipeline) else None
+            self._watchdog = Watchdog(self._stuck_after, mesh)
         before = self.done - self.step.updates
         try:
             with self._watchdog or contextlib.nullcontext():
@@ -249,12 +252,6 @@ class Trainer:
             self.evaluate()
         self.save()
         return True
-
-    def _new_watchdog(self) -> Watchdog | None:
-        if self._stuck_after is None:
-            return None
-        model = self.step.model
-        return Watchdog(self._stuck_after, model.mesh if isinstance(model, Pipeline) else None)
 
     def _rest(self) -> None:
         if self._watchdog is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -46,20 +48,17 @@ class Orbax:
 
         So many are read at once that a process holds a part of the model only.
         """
-        left: dict[int, int] = {}
-        for leaf in leaves.values():
-            left[id(leaf.cell)] = left.get(id(leaf.cell), 0) + 1
+        left = Counter(id(leaf.cell) for leaf in leaves.values())
         with _entered(model):
             for group in _groups(leaves):
-                wanted: dict[str, Any] = {}
-                for name, leaf in group.items():
-                    if math.prod(leaf.shape):
-                        _set(wanted, name, _wanted(leaf, model))
+                filled = {path: leaf for path, leaf in group if math.prod(leaf.shape)}
+                wanted = {path: _wanted(leaf, model) for path, leaf in filled.items()}
                 with self._context():
-                    found = self._orbax.load(folder, wanted) if wanted else {}
-                for name, leaf in group.items():
-                    if math.prod(leaf.shape):
-                        leaf.write(_own(_get(found, name), leaf))
+                    tree = self._orbax.load(folder, unflatten_mapping(wanted)) if wanted else {}
+                found = flatten_mapping(tree)
+                for path, leaf in filled.items():
+                    leaf.write(_own(found[path], leaf))
+                for _, leaf in group:
                     left[id(leaf.cell)] -= 1
                     if not left[id(leaf.cell)]:
                         leaf.cell.store()
@@ -74,31 +73,19 @@ class Orbax:
 
 def read_leaves(leaves: Mapping[str, LayerLeaf], model: Any) -> dict[str, Any]:
     """Copies of all leaves, as the tree that `Orbax.save` writes."""
-    tree: dict[str, Any] = {}
     with _entered(model):
-        for name, leaf in leaves.items():
-            if math.prod(leaf.shape):  # Orbax takes no empty arrays
-                _set(tree, name, _of_all(leaf.read(), model))
-    return tree
+        found = {
+            tuple(name.split(".")): _of_all(leaf.read(), model)
+            for name, leaf in leaves.items()
+            if math.prod(leaf.shape)  # Orbax takes no empty arrays
+        }
+    return unflatten_mapping(found)
 
 
 def _entered(model: Any) -> Any:
     if isinstance(model, Pipeline):
         return entered(model.plan.mesh, model.plan.home)
     return contextlib.nullcontext()
-
-
-def _set(tree: dict[str, Any], name: str, value: Any) -> None:
-    *above, last = name.split(".")
-    for key in above:
-        tree = tree.setdefault(key, {})
-    tree[last] = value
-
-
-def _get(tree: Any, name: str) -> Any:
-    for key in name.split("."):
-        tree = tree[key]
-    return tree
 
 
 def _is_local(array: Any, model: Any) -> bool:
@@ -127,18 +114,17 @@ def _own(found: Any, leaf: LayerLeaf) -> Any:
     return found
 
 
-def _groups(leaves: Mapping[str, LayerLeaf]) -> Iterator[dict[str, LayerLeaf]]:
-    """Leaves of one array after those of another, in groups that are not large."""
-    cells: dict[int, list[str]] = {}
-    for name, leaf in leaves.items():
-        cells.setdefault(id(leaf.cell), []).append(name)
-    group: dict[str, LayerLeaf] = {}
+def _groups(leaves: Mapping[str, LayerLeaf]) -> Iterator[list[tuple[Any, LayerLeaf]]]:
+    """Paths and leaves, those of one array after those of another, in groups of limited size."""
+    first: dict[int, int] = {}
+    order = sorted(leaves, key=lambda n: first.setdefault(id(leaves[n].cell), len(first)))
+    group: list[tuple[Any, LayerLeaf]] = []
     size = 0
-    for name in (name for names in cells.values() for name in names):
-        group[name] = leaves[name]
+    for name in order:
+        group.append((tuple(name.split(".")), leaves[name]))
         size += leaves[name].size
         if size >= GROUP:
             yield group
-            group, size = {}, 0
+            group, size = [], 0
     if group:
         yield group

@@ -18,18 +18,11 @@ _held: weakref.WeakValueDictionary[Path, Lock] = weakref.WeakValueDictionary()
 
 
 class Lock:
-    """The lock of a folder, kept as long as an object in this process refers to it.
-
-    Args:
-      file: the locked file.
-
-    Attributes:
-      saving: the thread of this process that wrote to the folder last.
-    """
+    """The lock of a folder, kept as long as an object in this process refers to it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
-        self.saving: threading.Thread | None = None
+        self.saving: threading.Thread | None = None  # that wrote to the folder last
         weakref.finalize(self, file.close)
 
 

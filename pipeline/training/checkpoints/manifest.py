@@ -105,13 +105,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, wanted: Files, *, part: int = 0, parts: int = 1) -> None:
-    """Check that files are what a manifest says.
-
-    Args:
-      folder: of the checkpoint.
-      wanted: of its manifest.
-      part: which of several equal parts of the files this process reads.
-      parts: how many.
+    """Check that one of several equal parts of the files is as the manifest says.
 
     Raises:
       DamagedError: which file is missing, cannot be read, or differs.

@@ -14,15 +14,10 @@ TIMEOUT = 600.0  # seconds that processes wait for each other
 
 
 def everyone(topic: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
-    """Gather each process's value on a topic, in their order; a single process gets its own.
-
-    Args:
-      topic: a path that is used once.
-      value: JSON.
-      timeout: seconds.
+    """Gather each process's JSON value on a topic, which is used once, in their order.
 
     Raises:
-      TimeoutError: somebody says nothing.
+      TimeoutError: a process says nothing for so many seconds.
     """
     if jax.process_count() == 1:
         return [value]

@@ -78,11 +78,7 @@ def wrong_values(
 ) -> list[str]:
     """List the faults of arguments with which a function of optax fails; no device computes.
 
-    Args:
-      where: the key of the arguments.
-      function: of optax.
-      use: traced with the arguments.
-      given: the arguments, which have the right names.
+    Its use is traced with the arguments, which have the right names; ``where`` is their key.
     """
     known = inspect.signature(function).parameters
     flags = [n for n in given if n in known and isinstance(known[n].default, bool)]
