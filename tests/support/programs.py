@@ -42,10 +42,12 @@ def dump(folder: Path) -> int:
 
 
 def read(folder: Path) -> collections.Counter[str]:
-    """Count the programs of a folder by name and text."""
+    """Count the programs of a folder that have a `shard_map`, by name and text."""
     texts = {file.name: file.read_text(encoding="utf-8") for file in folder.iterdir()}
     return collections.Counter(
-        re.sub(r"^jax_ir\d+_", "", name) + "\n" + text for name, text in texts.items()
+        re.sub(r"^jax_ir\d+_", "", name) + "\n" + text
+        for name, text in texts.items()
+        if "manual_computation" in text
     )
 
 
