@@ -169,12 +169,7 @@ def train(config: Config, *, resume: bool, how: str, measure: bool = False) -> i
 
 
 def _open(config: Config, *, resume: bool, measure: bool) -> tuple[Path, Checkpoints]:
-    """Open the folder of a run, and its checkpoints.
-
-    Raises:
-      ValueError: functions that fail, --measure without a pipeline, or a folder that already holds
-        a run.
-    """
+    """Open the folder of a run, and its checkpoints, unless it already has a run."""
     config.check_functions()
     if measure and config.parallel is None:
         raise RunConfigError("--measure is for pipelines, and the configuration has no [parallel]")

@@ -50,11 +50,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
 
 
 def _done(options: argparse.Namespace) -> str:
-    """Do it; returns what to print.
-
-    Raises:
-      ValueError: options that do not go with the action; or as the functions called.
-    """
+    """Do it; returns the text to print."""
     action, out = options.action, options.out
     allowed: dict[str, Sequence[str]] = {
         "inspect": ("stages", "layout", "names"),

@@ -37,15 +37,12 @@ def check_replicas(arrays: Mapping[str, Any], mesh: Mesh) -> None:
     processes = {device.process_index for device in mesh.devices.flat}
     if len(processes) < 2 or processes != set(range(jax.process_count())):
         return
-    placed = {
-        name: _numbers(array)
+    parts = [
+        (name, numbers, index, holders)
         for name, array in arrays.items()
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
-    }
-    parts = [
-        (name, array, index, holders)
-        for name, array in placed.items()
-        for index, holders in _holders(array).items()
+        for numbers in [_numbers(array)]
+        for index, holders in _holders(numbers).items()
         if len(holders) > 1
     ]
     if not parts:
@@ -73,8 +70,7 @@ def _holders(array: jax.Array) -> dict[tuple[tuple[int, int], ...], list[int]]:
     found: dict[tuple[tuple[int, int], ...], set[int]] = {}
     places: Mapping[Any, Any] = array.sharding.devices_indices_map(array.shape)
     for device, index in places.items():
-        bounds = _bounds(index, array.shape)
-        found.setdefault(bounds, set()).add(device.process_index)
+        found.setdefault(_bounds(index, array.shape), set()).add(device.process_index)
     return {bounds: sorted(holders) for bounds, holders in sorted(found.items())}
 
 

@@ -68,14 +68,7 @@ class SplitCut:
         held: Mapping[Path, Any],
         values: Sequence[Any],
     ) -> tuple[Trace, PlacedBlock | Regular]:
-        """The call on inputs of these types.
-
-        Args:
-          types: of inputs.
-          modes: of the model.
-          dtype: of parameters of floats, if it is not the model's.
-          held: path to variable of the part that runs.
-          values: arrays that the part is given.
+        """The call on inputs of these types, with the variables and arrays of the part that runs.
 
         Raises:
           ValueError: the model calls its blocks otherwise than with the example.

@@ -232,12 +232,7 @@ class Recipe:
     def trace(
         self, types: Sequence[Any], modes: Modes = (), state: StateTypes | None = None
     ) -> Trace:
-        """The model's call on inputs of these types.
-
-        Args:
-          types: of inputs, as JAX has them.
-          modes: what train() and eval() set.
-          state: as of `state_on_rank`; by default that of the whole model.
+        """The model's call on inputs of these types, and state as of `state_on_rank` (the whole).
 
         Raises:
           ValueError: the model makes new state, or blocks are called where no cut can be

@@ -6,6 +6,7 @@ A record is a dict of numbers, texts and dicts of those, and a recorder anything
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 from collections.abc import Mapping
@@ -63,14 +64,8 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoard(...) writes with tensorboardX, which is not installed; run "
-                "pip install 'shardpipe[training]', or record to JsonLines"
-            ) from error
-        self._writer: Any = SummaryWriter(str(folder))
+        writers = _extra("tensorboardX", "TensorBoard(...) writes with")
+        self._writer = writers.SummaryWriter(str(folder))
 
     def write(self, record: Record) -> None:
         """A point of each curve."""
@@ -96,24 +91,12 @@ class Progress:
     """
 
     def __init__(self, steps: int, *, console: Any = None, title: str = "train") -> None:
-        try:
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                TextColumn,
-                TimeRemainingColumn,
-            )
-            from rich.progress import Progress as Bars
-        except ImportError as error:
-            raise ImportError(
-                "Progress(...) draws with rich, which is not installed; run "
-                "pip install 'shardpipe[training]', or record to JsonLines"
-            ) from error
-        self._console: Any = console or Console(stderr=True, highlight=False, markup=False)
-        status = TextColumn("{task.fields[status]}", markup=False)
-        columns = MofNCompleteColumn(), BarColumn(20), status, TimeRemainingColumn()
-        self._bars = Bars(*columns, console=self._console)
+        consoles = _extra("rich.console", "Progress(...) draws with")
+        bars = _extra("rich.progress", "Progress(...) draws with")
+        self._console = console or consoles.Console(stderr=True, highlight=False, markup=False)
+        status = bars.TextColumn("{task.fields[status]}", markup=False)
+        columns = bars.MofNCompleteColumn(), bars.BarColumn(20), status, bars.TimeRemainingColumn()
+        self._bars = bars.Progress(*columns, console=self._console)
         self._steps = steps
         self._bar = self._bars.add_task(title, total=steps, status="compiling")
         self._bars.start()
@@ -137,6 +120,17 @@ class Progress:
         """Leave the last line."""
         with contextlib.suppress(OSError):
             self._bars.stop()
+
+
+def _extra(module: str, user: str) -> Any:
+    """Import a module that the extra `training` installs."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{user} {module.partition('.')[0]}, which is not installed; run pip install "
+            f"'shardpipe[training]', or record to JsonLines"
+        ) from error
 
 
 def status_of(record: Record) -> str:

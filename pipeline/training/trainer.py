@@ -279,22 +279,19 @@ class Trainer:
         step = self.step
         known = self.eval_loss if self.evaluated == self.done else None
         unknown = {} if self._evaluation is None else {"eval_loss": math.nan}
+        # The place in the data where an update under way began.
+        began = self._position
+        place = None if began is None else SimpleNamespace(get_state=lambda: began)
         self._checkpoints.save(
             self.done,
             step.model,
             step.optimizer,
             shaped=step.shaped(),
             plain={"step": step.plain()},
-            data=self._place_in_data(),
+            data=self.data if self.is_resumable and place is None else place,
             metrics=unknown if known is None else {"eval_loss": known},
         )
         self._saved = self.done
-
-    def _place_in_data(self) -> Any:
-        """The data, or the place where its update under way began; None if it has no position."""
-        if not self.is_resumable or self._position is None:
-            return self.data if self.is_resumable else None
-        return SimpleNamespace(get_state=lambda: self._position)
 
     def close(self) -> None:
         """Wait for checkpoints, and close recorders."""
@@ -338,11 +335,7 @@ class Trainer:
             ) from None
 
     def _read(self, running: _Running | None) -> None:
-        """Wait for a step and tell of it.
-
-        Raises:
-          NotFiniteError: it is one too many that is not finite.
-        """
+        """Wait for a step and tell of it; fail if it is one too many that is not finite."""
         if running is None:
             return
         metrics = cast("Metrics", jax.device_get(running.metrics))

@@ -360,11 +360,7 @@ class Checkpoints:
         return f"those of steps {steps} are there" if steps else "none is there"
 
     def _claim(self) -> None:
-        """Make process 0 the only writer of the folder, once its other saves are on the disk.
-
-        Raises:
-          CheckpointError: another run writes to the folder.
-        """
+        """Make process 0 the only writer of the folder, once its other saves are on the disk."""
         if jax.process_index():
             return
         self._lock = lock.take(self._folder)
@@ -424,10 +420,9 @@ class Checkpoints:
                 why[one] = str(error)
         for one in sorted(known, key=lambda step: known[step]["serial"], reverse=True):
             folder = self._folder / _name(one)
-            part = {"part": jax.process_index(), "parts": jax.process_count()}
-            text = ""
+            text, part, parts = "", jax.process_index(), jax.process_count()
             try:
-                manifest.check_files(folder, known[one]["files"], **part)
+                manifest.check_files(folder, known[one]["files"], part=part, parts=parts)
             except DamagedError as error:
                 text = str(error)
             text = "; ".join(filter(None, everyone(f"{topic}/{one}", text)))
