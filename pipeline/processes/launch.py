@@ -180,17 +180,11 @@ def _supervise(children: Sequence[_Child], grace: float, events: Events, log: Lo
 
 @dataclass
 class _Child:
-    """A process that the launcher has started.
-
-    Attributes:
-      index: its number.
-      process: its handle; its id is the group's too.
-      readers: threads that copy its lines.
-    """
+    """A process that the launcher has started, with its number."""
 
     index: int
-    process: subprocess.Popen[bytes]
-    readers: list[threading.Thread] = field(default_factory=list)
+    process: subprocess.Popen[bytes]  # whose id is the group's too
+    readers: list[threading.Thread] = field(default_factory=list)  # that copy its lines
 
     @property
     def code(self) -> int:

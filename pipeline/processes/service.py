@@ -15,12 +15,7 @@ LOOKS = 0.02, 0.5  # seconds between two looks into the store, at first and at m
 
 
 def say(topic: str, text: str) -> None:
-    """Leave a text of this process on a topic, once.
-
-    Args:
-      topic: a path; no topic begins with another one's path.
-      text: for all processes to see.
-    """
+    """Leave a text of this process, once, on a topic: a path with which no other topic begins."""
     client, process = coordination()
     client.key_value_set(f"{FOLDER}/{topic}/{process}", text)
 

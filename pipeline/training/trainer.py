@@ -27,7 +27,6 @@ from pipeline.facade import Weighed
 from pipeline.pipeline import Pipeline
 from pipeline.training import timing
 from pipeline.training.batches import Batch, Resumable, as_batch
-from pipeline.training.checkpoints import Checkpoints
 from pipeline.training.faults import Watchdog
 from pipeline.training.records import Record, Recorder
 from pipeline.training.step import (
@@ -99,7 +98,7 @@ class Trainer:
         evaluation: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
         eval_interval: int = 0,
         eval_ema: bool = False,
-        checkpoints: Checkpoints | None = None,
+        checkpoints: Any = None,
         checkpoint_interval: int = 0,
         recorders: Sequence[Recorder] = (),
         hooks: Sequence[Hook] = (),

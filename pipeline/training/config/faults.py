@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +165,7 @@ def _of_call(table: str, function: Any, use: Any, given: dict[str, Any], **more:
     """Faults of a table's arguments of a function of optax."""
     where = f"{table}.arguments"
     wrong = wrong_arguments(where, function, more | given)
-    return wrong or wrong_values(where, function, functools.partial(use, function), given)
+    return wrong or wrong_values(where, function, use, given)
 
 
 def _of_run(config: RunTables) -> list[str]:

@@ -73,7 +73,7 @@ def rate_with(schedule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any
 def wrong_values(
     where: str,
     function: Callable[..., Any],
-    use: Callable[[Mapping[str, Any]], Any],
+    use: Callable[[Callable[..., Any], Mapping[str, Any]], Any],
     given: Mapping[str, Any],
 ) -> list[str]:
     """List the faults of arguments with which a function of optax fails; no device computes.
@@ -88,7 +88,7 @@ def wrong_values(
     def error_of(arguments: Mapping[str, Any]) -> Exception | None:
         try:
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-                jax.eval_shape(lambda: use(arguments))
+                jax.eval_shape(lambda: use(function, arguments))
         except Exception as error:  # noqa: BLE001  # whatever optax and JAX raise
             return error
         return None

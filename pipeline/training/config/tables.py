@@ -101,14 +101,11 @@ def _written() -> dict[str, tuple[Any, Any]]:
     """
     found = {}
     hints = get_type_hints(Options)
+    lists = Literal, Sequence
     for one in fields(Options):
-        kinds = get_args(hints[one.name]) or (hints[one.name],)
-        kinds = (hints[one.name],) if get_origin(hints[one.name]) in (Literal, Sequence) else kinds
-        plain = [
-            kind
-            for kind in kinds
-            if kind in (str, int, float, bool) or get_origin(kind) in (Literal, Sequence)
-        ]
+        hint = hints[one.name]
+        kinds = (hint,) if get_origin(hint) in lists else get_args(hint) or (hint,)
+        plain = [k for k in kinds if k in (str, int, float, bool) or get_origin(k) in lists]
         if one.name in _SPELT:
             found[one.name] = _SPELT[one.name]
         if not plain or one.name in _ELSEWHERE:
