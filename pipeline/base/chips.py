@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 GB = 10**9
@@ -53,6 +53,7 @@ class Chip:
     domain: int
     network: float
     efficiency: float = TPU_EFFICIENCY
+    _: KW_ONLY
     host: float = TPU_HOST
     host_overlap: float | tuple[float, float] = TPU_OVERLAP
     host_memory: float = math.inf

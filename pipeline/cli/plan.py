@@ -52,7 +52,7 @@ def add(sub: Any, name: str) -> Parser:
         metavar="R",
         help="sizes of the axis context that are tried, or auto for all that divide (1)",
     )
-    for gone in GONE:  # refused by `plan`, with what to do instead
+    for gone in GONE:  # refused, with what to do instead
         add(f"--{gone.replace('_', '-')}", nargs="+", help=argparse.SUPPRESS)
     add("--out", type=Path, metavar="FILE", help="write the best as TOML for ParallelConfig")
     return parser
@@ -69,7 +69,9 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     """Print a plan; returns the exit code."""
     wanted = ["model", "devices", "chip", "batch", "seq", "slices", "clock", "efficiency"]
     wanted += ["dispatch", "imbalance", "offload"]
-    wanted += [name for name in GONE if getattr(options, name) is not None]
+    for gone, text in GONE.items():
+        if getattr(options, gone) is not None:
+            parser.error(f"--{gone.replace('_', '-')}: {text}")
     try:
         given = {name: getattr(options, name) for name in wanted}
         plans = plan(**given, context=sizes(options.context))
@@ -77,7 +79,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             plans.write(options.out)
     except DoesNotFitError as error:
         parser.exit(UNFIT_EXIT, f"{parser.prog}: {error}\n")
-    except (TypeError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     say(str(plans))
     return 0

@@ -32,7 +32,7 @@ from schedules.clocks.hosted import Keep
 from schedules.core.costs import is_last_forward_free
 
 # The mean error of a predicted step against 21 published ones, 13 by MaxText on v5p and v6e and 8
-# by Megatron on A100 (`python -m bench.recipes`, and a test). Plans nearer than this are equal.
+# by Megatron on A100 (`python -m bench.recipes.table`, and a test). Nearer plans are equal.
 ERROR = 0.10
 # Passes through HBM, in F, of what a block's backward reads, for norms, rotary positions, SwiGLU
 # and layouts; in B twice as many, for values and gradients; of float32 logits, as many in the head.

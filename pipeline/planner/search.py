@@ -54,7 +54,8 @@ def plan(
     imbalance: float = 1.25,
     offload: Literal["auto"] | None = None,
     context: Sequence[int] | Literal["auto"] | None = None,
-    **gone: Any,
+    chunk: None = None,
+    num_slices: None = None,
 ) -> Plans:
     """Find how to train a model on chips, which need not be there.
 
@@ -87,16 +88,17 @@ def plan(
       context: sizes of the mesh axis `context` that are tried, over which positions are split, such
         as (1, 4, 8); "auto" for 1 to 32, None for 1. Attention over it is Ulysses, so its ranks
         must be able to share the heads.
-      gone: arguments of earlier releases, which are refused.
+      chunk: removed; give `MixtureOfExperts(chunk=)` if memory is short.
+      num_slices: removed; compare slices by `schedules.simulate` and `pipe.describe`.
 
     Raises:
       DoesNotFitError: a ValueError that names what is nearest.
-      TypeError: an argument of an earlier release, or one that never was.
+      TypeError: an argument that was removed.
       ValueError: sizes that cannot be, or that nothing divides.
     """
-    for name, value in gone.items():
-        text = GONE.get(name, "there is no such argument")
-        raise TypeError(f"plan({name}={value!r}): {text}")
+    for name, value in {"chunk": chunk, "num_slices": num_slices}.items():
+        if value is not None:
+            raise TypeError(f"plan({name}={value!r}): {GONE[name]}")
     job = _job(model, devices, chip, batch, seq, slices, clock, efficiency)
     _check_known("dispatch", dispatch, DISPATCHES)
     if not is_number(imbalance) or not 1 <= imbalance < math.inf:

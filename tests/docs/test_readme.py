@@ -21,6 +21,7 @@ FAMILIES = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
 DEVICES = 4
 
 
+@pytest.mark.slow
 def test_the_first_example_runs_on_four_virtual_devices(tmp_path: Path) -> None:
     match = re.search(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     assert match, "README.md has no ```python block"

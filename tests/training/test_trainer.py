@@ -237,7 +237,9 @@ class Broken(Numbered):
         return super().__next__()
 
 
-@pytest.mark.parametrize("again", ["another process", "the same trainer"])
+@pytest.mark.parametrize(
+    "again", [pytest.param("another process", marks=pytest.mark.slow), "the same trainer"]
+)
 def test_data_that_raise_within_an_update_lose_and_repeat_nothing(again):
     """Issue 52: dropout's counts were those of the update's first calls, the weights were not."""
     whole = Trainer(make_step(Noisy, accumulate=3), Numbered(), steps=3)

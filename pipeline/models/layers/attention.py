@@ -18,7 +18,7 @@ from collectives.places.sizes import TENSOR
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.base.arguments import ConstructorSignature, takes
 from pipeline.models.layers.attend import attend
-from pipeline.models.layers.attending.formula import Implementation, Rule
+from pipeline.models.layers.attending.formula import Implementation, OfRule, Rule
 from pipeline.models.layers.attending.order import Context, Order, Way
 from pipeline.models.layers.linear import ColumnLinear, RowLinear
 from pipeline.models.layers.replicated import ReplicatedKV
@@ -184,6 +184,7 @@ class Attention(nnx.Module):
     """
 
     __signature__ = ConstructorSignature()
+    window, softcap, query_chunk, implementation, context = (OfRule() for _ in range(5))
 
     @takes(_AttentionArguments, "Attention()")
     def __init__(self, given: _AttentionArguments) -> None:

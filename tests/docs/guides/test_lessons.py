@@ -47,6 +47,7 @@ def follow(page: Path, folder: Path) -> dict[str, Any]:
         return run(page, folder).names
 
 
+@pytest.mark.slow
 def test_quick_start(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On four devices, each file with its own names, and what it says of them (issue 52)."""
     first, make, *mine = texts("quickstart.md", "python")

@@ -115,7 +115,7 @@ def test_words_that_ranks_cannot_share():
     )
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slices", "axes"), [(None, {}), ((5, 3), {"stage": 2}), (2, {"stage": 2, "tensor": 2})]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import fields
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -18,6 +19,7 @@ from pipeline.layers import (
     SequenceSlice,
     attend_slice,
 )
+from tests.support.close import assert_close
 
 X = jnp.zeros((1, 4, 2, 8))
 
@@ -85,3 +87,16 @@ def test_sinks_are_refused_by_kernels_of_slices_too():
         "implementation='xla' with sinks: only the formula has them; take implementation=None or "
         "'chunked'"
     )
+
+
+def test_options_that_are_set_later_are_those_of_the_next_call():
+    layer = Attention(16, 4, 2, nnx.Rngs(0), window=4)
+    x = jax.random.normal(jax.random.key(0), (1, 8, 16))
+    before = layer(x)
+    layer.window = 2
+    narrow = Attention(16, 4, 2, nnx.Rngs(0), window=2)
+    assert (layer.window, layer.softcap, layer.implementation) == (2, None, None)
+    assert_close(layer(x), narrow(x))
+    assert not jnp.allclose(layer(x), before)
+    with pytest.raises(ValueError, match=r"^window=0: how many positions a query reads is an int"):
+        layer.window = 0

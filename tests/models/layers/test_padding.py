@@ -173,6 +173,7 @@ def test_tokens_of_rows_and_positions_in_one_dim_are_found():
     assert_close(*results)
 
 
+@pytest.mark.slow
 def test_segment_ids_of_another_meaning_mark_no_padding():
     """0 is BERT's first sentence (issue 52): padding is marked in targets alone."""
 
@@ -314,6 +315,7 @@ def test_without_padding_there_is_no_mask():
         Pipeline(stages, 2, loss_fn=squares).loss(X, T)
 
 
+@pytest.mark.slow
 def test_words_that_a_loss_ignores_are_data():
     """A prompt has no loss and is still routed, as without a pipeline."""
     x, t = X, np.full(X.shape[:2], -100, np.int32)
@@ -327,7 +329,7 @@ def test_words_that_a_loss_ignores_are_data():
 # ---- state that only a step's end changes ----------------------------------
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "name"),
     [({"bias_rate": 0.1}, "bias"), ({"balance": "batch", "balance_weight": 0.1}, "load")],

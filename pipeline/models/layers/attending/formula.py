@@ -6,8 +6,8 @@ Letters: b = sequences, t = queries, s = keys, c = width of a head, k = heads of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,19 @@ from pipeline.models.layers.attending.order import WHOLE, Context
 Implementation = Literal["splash", "cudnn", "xla", "chunked"]
 HIDDEN = -1e30  # the score of a key that a query does not read
 MOST_PAIRS = 2**20  # scores of a head that are formed at a time, where nobody says how many
+
+
+class OfRule:
+    """An attribute of a layer that is a field of its `Rule`, to read and to write."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, layer: Any, owner: type) -> Any:
+        return self if layer is None else getattr(layer.rule, self._name)
+
+    def __set__(self, layer: Any, value: Any) -> None:
+        layer.rule = replace(layer.rule, **{self._name: value})
 
 
 @dataclass(frozen=True)
