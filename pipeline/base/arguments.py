@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -104,8 +105,10 @@ def takes(
             if (record := options.get("options")) is not None:
                 base: Any = getattr(kind, "__base__", None)
                 if not isinstance(record, base):
-                    raise TypeError(f"{function}: options={record!r} must be an {base.__name__}")
-                options = {**vars(record), **options}  # type: ignore[assignment]
+                    text = f"is a {type(record).__name__}, and must be an {base.__name__}"
+                    raise TypeError(f"{function}: options= {text}")
+                given = {one.name: getattr(record, one.name) for one in dataclasses.fields(base)}
+                options = {**given, **options}  # type: ignore[assignment]
             return method(self, kind(*args, **options))
 
         parameters = [own, *signature.parameters.values()]

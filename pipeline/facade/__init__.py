@@ -1,8 +1,7 @@
 """The names of the engine that rooms outside of it use: one door, listed name by name.
 
-`training` and `splitting` import the engine here only; users import `pipeline`. What lives here is
-this list. What never does is code, or a name that a public function or a method of `Pipeline` can
-replace.
+`training` and `splitting` import the engine here only; users import `pipeline`. A name that a
+public function or a method of `Pipeline` can replace is not listed.
 """
 
 from pipeline.core.jaxpr.evaluate import bind

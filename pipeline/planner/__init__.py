@@ -1,7 +1,7 @@
 """A planner for chips that need not be there: mesh, schedule and remat for a model, with reasons.
 
-The rooms are a table of models, what a step costs by arithmetic, and the search over ways to lay it
-out. Nothing here traces, compiles or knows a device: a forecast (`pipeline.insight.forecast`) and a
+The modules are a table of models, the cost of a step by arithmetic, and the search over layouts.
+Nothing here traces, compiles or knows a device: a forecast (`pipeline.insight.forecast`) and a
 calibration are more exact, and need the model itself.
 """
 

@@ -371,7 +371,7 @@ def _data(job: PlannedJob, layout: MeshLayout) -> float:
     """Seconds, once a step, of a pipeline: sums of gradients, and new weights that ZeRO-1 gathers.
 
     With windows chunks are gathered in bfloat16 and their gradients reduced in float32 as often as
-    the schedule needs; compilers for TPUs hide few of these (docs/kernel.md), so none counts so.
+    the schedule needs; compilers for TPUs hide few of these (docs/kernel.md), so all of them count.
     """
     held, way, R = parameters_of(job.model, layout), layout.data_parallel, layout.context
     each = (2.0 * WEIGHT,) * 3

@@ -237,7 +237,7 @@ def _context(job: PlannedJob, sizes: Any, costs: Any) -> tuple[int, ...]:
     tried = tuple(sorted({int(one) for one in given}))
     if tried != (1,) and costs is not None:
         raise ValueError(
-            "costs= beside context=: measured seconds are those of blocks on whole sequences; "
+            "costs= with context=: measured seconds are those of blocks on whole sequences; "
             "leave costs out"
         )
     if tried != (1,) and job.model.latent is not None:

@@ -183,7 +183,7 @@ def test_auto_tries_parts_of_enough_positions():
         (
             {"context": (2,), "costs": Costs()},
             (
-                "costs= beside context=: measured seconds are those of blocks on whole sequences; "
+                "costs= with context=: measured seconds are those of blocks on whole sequences; "
                 "leave costs out"
             ),
         ),

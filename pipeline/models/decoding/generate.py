@@ -88,7 +88,7 @@ def generate(
         much may be drawn; None for all.
       stop: a token that ends a row, or several, any of which does. When all rows have ended, so
         does the call.
-      pad: what stands behind the end of a row.
+      pad: the token of positions after the end of a row.
       prefill: how many tokens of every prompt are fed in one call, if stages take more than one at
         a time (flax's MultiHeadAttention does not); the rest one by one. By default the shortest
         prompt in calls of up to 256 where all caches say that they take it (``prefills = True``).

@@ -24,7 +24,7 @@ class Choice:
       max_new_tokens: of a row.
       top_k: how many words may be drawn, 0 for all.
       nucleus: whether only the likeliest words that have a share of all may be.
-      stop: tokens that end a row; pad: what stands behind the end.
+      stop: tokens that end a row; pad: the token of positions after the end.
       words: how many words the head says that it has (an attribute ``words``); None if it does not.
     """
 

@@ -61,7 +61,7 @@ def test_the_signature_of_a_layer_names_its_options():
         ),
         (
             lambda: Attention(8, 4, 2, nnx.Rngs(0), options={"window": 3}),
-            "Attention(): options={'window': 3} must be an AttentionOptions",
+            "Attention(): options= is a dict, and must be an AttentionOptions",
         ),
         (
             lambda: MixtureOfExperts(8, 4, 4, 2, nnx.Rngs(0), dispach="gather"),

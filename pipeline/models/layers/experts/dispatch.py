@@ -69,7 +69,7 @@ def dispatch_by_gather(
       routing: of them.
       experts: the E experts of this rank.
       num_experts: e.
-      axis: over which experts lie.
+      axis: the mesh axis that splits the experts.
     """
     weights, chosen, ranks = routing.weights, routing.chosen, group_size(axis)
     if ranks == 1 or not is_manual(axis):

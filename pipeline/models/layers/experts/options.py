@@ -73,7 +73,7 @@ class ExpertOptions(RoutingOptions):
       shared_gate: whether it is multiplied with a sigmoid of the token.
       bias: whether the experts' products have biases.
       gate: of (gate, up), what the product down is given.
-      axis: the mesh axis over which experts lie.
+      axis: the mesh axis that splits the experts.
       dispatch: "gather", "capacity" or "ragged" (`pipeline.layers.experts`). The first and
         the last drop no token, and their results do not depend on the mesh.
       capacity_factor: of "capacity" (`capacity_of`).
