@@ -219,7 +219,6 @@ def test_bad_input(given, message):
                 "plan without, and give MixtureOfExperts(chunk=) if memory is short"
             ),
         ),
-        ({"cheap": True}, "plan(cheap=True): there is no such argument"),
     ],
 )
 def test_arguments_of_earlier_releases_are_refused(given, message):
