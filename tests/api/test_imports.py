@@ -28,7 +28,8 @@ print("jax" in sys.modules, file=sys.stderr)
             for arguments in (["--help"], ["plan", "--help"], ["launch", "--help"], ["bogus"])
         ),
         ("from pipeline import Pipeline", True),
-        ("import pipeline; pipeline.layers", True),
+        ("import pipeline; pipeline.layers", False),
+        ("import pipeline; pipeline.layers.Attention", True),
     ],
 )
 def test_jax_is_imported_when_it_is_needed(statement, imports_jax):

@@ -19,7 +19,7 @@ from pipeline.layers import (
     SequenceSlice,
     attend_slice,
 )
-from tests.support.close import assert_close
+from tests.support.close import assert_close, distance
 
 X = jnp.zeros((1, 4, 2, 8))
 
@@ -97,6 +97,6 @@ def test_options_that_are_set_later_are_those_of_the_next_call():
     narrow = Attention(16, 4, 2, nnx.Rngs(0), window=2)
     assert (layer.window, layer.softcap, layer.implementation) == (2, None, None)
     assert_close(layer(x), narrow(x))
-    assert not jnp.allclose(layer(x), before)
+    assert distance(layer(x), before) > 1e-3
     with pytest.raises(ValueError, match=r"^window=0: how many positions a query reads is an int"):
         layer.window = 0
