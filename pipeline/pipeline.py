@@ -8,7 +8,7 @@ import functools
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Self
 
@@ -36,6 +36,7 @@ from pipeline.core.model.shared_variables import unshared
 from pipeline.core.model.signature import signature_of
 from pipeline.core.model.stage import check_kinds, count_stages, is_stacked, take_stage
 from pipeline.core.model.trained import Trained
+from pipeline.core.model.unlike import Overlaid
 from pipeline.core.options.checks import check_scale
 from pipeline.core.options.choose import warn_of_idle_devices
 from pipeline.core.options.compiled import PlanOfPipeline, Programs
@@ -526,7 +527,12 @@ class Pipeline(nnx.Module):
             warnings.simplefilter("always")
             operands = self._operands(inputs, targets, extras, "check", plan=plan)
             model, *arrays = operands
-            look_at_code(self._modules(), **ends, loss_fn=loss_fn)
+            # Stages that are alike share their chunk's module, of which only the code is read.
+            modules = self._by_stage(
+                lambda chunk, rank: chunk.stages[rank] if isinstance(chunk, Overlaid) else chunk,
+                self.chunks,
+            )
+            look_at_code(modules, **ends, loss_fn=loss_fn)
             given = [*self.chunks, *ends.values(), loss_fn]
             warn_of_undivided_weights(self, plan.mesh, plan.axes, given, compiled.warned)
             with self._entered():
@@ -539,14 +545,14 @@ class Pipeline(nnx.Module):
         ours = [str(one.message) for one in caught if issubclass(one.category, ModelWarning)]
         return list(dict.fromkeys(ours))
 
-    def _modules(self) -> list[nnx.Module]:
-        """[K] modules of the stages' classes; those that are alike share one, with all weights."""
-        modules = {
-            k: getattr(chunk, "stages", [chunk] * len(self.schedule.stages_of))[rank]
+    def _by_stage(self, take: Callable[[Any, int], Any], chunks: Iterable[Any]) -> list[Any]:
+        """[K] results of ``take(chunk, rank)``, in layer order."""
+        results = {
+            k: take(chunk, rank)
             for rank, held in enumerate(self.schedule.stages_of)
-            for chunk, k in zip(self.chunks, held, strict=True)
+            for chunk, k in zip(chunks, held, strict=True)
         }
-        return [modules[k] for k in range(len(modules))]
+        return [results[k] for k in range(len(results))]
 
     def stages(self) -> list[nnx.Module]:
         """Copies of the K stages in layer order, each whole.
@@ -559,12 +565,8 @@ class Pipeline(nnx.Module):
             chunks = list(self.chunks)
             if is_typed:
                 chunks = [_with_state(chunk, meshes.untyped, self.plan.mesh) for chunk in chunks]
-            found = {
-                k: take_stage(chunk, rank)
-                for rank, held in enumerate(self.schedule.stages_of)
-                for chunk, k in zip(chunks, held, strict=True)
-            }
-        stages = [self.ignored.give_back(found[k], k) for k in range(len(found))]
+            whole = self._by_stage(take_stage, chunks)
+        stages = [self.ignored.give_back(stage, k) for k, stage in enumerate(whole)]
         if is_typed:
             home = self.plan.home
             stages = [_with_state(stage, meshes.typed_as_they_lie, home) for stage in stages]

@@ -51,10 +51,11 @@ _LATER = {
     "differences": "timing.differences",
     "equal_time": "timing.cuts",
 }
+_MODULES = {home.partition(".")[0] for home in _LATER.values()}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "search":
+    if name in _MODULES:
         return import_module(f"{__name__}.{name}")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -52,7 +52,15 @@ def batch(*more: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     return (jax.ShapeDtypeStruct((ROWS, *more, WIDTH), jnp.float32),) * 2
 
 
-@pytest.mark.parametrize("kind", [Block, Mixing])
+class Nested(Block):
+    """A block that calls its own parts ``stages``."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        super().__init__(rngs)
+        self.stages = nnx.List([])
+
+
+@pytest.mark.parametrize("kind", [Block, Mixing, Nested])
 def test_a_model_without_faults_has_an_empty_list(kind):
     assert quiet(kind).check(*batch(T)) == []
 

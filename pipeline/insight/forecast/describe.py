@@ -25,7 +25,8 @@ _STRAIGHT = (
 def summary(pipe: Any) -> dict[str, str]:
     """Fields that `print` shows of a pipeline, line by line; only options that are no defaults."""
     schedule, plan = pipe.schedule, pipe.plan
-    stages = [stage for chunk in pipe.chunks for stage in getattr(chunk, "stages", [chunk])]
+    parts = (one.stages if isinstance(one, Overlaid) else [one] for one in pipe.chunks)
+    stages = [stage for part in parts for stage in part]
     given = {one: getattr(plan.options, one.name) for one in dataclasses.fields(plan.options)}
     changed = [
         f"{one.name}={_short(value)}"
