@@ -29,7 +29,7 @@ import jax  # isort: skip
 from flax import nnx
 
 from pipeline import Pipeline
-from pipeline.core.backward import accumulate
+from pipeline.core.autodiff import accumulate
 
 TARGET = Path(__file__).parent / "h100.textproto"
 NAMES = [ours.name for ours in OURS if ours.schedule in ("1f1b", "interleaved_1f1b", "zb_v")]

@@ -36,8 +36,8 @@ import jax.numpy as jnp
 from collectives import make_mesh
 from collectives.compat import to_device, to_host
 from pipeline import Pipeline
-from pipeline.core.kernel import runtime
-from pipeline.core.sharding import meshes
+from pipeline.core.placement import meshes
+from pipeline.core.step import runtime
 from pipeline.insight.calibrate.one_rank import operands_of
 from pipeline.insight.forecast.bytes import predict
 

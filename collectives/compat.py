@@ -49,7 +49,7 @@ Tree = TypeVar("Tree")
 
 # With jax 0.10.2 refs that are differentiated, or belong to a function that JAX is not to take
 # apart, get torn; with 0.12 they are not (0.11 was not tried). Goes with the last jax of Python
-# 3.11, and most of `pipeline.core.backward.in_place` with it.
+# 3.11, and most of `pipeline.core.autodiff.in_place` with it.
 REFS_ARE_WHOLE = jax.__version_info__ >= (0, 12)
 
 HOST_MEMORY = "pinned_host"  # jax's name of the memory of a device's host

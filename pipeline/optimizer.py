@@ -2,9 +2,9 @@
 
 An optimizer is written for layers: it asks for a weight's norm, for the number of its axes, for its
 name. A pipeline holds S layers in one array, over which all these mean something else. So an
-optimizer here is given the layer view (`pipeline.core.layerwise.view`), and what it does for S
+optimizer here is given the layer view (`pipeline.core.layers_view.view`), and what it does for S
 layers is found again and run at once, on the ranks that hold them
-(`pipeline.core.layerwise.reroll`).
+(`pipeline.core.layers_view.reroll`).
 
 Its state lies over ``stage`` as weights do, and, for ZeRO-1 and FSDP, over ``data`` as gradients
 do: D data shards each keep a D-th of it, make the update of that, and gather the updates.
@@ -26,15 +26,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from collectives.compat import HOST_MEMORY, has_host_memory, on_device, put_on_host
 from pipeline.base.tree import Tree, is_abstract, is_key
 from pipeline.base.variables import metadata
-from pipeline.core.layerwise.layout import Layout, check_layout
-from pipeline.core.layerwise.reroll import Rerolled
-from pipeline.core.layerwise.rows import Cut, LeafRow
-from pipeline.core.layerwise.state import Lay, StatePlan, key_name, plan_state
-from pipeline.core.layerwise.view import EndRef, LayerView, Ref, found_in, layer_view
-from pipeline.core.sharding import meshes
-from pipeline.core.sharding.distribute import distribute
-from pipeline.core.sharding.placement import LAYERS
-from pipeline.core.trained.filters import leaving_frozen, trained_parts
+from pipeline.core.layers_view.layout import Layout, check_layout
+from pipeline.core.layers_view.reroll import Rerolled
+from pipeline.core.layers_view.rows import Cut, LeafRow
+from pipeline.core.layers_view.state import Lay, StatePlan, key_name, plan_state
+from pipeline.core.layers_view.view import EndRef, LayerView, Ref, found_in, layer_view
+from pipeline.core.model.trained_filters import leaving_frozen, trained_parts
+from pipeline.core.placement import meshes
+from pipeline.core.placement.distribute import distribute
+from pipeline.core.placement.placement import LAYERS
 from pipeline.pipeline import Pipeline
 
 

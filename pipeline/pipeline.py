@@ -21,12 +21,7 @@ from pipeline.base.arguments import ConstructorSignature, described, takes
 from pipeline.base.precision import check_dtype, keep_params_in
 from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
-from pipeline.core.kernel import differentiable, runtime
-from pipeline.core.kernel.limit import device_limit, types
-from pipeline.core.kernel.operands import Operands, check_arrays, make_operands
-from pipeline.core.kernel.results import Kept
-from pipeline.core.kernel.watched import watched
-from pipeline.core.layerwise.layout import Layout, PipelineOrigin, check_layout, mark, types_of
+from pipeline.core.layers_view.layout import Layout, PipelineOrigin, check_layout, mark, types_of
 from pipeline.core.model.chunks import make_chunks, make_ends, variables_of
 from pipeline.core.model.ignored import ignoring, warn_of_attributes
 from pipeline.core.model.loss import check_has_aux
@@ -36,6 +31,9 @@ from pipeline.core.model.shared_variables import unshared
 from pipeline.core.model.signature import signature_of
 from pipeline.core.model.stage import check_kinds, count_stages, is_stacked, take_stage
 from pipeline.core.model.trained import Trained
+from pipeline.core.model.trained_copies import Copies
+from pipeline.core.model.trained_filters import trained_by, trained_lines, warn_of_frozen_parts
+from pipeline.core.model.trained_state import check_order, check_state, keep_state
 from pipeline.core.model.unlike import Overlaid
 from pipeline.core.options.checks import check_scale
 from pipeline.core.options.choose import warn_of_idle_devices
@@ -43,13 +41,15 @@ from pipeline.core.options.compiled import PlanOfPipeline, Programs
 from pipeline.core.options.options import Arguments, Measured, ModelParts, Options
 from pipeline.core.options.plan import Plan
 from pipeline.core.options.resolve import make_plan, with_microbatches
-from pipeline.core.sharding import meshes
-from pipeline.core.sharding.fit import ModelWarning, warn_of_no_names, warn_of_undivided_weights
-from pipeline.core.sharding.paths import Asked
-from pipeline.core.sharding.placement import Placement
-from pipeline.core.trained.copies import Copies
-from pipeline.core.trained.filters import trained_by, trained_lines, warn_of_frozen_parts
-from pipeline.core.trained.state import check_order, check_state, keep_state
+from pipeline.core.placement import meshes
+from pipeline.core.placement.fit import ModelWarning, warn_of_no_names, warn_of_undivided_weights
+from pipeline.core.placement.paths import Asked
+from pipeline.core.placement.placement import Placement
+from pipeline.core.step import differentiable, runtime
+from pipeline.core.step.limit import device_limit, types
+from pipeline.core.step.operands import Operands, check_arrays, make_operands
+from pipeline.core.step.results import Kept
+from pipeline.core.step.watched import watched
 from pipeline.lint import Lint, look_at_code
 from pipeline.processes.replicas import check_replicas
 from schedules import Report, Schedule
@@ -147,7 +147,7 @@ class Pipeline(nnx.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _ARGUMENTS:
-            from pipeline.core.layerwise.replace import refusal
+            from pipeline.core.layers_view.replace import refusal
 
             raise AttributeError(refusal(name))
         super().__setattr__(name, value)
@@ -590,7 +590,7 @@ class Pipeline(nnx.Module):
           TypeError: ``stages``, or no option of a pipeline.
           ValueError: as the constructor.
         """
-        from pipeline.core.layerwise.replace import check_changes, replaced
+        from pipeline.core.layers_view.replace import check_changes, replaced
 
         check_changes(options)
         return replaced(self, options, Pipeline.__init__)
@@ -640,7 +640,7 @@ class Pipeline(nnx.Module):
         Raises:
           ValueError: a tree of another shape.
         """
-        from pipeline.core.layerwise.convert import to_layers
+        from pipeline.core.layers_view.convert import to_layers
 
         with self._entered():
             layers = to_layers(self, meshes.untyped(tree, self.plan.mesh))
@@ -656,7 +656,7 @@ class Pipeline(nnx.Module):
         Raises:
           ValueError: other layers, or labels that differ between layers that share an array.
         """
-        from pipeline.core.layerwise.convert import from_layers
+        from pipeline.core.layers_view.convert import from_layers
 
         with self._entered():
             return from_layers(self, meshes.untyped(layers, self.plan.mesh))

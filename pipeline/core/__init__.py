@@ -10,10 +10,10 @@ FRONT = "pipeline", "pipeline.facade", "pipeline.optimizer", "pipeline.pipeline"
 WITHIN = "pipeline.insight", "pipeline.lint", "pipeline.models.decoding"
 
 DOORS = (
-    "pipeline.core.layerwise.layout",  # the mark of the order of layers in a state
-    "pipeline.core.layerwise.view",  # the layer view
-    "pipeline.core.sharding.distribute",  # an array from host to devices
-    "pipeline.core.sharding.meshes",  # the mesh in force
+    "pipeline.core.layers_view.layout",  # the mark of the order of layers in a state
+    "pipeline.core.layers_view.view",  # the layer view
+    "pipeline.core.placement.distribute",  # an array from host to devices
+    "pipeline.core.placement.meshes",  # the mesh in force
 )
 GUESTS = (
     "pipeline.models.weights.biases",

@@ -4,21 +4,21 @@
 public function or a method of `Pipeline` can replace is not listed.
 """
 
-from pipeline.core.jaxpr.evaluate import bind
-from pipeline.core.jaxpr.primitives import held, makes_ref
-from pipeline.core.layerwise.leaf import LayerLeaf, replicated
-from pipeline.core.layerwise.leaves import (
+from pipeline.core.autodiff.jaxpr.evaluate import bind
+from pipeline.core.autodiff.jaxpr.primitives import held, makes_ref
+from pipeline.core.layers_view.leaf import LayerLeaf, replicated
+from pipeline.core.layers_view.leaves import (
     optimizer_leaves,
     pipeline_leaves,
     plain_leaves,
     shaped_leaves,
     tree_leaves,
 )
-from pipeline.core.layerwise.view import layer_view
+from pipeline.core.layers_view.view import layer_view
 from pipeline.core.model.loss import Weighed
 from pipeline.core.model.microbatch import as_arrays
 from pipeline.core.options.options import Options
-from pipeline.core.sharding.meshes import entered
+from pipeline.core.placement.meshes import entered
 
 __all__ = [
     "LayerLeaf",  # one leaf of a checkpoint: its path, shape, and reads and writes of its array

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeline.core.kernel.runtime import Prepared
     from pipeline.core.options.plan import Plan
-    from pipeline.core.rank.activations import Activations
-    from pipeline.core.rank.state import RankState
+    from pipeline.core.step.calls.activations import Activations
+    from pipeline.core.step.calls.state import RankState
+    from pipeline.core.step.runtime import Prepared
 
 
 def look_at_code(stages: Any, **ends: Any) -> None:

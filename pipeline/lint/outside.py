@@ -25,7 +25,7 @@ from typing import Any
 
 from flax import nnx
 
-from pipeline.core.sharding.fit import ModelWarning, outside
+from pipeline.core.placement.fit import ModelWarning, outside
 
 _SHOWN = 4  # paths in a warning
 _DEPTH = 12  # of functions that call each other, and of containers in each other

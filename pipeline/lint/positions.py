@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from pipeline.core.jaxpr.primitives import bodies, body_of, traits
+from pipeline.core.autodiff.jaxpr.primitives import bodies, body_of, traits
 
 Eqn = Any
 

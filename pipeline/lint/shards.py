@@ -22,7 +22,7 @@ from jax.extend.core import Literal
 import collectives
 from pipeline import core
 from pipeline.base.agreed.positions import READS_ALL_RANKS
-from pipeline.core.jaxpr.primitives import Body, bodies, traits
+from pipeline.core.autodiff.jaxpr.primitives import Body, bodies, traits
 from pipeline.lint.positions import (
     NOT_FOLLOWED,
     Followed,

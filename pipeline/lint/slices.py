@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pipeline.base.tree import Tree, at, blank
-from pipeline.core.rank.activations import Activations
-from pipeline.core.rank.ends import CALL_SLICE, embed, finish, take_loss_of
-from pipeline.core.rank.forward import Forward
-from pipeline.core.rank.state import RankState
-from pipeline.core.sharding.fit import ModelWarning, outside
+from pipeline.core.placement.fit import ModelWarning, outside
+from pipeline.core.step.calls.activations import Activations
+from pipeline.core.step.calls.ends import CALL_SLICE, embed, finish, take_loss_of
+from pipeline.core.step.calls.forward import Forward
+from pipeline.core.step.calls.state import RankState
 from pipeline.lint.positions import (
     Followed,
     MixedPositionsError,

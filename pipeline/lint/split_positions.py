@@ -18,12 +18,12 @@ import jax
 
 from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree, at, blank, signature
-from pipeline.core.backward.outcome import SlicedInput
-from pipeline.core.rank.activations import Activations
-from pipeline.core.rank.ends import embed, finish, take_loss_of
-from pipeline.core.rank.forward import Forward, blank_input
-from pipeline.core.rank.state import RankState
-from pipeline.core.sharding.fit import ModelWarning, outside
+from pipeline.core.autodiff.outcome import SlicedInput
+from pipeline.core.placement.fit import ModelWarning, outside
+from pipeline.core.step.calls.activations import Activations
+from pipeline.core.step.calls.ends import embed, finish, take_loss_of
+from pipeline.core.step.calls.forward import Forward, blank_input
+from pipeline.core.step.calls.state import RankState
 from pipeline.lint.positions import (
     NOT_FOLLOWED,
     Sequences,

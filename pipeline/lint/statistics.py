@@ -16,15 +16,15 @@ from flax import nnx
 from pipeline.base.added import Adding
 from pipeline.base.rows import DataStatistic
 from pipeline.base.variables import metadata
-from pipeline.core.rank.ends import ends_paths
-from pipeline.core.rank.held import Usage
-from pipeline.core.rank.local_model import LocalModel
-from pipeline.core.rank.state import RankState
-from pipeline.core.sharding.fit import ModelWarning, outside
+from pipeline.core.placement.fit import ModelWarning, outside
+from pipeline.core.step.calls.ends import ends_paths
+from pipeline.core.step.calls.held import Usage
+from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.state import RankState
 
 if TYPE_CHECKING:
-    from pipeline.core.kernel.runtime import Prepared
     from pipeline.core.options.plan import Plan
+    from pipeline.core.step.runtime import Prepared
 
 _REMEDY = (
     "the batch has padding (pipeline.training.batches), which it may count: leave out what "

@@ -18,10 +18,10 @@ from flax import nnx
 from collectives.compat import live
 from collectives.places.sizes import CONTEXT, DATA, EXPERT, TENSOR
 from pipeline.base.axes import Axes, axes_in, spec_over
-from pipeline.core.jaxpr.primitives import held
-from pipeline.core.rank.forward import Forward
-from pipeline.core.rank.state import RankState
-from pipeline.core.sharding.fit import ModelWarning, outside
+from pipeline.core.autodiff.jaxpr.primitives import held
+from pipeline.core.placement.fit import ModelWarning, outside
+from pipeline.core.step.calls.forward import Forward
+from pipeline.core.step.calls.state import RankState
 from pipeline.lint.shards import axes_of
 
 _SHOWN = 4  # paths in a warning

@@ -3,8 +3,9 @@
 A recipe says how a model is called. From it the model is traced anew for every size of a
 microbatch, so that nothing knows the size of the example that it was made with.
 
-An `Equation` is no `Step` of `pipeline.core.jaxpr`: steps are read after differentiation and inline
-every call, while a part of a model must keep its `jax.checkpoint` and custom derivatives whole.
+An `Equation` is no `Step` of `pipeline.core.autodiff.jaxpr`: steps are read after differentiation
+and inline every call, while a part of a model must keep its `jax.checkpoint` and custom derivatives
+whole.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.core.kernel import runtime
-from pipeline.core.sharding.placement import DEFERRED
+from pipeline.core.placement.placement import DEFERRED
+from pipeline.core.step import runtime
 from pipeline.insight.forecast import traffic
 from schedules.lowering.needs import needed, segments
 from schedules.lowering.program import Program

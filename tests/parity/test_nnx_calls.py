@@ -13,7 +13,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from tests.core.kernel.test_stage_state import NOT_KEPT
+from tests.core.step.test_stage_state import NOT_KEPT
 from tests.support import models
 from tests.support.models import Block, Noisy, Readout, Words
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline, add_loss, make_optimizer
-from pipeline.core.kernel import share
+from pipeline.core.step import share
 from pipeline.training.step import Step
 from tests.support.close import assert_close
 

@@ -11,8 +11,8 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.core.executors import grouped
 from pipeline.core.model.unlike import Overlaid
+from pipeline.core.step.run import grouped
 from tests.support import mixed, models
 from tests.support.close import assert_close, distance
 from tests.support.models import Block, Hostile

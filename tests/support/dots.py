@@ -10,7 +10,7 @@ import jax
 from jax.interpreters import partial_eval
 from jax.stages import Compiled
 
-from pipeline.core.jaxpr.primitives import held
+from pipeline.core.autodiff.jaxpr.primitives import held
 
 
 def in_jaxpr(f: Any, *args: Any) -> int:

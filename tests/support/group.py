@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collectives import TENSOR, vary, varying_axes
-from pipeline.core.backward.accumulate import differentiate
+from pipeline.core.autodiff.accumulate import differentiate
 from tests.support.models import row_error
 
 Call = Callable[..., Any]  # (module, *arrays) -> array

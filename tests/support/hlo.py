@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from collectives import STAGE
-from pipeline.core.jaxpr import scopes
+from pipeline.core.autodiff.jaxpr import scopes
 from pipeline.insight.forecast.traffic import share
 from schedules.lowering.program import Program
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.core.backward.outcome import Outcome
+from pipeline.core.autodiff.outcome import Outcome
 
 
 def told(f: Callable[..., Any]) -> Callable[..., Outcome]:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from collectives import STAGE
-from pipeline.core.executors import memory, ticks
+from pipeline.core.step.run import ticks
+from pipeline.core.step.stores import device
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def poison(monkeypatch):
     def spoilt(x):
         return jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    zeros, runner, exchange = memory.zeros, ticks.runner, ticks.exchange
+    zeros, runner, exchange = device.zeros, ticks.runner, ticks.exchange
     sends: list[bool] = []  # whether a run has several ranks
     counted = {"memory": 0, "messages": 0, "edges": 0}
 
@@ -41,7 +42,7 @@ def poison(monkeypatch):
         arrives = (jax.lax.axis_index(axis) == to).any()
         return jax.tree.map(lambda x: jnp.where(arrives, x, spoilt(x)), exchange(tree, edges, axis))
 
-    monkeypatch.setattr(memory, "zeros", nan_memory)
+    monkeypatch.setattr(device, "zeros", nan_memory)
     monkeypatch.setattr(ticks, "runner", nan_runner)
     monkeypatch.setattr(ticks, "exchange", nan_exchange)
     yield

@@ -18,7 +18,7 @@ from jax.experimental import io_callback
 from jax.extend.core import Primitive
 
 from collectives import compat, make_mesh
-from pipeline.core.jaxpr import narrow, primitives
+from pipeline.core.autodiff.jaxpr import narrow, primitives
 from tests.docs.test_rooms import modules
 
 PRIVATE = re.compile(r"(jax|jaxlib|flax|optax)(\.\w+)*\._(?!_)\w+(\.|$)")

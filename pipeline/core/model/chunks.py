@@ -1,7 +1,7 @@
 """The state of a pipeline, laid out: chunks of stages over ranks, embed and head beside them.
 
 Letters: S ranks, K stages, V = K // S chunks. A chunk is one module whose leaves have a leading
-axis of length S sharded over ``stage``, and further axes where `pipeline.core.sharding.placement`
+axis of length S sharded over ``stage``, and further axes where `pipeline.core.placement.placement`
 says so. Where the stages of a chunk are not alike, it is laid out by `pipeline.core.model.unlike`.
 """
 
@@ -24,10 +24,10 @@ from pipeline.core.model.ends import find_tables
 from pipeline.core.model.randomness import RankStreams, with_streams_of
 from pipeline.core.model.stage import Ends, is_stacked
 from pipeline.core.model.unlike import Overlaid
-from pipeline.core.sharding.distribute import constrained
-from pipeline.core.sharding.paths import ModelPath, of_stage
-from pipeline.core.sharding.placement import Placement, spreads
-from pipeline.core.sharding.zero import StateLayout
+from pipeline.core.placement.distribute import constrained
+from pipeline.core.placement.paths import ModelPath, of_stage
+from pipeline.core.placement.placement import Placement, spreads
+from pipeline.core.placement.zero import StateLayout
 from schedules.clocks.shared import Shared
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pipeline.base.axes import PARTS, Axes, axes_in
 from pipeline.base.tree import Tree, shape_text
 from pipeline.core.model.model import Batch
-from pipeline.core.sharding.distribute import distribute
+from pipeline.core.placement.distribute import distribute
 
 
 def make_batch(

@@ -21,7 +21,7 @@ from pipeline.core.model.ends import Tables
 from pipeline.core.model.loss import Loss
 from pipeline.core.model.stage import Definition, Seat
 from pipeline.core.model.trained import Trained
-from pipeline.core.sharding.zero import StateLayout
+from pipeline.core.placement.zero import StateLayout
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Model:
       policy: a `jax.checkpoint` policy for the stages, or None. gathers_again: whether a backward
       gathers again, from other ranks, what its forward gathered. compute_dtype: to which parameters
       and activations are cast before they are used, or None. grad_dtype: in which gradients are
-      summed, as `pipeline.core.backward.accumulate.as_summed` takes it. layout: where the leaves of
+      summed, as `pipeline.core.autodiff.accumulate.as_summed` takes it. layout: where the leaves of
       its state lie. trained: which of its parameters have gradients. tables: those of embed and
       head that all ranks share. has_aux: whether loss_fn returns (loss, metrics), and both are
       wanted; None if it may, and metrics are not. weighed: whether means are wanted as `Weighed`.

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from collectives import vary
 from collectives.compat import varying_in
 from pipeline.base.tree import Leaves, Tree, zeros
-from pipeline.core.jaxpr.refs import read, write
+from pipeline.core.autodiff.jaxpr.refs import read, write
 
 Shape = tuple[int, ...]
 Column = tuple[tuple[Hashable, ...], Shape | None]  # the name and the trailing axes

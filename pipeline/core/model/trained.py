@@ -2,7 +2,7 @@
 
 Letters: K stages, V chunks. Stages of one chunk share their arrays, so an array has a gradient if
 any of its stages is trained in it. In the kernel stages that are not trained alike have code of
-their own (`pipeline.core.rank.groups`), which adds nothing to the sums of what is frozen.
+their own (`pipeline.core.step.calls.groups`), which adds nothing to the sums of what is frozen.
 """
 
 from __future__ import annotations

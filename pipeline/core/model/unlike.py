@@ -32,9 +32,9 @@ from pipeline.base.axes import axes_in
 from pipeline.base.tree import Tree, is_abstract, is_key, nbytes, zeros
 from pipeline.base.variables import filled, metadata, raw, with_arrays, without_values
 from pipeline.core.model.overlay import Cell, Leaf, Spot, View, overlay
-from pipeline.core.sharding.distribute import constrained
-from pipeline.core.sharding.paths import ModelPath, of_stage
-from pipeline.core.sharding.placement import DEFERRED, Placement, unnamed
+from pipeline.core.placement.distribute import constrained
+from pipeline.core.placement.paths import ModelPath, of_stage
+from pipeline.core.placement.placement import DEFERRED, Placement, unnamed
 
 Path = tuple[Any, ...]
 Held = tuple[Any, Spot]  # a variable, and where its value lies in a cell

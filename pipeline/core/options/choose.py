@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from collectives import STAGE, check_mesh, make_mesh
 from pipeline.core.options.checks import Bubbles
-from pipeline.core.sharding.fit import outside
+from pipeline.core.placement.fit import outside
 from schedules import Costs, Schedule, ScheduleError, build, check, names, simulate
 from schedules.build import options, stages_per_rank, takes_slices
 from schedules.clocks.shared import Shared

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from pipeline.base.arguments import DataParallel
 from pipeline.base.precision import check_dtype
-from pipeline.core.backward.accumulate import check_grad_dtype
+from pipeline.core.autodiff.accumulate import check_grad_dtype
 from pipeline.core.model.loss import LossFn
 from pipeline.core.options.checks import (
     Bubbles,
@@ -36,7 +36,7 @@ from pipeline.core.options.checks import (
     check_vocabulary,
     check_word,
 )
-from pipeline.core.sharding.placement import Sharding
+from pipeline.core.placement.placement import Sharding
 from schedules import Costs, Schedule
 from schedules.clocks.hosted import check_offload
 from schedules.clocks.ticks import check_pattern

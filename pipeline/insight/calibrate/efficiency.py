@@ -20,10 +20,10 @@ import jax
 import numpy as np
 
 from pipeline.base.arguments import is_whole
-from pipeline.core.kernel import runtime
-from pipeline.core.kernel.operands import Operands
 from pipeline.core.options.plan import Plan
-from pipeline.core.sharding import meshes
+from pipeline.core.placement import meshes
+from pipeline.core.step import runtime
+from pipeline.core.step.operands import Operands
 from pipeline.insight.calibrate.measure import seconds
 from pipeline.insight.calibrate.one_rank import Runs, entries, partial_step
 from schedules import Costs, simulate

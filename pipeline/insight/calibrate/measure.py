@@ -31,7 +31,7 @@ from collectives.places.sizes import is_size
 from pipeline.base.tree import Tree, shape_text
 from pipeline.core.model.microbatch import map_rows
 from pipeline.core.options.plan import Plan
-from pipeline.core.sharding import meshes
+from pipeline.core.placement import meshes
 from pipeline.insight.calibrate.calibration import Calibration
 from pipeline.insight.calibrate.conclude import (
     Key,

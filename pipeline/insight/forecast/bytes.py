@@ -19,11 +19,11 @@ from jax.extend.core import Literal
 from jax.sharding import Mesh
 
 from pipeline.base.tree import nbytes
-from pipeline.core.jaxpr.primitives import equations
-from pipeline.core.jaxpr.scopes import CASTS, HOST_POOLS
-from pipeline.core.kernel import runtime
+from pipeline.core.autodiff.jaxpr.primitives import equations
+from pipeline.core.autodiff.jaxpr.scopes import CASTS, HOST_POOLS
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
+from pipeline.core.step import runtime
 from pipeline.insight.forecast.fusion import Compiler
 from pipeline.insight.forecast.liveness import XLA_FOR_CPU, Walk, find_shard_map
 from pipeline.insight.forecast.narrower import cast_once, rounded

@@ -9,10 +9,10 @@ from flax import nnx
 
 from pipeline.base.masks import Mask, chosen
 from pipeline.base.tree import nbytes
-from pipeline.core.backward.accumulate import as_summed
-from pipeline.core.kernel import runtime
+from pipeline.core.autodiff.accumulate import as_summed
 from pipeline.core.model.trained import Trained
 from pipeline.core.options.plan import Plan
+from pipeline.core.step import runtime
 from pipeline.insight.forecast import traffic
 from pipeline.insight.forecast.bytes import MemoryPrediction, Places, predict
 from pipeline.insight.forecast.traffic import PERMUTE, Axes, Traffic

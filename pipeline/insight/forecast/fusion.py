@@ -12,9 +12,9 @@ from typing import Any
 
 from collectives.compat import is_on_host
 from pipeline.base.tree import nbytes
-from pipeline.core.jaxpr.evaluate import follow
-from pipeline.core.jaxpr.primitives import HEAVY, callee, is_ref, traits
-from pipeline.core.jaxpr.scopes import HOST_POOLS, UNREAD
+from pipeline.core.autodiff.jaxpr.evaluate import follow
+from pipeline.core.autodiff.jaxpr.primitives import HEAVY, callee, is_ref, traits
+from pipeline.core.autodiff.jaxpr.scopes import HOST_POOLS, UNREAD
 
 Slots = Sequence["FusionValue | None"]  # None where an equation has a literal
 _SUMS = "psum", "psum_invariant"

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pipeline.core.jaxpr.primitives import Body, bodies, equations, traits
+from pipeline.core.autodiff.jaxpr.primitives import Body, bodies, equations, traits
 from pipeline.insight.forecast.fusion import (
     Compiler,
     FusionFlow,

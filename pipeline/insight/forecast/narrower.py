@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from pipeline.core.jaxpr.evaluate import follow
-from pipeline.core.jaxpr.primitives import bodies, equations, is_ref, traits
+from pipeline.core.autodiff.jaxpr.evaluate import follow
+from pipeline.core.autodiff.jaxpr.primitives import bodies, equations, is_ref, traits
 
 _ROUNDED = jnp.dtype(jnp.bfloat16)
 _PRODUCTS = "dot_general", "conv_general_dilated", "ragged_dot_general"

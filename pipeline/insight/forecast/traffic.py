@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from collectives import STAGE
 from collectives.compat import live
 from pipeline.base.tree import nbytes
-from pipeline.core.jaxpr import scopes
-from pipeline.core.jaxpr.primitives import bodies, held, traits
-from pipeline.core.kernel import runtime
+from pipeline.core.autodiff.jaxpr import scopes
+from pipeline.core.autodiff.jaxpr.primitives import bodies, held, traits
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
+from pipeline.core.step import runtime
 from pipeline.insight.forecast.liveness import find_shard_map
 from schedules.lowering.needs import without
 from schedules.lowering.program import Program

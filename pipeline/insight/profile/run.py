@@ -14,9 +14,9 @@ import numpy as np
 from jax.profiler import ProfileData
 
 from collectives import STAGE
-from pipeline.core.kernel import runtime
-from pipeline.core.kernel.operands import Operands
 from pipeline.core.options.plan import Plan
+from pipeline.core.step import runtime
+from pipeline.core.step.operands import Operands
 from pipeline.insight.profile.loops import loops_of
 from pipeline.insight.profile.read import events
 from pipeline.insight.profile.timeline import report

@@ -17,15 +17,15 @@ from flax import nnx
 from collectives import STAGE
 from collectives.compat import varying_in
 from pipeline.base.tree import Leaves, Tree, at, blank, vary_like, zeros
-from pipeline.core.backward.outcome import Outcome
+from pipeline.core.autodiff.outcome import Outcome
 from pipeline.core.model.model import Declared, Model, Weights
 from pipeline.core.model.overlay import Leaf, Spot, View, overlay
 from pipeline.core.model.stage import Definition, Seat
 from pipeline.core.model.unlike import Views
-from pipeline.core.rank.ends import embed, ends_values, finish
-from pipeline.core.rank.held import state_spots
-from pipeline.core.rank.local_model import LocalModel
-from pipeline.core.rank.state import RankState
+from pipeline.core.step.calls.ends import embed, ends_values, finish
+from pipeline.core.step.calls.held import state_spots
+from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.state import RankState
 
 Cells = tuple[int, ...]  # numbers of leaves
 Begin = Callable[[Tree], Tree]  # other state to that with caches, as it is at first

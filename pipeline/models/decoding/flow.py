@@ -8,7 +8,7 @@ V m ticks of all ranks, all M microbatches together.
 
 What a rank has sent is in its neighbour's memory at the next tick: an activation, or, from the last
 stage to the first, b tokens. Caches are refs with a place for each microbatch
-(`pipeline.core.rank.held`), written by what runs and by nothing else.
+(`pipeline.core.step.calls.held`), written by what runs and by nothing else.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import numpy as np
 from collectives import STAGE, exchange, vary
 from collectives.compat import varying_axes
 from pipeline.base.tree import Tree, at
-from pipeline.core.executors.memory import Pool, at_most_once, unwritten
-from pipeline.core.executors.vocabulary import look_up, own_logits
-from pipeline.core.rank import ends
-from pipeline.core.rank.local_model import LocalModel
+from pipeline.core.step.calls import ends
+from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.run.vocabulary import look_up, own_logits
+from pipeline.core.step.stores.device import Pool, at_most_once, unwritten
 from pipeline.models.decoding.sampling import Choice, sample_rows, sample_shared
 
 

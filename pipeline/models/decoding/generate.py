@@ -19,18 +19,18 @@ from jax.sharding import PartitionSpec
 from collectives import STAGE, vary
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree, signature
-from pipeline.core.kernel.jitted import PerPlan
-from pipeline.core.kernel.operands import check_arrays, make_operands
-from pipeline.core.kernel.runtime import rank_state, run_on_ranks
-from pipeline.core.layerwise.replace import typed, with_weights_of
+from pipeline.core.layers_view.replace import typed, with_weights_of
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
-from pipeline.core.rank.activations import follow
-from pipeline.core.rank.ends import ends_usage
-from pipeline.core.rank.held import Held
-from pipeline.core.rank.local_model import LocalModel
-from pipeline.core.rank.state import RankState
-from pipeline.core.sharding import meshes
+from pipeline.core.placement import meshes
+from pipeline.core.step.calls.activations import follow
+from pipeline.core.step.calls.ends import ends_usage
+from pipeline.core.step.calls.held import Held
+from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.state import RankState
+from pipeline.core.step.jitted import PerPlan
+from pipeline.core.step.operands import check_arrays, make_operands
+from pipeline.core.step.runtime import rank_state, run_on_ranks
 from pipeline.models.decoding.caches import (
     make_decoder,
     may_have_caches,

@@ -49,7 +49,7 @@ def shared(
         sum over ranks; None if there is none.
       kind: of parameter.
     """
-    # `pipeline.core.sharding.placement` reads it.
+    # `pipeline.core.placement.placement` reads it.
     return kind(value) if axis is None else kind(value, gradient_over=axis)
 
 

@@ -56,7 +56,7 @@ def test_sums_in_a_program() -> None:
 COMPILED = """
 from bench.gpu import described
 from bench.gpu_sums import LIBRARY, TARGET, compiled
-from pipeline.core.backward import accumulate
+from pipeline.core.autodiff import accumulate
 
 name, devices = "zb_v, V=2, remat=None", described(TARGET, 1)
 for options in (None, LIBRARY):

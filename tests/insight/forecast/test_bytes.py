@@ -16,7 +16,7 @@ from flax import nnx
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.core.kernel import limit as core_limit
+from pipeline.core.step import limit as core_limit
 from pipeline.insight.forecast import limit
 from pipeline.insight.forecast.bytes import predict
 from pipeline.insight.forecast.liveness import Walk

@@ -9,7 +9,7 @@ from flax import nnx
 
 from collectives import TENSOR, make_mesh, vary
 from pipeline import Pipeline
-from pipeline.core.jaxpr import scopes
+from pipeline.core.autodiff.jaxpr import scopes
 from pipeline.insight.forecast import traffic
 from schedules import build, lower
 from schedules.lowering.program import COMMON

@@ -1,0 +1,119 @@
+"""Reading and running parts of a jaxpr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from pipeline.core.autodiff.jaxpr.primitives import held, traits
+
+Var = Any
+Eqn = Any
+T = TypeVar("T")
+
+
+def producers(jaxpr: Any) -> dict[Var, Eqn]:
+    """The equation that makes each variable."""
+    return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+
+def operands(eqn: Eqn) -> list[Var]:
+    """The variables an equation reads."""
+    return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+
+
+def follow(
+    jaxpr: Any,
+    given: Iterable[T],
+    constants: Iterable[T],
+    literal: Callable[[Any], T],
+    equation: Callable[[Eqn, list[T]], Iterable[T]],
+) -> list[T]:
+    """Interpret a jaxpr over stand-ins for values, equation by equation, and return its results.
+
+    Args:
+      jaxpr: an open one.
+      given: what stands for its inputs.
+      constants: what stands for its constvars.
+      literal: what stands for a literal.
+      equation: from an equation and what stands for its operands to its results.
+    """
+    env = dict(zip(jaxpr.invars, given, strict=True))
+    env.update(zip(jaxpr.constvars, constants, strict=True))
+
+    def look_up(atom: Any) -> T:
+        return literal(atom) if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        made = equation(eqn, [look_up(atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, made, strict=True))
+    return [look_up(atom) for atom in jaxpr.outvars]
+
+
+def bind(eqn: Eqn, *values: Any) -> list[Any]:
+    """The results of an equation, of values for its operands."""
+    with eqn.ctx.manager:
+        found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(found) if eqn.primitive.multiple_results else [found]
+
+
+def evaluate(
+    jaxpr: Any, known: dict[Var, Any], wanted: Iterable[Any], *, effects: bool = False
+) -> list[Any]:
+    """Values of some variables of a jaxpr, running only the equations they need.
+
+    ``known`` gives enough values to start from; an equation whose results are known is not run.
+    With ``effects`` every equation that has one (a print) is run too.
+    """
+    env, wanted = dict(known), list(wanted)
+    made_by = producers(jaxpr)
+    needed: set[int] = set()
+    frontier = [v for v in wanted if not isinstance(v, Literal)]
+    for eqn in jaxpr.eqns:
+        if effects and eqn.effects:
+            needed.add(id(eqn))
+            frontier += operands(eqn)
+    while frontier:
+        var = frontier.pop()
+        if var not in env and id(made_by[var]) not in needed:
+            needed.add(id(made_by[var]))
+            frontier += operands(made_by[var])
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        if id(eqn) in needed:
+            for var, value in zip(eqn.outvars, bind(eqn, *map(read, eqn.invars)), strict=True):
+                env.setdefault(var, value)
+    return [read(atom) for atom in wanted]
+
+
+def narrows(jaxpr: Any) -> bool:
+    """Tell whether a computation, at any depth, makes floats of fewer exponents than float32 has.
+
+    In those (float16, and the kinds of float8) a gradient may vanish or overflow, so it matters
+    whether a loss is scaled before or after it is differentiated. bfloat16 has as many as float32.
+    What is only moved, such as inputs that are kept in float16, does not count.
+    """
+    for eqn in jaxpr.eqns:
+        bodies = held(eqn)
+        if any(map(narrows, bodies)):
+            return True
+        is_work = not bodies and not traits(eqn).carries
+        if is_work and any(_is_narrow(var.aval) for var in eqn.outvars):
+            return True
+    return False
+
+
+def _is_narrow(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    finfo: Any = jnp.finfo
+    is_real = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    return is_real and bool(finfo(dtype).nexp < _EXPONENT_BITS)
+
+
+_EXPONENT_BITS = 8  # of float32

@@ -1,0 +1,212 @@
+"""Inputs that a computation reads in one narrower dtype alone: found, and read from narrow copies.
+
+Float32 weights of a stage that computes in bfloat16 are cast wherever they are used, in every
+action. `read_in` finds those of which nothing but the cast is read, and `with_copies` runs the same
+computation on copies that were cast before. Parts and other layouts of such an input, and bodies of
+`jit`, `jax.checkpoint` and `scan`, are followed; what any other equation reads is read as it is.
+
+A copy takes the place of the number alone: its gradient is that of the cast, added up in the wide
+dtype wherever it was, so that gradients are the same bit by bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from collectives.compat import loop_sizes
+from pipeline.base.tree import Tree
+from pipeline.core.autodiff.jaxpr.evaluate import bind, follow
+from pipeline.core.autodiff.jaxpr.primitives import bodies, callee
+
+Copies = Sequence[Any]  # a narrow array for each input, None for those that have none
+Pair = tuple[Any, Any]  # a value, and its narrow copy or None
+
+_MOVES = frozenset(
+    (
+        "broadcast_in_dim",
+        "copy",
+        "dynamic_slice",
+        "layout_constraint",
+        "name",
+        "pvary",
+        "reshape",
+        "rev",
+        "slice",
+        "split",
+        "squeeze",
+        "transpose",
+        "unstack",
+    )
+)
+_CALLS = frozenset(("closed_call", "jit"))
+
+# (narrow, wide) -> narrow, whose gradient is that of the cast of the wide number.
+_narrowed = Primitive("narrowed")
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    narrow, tangent = primals[0], tangents[1]
+    if isinstance(tangent, ad.Zero):
+        tangent = ad.instantiate_zeros(tangent)
+    return narrow, jax.lax.convert_element_type(tangent, narrow.dtype)
+
+
+def _batched(values: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, int]:
+    size = next(x.shape[d] for x, d in zip(values, dims, strict=True) if d is not None)
+    pairs = zip(values, dims, strict=True)
+    return _narrowed.bind(*(batching.bdim_at_front(x, d, size) for x, d in pairs)), 0
+
+
+_narrowed.def_impl(lambda narrow, _: narrow)
+_narrowed.def_abstract_eval(lambda narrow, _: narrow)
+ad.primitive_jvps[_narrowed] = _jvp
+batching.primitive_batchers[_narrowed] = _batched
+mlir.register_lowering(_narrowed, lambda _, narrow, wide: [narrow])  # noqa: ARG005
+
+
+def read_in(jaxpr: Any) -> list[set[Any]]:
+    """The dtypes to which each input of a jaxpr is cast; None among them if it is read as it is."""
+    found: list[set[Any]] = [set() for _ in jaxpr.invars]
+
+    def note(inputs: Sequence[int | None], dtype: Any = None) -> None:
+        for index in inputs:
+            if index is not None:
+                found[index].add(dtype)
+
+    def equation(eqn: Any, inputs: list[int | None]) -> list[int | None]:
+        nothing: list[int | None] = [None] * len(eqn.outvars)
+        if all(index is None for index in inputs):
+            return nothing
+        kind = _kind(eqn, inputs)
+        if kind == "move":
+            return [inputs[0]] * len(eqn.outvars)
+        if kind == "cast":
+            note(inputs, eqn.params["new_dtype"])
+        elif kind == "":
+            note(inputs)
+        else:
+            made = read(bodies(eqn)[0].jaxpr, inputs)
+            if kind == "call":
+                return made
+            note(made)
+        return nothing
+
+    def read(jaxpr: Any, inputs: Sequence[int | None]) -> list[int | None]:
+        nothing: list[int | None] = [None] * len(jaxpr.constvars)
+        return follow(jaxpr, inputs, nothing, lambda _: None, equation)
+
+    note(read(jaxpr, range(len(jaxpr.invars))))
+    return found
+
+
+def with_copies(f: Callable[..., Tree], copies: Copies) -> Callable[..., Tree]:
+    """A function that reads some leaves of its first argument from narrow copies.
+
+    Args:
+      f: a function of arrays.
+      copies: for each leaf of its first argument.
+    """
+
+    def call(*args: Any) -> Tree:
+        closed, like = jax.make_jaxpr(f, return_shape=True)(*args)
+        values = jax.tree.leaves(args)
+        given = [*copies, *[None] * (len(values) - len(copies))]
+        found = _run(closed.jaxpr, closed.consts, list(zip(values, given, strict=True)))
+        return jax.tree.unflatten(jax.tree.structure(like), [value for value, _ in found])
+
+    return call
+
+
+def _kind(eqn: Any, copies: Sequence[Any]) -> str:
+    """The kind of an equation that reads operands with copies, those that are not None here.
+
+    "cast", "move" for what returns their numbers elsewhere, "call", "remat" or "scan" where its
+    body is looked into, "" for anything else.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    alone = copies[0] is not None and all(copy is None for copy in copies[1:])
+    if name == "convert_element_type":
+        plain = params.get("sharding") is None and not params["weak_type"]
+        return "cast" if plain else ""
+    if name in _MOVES:
+        return "move" if alone else ""
+    if name in _CALLS and callee(eqn) is not None:
+        return "call"
+    if name == "remat2":
+        return "remat" if isinstance(params["prevent_cse"], bool) else ""
+    if name == "scan":
+        num_consts, num_carry = loop_sizes(eqn)
+        carried = copies[num_consts : num_consts + num_carry]
+        return "scan" if all(copy is None for copy in carried) else ""
+    return ""
+
+
+def _run(jaxpr: Any, consts: Sequence[Any], given: Sequence[Pair]) -> list[Pair]:
+    """The results of a jaxpr, of inputs with their copies."""
+    constants = [(value, None) for value in consts]
+    return follow(jaxpr, given, constants, lambda literal: (literal.val, None), _equation)
+
+
+def _equation(eqn: Any, reads: Sequence[Pair]) -> list[Pair]:
+    values, copies = [value for value, _ in reads], [copy for _, copy in reads]
+    name = str(eqn.source_info.name_stack)
+    with jax.named_scope(name) if name else contextlib.nullcontext():
+        if any(copy is not None for copy in copies):
+            kind = _kind(eqn, copies)
+            if kind == "move":
+                narrow = bind(eqn, copies[0], *values[1:])
+                return list(zip(bind(eqn, *values), narrow, strict=True))
+            if kind == "cast" and copies[0].dtype == eqn.params["new_dtype"]:
+                return [(_narrowed.bind(copies[0], values[0]), None)]
+            if kind == "call":
+                body = bodies(eqn)[0]
+                return _run(body.jaxpr, body.consts, reads)
+            if kind in ("remat", "scan"):
+                run = _rematerialized if kind == "remat" else _scanned
+                return [(value, None) for value in run(eqn, values, copies)]
+        return [(value, None) for value in bind(eqn, *values)]
+
+
+def _rematerialized(eqn: Any, values: Sequence[Any], copies: Copies) -> list[Any]:
+    """The results of a `jax.checkpoint`."""
+    body = bodies(eqn)[0]
+
+    def run(values: Sequence[Any], copies: Copies) -> list[Any]:
+        pairs = list(zip(values, copies, strict=True))
+        return [value for value, _ in _run(body.jaxpr, body.consts, pairs)]
+
+    options = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
+    return jax.checkpoint(run, **options)(values, copies)
+
+
+def _scanned(eqn: Any, values: Sequence[Any], copies: Copies) -> list[Any]:
+    """The results of a scan, whose carry has no copies."""
+    body, (num_consts, num_carry) = bodies(eqn)[0], loop_sizes(eqn)
+    start = num_consts + num_carry
+    constants = list(zip(values[:num_consts], copies[:num_consts], strict=True))
+
+    def trip(carry: list[Any], rows: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+        of_rows = zip(*rows, strict=True)
+        given = [*constants, *((value, None) for value in carry), *of_rows]
+        found = [value for value, _ in _run(body.jaxpr, body.consts, given)]
+        return found[:num_carry], found[num_carry:]
+
+    # Copies come last: jax 0.10 adds the gradient of a row in place if those before it are added so
+    # (`pipeline.core.autodiff.in_place`), and copies have none.
+    rows = list(values[start:]), list(copies[start:])
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carry, stacked = jax.lax.scan(trip, list(values[num_consts:start]), rows, **options)
+    return [*carry, *stacked]
+
+
+def is_narrower(dtype: Any, wide: Any) -> bool:
+    """Tell whether a dtype is a float of 16 bits or more that has fewer than another float."""
+    floats = jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(wide, jnp.floating)
+    return bool(floats) and 2 <= dtype.itemsize < wide.itemsize

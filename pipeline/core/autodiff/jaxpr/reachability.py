@@ -1,0 +1,101 @@
+"""Reachability of results from operands, through bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from pipeline.core.autodiff.jaxpr.primitives import is_ref
+from pipeline.core.autodiff.jaxpr.steps import (
+    Atom,
+    Branches,
+    JaxprBlock,
+    JaxprLoop,
+    JaxprStep,
+    Name,
+    names,
+)
+
+Refs = Collection[Name]
+
+
+def touched(step: JaxprStep) -> list[Name]:
+    """The refs a step is given."""
+    return [n for n in step.names if is_ref(n.aval)]
+
+
+def adds_to(step: JaxprStep, refs: Refs) -> bool:
+    """Tell whether a step adds to one of these refs."""
+    return any(n in refs for n in touched(step))
+
+
+def is_pinned(step: JaxprStep, refs: Refs) -> bool:
+    """Tell whether a step has an effect beside adding to these refs: it runs once, in its place."""
+    return step.effect or any(n not in refs for n in touched(step))
+
+
+def sources_of(step: JaxprStep, wanted: Sequence[bool], refs: Refs, *, adds: bool) -> set[Name]:
+    """The operands from which some results are made, and effects follow.
+
+    Args:
+      step: any step.
+      wanted: which results.
+      refs: gradients; adding to them is no effect.
+      adds: whether to count what is added to refs.
+    """
+    match step.inner:
+        case JaxprLoop() as loop:
+            mask, used = closed_mask(step, loop, wanted, refs, adds=adds)
+            used = [
+                u or (0 <= i - loop.num_consts < loop.num_carry and mask[i - loop.num_consts])
+                for i, u in enumerate(used)
+            ]
+            return set(names(a for a, u in zip(step.reads, used, strict=True) if u))
+        case Branches(blocks):
+            found = set(names(step.reads[:1]))
+            for block in blocks:
+                used = needed_inputs(
+                    block, wanted, inner_refs(block, step.reads[1:], refs), adds=adds
+                )
+                found.update(names(a for a, u in zip(step.reads[1:], used, strict=True) if u))
+            return found
+    if step.through:
+        pairs = zip(step.reads, wanted, strict=True)
+        return set(names(a for a, w in pairs if w))
+    return set(step.names)
+
+
+def inner_refs(block: JaxprBlock, reads: Sequence[Atom], refs: Refs) -> frozenset[Name]:
+    """The inputs of a body that are these refs, or slices of them."""
+    return frozenset(
+        n for n, a in zip(block.inputs, reads, strict=True) if isinstance(a, Name) and a in refs
+    )
+
+
+def needed_inputs(
+    block: JaxprBlock,
+    wanted: Sequence[bool],
+    refs: Refs,
+    adds: bool,
+) -> list[bool]:
+    """For each input of a block, whether some of its outputs, or its effects, need it."""
+    found = set(names(a for a, w in zip(block.outs, wanted, strict=True) if w))
+    for step in reversed(block.steps):
+        made = [n in found for n in step.makes]
+        if any(made) or is_pinned(step, refs) or (adds and adds_to(step, refs)):
+            found |= sources_of(step, made, refs, adds=adds)
+    return [n in found for n in block.inputs]
+
+
+def closed_mask(
+    step: JaxprStep, loop: JaxprLoop, wanted: Sequence[bool], refs: Refs, *, adds: bool
+) -> tuple[list[bool], list[bool]]:
+    """Masks of a loop's results that the wanted ones need, trip after trip, and of its inputs."""
+    inner = inner_refs(loop.body, step.reads, refs)
+    mask = list(wanted)
+    while True:
+        used = needed_inputs(loop.body, mask, inner, adds=adds)
+        carried = used[loop.num_consts : loop.num_consts + loop.num_carry]
+        wider = [m or c for m, c in zip(mask, carried, strict=False)] + mask[loop.num_carry :]
+        if wider == mask:
+            return mask, used
+        mask = wider

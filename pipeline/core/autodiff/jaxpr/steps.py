@@ -1,0 +1,171 @@
+"""A computation as a flat list of steps, to be taken apart.
+
+Unlike a jaxpr's equation, a step may be anything that can be called, so half of a loop can stand
+where the loop stood. `pipeline.core.autodiff.jaxpr.reader` makes steps of a jaxpr.
+
+Three other readers of jaxprs have forms of their own, since each drops what another needs: that of
+splitting keeps calls whole, that of forecasts keeps sizes alone, and that of layerwise optimizers
+has one value for K rows of a stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any
+
+from jax.extend.core import Literal
+
+
+class Cost(IntEnum):
+    """Cost of a step beside reading its operands.
+
+    CHEAP ones are computed again rather than stashed, LIGHT ones (reductions, random bits) at most
+    once but wherever that saves bytes, HEAVY ones (matrix products, anything unknown) once, where
+    they belong.
+    """
+
+    CHEAP = 0
+    LIGHT = 1
+    HEAVY = 2
+
+
+class Name:
+    """A value; ``aval`` is its type."""
+
+    __slots__ = ("aval",)
+
+    def __init__(self, aval: Any) -> None:
+        self.aval = aval
+
+
+Atom = Any  # a Name or a Literal
+
+
+@dataclass(frozen=True, eq=False)
+class JaxprBlock:
+    """Steps from inputs to outputs.
+
+    Attributes:
+      inputs: what is given to it.
+      steps: in the order they run.
+      outs: what it returns.
+      constants: values of names that nobody gives.
+    """
+
+    inputs: tuple[Name, ...]
+    steps: tuple[JaxprStep, ...]
+    outs: tuple[Atom, ...]
+    constants: dict[Name, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class JaxprLoop:
+    """The inside of a `scan`; its inputs are constants, then the carry, then slices."""
+
+    body: JaxprBlock
+    num_consts: int
+    num_carry: int
+    params: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Branches:
+    """The inside of a `cond`; the step reads an index, then what every branch is given."""
+
+    blocks: tuple[JaxprBlock, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class JaxprStep:
+    """Something that is computed at once.
+
+    Attributes:
+      reads, makes: operands and results.
+      call: from the operands' values to those of the results.
+      cost: see `Cost`.
+      label: for a person.
+      effect: it does something beside its results (a print), other than adding to a ref that is
+        given to the block.
+      through: each result is the operand of the same position, and can be had alone.
+      moves: it only moves or reformats its operand.
+      inner: its body, if it can be taken apart.
+    """
+
+    reads: tuple[Atom, ...]
+    makes: tuple[Name, ...]
+    call: Callable[..., Sequence[Any]]
+    cost: Cost
+    label: str
+    effect: bool = False
+    through: bool = False
+    moves: bool = False
+    inner: JaxprLoop | Branches | None = None
+
+    @property
+    def names(self) -> list[Name]:
+        """The operands that are not literals."""
+        return names(self.reads)
+
+    def sources(self, made: Name) -> list[Name]:
+        """Names from which one result is computed."""
+        if self.through:
+            return names([self.reads[self.makes.index(made)]])
+        return self.names
+
+
+def cost_inside(steps: Iterable[JaxprStep]) -> Cost:
+    """Cost of a body: it is not computed again, however cheap its steps are."""
+    return max((step.cost for step in steps), default=Cost.LIGHT, key=int) or Cost.LIGHT
+
+
+def narrow(step: JaxprStep, wanted: Sequence[bool]) -> JaxprStep:
+    """Only some results of a step whose results can be had alone."""
+    parts = [p for p, w in zip(zip(step.reads, step.makes, strict=True), wanted, strict=True) if w]
+    return replace(step, reads=tuple(r for r, _ in parts), makes=tuple(m for _, m in parts))
+
+
+def names(atoms: Iterable[Atom]) -> list[Name]:
+    """List the atoms that are not literals."""
+    return [atom for atom in atoms if isinstance(atom, Name)]
+
+
+def prune(
+    steps: Iterable[JaxprStep],
+    wanted: Iterable[Atom],
+    known: Iterable[Name],
+    always: Callable[[JaxprStep], bool] = lambda _: False,
+) -> tuple[JaxprStep, ...]:
+    """The steps that lead from known values to wanted ones, and those that always run."""
+    known, needed, kept = set(known), set(names(wanted)), []
+    for step in reversed(list(steps)):
+        made = [n in needed and n not in known for n in step.makes]
+        if not any(made) and not always(step):
+            continue
+        if step.through and not all(made):
+            step = narrow(step, made)  # noqa: PLW2901
+        needed.update(step.names)
+        kept.append(step)
+    return tuple(kept[::-1])
+
+
+def run(steps: Iterable[JaxprStep], known: dict[Name, Any]) -> dict[Name, Any]:
+    """Values of everything that steps make, and of what was known, which is not changed."""
+    env = dict(known)
+    for step in steps:
+        found = step.call(*(read(env, atom) for atom in step.reads))
+        for name, value in zip(step.makes, found, strict=True):
+            env.setdefault(name, value)
+    return env
+
+
+def run_block(block: JaxprBlock, given: Iterable[Any]) -> list[Any]:
+    """The outputs of a block."""
+    env = run(block.steps, block.constants | dict(zip(block.inputs, given, strict=True)))
+    return [read(env, atom) for atom in block.outs]
+
+
+def read(env: dict[Name, Any], atom: Atom) -> Any:
+    """The value of a name or of a literal."""
+    return atom.val if isinstance(atom, Literal) else env[atom]

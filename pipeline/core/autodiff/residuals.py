@@ -1,0 +1,178 @@
+"""Values that a forward pass leaves for its backward, and values that it need not leave.
+
+`jax.vjp` closes over residuals. Here they are taken apart, so that little of them is stashed:
+
+* an argument (a weight, a mask, the carries of earlier slices) is passed to the backward again;
+* what follows from weights alone (a cast, a transpose) is computed again: stashing it would hold
+  a copy of the weights for every microbatch in flight;
+* of the rest, the smallest set of values is stashed from which all follow by cheap arithmetic
+  (`pipeline.core.autodiff.min_cut`); if wanted, what ranks gathered of smaller parts is gathered
+  again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+
+from pipeline.base.masks import Way
+from pipeline.base.precision import GradDtype
+from pipeline.base.tree import Leaves, Tree, combine, partition
+from pipeline.core.autodiff.accumulate import Pullback
+from pipeline.core.autodiff.jaxpr.evaluate import Var, evaluate, operands, producers
+from pipeline.core.autodiff.jaxpr.primitives import is_cheap, traits
+from pipeline.core.autodiff.min_cut import smallest_cut
+from pipeline.core.autodiff.outcome import MakeAdding, Outcome, SlicedInput, pulled
+
+StageFunction = Callable[[Leaves, Tree, Tree, Tree], Outcome]  # (weights, fixed, side, x)
+
+
+def stage_pullback(
+    f: StageFunction,
+    weights: Leaves,
+    fixed: Tree,
+    side: Tree,
+    x: Tree,
+    *,
+    grad_dtype: GradDtype = None,
+    way: Way | None = None,
+    adding: MakeAdding | None = None,
+    late: bool = False,
+    part: str = "",
+) -> tuple[Outcome, Pullback]:
+    """A stage's outcome, and its pullback over (weights, x's float leaves), as far as ``way``.
+
+    ``adding`` as `pulled` has it, ``late`` and ``part`` as `differentiate` has them.
+    """
+    floats, others = partition(x)
+    mask, want_x = (way.weights, way.x) if way else (None, True)
+
+    def g(w: Leaves, xf: Leaves) -> Outcome:
+        return f(w, fixed, side, combine(x, xf if want_x else floats, others))
+
+    options: dict[str, Any] = {"grad_dtype": grad_dtype, "late": late, "part": part}
+    given = floats if want_x else []
+    return pulled(g, weights, given, trained=mask, adding=adding, **options)
+
+
+class Residuals:
+    """The pullback of a stage as two functions of arrays, `forward` and `backward`.
+
+    Args:
+      f: the stage; ``fixed`` is the same for every microbatch (a stage's state beside its
+        weights), ``side`` is not (extras, dropout keys).
+      weights, fixed, side, x: examples, for their types.
+      grad_dtype: as `pipeline.core.autodiff.accumulate.as_summed` takes it.
+      way: how far its backward goes; without, all the way.
+      adding: as `pulled` has it.
+      gathers: whether the backward may gather again, from other ranks, what the forward gathered.
+      part: as `Pullback` has it.
+
+    Attributes:
+      stashed: the types of what must be stashed for one microbatch.
+      gathers: whether the backward does gather something again.
+    """
+
+    def __init__(
+        self,
+        f: StageFunction,
+        weights: Leaves,
+        fixed: Tree,
+        side: Tree,
+        x: Tree,
+        *,
+        grad_dtype: GradDtype = None,
+        way: Way | None = None,
+        adding: MakeAdding | None = None,
+        gathers: bool = False,
+        part: str = "",
+    ) -> None:
+        self._part = part
+
+        def linearized(*arguments: Any) -> Any:
+            options: Any = {"grad_dtype": grad_dtype, "way": way, "adding": adding}
+            outcome, pullback = stage_pullback(f, *arguments, **options, part=part)
+            residuals, self._treedef = jax.tree.flatten(pullback.vjp)
+            self._by_value = pullback.by_value
+            return outcome, residuals
+
+        closed, (outcome, _) = jax.make_jaxpr(linearized, return_shape=True)(
+            weights, fixed, side, x
+        )
+        self._jaxpr = jaxpr = closed.jaxpr
+        self._constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        self._outcome_tree = jax.tree.structure(outcome)
+        count = len(jax.tree.leaves(outcome))
+        self._outcome, self._residuals = jaxpr.outvars[:count], jaxpr.outvars[count:]
+        same = jaxpr.invars[: len(jax.tree.leaves((weights, fixed)))]
+        count = len(jax.tree.leaves((weights, fixed, side)))
+        carried = len(jax.tree.leaves(x.earlier)) if isinstance(x, SlicedInput) else 0
+        behind = jaxpr.invars[len(jaxpr.invars) - carried :]
+        self._again = [*jaxpr.invars[:count], *behind]
+        free = _determined(jaxpr, {*same, *self._constants}) | set(self._again)
+        wanted = [v for v in self._residuals if not isinstance(v, Literal) and v not in free]
+        made_by = producers(jaxpr)
+
+        def before(var: Var) -> list[Var] | None:
+            eqn = made_by.get(var)
+            if eqn is None or not (is_cheap(eqn) or (gathers and _gathers(eqn))):
+                return None
+            return [v for v in operands(eqn) if v not in free]
+
+        self._kept = smallest_cut(wanted, before)
+        self.stashed = [v.aval for v in self._kept]
+        again = _between(self._kept, wanted, before) if gathers else ()
+        self.gathers = any(_gathers(made_by[v]) for v in again)
+
+    def forward(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> tuple[Outcome, Leaves]:
+        """The stage's outcome, and the values to stash."""
+        arguments = jax.tree.leaves((weights, fixed, side, x))
+        known = self._constants | dict(zip(self._jaxpr.invars, arguments, strict=True))
+        found = evaluate(self._jaxpr, known, [*self._outcome, *self._kept], effects=True)
+        count = len(self._outcome)
+        return jax.tree.unflatten(self._outcome_tree, found[:count]), found[count:]
+
+    def backward(
+        self, weights: Leaves, fixed: Tree, side: Tree, stash: Leaves, earlier: Tree = ()
+    ) -> Pullback:
+        """The stage's pullback; ``earlier`` as of `SlicedInput`, if its input is one."""
+        arguments = jax.tree.leaves((weights, fixed, side, earlier))
+        known = self._constants | dict(zip(self._again, arguments, strict=True))
+        known |= dict(zip(self._kept, stash, strict=True))
+        found = evaluate(self._jaxpr, known, self._residuals)
+        return Pullback(jax.tree.unflatten(self._treedef, found), self._by_value, self._part)
+
+
+def _between(
+    kept: list[Var], wanted: list[Var], before: Callable[[Var], list[Var] | None]
+) -> set[Var]:
+    """Find the values to recompute: those wanted and not kept, and all that they are made of."""
+    found: set[Var] = set()
+    left = list(wanted)
+    while left:
+        var = left.pop()
+        if var not in found and var not in kept:
+            found.add(var)
+            left += before(var) or []
+    return found
+
+
+def _gathers(eqn: Any) -> bool:
+    """Tell whether an equation joins the parts that ranks hold to a whole."""
+    return traits(eqn).hlo == "all-gather"
+
+
+def _determined(jaxpr: Any, given: set[Var]) -> set[Var]:
+    """Every variable that follows from the given ones, by whatever equations.
+
+    Bodies are not looked into: what a scan over layers derives from weights alone counts as
+    depending on all that the scan reads, and may be stashed.
+    """
+    found = set(given)
+    for eqn in jaxpr.eqns:
+        if all(v in found for v in operands(eqn)):
+            found.update(eqn.outvars)
+    return found

@@ -1,0 +1,136 @@
+"""A `scan` taken apart into two: its body in halves, what crosses stacked, a row for each trip.
+
+The second loop carries only what the first does not need: nothing, where gradients are added to
+refs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from pipeline.core.autodiff.halves import Given, Halve, Mask, Pieces, given_inside
+from pipeline.core.autodiff.jaxpr.reachability import closed_mask
+from pipeline.core.autodiff.jaxpr.steps import (
+    Atom,
+    JaxprLoop,
+    JaxprStep,
+    Name,
+    cost_inside,
+    names,
+    read,
+    run,
+)
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """A value that a loop carries: within the body, before the loop, after a trip, at the end."""
+
+    inside: Name
+    start: Atom
+    out: Atom
+    end: Name
+
+
+def split_loop(
+    step: JaxprStep, loop: JaxprLoop, mine: Mask, theirs: Mask, given: Given, halve: Halve
+) -> Pieces:
+    """Take a `scan` apart.
+
+    Args:
+      step: the whole.
+      loop: its inside.
+      mine: which results the first half needs.
+      theirs: which results only the second half needs.
+      given: what is known of every name at hand.
+      halve: takes the body apart.
+    """
+    body, first_xs = loop.body, loop.num_consts + loop.num_carry
+    early, _ = closed_mask(step, loop, mine, given.refs, adds=False)
+    late, _ = closed_mask(step, loop, theirs, given.refs, adds=True)
+    late = [b and not a for a, b in zip(early, late, strict=True)]
+    carries = list(
+        map(
+            _Carried,
+            body.inputs[loop.num_consts : first_xs],
+            step.reads[loop.num_consts : first_xs],
+            body.outs,
+            step.makes,
+        )
+    )
+    consts = dict(zip(body.inputs[: loop.num_consts], step.reads, strict=False))
+    xs = dict(zip(body.inputs[first_xs:], step.reads[first_xs:], strict=True))
+    inside = given_inside(body, step.reads, given)
+    carried = {c.inside for c in carries}
+    inside = Given(
+        refs=inside.refs,
+        same=inside.same - carried,
+        again=inside.again - carried,
+        late=(inside.late - carried) | {c.inside for c, m in zip(carries, late, strict=False) if m},
+        shared=dict.fromkeys(consts, loop.params["length"]),
+    )
+    halves = halve(body, early, late, inside)
+    stacked = {n: Name(_stacked(n.aval, loop)) for n in halves.crossing if n not in consts | xs}
+    tail = list(zip(body.outs, step.makes, strict=True))[loop.num_carry :]
+
+    def part(steps: Sequence[JaxprStep], mask: Mask, **extra: Any) -> JaxprStep | None:
+        mine = [c for c, m in zip(carries, mask, strict=False) if m]
+        ys = [pair for pair, m in zip(tail, mask[loop.num_carry :], strict=True) if m]
+        return _loop_step(step.label, loop, steps, consts, mine, xs, ys, **extra)
+
+    first = part(halves.first, early, ys_more=list(stacked.items()))
+    second = part(halves.second, late, xs_more=stacked)
+    return Pieces(first, second, tuple(f"in a scan: {text}" for text in halves.whole))
+
+
+def _stacked(aval: Any, loop: JaxprLoop) -> Any:
+    return aval.update(shape=(loop.params["length"], *aval.shape))
+
+
+def _loop_step(
+    label: str,
+    loop: JaxprLoop,
+    steps: Sequence[JaxprStep],
+    consts: dict[Name, Atom],
+    carries: Sequence[_Carried],
+    xs: dict[Name, Atom],
+    ys: Sequence[tuple[Atom, Name]],
+    *,
+    ys_more: Sequence[tuple[Atom, Name]] = (),
+    xs_more: dict[Name, Atom] | None = None,
+) -> JaxprStep | None:
+    """A loop over some steps of a body, with the operands they read; None if it does nothing."""
+    ys, xs = [*ys, *ys_more], xs | (xs_more or {})
+    if not steps and not carries and not ys:
+        return None
+    outs = [*(c.out for c in carries), *(atom for atom, _ in ys)]
+    used = {n for s in steps for n in s.names} | set(names(outs))
+    consts = {n: a for n, a in consts.items() if n in used}
+    xs = {n: a for n, a in xs.items() if n in used}
+    sizes = len(consts), len(carries)
+
+    def call(*values: Any) -> list[Any]:
+        known = loop.body.constants | dict(zip(consts, values, strict=False))
+        init, rows = values[sizes[0] : sum(sizes)], values[sum(sizes) :]
+
+        def body(carry: Any, row: Any) -> Any:
+            env = known | dict(zip((c.inside for c in carries), carry, strict=True))
+            env = run(steps, env | dict(zip(xs, row, strict=True)))
+            found = [read(env, atom) for atom in outs]
+            return tuple(found[: len(carries)]), tuple(found[len(carries) :])
+
+        ends, stacks = jax.lax.scan(body, tuple(init), tuple(rows), **loop.params)
+        return [*ends, *stacks]
+
+    return JaxprStep(
+        reads=(*consts.values(), *(c.start for c in carries), *xs.values()),
+        makes=(*(c.end for c in carries), *(name for _, name in ys)),
+        call=call,
+        cost=cost_inside(steps),
+        label=label,
+        effect=any(s.effect for s in steps),
+    )

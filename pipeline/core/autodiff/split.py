@@ -1,0 +1,195 @@
+"""Steps taken apart into two halves: what the input's gradient needs, and the rest.
+
+The first half runs when a gradient arrives, the second at any time later. What crosses is stashed,
+so it is chosen small (`pipeline.core.autodiff.min_cut`): the second half computes cheap arithmetic
+again, and a light step of its own (the sum over rows that is a bias's gradient) moves to the first
+half where its result is smaller than its operands. Matrix products are done once, by the half they
+belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+from pipeline.core.autodiff.conds import split_branches
+from pipeline.core.autodiff.halves import Given, Halves, Mask, Pieces
+from pipeline.core.autodiff.jaxpr.primitives import is_ref
+from pipeline.core.autodiff.jaxpr.reachability import adds_to, is_pinned, sources_of
+from pipeline.core.autodiff.jaxpr.steps import (
+    Atom,
+    Branches,
+    Cost,
+    JaxprBlock,
+    JaxprLoop,
+    JaxprStep,
+    Name,
+    names,
+    narrow,
+    prune,
+)
+from pipeline.core.autodiff.min_cut import num_bytes, smallest_cut
+from pipeline.core.autodiff.scans import split_loop
+
+
+def halve(block: JaxprBlock, early: Mask, late: Mask, given: Given) -> Halves:
+    """Take a block apart.
+
+    Args:
+      block: steps.
+      early: which outputs the first half makes.
+      late: which outputs the second half makes.
+      given: what is known of the inputs.
+    """
+    return _Splitter(block, early, late, given).halves()
+
+
+class _Splitter:
+    """The sets of names that one block's division is made of.
+
+    Attributes:
+      steps: the block's, each with its half, after bodies were taken apart.
+      same, again: as in `Given`, with what follows.
+      barred: names that the first half cannot have.
+      late: names that the second half makes by heavy steps.
+      maker: the step that makes a name, and whether it is the second half's.
+    """
+
+    def __init__(self, block: JaxprBlock, early: Mask, late: Mask, given: Given) -> None:
+        self.block, self.given = block, given
+        self.early = [a for a, m in zip(block.outs, early, strict=True) if m]
+        self.late = [a for a, m in zip(block.outs, late, strict=True) if m]
+        self.same = set(given.same) | set(block.constants)
+        self.again = set(given.again)
+        self.barred = set(given.late)
+        self.made_late: set[Name] = set()
+        self.maker: dict[Name, tuple[JaxprStep, bool]] = {}
+        self.steps: list[tuple[JaxprStep, bool]] = []
+        self.whole: list[str] = []
+        for step, mine, theirs in self._uses():
+            self._place(step, mine, theirs)
+
+    def _uses(self) -> list[tuple[JaxprStep, list[bool], list[bool]]]:
+        """The steps anybody needs; which results the first half needs, and only the second."""
+        refs = self.given.refs
+        first, second = set(names(self.early)), set(names(self.late))
+        found = []
+        for step in reversed(self.block.steps):
+            mine = [n in first for n in step.makes]
+            theirs = [n in second and n not in first for n in step.makes]
+            pinned, adds = is_pinned(step, refs), adds_to(step, refs)
+            if any(mine) or pinned:
+                first |= sources_of(step, mine, refs, adds=False)
+            if any(theirs) or adds:
+                second |= sources_of(step, theirs, refs, adds=True)
+            if any(mine) or pinned or any(theirs) or adds:
+                found.append((step, mine, theirs))
+        return found[::-1]
+
+    def _place(self, step: JaxprStep, mine: Mask, theirs: Mask) -> None:
+        """Give a step to a half, or take it apart."""
+        refs = self.given.refs
+        pinned, adds = is_pinned(step, refs), adds_to(step, refs)
+        if not any(mine) and not pinned:
+            self._add(step, late=True)
+        elif step.through:
+            self._add(narrow(step, mine), late=False)
+            if any(theirs):
+                self._add(narrow(step, theirs), late=True)
+        elif step.inner and (adds or not all(mine)):
+            pieces = self._split(step, mine, theirs)
+            if pieces.second and not self._stays(pieces.second):
+                # Nothing in it is worth putting off: what it makes may cross, if that is small.
+                either = [a or b for a, b in zip(mine, theirs, strict=True)]
+                pieces = self._split(step, either, [False] * len(either))
+            self.whole += pieces.whole
+            if pieces.first is not None:
+                self._add(pieces.first, late=False)
+            if pieces.second is not None:
+                self._add(pieces.second, late=True)
+        else:
+            if adds or any(theirs):
+                self.whole.append(step.label)
+            self._add(step, late=False)
+
+    def _split(self, step: JaxprStep, mine: Mask, theirs: Mask) -> Pieces:
+        """Take a step with a body apart, with what is known of every name made so far."""
+        given = replace(
+            self.given,
+            same=frozenset(self.same),
+            again=frozenset(self.again),
+            late=frozenset(self.barred),
+        )
+        if isinstance(step.inner, JaxprLoop):
+            return split_loop(step, step.inner, mine, theirs, given, halve)
+        inner = cast("Branches", step.inner)
+        return split_branches(step, inner, mine, theirs, given, halve)
+
+    def _add(self, step: JaxprStep, *, late: bool) -> None:
+        self.steps.append((step, late))
+        self.maker.update(dict.fromkeys(step.makes, (step, late)))
+        sources = step.names
+        if not step.effect and not any(is_ref(n.aval) for n in sources):
+            if all(n in self.same for n in sources):
+                self.same.update(step.makes)
+            elif step.cost < Cost.HEAVY and all(n in self.same | self.again for n in sources):
+                self.again.update(step.makes)
+        if late:
+            heavy = self._stays(step)
+            if heavy:
+                self.made_late.update(step.makes)
+            if heavy or any(n in self.barred for n in sources):
+                self.barred.update(step.makes)
+
+    def _stays(self, step: JaxprStep) -> bool:
+        """Tell whether a step of the second half must run there."""
+        return step.cost == Cost.HEAVY or step.effect or adds_to(step, self.given.refs)
+
+    def halves(self) -> Halves:
+        """Choose what crosses; the steps of each half."""
+        refs = self.given.refs
+        free = self.same | self.again | self.made_late | self.given.late | refs
+        reads: list[Atom] = list(self.late)
+        for step, late in self.steps:
+            if late and self._stays(step):
+                reads += step.reads
+
+        def before(name: Name) -> list[Name] | None:
+            step, late = self.maker.get(name, (None, False))
+            if step is None or not (late or step.cost == Cost.CHEAP):
+                return None
+            return [n for n in step.sources(name) if n not in free]
+
+        def size(name: Name) -> int | None:
+            if is_ref(name.aval) or (name in self.barred and name in self.maker):
+                return None
+            return max(1, num_bytes(name) // self.given.shared.get(name, 1))
+
+        def avoid(name: Name) -> bool:
+            return name in self.maker and self.maker[name][0].moves
+
+        wanted = [n for n in names(reads) if n not in free]
+        crossing = tuple(smallest_cut(wanted, before, size, avoid))
+        return Halves(*self._prune(crossing), crossing, tuple(self.whole))
+
+    def _prune(
+        self, crossing: Sequence[Name]
+    ) -> tuple[tuple[JaxprStep, ...], tuple[JaxprStep, ...]]:
+        """The steps each half runs."""
+        refs, inputs = self.given.refs, set(self.block.inputs) | set(self.block.constants)
+        early = {id(step) for step, late in self.steps if not late}
+        everything = [step for step, _ in self.steps]
+        first = prune(
+            everything,
+            [*self.early, *crossing],
+            inputs,
+            lambda s: id(s) in early and (is_pinned(s, refs) or adds_to(s, refs)),
+        )
+        second = prune(
+            everything,
+            self.late,
+            inputs | set(crossing),
+            lambda s: id(s) not in early and (s.effect or adds_to(s, refs)),
+        )
+        return first, second

@@ -1,0 +1,164 @@
+"""W separated from I: a stage's backward as two functions, `input_half` and `weight_half`.
+
+Together they do what the pullback of the stage does, each product once. The first gives the
+gradient for the stage's input and a few values that cross; the second makes the weights' gradients
+of those and nothing else, whenever a schedule says.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from collectives import vary, varying_axes
+from pipeline.base.masks import Way, chosen
+from pipeline.base.precision import GradDtype
+from pipeline.base.tree import Leaves, Tree
+from pipeline.core.autodiff.accumulate import Pullback, as_summed
+from pipeline.core.autodiff.halves import Given
+from pipeline.core.autodiff.jaxpr.dead_code import lean
+from pipeline.core.autodiff.jaxpr.reachability import touched
+from pipeline.core.autodiff.jaxpr.reader import read_block
+from pipeline.core.autodiff.jaxpr.steps import JaxprStep, Name, prune, read, run
+from pipeline.core.autodiff.outcome import MakeAdding, Outcome
+from pipeline.core.autodiff.split import halve
+
+# (weights, fixed, side, stash) -> (the stage's outcome or None, its pullback)
+Linearize = Callable[[Leaves, Tree, Tree, Tree], tuple[Outcome | None, Pullback]]
+
+
+class _Inputs(NamedTuple):
+    """The inputs of a backward pass as names of values, in the order of its block."""
+
+    weights: list[Name]
+    fixed: list[Name]
+    side: list[Name]
+    stash: list[Name]
+    dy: list[Name]
+    refs: list[Name]
+
+
+class SplitBackward:
+    """A backward pass in two halves.
+
+    Args:
+      linearize: gives a stage's pullback, and perhaps its outcome, from what the forward left.
+      weights, fixed, side, stash: examples of what it takes. All but ``stash`` are given to both
+        halves; `pipeline.core.autodiff.residuals` says what each is.
+      dy: an example of the gradients for the float leaves of the stage's output.
+      in_place: whether the weights' gradients are added to refs, or returned.
+      grad_dtype: as `pipeline.core.autodiff.accumulate.as_summed` takes it.
+      way: how far the pullback goes; without, all the way.
+      adding: as `pulled` has it.
+
+    Attributes:
+      crossing: types of what `weight_half` reads of `input_half`, for one microbatch.
+      whole: descriptions of what could not be taken apart, and so is in `input_half`.
+    """
+
+    def __init__(
+        self,
+        linearize: Linearize,
+        weights: Leaves,
+        fixed: Tree,
+        side: Tree,
+        stash: Tree,
+        dy: Leaves,
+        *,
+        in_place: bool = True,
+        grad_dtype: GradDtype = None,
+        way: Way | None = None,
+        adding: MakeAdding | None = None,
+    ) -> None:
+        mask, want_x = (way.weights, way.x) if way else (None, True)
+        count = len(chosen(weights, mask)) + (adding is not None)  # of the refs
+
+        def joint(weights: Leaves, fixed: Tree, side: Tree, stash: Tree, dy: Leaves) -> Any:
+            mine = [*chosen(weights, mask), *([adding().probe] if adding else [])]
+            refs = list(map(_new_ref, as_summed(mine, grad_dtype))) if in_place else None
+            outcome, pullback = linearize(weights, fixed, side, stash)
+            y = None if outcome is None else outcome.value
+            if refs is None:
+                dw, dx = pullback.values(dy)
+                return y, dx, dw
+            return y, pullback(dy, refs, want_x=want_x), []
+
+        arguments = weights, fixed, side, stash, dy
+        closed, (y, dx, _) = jax.make_jaxpr(joint, return_shape=True)(*arguments)
+        block = read_block(closed, count if in_place else 0)
+        refs_in = frozenset(block.inputs[-count:] if in_place and count else ())
+        block = lean(block, [True] * len(block.outs), refs_in)
+        self._y_tree, self._constants = jax.tree.structure(y), block.constants
+        num_y = len(jax.tree.leaves(y))
+        num_early = num_y + len(dx)
+        self._y, self._dx = block.outs[:num_y], block.outs[num_y:num_early]
+        self._dw = block.outs[num_early:]
+        inputs, sizes = iter(block.inputs), [len(jax.tree.leaves(a)) for a in arguments]
+        self._inputs = _Inputs(*(list(itertools.islice(inputs, n)) for n in (*sizes, None)))
+        early = [i < num_early for i in range(len(block.outs))]
+        late = [not e for e in early]
+        same = frozenset((*self._inputs.weights, *self._inputs.fixed))
+        given = Given(refs=refs_in, same=same, again=frozenset(self._inputs.side))
+        halves = halve(block, early, late, given)
+        self._first, self._second, self._crossing = halves.first, halves.second, halves.crossing
+        self.crossing, self.whole = [n.aval for n in halves.crossing], halves.whole
+
+    def input_half(
+        self,
+        weights: Leaves,
+        fixed: Tree,
+        side: Tree,
+        stash: Tree,
+        dy: Leaves | Callable[[Tree], Leaves],
+        refs: Leaves,
+        *,
+        want_x: bool = True,
+    ) -> tuple[Leaves, Leaves]:
+        """The gradients for the stage's input, and what crosses.
+
+        Args:
+          weights: as `linearize` takes them.
+          fixed: as `linearize` takes it.
+          side: as `linearize` takes it.
+          stash: as `linearize` takes it.
+          dy: gradients for the output, or a function that gives them of the output.
+          refs: the weights' gradients; only what could not be taken apart adds to them here.
+          want_x: whether to compute the gradients for the input.
+        """
+        known = self._known(weights=weights, fixed=fixed, side=side, stash=stash, refs=refs)
+        done: set[int] = set()
+        if callable(dy):
+            forward = prune(self._first, self._y, known)
+            done, known = set(map(id, forward)), run(forward, known)
+            dy = dy(jax.tree.unflatten(self._y_tree, [read(known, a) for a in self._y]))
+        known |= dict(zip(self._inputs.dy, dy, strict=True))
+        wanted = self._dx if want_x else []
+
+        def remains(step: JaxprStep) -> bool:
+            return id(step) not in done and (step.effect or bool(touched(step)))
+
+        env = run(prune(self._first, [*wanted, *self._crossing], known, remains), known)
+        return [read(env, a) for a in wanted], [env[n] for n in self._crossing]
+
+    def weight_half(
+        self, weights: Leaves, fixed: Tree, side: Tree, crossing: Leaves, refs: Leaves
+    ) -> Leaves:
+        """Add the weights' gradients to ``refs``; return them if they are not made in place."""
+        known = self._known(weights=weights, fixed=fixed, side=side, refs=refs)
+        env = run(self._second, known | dict(zip(self._crossing, crossing, strict=True)))
+        return [read(env, a) for a in self._dw]
+
+    def _known(self, **groups: Tree) -> dict[Name, Any]:
+        """Constants, and values of the inputs of these groups, by the names of `_Inputs`."""
+        known = dict(self._constants)
+        for name, group in groups.items():
+            known |= zip(getattr(self._inputs, name), jax.tree.leaves(group), strict=True)
+        return known
+
+
+def _new_ref(like: Any) -> Any:
+    return jax.new_ref(vary(jnp.zeros_like(like), tuple(varying_axes(like))))

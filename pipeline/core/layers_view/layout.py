@@ -1,0 +1,164 @@
+"""Says in a pipeline's state in which order its layers lie, so that no other order is read into it.
+
+Letters: S ranks, V chunks. For V > 1 the same arrays [S, ...] hold other layers in another
+placement, and nothing in their shapes would tell. So it is written down twice: as metadata of every
+parameter of a stage, which `nnx.update` and `nnx.merge` bring along; and as the name of a mark, a
+variable of its own, for states that are dictionaries of arrays, as a checkpoint is. A loop has no
+mark in the state of its pipeline, which so is that of its stages, and one in that of an optimizer;
+other placements have two, since `nnx.merge` counts leaves and reads no names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pipeline.base.variables import kind_text, metadata, raw, remade
+from pipeline.core.model.trained_copies import Copies
+from pipeline.core.placement.distribute import distribute
+from pipeline.core.placement.placement import LAYERS
+
+Held = Sequence[Sequence[int]]  # [S] lists of the V stages on each rank
+
+
+class Mark(nnx.Variable[Any]):
+    """Has a name that says something, and no value that does."""
+
+
+class Layout(nnx.Module):
+    """The marks of a state.
+
+    Args:
+      stages_of: [S] lists of the V stages on each rank.
+      mesh: where they lie.
+      types: whether the state is one of types.
+      loop: whether a loop has a mark too.
+    """
+
+    def __init__(self, stages_of: Held, mesh: Mesh, *, types: bool, loop: bool = False) -> None:
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        for name in _marks(stages_of, loop=loop):
+            value: Any = jax.ShapeDtypeStruct((), np.int32, sharding=everywhere)
+            if not types:
+                value = distribute(np.zeros((), np.int32), everywhere)
+            setattr(self, name, Mark(value))
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineOrigin:
+    """The modules that a pipeline was made of.
+
+    Attributes:
+      made: variables of the stages as they were placed, as types, by path.
+      copies: the modules of which the pipeline has copies.
+    """
+
+    made: Mapping[Any, Any]
+    copies: Copies
+
+    def __deepcopy__(self, memo: Any) -> PipelineOrigin:
+        """Itself: a copy of a pipeline was made of the same modules."""
+        return self
+
+
+def layout_name(stages_of: Held) -> str | None:
+    """The order of layers, ``loop_2x2`` of S = V = 2; None for V = 1, where there is but one."""
+    S, V = len(stages_of), len(stages_of[0])
+    if V == 1:
+        return None
+    down = [tuple(range(v * S, (v + 1) * S)) for v in range(V)]
+    back = [one[::-1] if v % 2 else one for v, one in enumerate(down)]
+    found = list(zip(*stages_of, strict=True))
+    orders = "_".join(str(k) for rank in stages_of for k in rank)
+    kind = "loop" if found == down else "v" if found == back else f"stages_{orders}"
+    return f"{kind}_{S}x{V}"
+
+
+def _marks(stages_of: Held, *, loop: bool) -> list[str]:
+    name = layout_name(stages_of)
+    if name is None:
+        return []
+    return [name] * loop if name.startswith("loop") else [name, f"{name}_back"]
+
+
+def mark(chunks: Iterable[nnx.Module], stages_of: Held) -> None:
+    """Write the order of layers into the metadata of all parameters of some chunks."""
+    name = layout_name(stages_of)
+    for chunk in chunks:
+        if name is not None:
+            flat = nnx.to_flat_state(nnx.state(chunk, nnx.Param))
+            marked = [(p, remade(v, raw(v), {**metadata(v), LAYERS: name})) for p, v in flat]
+            nnx.update(chunk, nnx.from_flat_state(marked))
+
+
+def types_of(chunks: nnx.Module) -> dict[Any, Any]:
+    """The variables of all stages as types, with their metadata, by path in the pipeline."""
+
+    def bare(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    flat = nnx.to_flat_state(jax.tree.map(bare, nnx.state(chunks)))
+    return {("chunks", *path): leaf for path, leaf in flat if isinstance(leaf, nnx.Variable)}
+
+
+def drop_marks(layout: Layout, stages_of: Held, foreign: Mapping[Any, Any]) -> None:
+    """Forget marks of other orders, where variables of stages say that their order is another.
+
+    Args:
+      layout: a pipeline's marks, to which a state of another pipeline may have added its own.
+      stages_of: [S] lists of the V stages on each rank.
+      foreign: such variables; while the pipeline has them, they say themselves what they are.
+    """
+    own = layout_name(stages_of)
+    for name in [name for name, value in vars(layout).items() if isinstance(value, Mark)]:
+        if foreign and name.removesuffix("_back") != own:
+            delattr(layout, name)
+
+
+def check_layout(
+    what: str, stages_of: Held, layout: Layout, variables: Iterable[tuple[Any, Any]]
+) -> None:
+    """Check that a state's layers lie as a pipeline has them.
+
+    Args:
+      what: whose state it is.
+      stages_of: [S] lists of the V stages on each rank.
+      layout: its marks.
+      variables: of stages, with their paths.
+
+    Raises:
+      ValueError: they lie as another pipeline has them, or are not of layers.
+    """
+    own, S, streams = layout_name(stages_of), len(stages_of), False
+    marks = {str(path[0]) for path, _ in nnx.to_flat_state(nnx.state(layout))}
+    found = {name.removesuffix("_back") for name in marks} - {own}
+    for path, variable in variables:
+        said, shape = metadata(variable).get(LAYERS, own), getattr(raw(variable), "shape", (S,))
+        if said != own:
+            found.add(said)
+        if shape == ():  # what is stored for layers has an axis of ranks
+            raise ValueError(
+                f"{what} has a variable of type {kind_text(variable)} at "
+                f"{'.'.join(map(str, path))}, a scalar where there is one for each of {S} ranks: "
+                f"it was added after the pipeline was made; change stages before that (adapters "
+                f"are put on each stage, and not on a pipeline)"
+            )
+        if shape[:1] != (S,):
+            found.add(f"an array {shape} at {'.'.join(map(str, path))}")
+            streams |= isinstance(variable, nnx.RngState)
+    if found:
+        first, *more = sorted(found)
+        text = f"{first} and {len(more)} more" if more else first
+        remedy = "; random streams have no layers: make the pipeline anew first" if streams else ""
+        raise ValueError(
+            f"{what} holds the layers of {S} ranks{f' as {own}' if own else ''}, and was given the "
+            f"state of a pipeline that holds them otherwise ({text}); carry "
+            f"it over by layers: pipe.from_layers(other.to_layers(tree)), other being a pipeline "
+            f"as that one was{remedy}"
+        )

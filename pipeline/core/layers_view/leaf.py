@@ -1,0 +1,325 @@
+"""A leaf of a model: read out of the row of a stack in which it lies, and written back.
+
+Letters: S ranks. A leaf is read out of a row of a stack [S, ...] into an array of its own, and
+written back in the same way. With one process it lies on the devices of its rank, and nothing is
+sent. Several processes write arrays that all have a part of: then it is shared by all ranks along a
+dim that S divides, and no device ever holds more of other ranks than one leaf.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from collectives import STAGE
+from collectives.compat import HOST_MEMORY
+from pipeline.base.tree import is_key, nbytes
+from pipeline.core.layers_view.view import Path
+from pipeline.core.model.overlay import Spot
+from pipeline.core.placement.distribute import distribute
+from pipeline.core.placement.meshes import without_types
+
+Put = Callable[[Any], None]
+
+
+class LeafCell:
+    """An array of some state, in which lies one leaf, or one of each rank.
+
+    Args:
+      value: the array.
+      put: stores another in its place.
+
+    Attributes:
+      value: the array with what was written since.
+    """
+
+    def __init__(self, value: Any, put: Put) -> None:
+        self._type: type[Any] = type(value)
+        self._home, self._put = getattr(value, "sharding", None), put
+        # Such an array goes where the others of a program lie; one that was put does not.
+        self._is_free = isinstance(value, jax.Array) and not value.committed
+        self.is_key = hasattr(value, "dtype") and is_key(value)
+        self._impl = jax.random.key_impl(value) if self.is_key else None
+        numbers = jax.random.key_data(value) if self.is_key else value
+        self.value: Any = numbers if isinstance(numbers, jax.Array) else np.asarray(numbers)
+        if isinstance(self._home, NamedSharding):
+            mesh: Any = self._home.mesh
+            kind = self._home.memory_kind
+            auto = NamedSharding(without_types(mesh), self._home.spec, memory_kind=kind)
+            self.value = jax.device_put(self.value, auto)  # which copies nothing
+
+    @property
+    def kind(self) -> str:
+        """Kind of the numbers, beyond their dtype: the implementation of random keys."""
+        return f"key<{self._impl}>" if self.is_key else ""
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh on which it lies, or None."""
+        sharding = getattr(self.value, "sharding", None)
+        return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+    def store(self) -> None:
+        """Put the array where it came from."""
+        value = self.value
+        if self._is_free:
+            value = jax.device_put(np.asarray(value.addressable_data(0)))
+        if self.is_key:
+            value = jax.random.wrap_key_data(value, impl=self._impl)
+        if self._home is not None and not self._is_free:
+            value = jax.device_put(value, self._home)
+        elif issubclass(self._type, bool | int | float):
+            value = self._type(value.item())
+        elif not issubclass(self._type, jax.Array):
+            value = np.asarray(value)
+        self._put(value)
+        self.value = None
+
+
+@dataclass(frozen=True)
+class LayerLeaf:
+    """A leaf of the model without a pipeline.
+
+    Attributes:
+      path: where it is there.
+      cell: where it lies here.
+      shape: its own; that of the numbers of random keys.
+      rank: in which row of the cell; None for all of it.
+      spot: where in the row; None for all of it.
+    """
+
+    path: Path
+    cell: LeafCell
+    shape: tuple[int, ...]
+    rank: int | None = None
+    spot: Spot | None = None
+
+    @property
+    def name(self) -> str:
+        """Its path, dotted."""
+        return ".".join(map(str, self.path))
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return nbytes(jax.ShapeDtypeStruct(self.shape, self.cell.value.dtype))
+
+    @property
+    def type(self) -> Any:
+        """Its shape and dtype, and where it lies while it is read or written."""
+        value = self.cell.value
+        sharding: Any = getattr(value, "sharding", None)
+        if self.rank is not None or self.shape != value.shape:
+            rest = tuple(sharding.spec)[1:] if self.rank is not None and self.spot is None else ()
+            if self.rank is not None and sharding.is_fully_addressable:
+                sharding = NamedSharding(_mesh_of_rank(self.cell.mesh, self.rank), P(*rest))
+            else:
+                mesh = self.cell.mesh
+                sharding = NamedSharding(mesh, _shared(self.shape, rest, mesh))
+        return jax.ShapeDtypeStruct(self.shape, value.dtype, sharding=sharding)
+
+    def read(self) -> jax.Array:
+        """The leaf, as an array of its own."""
+        value, out = self.cell.value, self.type.sharding
+        if self.rank is None and self.shape == value.shape:
+            return value
+        if self.rank is None:
+            return _cut(_on_device(value), rows=self.shape[0], out=out)
+        how: Any = {"spot": self.spot, "impl": self._impl}
+        if value.sharding.is_fully_addressable:
+            row = _row_of(value, self.rank)
+            return row if self.spot is None else _part(row, **how, out=out)
+        # One after the other: programs that all devices take part in, many at once, can starve
+        # each other of the threads that virtual CPU devices share.
+        rank = np.int32(self.rank)
+        return jax.block_until_ready(_sent_row(_on_device(value), rank, **how, out=out))
+
+    def write(self, leaf: jax.Array) -> None:
+        """Have the cell hold it."""
+        value = self.cell.value
+        how: Any = {"spot": self.spot, "impl": self._impl}
+        if self.rank is None:
+            same, out = self.shape == value.shape, _device_sharding(value)
+            self.cell.value = leaf if same else _padded(leaf, shape=value.shape, out=out)
+        elif value.sharding.is_fully_addressable:
+            if self.spot is not None:
+                row = _row_of(value, self.rank)
+                leaf = _filled(row, leaf, **how, out=row.sharding)
+            self.cell.value = _with_row(value, leaf)
+        else:
+            value = _on_device(value)
+            rank = np.int32(self.rank)
+            value = _with_sent_row(value, leaf, rank, **how, out=value.sharding)
+            self.cell.value = jax.block_until_ready(value)  # as in `read`
+
+    @property
+    def _impl(self) -> str | None:
+        return self.cell.kind[4:-1] or None
+
+
+# --- one process: rows are the arrays that their ranks' devices hold ---
+
+
+def _mesh_of_rank(mesh: Any, rank: int) -> Mesh:
+    """The devices of one rank."""
+    axis = mesh.axis_names.index(STAGE)
+    names = tuple(name for name in mesh.axis_names if name != STAGE)
+    if not names:
+        return Mesh(np.take(mesh.devices, [rank], axis), (STAGE,))
+    return Mesh(np.take(mesh.devices, rank, axis), names)
+
+
+def _row_of(stack: jax.Array, rank: int) -> jax.Array:
+    """A row of a stack, on the devices of its rank."""
+    sharding: Any = stack.sharding
+    mesh = _mesh_of_rank(sharding.mesh, rank)
+    held = {shard.device: shard.data for shard in stack.addressable_shards}
+    spec = NamedSharding(mesh, P(*tuple(sharding.spec)[1:]))
+    shape = stack.shape[1:]
+    rows = [_reshaped(held[one], held[one].shape[1:]) for one in _devices(spec, shape)]
+    return jax.make_array_from_single_device_arrays(shape, spec, rows)
+
+
+def _with_row(stack: jax.Array, row: jax.Array) -> jax.Array:
+    """The stack with another row, that of the devices on which it is; the others stay."""
+    held = {shard.device: shard.data for shard in stack.addressable_shards}
+    for shard in row.addressable_shards:
+        place = SingleDeviceSharding(shard.device, memory_kind=stack.sharding.memory_kind)
+        held[shard.device] = jax.device_put(_reshaped(shard.data, (1, *shard.data.shape)), place)
+    rows = [held[one] for one in _devices(stack.sharding, stack.shape)]
+    return jax.make_array_from_single_device_arrays(stack.shape, stack.sharding, rows)
+
+
+def _devices(sharding: Any, shape: tuple[int, ...]) -> list[Any]:
+    return list(sharding.addressable_devices_indices_map(shape))
+
+
+def _reshaped(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """An array of one device, in its memory; on a CPU without a program to be compiled."""
+    (device,) = array.devices()
+    if device.platform == "cpu":
+        return jax.device_put(np.asarray(array).reshape(shape), device)
+    return _on_device(array).reshape(shape)
+
+
+def _on_device(value: Any) -> Any:
+    """The array, out of host memory if it lies there: programs compute on devices."""
+    return jax.device_put(value, _device_sharding(value)) if _is_hosted(value) else value
+
+
+def _device_sharding(value: Any) -> Any:
+    """The sharding of the array, out of host memory if it lies there; nothing is copied."""
+    sharding: Any = getattr(value, "sharding", None)
+    return sharding.with_memory_kind("device") if _is_hosted(value) else sharding
+
+
+def _is_hosted(value: Any) -> bool:
+    return getattr(getattr(value, "sharding", None), "memory_kind", None) == HOST_MEMORY
+
+
+def _part_of(row: Any, spot: Spot, impl: str | None) -> jax.Array:
+    if impl is None:
+        return spot.read(row)
+    return jax.random.key_data(spot.read(jax.random.wrap_key_data(row, impl=impl)))
+
+
+@functools.partial(jax.jit, static_argnames=("spot", "impl", "out"))
+def _part(row: Any, *, spot: Spot, impl: str | None, out: Any) -> jax.Array:
+    """A leaf out of a row."""
+    return jax.lax.with_sharding_constraint(_part_of(row, spot, impl), out)
+
+
+@functools.partial(jax.jit, static_argnames=("spot", "impl", "out"))
+def _filled(row: Any, leaf: Any, *, spot: Spot, impl: str | None, out: Any) -> jax.Array:
+    """A row with a leaf in it."""
+    if impl is None:
+        found = spot.fill(row, leaf)
+    else:
+        cell, key = (jax.random.wrap_key_data(x, impl=impl) for x in (row, leaf))
+        found = jax.random.key_data(spot.fill(cell, key))
+    return jax.lax.with_sharding_constraint(found, out)
+
+
+# --- several processes, which write and read arrays of all of them: rows are sent ---
+
+
+def _shared(shape: Sequence[int], names: Sequence[Any], mesh: Any) -> P:
+    """Over which axes a leaf is shared: those of its dims, and ``stage`` along a further one."""
+    entries = [*names, *[None] * (len(shape) - len(names))][: len(shape)]
+    S = mesh.shape.get(STAGE, 1)
+    for dim, (size, entry) in enumerate(zip(shape, entries, strict=True)):
+        if entry is None and size and size % S == 0:
+            return P(*entries[:dim], STAGE, *entries[dim + 1 :])
+    return P(*entries)
+
+
+def _bits(array: jax.Array) -> jax.Array:
+    """Reinterpret the bits as unsigned integers of at least 32, whose sums with zeros are exact."""
+    if array.dtype == np.bool_:
+        return array.astype(jnp.uint32)
+    wide = jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
+    return wide if wide.dtype.itemsize >= 4 else wide.astype(jnp.uint32)
+
+
+def _of_bits(bits: jax.Array, dtype: Any) -> jax.Array:
+    if dtype == np.bool_:
+        return bits.astype(bool)
+    return jax.lax.bitcast_convert_type(bits.astype(f"uint{8 * dtype.itemsize}"), dtype)
+
+
+def _is_row(stack: jax.Array, rank: Any) -> jax.Array:
+    """[S, 1, ...] which row it is."""
+    mask = jnp.arange(stack.shape[0], dtype=jnp.int32) == rank
+    return mask.reshape(-1, *[1] * (stack.ndim - 1))
+
+
+@functools.partial(jax.jit, static_argnames=("spot", "impl", "out"))
+def _sent_row(stack: Any, rank: Any, *, spot: Spot | None, impl: str | None, out: Any) -> jax.Array:
+    """A leaf of a rank; what others have is no part of the sum, since an index would gather it."""
+    masked = jnp.where(_is_row(stack, rank), _bits(stack), jnp.zeros((), _bits(stack).dtype))
+    row = _of_bits(masked.sum(axis=0, dtype=masked.dtype), stack.dtype)
+    row = row if spot is None else _part_of(row, spot, impl)
+    return jax.lax.with_sharding_constraint(row, out)
+
+
+@functools.partial(jax.jit, static_argnames=("spot", "impl", "out"))
+def _with_sent_row(
+    stack: Any, leaf: Any, rank: Any, *, spot: Spot | None, impl: str | None, out: Any
+) -> jax.Array:
+    """The stack with a leaf in a rank's row."""
+    names = () if spot is not None else tuple(out.spec)[1:]
+    leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(out.mesh, P(*names)))
+    if spot is None:
+        rows = leaf[None]
+    elif impl is None:
+        rows = jax.vmap(spot.fill, (0, None))(stack, leaf)
+    else:
+        keys, key = (jax.random.wrap_key_data(x, impl=impl) for x in (stack, leaf))
+        rows = jax.random.key_data(jax.vmap(spot.fill, (0, None))(keys, key))
+    return jax.lax.with_sharding_constraint(jnp.where(_is_row(stack, rank), rows, stack), out)
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "out"))
+def _cut(table: Any, *, rows: int, out: Any) -> jax.Array:
+    """A table without the rows of zeros behind its last word."""
+    return jax.lax.with_sharding_constraint(table[:rows], out)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "out"))
+def _padded(table: Any, *, shape: tuple[int, ...], out: Any) -> jax.Array:
+    """A table with them."""
+    table = jnp.pad(table, [(0, b - a) for a, b in zip(table.shape, shape, strict=True)])
+    return jax.lax.with_sharding_constraint(table, out)
+
+
+def replicated(value: Any, mesh: Any) -> jax.Array:
+    """Make a global array of a value that every process has."""
+    return distribute(np.asarray(value), NamedSharding(mesh, P()))

@@ -1,0 +1,216 @@
+"""A pipeline's weights under another plan (`Pipeline.replace`).
+
+The constructor itself finds the new layout, of types alone. Then every array goes where it belongs:
+as it is where its place is the same, else from device to device, leaf by leaf. Only where stages
+that are not alike share their storage, or stages move to other devices, are they made whole and
+laid out anew.
+
+Letters: S ranks, K stages, V chunks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pipeline.base.arguments import check_names
+from pipeline.base.tree import is_abstract
+from pipeline.base.variables import raw, with_value
+from pipeline.core.model.stage import Ends, check_kinds
+from pipeline.core.model.unlike import Overlaid
+from pipeline.core.options.options import Options
+from pipeline.core.placement.distribute import distribute
+from pipeline.core.placement.placement import as_before
+
+Pick = tuple[int, int]  # where a stage was: its rank and its chunk
+_ENDS = "embed", "head", "loss_fn"
+
+
+def check_changes(changes: Mapping[str, Any]) -> None:
+    """Check that only options of a pipeline are to be changed.
+
+    Raises:
+      TypeError: there are other names.
+    """
+    if "stages" in changes:
+        raise TypeError(
+            "replace(stages=...): replace() keeps the stages with their weights; for others make "
+            "another Pipeline(stages, ...)"
+        )
+    check_names("replace()", changes, (*_ENDS, *(one.name for one in fields(Options))))
+
+
+def refusal(name: str) -> str:
+    """Why an option cannot be assigned, and what to do instead."""
+    if name == "stages":
+        return (
+            "pipe.stages is the method that gives the stages back and cannot be assigned; for "
+            "other stages make another Pipeline(stages, ...)"
+        )
+    return (
+        f"pipe.{name} cannot be assigned: a pipeline's options are part of its compiled steps; use "
+        f"pipe = pipe.replace({name}=...), which keeps the weights"
+    )
+
+
+def replaced(pipe: Any, changes: Mapping[str, Any], make: Callable[..., None]) -> Any:
+    """Another pipeline of the same class with the same weights.
+
+    Args:
+      pipe: a `Pipeline`, of arrays or of types.
+      changes: options, and perhaps embed and head.
+      make: ``make(pipe, stages, **options)``, the constructor of `Pipeline`.
+    """
+    changed = {name: value for name, value in changes.items() if name not in _ENDS}
+    options = dataclasses.replace(pipe.plan.options, **changed).to_dict()
+    new = nnx.merge(*nnx.split(pipe), copy=True)  # with what the user has added
+
+    def lay_out(whole: Any, ends: Mapping[str, Any]) -> None:
+        make(new, whole.stages(), **(options | ends_of(whole) | dict(ends)))
+
+    ends = {name: changes[name] for name in _ENDS if name in changes}
+    if is_abstract(nnx.state(pipe)):
+        lay_out(pipe, ends)
+        return new
+    check_kinds(list(pipe.chunks), **ends)
+    lay_out(typed(pipe), {name: typed(end) for name, end in ends.items()})
+    picks = _picks(pipe, new)
+    if picks is None:
+        lay_out(pipe, ends)
+        return new
+    return _filled(new, picks, pipe, ends)
+
+
+def with_weights_of(pipe: Any, like: Any) -> Any | None:
+    """A copy of ``like``, a pipeline of types, with a pipeline's weights and ``like``'s own plan.
+
+    As ``pipe.replace``, but that what was compiled for ``like`` is not compiled again. None if
+    rows of the weights cannot be moved (`_picks`).
+    """
+    picks = _picks(pipe, like)
+    return None if picks is None else _filled(nnx.merge(*nnx.split(like), copy=True), picks, pipe)
+
+
+def _filled(
+    new: Any, picks: list[list[Pick]], pipe: Any, ends: Mapping[str, Any] | None = None
+) -> Any:
+    """A pipeline of types with a pipeline's weights, and perhaps other ends."""
+    had = [dict(nnx.to_flat_state(nnx.state(chunk))) for chunk in pipe.chunks]
+    for chunk, column in zip(new.chunks, picks, strict=True):
+        sources = {v: had[v] for _, v in column}
+        _fill(chunk, functools.partial(_rows, column), sources)
+    given = Ends(**(_held(pipe.ends) | dict(ends or {})))
+    _fill(new.ends, _resized, {0: dict(nnx.to_flat_state(nnx.state(given)))})
+    return new
+
+
+def ends_of(pipe: Any) -> dict[str, Any]:
+    """Embed, head and loss as they were before they were placed."""
+    graphdef, state = nnx.split(pipe.ends)
+    ends = nnx.merge(graphdef, as_before(state))
+    for name in pipe.plan.shared:  # behind the last word there may be rows of zeros
+        end = getattr(ends, name)
+        table = end.table.get_value()
+        if table.shape[0] != end.words:
+            shape = end.words, *table.shape[1:]
+            cut = jax.ShapeDtypeStruct(shape, table.dtype) if is_abstract(table) else None
+            end.table.set_value(table[: end.words] if cut is None else cut)
+    return {"loss_fn": pipe.plan.loss_fn} | _held(ends)
+
+
+def _held(ends: Ends) -> dict[str, Any]:
+    """Embed, head and a loss that is a module, by name."""
+    return {name: getattr(ends, name) for name in _ENDS if hasattr(ends, name)}
+
+
+def typed(module: Any) -> Any:
+    """The module with types for its arrays; what is no module as it is."""
+    if not isinstance(module, nnx.Module):
+        return module
+    graphdef, state = nnx.split(module)
+    return nnx.merge(
+        graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    )
+
+
+def _picks(pipe: Any, new: Any) -> list[list[Pick]] | None:
+    """[V] for each new chunk, where the stages of its ranks were; None if rows cannot be moved."""
+    before, after = pipe.schedule.stages_of, new.schedule.stages_of
+    seats = {k: (rank, v) for rank, held in enumerate(before) for v, k in enumerate(held)}
+    picks = [[seats[k] for k in column] for column in zip(*after, strict=True)]
+    if before == after and all(map(_are_alike, pipe.chunks, new.chunks)):
+        return picks
+    overlaid = any(isinstance(chunk, Overlaid) for one in (pipe, new) for chunk in one.chunks)
+    moved = list(pipe.mesh.devices.flat) != list(new.mesh.devices.flat)
+    typed = any(one.plan.home.explicit_axes for one in (pipe, new))  # whose rows jax cannot take
+    return None if overlaid or moved or typed else picks
+
+
+def _are_alike(chunk: nnx.Module, other: nnx.Module) -> bool:
+    """Tell whether two chunks have arrays of the same shapes under the same paths."""
+    found = [
+        {
+            path: jax.tree.map(jnp.shape, raw(leaf))
+            for path, leaf in nnx.to_flat_state(nnx.state(one))
+        }
+        for one in (chunk, other)
+    ]
+    return found[0] == found[1]
+
+
+def _fill(
+    module: nnx.Module, place: Callable[..., jax.Array], sources: Mapping[int, Mapping[Any, Any]]
+) -> None:
+    """Give a module of types its arrays.
+
+    Args:
+      module: whose types say where arrays lie.
+      place: ``place(type, arrays)``, the array of a type, of those of the sources by their number.
+      sources: variables by path.
+    """
+    flat = []
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        numbers, found = list(sources), [raw(of[path]) for of in sources.values()]
+
+        def one(like: Any, *arrays: Any, numbers: list[int] = numbers) -> jax.Array:
+            return place(like, dict(zip(numbers, arrays, strict=True)))
+
+        flat.append((path, with_value(variable, jax.tree.map(one, raw(variable), *found))))
+    nnx.update(module, nnx.from_flat_state(flat))
+
+
+def _rows(picks: Sequence[Pick], like: Any, chunks: Mapping[int, jax.Array]) -> jax.Array:
+    """[S, ...] rows of chunks by number, as a type says."""
+    first = chunks[picks[0][1]]
+    if all(v == picks[0][1] for _, v in picks) and [r for r, _ in picks] == [*range(len(first))]:
+        return _put(first, like)
+
+    return _put(_stacked(dict(chunks), picks=tuple(picks), sharding=like.sharding), like)
+
+
+@functools.partial(jax.jit, static_argnames=("picks", "sharding"))
+def _stacked(chunks: dict[int, jax.Array], *, picks: tuple[Pick, ...], sharding: Any) -> jax.Array:
+    """[S, ...] rows of chunks by number; a function of the module, so that it is compiled once."""
+    rows = jnp.stack([chunks[v][rank] for rank, v in picks])
+    return jax.lax.with_sharding_constraint(rows, sharding)
+
+
+def _resized(like: Any, found: Mapping[int, jax.Array]) -> jax.Array:
+    """An array with as many rows as a type has: behind the last word of a table are zeros."""
+    x = found[0]
+    if x.shape != like.shape:
+        x = x[: like.shape[0]]
+        x = jnp.pad(x, ((0, like.shape[0] - x.shape[0]), *((0, 0),) * (x.ndim - 1)))
+    return _put(x, like)
+
+
+def _put(x: jax.Array, like: Any) -> jax.Array:
+    """An array where, and in the dtype in which, a type has it."""
+    return distribute(x if x.dtype == like.dtype else x.astype(like.dtype), like.sharding)

@@ -1,0 +1,282 @@
+"""A program of many layers, run once for all of them.
+
+An optimizer is written for a tree of layers, of whose leaves it makes K copies of one program.
+Here layers lie in stacks: S of them, one per rank, are the rows of one array sharded over
+``stage``. So its copies are found again and run as one, under `jax.vmap` over the rows:
+
+* A value made of one row only, by the same equations for each row, is a row of a *stack*.
+* What is made of several rows (the sum of a global norm) is computed once, as written, and is the
+  same on all ranks. What it takes of a row must be one number: a row as large as a weight would
+  have to be sent to every rank.
+* Results that belong into one stack are compared equation by equation. Where the rows' differ
+  (another rule for layer 3), each is computed for all rows and every row takes its own.
+
+So results are those of the program as written, and only numbers are exchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pipeline.base.tree import shape_text
+from pipeline.core.autodiff.jaxpr.evaluate import bind
+from pipeline.core.layers_view.rows import Cut, Op, Program, Template, Value, Wide, is_of
+from pipeline.core.model.overlay import Spot
+
+
+class MixedError(ValueError):
+    """A program that needs weights of several layers in one place."""
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """A result of one number for each row."""
+
+    template: Any
+    index: int
+
+
+@dataclass(frozen=True)
+class _Ops:
+    """Equations that do the same, one for each row; None where nothing is wanted."""
+
+    of_rows: tuple[Op | None, ...]
+
+
+Pack = tuple[Value | None, ...]  # one value for each row; None where nothing is wanted
+
+
+class Rerolled:
+    """A program some of whose inputs are rows of stacks.
+
+    Args:
+      closed: the program, a closed jaxpr.
+      inputs: for each of its inputs a `Row`, or an array.
+      stacks: [S, ...] the stacks.
+      cuts: for each stack where it comes from, if it is a part of something.
+      rows: S.
+      replicate: makes a small array the same on all devices.
+
+    Attributes:
+      outputs: its results, to be asked for by `stack` or `value`.
+
+    Raises:
+      MixedError: where it needs weights of several layers at once.
+    """
+
+    def __init__(
+        self,
+        closed: Any,
+        inputs: Sequence[Any],
+        stacks: Sequence[Any],
+        cuts: Sequence[Cut | None],
+        rows: int,
+        replicate: Callable[[Any], Any],
+    ) -> None:
+        self._stacks, self._rows, self._replicate = stacks, rows, replicate
+        self._made: dict[Any, Any] = {}
+        program = Program(closed, inputs, cuts)
+        self.outputs = program.outputs
+        for op in program.effects:
+            self._need(op)
+
+    def value(self, value: Value) -> Any:
+        """A result that belongs to no stack."""
+        return self._need(value)
+
+    def stack(self, pack: Pack) -> Any:
+        """[S, ...] from the results that are its rows; anything where there is None."""
+        return self._repeated(*self._need(pack))
+
+    def cell(self, parts: Sequence[tuple[Spot, int, Value]], shape: tuple[int, ...]) -> Any:
+        """[S, ...] a cell, if its parts are made in one way, number by number; else None.
+
+        Args:
+          parts: where each lies, on which rank, and the result.
+          shape: of the cell.
+        """
+        values = [value for _, _, value in parts]
+        numbers = {value.repeats for value in values}
+        if None not in numbers and len(numbers) == 1:
+            return jnp.full(shape, self._need(numbers.pop()), values[0].aval.dtype)
+        wides = {value.wide for value in values}
+        is_here = all(v.row == rank and v.spot == spot for spot, rank, v in parts)
+        return (
+            self._need(wides.pop()) if is_here and len(wides) == 1 and None not in wides else None
+        )
+
+    def _need(self, key: Any) -> Any:
+        """Run a task after all that it asks for; tasks may be many deep."""
+        if key in self._made:
+            return self._made[key]
+        tasks = [(key, self._task(key))]
+        found: Any = None
+        while tasks:
+            key, task = tasks[-1]
+            try:
+                wanted = task.send(found)
+            except StopIteration as end:
+                found = self._made[key] = end.value
+                tasks.pop()
+                continue
+            found = self._made.get(wanted)
+            if found is None:
+                tasks.append((wanted, self._task(wanted)))
+        return found
+
+    def _task(self, key: Any) -> Task:
+        tasks: dict[Any, Callable[[Any], Task]] = {
+            Value: self._one,
+            Op: self._run,
+            Template: self._all_rows,
+            Wide: self._all_cells,
+            _Numbers: self._numbers,
+            _Ops: self._merged,
+        }
+        return tasks.get(type(key), self._packed)(key)
+
+    def _one(self, value: Value) -> Task:
+        """A value on all devices."""
+        if value.known is not None:
+            return value.known
+        if value.row is None or value.is_spread:
+            return (yield value.op)[value.index]
+        if self._rows == 1:
+            return (yield value.template)[value.index][0]
+        if not value.is_number:
+            raise _mixed(f"what has no layer of its own is {shape_text(value.aval)} of one")
+        return (yield _Numbers(value.template, value.index))[value.row]
+
+    def _numbers(self, numbers: _Numbers) -> Task:
+        """A number of each row, on all devices."""
+        return self._replicate((yield numbers.template)[numbers.index])
+
+    def _run(self, op: Op) -> Task:
+        """An equation as written."""
+        for value in op.operands:
+            is_weight = value.row is not None and not (value.is_number or value.is_spread)
+            if is_weight and self._rows > 1:
+                raise _mixed(f"its {op.eqn.primitive.name} reads {_texts(op.operands)}")
+        given = []
+        for value in op.operands:
+            given.append((yield value))  # noqa: PERF401  a comprehension cannot be sent values
+        return bind(op.eqn, *given)
+
+    def _all_rows(self, template: Template) -> Task:
+        """[S, ...] what an equation makes of all rows."""
+        if template.op is None:
+            return [self._stacks[template.stack]]
+        if (number := _sums(template.op)) is not None:
+            cell = yield number.wide
+            return [_sum_of_part(cell, number.spot)]
+        given, axes = [], []
+        for value in template.op.operands:
+            is_row = is_of(value, template.row)
+            found = yield value.template if is_row else value
+            given.append(found[value.index] if is_row else found)
+            axes.append(0 if is_row else None)
+        return jax.vmap(functools.partial(bind, template.op.eqn), tuple(axes))(*given)
+
+    def _all_cells(self, wide: Wide) -> Task:
+        """[S, ...] what an equation makes of whole cells."""
+        if wide.eqn is None:
+            return wide.cell
+        given = []
+        for part in wide.operands:
+            given.append((yield part))  # noqa: PERF401  a comprehension cannot be sent values
+        shape = jnp.broadcast_shapes(*map(jnp.shape, given))
+        given = [jnp.broadcast_to(x, shape) for x in given]
+        return bind(wide.eqn, *given)[0]
+
+    def _packed(self, pack: Pack) -> Task:
+        """[S, ...] from a value for each row and True; or what all have in common, and False."""
+        held = [(row, v) for row, v in enumerate(pack) if v is not None]
+        _, first = held[0]
+        if all(v is first for _, v in held) and (first.row is None or first.row != held[0][0]):
+            return (yield first), False
+        own = [v.row == row for row, v in held]
+        if all(own) and len({(v.template, v.index) for _, v in held}) == 1:
+            return (yield first.template)[first.index], True
+        kinds = [_kind(row, v) for row, v in held]
+        if first.op is not None and len(set(kinds)) == 1:
+            ops = _Ops(tuple(None if v is None else v.op for v in pack))
+            outs, is_stack = yield ops
+            return outs[first.index], is_stack
+        chosen = None
+        for kind in dict.fromkeys(kinds):
+            rows = {row for (row, _), one in zip(held, kinds, strict=True) if one == kind}
+            part = tuple(v if row in rows else None for row, v in enumerate(pack))
+            found = self._repeated(*(yield part))
+            chosen = found if chosen is None else _at_rows(rows, found, chosen)
+        return chosen, True
+
+    def _merged(self, merged: _Ops) -> Task:
+        """Merge alike equations into one; each takes its own row, or values without a row."""
+        ops = merged.of_rows
+        first = next(op for op in ops if op is not None)
+        given, axes = [], []
+        for n in range(len(first.operands)):
+            found, is_stack = yield tuple(None if op is None else op.operands[n] for op in ops)
+            given.append(found)
+            axes.append(0 if is_stack else None)
+        run = functools.partial(bind, first.eqn)
+        if axes.count(None) == len(axes):
+            return run(*given), False
+        return jax.vmap(run, tuple(axes))(*given), True
+
+    def _repeated(self, found: Any, is_stack: bool) -> Any:
+        return found if is_stack else jnp.broadcast_to(found, (self._rows, *jnp.shape(found)))
+
+
+Task = Generator[Any, Any, Any]  # yields what it asks for, is sent it, returns what it makes
+
+
+def _kind(row: int, value: Value) -> Any:
+    """Key of values for several rows that one equation may make."""
+    if value.op is not None and not value.op.eqn.effects:
+        return value.op.key, value.index
+    return (value.template, value.index) if value.row == row else value
+
+
+def _sums(op: Op) -> Value | None:
+    """Find the sum in an equation that is made number by number of a cell's part."""
+    value, name = op.operands[0], op.eqn.primitive.name
+    is_sum = name == "reduce_sum" and len(op.eqn.params["axes"]) == len(value.aval.shape)
+    return value if is_sum and value.wide is not None else None
+
+
+def _sum_of_part(cell: Any, spot: Spot | None) -> Any:
+    """[S] the sum of a part of each row of a cell, which is not cut: its axes may be sharded."""
+    axes = tuple(range(1, cell.ndim))
+    if spot is not None and spot.part is not None:
+        place = jax.lax.broadcasted_iota(np.int32, cell.shape, 1)
+        inside = (place >= spot.part[0]) & (place < spot.part[1])
+        cell = jnp.where(inside, cell, jnp.zeros_like(cell))
+    return cell.sum(axes)
+
+
+def _at_rows(rows: set[int], found: Any, other: Any) -> Any:
+    """Some rows of one stack, the rest of another."""
+    mask = np.isin(np.arange(other.shape[0]), sorted(rows))
+    spread = jax.lax.broadcast_in_dim(mask, other.shape, (0,))
+    return jax.lax.select(spread, found, other)
+
+
+def _mixed(what: str) -> MixedError:
+    return MixedError(
+        f"an optimizer needs weights of several layers in one place ({what}), but layers lie on "
+        f"different ranks, and all weights would be sent in every step; give make_optimizer "
+        f"transformations that look at single weights, or at numbers of all of them such as norms: "
+        f"without optax.flatten, say, and with what remains as parts, make_optimizer(pipe, *parts)"
+    )
+
+
+def _texts(values: Sequence[Value]) -> str:
+    return ", ".join(dict.fromkeys(shape_text(v.aval) for v in values))

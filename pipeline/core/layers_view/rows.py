@@ -1,0 +1,307 @@
+"""A search for values of a program that are rows of stacks, and that are made alike.
+
+An optimizer's program does the same for each of K layers. Here it is read once, and each value is
+given the row that it is made of, if it is one, and the *template*, the stack of which it is a row:
+equations that do the same to rows of the same stacks have one template, however often they stand in
+the program. `pipeline.core.layers_view.reroll` runs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from collectives.compat import loop_sizes
+from pipeline.core.autodiff.jaxpr.evaluate import follow
+from pipeline.core.autodiff.jaxpr.primitives import callee, traits
+from pipeline.core.model.overlay import Spot
+
+_UNROLLED = 64  # as many rounds of a loop over several layers at once are taken apart
+
+
+@dataclass(frozen=True)
+class LeafRow:
+    """An input that is a row of a stack.
+
+    Attributes:
+      stack: the index of the stack; rows of one stack are of one type.
+      row: which row.
+    """
+
+    stack: int
+    row: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Origin of a stack's rows that are parts of the rows of a larger array.
+
+    Attributes:
+      cell: [S, ...] that array.
+      spot: which part.
+    """
+
+    cell: Any
+    spot: Spot
+
+
+@dataclass(eq=False)
+class Value:
+    """A value of a program: the result of an equation, an input or a constant.
+
+    Attributes:
+      aval: its type.
+      op: what makes it, if an equation does; index: as which of its results.
+      row: of which row it is made, None if of several or none.
+      template: as which of the stacks it is a row of.
+      known: the array, of an input that is no row, or of a constant; is_constant: of the latter.
+      wide: the same for all of the cell of which its row is a part; spot: which part.
+    """
+
+    aval: Any
+    op: Op | None = None
+    index: int = 0
+    row: int | None = None
+    template: Template | None = None
+    known: Any = None
+    is_constant: bool = False
+    wide: Wide | None = None
+    spot: Spot | None = None
+
+    @property
+    def is_number(self) -> bool:
+        """True if it is one number."""
+        return math.prod(self.aval.shape) == 1
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if it is made of several rows, and so is no part of one."""
+        return self.row is None and self.op is not None and self.op.is_mixed
+
+    @property
+    def is_spread(self) -> bool:
+        """True if it is one number, repeated."""
+        return self.repeats is not None
+
+    @property
+    def repeats(self) -> Value | None:
+        """The number that it repeats, if it does."""
+        if self.op is None or self.op.eqn.primitive.name != "broadcast_in_dim":
+            return None
+        return self.op.operands[0] if self.op.operands[0].is_number else None
+
+    @property
+    def type(self) -> Any:
+        """Type that rows of one stack share."""
+        return self.aval.shape, self.aval.dtype
+
+
+@dataclass(eq=False)
+class Op:
+    """An equation of the program: what it reads, and what those that do the same have in common."""
+
+    eqn: Any
+    key: Any
+    operands: tuple[Value, ...]
+    is_mixed: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_mixed = any(v.is_mixed or v.row is not None for v in self.operands)
+
+
+@dataclass(eq=False)
+class Template:
+    """A stack: an input, or what an equation makes of each row.
+
+    Attributes:
+      op: of one of the rows; None for an input.
+      row: that row.
+      stack: the index of the input.
+    """
+
+    op: Op | None = None
+    row: int = -1
+    stack: int = -1
+
+
+@dataclass(eq=False)
+class Wide:
+    """The result of an elementwise program on a whole cell.
+
+    Attributes:
+      cell: the cell, if it is that.
+      eqn: else its last equation.
+      operands: what that reads: of the cell, or numbers.
+    """
+
+    cell: Any = None
+    eqn: Any = None
+    operands: tuple[Wide | Value, ...] = ()
+
+
+class Program:
+    """A program's values, each once for those that are made alike.
+
+    Args:
+      closed: the program, a closed jaxpr.
+      inputs: for each of its inputs a `LeafRow`, or an array.
+      cuts: for each stack where it comes from, if it is a part of something.
+
+    Attributes:
+      outputs: its results.
+      effects: equations that do something beside their results.
+    """
+
+    def __init__(self, closed: Any, inputs: Sequence[Any], cuts: Sequence[Cut | None]) -> None:
+        self._cuts = cuts
+        self._wides: dict[Any, Wide] = {}
+        self._constants: dict[Any, Value] = {}
+        self._values: dict[Any, list[Value]] = {}
+        self._templates: dict[Any, Template] = {}
+        self.effects: list[Op] = []
+        invars = closed.jaxpr.invars
+        given = [self._input(var.aval, x) for var, x in zip(invars, inputs, strict=True)]
+        self.outputs = self._inline(closed.jaxpr, closed.consts, given)
+
+    def _input(self, aval: Any, given: Any) -> Value:
+        if not isinstance(given, LeafRow):
+            return Value(aval, known=given)
+        template = self._templates.setdefault(given.stack, Template(stack=given.stack))
+        value, cut = Value(aval, row=given.row, template=template), self._cuts[given.stack]
+        if cut is not None:
+            value.spot = cut.spot
+            value.wide = self._wides.setdefault(id(cut.cell), Wide(cut.cell))
+        return value
+
+    def _constant(self, aval: Any, array: Any) -> Value:
+        key: Any = id(array)
+        if np.ndim(array) == 0 and not isinstance(array, jax.Array):
+            key = str(aval), np.asarray(array).tobytes()
+        return self._constants.setdefault(key, Value(aval, known=array, is_constant=True))
+
+    def _inline(self, jaxpr: Any, consts: Sequence[Any], given: Sequence[Value]) -> list[Value]:
+        constants = map(self._constant, (var.aval for var in jaxpr.constvars), consts)
+        literal = lambda atom: self._constant(atom.aval, atom.val)  # noqa: E731
+        return follow(jaxpr, given, constants, literal, self._equation)
+
+    def _equation(self, eqn: Any, found: list[Value]) -> list[Value]:
+        operands = tuple(found)
+        body = callee(eqn)
+        if body is not None:
+            return self._inline(body.jaxpr, body.consts, operands)
+        if eqn.effects:
+            key = object()
+            op = Op(eqn, key, operands)
+            self.effects.append(op)
+            return [Value(var.aval, op, n) for n, var in enumerate(eqn.outvars)]
+        row = _row_of(operands)
+        if traits(eqn).combines and any(v.is_mixed for v in operands):
+            row = row if any(_is_array(v) for v in operands) else None
+        if eqn.primitive.name == "concatenate" and all(v.is_number for v in operands):
+            row = None  # a list of numbers, such as whether each weight is finite, is of no layer
+        if row is None and any(v.row is not None for v in operands):
+            if eqn.primitive.name == "cond" and operands[0].row is None:
+                return self._both(eqn, operands)
+            if eqn.primitive.name == "scan" and eqn.params["length"] <= _UNROLLED:
+                return self._unrolled(eqn, operands)
+        key = eqn.primitive, _static(eqn.params), tuple(v.type for v in operands)
+        common = (*key, *((v.template, v.index) if is_of(v, row) else v for v in operands))
+        if (common, row) not in self._values:
+            op, template = Op(eqn, key, operands), None
+            if row is not None:
+                template = self._templates.setdefault(common, Template(op, row))
+            self._values[common, row] = [
+                Value(var.aval, op, n, row, template) for n, var in enumerate(eqn.outvars)
+            ]
+            self._widen(self._values[common, row][0], op)
+        return self._values[common, row]
+
+    def _widen(self, value: Value, op: Op) -> None:
+        """See whether a value is made number by number of parts of cells that lie alike."""
+        spots = {v.spot for v in op.operands if v.wide is not None}
+        if not traits(op.eqn).elementwise or len(spots) != 1:
+            return
+        parts = tuple(v.wide or v.repeats or v for v in op.operands)
+        if any(isinstance(v, Value) and not (v.is_number and v.row is None) for v in parts):
+            return
+        key = op.eqn.primitive, _static(op.eqn.params), *parts
+        value.wide = self._wides.setdefault(key, Wide(None, op.eqn, parts))
+        value.spot = spots.pop()
+
+    def _both(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+        """All branches of a conditional over several layers, and what is chosen of them."""
+        which, *given = operands
+        branches = [self._inline(b.jaxpr, b.consts, given) for b in eqn.params["branches"]]
+        return [
+            self._called(jax.lax.select_n, which, *outs) if len(set(outs)) > 1 else outs[0]
+            for outs in zip(*branches, strict=True)
+        ]
+
+    def _unrolled(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+        """A loop over several layers at once, round by round."""
+        length, closed = eqn.params["length"], eqn.params["jaxpr"]
+        num_consts, num_carry = loop_sizes(eqn)
+        consts, carry = operands[:num_consts], list(operands[num_consts:][:num_carry])
+        xs = operands[num_consts + num_carry :]
+        made: list[Any] = [None] * length
+        for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+            parts = [self._called(functools.partial(_part, i), x) for x in xs]
+            found = self._inline(closed.jaxpr, closed.consts, [*consts, *carry, *parts])
+            carry, made[i] = found[:num_carry], found[num_carry:]
+        return carry + [self._called(_stacked, *ys) for ys in zip(*made, strict=True)]
+
+    def _called(self, function: Callable[..., Any], *values: Value) -> Value:
+        types = [jax.ShapeDtypeStruct(*v.type) for v in values]
+        closed = jax.make_jaxpr(function)(*types)
+        return self._inline(closed.jaxpr, closed.consts, values)[0]
+
+
+def _row_of(operands: Sequence[Value]) -> int | None:
+    """Row of a result: that of the arrays it is made of, or else of the numbers."""
+    arrays = list(filter(_is_array, operands))
+    rows = {v.row for v in arrays if v.row is not None}
+    if not arrays:
+        rows = {v.row for v in operands if v.row is not None}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def _is_array(value: Value) -> bool:
+    """Tell whether a value has dims, and is none of the program's own constants."""
+    return not (value.is_constant or value.is_number or value.is_spread)
+
+
+def is_of(value: Value, row: int | None) -> bool:
+    """Tell whether a value is read as a part of a row."""
+    return row is not None and value.row == row
+
+
+def _part(index: int, x: Any) -> Any:
+    return jax.lax.index_in_dim(x, index, keepdims=False)
+
+
+def _stacked(*parts: Any) -> Any:
+    return jnp.stack(parts)
+
+
+def _static(params: Any) -> Any:
+    """An equation's parameters, equal where they do the same."""
+    if isinstance(params, dict):
+        return tuple((key, _static(params[key])) for key in sorted(params))
+    if isinstance(params, list | tuple):
+        return tuple(map(_static, params))
+    if hasattr(params, "jaxpr"):
+        return str(params.jaxpr), *map(id, params.consts)
+    if hasattr(params, "eqns"):
+        return str(params)
+    try:
+        hash(params)
+    except TypeError:
+        return id(params)
+    return params

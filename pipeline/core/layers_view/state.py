@@ -1,0 +1,251 @@
+"""An optimizer's state over layers, held in stacks as the pipeline's parameters are.
+
+An optimizer that is given a tree of layers keeps trees of layers: moments by leaf, factors of
+moments, a norm for each. Wherever its state has ``{"stages": ..., "embed": ..., "head": ...}``,
+the pipeline's optimizer has ``{"chunks": ..., "ends": ...}``, with [S, ...] in place of S leaves:
+
+* what has the path and the shape of a parameter lies as the parameter's gradient does;
+* anything else that belongs to a layer lies on the layer's rank, and that of embed and head, like
+  counts and keys, on every rank.
+
+Where only some layers have such a leaf (a rule for these alone), the rows of the others are zero.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.nnx.traversals import unflatten_mapping
+from jax.sharding import PartitionSpec
+
+from collectives import STAGE
+from pipeline.base.tree import Tree
+from pipeline.core.layers_view.reroll import Rerolled
+from pipeline.core.layers_view.rows import Cut, LeafRow
+from pipeline.core.layers_view.view import End, LayerView, Name, Path, Slot, Stack, found_in
+from pipeline.core.placement.placement import Spread
+
+Add = Callable[[Any, Cut | None], int]  # a stack, to its index among a program's
+Lay = Callable[[Any, PartitionSpec], Any]  # an array, laid out
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tree of layers in an optimizer's state.
+
+    Attributes:
+      treedef: its structure.
+      stacks: what its stages are stored in.
+      rows: [stack][slot] which of the tree's leaves lies in which row.
+      ends: for each of the other leaves which it is, and what it is stored in.
+    """
+
+    treedef: Any
+    stacks: tuple[Stack, ...]
+    rows: tuple[tuple[dict[int, int], ...], ...]
+    ends: tuple[tuple[int, End], ...]
+
+    def read(self, stored: Tree, add: Add) -> Tree:
+        """The tree of layers, whose leaves are rows, and arrays of embed and head."""
+        leaves: list[Any] = [None] * self.treedef.num_leaves
+        for stack, rows in zip(self.stacks, self.rows, strict=True):
+            array = found_in(stored, stack.path)
+            for given, of_rank in zip(stack.inputs(array), rows, strict=True):
+                index = add(*given)
+                for rank, n in of_rank.items():
+                    leaves[n] = LeafRow(index, rank)
+        for n, end in self.ends:
+            leaves[n] = end.cut(found_in(stored, end.path))
+        return jax.tree.unflatten(self.treedef, leaves)
+
+    def write(self, tree: Tree, program: Rerolled, ranks: int, lay: Lay) -> Tree:
+        """Write the stored tree from a program's results."""
+        leaves, treedef = jax.tree.flatten(tree)
+        if treedef != self.treedef:
+            raise ValueError(
+                f"an update changed the structure of the optimizer's state from {self.treedef} to "
+                f"{treedef}; a transformation keeps what its init() made, as under jax.jit"
+            )
+        found = {}
+        for stack, rows in zip(self.stacks, self.rows, strict=True):
+            results = [{rank: leaves[n] for rank, n in of.items()} for of in rows]
+            array = stack.collect(program, results, ranks)
+            found[stack.path] = lay(array, stack.spread.gradient)
+        for n, end in self.ends:
+            found[end.path] = lay(end.fill(program.value(leaves[n])), end.spread.gradient)
+        return nnx.State(unflatten_mapping(found))
+
+    def specs(self) -> dict[Path, PartitionSpec]:
+        """Specs of each array."""
+        held: list[Stack | End] = [*self.stacks, *(end for _, end in self.ends)]
+        return {one.path: one.spread.gradient for one in held}
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """Plan for the storage of an optimizer's state.
+
+    Attributes:
+      treedef: its structure, with leaves for trees of layers.
+      parts: for each of its leaves how that tree is stored; None for an array of its own.
+      ranks: S.
+    """
+
+    treedef: Any
+    parts: tuple[_Part | None, ...]
+    ranks: int
+
+    def read(self, stored: Tree, add: Add) -> Tree:
+        """The state that the optimizer knows, of rows and of arrays.
+
+        Raises:
+          ValueError: it is another optimizer's.
+        """
+        items = self.treedef.flatten_up_to(stored)
+        found = [
+            item if part is None else part.read(item, add)
+            for part, item in zip(self.parts, items, strict=True)
+        ]
+        return jax.tree.unflatten(self.treedef, found)
+
+    def write(self, tree: Tree, program: Rerolled, lay: Lay) -> Tree:
+        """Write the stored state from a program's results."""
+        items = self.treedef.flatten_up_to(tree)
+        found = [
+            lay(program.value(item), PartitionSpec())
+            if part is None
+            else part.write(item, program, self.ranks, lay)
+            for part, item in zip(self.parts, items, strict=True)
+        ]
+        return jax.tree.unflatten(self.treedef, found)
+
+    def labelled(self, stored: Tree, variables: Mapping[Path, Any]) -> Tree:
+        """Make variables for stored arrays, with the metadata of the parameters.
+
+        Arrays of other shapes than the parameters' say that they lie over ``stage``, if they do.
+
+        Args:
+          stored: arrays.
+          variables: the parameters, by path.
+        """
+
+        def one(specs: Mapping[Path, PartitionSpec], path: Any, leaf: Any) -> Any:
+            names = tuple(map(key_name, path))
+            variable = variables.get(names)
+            if variable is not None and variable.shape == leaf.shape:
+                return variable.replace(leaf)
+            if not any(specs[names]):
+                return leaf
+            return nnx.Variable(leaf, out_sharding=tuple(specs[names]), eager_sharding=False)
+
+        items = self.treedef.flatten_up_to(stored)
+        found = [
+            item
+            if part is None
+            else jax.tree_util.tree_map_with_path(functools.partial(one, part.specs()), item)
+            for part, item in zip(self.parts, items, strict=True)
+        ]
+        return jax.tree.unflatten(self.treedef, found)
+
+    def layered(self) -> Tree:
+        """Flags in the places of the stored arrays: True for an array that belongs to layers."""
+        found: list[Any] = [
+            part is not None and nnx.State(unflatten_mapping(dict.fromkeys(part.specs(), True)))
+            for part in self.parts
+        ]
+        return jax.tree.unflatten(self.treedef, found)
+
+    def specs(self) -> Tree:
+        """Specs of the stored state, each in the place of its array."""
+        found = [
+            PartitionSpec() if part is None else nnx.State(unflatten_mapping(part.specs()))
+            for part in self.parts
+        ]
+        return jax.tree.unflatten(self.treedef, found)
+
+
+def plan_state(view: LayerView, types: Tree) -> StatePlan:
+    """Plan the storage of a state of these types.
+
+    Args:
+      view: of the parameters.
+      types: the state of the same optimizer for the tree of layers.
+    """
+    num_stages = len(view.tree["stages"])
+
+    def is_layers(node: Any) -> bool:
+        found = isinstance(node, dict) and node.keys() == view.tree.keys()
+        return found and isinstance(node["stages"], list) and len(node["stages"]) == num_stages
+
+    items, treedef = jax.tree.flatten(types, is_leaf=is_layers)
+    parts = tuple(_part(view, item) if is_layers(item) else None for item in items)
+    return StatePlan(treedef, parts, view.ranks)
+
+
+def _part(view: LayerView, tree: Tree) -> _Part:
+    """Plan the storage of a tree of layers."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    stages: dict[Name, tuple[int, Any]] = {}
+    ends = []
+    known = {end.path: end for end in view.ends}
+    for n, (keys, leaf) in enumerate(leaves):
+        first, *rest = map(key_name, keys)
+        path = tuple(rest)
+        if first == "stages":
+            stages[path[0], path[1:]] = n, leaf
+            continue
+        end = known.get((first, *path))
+        if end is None or end.shape != leaf.shape:
+            end = End((first, *path), leaf.shape, leaf.shape, _EVERYWHERE)
+        ends.append((n, replace(end, path=("ends", *end.path))))
+    stacks: list[Stack] = []
+    rows: list[tuple[dict[int, int], ...]] = []
+    for stack in view.stacks:
+        found = [
+            {
+                rank: name
+                for rank, name in slot.names
+                if name in stages and stages[name][1].shape == slot.shape
+            }
+            for slot in stack.slots
+        ]
+        names = [name for one in found for name in one.values()]
+        if len({stages[name][1].dtype for name in names}) == 1:
+            stacks.append(stack)
+            rows.append(tuple({r: stages[name][0] for r, name in one.items()} for one in found))
+            for name in names:
+                del stages[name]
+    groups: dict[Any, dict[int, int]] = {}
+    for (k, path), (n, leaf) in stages.items():
+        rank, chunk = view.places[k]
+        groups.setdefault((chunk, path, leaf.shape, leaf.dtype), {})[rank] = n
+    for (chunk, name, shape, _), of_rank in groups.items():
+        stored: Path = ("chunks", chunk, *name)
+        if any(_clash(stored, other.path) for other in stacks):
+            stored = ("more", len(stacks), *stored)
+        slot = Slot(None, shape, ())
+        stacks.append(Stack(stored, shape, (slot,), _BY_RANK))
+        rows.append((of_rank,))
+    return _Part(treedef, tuple(stacks), tuple(rows), tuple(ends))
+
+
+_EVERYWHERE = Spread(PartitionSpec(), PartitionSpec())
+_BY_RANK = Spread(PartitionSpec(STAGE), PartitionSpec(STAGE))
+
+
+def _clash(one: Path, other: Path) -> bool:
+    """Tell whether one path is the other, or leads to it."""
+    return one[: len(other)] == other[: len(one)]
+
+
+def key_name(key: Any) -> Any:
+    """Value of a key in a pytree's path: an index, a key of a dictionary, or a field's name."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return str(key)

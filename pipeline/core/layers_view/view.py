@@ -1,0 +1,326 @@
+"""Trees of layers, and the stacks in which a pipeline holds them.
+
+Letters: S ranks, K stages, V = K // S chunks. A model without a pipeline is a tree of layers; the
+*layer view* is that tree, whatever S, V and the placement::
+
+    {"stages": [K trees], "embed": tree, "head": tree}
+
+in layer order, each tree a dictionary by attribute, as `nnx.state` of the module has it. A pipeline
+holds the leaves of S layers in one array [S, ...] sharded over ``stage``, and those of stages that
+are not alike in cells (`pipeline.core.model.unlike`): both are a `Stack` here. Nobody outside has
+to know them: what belongs to layers (labels, masks, an optimizer's rules, weights to load) is said
+in the layer view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.nnx.traversals import unflatten_mapping
+
+from collectives import STAGE
+from pipeline.base.tree import Tree
+from pipeline.base.variables import filled, raw, type_text
+from pipeline.core.layers_view.reroll import Rerolled
+from pipeline.core.layers_view.rows import Cut
+from pipeline.core.model.ends import find_tables
+from pipeline.core.model.overlay import Spot
+from pipeline.core.model.trained_state import find_state
+from pipeline.core.model.unlike import Overlaid
+from pipeline.core.placement.placement import Spread, spread_of
+
+Path = tuple[Any, ...]
+Layers = dict[str, Any]  # "stages", "embed", "head"
+Name = tuple[int, Path]  # of a layer's leaf: the stage, and the path in it
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Stands for a leaf of a stage's tree.
+
+    Attributes:
+      stack, slot: the indices of where it lies.
+      rank: in which row.
+    """
+
+    stack: int
+    slot: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class EndRef:
+    """Stands for a leaf of embed or head, by its index."""
+
+    end: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in the rows of a stack, which layers of several ranks may have.
+
+    Attributes:
+      spot: where in a row; None for all of it.
+      shape: of the layer's leaf.
+      names: whose leaf lies there, by rank.
+    """
+
+    spot: Spot | None
+    shape: tuple[int, ...]
+    names: tuple[tuple[int, Name], ...]
+
+    def read(self, stack: Any) -> Any:
+        """[S, ...] the leaves of all ranks, some of which may have no such leaf."""
+        return stack if self.spot is None else jax.vmap(self.spot.read)(stack)
+
+    def fill(self, cell: Any, stack: Any) -> Any:
+        """[S, ...] a cell with leaves in the rows of all ranks."""
+        return stack if self.spot is None else jax.vmap(self.spot.fill)(cell, stack)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One array of a pipeline's parameters, or of an optimizer's state, for S layers.
+
+    Attributes:
+      path: where it is.
+      row: the shape of a rank's part.
+      slots: what lies in it.
+      spread: its layout; also of its gradient, and of what an optimizer keeps of it.
+    """
+
+    path: Path
+    row: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    spread: Spread
+
+    def inputs(self, array: Any) -> list[tuple[Any, Cut | None]]:
+        """[S, ...] for each slot, and where it comes from."""
+        return [
+            (slot.read(array), None if slot.spot is None else Cut(array, slot.spot))
+            for slot in self.slots
+        ]
+
+    def collect(self, program: Rerolled, results: Sequence[Mapping[int, Any]], ranks: int) -> Any:
+        """The array, of a program's results.
+
+        Args:
+          program: the program.
+          results: for each slot the result that belongs there, by rank.
+          ranks: S.
+        """
+        if self.slots[0].spot is None:
+            return program.stack(tuple(results[0].get(rank) for rank in range(ranks)))
+        parts = [
+            (slot.spot, rank, value)
+            for slot, of_rank in zip(self.slots, results, strict=True)
+            for rank, value in of_rank.items()
+            if slot.spot is not None
+        ]
+        shape = ranks, *self.row
+        cell = program.cell(parts, shape)
+        if cell is not None:
+            return cell
+        cell = jnp.zeros(shape, parts[0][2].aval.dtype)
+        for slot, of_rank in zip(self.slots, results, strict=True):
+            stack = program.stack(tuple(of_rank.get(rank) for rank in range(ranks)))
+            held = np.isin(np.arange(ranks), list(of_rank))
+            mask = jax.lax.broadcast_in_dim(held, shape, (0,))
+            cell = jnp.where(mask, slot.fill(cell, stack), cell)
+        return cell
+
+
+@dataclass(frozen=True)
+class End:
+    """An array of embed or head.
+
+    Attributes:
+      path: where it is, in the layer view.
+      shape: its own; stored: with the rows of zeros behind its last one, of a table that is shared.
+      spread: its layout.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    stored: tuple[int, ...]
+    spread: Spread
+
+    def cut(self, array: Any) -> Any:
+        """The array without those rows."""
+        if self.stored == self.shape:
+            return array
+        if isinstance(array, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(self.shape, array.dtype)
+        return array[: self.shape[0]]
+
+    def fill(self, array: Any) -> Any:
+        """The array with them."""
+        if self.stored == self.shape:
+            return array
+        if isinstance(array, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(self.stored, array.dtype)
+        return jnp.pad(array, [(0, b - a) for a, b in zip(self.shape, self.stored, strict=True)])
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """Places of all leaves of all layers.
+
+    Attributes:
+      ranks: S.
+      stacks: the arrays of the stages.
+      ends: those of embed and head.
+      tree: the layers; leaves are `Ref` and `EndRef`.
+      places: [K] the rank and the chunk of each stage.
+    """
+
+    ranks: int
+    stacks: tuple[Stack, ...]
+    ends: tuple[End, ...]
+    tree: Layers
+    places: tuple[tuple[int, int], ...]
+
+
+def layer_view(pipe: Any, *, trained: bool = False, state: Any = False) -> LayerView:
+    """The layer view of a pipeline's parameters.
+
+    Args:
+      pipe: the pipeline.
+      trained: only of those that it trains.
+      state: of its declared state instead, or of that which a filter finds.
+    """
+    stages_of, masks = pipe.schedule.stages_of, pipe.trained
+    wanted = (pipe.plan.state if state is True else state) if state else None
+    declared = find_state(wanted, pipe.chunks, pipe.ends, stages_of)
+    state = bool(state)
+    stacks: list[Stack] = []
+    for v, chunk in enumerate(pipe.chunks):
+        held = [row[v] for row in stages_of]
+        flat = _arrays(_half(chunk, state=state))
+        of_rank = [masks.stages[k] if trained else None for k in held]
+        slots = _slots(chunk, held, flat, of_rank, declared.stages if state else None)
+        stacks += [
+            Stack(("chunks", v, *path), tuple(x.shape[1:]), here, spread_of(x, (STAGE,)))
+            for (path, x), here in zip(flat, slots, strict=True)
+            if here
+        ]
+    stages: list[dict[Path, Ref]] = [{} for _ in range(sum(map(len, stages_of)))]
+    for n, stack in enumerate(stacks):
+        for m, slot in enumerate(stack.slots):
+            for rank, (k, path) in slot.names:
+                stages[k][path] = Ref(n, m, rank)
+    if state:
+        found = _arrays(_half(pipe.ends, state=True))
+        shapes = {path: tuple(x.shape) for path, x in found if path in declared.ends}
+        spreads = {path: spread_of(x, ()) for path, x in found}
+        ends = tuple(End(tuple(p), shape, shape, spreads[p]) for p, shape in shapes.items())
+    else:
+        ends = _ends(pipe, masks.ends if trained else None)
+    tree = {"embed": {}, "head": {}} | unflatten_mapping(
+        {e.path: EndRef(n) for n, e in enumerate(ends)}
+    )
+    places = {k: (rank, v) for rank, held in enumerate(stages_of) for v, k in enumerate(held)}
+    return LayerView(
+        len(stages_of),
+        tuple(stacks),
+        ends,
+        {"stages": [*map(unflatten_mapping, stages)]} | tree,
+        tuple(places[k] for k in range(len(places))),
+    )
+
+
+def _half(module: nnx.Module, *, state: bool) -> Any:
+    """Its parameters, or all its other state."""
+    parts: Any = nnx.split(module, nnx.Param, ...)
+    return parts[2 if state else 1]
+
+
+def _arrays(state: Any) -> list[tuple[Path, Any]]:
+    """Paths and variables of a state that hold an array each.
+
+    Raises:
+      ValueError: one holds a tree of arrays.
+    """
+    found = filled(state)
+    for path, variable in found:
+        if not hasattr(raw(variable), "shape"):
+            raise ValueError(
+                f"{'.'.join(map(str, path))} is a {type_text(variable)}: the layer view has one "
+                f"array for each variable; give each array a variable of its own"
+            )
+    return found
+
+
+def _ends(pipe: Any, mask: Sequence[bool] | None) -> tuple[End, ...]:
+    """The arrays of embed and head, or those of a mask."""
+    params = nnx.state(pipe.ends, nnx.Param)
+    tables = find_tables(params, pipe.ends, pipe.plan.shared)
+    words = {tables.embed: tables.embed_words, tables.head: tables.head_words}
+    found = []
+    for n, (path, variable) in enumerate(_arrays(params)):
+        shape = tuple(variable.shape)
+        own = (words[n], *shape[1:]) if n in words else shape
+        if mask is None or mask[n]:
+            found.append(End(tuple(path), own, shape, spread_of(variable, ())))
+    return tuple(found)
+
+
+def _slots(
+    chunk: nnx.Module,
+    held: Sequence[int],
+    flat: Sequence[tuple[Path, Any]],
+    masks: Sequence[Sequence[bool] | None],
+    declared: Sequence[frozenset[Path]] | None = None,
+) -> list[tuple[Slot, ...]]:
+    """Map each array of a chunk to the layers' leaves in it.
+
+    Args:
+      chunk: the chunk.
+      held: the stage of each rank.
+      flat: paths and variables of the arrays.
+      masks: [S] which of a stage's leaves count; None for all.
+      declared: [K] paths, if it is state and no parameters: those count.
+    """
+    found: list[dict[Spot | None, list[tuple[int, Name]]]] = [{} for _ in flat]
+    for rank, (k, mask) in enumerate(zip(held, masks, strict=True)):
+        spots: Sequence[Spot | None] = [None] * len(flat)
+        cells, paths = list(range(len(flat))), [tuple(path) for path, _ in flat]
+        if isinstance(chunk, Overlaid):
+            view = chunk.views[rank].params if declared is None else chunk.views[rank].rest
+            numbers: Any = jax.tree.unflatten(view.treedef, range(view.treedef.num_leaves))
+            own = filled(numbers)
+            spots = here = [view.spots[raw(number)] for _, number in own]
+            cells, paths = [spot.cell for spot in here], [tuple(path) for path, _ in own]
+        for n, (cell, spot, path) in enumerate(zip(cells, spots, paths, strict=True)):
+            counts = mask is None or mask[n]
+            if counts and (declared is None or path in declared[k]):
+                found[cell].setdefault(spot, []).append((rank, (k, path)))
+    shapes = [tuple(variable.shape[1:]) for _, variable in flat]
+    return [
+        tuple(Slot(s, shape if s is None else s.shape, tuple(names)) for s, names in cell.items())
+        for shape, cell in zip(shapes, found, strict=True)
+    ]
+
+
+def found_in(tree: Tree, path: Path) -> Any:
+    """Find the value at a path of a tree of mappings, taken out of its variable if it has one.
+
+    Raises:
+      ValueError: nothing.
+    """
+    node = raw(tree)
+    for name in path:
+        names = [one for one in (name, str(name)) if isinstance(node, Mapping) and one in node]
+        if not names:
+            raise ValueError(
+                f"a tree has no leaf {'.'.join(map(str, path))}; give one that is shaped like the "
+                f"pipeline's parameters: nnx.state(pipe, nnx.Param), gradients, moments"
+            )
+        node = raw(node[names[0]])
+    return node

@@ -1,0 +1,163 @@
+"""Writes to modules of which a pipeline has copies: they change none of its weights.
+
+A pipeline stores its stages, embed and head anew, and `Pipeline.stages` returns copies. A weight
+that is written to the modules which were given, or to those which were returned, stays there. That
+is right for a model that is trained beside the pipeline, and a mistake where the pipeline was
+meant. It looks like a mistake as long as the pipeline's own weights are those that it had.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from pipeline.base.tree import nbytes
+from pipeline.base.variables import raw
+from pipeline.core.model.stage import is_stacked
+from pipeline.core.placement.fit import outside
+
+_SMALL = 1 << 24  # bytes of modules that are held until the pipeline runs
+
+
+@dataclass
+class _Watched:
+    """A weight, and the value that it had.
+
+    Attributes:
+      name: what messages call it.
+      part, path: which weight it is, of the stage of this number, of "embed" or "head", or of all
+        "stages" in one array.
+      owner: refers to the module that holds it; flax's variables cannot be referred to.
+      array: refers to its value.
+    """
+
+    name: str
+    part: int | str
+    path: tuple[Any, ...]
+    owner: Callable[[], Any]
+    array: Callable[[], Any]
+
+    @property
+    def value(self) -> Any:
+        """Its value now; None if nobody holds it any more."""
+        owner, last = self.owner(), self.path[-1]
+        if owner is None:
+            return None
+        return raw(owner[last] if isinstance(owner, nnx.List | nnx.Dict) else vars(owner).get(last))
+
+    @property
+    def is_untouched(self) -> bool:
+        """True if its value is the array that it was."""
+        return self.value is self.array()
+
+
+class Copies:
+    """Remembers values of weights outside of a pipeline, and of its own.
+
+    Args:
+      pipe: the pipeline.
+      stages: as they were given.
+      ends: embed and head, likewise.
+    """
+
+    def __init__(self, pipe: Any, stages: Any, **ends: Any) -> None:
+        self._held: list[nnx.Module] = []
+        self._own = [*_watch(pipe.chunks, "", "stages")]
+        parts: list[tuple[nnx.Module, str, int | str]] = [
+            (end, name, name) for name, end in ends.items() if isinstance(end, nnx.Module)
+        ]
+        if is_stacked(stages):
+            parts.append((stages, "stages", "stages"))
+        else:
+            parts += [(stage, f"stages[{k}]", k) for k, stage in enumerate(stages)]
+        self._watched = [one for part in parts for one in _watch(*part)] if self._own else []
+
+    def returned(self, stages: Sequence[nnx.Module]) -> None:
+        """Watch modules that `Pipeline.stages` has made.
+
+        If they are small they are held until the pipeline runs: a write to ``pipe.stages()[k]``
+        would else be gone with the module.
+        """
+        if not self._own or not all(one.is_untouched for one in self._own):
+            return
+        self._watched = [one for one in self._watched if one.owner() is not None]
+        for k, stage in enumerate(stages):
+            self._watched += _watch(stage, f"pipe.stages()[{k}]", k)
+        held = [*self._held, *stages]
+        if sum(map(nbytes, jax.tree.leaves([nnx.state(stage) for stage in held]))) <= _SMALL:
+            self._held = held
+
+    def warn(self, pipe: Any) -> None:
+        """Warn, once a pipeline, of a weight that was written outside of it.
+
+        Args:
+          pipe: the pipeline, which is about to run.
+        """
+        if not self._watched:
+            return
+        name = None
+        if all(one.is_untouched for one in self._own):
+            name = self._written(pipe)
+            self._held = []
+            if name is None:
+                return
+        # Else it learns, or was given weights: what is written to others is meant for them.
+        self._watched, self._own, self._held = [], [], []
+        if name is not None:
+            warnings.warn(
+                f"{name} was written after the pipeline was made, which holds copies of its "
+                f"modules and runs with the weights that it has: write to modules before "
+                f"Pipeline(...), and to a pipeline by nnx.update(pipe, pipe.from_layers(layers)), "
+                f"with layers as pipe.to_layers(nnx.state(pipe, nnx.Param)) returns them; nothing "
+                f"is wrong if the module that was written is meant to be another model",
+                stacklevel=outside(),
+            )
+
+    def _written(self, pipe: Any) -> str | None:
+        """The name of a weight that is now another than the pipeline's."""
+        changed = [one for one in self._watched if not one.is_untouched and _is_known(one.value)]
+        if not changed:
+            return None
+        stages = [*map(_values, pipe.stages())]
+        for one in changed:
+            own = stages if one.part == "stages" else [_values(getattr(pipe, str(one.part), None))]
+            own = [stages[one.part]] if isinstance(one.part, int) else own
+            wanted: list[Any] = [values.get(one.path) for values in own]
+            if not all(map(_is_known, wanted)):
+                continue
+            whole = np.stack(wanted) if one.part == "stages" else np.asarray(wanted[0])
+            found = np.asarray(one.value).astype(whole.dtype)
+            if found.shape == whole.shape and found.tobytes() != whole.tobytes():
+                return one.name
+            one.array = weakref.ref(one.value)  # `nnx.jit` hands back also what was not written
+        return None
+
+
+def _values(module: Any) -> dict[tuple[Any, ...], Any]:
+    """The values of a module's parameters, by path."""
+    if not isinstance(module, nnx.Module):
+        return {}
+    return {path: raw(leaf) for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+
+
+def _watch(module: Any, name: str, part: int | str) -> Iterator[_Watched]:
+    """The weights of a module whose values are known here."""
+    nodes = dict(nnx.iter_graph(module))
+    for path, node in nodes.items():
+        owner = nodes.get(path[:-1])
+        is_weight = isinstance(node, nnx.Param) and _is_known(raw(node))
+        if is_weight and isinstance(owner, nnx.Module | nnx.List | nnx.Dict):
+            where = ".".join([name, *map(str, path)])
+            yield _Watched(where, part, path, weakref.ref(owner), weakref.ref(raw(node)))
+
+
+def _is_known(value: Any) -> bool:
+    is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return is_array and value.is_fully_addressable

@@ -1,0 +1,340 @@
+"""The parameters that a filter trains, and the rest of arrays that it trains in part.
+
+Letters: S ranks, K stages, V chunks. A filter (`flax.nnx.filterlib`) is asked about the plain
+model, whatever the layout: about every variable of stage k under ``("stages", k, *path)``, in the
+type and shape that it has there, of embed under ``("embed", *path)``, of the head under
+``("head", *path)``. `own_filter` says the same of the pipeline's own state, whose arrays several
+stages share.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from pipeline.base.masks import Mask
+from pipeline.base.tree import Tree, is_float
+from pipeline.base.variables import type_text
+from pipeline.core.model.overlay import Spot
+from pipeline.core.model.stage import define
+from pipeline.core.model.trained import Trained
+from pipeline.core.model.unlike import Overlaid
+from pipeline.core.placement.fit import outside
+from pipeline.core.placement.meshes import laid_as
+from pipeline.core.placement.paths import ModelPath
+from pipeline.core.placement.placement import as_before
+
+Path = tuple[Any, ...]
+Flat = Sequence[tuple[Path, Any]]  # paths and variables
+Places = Sequence[Sequence[int]]  # [S] lists of the V stages on each rank
+Parts = list[list[tuple[int, int]]]  # [S] lists of (start, stop)
+MOST_FILTERS = 16  # that are remembered
+WHOLE = 0, np.iinfo(np.int32).max
+
+
+def find_trained(
+    wrt: Any, chunks: Sequence[nnx.Module], ends: nnx.Module, stages: Places
+) -> Trained:
+    """Find the parameters that a filter trains.
+
+    Args:
+      wrt: any nnx filter.
+      chunks: the V chunks.
+      ends: embed and head.
+      stages: [S] lists of the V stages on each rank.
+
+    Raises:
+      ValueError: it is no filter, finds nothing, or finds what has no gradient.
+    """
+    asks = _Asks(wrt)
+    found: dict[int, Mask] = {}
+    unions = []
+    for v, chunk in enumerate(chunks):
+        union = [False] * len(_leaves(chunk))
+        view = view_of(chunk)
+        for rank, held in enumerate(stages):
+            found[held[v]] = asks.mask(("stages", held[v]), *view(rank))
+            for spot, yes in zip(spots_of(chunk, rank), found[held[v]], strict=True):
+                union[spot.cell] |= yes
+        unions.append(tuple(union))
+    params, rest = halves_of(ends)
+    of_ends = asks.mask((), params, rest)
+    owners = [path[0] for path, variable in params for _ in jax.tree.leaves(variable)]
+    trained = Trained(
+        tuple(found[k] for k in range(len(found))),
+        tuple(unions),
+        of_ends,
+        owners.count("embed"),
+    )
+    if not trained.is_anything:
+        asks.check_found()
+    return trained
+
+
+def trained_by(
+    wrt: Any,
+    chunks: Sequence[nnx.Module],
+    ends: nnx.Module,
+    stages: Places,
+    known: dict[Any, Any],
+    structure: Any = None,
+) -> tuple[Trained, nnx.filterlib.Filter]:
+    """Find the parameters that a filter trains, and the same filter on the pipeline's own state.
+
+    Remembered: to ask about every variable of a step takes longer than to start it.
+
+    Args:
+      wrt: any nnx filter of the plain model.
+      chunks: [V] modules.
+      ends: embed and head.
+      stages: [S] lists of the V stages on each rank.
+      known: what other filters were found to train, to which this is added.
+      structure: that of their parameters, if it is at hand.
+
+    Raises:
+      ValueError: as `find_trained`.
+    """
+    if structure is None:
+        structure = jax.tree.structure([define(part, "")[1] for part in (*chunks, ends)])
+    key: Any = ((tuple(wrt) if isinstance(wrt, list) else wrt), structure)
+    try:
+        found = known.get(key)
+    except TypeError:  # a filter without a hash
+        key, found = None, None
+    if found is None:
+        trained = find_trained(wrt, chunks, ends, stages)
+        found = trained, own_filter(wrt, trained, chunks, ends)
+        if key is not None:
+            if len(known) >= MOST_FILTERS:  # of calls that make their own anew
+                del known[next(iter(known))]
+            known[key] = found
+    return found
+
+
+def own_filter(
+    wrt: Any, trained: Trained, chunks: Sequence[nnx.Module], ends: nnx.Module
+) -> nnx.filterlib.Filter:
+    """The filter of a pipeline's own state that finds the arrays in which anything is trained."""
+    if isinstance(wrt, type) and issubclass(wrt, nnx.Param):
+        return wrt
+    masks = [*trained.chunks, trained.ends]
+    prefixes = [*(("chunks", v) for v in range(len(chunks))), ("ends",)]
+    found = []
+    for prefix, module, mask in zip(prefixes, (*chunks, ends), masks, strict=True):
+        answers = iter(mask)
+        for path, variable in halves_of(module)[0]:
+            leaves = [next(answers) for _ in jax.tree.leaves(variable)]
+            if any(leaves):
+                found.append((*prefix, *path))
+    return nnx.filterlib.PathIn(*found)
+
+
+class _Asks:
+    """A filter, asked about one variable after the other."""
+
+    def __init__(self, wrt: Any) -> None:
+        self._wrt, self._is_default = wrt, wrt is nnx.Param
+        self._seen: list[str] = []
+        try:
+            self._predicate: Callable[..., Any] = nnx.filterlib.to_predicate(wrt)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"wrt={wrt!r} is no filter; give a type such as nnx.Param or nnx.LoRAParam, or "
+                f"anything that nnx.state takes: nnx.PathContains('head'), a function of a path "
+                f"and a variable"
+            ) from None
+
+    def mask(self, prefix: Path, params: Flat, rest: Flat) -> Mask:
+        """Mark the leaves of a module's parameters that the filter trains.
+
+        Args:
+          prefix: the path of the module.
+          params: its `nnx.Param` state.
+          rest: all its other state.
+        """
+        found: list[bool] = []
+        for path, variable in params:
+            whole = ModelPath((*prefix, *path))
+            yes = self._is_default or bool(self._predicate(whole, variable))
+            leaves = jax.tree.leaves(variable)
+            if not self._is_default:
+                self._seen.append(f"{whole!r}, a {type_text(variable)}")
+                if yes and not all(map(is_float, leaves)):
+                    self._refuse(whole, variable, "which holds no floats")
+            found += [yes] * len(leaves)
+        if not self._is_default:
+            for path, variable in rest:
+                if self._predicate(ModelPath((*prefix, *path)), variable):
+                    self._refuse((*prefix, *path), variable, "which is no nnx.Param")
+        return tuple(found)
+
+    def _refuse(self, path: Path, variable: Any, why: str) -> None:
+        raise ValueError(
+            f"wrt={self._wrt!r} finds {path!r}, a {type_text(variable)}, {why}: a pipeline has "
+            f"gradients for nnx.Param state of floats; let the filter leave it out, as "
+            f"nnx.All(nnx.Param, ...) does with all state that is no parameter"
+        )
+
+    def check_found(self) -> None:
+        """Refuse a filter that found nothing; by default a model may have no parameters."""
+        if self._is_default:
+            return
+        examples = " and ".join(dict.fromkeys((*self._seen[:1], *self._seen[-1:]))) or "nothing"
+        raise ValueError(
+            f"wrt={self._wrt!r} finds no parameter, so there is nothing to train; a filter is "
+            f"asked about the paths of the plain model, here of {examples}"
+        )
+
+
+def view_of(chunk: nnx.Module) -> Callable[[int], tuple[Flat, Flat]]:
+    """Make the view of a rank's stage in a chunk: types of parameters and other state, by path."""
+    if isinstance(chunk, Overlaid):
+        return functools.partial(_overlaid, chunk)
+
+    def row(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+    params, rest = (
+        [(path, jax.tree.map(row, variable)) for path, variable in half]
+        for half in halves_of(chunk)
+    )
+    return lambda _: (params, rest)
+
+
+def _overlaid(chunk: Overlaid, rank: int) -> tuple[Flat, Flat]:
+    views, parts = chunk.views[rank], tuple(nnx.split(chunk, nnx.Param, ...))[1:]
+
+    def flat(view: Any, half: Tree) -> Flat:
+        rows = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(half)]
+        return nnx.to_flat_state(jax.eval_shape(view.tree, rows))
+
+    return flat(views.params, parts[0]), flat(views.rest, parts[1])
+
+
+def halves_of(module: nnx.Module) -> tuple[Flat, Flat]:
+    """Paths and variables of its `nnx.Param` state, and of all its other state."""
+    parts: Any = nnx.split(module, nnx.Param, ...)
+    return nnx.to_flat_state(as_before(parts[1])), nnx.to_flat_state(as_before(parts[2]))
+
+
+def trained_lines(
+    trained: Trained, chunks: Sequence[nnx.Module], ends: nnx.Module, stages: Places
+) -> list[str]:
+    """A line on what is trained; none where everything is."""
+    sizes = [(leaf.size, yes) for leaf, yes in zip(_leaves(ends), trained.ends, strict=True)]
+    for rank, held in enumerate(stages):
+        for chunk, k in zip(chunks, held, strict=True):
+            spots = spots_of(chunk, rank)
+            sizes += zip((math.prod(s.shape) for s in spots), trained.stages[k], strict=True)
+    if all(yes for _, yes in sizes):
+        return []
+    frozen = [str(k) for k, mask in enumerate(trained.stages) if not any(mask)]
+    more = f"; nothing in stages {', '.join(frozen)}" if frozen else ""
+    some = sum(size for size, yes in sizes if yes)
+    return [f"trained: {some:,} of {sum(size for size, _ in sizes):,} parameters{more}"]
+
+
+def _leaves(module: nnx.Module) -> list[Any]:
+    """List the leaves of a module's parameters."""
+    return jax.tree.leaves(nnx.state(module, nnx.Param))
+
+
+def spots_of(chunk: nnx.Module, rank: int) -> Sequence[Spot]:
+    """Places of a rank's stage's leaves among those of its chunk's parameters."""
+    if isinstance(chunk, Overlaid):
+        return chunk.views[rank].params.spots
+    return [Spot(n, None, leaf.shape[1:]) for n, leaf in enumerate(_leaves(chunk))]
+
+
+# --- arrays that are trained in part ---
+
+
+def trained_parts(
+    trained: Trained, chunks: Sequence[nnx.Module], stages: Places
+) -> dict[str, Parts]:
+    """The arrays of chunks that some stage is trained in, and another that has a place there not.
+
+    Returns:
+      By path, ``chunks/0/kernel``, for each rank the parts that are trained, (start, stop) on the
+      axis behind that of ranks.
+    """
+    found: dict[str, Parts] = {}
+    for v, chunk in enumerate(chunks):
+        params = nnx.to_flat_state(nnx.state(chunk, nnx.Param))
+        paths = [path for path, of in params for _ in jax.tree.leaves(of)]
+        parts: list[Parts] = [[[] for _ in stages] for _ in paths]
+        frozen = [False] * len(paths)
+        for rank, held in enumerate(stages):
+            mask = trained.stages[held[v]]
+            for spot, yes in zip(spots_of(chunk, rank), mask, strict=True):
+                if yes:
+                    parts[spot.cell][rank].append(spot.part or WHOLE)
+                else:
+                    frozen[spot.cell] = True
+        for path, of, is_part in zip(paths, parts, frozen, strict=True):
+            if is_part and any(of):
+                found["/".join(map(str, ("chunks", v, *path)))] = of
+    return found
+
+
+def warn_of_frozen_parts(trained: Trained, chunks: Sequence[nnx.Module], stages: Places) -> None:
+    """Warn of arrays that an optimizer which knows nothing of stages may not leave as they are."""
+    parts = trained_parts(trained, chunks, stages)
+    if parts:
+        frozen = [k for k, mask in enumerate(trained.stages) if not any(mask)]
+        whose = f"that of stages {', '.join(map(str, frozen))}, " if frozen else ""
+        warnings.warn(
+            f"wrt freezes a part of arrays that stages share, {whose}in {len(parts)} such as "
+            f"{next(iter(parts))}; its gradients are zeros, and pipeline.make_optimizer(pipe, tx) "
+            f"leaves it as it is, where weight decay in an nnx.Optimizer would change it",
+            stacklevel=outside(),
+        )
+
+
+def leaving_frozen(
+    tx: optax.GradientTransformation, parts: Mapping[str, Parts]
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that changes nothing of what is frozen in arrays that are trained in part.
+
+    Their gradients are zeros there, but weight decay would change them.
+
+    Args:
+      tx: any optax transformation of a pipeline's parameters.
+      parts: as of `trained_parts`.
+    """
+    tx = optax.with_extra_args_support(tx)
+    if not parts:
+        return tx
+
+    def one(path: Any, leaf: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        for own, of in parts.items():
+            if f"{name}/".startswith(f"{own}/"):
+                mask = laid_as(jnp.broadcast_to(_is_trained(of, leaf), leaf.shape), leaf)
+                return jnp.where(mask, leaf, jnp.zeros_like(leaf))
+        return leaf
+
+    def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
+        updates, state = tx.update(grads, state, params, **extra)
+        return jax.tree_util.tree_map_with_path(one, updates), state
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _is_trained(ranks: Parts, leaf: Any) -> jax.Array:
+    """[S, n, 1, ...] for each entry of a leaf whether it is trained."""
+    most = max(map(len, ranks))
+    bounds = jnp.asarray([[*of, *[(0, 0)] * (most - len(of))] for of in ranks])  # [S, parts, 2]
+    entries = jnp.arange(leaf.shape[1] if leaf.ndim > 1 else 1)[None, None]
+    within = (entries >= bounds[..., :1]) & (entries < bounds[..., 1:])
+    found = within.any(axis=1)
+    return found[:, 0] if leaf.ndim == 1 else found.reshape(*found.shape, *[1] * (leaf.ndim - 2))

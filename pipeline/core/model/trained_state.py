@@ -1,0 +1,199 @@
+"""The choice of state: variables that stages, embed, head and loss may write in a call.
+
+Letters: S ranks, K stages, V chunks. A filter (`flax.nnx.filterlib`) is asked about the plain
+model, as one of what is trained is (`pipeline.core.model.trained_filters`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from pipeline.base.variables import type_text
+from pipeline.core.model.model import Declared
+from pipeline.core.model.trained_filters import Flat, Path, Places, halves_of, view_of
+from pipeline.core.model.unlike import Overlaid
+from pipeline.core.placement.paths import ModelPath
+from schedules import Schedule
+
+
+def find_state(
+    state: Any, chunks: Sequence[nnx.Module], ends: nnx.Module, stages: Places
+) -> Declared:
+    """Find the variables that a filter declares as state.
+
+    Args:
+      state: any nnx filter, or None for nothing.
+      chunks: the V chunks.
+      ends: embed, head and loss.
+      stages: [S] lists of the V stages on each rank.
+
+    Raises:
+      ValueError: it is no filter, finds nothing, finds what is no such state, or some only of
+        stages that are alike.
+    """
+    if state is None:
+        return Declared(chunk_cells=((),) * len(chunks))
+    try:
+        predicate: Callable[..., Any] = nnx.filterlib.to_predicate(state)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"state={state!r} is no filter; give a type such as nnx.BatchStat, or anything that "
+            f"nnx.state takes"
+        ) from None
+    # Of each chunk the leaves that hold declared variables of any of its stages: stages that are
+    # not alike have theirs in cells that others share.
+    found: dict[int, frozenset[Path]] = {}
+    cells = []
+    for v, chunk in enumerate(chunks):
+        view, own = view_of(chunk), set()
+        for rank, held in enumerate(stages):
+            params, rest = view(rank)
+            k = held[v]
+            paths = _paths(state, predicate, ("stages", k), params, rest)
+            found[k] = frozenset(paths)
+            numbers = _leaf_numbers(rest)
+            spots = chunk.views[rank].rest.spots if isinstance(chunk, Overlaid) else None
+            for path in paths:
+                own |= {n if spots is None else spots[n].cell for n in numbers[path]}
+        cells.append(tuple(sorted(own)))
+        _check_alike(state, chunk, {held[v]: found[held[v]] for held in stages})
+    params, rest = halves_of(ends)
+    of_ends = _paths(state, predicate, (), params, rest)
+    numbers = _leaf_numbers(rest)
+    declared = Declared(
+        tuple(found[k] for k in range(len(found))),
+        frozenset(of_ends),
+        tuple(cells),
+        tuple(n for path in of_ends for n in numbers[path]),
+    )
+    # A filter that finds nothing is a mistake, and the message lists what it could have found.
+    if not declared.is_anything:
+        seen = [f"{type_text(variable)}" for _, variable in rest] + [
+            f"{type_text(variable)}" for chunk in chunks for _, variable in view_of(chunk)(0)[1]
+        ]
+        has = f"it has {', '.join(dict.fromkeys(seen))}" if seen else "it has none"
+        raise ValueError(
+            f"state={state!r} finds nothing among what is no parameter of the model ({has}); leave "
+            f"state= out if stages write nothing"
+        )
+    return declared
+
+
+def check_state(plan: Any, chunks: Sequence[nnx.Module], ends: nnx.Module) -> None:
+    """Check what is said of state when a pipeline is made.
+
+    Raises:
+      ValueError: as `find_state`; or of ends that all ranks share, or a hook without state.
+    """
+    if plan.after_step is not None and plan.state is None:
+        raise ValueError(
+            "after_step= is given without state=, and all that it may write is declared state; "
+            "declare some, as by state=nnx.BatchStat, or leave it out"
+        )
+    if plan.after_step is not None and not callable(plan.after_step):
+        raise ValueError(
+            f"after_step={plan.after_step!r}: give a function of one stage, which writes its state"
+        )
+    declared = find_state(plan.state, chunks, ends, plan.schedule.stages_of)
+    if declared.ends and plan.shared:
+        path = ".".join(map(str, min(declared.ends, key=str)))
+        raise ValueError(
+            f"state={plan.state!r} finds {path}, and with vocabulary='stage' all ranks share "
+            f"{' and '.join(plan.shared)}: let only stages have state, or use vocabulary='ends'"
+        )
+
+
+def keep_state(
+    modules: Sequence[nnx.Module], declared: Declared, values: Sequence[Sequence[Any]]
+) -> None:
+    """Give modules the declared state that a step has left.
+
+    Args:
+      modules: the V chunks, then the ends.
+      declared: which leaves of their other state.
+      values: of these leaves, for each module.
+    """
+    cells = *declared.chunk_cells, declared.ends_cells
+    for module, own, found in zip(modules, cells, values, strict=True):
+        if not own:
+            continue
+        of_leaf = dict(zip(own, found, strict=True))
+        parts: Any = nnx.split(module, nnx.Param, ...)
+        n, changed = 0, []
+        for path, variable in nnx.to_flat_state(parts[2]):
+            leaves, treedef = jax.tree.flatten(variable)
+            now = [of_leaf.get(n + i, leaf) for i, leaf in enumerate(leaves)]
+            if any(n + i in of_leaf for i in range(len(leaves))):
+                changed.append((path, jax.tree.unflatten(treedef, now)))
+            n += len(leaves)
+        nnx.update(module, nnx.from_flat_state(changed))
+
+
+def check_order(schedule: Schedule) -> None:
+    """Check that every stage takes its microbatches forward in ascending order.
+
+    Raises:
+      ValueError: one does not, so state would be updated in another order.
+    """
+    for order in schedule.orders:
+        last: dict[int, int] = {}
+        for action in order:
+            if action.kind == "F" and action.microbatch < last.get(action.stage, -1):
+                raise ValueError(
+                    f"state= with a schedule in which stage {action.stage} runs {action} behind "
+                    f"{action.stage}F{last[action.stage]}: state is updated microbatch by "
+                    f"microbatch, in ascending order; use another schedule"
+                )
+            if action.kind == "F":
+                last[action.stage] = action.microbatch
+
+
+def _paths(
+    state: Any, predicate: Callable[..., Any], prefix: Path, params: Flat, rest: Flat
+) -> list[Path]:
+    """Paths of a module's other state that a filter finds."""
+    for path, variable in params:
+        if predicate(ModelPath((*prefix, *path)), variable):
+            raise ValueError(
+                f"state={state!r} finds {(*prefix, *path)!r}, a {type_text(variable)}: parameters "
+                f"are trained by gradients, and state is what is no nnx.Param; let the filter "
+                f"leave it out"
+            )
+    found = []
+    for path, variable in rest:
+        if predicate(ModelPath((*prefix, *path)), variable):
+            if isinstance(variable, nnx.RngState):
+                raise ValueError(
+                    f"state={state!r} finds {(*prefix, *path)!r}, a {type_text(variable)}: random "
+                    f"streams are advanced by the pipeline itself; let the filter leave them out"
+                )
+            found.append(path)
+    return found
+
+
+def _leaf_numbers(flat: Flat) -> dict[Path, list[int]]:
+    """Number the leaves of each variable of a state."""
+    found, n = {}, 0
+    for path, variable in flat:
+        count = len(jax.tree.leaves(variable))
+        found[path] = list(range(n, n + count))
+        n += count
+    return found
+
+
+def _check_alike(state: Any, chunk: nnx.Module, found: dict[int, frozenset[Path]]) -> None:
+    if isinstance(chunk, Overlaid):
+        return
+    (first, paths), *others = found.items()
+    for k, other in others:
+        if other != paths:
+            path = min(paths ^ other, key=str)
+            with_it, without = (first, k) if path in paths else (k, first)
+            raise ValueError(
+                f"state={state!r} finds {'.'.join(map(str, path))} of stages[{with_it}] and not of "
+                f"stages[{without}], which are alike and share their code; declare it in both"
+            )

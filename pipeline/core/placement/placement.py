@@ -1,0 +1,306 @@
+"""Over which mesh axes each array of a pipeline's state is sharded.
+
+Letters: S ranks, D data shards. A stage's variable names the axes of its dims in flax's own way,
+as metadata ``out_sharding=(None, "tensor")`` (`nnx.with_partitioning`). In a pipeline it is one
+axis longer, and its metadata says so: ``("stage", None, "tensor")``, with the mesh. The stage's own
+names are kept beside it, and come back wherever the stage is whole again: inside the kernel and in
+`Pipeline.stages`.
+
+With ``data_parallel="fsdp"`` the first dim that has room is sharded over row axes too: ``data``,
+which the names of a parameter may have already, and others that the variable does not name. With
+"zero1" it is that of the gradient and of the optimizer's state, of which the metadata
+``optimizer_sharding`` speaks. Where these axes are others than ``data``, the metadata ``zero_over``
+names them.
+
+A weight may be whole on all ranks of an axis of which each uses it on activations of its own (the
+scale of a norm between blocks with sequence parallelism). Its gradient is a sum over those ranks.
+The metadata ``gradient_over="tensor"`` says so; the sum is then taken once a step, where the
+backward would take it once a microbatch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from collectives import DATA, STAGE
+from pipeline.base.arguments import DataParallel
+from pipeline.base.axes import Axes, axes_in
+from pipeline.base.tree import Tree
+from pipeline.base.variables import axis_names, metadata, raw, remade, with_value
+from pipeline.core.placement.distribute import distribute
+from pipeline.core.placement.paths import ModelPath
+
+Names = tuple[Any, ...]  # for each dim: None, an axis, or several
+Sharding = Callable[[Any, Any], Sequence[Any] | None]  # (path, variable) -> Names
+
+_OWN = "own_sharding"  # metadata: what a variable said of its sharding before it was placed
+# Metadata: axes over which the gradient is summed once a step.
+DEFERRED = "gradient_over"
+# Metadata: in which order a pipeline's stacks hold layers (`pipeline.core.layers_view.layout`).
+LAYERS = "layers"
+_ZERO = "zero_over"  # metadata: row axes that share it by ZeRO or FSDP, if not `data` alone
+_REMEDIES = {
+    STAGE: "stages are laid over it already; ",
+    DATA: "take data_parallel='fsdp', which shards weights over it; or ",
+}
+_KEYS = ("out_sharding", "optimizer_sharding", "sharding_rules", "mesh", _ZERO)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Layout of one array.
+
+    Attributes:
+      stored: the array.
+      gradient: its gradient, and what an optimizer keeps of it.
+      deferred: axes whose ranks each have a part of its gradient until the step ends.
+      zero: row axes that share it by ZeRO or FSDP. All other axes in the specs are its own.
+    """
+
+    stored: PartitionSpec
+    gradient: PartitionSpec
+    deferred: tuple[str, ...] = ()
+    zero: tuple[str, ...] = ()
+
+    @property
+    def own(self) -> frozenset[str]:
+        """The axes that the array itself names: each rank along them has a part of its own."""
+        return frozenset(axis for entry in self.gradient for axis in axes_in(entry)) - {*self.zero}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Layout of a pipeline's state.
+
+    Attributes:
+      mesh: the mesh.
+      data_parallel: what is sharded over ``data``: nothing, gradients, or weights too.
+      sharding: (path, variable) to the axes of its dims, or None for what its metadata says.
+      axes: the roles of the mesh's axes.
+    """
+
+    mesh: Mesh
+    axes: Axes
+    data_parallel: DataParallel = "replicated"
+    sharding: Sharding | None = None
+
+    def spread(
+        self, path: ModelPath, variable: Any, *, lead: tuple[str, ...] = (), stacked: bool = False
+    ) -> Spread:
+        """Lay out a variable.
+
+        Args:
+          path: its path in the plain model.
+          variable: of one stage, or of embed and head.
+          lead: the axes of dims that the pipeline puts before its own.
+          stacked: it was taken out of one with those dims, whose names may speak of them.
+
+        Raises:
+          ValueError: names that are the pipeline's, too many, or a dim they do not divide.
+        """
+        shape = _shape(variable)
+        names = self._names(path, variable, shape, len(lead) if stacked else 0)
+        return self.spread_as(names, variable, lead)
+
+    def check_alike(self, column: Sequence[tuple[ModelPath, Any]]) -> None:
+        """Check that stages which share an array are sharded alike.
+
+        Args:
+          column: the path of each stage's variable, and the variable.
+
+        Raises:
+          ValueError: ``sharding`` makes a difference between them.
+        """
+        if self.sharding is None or not isinstance(column[0][1], nnx.Variable):
+            return
+        said = [self.sharding(path, variable) for path, variable in column]
+        other = next((n for n, names in enumerate(said) if names != said[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"sharding returns {said[0]!r} for {column[0][0]!r} and {said[other]!r} for "
+                f"{column[other][0]!r}: stages that are alike share one array, so let it return "
+                f"the same names for all of them"
+            )
+
+    def spread_rows(self, variable: Any) -> Spread:
+        """Lay out a table whose rows the ranks share."""
+        return self.spread_as((STAGE,), variable, ())
+
+    def names_of(self, path: ModelPath, variable: Any) -> Names:
+        """The axes of a stage's variable's dims, but for the pipeline's own; () if it has none."""
+        names = self._names(path, variable, _shape(variable), 0)
+        return names if any(map(axes_in, names)) else ()
+
+    def cuts(self, names: Names) -> bool:
+        """Tell whether an array whose dims have these names is cut: some axis has several ranks."""
+        return self._size([axis for entry in names for axis in axes_in(entry)]) > 1
+
+    def spread_as(self, names: Names, variable: Any, lead: tuple[str, ...]) -> Spread:
+        """Lay out a variable whose dims have these names."""
+        sharded, zero = names, tuple[str, ...]()
+        if isinstance(variable, nnx.Param):
+            sharded, zero = self._over_rows(_shape(variable), names)
+        stored = sharded if self.data_parallel == "fsdp" else names
+        return Spread(_spec(lead, stored), _spec(lead, sharded), zero=zero)
+
+    def put(self, value: Any, spread: Spread) -> Any:
+        """An array, or its type, where it belongs."""
+        sharding = NamedSharding(self.mesh, spread.stored)
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+        return distribute(value, sharding, compare=False)  # the pipeline compares all at once
+
+    def label(self, variable: Any, value: Any, spread: Spread, lead: tuple[str, ...]) -> Any:
+        """Give the variable a value that lies there, and metadata that say so.
+
+        flax reads them in `nnx.get_partition_spec` and `nnx.get_named_sharding`.
+        """
+        said, lies = dict(metadata(variable)), {spread.stored, spread.gradient}
+        is_plain = "out_sharding" not in said and lies == {PartitionSpec(*lead)}
+        if is_plain and not lead:
+            return with_value(variable, value)
+        own = tuple((key, said.pop(key)) for key in _KEYS if key in said)
+        if is_plain:  # or flax lays out an optimizer's state so, also of shapes that it cannot
+            own += tuple((key, said[key]) for key in ("eager_sharding",) if key in said)
+            said["eager_sharding"] = False
+        said |= {_OWN: own, "out_sharding": tuple(spread.stored), "mesh": self.mesh}
+        if spread.gradient != spread.stored:
+            said["optimizer_sharding"] = tuple(spread.gradient)
+        if spread.zero not in ((), (DATA,)):
+            said[_ZERO] = spread.zero
+        return remade(variable, value, said)
+
+    def _names(
+        self, whole: ModelPath, variable: Any, shape: tuple[int, ...], stacked: int
+    ) -> Names:
+        """The mesh axes of a variable's own dims, checked."""
+        if not isinstance(variable, nnx.Variable):
+            return ()
+        said, path = None if self.sharding is None else self.sharding(whole, variable), whole.text
+        where = "sharding" if said is not None else "its metadata out_sharding"
+        names = tuple(said) if said is not None else axis_names(variable)
+        if stacked and len(names) == len(shape) + stacked:
+            names = names[stacked:]
+        if len(names) > len(shape):
+            raise ValueError(
+                f"{path} has {len(shape)} dims, but {where} names the axes of {len(names)}: "
+                f"{names!r}; give one name, or None, for each dim of a stage's own array"
+            )
+        # FSDP shards weights over `data` itself, at the first dim that has room.
+        is_fsdp = self.data_parallel == "fsdp" and isinstance(variable, nnx.Param)
+        is_idle = is_fsdp or self.mesh.shape.get(DATA) == 1
+        names = tuple(self._present(entry, without=(DATA,) * is_idle) for entry in names)
+        for dim, entry in enumerate(names):
+            over = axes_in(entry)
+            for axis in (STAGE, DATA):
+                if axis in over:
+                    remedy = _REMEDIES[axis] if isinstance(variable, nnx.Param) else ""
+                    raise ValueError(
+                        f"{path}: {where} shards dim {dim} over {axis!r}, which is the pipeline's "
+                        f"own axis: {remedy}let sharding= return names without it, as lambda "
+                        f"path, variable: () does"
+                    )
+            size = self._size(over)
+            if shape[dim] % size:
+                raise ValueError(
+                    f"{path}: {where} shards dim {dim} over {' x '.join(map(repr, over))}, but its "
+                    f"{shape[dim]} entries cannot be shared by {size} devices; use a multiple of "
+                    f"{size}, another mesh, or no sharding for this dim"
+                )
+        return names
+
+    def _present(self, entry: Any, without: tuple[str, ...] = ()) -> Any:
+        """Reduce a dim's axes to those that the mesh has, without some."""
+        known = {*self.mesh.axis_names} - {*without}
+        found = tuple(axis for axis in axes_in(entry) if axis in known)
+        return found if len(found) > 1 else found[0] if found else None
+
+    def _over_rows(self, shape: tuple[int, ...], names: Names) -> tuple[Names, tuple[str, ...]]:
+        """The names with row axes at the first dim that has room for them, and those axes.
+
+        All that the array does not name itself, or else as many as find room.
+        """
+        own = {axis for entry in names for axis in axes_in(entry)}
+        free = tuple(a for a in self.axes.rows if a not in own and self.axes.size((a,)) > 1)
+        if self.data_parallel == "replicated":
+            return names, ()
+        names = names + (None,) * (len(shape) - len(names))
+        subsets = (c for n in range(len(free), 0, -1) for c in itertools.combinations(free, n))
+        for zero in sorted(subsets, key=self._size, reverse=True):
+            # A dim that is sharded already only if no other will do, never one of the compiler's.
+            for wanted in (True, False):
+                for dim, (size, entry) in enumerate(zip(shape, names, strict=True)):
+                    over = axes_in(entry)
+                    room = size and size % self._size((*over, *zero)) == 0
+                    if (not over) is wanted and room and not set(over) & set(self.axes.auto):
+                        new = (*over, *zero)
+                        name = new if len(new) > 1 else new[0]
+                        return (*names[:dim], name, *names[dim + 1 :]), zero
+        return names, ()
+
+    def _size(self, axes: Sequence[str]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+
+def unnamed(variable: Any) -> Any:
+    """The variable without any word about its sharding."""
+    said = {k: v for k, v in metadata(variable).items() if k not in _KEYS}
+    return remade(variable, raw(variable), said)
+
+
+def spread_of(variable: Any, lead: tuple[str, ...]) -> Spread:
+    """Lay out a variable of a pipeline by its metadata."""
+    said = metadata(variable)
+    deferred = axes_in(said.get(DEFERRED))
+    if _OWN not in said:
+        return Spread(PartitionSpec(*lead), PartitionSpec(*lead), deferred)
+    stored = said["out_sharding"]
+    gradient = said.get("optimizer_sharding", stored)
+    has_data = any(DATA in axes_in(entry) for entry in gradient)
+    zero = tuple(said.get(_ZERO, (DATA,) if has_data else ()))
+    return Spread(PartitionSpec(*stored), PartitionSpec(*gradient), deferred, zero)
+
+
+def spreads(state: Tree, lead: tuple[str, ...] = ()) -> tuple[Spread, ...]:
+    """Lay out the leaves of a state."""
+    return tuple(
+        spread_of(variable, lead)
+        for _, variable in nnx.to_flat_state(state)
+        for _ in jax.tree.leaves(variable)
+    )
+
+
+def as_before(state: Tree) -> Tree:
+    """The state with the metadata its variables had before they were placed."""
+    flat = nnx.to_flat_state(state)
+    if not any({_OWN, LAYERS} & metadata(variable).keys() for _, variable in flat):
+        return state
+    return nnx.from_flat_state([(path, _as_before(variable)) for path, variable in flat])
+
+
+def _as_before(variable: Any) -> Any:
+    said = dict(metadata(variable))
+    had = said.pop(LAYERS, None) is not None
+    if _OWN not in said:
+        return remade(variable, raw(variable), said) if had else variable
+    own = said.pop(_OWN)
+    kept = {key: value for key, value in said.items() if key not in _KEYS}
+    return remade(variable, raw(variable), kept | dict(own))
+
+
+def _spec(lead: tuple[str, ...], names: Names) -> PartitionSpec:
+    """A spec as JAX returns it: it ends where no more dims are sharded."""
+    last = max((dim for dim, entry in enumerate(names) if entry is not None), default=-1)
+    return PartitionSpec(*lead, *names[: last + 1])
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return tuple(getattr(raw(variable), "shape", ()))

@@ -1,0 +1,174 @@
+"""A text of each device's share of a model; and weights that every device holds whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from collectives import DATA
+from pipeline.core.placement.placed import Placed, placed
+from schedules.core.capacity import bytes_text
+
+LIMIT = 64 * 2**20  # bytes that a device may hold of what others hold too, without a word
+_SHOWN = 5
+_HEADINGS = ("array", "type", "divided by", "on a device", "bytes", "replicated over")
+_MIN_PATH = 12
+
+
+def describe_sharding(tree: Any, mesh: Mesh | None = None, *, width: int = 100) -> str:
+    """A line for each array of a model, an optimizer or their state, then totals.
+
+    A line has the array's path, type, the mesh axes that divide each of its dimensions (`-` for
+    none), the shape and bytes that one device holds, and the axes over which it is replicated. The
+    largest arrays that an axis other than `data` could divide and does not follow at the end.
+
+    Args:
+      tree: a module, an `nnx.State`, or any tree of arrays or `jax.ShapeDtypeStruct`.
+      mesh: for arrays that are not on one themselves.
+      width: the most characters in a line; paths that are too long lose their middle.
+    """
+    arrays = placed(tree, mesh)
+    if not arrays:
+        return "no arrays"
+    rows = [_HEADINGS, *map(_row, arrays)]
+    widths = [max(len(row[n]) for row in rows) for n in range(len(_HEADINGS))]
+    widths[0] = min(widths[0], max(_MIN_PATH, width - sum(widths[1:]) - 2 * len(widths[1:])))
+    lines = [_line(row, widths, width) for row in rows]
+    whole, part = sum(a.bytes for a in arrays), sum(a.device_bytes for a in arrays)
+    lines.append(f"{len(arrays)} arrays of {bytes_text(whole)}; {bytes_text(part)} on each device")
+    waste = [_waste(array, width) for array in _by_size(arrays, None)]
+    if any(waste):
+        lines.append("largest that an axis could divide and does not:")
+        lines += [line for line in waste if line][:_SHOWN]
+    return "\n".join(lines)
+
+
+def check_sharding(
+    tree: Any,
+    mesh: Mesh | None = None,
+    *,
+    limit: int = LIMIT,
+    axes: Collection[str] | None = None,
+    action: Literal["warn", "raise"] = "warn",
+    stacklevel: int = 1,
+) -> None:
+    """Warn of large parameters that devices along a mesh axis all hold alike.
+
+    Args:
+      tree: a module, of which the parameters count, or a state.
+      mesh: for arrays that are not on one themselves.
+      limit: bytes on one device that pass without a word.
+      axes: those that should divide every large weight. By default all but `data`, over which
+        data parallelism replicates weights on purpose; name it where they should be sharded.
+      action: "warn" or "raise".
+      stacklevel: of the warning: 1 for the line that calls this function, 2 for its caller.
+
+    Raises:
+      ValueError: with "raise", such a parameter; or an unknown action.
+    """
+    if action not in ("warn", "raise"):
+        raise ValueError(f"action={action!r}: must be 'warn' or 'raise'")
+    message = alike(placed(tree, mesh, nnx.Param), limit=limit, axes=axes, remedy=_remedy)
+    if message and action == "raise":
+        raise ValueError(message)
+    if message:
+        warnings.warn(message, stacklevel=stacklevel + 1)
+
+
+def alike(
+    arrays: Sequence[Placed],
+    *,
+    remedy: Callable[[Collection[str]], str],
+    limit: int = LIMIT,
+    axes: Collection[str] | None = None,
+) -> str:
+    """Describe large arrays that devices along an axis hold alike; empty if there are none.
+
+    Args:
+      arrays: all that count.
+      remedy: what to do, given the axes that should divide them.
+      limit: as for `check_sharding`.
+      axes: as for `check_sharding`.
+    """
+    large = _by_size([a for a in arrays if a.device_bytes > limit], axes)
+    if not large:
+        return ""
+    lines = [f"- {_advice(array, axes)}" for array in large[:_SHOWN]]
+    if len(large) > _SHOWN:
+        lines.append(f"- and {len(large) - _SHOWN} more")
+    heading = f"parameters of more than {bytes_text(limit)} that several devices hold alike"
+    missing = dict.fromkeys(axis for array in large for axis in _missing(array, axes))
+    return "\n".join([heading, *lines, remedy(missing)])
+
+
+def _remedy(_: Collection[str]) -> str:
+    return "place them with jax.device_put and a NamedSharding of that spec, or raise the limit"
+
+
+def _by_size(arrays: Sequence[Placed], axes: Collection[str] | None) -> list[Placed]:
+    """Arrays that an axis should divide and does not, the largest first."""
+    found = [array for array in arrays if _missing(array, axes)]
+    return sorted(found, key=lambda array: -array.device_bytes)
+
+
+def _missing(array: Placed, axes: Collection[str] | None) -> list[str]:
+    """Axes that should divide an array and do not, the largest first."""
+    found = [axis for axis in array.replicated if (axis != DATA if axes is None else axis in axes)]
+    return sorted(found, key=lambda axis: -array.sizes[axis])
+
+
+def _advice(array: Placed, axes: Collection[str] | None) -> str:
+    """Advise on an array: its size, the axes along which it is the same, and how to divide it."""
+    missing = _missing(array, axes)
+    along = ", ".join(f"{axis} {array.sizes[axis]}" for axis in missing)
+    text = f"{array.path} {array.text}: {bytes_text(array.device_bytes)} alike along {along}; "
+    options = [
+        f"dimension {d} by {axis}, {array.spec_with(axis, d)}, leaves {_left(array, axis)}"
+        for axis in missing
+        if (d := array.dimension_for(axis)) is not None
+    ]
+    if options:
+        return text + "dividing " + ", or ".join(options)
+    return text + f"no dimension of {list(array.shard)} is a multiple of any: pad one"
+
+
+def _waste(array: Placed, width: int) -> str:
+    """Describe the waste of an array in short; empty where no axis divides the array."""
+    for axis in _missing(array, None):
+        dimension = array.dimension_for(axis)
+        if dimension is not None:
+            size = bytes_text(array.device_bytes)
+            how = f": {size}; dimension {dimension} by {axis} leaves {_left(array, axis)}"
+            return f"  {_squeezed(array.path, max(_MIN_PATH, width - len(how) - 2))}{how}"
+    return ""
+
+
+def _left(array: Placed, axis: str) -> str:
+    return bytes_text(array.device_bytes // array.sizes[axis])
+
+
+def _row(array: Placed) -> tuple[str, ...]:
+    divided = "on no mesh"
+    if array.axes is not None:
+        divided = " ".join("*".join(names) or "-" for names in array.axes) or "-"
+    over = ", ".join(f"{name} {array.sizes[name]}" for name in array.replicated) or "-"
+    part = f"[{','.join(map(str, array.shard))}]"
+    return array.path, array.text, divided, part, bytes_text(array.device_bytes), over
+
+
+def _line(row: tuple[str, ...], widths: list[int], width: int) -> str:
+    path, *rest = row
+    text = "  ".join(map(str.ljust, (_squeezed(path, widths[0]), *rest), widths)).rstrip()
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _squeezed(path: str, width: int) -> str:
+    """A path without its middle where it is too long."""
+    if len(path) <= width:
+        return path
+    head = (width - 1) // 2
+    return f"{path[:head]}…{path[len(path) - (width - 1 - head) :]}"

@@ -1,0 +1,205 @@
+"""ZeRO and FSDP: weights gathered, gradients summed over ``data`` or scattered; kernel specs.
+
+Letters: D data shards, along all row axes that a weight does not name. With ZeRO-1 a gradient
+leaves the kernel as a reduce-scatter, D times smaller than as an all-reduce, and the optimizer's
+state lies as it does; with FSDP the weights do too, and are gathered before they are used
+(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
+2020). An array none of whose dims D shards can share stays whole on every shard, and its gradient
+is summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from collectives import vary
+from collectives.compat import platform, varying_in
+from collectives.tensor import is_manual
+from pipeline.base.axes import axes_in
+from pipeline.base.tree import Leaves, Tree, is_float
+from pipeline.core.placement.placement import Spread
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Places of the leaves of all state.
+
+    Attributes:
+      chunks: [V] for the leaves of each chunk's parameters; ends: for those of embed and head.
+      chunks_rest, ends_rest: for the leaves of all other state.
+    """
+
+    chunks: tuple[tuple[Spread, ...], ...]
+    ends: tuple[Spread, ...]
+    chunks_rest: tuple[tuple[Spread, ...], ...]
+    ends_rest: tuple[Spread, ...]
+
+
+def kernel_spec(spec: PartitionSpec, manual: frozenset[str]) -> PartitionSpec:
+    """Spec of an array for a shard_map over some of the axes."""
+
+    def kept(entry: Any) -> Any:
+        if isinstance(entry, tuple):
+            found = tuple(axis for axis in entry if axis in manual)
+            return found if len(found) > 1 else found[0] if found else None
+        return entry if entry in manual else None
+
+    return PartitionSpec(*map(kept, spec))
+
+
+def gather(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leaves:
+    """Whole leaves out of a data shard's.
+
+    Args:
+      leaves: local arrays.
+      spreads: where each lies.
+      lead: how many of the dims that the specs speak of the arrays lack.
+    """
+
+    def one(leaf: Any, spread: Spread) -> Any:
+        dim = _dim_over(spread.zero, spread.stored)
+        if dim is None:
+            return leaf
+        return jax.lax.all_gather(leaf, spread.zero, axis=dim - lead, tiled=True)
+
+    return [one(leaf, spread) for leaf, spread in zip(leaves, spreads, strict=True)]
+
+
+def total_over(tree: Tree, axes: tuple[str, ...]) -> Tree:
+    """The sum over axes of whose ranks each has an addend of its own, as in the kernel all have.
+
+    Not `collectives.sum_over`, which asks the types what varies: most kernels keep no such types
+    (`pipeline.core.options.plan.Plan.tracks_varying`).
+    """
+    axes = several(axes, tree)
+    if not axes or not jax.tree.leaves(tree):
+        return tree
+    wide = jax.tree.map(_as_cpu_can_add, tree)
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), jax.lax.psum(wide, axes), tree)
+
+
+def several(axes: tuple[str, ...], tree: Tree) -> tuple[str, ...]:
+    """The axes over which there is something to reduce: of several ranks, or told by the types.
+
+    Beside axes that are left to the compiler, XLA cannot partition a reduction over axes of one
+    rank each ("Cross-partition allreduce must be in (partial) manual partitioning mode", jaxlib
+    0.10.2 to 0.12).
+    """
+    if any(varying_in(leaf) for leaf in jax.tree.leaves(tree)):
+        return axes
+    return tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1)
+
+
+def _as_cpu_can_add(x: Any) -> Any:
+    """An addend of a reduction that XLA can compile.
+
+    For CPUs, beside axes that are left to the compiler, XLA aborts the process at a sum of floats
+    of 16 bits ("Invalid binary instruction opcode copy", jaxlib 0.10.2 to 0.12). It would add them
+    in float32, and so does this.
+    """
+    narrow = is_float(x) and x.dtype.itemsize == 2
+    beside = jax.sharding.get_abstract_mesh().auto_axes
+    return x.astype(jnp.float32) if narrow and beside and platform() == "cpu" else x
+
+
+def reduce_gradients(
+    leaves: Leaves, spreads: Sequence[Spread], axes: tuple[str, ...], *, lead: int = 0
+) -> Leaves:
+    """Sums over some axes; of what ZeRO shares out only this rank's part.
+
+    What an array itself names is not summed over: each rank along that axis has its part (a rank's
+    experts, its words of a table that ranks share).
+
+    Args:
+      leaves: local gradients.
+      spreads: where each lies.
+      axes: over which to sum, beside those over which a gradient's reduction was deferred.
+      lead: as of `gather`.
+    """
+    parts = scatter(leaves, spreads, lead=lead)
+    return reduce_parts(parts, spreads, axes)
+
+
+def reduce_parts(parts: Leaves, spreads: Sequence[Spread], axes: tuple[str, ...]) -> Leaves:
+    """Sums over those axes of `reduce_gradients` over which `scatter` has not summed."""
+    over = [
+        tuple(a for a in axes if a not in spread.zero and a not in spread.own) + _deferred(spread)
+        for spread in spreads
+    ]
+    return totals_over(parts, over)
+
+
+def scatter(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leaves:
+    """This rank's part of the sum over data shards of what ZeRO shares out; others unchanged.
+
+    Arguments are those of `reduce_gradients`.
+    """
+
+    def one(gradient: Any, spread: Spread) -> Any:
+        dim = _dim_over(spread.zero, spread.gradient)
+        return gradient if dim is None else _scattered(gradient, spread.zero, dim - lead)
+
+    return [one(leaf, spread) for leaf, spread in zip(leaves, spreads, strict=True)]
+
+
+def shares_weight(spread: Spread) -> bool:
+    """Tell whether data shards share an array, each with a part."""
+    return _dim_over(spread.zero, spread.stored) is not None
+
+
+def shares_gradient(spread: Spread) -> bool:
+    """Tell whether they share its gradient."""
+    return _dim_over(spread.zero, spread.gradient) is not None
+
+
+def totals_over(leaves: Leaves, over: Sequence[tuple[str, ...]]) -> Leaves:
+    """Sums, each over axes of its own; one collective for all leaves with the same axes."""
+    found = list(leaves)
+    for group in dict.fromkeys(over):
+        members = [n for n, one in enumerate(over) if one == group]
+        for n, total in zip(members, total_over([leaves[n] for n in members], group), strict=True):
+            found[n] = total
+    return found
+
+
+def defer_reduction(tree: Tree, spreads: Sequence[Spread]) -> Tree:
+    """Weights that are not the same to the backward on all ranks of some axes, though they are.
+
+    So it leaves each rank its part of their gradient, for `reduce_gradients` to add up.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(
+        treedef, [vary(x, _deferred(spread)) for x, spread in zip(leaves, spreads, strict=True)]
+    )
+
+
+def _deferred(spread: Spread) -> tuple[str, ...]:
+    return tuple(filter(is_manual, spread.deferred))
+
+
+def _scattered(gradient: Any, axes: tuple[str, ...], dim: int) -> Any:
+    wide = _as_cpu_can_add(gradient)
+    total = jax.lax.psum_scatter(wide, axes, scatter_dimension=dim, tiled=True)
+    return total.astype(gradient.dtype)
+
+
+def _dim_over(axes: tuple[str, ...], spec: PartitionSpec) -> int | None:
+    """The dim that is sharded over some axes, perhaps among others; None if none is."""
+    found = (dim for dim, entry in enumerate(spec) if axes and set(axes) <= set(axes_in(entry)))
+    return next(found, None)
+
+
+def constrain(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
+    """Tell the compiler where arrays lie, for the axes that are left to it."""
+    leaves, treedef = jax.tree.flatten(tree)
+    found = [
+        jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+        for leaf, spec in zip(leaves, jax.tree.leaves(specs), strict=True)
+    ]
+    return jax.tree.unflatten(treedef, found)

@@ -1,0 +1,192 @@
+"""Stages that are not alike, in one kernel.
+
+Letters: S ranks, K stages, V chunks. A *group* is a set of stages of one chunk that are one
+computation: their static halves, the layout of their values, the types of their input and output
+and what is trained of them are equal. Every group has branches of its own for what its stages do,
+and in a slot a rank takes the branch of the group that its stage belongs to. Within a group
+everything is as if all stages were equal: its `LocalModel` and its `Actions` are as those of a
+model of equal stages, and find weights, messages and stashes in arrays that all groups share
+(`pipeline.core.model.overlay`).
+
+Slices of sequences that have lengths of their own are groups too: every slice has branches for its
+stages, in which it is as long as it is, and reads no later slice.
+
+A model of equal stages has no groups, and nothing here but `make_local_model` is run for it.
+
+Messages are as large as the largest activation between two stages. The model's first input and
+last output are not among those: nobody sends them. Where a stage's output is no message, what its
+backward needs of it is stashed beside its residuals.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from pipeline.base.masks import Way
+from pipeline.base.tree import Leaves, Tree, signature
+from pipeline.core.autodiff.accumulate import Pullback
+from pipeline.core.autodiff.outcome import Outcome
+from pipeline.core.autodiff.residuals import Residuals
+from pipeline.core.model.overlay import View, overlay_trees
+from pipeline.core.model.stage import Seat
+from pipeline.core.step.calls.activations import Activations
+from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.state import RankState
+
+
+@dataclass(frozen=True, eq=False)
+class StageGroup:
+    """Stages of one chunk that share their code.
+
+    Attributes:
+      stages: their indices; seat: that of the first.
+      local: their functions.
+      x_view, y_view: their input and output as messages, None where no message has that type.
+      part: the slice of sequences that it runs, if not all.
+    """
+
+    stages: tuple[int, ...]
+    seat: Seat
+    local: LocalModel
+    x_view: View | None
+    y_view: View | None
+    part: int | None = None
+
+
+class GroupedModel(LocalModel):
+    """A rank's part of a model whose stages are not alike: the ends' functions, and groups.
+
+    Attributes:
+      groups: of all stages.
+    """
+
+    def __init__(self, state: RankState, activations: Activations, ways: Sequence[Way]) -> None:
+        found = list(zip(state.by_slice, activations.by_slice, strict=True))
+        found = found or [(state, activations)]
+        types = activations.types
+        between = {signature(x): x for _, of in found for x in of.types[1:-1]}
+        wire, views = overlay_trees(list(between.values()))
+        super().__init__(state, state.model.stages[0], types[0], types[-1], ways[0], wire)
+        view_of = dict(zip(between, views, strict=True))
+
+        def groups(state: RankState, own: Activations) -> Iterator[StageGroup]:
+            all_ends = list(itertools.pairwise(map(signature, own.types)))
+            for (_, _, ends, way), stages in state.same_stages(all_ends, ways).items():
+                k = stages[0]
+                seat = self.model.stages[k]
+                of = state, seat, own.types[k], own.types[k + 1], way, wire
+                more = {"carry": own.carries[k], "earlier": activations.carries[k]}
+                local = LocalModel(*of, **more, adds=state.adding_stages[k])
+                x_view, y_view = map(view_of.get, ends)
+                yield StageGroup(tuple(stages), seat, local, x_view, y_view, state.part)
+
+        self.groups = tuple(group for one in found for group in groups(*one))
+
+    def weight_of_targets(self) -> jax.Array | None:
+        """The weight of all losses, also where slices have lengths of their own."""
+        if not self.state.lengths:
+            return super().weight_of_targets()
+        last = len(self.model.stages) - 1
+        ends = [group.local for group in self.groups if last in group.stages]
+        found = [local.weight_of_targets() for local in ends]
+        known = [one for one in found if one is not None]
+        return sum(known[1:], known[0]) if len(known) == len(found) else None
+
+    def residuals(self) -> Any:
+        """The pullbacks of all groups."""
+        return SharedResiduals(self)
+
+    def split_backward(self, residuals: Any, *, in_place: bool) -> Any:
+        """The backwards of all groups in two halves."""
+        return SharedHalves(self, residuals, in_place=in_place)
+
+
+def make_local_model(state: RankState, activations: Activations, ways: Sequence[Way]) -> LocalModel:
+    """A rank's part of the model: of one kind of stages, or of several groups.
+
+    Args:
+      state: what the rank holds.
+      activations: what passes between the stages.
+      ways: [K] how far each stage's backward goes.
+    """
+    types, stages = activations.types, state.model.stages
+    codes = set(map(state.code, stages))
+    is_alike = len(codes) == len(set(map(signature, types))) == len(set(ways)) == 1
+    if is_alike and not state.lengths:
+        (x, *_), adds = types, any(state.adding_stages)
+        carry = activations.carries[0]
+        return LocalModel(state, stages[0], x, x, ways[0], x, carry=carry, adds=adds)
+    return GroupedModel(state, activations, ways)
+
+
+class WithOutput:
+    """Residuals whose stash also holds the stage's output."""
+
+    def __init__(self, residuals: Residuals, y: Tree) -> None:
+        self._residuals, self._y_tree = residuals, jax.tree.structure(y)
+        self.stashed = [*residuals.stashed, *jax.tree.leaves(y)]
+        self.gathers = residuals.gathers
+
+    def forward(self, *arguments: Any) -> tuple[Outcome, Leaves]:
+        """The stage's outcome, and the values to stash."""
+        outcome, stash = self._residuals.forward(*arguments)
+        return outcome, [*stash, *jax.tree.leaves(outcome.value)]
+
+    def backward(
+        self, weights: Leaves, fixed: Tree, side: Tree, stash: Leaves, earlier: Tree = ()
+    ) -> Pullback:
+        """The stage's pullback."""
+        own = stash[: len(self._residuals.stashed)]
+        return self._residuals.backward(weights, fixed, side, own, earlier)
+
+    def output(self, stash: Leaves) -> Tree:
+        """The stage's output, out of its stash."""
+        return jax.tree.unflatten(self._y_tree, stash[len(self._residuals.stashed) :])
+
+
+class SharedResiduals:
+    """The residuals of every group, and stashes that hold those of any.
+
+    Attributes:
+      stashed: the types of what is stashed for one microbatch.
+      gathers: whether a backward gathers something again.
+      of: [groups] `Residuals`, and views, [groups] the views of their stashes.
+    """
+
+    def __init__(self, model: GroupedModel) -> None:
+        last = len(model.model.stages) - 1
+        self.of: list[Any] = []
+        for group in model.groups:
+            residuals = group.local.residuals()
+            kept_elsewhere = last not in group.stages or group.y_view is not None
+            if not kept_elsewhere:
+                residuals = WithOutput(residuals, group.local.output)
+            self.of.append(residuals)
+        self.stashed, self.views = overlay_trees([residuals.stashed for residuals in self.of])
+        self.gathers = any(residuals.gathers for residuals in self.of)
+
+
+class SharedHalves:
+    """The split backwards of every group, and places for what crosses in any.
+
+    Attributes:
+      crossing: the types of what crosses for one microbatch.
+      whole: descriptions of what could not be taken apart.
+      of: [groups] `SplitBackward`, and views, [groups] the views of what crosses.
+    """
+
+    def __init__(
+        self, model: GroupedModel, residuals: SharedResiduals | None, *, in_place: bool
+    ) -> None:
+        starts = residuals.of if residuals else [None] * len(model.groups)
+        self.of = [
+            group.local.split_backward(start, in_place=in_place)
+            for group, start in zip(model.groups, starts, strict=True)
+        ]
+        self.whole = list(dict.fromkeys(text for halves in self.of for text in halves.whole))
+        self.crossing, self.views = overlay_trees([halves.crossing for halves in self.of])

@@ -1,0 +1,282 @@
+"""The declared state of a rank during a step: what it is now, and what each microbatch read of it.
+
+Letters: V chunks per rank, M microbatches. A forward action reads what the one before it has left
+and leaves its own; nothing else writes. A backward that runs a forward again must see what that
+has seen: of what is both written and made a difference by, the value that each microbatch read is
+kept, [M, ...]. Batch statistics are not among that: in training nothing reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from collectives import STAGE, vary
+from collectives.compat import live
+from pipeline.base.tree import Leaves, Tree, vary_like, zeros
+from pipeline.core.autodiff.jaxpr.forwarded import forwarded
+from pipeline.core.model.overlay import Part, Spot
+from pipeline.core.placement.zero import several, total_over
+from pipeline.core.step.calls.state import RankState
+
+Values = list[Leaves]  # of variables, the leaves of each
+Place = tuple[int | None, int]  # a chunk, None for the ends, and a leaf of its other state
+_OWNERS = {"embed": ("embed",), "finish": ("head", "loss_fn")}
+Usage = tuple[Any, Any]  # of the leaves of state: which are written, and which make a difference
+
+
+class Held:
+    """State that a step writes.
+
+    Args:
+      state: what the rank holds.
+      usages: [K] of each stage's declared leaves, in the order of its own state: `Usage`.
+      ends: the same of the ends' declared leaves, for the methods of embed and of head and loss.
+      num_microbatches: M.
+      again: whether a backward may run a forward again.
+      each: whether every microbatch has state of its own, as caches of a decoder are, [M, ...];
+        else one reads what another has left.
+    """
+
+    def __init__(
+        self,
+        state: RankState,
+        usages: Sequence[Usage],
+        ends: Usage,
+        num_microbatches: int,
+        *,
+        again: bool,
+        each: bool = False,
+    ) -> None:
+        self._each = each
+        self._state, self._model = state, state.model
+        self._rests = [jax.tree.leaves(rest) for rest in state.weights.chunks_rest]
+        self._ends = jax.tree.leaves(state.weights.ends_rest)
+        self.writes: dict[tuple[int, int], bool] = {}  # of a stage, by its rank and chunk
+        kept: set[Place] = set()
+        for seat, (written, read) in zip(self._model.stages, usages, strict=True):
+            self.writes[seat.rank, seat.chunk] = any(written)
+            for spot, a, b in zip(state_spots(state, seat), written, read, strict=True):
+                kept |= {(seat.chunk, spot.cell)} if a and b else set()
+        declared = self._model.declared
+        for n, a, b in zip(declared.ends_cells, *ends, strict=True):
+            kept |= {(None, n)} if a and b else set()
+        self.writes_ends = any(ends[0])
+        places: list[Place] = [(v, n) for v, of in enumerate(declared.chunk_cells) for n in of]
+        places += [(None, n) for n in declared.ends_cells]
+        self._now: dict[Place, Any] = {}
+        self._then: dict[Place, Any] = {}
+        with jax.named_scope("kept"):
+            for place in places:
+                first = vary(self._first(place), state.axes)
+                if each:
+                    first = jnp.broadcast_to(first[None], (num_microbatches, *first.shape))
+                self._now[place] = jax.new_ref(first)
+                if again and place in kept:
+                    many = vary_like(zeros(first, lead=(num_microbatches,)), first)
+                    self._then[place] = jax.new_ref(vary(many, state.axes))
+
+    def _first(self, place: Place) -> jax.Array:
+        chunk, n = place
+        found: jax.Array = self._ends[n] if chunk is None else self._rests[chunk][n]
+        return found
+
+    def leaves(self, chunk: int | None, microbatch: Any, *, now: bool) -> Leaves:
+        """Read a chunk's non-parameter state, or that of the ends, as a microbatch must see it.
+
+        Args:
+          chunk: None for the ends.
+          microbatch: its index.
+          now: as they are, or else as its forward has read them.
+        """
+        found = list(self._ends if chunk is None else self._rests[chunk])
+        for n in range(len(found)):
+            if now and (chunk, n) in self._now:
+                found[n] = self._now[chunk, n][microbatch if self._each else ...]
+            elif (chunk, n) in self._then:
+                found[n] = self._then[chunk, n][microbatch]
+        return found
+
+    def keep(
+        self, part: str, seat: Any, chunk: Any, microbatch: Any, values: Values, real: Any
+    ) -> None:
+        """Keep the state that an `Outcome` has for a part: "stage", "embed" or "finish".
+
+        Args:
+          part: the part.
+          seat: that of a stage of its kind, if it is one.
+          chunk: the stage's, perhaps traced.
+          microbatch: its index.
+          values: of the part's declared variables, in the order of its state.
+          real: whether they are to be kept, perhaps traced.
+        """
+        if part == "stage":
+            self.write(seat, chunk, microbatch, values, real=real)
+        else:
+            self.write_ends(_OWNERS[part], microbatch, values, real)
+
+    def write(
+        self, seat: Any, chunk: Any, microbatch: Any, values: Values, *, real: Any = True
+    ) -> None:
+        """Leave what a stage has written.
+
+        Args:
+          seat: that of a stage of its kind.
+          chunk: which, perhaps traced.
+          microbatch: its index.
+          values: of its declared variables, in the order of its state.
+          real: whether it is to be left, perhaps traced.
+        """
+        spots = state_spots(self._state, seat)
+        leaves = [leaf for of in values for leaf in of]
+        for v in range(len(self._rests)) if not isinstance(chunk, int) else [chunk]:
+            yes = real if isinstance(chunk, int) else (chunk == v) & real
+            for spot, leaf in zip(spots, leaves, strict=True):
+                self._put((v, spot.cell), spot, microbatch, leaf, yes)
+
+    def write_ends(self, names: Sequence[str], microbatch: Any, values: Values, real: Any) -> None:
+        """Leave what embed, or head and loss, have written.
+
+        Args:
+          names: of whose it is.
+          microbatch: its index.
+          values: of all declared variables of the ends, in the order of their state.
+          real: whether it is to be left.
+        """
+        leaves = [leaf for of in values for leaf in of]
+        owners = self._owners()
+        for n, leaf in zip(self._model.declared.ends_cells, leaves, strict=True):
+            if owners[n] in names:
+                self._put((None, n), Spot(n, None, leaf.shape), microbatch, leaf, real)
+
+    def _owners(self) -> list[str]:
+        flat = nnx.to_flat_state(self._state.weights.ends_rest)
+        return [str(path[0]) for path, variable in flat for _ in jax.tree.leaves(variable)]
+
+    def _put(self, place: Any, spot: Spot, microbatch: Any, leaf: Any, real: Any) -> None:
+        part = Part(self._now[place], spot, *([microbatch] if self._each else []))
+        before = part[...]
+        if place in self._then:
+            then = Part(self._then[place], spot, microbatch)
+            then[...] = before if real is True else jnp.where(real, before, then[...])
+        part[...] = leaf if real is True else jnp.where(real, leaf, before)
+
+    def finish(
+        self, schedule: Any, axes: tuple[str, ...], hook: Callable[..., Any] | None
+    ) -> tuple[list[Leaves], Leaves]:
+        """Return the state after the step: of each chunk, and of the ends.
+
+        Ranks along row and position axes have seen parts of the batch: of floats the result is
+        their mean, of others what it was and what all of them have added.
+
+        Args:
+          schedule: the timetable.
+          axes: row and position axes.
+          hook: what is called with every stage, if anything.
+        """
+        declared, layout, parts = self._model.declared, self._model.layout, axes
+
+        def over_parts(place: Any) -> jax.Array:
+            (v, n), value = place, self._now[place][...]
+            spread = layout.ends_rest[n] if v is None else layout.chunks_rest[v][n]
+            # What names an axis itself is a part of its own there, as the counts of experts are.
+            axes = tuple(axis for axis in parts if axis not in spread.own)
+            if not several(axes, value):
+                return value
+            if jnp.issubdtype(value.dtype, jnp.inexact):
+                return jax.lax.pmean(value, axes).astype(value.dtype)
+            if value.dtype == jnp.bool_:
+                return jax.lax.pmax(value.astype(jnp.int32), axes).astype(jnp.bool_)
+            first = jax.lax.pmax(self._first(place), axes)  # the same everywhere, now by its type
+            return first + jax.lax.psum(value - first, axes).astype(value.dtype)
+
+        # Of a type that does not vary over shards, as the results.
+        self._now = {place: jax.new_ref(over_parts(place)) for place in self._now}
+        if hook is not None:
+            self._run(hook, schedule)
+        first, last = schedule.placement[0], schedule.placement[-1]
+        rank, owners = jax.lax.axis_index(STAGE), self._owners()
+
+        def everywhere(n: int) -> jax.Array:
+            value = self._now[None, n][...]
+            mine = rank == (first if owners[n] == "embed" else last)
+            numbers = value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
+            sent = jnp.where(mine, numbers, jnp.zeros_like(numbers))
+            return total_over(sent, (STAGE,)).astype(value.dtype)
+
+        chunks = [
+            [self._now[v, n][...] for n in cells] for v, cells in enumerate(declared.chunk_cells)
+        ]
+        return chunks, [everywhere(n) for n in declared.ends_cells]
+
+    def _run(self, hook: Callable[..., Any], schedule: Any) -> None:
+        """Give every stage with state to the user's function, once."""
+        rank = jax.lax.axis_index(STAGE)
+        for members in self._state.same_stages().values():
+            seat = self._model.stages[members[0]]
+            if not seat.definition.state:
+                continue
+            ranks = sorted(schedule.placement[k] for k in members)
+            mine: Any = True
+            if len(ranks) < schedule.num_ranks:
+                mine = jnp.asarray(np.isin(np.arange(schedule.num_ranks), ranks))[rank]
+            rest_leaves = self.leaves(seat.chunk, 0, now=True)
+            chunk = self._state.chunks[seat.chunk]
+            if seat.views is None:
+                weights = self._state.weights
+                params = jax.tree.unflatten(jax.tree.structure(weights.chunks[seat.chunk]), chunk)
+                rest = jax.tree.unflatten(
+                    jax.tree.structure(weights.chunks_rest[seat.chunk]), rest_leaves
+                )
+            else:
+                params, rest = seat.views.params.tree(chunk), seat.views.rest.tree(rest_leaves)
+            paths = state_paths(rest, seat.definition.state)
+            _, values = seat.definition.update(hook, params, rest, paths=paths)
+            self.write(seat, seat.chunk, 0, values, real=mine)
+
+
+def state_spots(state: RankState, seat: Any) -> list[Spot]:
+    """The places of the leaves of a stage's declared variables, in the order of its state."""
+    rest = state.weights.chunks_rest[seat.chunk]
+    if seat.views is None:
+        spots = [Spot(n, None, x.shape) for n, x in enumerate(jax.tree.leaves(rest))]
+        numbers = jax.tree.unflatten(jax.tree.structure(rest), range(len(spots)))
+    else:
+        spots = list(seat.views.rest.spots)
+        numbers = jax.tree.unflatten(seat.views.rest.treedef, range(len(spots)))
+    flat = nnx.to_flat_state(numbers)
+    declared = [of for path, of in flat if path in seat.definition.state]
+    return [spots[n] for of in declared for n in jax.tree.leaves(of)]
+
+
+def state_paths(rest: Tree, state: frozenset[Any]) -> list[Any]:
+    """The declared paths, in the order of a module's state."""
+    return [path for path, _ in nnx.to_flat_state(rest) if path in state]
+
+
+def with_values(flat: dict[Any, Any], paths: Sequence[Any], values: Values) -> Tree:
+    """A state, by path, with other values of some variables."""
+    found = dict(flat)
+    for path, leaves in zip(paths, values, strict=True):
+        found[path] = jax.tree.unflatten(jax.tree.structure(flat[path]), leaves)
+    return nnx.from_flat_state(found)
+
+
+def usage_of(run: Callable[[Values], tuple[Tree, Values]], values: Values) -> Usage:
+    """Find the leaves of state that a call writes, and those that change its result.
+
+    Args:
+      run: state to (a result, the state after it).
+      values: the state before it.
+    """
+    closed, shapes = jax.make_jaxpr(run, return_shape=True)(values)
+    count = len(jax.tree.leaves(shapes[0]))
+    same = forwarded(closed.jaxpr)[count:]
+    written = tuple(source != n for n, source in enumerate(same))
+    _, read = live(jax.make_jaxpr(lambda v: run(v)[0])(values).jaxpr, keep_inputs=True)
+    return written, tuple(read)

@@ -1,0 +1,242 @@
+"""A rank's part of the model with its ways back: what of it is differentiated, and how.
+
+The ways back are over (weights, float leaves of what is given).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collectives import vary
+from pipeline.base.added import Adding, adding_losses
+from pipeline.base.masks import Way
+from pipeline.base.tree import Index, Leaves, Tree, at, blank, combine, partition, real
+from pipeline.core.autodiff.accumulate import Pullback
+from pipeline.core.autodiff.jaxpr.dead_code import lean
+from pipeline.core.autodiff.jaxpr.reachability import needed_inputs
+from pipeline.core.autodiff.jaxpr.reader import read_block
+from pipeline.core.autodiff.jaxpr.steps import run_block
+from pipeline.core.autodiff.outcome import MakeAdding, Outcome, pulled
+from pipeline.core.autodiff.residuals import Residuals, stage_pullback
+from pipeline.core.autodiff.split_backward import Linearize, SplitBackward
+from pipeline.core.model.loss import LossMetrics
+from pipeline.core.model.stage import Seat
+from pipeline.core.step.calls import ends
+from pipeline.core.step.calls.forward import Forward
+from pipeline.core.step.calls.state import RankState
+
+
+class LocalModel(Forward):
+    """The stages of one kind on a rank, with their pullbacks and those of embed, head and loss.
+
+    Args:
+      state: what the rank holds.
+      seat: that of a stage of this kind.
+      x: a tree of types, such a stage's input.
+      y: the type of its output.
+      way: how far its backward goes.
+      wire: a tree of types, a message; where all stages are alike, that is x.
+      carry: types of what a slice leaves for later ones.
+      earlier: as of `Forward`.
+      adds: whether such a stage adds losses.
+
+    Attributes:
+      trained: for the leaves of its parameters, whether they are trained.
+    """
+
+    def __init__(
+        self,
+        state: RankState,
+        seat: Seat,
+        x: Tree,
+        y: Tree,
+        way: Way,
+        wire: Tree,
+        *,
+        carry: Tree = (),
+        earlier: Tree = None,
+        adds: bool = False,
+    ) -> None:
+        super().__init__(state, seat, x, y, carry=carry, earlier=earlier, adds=adds)
+        self.trained, self.wire, self.way = way.weights, wire, way
+
+    @property
+    def goes_back(self) -> bool:
+        """True if such a stage's backward has anything to do."""
+        return self.way.is_any or self.adds
+
+    @property
+    def sums_weights(self) -> bool:
+        """True if it adds anything to sums: gradients of weights, or losses."""
+        return any(self.way.weights) or self.adds
+
+    @functools.cached_property
+    def metrics(self) -> tuple[Leaves, LossMetrics | None]:
+        """The types of the sums that metrics are made of, and how."""
+        return ends.metrics_of(self.state, self.output)
+
+    def loss_is_mean(self) -> tuple[bool, Any, Adding, Adding]:
+        """Tell whether every microbatch's loss has weight 1; found by a trace.
+
+        Also returns the jaxpr of embed, head and loss, a function of their weights; and records of
+        the losses that embed adds, and that the head does.
+
+        Raises:
+          ValueError: the loss itself does.
+        """
+        state = self.state
+        found: list[Any] = []
+
+        def probe(weights: Leaves) -> Any:
+            y = blank(self.output, self.axes)
+            with adding_losses(Adding()) as of_head:
+                outputs = ends.finish(state, weights, y, 0, take_loss=False).value
+            with adding_losses(Adding()) as of_loss:
+                taken, _ = ends.take_loss_of(state, weights, outputs, 0)
+            if of_loss.is_used:
+                raise ValueError(
+                    "loss_fn called add_loss, which is for what has no other way to the loss; add "
+                    "the value to what loss_fn returns"
+                )
+            with adding_losses(Adding()) as of_embed:
+                embedded = ends.embed(state, weights, at(self.batch.inputs, 0), 0).value
+            found.extend([taken.is_mean, of_embed, of_head])
+            return embedded, taken.total, taken.weight
+
+        body = jax.make_jaxpr(probe)(self.ends_weights).jaxpr
+        is_mean, of_embed, of_head = found
+        return is_mean, body, of_embed, of_head
+
+    def weight_has_gradient(self) -> bool:
+        """Tell whether the weight of a loss (sum, weight) has a gradient; found by a trace.
+
+        That of a count, or of what follows from targets alone, has none.
+        """
+        y = blank(self.output, self.axes)
+        floats, others = partition(y)
+        primals = self.ends_weights, floats
+
+        def weigh(weights: Leaves, floats: Leaves) -> jax.Array:
+            return vary(self._weight(weights, combine(y, floats, others), 0), self.axes)
+
+        def back(primals: Any, ct: jax.Array) -> Any:
+            return jax.vjp(ends.pure(self.state, weigh), *primals)[1](ct)
+
+        ct = vary(jnp.zeros((), real()), self.axes)
+        closed = jax.make_jaxpr(back)(primals, ct)
+        wanted = [True] * len(closed.jaxpr.outvars)
+        return needed_inputs(lean(read_block(closed), wanted, ()), wanted, (), adds=False)[-1]
+
+    def weight_of_targets(self) -> jax.Array | None:
+        """The weight of all losses of a data shard, where it follows from the targets alone.
+
+        Of one slice of every microbatch, if slices have lengths of their own.
+        """
+        targets, y = self.batch.targets, blank(self.output, self.axes)
+        if (part := self.state.part) is not None:
+            targets = jax.tree.map(lambda x: x[part :: self.state.num_slices], targets)
+
+        def weigh(y: Tree, of_one: Tree) -> jax.Array:
+            return jax.lax.stop_gradient(self._weight(self.ends_weights, y, 0, targets=of_one))
+
+        block = lean(read_block(jax.make_jaxpr(weigh)(y, at(targets, 0))), [True], ())
+        given = jax.tree.leaves(y)
+        if any(needed_inputs(block, [True], (), adds=False)[: len(given)]):
+            return None
+
+        def add(total: jax.Array, of_one: Tree) -> tuple[jax.Array, None]:
+            return total + run_block(block, [*given, *jax.tree.leaves(of_one)])[0], None
+
+        return jax.lax.scan(add, vary(jnp.zeros((), real()), self.axes), targets)[0]
+
+    def _weight(
+        self, weights: Leaves, y: Tree, microbatch: int, *, targets: Tree = None
+    ) -> jax.Array:
+        """The weight of a microbatch's loss."""
+        outputs = ends.finish(self.state, weights, y, microbatch, take_loss=False).value
+        taken, _ = ends.take_loss_of(self.state, weights, outputs, microbatch, targets=targets)
+        return taken.weight
+
+    def embed_pullback(self, microbatch: Any) -> tuple[Outcome, Pullback]:
+        """Stage 0's input; over the ends' weights and the inputs."""
+        inputs = at(self.batch.inputs, microbatch)
+        floats, others = partition(inputs)
+
+        def f(weights: Leaves, leaves: Leaves) -> Outcome:
+            given = combine(inputs, leaves, others)
+            return ends.embed(self.state, weights, given, microbatch)
+
+        return self._pulled_ends(f, floats, "embed")
+
+    def loss_pullback(self, y: Tree, microbatch: Any) -> tuple[Outcome, Pullback]:
+        """The loss, as of `finish`; over the ends' weights and the last stage's output."""
+        floats, others = partition(y)
+
+        def f(weights: Leaves, leaves: Leaves) -> Outcome:
+            return ends.finish(self.state, weights, combine(y, leaves, others), microbatch)
+
+        part = "head, or loss_fn," if self.model.has_head else "loss_fn"
+        return self._pulled_ends(f, floats, part)
+
+    def _pulled_ends(self, f: Any, floats: Leaves, part: str) -> tuple[Outcome, Pullback]:
+        return pulled(
+            f,
+            self.ends_weights,
+            floats,
+            grad_dtype=self.model.grad_dtype,
+            trained=self.model.trained.ends,
+            adding=self.state.adding if self.state.adding_ends else None,
+            part=part,
+        )
+
+    def stage_pullback(
+        self, chunk: Index, microbatch: Any, x: Tree, *, late: bool = False
+    ) -> tuple[Outcome, Pullback]:
+        """A stage's outcome; over its weights and its input; ``late`` as `differentiate` has it."""
+        return self._linearize(*self.stage_arguments(chunk, microbatch), x, late=late)
+
+    def _linearize(self, *arguments: Any, late: bool = False) -> tuple[Outcome, Pullback]:
+        # The forward has kept the state that the stage writes.
+        stage = functools.partial(self.stage, paths=())
+        return stage_pullback(stage, *arguments, **self._options, late=late, part=self.part_name)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """The options with which a stage is differentiated."""
+        adding: MakeAdding | None = self.state.adding if self.adds else None
+        return {"grad_dtype": self.model.grad_dtype, "way": self.way, "adding": adding}
+
+    @property
+    def part_name(self) -> str:
+        """The name of the first stage of this kind."""
+        k = next(k for k, seat in enumerate(self.model.stages) if seat is self._seat)
+        return f"stages[{k}]"
+
+    def residuals(self) -> Any:
+        """A stage's pullback taken apart into a forward and a backward function."""
+        arguments = *self.stage_arguments(self.home, 0), self.blank
+        gathers = self.model.gathers_again
+        return Residuals(
+            self.stage, *arguments, **self._options, gathers=gathers, part=self.part_name
+        )
+
+    def split_backward(self, residuals: Any, *, in_place: bool) -> Any:
+        """A stage's backward in two halves, from residuals or from the stage's input."""
+        stash, home = self.blank, self.home
+        (dy, _) = partition((blank(self.output, self.axes), blank(self.carry, self.axes)))
+        linearize: Linearize = self._linearize
+        if residuals is not None and self.state.num_slices > 1:
+            linearize = lambda w, fixed, side, both: (  # noqa: E731
+                None,
+                residuals.backward(w, fixed, side, *both),
+            )
+            stash = blank(residuals.stashed, self.axes), stash.earlier
+        elif residuals is not None:
+            linearize = lambda *arguments: (None, residuals.backward(*arguments))  # noqa: E731
+            stash = blank(residuals.stashed, self.axes)
+        arguments = *self.stage_arguments(home, 0), stash, dy
+        return SplitBackward(linearize, *arguments, in_place=in_place, **self._options)

@@ -1,0 +1,325 @@
+"""The kernel as functions that any trainer may differentiate.
+
+Autodiff through the kernel would keep every tick's state. Instead the forward pass of a loss runs
+the whole timetable and keeps the gradients, its backward scales them. Where a step computes in
+float16 that is too late for a loss scale, which is there to keep small gradients from vanishing:
+there the forward pass runs forward actions alone, and the timetable runs in the backward, on the
+loss times its cotangent. Outputs are differentiated by running the timetable on the pairing with
+their cotangent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+
+from collectives.compat import REFS_ARE_WHOLE, custom_vjp, has_check, is_of_refs, without_refs
+from pipeline.base.masks import Mask, woven
+from pipeline.base.tree import Leaves, Tree, combine, partition, signature, times
+from pipeline.core.autodiff.jaxpr.evaluate import narrows
+from pipeline.core.model.loss import pairing
+from pipeline.core.model.model import Batch, Model, Weights
+from pipeline.core.model.trained import Trained
+from pipeline.core.options.plan import Plan
+from pipeline.core.step import runtime
+from pipeline.core.step.watched import is_watched, watched
+
+Before = Callable[..., None]  # (plan, model, weights, batch, want_inputs=...)
+
+_TWICE = (
+    "a pipeline was differentiated twice by reverse mode, and its backward pass has no such "
+    "derivative; for products with a Hessian take jax.jvp of jax.grad"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Waiting:
+    """Residuals of a loss whose gradients are computed when its cotangent is known.
+
+    Attributes:
+      weights, batch: operands of the step.
+      share: what a sum's gradients are to be multiplied with, a scalar.
+      want_inputs: whether the inputs are differentiated.
+      trained: which parameters are.
+    """
+
+    weights: Weights
+    batch: Batch
+    share: jax.Array
+    want_inputs: bool = dataclasses.field(metadata={"static": True})
+    trained: Trained = dataclasses.field(metadata={"static": True})
+
+
+jax.tree_util.register_dataclass(_Waiting)
+
+
+def _loss(plan: Plan, model: Model, before: Before, weights: Weights, batch: Batch) -> Any:
+    """The mean loss, a float32 scalar, differentiable in params and inputs; and declared state.
+
+    With metrics, if the model has them, which have no gradient.
+
+    Args:
+      plan: the options of the pipeline.
+      model: the user's model.
+      before: what is called before the timetable runs, which it does where this is differentiated.
+      weights: [S, ...] leaves of chunks, and leaves of the ends.
+      batch: [N, ...] leaves.
+    """
+    del before
+    return watched(runtime.evaluate, plan, model, weights, batch)
+
+
+def _loss_forward(
+    plan: Plan, model: Model, before: Before, weights: Any, batch: Any
+) -> tuple[Any, Any]:
+    want_inputs, model = _wants_inputs(weights, batch), _asked(model, weights)
+    weights, batch = _values(weights), _values(batch)
+    before(plan, model, weights, batch, want_inputs=want_inputs)
+    run = functools.partial(watched, runtime.train, plan, model, want_inputs=want_inputs)
+    if _is_narrow(plan, model, weights, batch, run, want_inputs=want_inputs):
+        infers = functools.partial(watched, runtime.evaluate, plan, model, want_share=True)
+        with refusing_twice(_TWICE):
+            (value, share), held = _as_one(infers)(weights, batch)
+        return (value, held), _Waiting(weights, batch, share, want_inputs, model.trained)
+    with refusing_twice(_TWICE):
+        value, grads, inputs, held = _as_one(run)(weights, batch)
+    grads = _in_their_places(weights, model.trained, grads)
+    found = _input_cotangent(batch.inputs, inputs) if want_inputs else None
+    return (value, held), (grads, _cotangent(batch, found))
+
+
+def _is_narrow(
+    plan: Plan, model: Model, weights: Any, batch: Any, run: Callable[..., Any], **wanted: bool
+) -> bool:
+    """Tell whether a step computes in floats in which gradients vanish or overflow, seen once."""
+    key = plan, model, signature((weights, batch)), *wanted.values()
+    known = plan.compiled.narrow
+    if key not in known:
+        # No more work than to run it: JAX keeps the trace of the kernel.
+        known[key] = narrows(jax.make_jaxpr(run)(weights, batch).jaxpr)
+    return known[key]
+
+
+def _loss_backward(plan: Plan, model: Model, _: Before, kept: Any, ct: Any) -> tuple[Any, Any]:
+    ct = _instantiate(jax.tree.leaves(ct[0], is_leaf=_is_zero)[0])  # weight and metrics have none
+    if isinstance(kept, _Waiting):
+        model = dataclasses.replace(model, trained=kept.trained)
+        run = functools.partial(_cotangents, plan, model, kept.weights, kept.batch)
+        return run(want_inputs=kept.want_inputs, scale=(ct * kept.share, ct))
+    grads, batch = kept
+    scale = lambda g: g if g.dtype == jax.dtypes.float0 else times(g, ct)  # noqa: E731
+    (chunks, ends), batch = jax.tree.map(scale, (grads, batch))
+    return Weights(chunks, ends, None, None), batch
+
+
+loss = custom_vjp(_loss, _loss_forward, _loss_backward, nondiff_argnums=(0, 1, 2))
+
+
+def _outputs(plan: Plan, model: Model, before: Before, weights: Weights, batch: Batch) -> Tree:
+    """[N, ...] outputs, differentiable in params and inputs; and declared state.
+
+    Arguments as of `loss`.
+    """
+    del before
+    return watched(runtime.outputs, plan, model, weights, batch, takes_loss=False)
+
+
+def _outputs_forward(
+    plan: Plan, model: Model, _: Before, weights: Any, batch: Any
+) -> tuple[Tree, Any]:
+    if "head" in plan.shared:
+        raise ValueError(
+            "outputs of a pipeline with vocabulary='stage' are differentiated, of which no rank "
+            "has a whole row; differentiate pipe.loss, or use vocabulary='ends'"
+        )
+    want_inputs, asked = _wants_inputs(weights, batch), _asked(model, weights)
+    weights, batch = _values(weights), _values(batch)
+    run = _as_one(functools.partial(watched, runtime.outputs, plan, model, takes_loss=False))
+    with refusing_twice(_TWICE):
+        return run(weights, batch), (weights, batch, want_inputs, asked.trained)
+
+
+def _outputs_backward(
+    plan: Plan, model: Model, before: Before, kept: Any, ct: Tree
+) -> tuple[Any, Any]:
+    weights, batch, want_inputs, trained = kept
+    cotangents, _ = partition(jax.tree.map(_instantiate, ct[0], is_leaf=_is_zero))
+    model = dataclasses.replace(model, loss_fn=pairing, has_aux=False, trained=trained)
+    specs = batch.specs[0], (plan.axes.output_spec,) * len(cotangents), batch.specs[2]
+    paired = dataclasses.replace(batch, targets=cotangents, specs=specs)
+    before(plan, model, weights, paired, want_inputs=want_inputs)
+    of_weights, found = _cotangents(plan, model, weights, paired, want_inputs=want_inputs)
+    return of_weights, _cotangent(batch, found.inputs)
+
+
+outputs = custom_vjp(_outputs, _outputs_forward, _outputs_backward, nondiff_argnums=(0, 1, 2))
+
+
+def _cotangents(
+    plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool, **scale: Any
+) -> tuple[Weights, Batch]:
+    """Run the timetable in a backward pass: what the operands of a pipeline have as cotangents."""
+    has_aux = None if model.has_aux else model.has_aux
+    model = dataclasses.replace(model, has_aux=has_aux, weighed=False)
+    run = functools.partial(runtime.train, want_inputs=want_inputs, normalise=False)
+    with refusing_twice(_TWICE):
+        _, grads, inputs, _ = watched(run, plan, model, weights, batch, **scale)
+    chunks, ends = _in_their_places(weights, model.trained, grads)
+    found = _input_cotangent(batch.inputs, inputs) if want_inputs else None
+    return Weights(chunks, ends, None, None), _cotangent(batch, found)
+
+
+def _cotangent(batch: Batch, inputs: Tree | None) -> Batch:
+    """The cotangent of a batch, of which only the inputs have one."""
+    return dataclasses.replace(batch, inputs=inputs, targets=None, extras=None)
+
+
+def _as_one(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel as something that JAX does not take apart.
+
+    Where a scan is differentiated whose body runs a pipeline, what does not depend on the scan's
+    inputs is taken out of it, and the kernel's refs would be torn apart. (jax 0.10 takes nothing
+    with refs as one, so there they have become values, as they do when JAX compiles.) Where JAX
+    looks for NaN it must see the kernel's values, and where a stage has a check `checkify` must see
+    that.
+    """
+    if is_watched():
+        return run
+
+    def call(*given: Any) -> Any:
+        closed = jax.make_jaxpr(run)(*given)  # the kernel is traced once: JAX keeps it
+        if has_check(closed.effects):
+            return run(*given)
+        one = run if REFS_ARE_WHOLE else without_refs(run)
+        with jax.disable_jit(False):
+            return jax.custom_batching.sequential_vmap(one)(*given)
+
+    return call
+
+
+@contextlib.contextmanager
+def refusing_twice(what: str) -> Iterator[None]:
+    """Say what was differentiated that has no derivative, where JAX would speak of its refs."""
+    try:
+        yield
+    except (AttributeError, ValueError) as error:
+        if not is_of_refs(error):
+            raise
+        raise ValueError(what) from error
+
+
+def without_gradient(run: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """A kernel that says ``what`` where it is differentiated, also where it holds no refs."""
+
+    @jax.custom_vjp
+    def call(*operands: Any) -> Any:
+        return run(*operands)
+
+    def forward(*_: Any) -> Any:
+        raise ValueError(what)
+
+    call.defvjp(forward, forward)
+    return call
+
+
+def _wants_inputs(weights: Any, batch: Any) -> bool:
+    """Tell whether inputs are differentiated.
+
+    Raises:
+      ValueError: something is differentiated that the kernel keeps no gradient for.
+    """
+    members = {
+        "targets": batch.targets,
+        "extras": batch.extras,
+        "state that is not nnx.Param": (weights.chunks_rest, weights.ends_rest),
+    }
+    for name, tree in members.items():
+        if _perturbed(tree):
+            raise ValueError(
+                f"a pipeline was differentiated with respect to {name}; it has gradients for its "
+                f"nnx.Param state and its inputs only: wrap {name} in jax.lax.stop_gradient, or "
+                f"pass it as part of inputs"
+            )
+    return _perturbed(batch.inputs)
+
+
+def _asked(model: Model, weights: Any) -> Model:
+    """The model with gradients for those parameters only that are differentiated.
+
+    Raises:
+      ValueError: one is that is frozen.
+    """
+
+    def mask(tree: Any, trained: Mask, where: str) -> Mask:
+        found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_primal)
+        asked = tuple(_perturbed(leaf) for _, leaf in found)
+        for (path, _), yes, has in zip(found, asked, trained, strict=True):
+            if yes and not has:
+                name = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
+                raise ValueError(
+                    f"a pipeline was differentiated with respect to {where}.{name}, which its "
+                    f"wrt= leaves frozen: say which parameters to differentiate, "
+                    f"nnx.value_and_grad(f, argnums=nnx.DiffState(0, pipe.wrt)), or make the "
+                    f"pipeline with wrt=nnx.Param"
+                )
+        return asked
+
+    trained = model.trained
+    chunks = tuple(
+        mask(chunk, own, f"chunks.{v}")
+        for v, (chunk, own) in enumerate(zip(weights.chunks, trained.chunks, strict=True))
+    )
+    ends = mask(weights.ends, trained.ends, "ends")
+    cells = [
+        (seat.chunk, [spot.cell for spot in seat.views.params.spots] if seat.views else None)
+        for seat in model.stages
+    ]
+    return dataclasses.replace(model, trained=trained.asked(chunks, ends, cells))
+
+
+def _in_their_places(weights: Weights, trained: Trained, grads: Any) -> tuple[Any, Any]:
+    """Gradients in the structures of parameters, None for those that are not trained."""
+
+    def one(tree: Tree, mask: Mask, found: Leaves) -> Tree:
+        leaves, treedef = jax.tree.flatten(tree)
+        return jax.tree.unflatten(treedef, woven(found, [None] * len(leaves), mask))
+
+    chunks, ends = grads
+    return tuple(map(one, weights.chunks, trained.chunks, chunks)), one(
+        weights.ends, trained.ends, ends
+    )
+
+
+def _is_primal(x: Any) -> bool:
+    return isinstance(x, CustomVJPPrimal)
+
+
+def _perturbed(tree: Any) -> bool:
+    return any(
+        leaf.perturbed and leaf.value.dtype != jax.dtypes.float0
+        for leaf in jax.tree.leaves(tree, is_leaf=_is_primal)
+    )
+
+
+def _values(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.value, tree, is_leaf=_is_primal)
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)
+
+
+def _instantiate(x: Any) -> Any:
+    return jax.numpy.zeros(x.shape, x.dtype) if _is_zero(x) else x
+
+
+def _input_cotangent(inputs: Tree, floats: list[Any]) -> Tree:
+    _, others = partition(inputs)
+    return combine(inputs, floats, [np.zeros(x.shape, jax.dtypes.float0) for x in others])

@@ -1,0 +1,265 @@
+"""NaN in a step: which stage computes the first, and of which microbatch (``jax_debug_nans``).
+
+JAX looks for NaN in what a jitted function returns and then runs it again op by op, which a kernel
+of refs and collectives cannot do. So the kernel is run unwatched, its results are looked at, and
+where one is NaN the model is run again without a pipeline, stage after stage. Stages are called as
+the kernel does, with the keys and dtypes of a microbatch, for a NaN may depend on them; the whole
+modules that `pipeline.training.generation` runs have neither.
+
+Letters: K stages, M microbatches, D data shards, b rows of a microbatch on one shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from collectives import DATA, STAGE
+from pipeline.base.precision import as_computed
+from pipeline.base.tree import Leaves, Tree, combine, is_float, partition
+from pipeline.core.model.loss import LossModule, take_loss
+from pipeline.core.model.model import Batch, Model, Weights
+from pipeline.core.model.randomness import fold, split_streams
+from pipeline.core.model.stage import Definition, Seat
+from pipeline.core.options.plan import Plan
+from pipeline.core.step.calls.ends import embedded, headed, lost
+from pipeline.core.step.calls.forward import called
+
+
+def run_watched(
+    run: Callable[..., Any],
+    plan: Plan,
+    model: Model,
+    weights: Weights,
+    batch: Batch,
+    *,
+    takes_loss: bool,
+    **options: Any,
+) -> Any:
+    """Run an entry point of the kernel, and look for NaN and infinities in its results.
+
+    Raises:
+      FloatingPointError: a result is one.
+    """
+    kinds = [k for k, on in _KINDS.items() if getattr(jax.config, on)]
+    with _watching(()):
+        found = run(plan, model, weights, batch, **options)
+        if not _bad(found, kinds):
+            return found
+        if not takes_loss:
+            model = dataclasses.replace(model, loss_fn=None)
+        text = _Search(plan, model, weights, batch, kinds).text()
+    raise FloatingPointError(text)
+
+
+_KINDS = {"NaN": "jax_debug_nans", "infinity": "jax_debug_infs"}
+
+
+@contextlib.contextmanager
+def _watching(kinds: Sequence[str]) -> Iterator[None]:
+    with jax.debug_nans("NaN" in kinds), jax.debug_infs("infinity" in kinds):
+        yield
+
+
+def _bad(tree: Tree, kinds: list[str]) -> list[bool]:
+    """For each leaf whether it is bad; empty if none is."""
+    tests = [{"NaN": jnp.isnan, "infinity": jnp.isinf}[kind] for kind in kinds]
+    found = [
+        is_float(x) and any(bool(jnp.any(test(x))) for test in tests) for x in jax.tree.leaves(tree)
+    ]
+    return found if any(found) else []
+
+
+@dataclasses.dataclass(frozen=True)
+class _NamedPart:
+    """Embedding, a stage, or the head with the loss.
+
+    Attributes:
+      name: for a person.
+      call: (params, x, batch, microbatch) on one data shard to what it gives.
+      params: its parameters.
+    """
+
+    name: str
+    call: Callable[..., Tree]
+    params: Tree
+
+
+class _Search:
+    """Runs a model part by part."""
+
+    def __init__(
+        self, plan: Plan, model: Model, weights: Weights, batch: Batch, kinds: list[str]
+    ) -> None:
+        self._plan, self._model, self._kinds = plan, model, kinds
+        self._weights, self._batch = weights, batch
+
+    def text(self) -> str:
+        """Text about the first bad value."""
+        what, option = self._kinds[0], _KINDS[self._kinds[0]]
+        others = set(self._plan.axes.names) - {DATA, STAGE}
+        if others or self._model.tables.is_used or not _is_here(self._weights):
+            return (
+                f"a step of the pipeline returns {what} ({option}); its stages cannot be run by "
+                f"themselves where weights are shared out over ranks: look for it on a mesh of "
+                f"stage and data, in one process, with vocabulary='ends'"
+            )
+        return self._first() or (
+            f"a step of the pipeline returns {what} ({option}), and the same stages run one after "
+            f"another compute none: sums over microbatches overflow, or rounding differs; try a "
+            f"wider grad_dtype= or compute_dtype="
+        )
+
+    def _first(self) -> str:
+        parts = self._parts()
+        for part in parts:
+            for (path, _), bad in zip(
+                jax.tree_util.tree_leaves_with_path(part.params),
+                _bad(part.params, self._kinds),
+                strict=False,
+            ):
+                if bad:
+                    where = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
+                    return f"{part.name} is given {self._said} in its weights: {where}"
+        for microbatch in range(self._plan.schedule.num_microbatches):
+            if found := self._in_microbatch(parts, microbatch):
+                return found
+        return ""
+
+    @property
+    def _said(self) -> str:
+        return f"{self._kinds[0]} ({_KINDS[self._kinds[0]]})"
+
+    def _in_microbatch(self, parts: list[_NamedPart], microbatch: int) -> str:
+        shards = self._plan.axes.num_rows
+        batch = self._batch.map_rows(
+            lambda x: self._rows(x)[:, microbatch],
+            lambda x: jnp.broadcast_to(x, (shards, *x.shape)),
+        )
+        x, pullbacks = batch.inputs, []
+        if _bad(x, self._kinds):
+            return f"inputs hold {self._said}, in microbatch {microbatch}"
+        for part in parts:
+            y, pullback = self._run(part, x, batch, microbatch)
+            if _bad(y, self._kinds):
+                again = functools.partial(self._run, part, x, batch, microbatch)
+                op = self._op_by_op(again)
+                return self._message(part, "forward", microbatch, op)
+            x = y
+            pullbacks.append((part, pullback))
+        if self._model.loss_fn is None:
+            return ""
+        dy: Leaves = [jnp.ones_like(x[0]), *map(jnp.zeros_like, partition(x[1:])[0])]
+        for part, pullback in reversed(pullbacks):
+            found = pullback(dy)
+            if _bad(found, self._kinds):
+                op = self._op_by_op(functools.partial(pullback, dy))
+                return self._message(part, "backward", microbatch, op)
+            dy = found[1]
+        return ""
+
+    def _run(self, part: _NamedPart, x: Tree, batch: Batch, microbatch: int) -> tuple[Tree, Any]:
+        """Run a part on all data shards, and return its output and pullback."""
+        floats, others = partition(x)
+        types: list[Tree] = []
+
+        def on_shard(params: Tree, floats: Leaves, others: Leaves, batch: Batch) -> Any:
+            y = part.call(params, combine(x, floats, others), batch, microbatch)
+            types[:] = [jax.tree.map(lambda leaf: leaf, y)]
+            return partition(y)
+
+        run = jax.vmap(on_shard, in_axes=(None, 0, 0, 0), axis_name=DATA)
+        y, pullback, y_others = jax.vjp(
+            lambda params, floats: run(params, floats, others, batch),
+            part.params,
+            floats,
+            has_aux=True,
+        )
+        return combine(types[0], y, y_others), pullback
+
+    def _op_by_op(self, again: Callable[[], Any]) -> str:
+        """Run again operation by operation, and return JAX's message about the operation."""
+        try:
+            with _watching(self._kinds), jax.disable_jit():
+                again()
+        except FloatingPointError as error:
+            return str(error).partition(". ")[0].rstrip(".")
+        return "no operation by itself does"
+
+    def _message(self, part: _NamedPart, way: str, microbatch: int, op: str) -> str:
+        rows = len(jax.tree.leaves(self._batch)[0]) // self._plan.axes.num_rows
+        size = rows // self._plan.schedule.num_microbatches
+        shards = " of each data shard" if self._plan.axes.num_rows > 1 else ""
+        return (
+            f"{part.name} is the first to compute {self._said}, in its {way} pass of microbatch "
+            f"{microbatch}, rows {microbatch * size} to {(microbatch + 1) * size - 1}{shards}; run "
+            f"op by op: {op}"
+        )
+
+    def _rows(self, x: jax.Array) -> jax.Array:
+        """[D, M, b, ...] from [N, ...]."""
+        num_microbatches = self._plan.schedule.num_microbatches
+        return x.reshape(self._plan.axes.num_rows, num_microbatches, -1, *x.shape[1:])
+
+    def _parts(self) -> list[_NamedPart]:
+        model, weights = self._model, self._weights
+        params, rest = weights.ends, weights.ends_rest
+        embed, head, loss = (
+            self._caller(model.ends, rest, method, computes=method is not lost)
+            for method in (embedded, headed, lost)
+        )
+        parts = [self._stage(k, seat) for k, seat in enumerate(model.stages)]
+        if model.has_embed:
+            call = lambda p, x, _, m: embed(p, m, x)  # noqa: E731
+            parts.insert(0, _NamedPart("embed", call, params))
+
+        model = self._model
+
+        def last(params: Tree, x: Tree, batch: Batch, microbatch: int) -> Tree:
+            y = head(params, microbatch, x) if model.has_head else x
+            if model.loss_fn is None:
+                return y
+            loss_fn: Any = model.loss_fn
+            if isinstance(loss_fn, LossModule):
+                loss_fn = lambda y, t: loss(params, microbatch, (y, t))  # noqa: E731
+            taken = take_loss(loss_fn, y, batch.targets, has_aux=model.has_aux)
+            return taken.total, taken.weight, *taken.sums
+
+        return [*parts, _NamedPart("head or loss_fn", last, params)]
+
+    def _stage(self, k: int, seat: Seat) -> _NamedPart:
+        weights = self._weights
+        params, rest = (
+            jax.tree.map(lambda x: x[seat.rank], tree[seat.chunk])
+            for tree in (weights.chunks, weights.chunks_rest)
+        )
+        if seat.views is not None:
+            params = seat.views.params.tree(jax.tree.leaves(params))
+            rest = seat.views.rest.tree(jax.tree.leaves(rest))
+        run = self._caller(seat.definition, rest, called)
+        call = lambda p, x, batch, m: run(p, m, x, batch.extras)  # noqa: E731
+        return _NamedPart(f"stages[{k}]", call, params)
+
+    def _caller(
+        self, definition: Definition, rest: Tree, method: Any, *, computes: bool = True
+    ) -> Callable[..., Tree]:
+        streams, fixed = split_streams(rest)
+        dtype, axes = self._model.compute_dtype, self._plan.axes.split
+
+        def run(params: Tree, microbatch: int, *given: Any) -> Tree:
+            own = nnx.merge_state(fold(streams, microbatch, axes), fixed)
+            found = definition.call(method, as_computed(params, dtype), own, *given)
+            return as_computed(found, dtype) if computes else found
+
+        return run
+
+
+def _is_here(tree: Tree) -> bool:
+    return all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree))

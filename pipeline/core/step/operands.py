@@ -1,0 +1,125 @@
+"""The kernel's arguments of one step, from a pipeline's modules and the user's arguments.
+
+Letters: N rows of a batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from pipeline.base.axes import Axes
+from pipeline.base.tree import Tree, is_abstract
+from pipeline.core.model.chunks import lay_out
+from pipeline.core.model.ends import find_tables
+from pipeline.core.model.loss import LossModule
+from pipeline.core.model.microbatch import make_batch, place
+from pipeline.core.model.model import Batch, Declared, Model, Weights
+from pipeline.core.model.stage import Ends, define, seats
+from pipeline.core.model.trained_filters import trained_by
+from pipeline.core.model.trained_state import find_state
+from pipeline.core.options.plan import Plan
+from pipeline.core.placement.meshes import untyped
+
+Operands = tuple[Model, Weights, Batch]
+_ENDS = "embed or head", "embed, head or loss_fn"
+
+
+def make_operands(
+    plan: Plan,
+    chunks: Sequence[nnx.Module],
+    ends: Ends,
+    inputs: Tree,
+    targets: Tree,
+    extras: Any,
+    loss_for: str = "",
+    *,
+    wrt: Any = nnx.Param,
+    has_aux: bool | None = False,
+    weighed: bool = False,
+    num_microbatches: int | None = None,
+    axes: Axes | None = None,
+) -> Operands:
+    """The static half of the model, its state, and the batch on the mesh.
+
+    Args:
+      plan: the options of the pipeline.
+      chunks: [V] modules.
+      ends: embed and head.
+      inputs: [N, ...] leaves.
+      targets: [N, ...] leaves.
+      extras: None, or a dict of trees of such leaves.
+      loss_for: the method that takes a loss, if one does.
+      wrt: a filter, what is trained.
+      has_aux: as `Model` has it.
+      weighed: as `Model` has it.
+      num_microbatches: M, if not that of the schedule.
+      axes: the roles of mesh axes, if not those of the plan.
+
+    Raises:
+      ValueError: there is no loss to take, or a batch that does not fit.
+    """
+    if loss_for and plan.loss_fn is None:
+        raise ValueError(
+            f"{loss_for}() needs a loss, and this pipeline was made with loss_fn=None; give "
+            f"Pipeline(..., loss_fn=f) with f(outputs, targets) of one microbatch"
+        )
+    stages_of, M = plan.schedule.stages_of, num_microbatches or plan.schedule.num_microbatches
+    cut: dict[str, Any] = {"num_slices": plan.schedule.num_slices, "lengths": plan.lengths}
+    cut = {} if num_microbatches else cut
+    batch = make_batch(inputs, targets, extras, num_microbatches=M, axes=axes or plan.axes, **cut)
+    batch = place(untyped(batch, plan.mesh), plan.mesh)
+    # Modules are split anew in every call, for their arrays; what is asked of their static halves
+    # is remembered by the structure of their state.
+    definitions, params, rests = zip(*(define(chunk, "a stage") for chunk in chunks), strict=True)
+    definition, ends_params, ends_rest = define(ends, _ENDS[isinstance(plan.loss_fn, LossModule)])
+    structure = jax.tree.structure([*params, ends_params])
+    declared = _declared(plan, chunks, ends, (structure, jax.tree.structure([*rests, ends_rest])))
+    definition = dataclasses.replace(definition, state=declared.ends)
+    model = Model(
+        stages=seats(chunks, definitions, stages_of, declared.stages),
+        ends=definition,
+        has_embed=ends.embed is not None,
+        has_head=ends.head is not None,
+        loss_fn=plan.loss_fn,
+        layout=lay_out(chunks, ends),
+        trained=trained_by(wrt, chunks, ends, stages_of, plan.compiled.trained, structure)[0],
+        policy=plan.remat if callable(plan.remat) else None,
+        gathers_again=plan.remat == "gathered",
+        compute_dtype=plan.compute_dtype,
+        grad_dtype=plan.grad_dtype,
+        tables=find_tables(ends_params, ends, plan.shared),
+        has_aux=has_aux,
+        weighed=weighed,
+        declared=declared,
+        stack=plan.stack,
+    )
+    return model, Weights(params, ends_params, rests, ends_rest), batch
+
+
+def _declared(plan: Plan, chunks: Sequence[nnx.Module], ends: Ends, structure: Any) -> Declared:
+    """The state that may be written; remembered, as what is trained is."""
+    known = plan.compiled.states
+    if structure not in known:
+        known[structure] = find_state(plan.state, chunks, ends, plan.schedule.stages_of)
+    found: Declared = known[structure]
+    return found
+
+
+def check_arrays(method: str, operands: Operands) -> Operands:
+    """The operands of a step that computes.
+
+    Raises:
+      ValueError: leaves that are types.
+    """
+    if is_abstract(operands[1:]):
+        raise ValueError(
+            f"{method}() computes, but the pipeline or the batch is made of types "
+            f"(jax.ShapeDtypeStruct); make the stages without nnx.eval_shape, or ask for "
+            f"pipe.describe(inputs, targets) or pipe.lower(inputs, targets), which run nothing"
+        )
+    return operands

@@ -1,0 +1,180 @@
+"""The results of a step: its sums become loss, metrics, gradients, outputs and state.
+
+Letters: S ranks, M microbatches, b rows of a microbatch on one data shard. Every function runs on
+all ranks, after the last tick, and reduces over mesh axes once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from collectives import STAGE
+from pipeline.base.masks import Mask, chosen
+from pipeline.base.tree import Leaves, Tree, as_numbers, numbers_as
+from pipeline.core.model.loss import Weighed
+from pipeline.core.model.model import Model, Weights
+from pipeline.core.options.plan import Plan
+from pipeline.core.placement.zero import (
+    reduce_gradients,
+    reduce_parts,
+    total_over,
+    totals_over,
+)
+from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.outputs import check_positions, check_sliced
+from pipeline.core.step.stores.device import Memory, scale_in_place
+from pipeline.core.step.stores.totals import Total, WindowTotal
+
+Kept = tuple[list[Leaves], Leaves]  # declared state: of each chunk, and of the ends
+Gradients = tuple[tuple[Leaves, ...], Leaves]  # of each chunk, and of the ends
+
+
+def calls_of(plan: Plan) -> int:
+    """M times N slices times the parts of rows and positions: calls of the loss in a step."""
+    return plan.schedule.num_units * plan.axes.num_parts
+
+
+@dataclass(frozen=True, eq=False)
+class Totals:
+    """The sums of a loss over all calls of a step.
+
+    Attributes:
+      loss, weight: float scalars.
+      measured: the scalars that metrics are made of.
+    """
+
+    loss: jax.Array
+    weight: jax.Array
+    measured: Leaves
+
+
+def totals_of(memory: Memory, plan: Plan) -> Totals:
+    """The sums of all ranks."""
+    names = "loss", "weight", "metrics"
+    own = [x for name in names for x in memory.sums[name].all()]
+    loss, weight, *measured = total_over(own, plan.axes.varying)
+    return Totals(loss, weight, measured)
+
+
+def loss_and_metrics(
+    local: LocalModel,
+    plan: Plan,
+    memory: Memory,
+    totals: Totals,
+    value: jax.Array,
+    *,
+    is_mean: bool,
+) -> Any:
+    """The loss as the caller gets it: with the losses that stages add, and perhaps with metrics.
+
+    Args:
+      local: the rank's part of the model.
+      plan: the options of the pipeline.
+      memory: the sums of this rank.
+      totals: those of all ranks.
+      value: the loss without added losses.
+      is_mean: whether every microbatch's loss is a mean.
+    """
+    for added in total_over(memory.added.all(), plan.axes.varying):
+        value += added.astype(value.dtype) / calls_of(plan)
+    loss: Any = value
+    counted, (_, metrics) = None, local.metrics
+    if local.model.weighed:
+        batch = local.batch
+        rows = jax.tree.leaves((batch.inputs, batch.targets))[0].shape[1]  # of a microbatch
+        # Each part of the positions has counted the rows, and each slice.
+        share = rows / (plan.axes.num_positions * plan.schedule.num_slices)
+        counted = totals.weight * share if is_mean else totals.weight
+        loss = Weighed(value, counted)
+    if metrics is None:
+        return loss
+    found = metrics.of(totals.measured, totals.weight, counted)
+    return loss, found
+
+
+def divide(memory: Memory, factor: jax.Array) -> None:
+    """Multiply all gradients with a factor, in place."""
+    totals = (*memory.chunk_grads, memory.ends_grads)
+    for refs in (*(total.results for total in totals), memory.input_grads.refs):
+        scale_in_place(refs, factor)
+
+
+def gradients_of(memory: Memory, model: Model, weights: Weights, plan: Plan) -> Gradients:
+    """The gradients of trained parameters, summed over ranks and in the parameters' dtypes."""
+
+    def one(
+        total: Total, like: Tree, spreads: Any, mask: Mask, axes: tuple[str, ...], lead: int = 0
+    ) -> Leaves:
+        # Over row and position axes once, here, and not once per microbatch.
+        given = total.all(), chosen(spreads, mask), axes
+        in_parts = isinstance(total, WindowTotal)
+        summed = reduce_parts(*given) if in_parts else reduce_gradients(*given, lead=lead)
+        leaves = chosen(jax.tree.leaves(like), mask)
+        return [g.astype(w.dtype) for g, w in zip(summed, leaves, strict=True)]
+
+    layout, trained, split = model.layout, model.trained, plan.axes.split
+    of_chunks = zip(memory.chunk_grads, weights.chunks, layout.chunks, trained.chunks, strict=True)
+    chunks = tuple([g[None] for g in one(*given, split, lead=1)] for given in of_chunks)
+    of_ends = memory.ends_grads, weights.ends, layout.ends, trained.ends
+    return chunks, one(*of_ends, plan.axes.varying)
+
+
+def input_gradients(memory: Memory, plan: Plan, specs: Sequence[PartitionSpec]) -> Leaves:
+    """[M * b, ...] the gradients of the inputs' float leaves.
+
+    Args:
+      memory: the gradients of this rank.
+      plan: the options of the pipeline.
+      specs: of these leaves.
+    """
+    # Of an input that is whole over a position axis each rank there has an addend.
+    over = [(STAGE, *plan.axes.missing_in(spec)) for spec in specs]
+    found = totals_over(memory.input_grads.all(), over)
+    return [_joined(x, plan) for x in found]
+
+
+def outputs_of(memory: Memory, plan: Plan) -> Tree:
+    """[M * b, ...] the outputs of an inference, on every rank."""
+    # Only the last rank has written results; all others hold zeros. A sum counts flags.
+    found, slices = memory.results.all(), plan.schedule.num_slices
+    check_positions(found, plan.axes.output_spec)
+    check_sliced(found, slices)
+    total = total_over(jax.tree.map(as_numbers, found), (STAGE,))
+    return jax.tree.map(lambda like, x: _joined(numbers_as(like, x), plan), found, total)
+
+
+def own_logits_of(memory: Memory, plan: Plan) -> jax.Array:
+    """[n, M * b, ...] the logits of this rank's words, where all ranks share the head."""
+    return jnp.moveaxis(_joined(memory.results.all(), plan), -1, 0)
+
+
+def state_after(local: LocalModel, weights: Weights, plan: Plan, *, training: bool) -> Kept:
+    """The declared state after a step, as the step returns it."""
+    held, declared = local.state.held, local.model.declared
+    if held is not None:
+        hook = plan.after_step if training else None
+        chunks, ends = held.finish(plan.schedule, plan.axes.split, hook)
+        return [[x[None] for x in of] for of in chunks], ends
+    rests, ends = map(jax.tree.leaves, weights.chunks_rest), jax.tree.leaves(weights.ends_rest)
+    chunks = [[of[n] for n in n_of] for of, n_of in zip(rests, declared.chunk_cells, strict=False)]
+    return chunks, [ends[n] for n in declared.ends_cells]
+
+
+def _joined(x: jax.Array, plan: Plan) -> jax.Array:
+    """[M, b, ...] to [M * b, ...]; of N slices [M N, b, t, ...] to [M * b, T, ...]."""
+    N = plan.schedule.num_slices
+    if plan.lengths and N > 1:
+        most, size = max(plan.lengths), x.shape[2]
+        own = [one * size // most if size > 1 else 1 for one in plan.lengths]
+        parts = [x[n::N, :, :length] for n, length in enumerate(own)]
+        x = jnp.concatenate(parts, axis=2)
+    elif N > 1:
+        x = x.reshape(-1, N, *x.shape[1:])
+        x = jnp.moveaxis(x, 1, 2).reshape(x.shape[0], x.shape[2], -1, *x.shape[4:])
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])

@@ -1,0 +1,193 @@
+"""A slot without any conditional: every rank computes, and what is not real is masked away.
+
+For hardware on which collectives inside a branch are in doubt. It stays because ``auto_axes`` needs
+it on virtual CPU devices, which all meet in a collective that the compiler adds to a stage: without
+it such a model could not be tried, nor tested, before there is hardware. The arithmetic of a bubble
+runs on whatever lies in the buffers, so each of its results is dropped by a select, never by a
+product: a NaN times zero is a NaN. Gradients are formed by value and selected before they are
+added, which costs a temporary of their size; embed, head and loss run on every rank.
+
+Where backwards are split, a slot computes the half for the input, then the half for the weights:
+of what the first has just left (B), or of what the rank's I left before (W). Together these are the
+multiplications of one backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pipeline.base.tree import Leaves, Tree, blank, partition
+from pipeline.core.step.run.actions import Actions, Row
+from schedules.lowering.program import Op, Slot
+
+
+class Facts:
+    """Facts about a slot's action, from its branch number, as traced values."""
+
+    def __init__(self, slot: Slot, row: Row) -> None:
+        self._ops, self._branch = slot.ops, row["op"]
+        self.forward = self._holds(lambda op: op.kind == "F")
+        self.backward = self._holds(lambda op: op.kind != "F")
+        self.for_input = self._holds(lambda op: op.kind in ("B", "I"))
+        self.for_weights = self._holds(lambda op: op.kind in ("B", "W"))
+        self.splits = any(op.kind in ("I", "W") for op in slot.ops)
+        self.leaves = self._holds(lambda op: op.kind == "I")
+        self.both = self._holds(lambda op: op.kind == "B")
+        self.first = self._holds(lambda op: op.first)
+        self.last = self._holds(lambda op: op.last)
+        chunks = {op.chunk for op in slot.ops}
+        self.chunk = self._look_up(lambda op: op.chunk) if len(chunks) > 1 else max(chunks)
+
+    def _holds(self, fact: Callable[[Op], bool]) -> Any:
+        """Tell whether a fact holds: a Python bool where all ops and idleness agree."""
+        return self._look_up(fact) if any(map(fact, self._ops)) else False
+
+    def _look_up(self, fact: Callable[[Op], int]) -> Any:
+        return jnp.asarray(np.array([0, *map(fact, self._ops)]))[self._branch].astype(
+            jnp.bool_ if isinstance(fact(self._ops[0]), bool) else jnp.int32
+        )
+
+
+def run_masked(actions: Actions, slot: Slot, row: Row, message: Tree) -> Tree:
+    """Compute every kind of action the slot may hold, keep what is real; returns the message.
+
+    That of a rank which does nothing is whatever it has computed, and never ``message``.
+    """
+    del message
+    facts = Facts(slot, row)
+    writes = actions.local.state.held is not None
+    if facts.backward is False:
+        return _forward(actions, facts, row, _operand(actions, facts, row, now=True))
+    x = _operand(actions, facts, row)
+    gradient = _backward(actions, facts, row, x)
+    if facts.forward is False:
+        return gradient
+    x = _operand(actions, facts, row, now=True) if writes else x
+    return _select(facts.forward, _forward(actions, facts, row, x), gradient)
+
+
+def _select(condition: Any, yes: Tree, no: Tree) -> Tree:
+    """``yes`` or ``no``, leaf by leaf; no select where the answer is known."""
+    if isinstance(condition, bool):
+        return yes if condition else no
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+
+
+def _operand(actions: Actions, facts: Facts, row: Row, *, now: bool = False) -> Tree:
+    """The stage's input on every rank; ``now`` where a forward takes it."""
+    received, microbatch = actions.memory.buffers[row["operand"]], row["microbatch"]
+    if facts.first is False:
+        return received
+    outcome = actions.embed(microbatch, now=now)
+    if now:
+        actions.memory.take(outcome, microbatch, real=facts.forward & facts.first)
+    return _select(facts.first, outcome.value, received)
+
+
+def _forward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
+    local, memory, microbatch = actions.local, actions.memory, row["microbatch"]
+    arguments = *local.stage_arguments(facts.chunk, microbatch, now=True), x
+    if memory.residuals is None:
+        outcome = local.stage(*arguments)
+    else:
+        outcome, stash = memory.residuals.forward(*arguments)
+        trash = memory.stashes.places - 1
+        memory.stashes[jnp.where(facts.forward, row["stash"], trash)] = stash
+    memory.take(outcome, microbatch, facts.chunk, real=facts.forward)
+    if not actions.step.training and facts.last is not False:
+        _finish(actions, facts.forward & facts.last, outcome.value, microbatch)
+    return actions.sent(outcome.value)
+
+
+def _finish(actions: Actions, real: Any, y: Tree, microbatch: Any) -> None:
+    """The end of an inference."""
+    outcome, results = actions.finish(y, microbatch), actions.memory.results
+    actions.memory.take(outcome, microbatch, real=real)
+    if not actions.step.take_loss:
+        results[microbatch] = _select(real, outcome.value, results[microbatch])
+
+
+def _backward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
+    dx, dw = (_halves if facts.splits else _at_once)(actions, facts, row, x)
+    for chunk, total in enumerate(actions.memory.chunk_grads):
+        if facts.for_weights is False:
+            continue
+        if not isinstance(facts.chunk, int):
+            total.add(dw, facts.for_weights & (facts.chunk == chunk))
+        elif facts.chunk == chunk:
+            total.add(dw, facts.for_weights)
+    if facts.first is not False and facts.for_input is not False and actions.wants_upstream:
+        real = facts.first & facts.for_input
+        _embed_gradient(actions, real, dx, row["microbatch"])
+    return actions.as_message(dx) if actions.local.way.x else actions.no_message()
+
+
+def _at_once(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, Leaves]:
+    """The gradients for a stage's input and for its weights."""
+    local, microbatch = actions.local, row["microbatch"]
+    if actions.memory.residuals is None:
+        again, stage = local.stage_pullback(facts.chunk, microbatch, x)
+        y = again.value
+    else:
+        arguments = local.stage_arguments(facts.chunk, microbatch)
+        stash = actions.memory.stashes[row["stash"]]
+        y = actions.own_output(row, stash)
+        stage = actions.memory.residuals.backward(*arguments, stash)
+    dw, dx = stage.values(_output_gradient(actions, facts, row, y))
+    return dx, dw
+
+
+def _halves(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, Leaves]:
+    """Compute the gradients by the two halves of a split backward."""
+    halves = actions.memory.halves
+    arguments = actions.local.stage_arguments(facts.chunk, row["microbatch"])
+    dx, _ = partition(blank(actions.local.activation, actions.local.axes))
+    dw, crossing = [], None
+    if facts.for_input is not False:
+        dy: Any = functools.partial(_output_gradient, actions, facts, row)
+        if actions.memory.residuals is None:
+            stash = x
+        else:
+            stash = actions.memory.stashes[row["stash"]]
+            dy = dy(actions.own_output(row, stash))
+        dx, crossing = halves.input_half(*arguments, stash, dy, [], want_x=actions.local.way.x)
+        trash = actions.memory.crossings.places - 1
+        actions.memory.crossings[jnp.where(facts.leaves, row["crossing"], trash)] = crossing
+    if facts.for_weights is not False:
+        left = actions.memory.crossings[row["crossing"]]
+        left = left if facts.both is False else _select(facts.both, crossing, left)
+        dw = halves.weight_half(*arguments, left, [])
+    return dx, dw
+
+
+def _output_gradient(actions: Actions, facts: Facts, row: Row, y: Tree) -> Leaves:
+    """The gradient for a stage's output: from its message or, on the last stage, of the loss."""
+    dy, _ = partition(actions.memory.returned[row["gradient"]])
+    if facts.last is False:
+        return dy
+    return _loss_gradient(actions, facts, y, dy, row["microbatch"])
+
+
+def _loss_gradient(actions: Actions, facts: Facts, y: Tree, dy: Leaves, microbatch: Any) -> Leaves:
+    outcome, pullback = actions.local.loss_pullback(y, microbatch)
+    real = facts.last & facts.for_input
+    actions.memory.take(outcome, microbatch, real=real)
+    dw, found = pullback.values([actions.loss_cotangent()])
+    actions.memory.ends_grads.add(dw, real)
+    chosen: Leaves = _select(facts.last, found, dy)
+    return chosen
+
+
+def _embed_gradient(actions: Actions, real: Any, dx: Leaves, microbatch: Any) -> None:
+    _, pullback = actions.local.embed_pullback(microbatch)
+    dw, found = pullback.values(dx)
+    actions.memory.ends_grads.add(dw, real)
+    if actions.step.want_inputs:
+        kept = actions.memory.input_grads[microbatch]
+        actions.memory.input_grads[microbatch] = _select(real, found, kept)

@@ -1,0 +1,68 @@
+"""One rank that takes each microbatch straight through all stages and back: accumulation.
+
+Letters: K stages, all on the rank; M microbatches. Nothing is sent, and no microbatch begins before
+the one before it is done. So a microbatch is one piece of code, what its forward passes leave is
+the compiler's to keep, and there are no branches, tables, stashes or messages: a loop that adds up
+what `jax.vjp` returns, as one would write it by hand.
+
+Not for ``remat="stage"``: XLA's CPU backend drops the barriers that keep a forward apart from its
+repetition and makes one of the two, so nothing is saved; as actions of a timetable they stay two.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from collectives import vary
+from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.run.actions import Actions
+from pipeline.core.step.stores.device import StepRequest, make_sums
+
+
+class Straight(Actions):
+    """A step of such a rank (`is_accumulation` of `schedules.families.accumulation`).
+
+    Totals are those of `Actions`; it needs no other memory.
+
+    Args:
+      local: the rank's part of the model, whose stages are alike.
+      num_microbatches: M.
+      step: what is wanted of the step.
+    """
+
+    def __init__(self, local: LocalModel, num_microbatches: int, step: StepRequest) -> None:
+        super().__init__(local, step, make_sums(local, step, num_microbatches))
+        self._num_microbatches = num_microbatches
+
+    def run(self) -> None:
+        """All microbatches."""
+
+        def body(carry: None, microbatch: jax.Array) -> tuple[None, None]:
+            self._microbatch(vary(microbatch, self.local.axes))
+            return carry, None
+
+        jax.lax.scan(body, None, jnp.arange(self._num_microbatches))
+
+    def _microbatch(self, microbatch: jax.Array) -> None:
+        local, embed = self.local, None
+        if self.wants_upstream:
+            outcome, embed = local.embed_pullback(microbatch)
+        else:
+            outcome = self.embed(microbatch)
+        self.memory.take(outcome, microbatch)
+        pullbacks = []
+        for chunk in range(local.num_chunks):
+            x = outcome.value
+            outcome, pullback = local.stage_pullback(chunk, microbatch, x, late=True)
+            self.memory.take(outcome, microbatch, chunk)
+            pullbacks.append(pullback)
+        dx = self._loss_gradient(outcome.value, microbatch)
+        for chunk, pullback in reversed(list(enumerate(pullbacks))) if self.goes_on else ():
+            want_x = local.way.x and (chunk > 0 or self.wants_upstream)
+            dx = pullback(dx, self.memory.chunk_grads[chunk].targets, want_x=want_x)
+        if embed is not None:
+            refs = self.memory.ends_grads.targets
+            found = embed(dx, refs, want_x=self.step.want_inputs)
+            if self.step.want_inputs:
+                self.memory.input_grads[microbatch] = found

@@ -1,0 +1,124 @@
+"""The ticks of a program, one after the other: a `lax.scan` over its table.
+
+Letters: S ranks, T ticks. For every slot of a tick a rank runs what its row of the table says,
+sends the message along the slot's channels and stores what arrives where the table says. Where
+sends are delayed the scan carries the message of the slot before, whose exchange then depends on
+nothing that the slot computes: the compiler may run both at a time. A message takes the place of
+the last that has been exchanged, so that of two slots each has a place of its own. It also carries
+the pools that lie in host memory (`pipeline.core.step.stores.host`).
+
+A loop over ticks compiles all that any of them does, and in each exchanges in all directions that
+any of them needs. An idle action costs nothing, an exchange its bytes, whoever reads them. Where
+all that happens before a tick is other than what happens from it on (first all forwards, then all
+backwards), a loop for either compiles nothing twice, and exchanges only where its messages go.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from collectives import STAGE, exchange
+from pipeline.base.tree import Tree
+from pipeline.core.autodiff.jaxpr import scopes
+from pipeline.core.step.run.actions import Actions, Row
+from pipeline.core.step.run.grouped import runner
+from pipeline.core.step.stores.device import run_once
+from pipeline.core.step.stores.windows import in_windows
+from schedules.lowering.needs import WORK, busy_in, needed, segments
+from schedules.lowering.program import COMMON, Program
+
+
+def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) -> None:
+    """Run every tick; results are left in the memory of ``actions``."""
+    with in_windows(actions.local.state, actions.memory, program):
+        _scan_ticks(actions, program, tables, masked=masked)
+
+
+def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) -> None:
+    """Run every tick, with weights where actions find them."""
+    delayed, run = program.delayed, runner(actions, masked=masked)
+    hosted = actions.memory.hosted
+    common = None
+    if program.shared:
+        from pipeline.core.step.run.vocabulary import VocabularyParallel
+
+        common = VocabularyParallel(actions, program, masked=masked)
+
+    def tick(
+        part: tuple[int, int], uses: tuple[int, ...], busy: Any, carry: tuple[Tree, Any], rows: Row
+    ) -> tuple[tuple[Tree, Any], None]:
+        held, arrays = carry
+        hosted.put(arrays)
+        spent = None  # the last message that has been exchanged
+        for index in np.flatnonzero(uses).tolist():
+            need, row = needed(program, index, *part), {name: rows[name][index] for name in rows}
+            if need.is_part:
+                row["op"] = jnp.asarray(need.branch)[row["op"]]
+            abroad = [channel for _, channel in need.channels if channel.shift]
+            # Delayed sends stand before the work and need nothing of it.
+            brought = {c: exchange(held, c.edges, STAGE) for c in abroad if delayed}
+            with jax.named_scope(scopes.of_slot(index)):
+                if common:
+                    common.before(row, busy[index])
+                message = actions.no_message() if spent is None else spent
+                if uses[index] == WORK:
+                    message = run(need.slot, row, message)
+                if common:
+                    message = common.after(row, busy[index], message)
+            for column, channel in need.channels:
+                arrived = brought.get(channel, message)
+                if channel.shift and not delayed:
+                    arrived = exchange(message, channel.edges, STAGE)
+                actions.memory.buffers[row["arrival"][column]] = arrived
+            spent, held = (held, message) if delayed else (message, None)
+        return (held, hosted.get()), None
+
+    local = {name: table if name in COMMON else table[0] for name, table in tables.items()}
+    carry = actions.no_message() if delayed else None, hosted.get()
+    for start, stop, uses in segments(program, split=masked):
+        busy = busy_in(program, start, stop)
+        with jax.named_scope(scopes.of_ticks(start, stop)):
+            if stop - start == 1:
+                row = {name: table[start] for name, table in local.items()}
+                body = functools.partial(tick, (start, stop), uses, busy)
+                carry = _once(body, carry, row)
+                continue
+            rows = {name: table[start:stop] for name, table in local.items()}
+            body = functools.partial(tick, (start, stop), uses, busy)
+            carry, _ = jax.lax.scan(body, carry, rows)
+    hosted.put(carry[1])
+
+
+def _once(body: Any, carry: tuple[Tree, Any], row: Row) -> tuple[Tree, Any]:
+    """The carry after one tick; XLA aliases its arrays in host memory, as those of a loop."""
+    held, arrays = carry
+
+    def update(value: tuple[Tree, Any]) -> tuple[Tree, Any]:
+        return body((held, value[1]), row)[0]
+
+    return run_once(update, (held, arrays))
+
+
+def was_sent(program: Program, runs: jax.Array) -> jax.Array:
+    """[T, slots, S, C] whether what a channel brings is from an entry that runs.
+
+    Args:
+      program: any.
+      runs: [T, slots, S] the entries of its table that do.
+    """
+    num_slots, num_ranks, num_channels = program.arrival.shape[1:]
+    source = np.zeros((num_slots, num_ranks, num_channels), np.int32)
+    late = np.zeros(source.shape, bool)
+    for index, slot in enumerate(program.slots):
+        for column, channel in enumerate(slot.channels):
+            late[index, :, column] = program.delayed and channel.shift != 0
+            for rank, destination in channel.edges:
+                source[index, destination, column] = rank
+    slots = np.arange(num_slots)[:, None, None]
+    before = jnp.roll(runs.reshape(-1, num_ranks), 1, axis=0).reshape(runs.shape)
+    return jnp.where(late, before[:, slots, source], runs[:, slots, source])

@@ -1,0 +1,272 @@
+"""Vocabulary parallelism: embedding and head on all ranks, split by words over ``stage``.
+
+Letters: S ranks, N words, n = ceil(N / S) of them on each rank, d width; R rows of a microbatch. A
+rank has the rows r n .. (r + 1) n - 1 of a table and computes with those alone:
+
+* lookup: a word's vector is on one rank, the others add zeros; [R, d] go to all, who may need it is
+  the first stage's rank;
+* head: the last stage's output goes to all ranks, each has its [R, n] logits and tells the others
+  three numbers a row, the largest logit, the sum of exponentials below it, and the target's logit
+  if it has it. From these follow the loss and the gradient of its own logits; the gradients for the
+  features, [R, d], are added up for the last stage's rank. A rank never holds [R, N];
+* scatter: the gradient for the first stage's input goes to all, who add it to the rows they have.
+
+Tables of the program say when. They say the same on all ranks, so collectives may lie within a loop
+of at most one trip. Softmax from parts: Milakov and Gimelshein, arXiv:1805.02867; a vocabulary
+shared by pipeline ranks: Yeung, Qi, Lin and Wan, arXiv:2411.05288.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from collectives import STAGE, TENSOR, axis_size, vary
+from collectives.tensor import is_manual, join_sequence, split_sequence
+from collectives.vocabulary import (
+    IGNORED,
+    find_rows,
+    logit_gradient,
+    losses_of,
+    mask_losses,
+    sum_up,
+)
+from pipeline.base.agreed.vocabulary import CrossEntropy, logits, spoil
+from pipeline.base.tree import Leaves, Tree, at, times
+from pipeline.core.autodiff.accumulate import Pullback
+from pipeline.core.autodiff.outcome import Outcome, pulled
+from pipeline.core.placement.zero import total_over
+from pipeline.core.step.calls import ends
+from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.run.actions import Actions, Row
+from pipeline.core.step.stores.device import updated
+from schedules.lowering.program import Program
+
+
+class VocabularyParallel:
+    """Work that all ranks do together around the slots of a step.
+
+    Args:
+      actions: the rank's, whose memory is used.
+      program: what runs.
+      masked: compute always, and keep what is real.
+    """
+
+    def __init__(self, actions: Actions, program: Program, *, masked: bool) -> None:
+        self.actions, self.local, self.masked = actions, actions.local, masked
+        self.tables = actions.local.model.tables
+        placement = program.schedule.placement
+        self.first, self.last = placement[0], placement[-1]
+        self.trash = program.num_buffers
+        self.rank = jax.lax.axis_index(STAGE)
+
+    def before(self, row: Row, busy: Mapping[str, bool]) -> None:
+        """Do the shared work before a slot; ``busy`` says which tables have anything in it."""
+        if busy["lookup"]:
+            self._when("lookup", row, lambda _, m, real: self._look_up(row, m, real), None)
+
+    def after(self, row: Row, busy: Mapping[str, bool], message: Tree) -> Tree:
+        """Do the shared work after a slot's actions; return the message that the rank sends."""
+        if busy["scatter"] and self._total(self.tables.embed) is not None:
+            self._when("scatter", row, lambda _, m, real: self._scatter(message, m, real), None)
+        return self._when("head", row, self._head, message) if busy["head"] else message
+
+    def _when(self, table: str, row: Row, work: Any, given: Tree) -> Tree:
+        """Work on a table's microbatch, if any: ``work(given, microbatch, whether it is real)``."""
+        microbatch, real = row[table], row[table] >= 0
+        if self.masked:
+            return work(given, jnp.maximum(microbatch, 0), real)
+        with jax.named_scope(table):
+            return updated(real, lambda given: work(given, microbatch, True), given)
+
+    # --- embedding ---
+
+    def _look_up(self, row: Row, microbatch: Any, real: Any) -> None:
+        local, index = self.local, self.tables.embed
+        table = local.ends_weights[index]
+        x = look_up(local, table, self._ids(microbatch))
+        here = (self.rank == self.first) & real
+        place = jnp.where(here, row["operand"], self.trash)
+        self.actions.memory.buffers[place] = self._as_message(x)
+
+    def _scatter(self, message: Tree, microbatch: Any, real: Any) -> None:
+        total = self._total(self.tables.embed)
+        dx = self._from(self.first, message)
+        row_of, is_mine = _mine(self._ids(microbatch), total)
+        part = jnp.where((is_mine & real)[..., None], dx, jnp.zeros_like(dx)).astype(total.dtype)
+        total[...] = total[...].at[row_of].add(part)
+
+    def _from(self, rank: int, message: Tree) -> jax.Array:
+        """Broadcast one rank's message to all; values of other ranks, NaN included, do not leak."""
+        x = _only(message)
+        return total_over(jnp.where(self.rank == rank, x, jnp.zeros_like(x)), (STAGE,))
+
+    def _ids(self, microbatch: Any) -> jax.Array:
+        ids = _only(at(self.local.batch.inputs, microbatch)).astype(jnp.int32)
+        return _own(ids, parts=self.tables.embed_parts)
+
+    # --- head ---
+
+    def _head(self, message: Tree, microbatch: Any, real: Any) -> Tree:
+        local, actions, index = self.local, self.actions, self.tables.head
+        y = vary(self._from(self.last, message), local.axes)
+        h, pullback = self._features(y, microbatch)
+        table = local.ends_weights[index]
+        z = own_logits(local, h, table)
+        if actions.step.logprobs:
+            ids = _only(at(local.batch.targets, microbatch)).astype(jnp.int32)
+            ids = _own(ids, parts=self.tables.head_parts)
+            lost = losses_of(*_whole(z, self._place(ids, z)))
+            found = self._joined(-mask_losses(lost, ids, self.tables.head_words, IGNORED), -1)
+            # Every rank knows it; one says it.
+            self._leave(found, microbatch, (self.rank == self.last) & real)
+            return message
+        if not actions.step.take_loss:
+            self._leave(self._joined(z, -2), microbatch, real)
+            return message
+        lost, weight, dz = self._loss(z, microbatch)
+        here = (self.rank == self.last) & real
+        # Every rank knows the loss; one counts it.
+        outcome = Outcome(lost, sums={"loss": [lost], "weight": [weight]})
+        actions.memory.take(outcome, microbatch, real=here)
+        if not actions.step.training:
+            return message
+        share = actions.step.loss_share
+        if isinstance(share, jax.Array):  # a scale; such a loss is never a mean
+            dz = times(dz, share)
+        dh = self._accumulate(dz.astype(h.dtype), h, table, real)
+        # So that what follows is counted once.
+        dh = vary(jnp.where(here, dh, jnp.zeros_like(dh)), local.axes)
+        dy = self._pull(pullback, dh, real)
+        return jax.tree.map(lambda sent: jnp.where(here, dy, sent), message)
+
+    def _features(self, y: jax.Array, microbatch: Any) -> tuple[jax.Array, Pullback]:
+        """Compute the factors of the logits, and the pullback over all weights but tables."""
+        weights, tables = self.local.ends_weights, self.tables
+
+        def f(others: Leaves, leaves: Leaves) -> Outcome:
+            rest = iter(others)
+            whole = [w if n in tables else next(rest) for n, w in enumerate(weights)]
+            return Outcome(ends.features(self.local.state, whole, leaves[0], microbatch))
+
+        others = [w for n, w in enumerate(weights) if n not in tables]
+        model = self.local.model
+        mask = tuple(yes for n, yes in enumerate(model.trained.ends) if n not in tables)
+        outcome, pullback = pulled(
+            f, others, [y], grad_dtype=model.grad_dtype, trained=mask, part="head"
+        )
+        return outcome.value, pullback
+
+    def _joined(self, x: jax.Array, sequence_axis: int) -> jax.Array:
+        """Join a value of this rank's positions over all ranks."""
+        return join_sequence(x, sequence_axis=sequence_axis) if self.tables.head_parts else x
+
+    def _leave(self, found: jax.Array, microbatch: Any, real: Any) -> None:
+        """Leave what the user sees of a microbatch."""
+        results = self.actions.memory.results
+        results[microbatch] = found if real is True else jnp.where(real, found, results[microbatch])
+
+    def _place(self, ids: jax.Array, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The columns of words among this rank's, and whether they are there."""
+        row_of, mine = find_rows(ids, z.shape[-1], first=self.rank * z.shape[-1])
+        return row_of, mine & (ids < self.tables.head_words)  # behind the last word is padding
+
+    def _loss(self, z: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Sum and weight of the loss, and the gradient for this rank's logits."""
+        loss_fn = cast("CrossEntropy", self.local.model.loss_fn)
+        of_tokens = loss_fn.tokens(at(self.local.batch.targets, microbatch))
+        ids, weights = (_own(x, parts=self.tables.head_parts) for x in of_tokens)
+        place = self._place(ids, z)
+        top, total, picked = _whole(z, place)
+        counts = spoil(ids, weights, self.tables.head_words)
+        lost = losses_of(top, total, picked) * counts
+        sums = lost.sum(), weights.sum()
+        if self.tables.head_parts and is_manual(TENSOR):
+            sums = total_over(sums, (TENSOR,))
+        return *sums, logit_gradient(z, *place, top, total, counts)
+
+    def _accumulate(self, dz: jax.Array, h: jax.Array, table: jax.Array, real: Any) -> jax.Array:
+        """Add the gradient of this rank's rows; returns that for the features, of all words."""
+        total, flat = self._total(self.tables.head), dz.reshape(-1, dz.shape[-1])
+        if total is not None:
+            dw = jnp.dot(flat.T, h.reshape(-1, h.shape[-1]), preferred_element_type=total.dtype)
+            total[...] += dw if real is True else jnp.where(real, dw, jnp.zeros_like(dw))
+        dh = jnp.dot(flat, table.astype(h.dtype)).reshape(h.shape)
+        return total_over(dh, (STAGE,))
+
+    def _pull(self, pullback: Pullback, dh: jax.Array, real: Any) -> jax.Array:
+        """The gradient for the last stage's output; adds those of what lies before the table."""
+        refs = [
+            self._total(n)
+            for n, yes in enumerate(self.local.model.trained.ends)
+            if yes and n not in self.tables
+        ]
+        if real is True:
+            (dy,) = pullback([dh], refs, want_x=True)
+            return dy
+        dw, (dy,) = pullback.values([dh])
+        for ref, value in zip(refs, dw, strict=True):
+            ref[...] += jnp.where(real, value, jnp.zeros_like(value))
+        return dy
+
+    def _total(self, index: int) -> Any:
+        """The sum for one of the ends' leaves, None if it is not trained."""
+        mask = self.local.model.trained.ends
+        return self.actions.memory.ends_grads.refs[sum(mask[:index])] if mask[index] else None
+
+    def _as_message(self, x: jax.Array) -> Tree:
+        return jax.tree.unflatten(jax.tree.structure(self.local.wire), [x])
+
+
+def look_up(local: LocalModel, table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Vectors of words, on all ranks, of which each has its rows of a table."""
+    row_of, is_mine = _mine(ids, table)
+    dtype = jax.tree.leaves(local.activation)[0].dtype
+    rows = table[row_of].astype(dtype)
+    part = jnp.where(is_mine[..., None], rows, jnp.zeros_like(rows))
+    x = total_over(part, (STAGE,))
+    is_word = (ids >= 0) & (ids < local.model.tables.embed_words)
+    found: jax.Array = local.state.varied(
+        jnp.where(is_word[..., None], x, jnp.full_like(x, jnp.nan))
+    )
+    return found
+
+
+def own_logits(local: LocalModel, h: jax.Array, table: jax.Array) -> jax.Array:
+    """[R, n] of this rank's words."""
+    z, words, each = logits(h, table), local.model.tables.head_words, table.shape[0]
+    if axis_size(STAGE) * each == words:
+        return z
+    first = jax.lax.axis_index(STAGE) * each
+    is_word = first + jnp.arange(each, dtype=jnp.int32) < words
+    return jnp.where(is_word.reshape((1,) * (z.ndim - 1) + (-1,)), z, -jnp.inf)
+
+
+def _mine(ids: jax.Array, table: Any) -> tuple[jax.Array, jax.Array]:
+    """The rows of words on this rank, and whether they are there."""
+    row_of = ids - jax.lax.axis_index(STAGE) * table.shape[0]
+    is_mine = (row_of >= 0) & (row_of < table.shape[0])
+    return jnp.where(is_mine, row_of, 0), is_mine
+
+
+def _whole(z: jax.Array, place: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+    """[R] over all words: the largest logit, the sum of exponentials below it, the target's."""
+    # Not `combine`: one exchange takes less time than two, and few ranks send little.
+    parts = jax.lax.all_gather(jnp.stack(sum_up(z, *place)), STAGE)
+    largest, totals, picked = jnp.moveaxis(parts, 1, 0)
+    top = largest.max(axis=0)
+    return top, (totals * jnp.exp(largest - top[None])).sum(axis=0), picked.sum(axis=0)
+
+
+def _own(of_tokens: jax.Array, *, parts: bool) -> jax.Array:
+    """Cut a value of each token to this rank's positions, where ranks have parts."""
+    return split_sequence(of_tokens, sequence_axis=-1) if parts else of_tokens
+
+
+def _only(tree: Tree) -> jax.Array:
+    (leaf,) = jax.tree.leaves(tree)
+    found: jax.Array = leaf
+    return found

@@ -1,0 +1,221 @@
+"""Stashes and crossings in host memory: pools that are carried as values, not kept in refs.
+
+JAX reads a ref in host memory as a whole into the device (0.12), or loses where it lies (0.10.2).
+So a pool in host memory is a list of arrays, which every loop around an action that reads or writes
+it carries along: `Hosted` holds the arrays of the moment while the program is traced. XLA updates
+what a loop carries in place. A value crosses by itself: it is put into host memory and written to
+its place there; a read takes it from its place and puts it into device memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from collectives import vary
+from collectives.compat import is_gpu, platform, to_device, to_host, varying_in
+from pipeline.base.tree import Leaves, Tree, blank, is_key, zeros
+from pipeline.core.autodiff.jaxpr.refs import tiled
+from pipeline.core.autodiff.jaxpr.scopes import HOST_POOLS
+from pipeline.core.model.overlay import View
+from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.stores.device import Memory, Pool, at_most_once, unwritten, updated
+from schedules.lowering.program import Program
+
+Arrays = list[Leaves]
+
+
+class HostPool:
+    """Equal places in host memory for one kind of value.
+
+    Args:
+      types: a tree of shapes and dtypes, one value.
+      places: how many.
+      first: the number of the first place; those before it lie on the device.
+      axes: the mesh axes over which values vary whose types do not say it themselves.
+      name: stands in the name stack of its arrays, for `pipeline.insight.forecast.bytes`.
+    """
+
+    def __init__(
+        self, types: Tree, places: int, first: int, axes: tuple[str, ...], name: str
+    ) -> None:
+        self._types, self._axes, self._first = types, axes, first
+        leaves, self._treedef = jax.tree.flatten(types)
+        with jax.named_scope(name):
+            self.arrays = [_pool(t, places, varying_in(t, otherwise=axes)) for t in leaves]
+
+    def __setitem__(self, place: Any, value: Tree) -> None:
+        leaves, place = jax.tree.leaves(self._stored(value)), place - self._first
+        self.arrays = [
+            _written(pool, tiled(_plain(leaf)), place) if leaf.size else pool
+            for pool, leaf in zip(self.arrays, leaves, strict=True)
+        ]
+
+    def __getitem__(self, place: Any) -> Tree:
+        place = place - self._first
+        types = jax.tree.leaves(self._types)
+        found = [
+            _shaped(tiled(_read(pool, place)), t) if pool.size else zeros(t)
+            for pool, t in zip(self.arrays, types, strict=True)
+        ]
+        return jax.tree.unflatten(self._treedef, found)
+
+    def _stored(self, value: Tree) -> Tree:
+        """The value, on CPU out of a place on the device that it was written to.
+
+        XLA for CPU rounds a product and a sum in one fusion once, and what it fuses with the
+        arithmetic behind a value depends on how the value is stored. So it is stored as without
+        `offload`, and gradients are the same bit by bit. XLA would drop a write to a single place.
+        """
+        if platform() != "cpu":
+            return value
+        between = Pool(self._types, 2, self._axes, "between")
+        between[0] = value
+        return jax.tree.unflatten(jax.tree.structure(value), jax.tree.leaves(between[0]))
+
+    def unwritten(self) -> Tree:
+        """A value of its types that nobody reads."""
+        return unwritten(self._types, self._axes)
+
+
+class HostView:
+    """A pool in host memory as one kind of value sees it, of several that share its places.
+
+    Args:
+      pool: the shared pool.
+      view: how a value lies in a place; None where none ever does.
+      types: a tree of types, one value.
+      axes: the mesh axes over which values vary.
+    """
+
+    def __init__(self, pool: HostPool, view: View | None, types: Tree, axes: Any) -> None:
+        self._pool, self._view, self._types, self._axes = pool, view, types, axes
+
+    def __setitem__(self, place: Any, value: Tree) -> None:
+        if self._view is not None:
+            cells, treedef = jax.tree.flatten(self._pool.unwritten())
+            self._pool[place] = jax.tree.unflatten(treedef, self._view.fill(cells, value))
+
+    def __getitem__(self, place: Any) -> Tree:
+        if self._view is None:
+            return blank(self._types, self._axes)
+        return self._view.tree(jax.tree.leaves(self._pool[place]))
+
+
+class Hosted:
+    """All pools of a rank in host memory, and the arrays that they have at this point of a trace.
+
+    Args:
+      pools: those whose programs have places in host memory.
+    """
+
+    def __init__(self, pools: Sequence[HostPool] = ()) -> None:
+        self._pools = tuple(pools)
+
+    def get(self) -> Arrays:
+        """The arrays of the moment, to be carried into a loop."""
+        return [pool.arrays for pool in self._pools]
+
+    def put(self, arrays: Arrays) -> None:
+        """Go on with the arrays that a loop carries, or has returned."""
+        for pool, own in zip(self._pools, arrays, strict=True):
+            pool.arrays = own
+
+    def at_most_once(self, wanted: Any, action: Callable[[], Tree], otherwise: Tree) -> Tree:
+        """The action's result if it is wanted, else ``otherwise``; the action may use the pools."""
+        if not self._pools:
+            return at_most_once(wanted, action, otherwise)
+
+        def update(carry: tuple[Tree, Arrays]) -> tuple[Tree, Arrays]:
+            self.put(carry[1])
+            return action(), self.get()
+
+        result, arrays = updated(wanted, update, (otherwise, self.get()))
+        self.put(arrays)
+        return result
+
+
+def with_hosted(memory: Memory, local: LocalModel, program: Program) -> Memory:
+    """A rank's memory with the pools that a program has in host memory."""
+    found: dict[str, Any] = {}
+    if program.num_host_stashes:
+        # Without residuals a stash holds the stage's input, as it lies in a message.
+        types = local.wire if memory.residuals is None else memory.residuals.stashed
+        found["host_stashes"] = HostPool(
+            types, program.num_host_stashes, program.num_stashes, local.axes, HOST_POOLS[0]
+        )
+    if program.num_host_crossings:
+        types, first = memory.halves.crossing, program.num_crossings
+        found["host_crossings"] = HostPool(
+            types, program.num_host_crossings, first, local.axes, HOST_POOLS[1]
+        )
+    return dataclasses.replace(memory, hosted=Hosted(list(found.values())), **found)
+
+
+def _plain(leaf: Any) -> Any:
+    """A value's leaf as a plain array: of keys, their numbers."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def _shaped(leaf: Any, like: Any) -> Any:
+    """The leaf of a type, out of its plain array."""
+    if not is_key(like):
+        return leaf
+    return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(zeros(like)))
+
+
+def _pool(like: Any, places: int, axes: tuple[str, ...]) -> Any:
+    """[places, ...] in host memory, of which nothing is read that was not written.
+
+    XLA for GPUs (jax 0.10.2) makes zeros on the device, all of them, and copies them to the host.
+    XLA for TPUs drops them by itself.
+    """
+    plain = jax.eval_shape(lambda: _plain(zeros(like))) if is_key(like) else like
+    make = jax.lax.empty if is_gpu() else jnp.zeros
+    return to_host(vary(make((places, *plain.shape), plain.dtype), axes))
+
+
+@functools.partial(jax.jit, inline=True)
+def _written(pool: Any, leaf: Any, place: Any) -> Any:
+    """The pool with a leaf in a place."""
+    starts = [place, *(jnp.zeros_like(place) for _ in leaf.shape)]
+    value = _in_host_memory.bind(to_host(jax.lax.expand_dims(leaf, (0,))))
+    return jax.lax.dynamic_update_slice(pool, value, starts, allow_negative_indices=False)
+
+
+@functools.partial(jax.jit, inline=True)
+def _read(pool: Any, place: Any) -> Any:
+    """The leaf in a place of a pool, in device memory."""
+    starts, sizes = [place, *(jnp.zeros_like(place) for _ in pool.shape[1:])], (1, *pool.shape[1:])
+    found = jax.lax.dynamic_slice(pool, starts, sizes, allow_negative_indices=False)
+    return jax.lax.squeeze(to_device(found), (0,))
+
+
+def _refuse(*_: Any) -> Any:
+    """Refuse forward derivatives: JAX would allocate the tangents of a pool on the device.
+
+    Raises:
+      ValueError: always.
+    """
+    raise ValueError(
+        "jax.jvp of a gradient with offload=: JAX has no forward derivative of values in host "
+        "memory; leave offload out where you need products with the Hessian, as by "
+        "pipe.replace(offload=None)"
+    )
+
+
+# The identity of a value in host memory, without a derivative. JAX 0.10.2 drops `jax.custom_jvp` in
+# the functions that `jax.grad` traces.
+_in_host_memory = Primitive("in_host_memory")
+_in_host_memory.def_impl(lambda value: value)
+_in_host_memory.def_abstract_eval(lambda value: value)
+batching.defvectorized(_in_host_memory)
+mlir.register_lowering(_in_host_memory, lambda _, value: [value])
+ad.primitive_jvps[_in_host_memory] = _refuse
