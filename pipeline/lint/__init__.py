@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pipeline.core.options.plan import Plan
     from pipeline.core.step.calls.activations import Activations
-    from pipeline.core.step.calls.state import RankState
-    from pipeline.core.step.runtime import Prepared
+    from pipeline.core.step.calls.rank import Rank
+    from pipeline.core.step.inspect import Inspected
 
 
 def look_at_code(stages: Any, **ends: Any) -> None:
@@ -27,43 +27,41 @@ def look_at_code(stages: Any, **ends: Any) -> None:
 class Lint:
     """The hook of a first trace; its modules are loaded when it is called."""
 
-    def parts(
-        self, plan: Plan, state: RankState, activations: Activations, *, take_loss: bool
-    ) -> None:
+    def parts(self, plan: Plan, rank: Rank, activations: Activations, *, take_loss: bool) -> None:
         """Look at parts that mix positions, where positions are split or cut into slices.
 
         Raises:
           ValueError: a part mixes positions of different slices.
         """
-        if state.num_slices > 1:
+        if rank.slices.count > 1:
             from pipeline.lint.slices import check_slices
 
-            check_slices(state, activations, plan.compiled.warned, take_loss=take_loss)
+            check_slices(rank, activations, plan.compiled.warned, take_loss=take_loss)
         if plan.axes.positions:
             from pipeline.lint.split_positions import warn_of_split_positions
 
             of_plan = plan.axes, plan.compiled.warned
-            warn_of_split_positions(state, activations, *of_plan, take_loss=take_loss)
+            warn_of_split_positions(rank, activations, *of_plan, take_loss=take_loss)
 
-    def whole(self, plan: Plan, made: Prepared, *, training: bool, unread: bool = False) -> None:
+    def whole(self, plan: Plan, traced: Inspected, *, training: bool, unread: bool = False) -> None:
         """Look at axes without work, padding in statistics, and parameters that nobody reads.
 
         Args:
           plan: the options of the pipeline.
-          made: the model as it was traced.
+          traced: the model as it was traced.
           training: whether the step counts as one that trains.
           unread: whether gradients are taken of all parameters.
         """
         from pipeline.lint import statistics
         from pipeline.lint import unread as parameters
 
-        state, warned = made.local.state, plan.compiled.warned
-        bodies = made.activations.bodies
-        statistics.warn_of_state(made, plan, training=training)
-        if made.ends_body is None:
+        rank, warned = traced.rank, plan.compiled.warned
+        bodies = traced.activations.bodies
+        statistics.warn_of_state(traced, plan, training=training)
+        if traced.ends_body is None:
             return
-        parameters.warn_of_idle_axes(state, [*bodies, made.ends_body], plan.axes, warned)
-        adding = {f"stages[{k}]": one for k, one in enumerate(made.activations.adding)}
-        statistics.warn_of_losses_of_padding(adding | dict(made.adding), warned)
+        parameters.warn_of_idle_axes(rank, [*bodies, traced.ends_body], plan.axes, warned)
+        adding = {f"stages[{k}]": one for k, one in enumerate(traced.activations.adding)}
+        statistics.warn_of_losses_of_padding(adding | dict(traced.adding), warned)
         if unread:
-            parameters.warn_of_parameters_that_nobody_reads(state, bodies, made.ends_body, warned)
+            parameters.warn_of_parameters_that_nobody_reads(rank, bodies, traced.ends_body, warned)

@@ -19,9 +19,10 @@ from flax import nnx
 from pipeline.base.tree import Tree, at, blank
 from pipeline.core.placement.fit import ModelWarning, outside
 from pipeline.core.step.calls.activations import Activations
-from pipeline.core.step.calls.ends import CALL_SLICE, embed, finish, take_loss_of
+from pipeline.core.step.calls.ends import embed, finish, take_loss_of
 from pipeline.core.step.calls.forward import Forward
-from pipeline.core.step.calls.state import RankState
+from pipeline.core.step.calls.rank import Rank
+from pipeline.core.step.calls.slices import CALL_SLICE
 from pipeline.lint.positions import (
     Followed,
     MixedPositionsError,
@@ -47,12 +48,12 @@ _LOSS = (
 
 
 def check_slices(
-    state: RankState, activations: Activations, warned: set[Any], *, take_loss: bool
+    rank: Rank, activations: Activations, warned: set[Any], *, take_loss: bool
 ) -> None:
     """Refuse parts that mix positions without a method for slices; warn where that is not known.
 
     Args:
-      state: what the rank holds.
+      rank: what the rank holds.
       activations: what passes between the stages.
       warned: of what was warned already, to which this is added.
       take_loss: whether a loss is taken.
@@ -60,20 +61,20 @@ def check_slices(
     Raises:
       ValueError: a part mixes positions.
     """
-    if state.num_slices == 1:
+    if rank.slices.count == 1:
         return
-    unit = jax.eval_shape(lambda: (at(state.batch.inputs, 0), at(state.batch.targets, 0)))
+    unit = jax.eval_shape(lambda: (at(rank.batch.inputs, 0), at(rank.batch.targets, 0)))
     inputs, targets = unit
     # A leaf of one entry in dim 1 is the same in every slice, and may be the first.
-    specs = [spec for of in state.batch.specs[:2] for spec in of]
+    specs = [spec for of in rank.batch.specs[:2] for spec in of]
     leaves = zip(jax.tree.leaves(unit), specs, strict=True)
     t = max(leaf.shape[1] for leaf, spec in leaves if spec is not None and leaf.ndim > 1)
-    extras = jax.eval_shape(lambda: state.batch.extras_of(0))
-    check = _Check(t, state.num_slices, state.lengths, warned)
+    extras = jax.eval_shape(lambda: rank.batch.extras_of(0))
+    check = _Check(t, rank.slices.count, rank.slices.lengths, warned)
     done = set()
-    for k, seat in enumerate(state.model.stages):
-        stage = Forward(state, seat)
-        if (key := state.code(seat)) in done or knows_slices(stage):
+    for k, seat in enumerate(rank.model.stages):
+        stage = Forward(rank, seat)
+        if (key := rank.code(seat)) in done or knows_slices(stage):
             continue
         done.add(key)
 
@@ -82,23 +83,23 @@ def check_slices(
             return stage.stage(weights, fixed, (streams, extras, *rest), x).value
 
         check.part(f"stages[{k}]", run, (activations.types[k], extras), _STAGE)
-    if state.model.has_embed and not _embed_knows(state):
-        check.part("embed", lambda x: embed(state, state.ends, x, 0).value, (inputs,), _EMBED)
+    if rank.model.has_embed and not _embed_knows(rank):
+        check.part("embed", lambda x: embed(rank, rank.ends, x, 0).value, (inputs,), _EMBED)
     y = activations.types[-1]
 
     def head(y: Tree) -> Tree:
-        return finish(state, state.ends, y, 0, take_loss=False).value
+        return finish(rank, rank.ends, y, 0, take_loss=False).value
 
-    if state.model.has_head:
+    if rank.model.has_head:
         check.part("head", head, (y,), _HEAD)
 
     def loss(outputs: Tree, targets: Tree) -> Any:
-        taken, _ = take_loss_of(state, state.ends, outputs, 0, targets=targets)
+        taken, _ = take_loss_of(rank, rank.ends, outputs, 0, targets=targets)
         check.is_mean = taken.is_mean
         return taken.total, taken.weight
 
     if take_loss:
-        outputs = jax.eval_shape(lambda: head(blank(y, state.axes)))
+        outputs = jax.eval_shape(lambda: head(blank(y, rank.axes)))
         check.part("loss_fn", loss, (outputs, targets), _LOSS, sums=True)
 
 
@@ -115,13 +116,13 @@ def knows_slices(stage: Forward) -> bool:
     return found[0]
 
 
-def _embed_knows(state: RankState) -> bool:
+def _embed_knows(rank: Rank) -> bool:
     found: list[bool] = []
 
     def look() -> Any:
-        params = jax.tree.unflatten(jax.tree.structure(state.weights.ends), state.ends)
+        params = jax.tree.unflatten(jax.tree.structure(rank.weights.ends), rank.ends)
         method = lambda ends: _look(ends.embed, found)  # noqa: E731
-        return state.model.ends.call(method, params, state.weights.ends_rest)
+        return rank.model.ends.call(method, params, rank.weights.ends_rest)
 
     jax.eval_shape(look)
     return found[0]

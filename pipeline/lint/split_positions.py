@@ -22,8 +22,9 @@ from pipeline.core.autodiff.outcome import SlicedInput
 from pipeline.core.placement.fit import ModelWarning, outside
 from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.ends import embed, finish, take_loss_of
-from pipeline.core.step.calls.forward import Forward, blank_input
-from pipeline.core.step.calls.state import RankState
+from pipeline.core.step.calls.forward import Forward
+from pipeline.core.step.calls.rank import Rank
+from pipeline.core.step.calls.slices import blank_input
 from pipeline.lint.positions import (
     NOT_FOLLOWED,
     Sequences,
@@ -34,7 +35,7 @@ from pipeline.lint.shards import Fault, Shard, Split, follow_shards
 
 
 def warn_of_split_positions(
-    state: RankState,
+    rank: Rank,
     activations: Activations,
     axes: Axes,
     warned: set[Any],
@@ -44,7 +45,7 @@ def warn_of_split_positions(
     """Warn of stages, embed, head and loss that mix the positions of one rank only.
 
     Args:
-      state: what a rank holds.
+      rank: what a rank holds.
       activations: what passes between the stages.
       axes: the roles of mesh axes.
       warned: of what was warned already, and what was traced; both are added to this.
@@ -53,18 +54,18 @@ def warn_of_split_positions(
     for axis in axes.positions:
         if axes.size([axis]) == 1:
             continue
-        unit = jax.eval_shape(lambda: (at(state.batch.inputs, 0), state.batch.extras_of(0)))
-        specs = *state.batch.specs[0], *state.batch.specs[2]
-        to = state.batch.specs[1] if take_loss else None
+        unit = jax.eval_shape(lambda: (at(rank.batch.inputs, 0), rank.batch.extras_of(0)))
+        specs = *rank.batch.specs[0], *rank.batch.specs[2]
+        to = rank.batch.specs[1] if take_loss else None
         dims = [_dim(spec, axis) for spec in specs]
         pairs = zip(jax.tree.leaves(unit), dims, strict=True)
         lengths = [leaf.shape[dim] for leaf, dim in pairs if dim is not None]
-        key = "split", axis, state.model.stages, state.model.ends, signature(unit), take_loss
+        key = "split", axis, rank.model.stages, rank.model.ends, signature(unit), take_loss
         if not lengths or lengths[0] == 1 or key in warned:  # a dim of size 1 may be any
             continue
         warned.add(key)
         asked = Split(axis, lengths[0], next(dim for dim in dims if dim is not None))
-        search = functools.partial(_SplitSearch, state, activations, axes.size([axis]), warned)
+        search = functools.partial(_SplitSearch, rank, activations, axes.size([axis]), warned)
         y = search(asked).run(unit, dims)
         if to is not None:
             of_sums = dataclasses.replace(asked, sums=True)
@@ -81,9 +82,9 @@ class _SplitSearch:
     """The search for faults, one part of the model after the other."""
 
     def __init__(
-        self, state: RankState, activations: Activations, ranks: int, warned: set[Any], asked: Split
+        self, rank: Rank, activations: Activations, ranks: int, warned: set[Any], asked: Split
     ) -> None:
-        self._state, self._activations, self._asked = state, activations, asked
+        self._rank, self._activations, self._asked = rank, activations, asked
         self._ranks, self._warned = ranks, warned
 
     def run(self, unit: tuple[Tree, Tree], dims: Sequence[int | None]) -> list[Shard]:
@@ -93,37 +94,37 @@ class _SplitSearch:
           unit: types of a microbatch's inputs and extras.
           dims: of each leaf of both, the one that is split.
         """
-        state, types = self._state, self._activations.types
+        rank, types = self._rank, self._activations.types
         pairs = zip(jax.tree.leaves(unit), dims, strict=True)
         facts = [Shard(varying(leaf.shape, dim)) for leaf, dim in pairs]
         count = len(jax.tree.leaves(unit[0]))
         x, extras = facts[:count], facts[count:]
-        if state.model.has_embed:
-            run = lambda x: embed(state, state.ends, x, 0).value  # noqa: E731
+        if rank.model.has_embed:
+            run = lambda x: embed(rank, rank.ends, x, 0).value  # noqa: E731
             x = self._follow("embed", run, unit[:1], x)
         known: dict[Any, list[Shard]] = {}
-        for k, seat in enumerate(state.model.stages):
+        for k, seat in enumerate(rank.model.stages):
             x = self._again(x, types[k])
-            key = state.code(seat), signature(types[k]), tuple(x)
+            key = rank.code(seat), signature(types[k]), tuple(x)
             if key not in known:
                 given = types[k], unit[1]
                 known[key] = self._follow(f"stages[{k}]", self._stage(k), given, [*x, *extras])
             x = known[key]
-        if state.model.has_head:
+        if rank.model.has_head:
             x = self._follow("head", self._head, types[-1:], self._again(x, types[-1]))
         return x
 
     def run_loss(self, y: list[Shard], dims: Sequence[int | None]) -> None:
         """Trace the loss on outputs of which these are facts, and targets that are split so."""
-        state = self._state
-        blanks = blank(self._activations.types[-1], state.axes)
+        rank = self._rank
+        blanks = blank(self._activations.types[-1], rank.axes)
         outputs = jax.eval_shape(lambda: self._head(blanks))
-        targets = jax.eval_shape(lambda: at(state.batch.targets, 0))
+        targets = jax.eval_shape(lambda: at(rank.batch.targets, 0))
         pairs = zip(jax.tree.leaves(targets), dims, strict=True)
         facts = [*self._again(y, outputs), *(Shard(varying(x.shape, dim)) for x, dim in pairs)]
 
         def loss(outputs: Tree, targets: Tree) -> Any:
-            taken, _ = take_loss_of(state, state.ends, outputs, 0, targets=targets)
+            taken, _ = take_loss_of(rank, rank.ends, outputs, 0, targets=targets)
             return taken.total, taken.weight
 
         self._follow("loss_fn", loss, (outputs, targets), facts)
@@ -172,17 +173,17 @@ class _SplitSearch:
             )
 
     def _head(self, y: Tree) -> Tree:
-        return finish(self._state, self._state.ends, y, 0, take_loss=False).value
+        return finish(self._rank, self._rank.ends, y, 0, take_loss=False).value
 
     def _stage(self, k: int) -> Callable[..., Tree]:
         """A stage as a function of its input and extras."""
-        state, activations = self._state, self._activations
-        stage = Forward(state, state.model.stages[k])
+        rank, activations = self._rank, self._activations
+        stage = Forward(rank, rank.model.stages[k])
 
         def run(x: Tree, extras: Tree) -> Tree:
             weights, fixed, (streams, _, *rest) = stage.stage_arguments(stage.home, 0)
-            if state.num_slices > 1:
-                zeros = blank_input(state, activations.types[k], activations.carries[k], ())
+            if rank.slices.count > 1:
+                zeros = blank_input(rank, activations.types[k], activations.carries[k], ())
                 x = SlicedInput(x, zeros.earlier)
             return stage.stage(weights, fixed, (streams, extras, *rest), x).value
 

@@ -17,14 +17,14 @@ from pipeline.base.added import Adding
 from pipeline.base.rows import DataStatistic
 from pipeline.base.variables import metadata
 from pipeline.core.placement.fit import ModelWarning, outside
+from pipeline.core.step.calls.declared import Usage
 from pipeline.core.step.calls.ends import ends_paths
-from pipeline.core.step.calls.held import Usage
 from pipeline.core.step.calls.local_model import LocalModel
-from pipeline.core.step.calls.state import RankState
+from pipeline.core.step.calls.rank import Rank
 
 if TYPE_CHECKING:
     from pipeline.core.options.plan import Plan
-    from pipeline.core.step.runtime import Prepared
+    from pipeline.core.step.inspect import Inspected
 
 _REMEDY = (
     "the batch has padding (pipeline.training.batches), which it may count: leave out what "
@@ -79,18 +79,18 @@ def of_stages(stage: LocalModel, usage: Usage) -> list[DeclaredVariable]:
     ]
 
 
-def of_ends(state: RankState, usage: Usage) -> list[DeclaredVariable]:
+def of_ends(rank: Rank, usage: Usage) -> list[DeclaredVariable]:
     """The declared state of embed, head and loss."""
-    flat, written = dict(nnx.to_flat_state(state.ends_streams[1])), iter(usage[0])
+    flat, written = dict(nnx.to_flat_state(rank.ends_streams[1])), iter(usage[0])
     return [
         DeclaredVariable(
             str(path[0]),
             ".".join(map(str, path[1:])),
             flat[path],
             _any_of(written, flat[path]),
-            str(path[0]) in state.mask_readers,
+            str(path[0]) in rank.facts.mask_readers,
         )
-        for path in ends_paths(state)
+        for path in ends_paths(rank)
     ]
 
 
@@ -99,18 +99,18 @@ def _any_of(written: Iterator[bool], variable: Any) -> bool:
     return any(leaves)
 
 
-def warn_of_state(made: Prepared, plan: Plan, *, training: bool) -> None:
+def warn_of_state(traced: Inspected, plan: Plan, *, training: bool) -> None:
     """Warn of state that is written from padding too, and of state that nothing advances.
 
     Args:
-      made: the model as it was traced.
+      traced: the model as it was traced.
       plan: the options of the pipeline.
       training: whether the step counts as one that trains.
     """
-    variables = [one for kind in made.usage for one in of_stages(*kind)]
-    if made.usage_of_ends is not None:
-        variables += of_ends(made.local.state, made.usage_of_ends)
-    warned, has_padding = plan.compiled.warned, made.local.state.batch_part.sequences is not None
+    variables = [one for _, kind, usage in traced.usage for one in of_stages(kind, usage)]
+    if traced.usage_of_ends is not None:
+        variables += of_ends(traced.rank, traced.usage_of_ends)
+    warned, has_padding = plan.compiled.warned, traced.rank.batch_part.sequences is not None
     counting: dict[str, list[str]] = {}  # texts by part
     for one in variables:
         kind, is_of_stage = type(one.variable), one.part.startswith("stages")

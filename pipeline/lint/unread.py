@@ -21,7 +21,7 @@ from pipeline.base.axes import Axes, axes_in, spec_over
 from pipeline.core.autodiff.jaxpr.primitives import held
 from pipeline.core.placement.fit import ModelWarning, outside
 from pipeline.core.step.calls.forward import Forward
-from pipeline.core.step.calls.state import RankState
+from pipeline.core.step.calls.rank import Rank
 from pipeline.lint.shards import axes_of
 
 _SHOWN = 4  # paths in a warning
@@ -33,17 +33,17 @@ _MEANT |= {"ep": EXPERT}
 
 
 def warn_of_parameters_that_nobody_reads(
-    state: RankState, bodies: Sequence[Any], ends_body: Any, warned: set[Any]
+    rank: Rank, bodies: Sequence[Any], ends_body: Any, warned: set[Any]
 ) -> None:
     """Warn of parameters that make no difference to outputs and loss.
 
     Args:
-      state: what a rank holds.
+      rank: what a rank holds.
       bodies: [K] the jaxpr of each stage, a function of its weights.
       ends_body: the jaxpr of embed, head and loss, a function of their weights.
       warned: of what was warned already, to which this is added.
     """
-    texts = [*_unread_in_stages(state, bodies), *_unread_in_ends(state, ends_body)]
+    texts = [*_unread_in_stages(rank, bodies), *_unread_in_ends(rank, ends_body)]
     key = "unread", *texts
     if not texts or key in warned:
         return
@@ -58,18 +58,16 @@ def warn_of_parameters_that_nobody_reads(
     )
 
 
-def warn_of_idle_axes(
-    state: RankState, bodies: Sequence[Any], axes: Axes, warned: set[Any]
-) -> None:
+def warn_of_idle_axes(rank: Rank, bodies: Sequence[Any], axes: Axes, warned: set[Any]) -> None:
     """Warn of mesh axes along which all devices do the same.
 
     Args:
-      state: what a rank holds.
+      rank: what a rank holds.
       bodies: the jaxprs of all parts of the model.
       axes: the roles of mesh axes.
       warned: as above.
     """
-    layout = state.model.layout
+    layout = rank.model.layout
     parts = *layout.chunks, *layout.chunks_rest, layout.ends, layout.ends_rest
     used = {a for part in parts for of in part for entry in of.stored for a in axes_in(entry)}
     used |= {axis for body in bodies for axis in _axes_inside(body)}
@@ -102,15 +100,15 @@ def _axes_inside(jaxpr: Any) -> Iterator[str]:
             yield from _axes_inside(inner)
 
 
-def _unread_in_stages(state: RankState, bodies: Sequence[Any]) -> list[str]:
+def _unread_in_stages(rank: Rank, bodies: Sequence[Any]) -> list[str]:
     """Paths that stages have and none of them reads."""
     had: dict[str, list[int]] = {}
     read: set[str] = set()
     used: dict[int, list[bool]] = {}  # stages that are alike have one jaxpr
-    for k, (seat, body) in enumerate(zip(state.model.stages, bodies, strict=True)):
+    for k, (seat, body) in enumerate(zip(rank.model.stages, bodies, strict=True)):
         if id(body) not in used:
             used[id(body)] = _used(body)
-        for path, is_read in _paths(Forward(state, seat).params_tree, used[id(body)]):
+        for path, is_read in _paths(Forward(rank, seat).params_tree, used[id(body)]):
             had.setdefault(path, []).append(k)
             read |= {path} if is_read else set()
     return [
@@ -120,13 +118,11 @@ def _unread_in_stages(state: RankState, bodies: Sequence[Any]) -> list[str]:
     ]
 
 
-def _unread_in_ends(state: RankState, body: Any) -> list[str]:
+def _unread_in_ends(rank: Rank, body: Any) -> list[str]:
     # Tables that all ranks share are read by other code.
-    used = [yes or n in state.model.tables for n, yes in enumerate(_used(body))]
+    used = [yes or n in rank.model.tables for n, yes in enumerate(_used(body))]
     return [
-        path
-        for path, is_read in _paths(jax.tree.structure(state.weights.ends), used)
-        if not is_read
+        path for path, is_read in _paths(jax.tree.structure(rank.weights.ends), used) if not is_read
     ]
 
 

@@ -32,10 +32,10 @@ class Sends(TypedDict):
 class FirstTrace(Protocol):
     """The hook that the engine calls when it traces a model (`pipeline.lint`)."""
 
-    def parts(self, plan: Plan, state: Any, activations: Any, *, take_loss: bool) -> None:
+    def parts(self, plan: Plan, rank: Any, activations: Any, *, take_loss: bool) -> None:
         """Look at stages, embed, head and loss one by one, before the loss is traced."""
 
-    def whole(self, plan: Plan, made: Any, *, training: bool, unread: bool = False) -> None:
+    def whole(self, plan: Plan, traced: Any, *, training: bool, unread: bool = False) -> None:
         """Look at the whole model, once it is traced."""
 
 

@@ -17,39 +17,40 @@ from pipeline.base.tree import vary_like
 from pipeline.core.autodiff.jaxpr import scopes
 from pipeline.core.autodiff.jaxpr.narrow import is_narrower, read_in
 from pipeline.core.placement.zero import gather
-from pipeline.core.step.calls.state import RankState
+from pipeline.core.step.calls.rank import Rank
+from pipeline.core.step.stores.weights import ChunkWeights
 
 
-def cast_once(state: RankState, bodies: Sequence[Any]) -> RankState:
-    """The state with narrow copies of those weights that all stages read in one narrower dtype.
+def cast_once(rank: Rank, bodies: Sequence[Any]) -> ChunkWeights:
+    """The rank's weights, with narrow copies of those that stages read in one narrower dtype alone.
 
     Args:
-      state: what a rank holds.
+      rank: whose model was traced.
       bodies: [K] the jaxpr of each stage, a function of its weights.
     """
-    if state.has_refs or state.checks:
-        return state
-    wide = state.parts or state.shards
-    read: list[list[set[Any]]] = [[set() for _ in leaves] for leaves in wide]
-    known = {key: read_in(body) for key, body in {id(body): body for body in bodies}.items()}
-    for seat, body in zip(state.model.stages, bodies, strict=True):
+    chunks = rank.chunks
+    if rank.facts.has_refs or rank.facts.has_checks:
+        return chunks
+    wide = chunks.before_step or chunks.shards
+    dtypes_of: list[list[set[Any]]] = [[set() for _ in leaves] for leaves in wide]
+    reads = {key: read_in(body) for key, body in {id(body): body for body in bodies}.items()}
+    for seat, body in zip(rank.model.stages, bodies, strict=True):
         spots = seat.views.params.spots if seat.views else None
-        for n, dtypes in enumerate(known[id(body)]):
-            read[seat.chunk][spots[n].cell if spots else n] |= dtypes
-    spreads = state.model.layout.chunks
+        for n, dtypes in enumerate(reads[id(body)]):
+            dtypes_of[seat.chunk][spots[n].cell if spots else n] |= dtypes
 
     def copy(v: int, n: int) -> Any:
-        leaf, dtypes = wide[v][n], read[v][n]
+        leaf, dtypes = wide[v][n], dtypes_of[v][n]
         dtype = next(iter(dtypes), None) if len(dtypes) == 1 else None
         if dtype is None or not is_narrower(dtype, leaf.dtype):
             return None
         with jax.named_scope(scopes.CASTS):
             narrow = leaf.astype(dtype)
-            if state.parts:
-                (narrow,) = gather([narrow], [spreads[v][n]], lead=1)
-            return vary_like(narrow, state.shards[v][n])
+            if chunks.before_step:
+                (narrow,) = gather([narrow], [chunks.spreads[v][n]], lead=1)
+            return vary_like(narrow, chunks.shards[v][n])
 
     narrow = [[copy(v, n) for n in range(len(leaves))] for v, leaves in enumerate(wide)]
     if all(leaf is None for leaves in narrow for leaf in leaves):
-        return state
-    return dataclasses.replace(state, narrow=narrow)
+        return chunks
+    return dataclasses.replace(chunks, narrow=narrow)

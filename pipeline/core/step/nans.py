@@ -30,7 +30,7 @@ from pipeline.core.model.randomness import fold, split_streams
 from pipeline.core.model.stage import Definition, Seat
 from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.ends import embedded, headed, lost
-from pipeline.core.step.calls.forward import called
+from pipeline.core.step.calls.slices import on_whole
 
 
 def run_watched(
@@ -243,8 +243,8 @@ class _Search:
         if seat.views is not None:
             params = seat.views.params.tree(jax.tree.leaves(params))
             rest = seat.views.rest.tree(jax.tree.leaves(rest))
-        run = self._caller(seat.definition, rest, called)
-        call = lambda p, x, batch, m: run(p, m, x, batch.extras)  # noqa: E731
+        run = self._caller(seat.definition, rest, on_whole)
+        call = lambda p, x, batch, m: run(p, m, x, batch.extras)[0]  # noqa: E731
         return _NamedPart(f"stages[{k}]", call, params)
 
     def _caller(

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from collectives import STAGE
 from pipeline.base.masks import Mask, chosen
 from pipeline.base.tree import Leaves, Tree, as_numbers, numbers_as
-from pipeline.core.model.loss import Weighed
+from pipeline.core.model.loss import Weighed, mean_of
 from pipeline.core.model.model import Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement.zero import (
@@ -28,6 +28,7 @@ from pipeline.core.placement.zero import (
 )
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.calls.outputs import check_positions, check_sliced
+from pipeline.core.step.calls.rank import LossScale
 from pipeline.core.step.stores.device import Memory, scale_in_place
 from pipeline.core.step.stores.totals import Total, WindowTotal
 
@@ -68,8 +69,6 @@ def loss_and_metrics(
     memory: Memory,
     totals: Totals,
     value: jax.Array,
-    *,
-    is_mean: bool,
 ) -> Any:
     """The loss as the caller gets it: with the losses that stages add, and perhaps with metrics.
 
@@ -79,7 +78,6 @@ def loss_and_metrics(
       memory: the sums of this rank.
       totals: those of all ranks.
       value: the loss without added losses.
-      is_mean: whether every microbatch's loss is a mean.
     """
     for added in total_over(memory.added.all(), plan.axes.varying):
         value += added.astype(value.dtype) / calls_of(plan)
@@ -90,12 +88,32 @@ def loss_and_metrics(
         rows = jax.tree.leaves((batch.inputs, batch.targets))[0].shape[1]  # of a microbatch
         # Each part of the positions has counted the rows, and each slice.
         share = rows / (plan.axes.num_positions * plan.schedule.num_slices)
-        counted = totals.weight * share if is_mean else totals.weight
+        counted = totals.weight * share if local.rank.loss.is_mean else totals.weight
         loss = Weighed(value, counted)
     if metrics is None:
         return loss
     found = metrics.of(totals.measured, totals.weight, counted)
     return loss, found
+
+
+def step_loss(memory: Memory, totals: Totals, scale: LossScale, *, normalise: bool) -> jax.Array:
+    """The loss without added losses; divides gradients by a weight that is known only now.
+
+    Args:
+      memory: the sums of this rank.
+      totals: those of all ranks.
+      scale: what losses were multiplied with.
+      normalise: whether it is a mean over the step, or a sum.
+    """
+    loss, weight = totals.loss, totals.weight
+    if scale.share is not None:
+        is_plain = scale.of_caller is None and scale.is_mean
+        return loss / weight if is_plain else mean_of(loss, weight)[0]
+    if not normalise:
+        return loss
+    value, divisor = mean_of(loss, weight)
+    divide(memory, divisor)
+    return value
 
 
 def divide(memory: Memory, factor: jax.Array) -> None:
@@ -156,10 +174,10 @@ def own_logits_of(memory: Memory, plan: Plan) -> jax.Array:
 
 def state_after(local: LocalModel, weights: Weights, plan: Plan, *, training: bool) -> Kept:
     """The declared state after a step, as the step returns it."""
-    held, declared = local.state.held, local.model.declared
-    if held is not None:
+    state, declared = local.rank.declared, local.model.declared
+    if state is not None:
         hook = plan.after_step if training else None
-        chunks, ends = held.finish(plan.schedule, plan.axes.split, hook)
+        chunks, ends = state.finish(plan.schedule, plan.axes.split, hook)
         return [[x[None] for x in of] for of in chunks], ends
     rests, ends = map(jax.tree.leaves, weights.chunks_rest), jax.tree.leaves(weights.ends_rest)
     chunks = [[of[n] for n in n_of] for of, n_of in zip(rests, declared.chunk_cells, strict=False)]

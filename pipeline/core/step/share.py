@@ -10,19 +10,22 @@ by W once, after the step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from collectives import STAGE
+from pipeline.base.tree import real
 from pipeline.core.model.loss import mean_of
 from pipeline.core.model.model import Model
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement.zero import total_over
 from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.rank import LossScale
 from pipeline.core.step.effects import check_effects
+from pipeline.core.step.inspect import Inspected
 from pipeline.core.step.results import calls_of, totals_of
 from pipeline.core.step.run.grouped import make_actions
 from pipeline.core.step.run.ticks import run_ticks
@@ -30,52 +33,57 @@ from pipeline.core.step.stores.device import StepRequest
 from schedules.lowering.program import COMMON
 
 
-@dataclass(frozen=True, eq=False)
-class Share:
-    """Facts about the loss of a step that are known before it runs.
-
-    Attributes:
-      is_mean: whether every microbatch's loss is a mean, and so has weight 1.
-      known: the share of a microbatch, a number or a scalar; None before all weights are summed up.
-      mean: the step's loss, where its gradient needs that; else None.
-    """
-
-    is_mean: bool
-    known: Any = None
-    mean: Any = None
-
-
-def find_share(local: LocalModel, plan: Plan, *, is_mean: bool, scaled: bool) -> Share:
-    """The share of a microbatch, as early as the step needs it.
+def find_share(plan: Plan, traced: Inspected, *, normalise: bool) -> LossScale:
+    """What losses are multiplied with, as far as the step needs it before it runs.
 
     Args:
-      local: the rank's part of the model.
       plan: the options of the pipeline.
-      is_mean: whether every microbatch's loss is a mean.
-      scaled: whether the loss is multiplied with a scale before it is differentiated.
+      traced: the rank, with what its losses are scaled by.
+      normalise: whether gradients are those of the step's loss, and not of a sum.
 
     Raises:
-      ValueError: the step is to be added to others, and its gradient needs the loss of them all.
+      ValueError: the step is to be added to others, and its gradient needs the loss of them all; or
+        it needs its loss before it runs, and writes state.
     """
-    if is_mean:
-        return Share(is_mean, 1 / calls_of(plan))
+    scale, local = traced.rank.loss, traced.local()
+    share, mean = _share_and_mean(plan, local, scale)
+    if mean is not None and traced.writes:
+        raise ValueError(
+            "stages write declared state, and loss_fn's weight follows from their outputs: where "
+            "it has a gradient, or stages call add_loss, a step then knows it too late; let the "
+            "weight follow from targets, as the number of those that count, or declare no state"
+        )
+    # Where the share is known, gradients of the mean are summed, else those of the sum.
+    of_loss = share = share if normalise else None
+    if share is None:
+        of_loss = 1.0
+    if scale.of_caller is not None:
+        of_loss = scale.of_caller.astype(real()) * of_loss
+    return dataclasses.replace(scale, share=share, of_loss=of_loss, mean=mean)
+
+
+def _share_and_mean(plan: Plan, local: LocalModel, scale: LossScale) -> tuple[Any, Any]:
+    """The share of a microbatch and the step's loss, None for what need not be known before."""
+    if scale.is_mean:
+        return 1 / calls_of(plan), None
     # d(S / W) = (dS - S / W dW) / W.
     if "head" not in plan.shared and local.weight_has_gradient():
         _check_that_it_is_all(local.model)
         return of_outputs(local, plan)
     # A scale is chosen for gradients of the mean, and those of a sum might overflow. Losses that
     # stages add are not divided by a loss's weight, and no gradient can be afterwards.
-    if not scaled and not local.state.adds:
-        return Share(is_mean)
+    adds = local.rank.facts.adds
+    if scale.of_caller is None and not adds:
+        return None, None
     weight = local.weight_of_targets()
     if weight is None:
-        return of_outputs(local, plan) if local.state.adds else Share(is_mean)
+        return of_outputs(local, plan) if adds else (None, None)
     total = total_over(weight, plan.axes.split)
-    return Share(is_mean, mean_of(jnp.zeros_like(weight), total)[1])
+    return mean_of(jnp.zeros_like(weight), total)[1], None
 
 
-def of_outputs(local: LocalModel, plan: Plan) -> Share:
-    """The share where it follows from outputs: all forward actions run first."""
+def of_outputs(local: LocalModel, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    """Share and loss where they follow from outputs: all forward actions run first."""
     program, rank = plan.forward, jax.lax.axis_index(STAGE)
     tables: dict[str, Any] = {}
     for name in (*program.rank_tables, *(COMMON if program.shared else ())):
@@ -86,8 +94,8 @@ def of_outputs(local: LocalModel, plan: Plan) -> Share:
     actions = make_actions(local, program, StepRequest(training=False, take_loss=True))
     run_ticks(actions, program, tables, masked=plan.is_masked)
     totals = totals_of(actions.memory, plan)
-    mean, known = mean_of(totals.loss, totals.weight)
-    return Share(is_mean=False, known=known, mean=mean)
+    mean, share = mean_of(totals.loss, totals.weight)
+    return share, mean
 
 
 def _check_that_it_is_all(model: Model) -> None:
@@ -103,18 +111,4 @@ def _check_that_it_is_all(model: Model) -> None:
             "gradients of several batches cannot be added up to that of the sum of sums over the "
             "sum of weights; take all rows in one call, with more microbatches, or give each call "
             "of the Step a weight=, to train the mean of the calls' losses"
-        )
-
-
-def check_outputs_are_final(local: LocalModel) -> None:
-    """Check that a loss which is known before its step is that of the step.
-
-    Raises:
-      ValueError: it is of forward actions on state as it was, and the step writes state.
-    """
-    if local.state.held is not None:
-        raise ValueError(
-            "stages write declared state, and loss_fn's weight follows from their outputs: where "
-            "it has a gradient, or stages call add_loss, a step then knows it too late; let the "
-            "weight follow from targets, as the number of those that count, or declare no state"
         )

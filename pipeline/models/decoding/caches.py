@@ -22,10 +22,10 @@ from pipeline.core.model.model import Declared, Model, Weights
 from pipeline.core.model.overlay import Leaf, Spot, View, overlay
 from pipeline.core.model.stage import Definition, Seat
 from pipeline.core.model.unlike import Views
+from pipeline.core.step.calls.declared import state_spots
 from pipeline.core.step.calls.ends import embed, ends_values, finish
-from pipeline.core.step.calls.held import state_spots
 from pipeline.core.step.calls.local_model import LocalModel
-from pipeline.core.step.calls.state import RankState
+from pipeline.core.step.calls.rank import Rank
 
 Cells = tuple[int, ...]  # numbers of leaves
 Begin = Callable[[Tree], Tree]  # other state to that with caches, as it is at first
@@ -112,11 +112,11 @@ class Decoder:
         )
 
 
-def make_decoder(state: RankState, cache: Any, start: Callable[[Any], None]) -> Decoder:
+def make_decoder(rank: Rank, cache: Any, start: Callable[[Any], None]) -> Decoder:
     """The model with caches.
 
     Args:
-      state: what a rank holds.
+      rank: what a rank holds.
       cache: a filter, what belongs to one microbatch.
       start: readies a module in place.
 
@@ -124,7 +124,7 @@ def make_decoder(state: RankState, cache: Any, start: Callable[[Any], None]) -> 
       ValueError: a part makes parameters, or there is nothing that a filter finds.
     """
     is_cache = nnx.filterlib.to_predicate(cache)
-    model, weights = state.model, state.weights
+    model, weights = rank.model, rank.weights
     parts: list[tuple[list[Seat], Cells, Begin]] = []
     for v, rest in enumerate(weights.chunks_rest):
         own = [seat for seat in model.stages if seat.chunk == v]
@@ -134,7 +134,7 @@ def make_decoder(state: RankState, cache: Any, start: Callable[[Any], None]) -> 
                 ([replace(seat, definition=one.definition) for seat in own], one.cells, one.begin)
             )
         else:
-            parts.append(_ready_unlike(state, own, is_cache, start))
+            parts.append(_ready_unlike(rank, own, is_cache, start))
     ends = _ready(model.ends, weights.ends, weights.ends_rest, is_cache, start)
     if not any((*(cells for _, cells, _ in parts), ends.cells)):
         raise ValueError(
@@ -155,24 +155,22 @@ def make_decoder(state: RankState, cache: Any, start: Callable[[Any], None]) -> 
     return Decoder(decoding, (*(begin for _, _, begin in parts), ends.begin))
 
 
-def with_types_of_writes(
-    state: RankState, kinds: Sequence[tuple[Seat, LocalModel]]
-) -> Weights | None:
+def with_types_of_writes(rank: Rank, kinds: Sequence[tuple[Seat, LocalModel]]) -> Weights | None:
     """A rank's weights whose caches vary over all mesh axes over which what is written does.
 
     Args:
-      state: what the rank holds, caches among it.
+      rank: what the rank holds, caches among it.
       kinds: its model of each kind of stages, with the seat of one of them.
 
     Returns:
       None if they do so already.
     """
-    weights, declared = state.weights, state.model.declared
+    weights, declared = rank.weights, rank.model.declared
     chunks = [jax.tree.leaves(rest) for rest in weights.chunks_rest]
     ends = jax.tree.leaves(weights.ends_rest)
     before = [*map(varying_in, (*itertools.chain(*chunks), *ends))]
     for seat, local in kinds:
-        spots, v = state_spots(state, seat), seat.chunk
+        spots, v = state_spots(rank, seat), seat.chunk
         for spot, written in zip(spots, _stage_writes(local), strict=True):
             chunks[v][spot.cell] = vary_like(chunks[v][spot.cell], written)
     for leaves in _ends_writes(kinds[0][1]) if declared.ends_cells else ():
@@ -199,13 +197,13 @@ def _stage_writes(local: LocalModel) -> Leaves:
 
 def _ends_writes(local: LocalModel) -> list[Leaves]:
     """The types of what embed, and head, leave in the declared state of the ends, in its order."""
-    state, values = local.state, ends_values(local.state)
+    rank, values = local.rank, ends_values(local.rank)
     found: list[Callable[[], Outcome]] = []
     if local.model.has_embed:
         inputs = at(local.batch.inputs, 0)
-        found.append(lambda: embed(state, state.ends, inputs, 0, now=True, values=values))
+        found.append(lambda: embed(rank, rank.ends, inputs, 0, now=True, values=values))
     if local.model.has_head:
-        given = state, state.ends, blank(local.output, local.axes), 0
+        given = rank, rank.ends, blank(local.output, local.axes), 0
         found.append(lambda: finish(*given, take_loss=False, values=values))
     return [jax.tree.leaves(jax.eval_shape(run).state) for run in found]
 
@@ -215,15 +213,15 @@ def _with_leaves(tree: Tree, leaves: Sequence[Any]) -> Tree:
 
 
 def _ready_unlike(
-    state: RankState, seats: Sequence[Seat], is_cache: Any, start: Callable[[Any], None]
+    rank: Rank, seats: Sequence[Seat], is_cache: Any, start: Callable[[Any], None]
 ) -> tuple[list[Seat], Cells, Begin]:
     """Prepare a chunk whose stages share cells: caches get cells of their new positions."""
     v = seats[0].chunk
-    cells = jax.tree.leaves(state.weights.chunks_rest[v])
+    cells = jax.tree.leaves(rank.weights.chunks_rest[v])
     ready, lists, known = [], [], []
     for seat in seats:
         views: Any = seat.views
-        params = jax.eval_shape(lambda views=views: views.params.tree(state.chunks[v]))
+        params = jax.eval_shape(lambda views=views: views.params.tree(rank.chunks.whole[v]))
         rest = views.rest.tree(cells)
         one = _ready(seat.definition, params, rest, is_cache, start)
         spots = jax.tree.unflatten(views.rest.treedef, range(len(views.rest.spots)))
@@ -252,12 +250,12 @@ def _ready_unlike(
     def begin(rest: Tree) -> Tree:
         had = jax.tree.leaves(rest)
         now = [jnp.zeros(cell.shape, cell.group[1]) for cell in made]
-        rank = jax.lax.axis_index(STAGE)
+        index = jax.lax.axis_index(STAGE)
         for seat, one, old in zip(moved, ready, seats, strict=True):
             views: Any = seat.views
             own = one.begin(cast("Any", old.views).rest.tree(had))
             filled = views.rest.fill([*had, *map(jnp.zeros_like, now)], own)[len(had) :]
-            mine = rank == seat.rank
+            mine = index == seat.rank
             now = [jnp.where(mine, x, y) for x, y in zip(filled, now, strict=True)]
         return nnx.State({n: nnx.Variable(x) for n, x in enumerate([*had, *now])})
 

@@ -8,7 +8,7 @@ V m ticks of all ranks, all M microbatches together.
 
 What a rank has sent is in its neighbour's memory at the next tick: an activation, or, from the last
 stage to the first, b tokens. Caches are refs with a place for each microbatch
-(`pipeline.core.step.calls.held`), written by what runs and by nothing else.
+(`pipeline.core.step.calls.declared`), written by what runs and by nothing else.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class Flow:
             (last,) = jax.tree.leaves(last_of(y, self.width))
             mine = jnp.where(self.rank == self.num_ranks - 1, last, jnp.zeros_like(last))
             y_of_all = jax.lax.psum(mine, STAGE)
-            h = ends.features(local.state, local.ends_weights, y_of_all, microbatch)
+            h = ends.features(local.rank, local.ends_weights, y_of_all, microbatch)
             z = own_logits(local, h, local.ends_weights[self.shared.head])[:, -1]
             position = self._first(step) + self.width - 1
             words = self.shared.head_words
@@ -259,14 +259,14 @@ class Flow:
 
     def _embed(self, lane: Any, microbatch: Any, step: Any) -> Tree:
         local, inputs = self.local, self._fed(lane, microbatch, step)
-        outcome = ends.embed(local.state, local.ends_weights, inputs, microbatch, now=True)
+        outcome = ends.embed(local.rank, local.ends_weights, inputs, microbatch, now=True)
         local.keep(outcome.state, 0, microbatch)
         return outcome.value
 
     def _choose(self, y: Tree, microbatch: Any, step: Any) -> jax.Array:
         """[b] the tokens behind those that a call has seen."""
         local, given = self.local, (last_of(y, self.width), microbatch)
-        outcome = ends.finish(local.state, local.ends_weights, *given, take_loss=False)
+        outcome = ends.finish(local.rank, local.ends_weights, *given, take_loss=False)
         local.keep(outcome.state, 0, microbatch)
         position = self._first(step) + self.width - 1
         logits = outcome.value[:, -1]

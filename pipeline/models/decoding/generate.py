@@ -24,13 +24,13 @@ from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement import meshes
 from pipeline.core.step.calls.activations import follow
+from pipeline.core.step.calls.declared import DeclaredState
 from pipeline.core.step.calls.ends import ends_usage
-from pipeline.core.step.calls.held import Held
 from pipeline.core.step.calls.local_model import LocalModel
-from pipeline.core.step.calls.state import RankState
+from pipeline.core.step.calls.rank import Rank
 from pipeline.core.step.jitted import PerPlan
 from pipeline.core.step.operands import check_arrays, make_operands
-from pipeline.core.step.runtime import rank_state, run_on_ranks
+from pipeline.core.step.ranks import make_rank, run_on_ranks
 from pipeline.models.decoding.caches import (
     make_decoder,
     may_have_caches,
@@ -165,22 +165,22 @@ def _decode(
     """[N, max_new_tokens] tokens."""
 
     def body(_: Any, weights: Weights, batch: Batch, draw: tuple[Any, Any]) -> jax.Array:
-        state = rank_state(plan, model, weights, batch, M)
-        prompts, (lengths, data) = state.batch.inputs, state.batch.targets
+        rank = make_rank(plan, model, weights, batch, M)
+        prompts, (lengths, data) = rank.batch.inputs, rank.batch.targets
         keys = None if data is None else jax.random.wrap_key_data(data, impl=impl)
         length = prompts.shape[2] + choice.max_new_tokens - 1
         begin = start or functools.partial(start_decoding, dtype=plan.compute_dtype)
         ready = functools.partial(_begin, begin, prompts.shape[1], length)
-        decoder = make_decoder(state, cache, ready)
-        state = replace(state, model=decoder.model, weights=decoder.weights(state.weights))
-        rows = Rows(prompts, lengths, keys, draw, choice, state.axes)
+        decoder = make_decoder(rank, cache, ready)
+        rank = replace(rank, model=decoder.model, weights=decoder.weights(rank.weights))
+        rows = Rows(prompts, lengths, keys, draw, choice, rank.axes)
         lanes = max(M, plan.schedule.num_ranks) + 1
-        tokens = jax.new_ref(vary(jnp.zeros((lanes, prompts.shape[1]), jnp.int32), state.axes))
+        tokens = jax.new_ref(vary(jnp.zeros((lanes, prompts.shape[1]), jnp.int32), rank.axes))
         phases = _phases(*prefilled, length)
-        state = _with_cache_types(state, prompts[:, :, : phases[0][0]])
-        held = None
+        rank = _with_cache_types(rank, prompts[:, :, : phases[0][0]])
+        declared = None
         for width, first, steps in phases:
-            held, kinds = _kinds(state, prompts[:, :, :width], held, M)
+            declared, kinds = _kinds(rank, prompts[:, :, :width], declared, M)
             Flow(kinds, rows, tokens, width=width, start=first, steps=steps).run()
         # The last rank has all tokens; a sum over ranks is equal on all of them, also by its type.
         out = rows.out[...]
@@ -232,7 +232,7 @@ def _prefilled(
     return shortest // calls, calls
 
 
-def _with_cache_types(state: RankState, inputs: Tree) -> RankState:
+def _with_cache_types(rank: Rank, inputs: Tree) -> Rank:
     """The state with caches that vary over the mesh axes over which what is written to them does.
 
     On a mesh with ``tensor`` a rank writes keys and values of its own heads to caches that begin as
@@ -240,34 +240,34 @@ def _with_cache_types(state: RankState, inputs: Tree) -> RankState:
     this is repeated until nothing changes.
     """
     while True:
-        found, made = _local_models(state, inputs)
+        found, made = _local_models(rank, inputs)
         seats = found.model.stages
         wider = with_types_of_writes(found, [(seats[own[0]], local) for own, local in made])
         if wider is None:
-            return state
-        state = replace(state, weights=wider)
+            return rank
+        rank = replace(rank, weights=wider)
 
 
-def _kinds(state: RankState, inputs: Tree, held: Held | None, M: int) -> tuple[Held, list[Kind]]:
+def _kinds(
+    rank: Rank, inputs: Tree, declared: DeclaredState | None, M: int
+) -> tuple[DeclaredState, list[Kind]]:
     """A rank's model for calls of one width, with caches that may hold something already."""
-    state, made = _local_models(state, inputs)
-    seats = state.model.stages
-    if held is None:
+    rank, made = _local_models(rank, inputs)
+    seats = rank.model.stages
+    if declared is None:
         usage = {k: local.stage_usage() for own, local in made for k in own[:1]}
         usages = [usage[own[0]] for k in range(len(seats)) for own, _ in made if k in own]
-        usage_of_ends = ends_usage(state, made[0][1].output, take_loss=False)
-        held = Held(state, usages, usage_of_ends, M, again=False, each=True)
+        usage_of_ends = ends_usage(rank, made[0][1].output, take_loss=False)
+        declared = DeclaredState(rank, usages, usage_of_ends, M, again=False, each=True)
     kinds = []
-    for own, local in _local_models(replace(state, held=held), inputs)[1]:
+    for own, local in _local_models(replace(rank, declared=declared), inputs)[1]:
         kinds.append(Kind(local, seats[own[0]].chunk, tuple(seats[k].rank for k in own)))
-    return held, kinds
+    return declared, kinds
 
 
-def _local_models(
-    state: RankState, inputs: Tree
-) -> tuple[RankState, list[tuple[list[int], LocalModel]]]:
+def _local_models(rank: Rank, inputs: Tree) -> tuple[Rank, list[tuple[list[int], LocalModel]]]:
     """A rank's model of each kind of stages, with the numbers of these; and the state they have."""
-    state, activations = follow(replace(state, batch=Batch(inputs, (), {})))
+    rank, activations = follow(replace(rank, batch=Batch(inputs, (), {})))
     x, *others = activations.types
     if any(signature(y) != signature(x) for y in others):
         raise ValueError(
@@ -275,12 +275,12 @@ def _local_models(
             "and these are not; make them so (what only the first or the last has belongs to "
             "embed= or head=)"
         )
-    seats = state.model.stages
-    ways = state.model.trained.ways(want_inputs=False, backward=False)
+    seats = rank.model.stages
+    ways = rank.model.trained.ways(want_inputs=False, backward=False)
 
-    return state, [
-        (own, LocalModel(state, seats[own[0]], x, x, ways[own[0]], x))
-        for own in state.same_stages().values()
+    return rank, [
+        (own, LocalModel(rank, seats[own[0]], x, x, ways[own[0]], x))
+        for own in rank.same_stages().values()
     ]
 
 

@@ -28,7 +28,7 @@ from pipeline.core.model.ends import check_activations, check_words
 from pipeline.core.model.model import Batch
 from pipeline.core.model.randomness import own_axes
 from pipeline.core.step.calls.ends import embed
-from pipeline.core.step.calls.forward import Forward, blank_input
+from pipeline.core.step.calls.forward import Forward
 from pipeline.core.step.calls.messages import (
     check_constraint_error,
     check_constraints,
@@ -37,7 +37,8 @@ from pipeline.core.step.calls.messages import (
     noted,
     types_text,
 )
-from pipeline.core.step.calls.state import RankState
+from pipeline.core.step.calls.rank import Rank
+from pipeline.core.step.calls.slices import blank_input
 
 _REFUSALS = (TypeError, ValueError, LookupError, AttributeError)
 _MOST_TRIALS = 200
@@ -65,7 +66,7 @@ class Activations:
     by_slice: tuple[Activations, ...] = ()
 
 
-def follow(state: RankState) -> tuple[RankState, Activations]:
+def follow(rank: Rank) -> tuple[Rank, Activations]:
     """The activations of a model, and the state with what they say of the axes that vary.
 
     Where activations differ in the axes they vary over, they are widened to one type. So stages
@@ -76,67 +77,66 @@ def follow(state: RankState) -> tuple[RankState, Activations]:
       ValueError: a stage does not take what the one before it returns; or activations do not fit
         what all ranks do with them.
     """
-    model, inputs = state.model, at(state.batch.inputs, 0)
+    model, inputs = rank.model, at(rank.batch.inputs, 0)
     if model.tables.embed >= 0:
         check_words(inputs)
 
-    def first(state: RankState) -> Tree:
-        with noted("embed", inputs, state.batch.extras):
-            return embed(state, state.ends, inputs, 0).value
+    def first(rank: Rank) -> Tree:
+        with noted("embed", inputs, rank.batch.extras):
+            return embed(rank, rank.ends, inputs, 0).value
 
-    if model.has_embed and jax.tree.leaves(state.ends_streams[0]):
-        own = own_axes(jax.eval_shape(functools.partial(first, state)), state.axes)
-        state = dataclasses.replace(state, embeds_own=own)
+    if model.has_embed and jax.tree.leaves(rank.ends_streams[0]):
+        own = own_axes(jax.eval_shape(functools.partial(first, rank)), rank.axes)
+        rank = rank.with_facts(embed_axes=own)
     while True:
         # Caches go by function, so each trial has one of its own.
-        found = _follow(state, jax.eval_shape(functools.partial(first, state)))
+        found = _follow(rank, jax.eval_shape(functools.partial(first, rank)))
         joined = join(found.types)
         if joined is None or all(signature(x) == signature(joined) for x in found.types):
             break
-        if state.widest is not None and signature(state.widest) == signature(joined):
+        if rank.facts.widest is not None and signature(rank.facts.widest) == signature(joined):
             break
-        state = dataclasses.replace(state, widest=joined)
+        rank = rank.with_facts(widest=joined)
     if model.stack > 1:
-        _check_that_it_is_a_stack(state, found.types)
+        _check_that_it_is_a_stack(rank, found.types)
     if model.tables.is_used:
         check_activations(found.types)
-    if any(has_check(body.effects) for body in found.bodies):
-        state = dataclasses.replace(state, checks=True)
-    if any(makes_ref(body) for body in found.bodies):
-        state = dataclasses.replace(state, has_refs=True)
-    state = dataclasses.replace(
-        state, adding_stages=tuple(a.is_used for a in found.adding), stage_sums=found.sums
+    rank = rank.with_facts(
+        has_checks=rank.facts.has_checks or any(has_check(b.effects) for b in found.bodies),
+        has_refs=rank.facts.has_refs or any(makes_ref(body) for body in found.bodies),
+        adding_stages=tuple(adding.is_used for adding in found.adding),
+        stage_sums=found.sums,
     )
-    if state.lengths:
+    if rank.slices.lengths:
         of = tuple(
-            found if one is state else _follow(one, _first_type(one), found.carries)
-            for one in state.by_slice
+            found if one is rank else _follow(one, _first_type(one), found.carries)
+            for one in rank.by_slice
         )
         found = dataclasses.replace(found, by_slice=of)
-    return state, found
+    return rank, found
 
 
-def _first_type(state: RankState) -> Tree:
+def _first_type(rank: Rank) -> Tree:
     """The type of activation 0."""
-    inputs = at(state.batch.inputs, 0)
-    return jax.eval_shape(lambda: embed(state, state.ends, inputs, 0).value)
+    inputs = at(rank.batch.inputs, 0)
+    return jax.eval_shape(lambda: embed(rank, rank.ends, inputs, 0).value)
 
 
-def _follow(state: RankState, x: Tree, earlier: Sequence[Tree] | None = None) -> Activations:
+def _follow(rank: Rank, x: Tree, earlier: Sequence[Tree] | None = None) -> Activations:
     """Activations 1..K, and 0, whose type is given.
 
     Args:
-      state: the rank's.
+      rank: the rank's.
       x: the type of activation 0.
       earlier: [K] types of the carries of the longest slice, if this is another.
     """
     found, bodies, adding, known = [x], [], [], {}
     sums: dict[str, list[Any]] = {}
     carries = []
-    for k, seat in enumerate(state.model.stages):
-        key = state.code(seat), signature(x)
+    for k, seat in enumerate(rank.model.stages):
+        key = rank.code(seat), signature(x)
         if key not in known:
-            known[key] = _output(state, k, found, earlier and earlier[k])
+            known[key] = _output(rank, k, found, earlier and earlier[k])
         outcome, body, adds = known[key]
         x = outcome.value
         sums |= outcome.sums
@@ -148,24 +148,24 @@ def _follow(state: RankState, x: Tree, earlier: Sequence[Tree] | None = None) ->
 
 
 def _output(
-    state: RankState, k: int, before: list[Tree], earlier: Tree = None
+    rank: Rank, k: int, before: list[Tree], earlier: Tree = None
 ) -> tuple[Outcome, Any, Adding]:
     """The types of stage k's outcome, the jaxpr of the stage, and a record of its losses."""
-    stage = Forward(state, state.model.stages[k])
+    stage = Forward(rank, rank.model.stages[k])
 
     def run(x: Tree) -> tuple[Outcome, Any]:
         weights, fixed, side = stage.stage_arguments(stage.home, 0)
         own: Tree = ()
         if earlier is not None:
             own = earlier
-        elif state.num_slices > 1:
+        elif rank.slices.count > 1:
             first = lambda: stage.stage(  # noqa: E731
                 weights, fixed, side, SlicedInput(blank(x, ()), None)
             )
             own = jax.eval_shape(first).carry
         # Made inside: not every release takes a type that says over which axes it varies.
         call = lambda weights: stage.stage(  # noqa: E731
-            weights, fixed, side, blank_input(state, x, own, ())
+            weights, fixed, side, blank_input(rank, x, own, ())
         )
         closed, outcome = jax.make_jaxpr(call, return_shape=True)(weights)
         return outcome, closed.jaxpr
@@ -176,13 +176,13 @@ def _output(
     except Exception as error:
         check_static(f"stages[{k}]", before[k], error)
         check_constraint_error(f"stages[{k}]", error)
-        if state.model.stack > 1 and isinstance(error, TypeError | ValueError):
+        if rank.model.stack > 1 and isinstance(error, TypeError | ValueError):
             first = str(error).partition("\n")[0]
             raise ValueError(
                 f"stages[{k}] cannot run on {types_text(before[k])} ({first}); stages is one "
-                f"module whose arrays all have a leading axis of {state.model.stack}: {REMEDY}"
+                f"module whose arrays all have a leading axis of {rank.model.stack}: {REMEDY}"
             ) from error
-        _note_what_is_tracked(error, state.axes)
+        _note_what_is_tracked(error, rank.axes)
         taken = None
         if k > 0 and isinstance(error, _REFUSALS):
             weights = jax.eval_shape(lambda: stage.weights[stage.home])
@@ -201,15 +201,15 @@ def _output(
     return outcome, body, adding
 
 
-def _check_that_it_is_a_stack(state: RankState, types: list[Tree]) -> None:
+def _check_that_it_is_a_stack(rank: Rank, types: list[Tree]) -> None:
     """Check that stages given as one module are not one stage.
 
     Raises:
       ValueError: with whole arrays in place of their rows it computes a stage's output too, of rows
         that are no multiple of K.
     """
-    K = state.model.stack
-    stage, rows = Forward(state, state.model.stages[0]), 2 * K + 1
+    K = rank.model.stack
+    stage, rows = Forward(rank, rank.model.stages[0]), 2 * K + 1
 
     def whole(leaf: Any) -> Any:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -220,7 +220,7 @@ def _check_that_it_is_a_stack(state: RankState, types: list[Tree]) -> None:
 
     def run() -> Tree:
         weights, fixed, (streams, extras, part, _, *where) = stage.stage_arguments(stage.home, 0)
-        batch = Batch((), (), extras, state.batch.specs and ((), (), state.batch.specs[2]))
+        batch = Batch((), (), extras, rank.batch.specs and ((), (), rank.batch.specs[2]))
         extras = batch.map_rows(resized, lambda leaf: leaf).extras
         side = streams, extras, part, BatchPart(), *where
         x = jax.tree.map(resized, blank(types[0], ()))

@@ -12,13 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from collectives import vary
 from collectives.compat import without_refs
 from pipeline.base.added import adding_losses
-from pipeline.base.agreed.slices import FixedSlice, SequenceSlice
 from pipeline.base.precision import as_computed
 from pipeline.base.rows import batch_part_of
 from pipeline.base.tree import Leaves, Tree, at, blank
@@ -33,13 +31,14 @@ from pipeline.core.model.loss import (
     take_loss,
 )
 from pipeline.core.model.randomness import fold, own_axes, split_streams
-from pipeline.core.step.calls.held import Usage, Values, state_paths, usage_of, with_values
-from pipeline.core.step.calls.messages import checked, noted, types_text
-from pipeline.core.step.calls.state import RankState
+from pipeline.core.step.calls.declared import Usage, Values, state_paths, usage_of, with_values
+from pipeline.core.step.calls.messages import checked, noted
+from pipeline.core.step.calls.rank import Rank
+from pipeline.core.step.calls.slices import embedded_slice, slice_of
 
 
 def embed(
-    state: RankState,
+    rank: Rank,
     weights: Leaves,
     inputs: Tree,
     microbatch: Any,
@@ -50,38 +49,38 @@ def embed(
     """The input of stage 0.
 
     Args:
-      state: the rank's.
+      rank: the rank's.
       weights: of embed and head.
       inputs: [b, ...] leaves of the microbatch.
       microbatch: its index.
       now: whether this is the forward that writes declared state, and so reads it as it is.
       values: of all declared variables before the call, if not those of the rank's state.
     """
-    if not state.model.has_embed:
-        return Outcome(state.varied(computed(state, inputs)))
-    paths = ends_paths(state) if values is not None or (now and _writes(state)) else []
+    if not rank.model.has_embed:
+        return Outcome(rank.varied(computed(rank, inputs)))
+    paths = ends_paths(rank) if values is not None or (now and _writes(rank)) else []
 
     method: Any = embedded
     given = inputs
-    if state.num_slices > 1:
-        method, given = embedded_slice, (inputs, slice_of(state, microbatch))
+    if rank.slices.count > 1:
+        method, given = embedded_slice, (inputs, slice_of(rank, microbatch))
 
     def run(weights: Leaves) -> tuple[Tree, Values]:
-        own = state.embeds_own
+        own = rank.facts.embed_axes
         y, after = _call(
-            state, weights, microbatch, method, given, own, now=now, paths=paths, values=values
+            rank, weights, microbatch, method, given, own, now=now, paths=paths, values=values
         )
         return checked("embed", y), after
 
     def call() -> Outcome:
-        y, after = pure(state, run)(weights)
-        return Outcome(state.varied(computed(state, y)), state={"embed": after} if paths else {})
+        y, after = pure(rank, run)(weights)
+        return Outcome(rank.varied(computed(rank, y)), state={"embed": after} if paths else {})
 
-    return with_added(state, call, adds=state.adding_embed)
+    return with_added(rank, call, adds=rank.facts.adding_embed)
 
 
 def finish(
-    state: RankState,
+    rank: Rank,
     weights: Leaves,
     y: Tree,
     microbatch: Any,
@@ -92,7 +91,7 @@ def finish(
     """The sum of a microbatch's loss, a float32 scalar; or the outputs that the user sees.
 
     Args:
-      state: the rank's.
+      rank: the rank's.
       weights: of embed and head.
       y: the last stage's output.
       microbatch: its index.
@@ -103,46 +102,46 @@ def finish(
 
     def call() -> Outcome:
         if not take_loss:
-            return _outputs(state, weights, y, microbatch, values)
-        run = pure(state, lambda weights, y: _finish(state, weights, y, microbatch, values)[0])
+            return _outputs(rank, weights, y, microbatch, values)
+        run = pure(rank, lambda weights, y: _finish(rank, weights, y, microbatch, values)[0])
         outcome: Outcome = run(weights, y)
         return outcome
 
-    return with_added(state, call, adds=state.adding_ends)
+    return with_added(rank, call, adds=rank.facts.adding_ends)
 
 
 def _outputs(
-    state: RankState, weights: Leaves, y: Tree, microbatch: Any, values: Values | None = None
+    rank: Rank, weights: Leaves, y: Tree, microbatch: Any, values: Values | None = None
 ) -> Outcome:
     """The result of the head."""
-    if not state.model.has_head:
+    if not rank.model.has_head:
         return Outcome(y)
-    own, paths = own_axes(y, state.axes), _paths(state, values)
-    with noted("head", y, state.batch.extras):
-        found, after = _call(state, weights, microbatch, headed, y, own, paths=paths, values=values)
-        found = vary(checked("head", found, "its outputs"), state.axes)
+    own, paths = own_axes(y, rank.axes), _paths(rank, values)
+    with noted("head", y, rank.batch.extras):
+        found, after = _call(rank, weights, microbatch, headed, y, own, paths=paths, values=values)
+        found = vary(checked("head", found, "its outputs"), rank.axes)
     return Outcome(found, state={"finish": after} if paths else {})
 
 
 def _finish(
-    state: RankState, weights: Leaves, y: Tree, microbatch: Any, values: Values | None = None
+    rank: Rank, weights: Leaves, y: Tree, microbatch: Any, values: Values | None = None
 ) -> tuple[Outcome, LossMetrics | None]:
     """Head and loss, one after the other; also how metrics are made of the sums."""
-    outputs = _outputs(state, weights, y, microbatch, values)
+    outputs = _outputs(rank, weights, y, microbatch, values)
     written = dict(outputs.state)
     before = written.get("finish", values)
-    taken, after = take_loss_of(state, weights, outputs.value, microbatch, values=before)
+    taken, after = take_loss_of(rank, weights, outputs.value, microbatch, values=before)
     if after is not None:
         written = {"finish": after}
     weight = jax.lax.stop_gradient(taken.weight)
-    value = _over_weight(state, taken.total, taken.weight - weight)
+    value = _over_weight(rank, taken.total, taken.weight - weight)
     sums = {"loss": [taken.total], "weight": [weight], "metrics": taken.sums}
-    value, sums = same_over_others("loss_fn", vary((value, sums), state.axes), state.axes)
+    value, sums = same_over_others("loss_fn", vary((value, sums), rank.axes), rank.axes)
     return Outcome(value, state=written, sums=sums), taken.metrics
 
 
 def take_loss_of(
-    state: RankState,
+    rank: Rank,
     weights: Leaves,
     outputs: Tree,
     microbatch: Any,
@@ -155,70 +154,68 @@ def take_loss_of(
     ``targets`` are those of the microbatch unless they are given.
     """
     after: Values | None = None
-    targets = at(state.batch.targets, microbatch) if targets is None else targets
+    targets = at(rank.batch.targets, microbatch) if targets is None else targets
 
     def of_module(outputs: Tree, targets: Tree) -> Any:
         nonlocal after
-        own, paths = own_axes(outputs, state.axes), _paths(state, values)
+        own, paths = own_axes(outputs, rank.axes), _paths(rank, values)
         given = outputs, targets
-        found, left = _call(
-            state, weights, microbatch, lost, given, own, paths=paths, values=values
-        )
+        found, left = _call(rank, weights, microbatch, lost, given, own, paths=paths, values=values)
         after = left if paths else None
         return found
 
-    is_module = isinstance(state.model.loss_fn, LossModule)
-    loss_fn = of_module if is_module else cast("LossFn", state.model.loss_fn)
-    with noted("loss_fn", (outputs, targets), state.batch.extras):
-        options: dict[str, Any] = {"has_aux": state.model.has_aux, "share": state.share}
+    is_module = isinstance(rank.model.loss_fn, LossModule)
+    loss_fn = of_module if is_module else cast("LossFn", rank.model.loss_fn)
+    with noted("loss_fn", (outputs, targets), rank.batch.extras):
+        options: dict[str, Any] = {"has_aux": rank.model.has_aux, "share": rank.slices.share}
         taken = take_loss(loss_fn, outputs, targets, **options)
     return taken, after
 
 
-def _over_weight(state: RankState, total: jax.Array, change: jax.Array) -> jax.Array:
+def _over_weight(rank: Rank, total: jax.Array, change: jax.Array) -> jax.Array:
     """The sum, with the gradient of sum / weight times the weight, if that has a gradient too.
 
     Args:
-      state: the rank's.
+      rank: the rank's.
       total: of a microbatch.
       change: that of its weight: 0, with the weight's gradient.
     """
-    if state.mean is None:
+    if rank.loss.mean is None:
         return total
-    return total - vary(state.mean, state.axes) * change
+    return total - vary(rank.loss.mean, rank.axes) * change
 
 
-def metrics_of(state: RankState, y: Tree) -> tuple[Leaves, LossMetrics | None]:
+def metrics_of(rank: Rank, y: Tree) -> tuple[Leaves, LossMetrics | None]:
     """The types of the sums that metrics are made of, and how; found by a trace.
 
     Args:
-      state: the rank's.
+      rank: the rank's.
       y: types of the last stage's output.
     """
-    if not state.model.has_aux:
+    if not rank.model.has_aux:
         return [], None
     found = list[LossMetrics | None]()
 
     def measured() -> Leaves:
-        outcome, metrics = _finish(state, state.ends, blank(y, state.axes), 0)
+        outcome, metrics = _finish(rank, rank.ends, blank(y, rank.axes), 0)
         found.append(metrics)
         return outcome.sums["metrics"]
 
     return jax.eval_shape(measured), found[0]
 
 
-def features(state: RankState, weights: Leaves, y: Tree, microbatch: Any) -> jax.Array:
+def features(rank: Rank, weights: Leaves, y: Tree, microbatch: Any) -> jax.Array:
     """The array that a head which all ranks share makes its logits of."""
-    own = own_axes(y, state.axes)
+    own = own_axes(y, rank.axes)
 
     def run(weights: Leaves, y: Tree) -> Tree:
-        return _call(state, weights, microbatch, featured, y, own)[0]
+        return _call(rank, weights, microbatch, featured, y, own)[0]
 
-    return cast("jax.Array", vary(pure(state, run)(weights, y), state.axes))
+    return cast("jax.Array", vary(pure(rank, run)(weights, y), rank.axes))
 
 
 def _call(
-    state: RankState,
+    rank: Rank,
     weights: Leaves,
     microbatch: Any,
     method: Any,
@@ -232,7 +229,7 @@ def _call(
     """The result of a method of the ends, and the variables at some paths as it leaves them.
 
     Args:
-      state: the rank's.
+      rank: the rank's.
       weights: of embed and head.
       microbatch: its index.
       method: a function of the module of the ends and of ``given``.
@@ -242,63 +239,63 @@ def _call(
       paths: of declared variables.
       values: of these before the call, if not those of the rank's state.
     """
-    params = jax.tree.unflatten(jax.tree.structure(state.weights.ends), computed(state, weights))
-    streams, fixed = state.ends_streams
-    if state.held is not None:
-        leaves = state.held.leaves(None, microbatch, now=now)
-        whole = jax.tree.unflatten(jax.tree.structure(state.weights.ends_rest), leaves)
+    params = jax.tree.unflatten(jax.tree.structure(rank.weights.ends), computed(rank, weights))
+    streams, fixed = rank.ends_streams
+    if rank.declared is not None:
+        leaves = rank.declared.leaves(None, microbatch, now=now)
+        whole = jax.tree.unflatten(jax.tree.structure(rank.weights.ends_rest), leaves)
         fixed = split_streams(whole)[1]
     if values is not None:
         fixed = with_values(dict(nnx.to_flat_state(fixed)), paths, values)
-    rest = nnx.merge_state(fold(streams, microbatch, state.axes, own), fixed)
-    with batch_part_of(state.part_of(microbatch)) as asking:
-        found, after = state.model.ends.update(method, params, rest, given, paths=paths)
+    rest = nnx.merge_state(fold(streams, microbatch, rank.axes, own), fixed)
+    with batch_part_of(rank.part_of(microbatch)) as asking:
+        found, after = rank.model.ends.update(method, params, rest, given, paths=paths)
     if asking.read_mask:
-        state.mask_readers.add(_PART_OF.get(method.__name__, "embed"))
-    return found, vary(after, state.axes)
+        rank.facts.mask_readers.add(_PART_OF.get(method.__name__, "embed"))
+    return found, vary(after, rank.axes)
 
 
 # --- declared state ---
 
 
-def ends_paths(state: RankState) -> list[Any]:
+def ends_paths(rank: Rank) -> list[Any]:
     """The paths of the ends' declared variables, in the order of their state."""
-    return state_paths(state.ends_streams[1], state.model.ends.state)
+    return state_paths(rank.ends_streams[1], rank.model.ends.state)
 
 
-def ends_values(state: RankState) -> Values:
+def ends_values(rank: Rank) -> Values:
     """The values of these variables before a step."""
-    flat = dict(nnx.to_flat_state(state.ends_streams[1]))
-    return [jax.tree.leaves(flat[path]) for path in ends_paths(state)]
+    flat = dict(nnx.to_flat_state(rank.ends_streams[1]))
+    return [jax.tree.leaves(flat[path]) for path in ends_paths(rank)]
 
 
-def _writes(state: RankState) -> bool:
+def _writes(rank: Rank) -> bool:
     """Tell whether embed, head or loss writes any of it."""
-    return state.held is not None and state.held.writes_ends
+    return rank.declared is not None and rank.declared.writes_ends
 
 
-def _paths(state: RankState, values: Values | None) -> list[Any]:
-    return ends_paths(state) if values is not None or _writes(state) else []
+def _paths(rank: Rank, values: Values | None) -> list[Any]:
+    return ends_paths(rank) if values is not None or _writes(rank) else []
 
 
-def ends_usage(state: RankState, y: Tree, *, take_loss: bool) -> Usage:
+def ends_usage(rank: Rank, y: Tree, *, take_loss: bool) -> Usage:
     """Find how embed, head and loss use the state that they may write; ``y`` as of `metrics_of`."""
-    values = ends_values(state)
+    values = ends_values(rank)
     if not values:
         return (), ()
-    inputs = at(state.batch.inputs, 0)
+    inputs = at(rank.batch.inputs, 0)
     written = read = [False] * len(jax.tree.leaves(values))
 
     def first(values: Values) -> tuple[Tree, Values]:
-        outcome = embed(state, state.ends, inputs, 0, now=True, values=values)
+        outcome = embed(rank, rank.ends, inputs, 0, now=True, values=values)
         return outcome.value, outcome.state["embed"]
 
     def last(values: Values) -> tuple[Tree, Values]:
-        given = state.ends, blank(y, state.axes), 0
-        outcome = finish(state, *given, take_loss=take_loss, values=values)
+        given = rank.ends, blank(y, rank.axes), 0
+        outcome = finish(rank, *given, take_loss=take_loss, values=values)
         return (outcome.value, outcome.sums), outcome.state.get("finish", values)
 
-    found = [usage_of(first, values)] if state.model.has_embed else []
+    found = [usage_of(first, values)] if rank.model.has_embed else []
     found.append(usage_of(last, values))
     for a, b in found:
         written = [x or y for x, y in zip(written, a, strict=True)]
@@ -309,41 +306,30 @@ def ends_usage(state: RankState, y: Tree, *, take_loss: bool) -> Usage:
 # --- shared with stages ---
 
 
-def pure(state: RankState, run: Callable[..., Tree]) -> Callable[..., Tree]:
+def pure(rank: Rank, run: Callable[..., Tree]) -> Callable[..., Tree]:
     """A part of the model as a function of its arguments, with values in place of refs."""
-    return without_refs(run) if state.has_refs else run
+    return without_refs(run) if rank.facts.has_refs else run
 
 
-def computed(state: RankState, tree: Tree) -> Tree:
+def computed(rank: Rank, tree: Tree) -> Tree:
     """Parameters or activations in the dtype to compute in."""
-    return as_computed(tree, state.model.compute_dtype)
+    return as_computed(tree, rank.model.compute_dtype)
 
 
-def with_added(state: RankState, call: Callable[[], Outcome], *, adds: bool) -> Outcome:
+def with_added(rank: Rank, call: Callable[[], Outcome], *, adds: bool) -> Outcome:
     """The outcome of a call; in an evaluation with the sum of the losses that it adds."""
-    if not (adds and state.counts):
+    if not (adds and rank.loss.counts):
         return call()
 
     def run(probe: jax.Array) -> Outcome:
-        with adding_losses(dataclasses.replace(state.adding(), probe=probe)):
+        with adding_losses(dataclasses.replace(rank.adding(), probe=probe)):
             return call()
 
-    outcome, added = counted(run, state.adding().probe)
+    outcome, added = counted(run, rank.adding().probe)
     return dataclasses.replace(cast("Outcome", outcome), added=[added])
 
 
-def slice_of(state: RankState, unit: Any) -> Any:
-    """The place of a unit in its sequence; () where sequences are whole."""
-    if state.num_slices == 1:
-        return ()
-    if state.part is not None:
-        return FixedSlice(state.part, state.num_slices, state.lengths)
-    index = jnp.asarray(unit, jnp.int32) % state.num_slices
-    return SequenceSlice(vary(index, state.axes), state.num_slices)
-
-
 _PART_OF = {"headed": "head", "featured": "head", "lost": "loss_fn"}  # by method
-CALL_SLICE = "call_slice"  # the method of stages and embed that know of slices
 
 
 # Methods as functions with names, so that two calls can be seen to be the same.
@@ -352,24 +338,6 @@ CALL_SLICE = "call_slice"  # the method of stages and embed that know of slices
 def embedded(ends: Any, inputs: Tree) -> Tree:
     """The input of stage 0."""
     return ends.embed(inputs)
-
-
-def embedded_slice(ends: Any, given: tuple[Tree, Any]) -> Tree:
-    """The input of stage 0 for one slice.
-
-    Raises:
-      ValueError: embed leaves something for later slices.
-    """
-    inputs, part = given
-    if not hasattr(ends.embed, CALL_SLICE):
-        return ends.embed(inputs)
-    y, own = ends.embed.call_slice(inputs, None, part)
-    if jax.tree.leaves(own):
-        raise ValueError(
-            f"call_slice of embed returned a carry, {types_text(own)}: only stages keep values of "
-            f"earlier slices; return (y, ()), and move what mixes positions into the first stage"
-        )
-    return y
 
 
 def headed(ends: Any, y: Tree) -> Tree:

@@ -17,25 +17,26 @@ import numpy as np
 from flax import nnx
 
 from collectives import STAGE, vary
-from collectives.compat import varying_in
 from pipeline.base.rows import batch_part_of
-from pipeline.base.tree import Index, Leaves, Tree, blank, pick, zeros
+from pipeline.base.tree import Index, Leaves, Tree, pick
 from pipeline.core.autodiff.jaxpr.narrow import with_copies
-from pipeline.core.autodiff.outcome import Outcome, SlicedInput
+from pipeline.core.autodiff.outcome import Outcome
 from pipeline.core.model.randomness import fold, own_axes, split_streams
 from pipeline.core.model.stage import Seat
 from pipeline.core.step.calls.checks import naming
-from pipeline.core.step.calls.ends import CALL_SLICE, computed, pure, slice_of, with_added
-from pipeline.core.step.calls.held import Usage, Values, state_paths, usage_of, with_values
+from pipeline.core.step.calls.declared import Usage, Values, state_paths, usage_of, with_values
+from pipeline.core.step.calls.ends import computed, pure, with_added
 from pipeline.core.step.calls.messages import checked
-from pipeline.core.step.calls.state import Lazy, RankState
+from pipeline.core.step.calls.rank import Rank
+from pipeline.core.step.calls.slices import blank_input, call_of, slice_of
+from pipeline.core.step.stores.weights import Lazy
 
 
 class Forward:
     """The stages of one kind, as functions of a rank's weights.
 
     Args:
-      state: the rank's arrays.
+      rank: the rank's arrays.
       seat: that of a stage of this kind.
       x: a tree of types, such a stage's input; None as long as that is not known.
       y: the type of its output, or None.
@@ -56,7 +57,7 @@ class Forward:
 
     def __init__(
         self,
-        state: RankState,
+        rank: Rank,
         seat: Seat,
         x: Tree = None,
         y: Tree = None,
@@ -65,30 +66,30 @@ class Forward:
         earlier: Tree = None,
         adds: bool = False,
     ) -> None:
-        self.state, self._seat = state, seat
-        self.model, self.batch, self.axes = state.model, state.batch, state.axes
-        self.home, self.num_chunks = seat.chunk, state.num_chunks
+        self.rank, self._seat = rank, seat
+        self.model, self.batch, self.axes = rank.model, rank.batch, rank.axes
+        self.home, self.num_chunks = seat.chunk, rank.num_chunks
         self.reads_mask = False
         self.activation, self.output, self.adds = x, y, adds
         self.carry, self.earlier = carry, carry if earlier is None else earlier
-        self.ends_weights = state.ends
+        self.ends_weights = rank.ends
         self.weights: Sequence[Leaves]
         self.streams: Sequence[Tree]
         self.fixed: Sequence[Tree]
         self.params_tree: Any
         if seat.views is None:
-            self.params_tree = jax.tree.structure(state.weights.chunks[seat.chunk])
-            self.weights = state.chunks
-            self.streams = [streams for streams, _ in state.streams]
-            self.fixed = [fixed for _, fixed in state.streams]
+            self.params_tree = jax.tree.structure(rank.weights.chunks[seat.chunk])
+            self.weights = rank.chunks.whole
+            self.streams = [streams for streams, _ in rank.streams]
+            self.fixed = [fixed for _, fixed in rank.streams]
             return
         params, rest = seat.views.params, seat.views.rest
 
         def others(chunk: int) -> tuple[Tree, Tree]:
-            return split_streams(rest.tree(jax.tree.leaves(state.weights.chunks_rest[chunk])))
+            return split_streams(rest.tree(jax.tree.leaves(rank.weights.chunks_rest[chunk])))
 
         self.params_tree = params.treedef
-        self.weights = Lazy(self.num_chunks, lambda chunk: params.leaves(state.chunks[chunk]))
+        self.weights = Lazy(self.num_chunks, lambda chunk: params.leaves(rank.chunks.whole[chunk]))
         self.streams = Lazy(self.num_chunks, lambda chunk: others(chunk)[0])
         self.fixed = Lazy(self.num_chunks, lambda chunk: others(chunk)[1])
 
@@ -117,22 +118,19 @@ class Forward:
             paths = self.state_paths if self.writes else ()
 
         def run(weights: Leaves, x: Tree) -> Outcome:
-            params = jax.tree.unflatten(self.params_tree, computed(self.state, weights))
+            params = jax.tree.unflatten(self.params_tree, computed(self.rank, weights))
             rest = nnx.merge_state(streams, others)
-            given: Any = params, rest, x, extras
-            method: Any = called
-            if isinstance(x, SlicedInput):
-                given, method = (params, rest, x, part, extras), called_on_slice
+            method, given = call_of(x, part, extras)
             with batch_part_of(batch_part) as asking:
-                y, after = self._seat.definition.update(method, *given, paths=paths)
+                update = self._seat.definition.update
+                (y, carry), after = update(method, params, rest, *given, paths=paths)
             self.reads_mask |= asking.read_mask
-            y, carry = y if isinstance(x, SlicedInput) else (y, ())
             carry = checked("a stage", carry, "the carry of a slice")
             state = {"stage": after} if paths else {}
             return Outcome(checked("a stage", y), state=state, carry=carry)
 
         run = naming(run, *where) if where else run
-        run = pure(self.state, run)
+        run = pure(self.rank, run)
         if any(copy is not None for copy in narrow):
             run = with_copies(run, narrow)
         if self.model.policy is not None:
@@ -140,11 +138,11 @@ class Forward:
 
         def call() -> Outcome:
             found: Outcome = run(weights, x)
-            y, axes = computed(self.state, found.value), self.axes
+            y, axes = computed(self.rank, found.value), self.axes
             state, sums, carry = vary((found.state, found.sums, found.carry), axes)
-            return Outcome(self.state.varied(y), state=state, sums=sums, carry=carry)
+            return Outcome(self.rank.varied(y), state=state, sums=sums, carry=carry)
 
-        return with_added(self.state, call, adds=self.adds)
+        return with_added(self.rank, call, adds=self.adds)
 
     @property
     def definition(self) -> Any:
@@ -154,7 +152,7 @@ class Forward:
     @property
     def blank(self) -> Tree:
         """Zeros of the type of such a stage's input."""
-        return blank_input(self.state, self.activation, self.earlier, self.axes)
+        return blank_input(self.rank, self.activation, self.earlier, self.axes)
 
     def stage_arguments(
         self, chunk: Index, microbatch: Any, *, now: bool = False
@@ -162,12 +160,13 @@ class Forward:
         """The arguments of `stage` before its input; ``now`` for the forward that writes state."""
         own = own_axes(self.activation, self.axes)
         streams = fold(pick(self.streams, chunk), microbatch, self.axes, own)
-        part = slice_of(self.state, microbatch)
-        batch_part = self.state.part_of(microbatch)
+        part = slice_of(self.rank, microbatch)
+        batch_part = self.rank.part_of(microbatch)
         extras = self.batch.extras_of(microbatch)
         side = streams, extras, part, batch_part, *self._where(chunk, microbatch)
-        fixed = pick(self.fixed if self.state.held is None else self._held(microbatch, now), chunk)
-        (whole, narrow), views = self.state.parameters(chunk, microbatch), self._seat.views
+        fixed = self.fixed if self.rank.declared is None else self._declared(microbatch, now)
+        fixed, views = pick(fixed, chunk), self._seat.views
+        whole, narrow = self.rank.chunks.read(chunk, microbatch)
         if views is None:
             return whole, (fixed, narrow), side
         cells = [narrow[spot.cell] for spot in views.params.spots]
@@ -177,7 +176,7 @@ class Forward:
 
     def _where(self, chunk: Index, microbatch: Any) -> list[tuple[jax.Array, jax.Array]]:
         """The numbers of stage and microbatch for the errors of checks, if there are any."""
-        if not self.state.checks:
+        if not self.rank.facts.has_checks:
             return []
         seats = self.model.stages
         numbers = np.zeros((len(seats) // self.num_chunks, self.num_chunks), np.int32)
@@ -196,8 +195,8 @@ class Forward:
     @property
     def writes(self) -> bool:
         """True if a stage's forward writes any of it."""
-        held = self.state.held
-        return held is not None and held.writes[self._seat.rank, self._seat.chunk]
+        declared = self.rank.declared
+        return declared is not None and declared.writes[self._seat.rank, self._seat.chunk]
 
     def stage_usage(self) -> Usage:
         """Find how a stage uses the state that it may write."""
@@ -206,7 +205,7 @@ class Forward:
 
         def run(values: Values) -> tuple[Tree, Values]:
             found = with_values(flat, paths, values)
-            x = blank_input(self.state, self.activation, self.earlier, ())
+            x = blank_input(self.rank, self.activation, self.earlier, ())
             outcome = self.stage(weights, (found, narrow), side, x, paths=paths)
             return outcome.value, outcome.state.get("stage", [])
 
@@ -217,58 +216,16 @@ class Forward:
     ) -> None:
         """Keep the state of an `Outcome`: of a stage of this kind, or of the ends."""
         for part, values in state.items():
-            self.state.held.keep(part, self._seat, chunk, microbatch, values, real)
+            self.rank.declared.keep(part, self._seat, chunk, microbatch, values, real)
 
-    def _held(self, microbatch: Any, now: bool) -> Sequence[Tree]:
+    def _declared(self, microbatch: Any, now: bool) -> Sequence[Tree]:
         """[V] as `fixed`, with the state that a microbatch is to see."""
 
         def others(chunk: int) -> Tree:
-            leaves = self.state.held.leaves(chunk, microbatch, now=now)
+            leaves = self.rank.declared.leaves(chunk, microbatch, now=now)
             if self._seat.views is not None:
                 return split_streams(self._seat.views.rest.tree(leaves))[1]
-            structure = jax.tree.structure(self.state.weights.chunks_rest[chunk])
+            structure = jax.tree.structure(self.rank.weights.chunks_rest[chunk])
             return split_streams(jax.tree.unflatten(structure, leaves))[1]
 
         return Lazy(self.num_chunks, others)
-
-
-def blank_input(state: RankState, x: Tree, carry: Tree, axes: tuple[str, ...]) -> Tree:
-    """Zeros of the type of a stage's input; with slices, a `SlicedInput`.
-
-    Args:
-      state: the rank's.
-      x: types of the activation.
-      carry: types of what a slice leaves for later ones.
-      axes: the mesh axes over which the activation varies, beside those that its types say.
-    """
-    if state.num_slices == 1:
-        return blank(x, axes)
-    N = state.num_slices
-    many = [
-        vary(zeros(t, lead=(N,)), varying_in(t, otherwise=state.axes))
-        for t in jax.tree.leaves(carry)
-    ]
-    return SlicedInput(blank(x, axes), jax.tree.unflatten(jax.tree.structure(carry), many))
-
-
-def called(stage: Any, x: Tree, extras: dict[str, Tree]) -> Tree:
-    """A stage's output; a function with a name, so that two calls can be seen to be the same."""
-    return stage(x, **extras)
-
-
-def called_on_slice(stage: Any, x: SlicedInput, part: Any, extras: dict[str, Tree]) -> Any:
-    """A stage's output on a slice, and the slice's carry; empty where it knows of no slices.
-
-    Raises:
-      ValueError: `call_slice` returned something else.
-    """
-    if not hasattr(stage, CALL_SLICE):
-        return called(stage, x.x, extras), ()
-    found = stage.call_slice(x.x, x.earlier, part, **extras)
-    if not (isinstance(found, tuple) and len(found) == 2):
-        raise ValueError(
-            f"call_slice of {type(stage).__name__} returned a {type(found).__name__}: return a "
-            f"pair (y, own), the output of this slice and a pytree of arrays that later slices of "
-            f"the sequence read as earlier"
-        )
-    return found

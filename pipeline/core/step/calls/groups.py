@@ -36,7 +36,7 @@ from pipeline.core.model.overlay import View, overlay_trees
 from pipeline.core.model.stage import Seat
 from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.local_model import LocalModel
-from pipeline.core.step.calls.state import RankState
+from pipeline.core.step.calls.rank import Rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,31 +65,31 @@ class GroupedModel(LocalModel):
       groups: of all stages.
     """
 
-    def __init__(self, state: RankState, activations: Activations, ways: Sequence[Way]) -> None:
-        found = list(zip(state.by_slice, activations.by_slice, strict=True))
-        found = found or [(state, activations)]
+    def __init__(self, rank: Rank, activations: Activations, ways: Sequence[Way]) -> None:
+        found = list(zip(rank.by_slice, activations.by_slice, strict=True))
+        found = found or [(rank, activations)]
         types = activations.types
         between = {signature(x): x for _, of in found for x in of.types[1:-1]}
         wire, views = overlay_trees(list(between.values()))
-        super().__init__(state, state.model.stages[0], types[0], types[-1], ways[0], wire)
+        super().__init__(rank, rank.model.stages[0], types[0], types[-1], ways[0], wire)
         view_of = dict(zip(between, views, strict=True))
 
-        def groups(state: RankState, own: Activations) -> Iterator[StageGroup]:
+        def groups(rank: Rank, own: Activations) -> Iterator[StageGroup]:
             all_ends = list(itertools.pairwise(map(signature, own.types)))
-            for (_, _, ends, way), stages in state.same_stages(all_ends, ways).items():
+            for (_, _, ends, way), stages in rank.same_stages(all_ends, ways).items():
                 k = stages[0]
                 seat = self.model.stages[k]
-                of = state, seat, own.types[k], own.types[k + 1], way, wire
+                of = rank, seat, own.types[k], own.types[k + 1], way, wire
                 more = {"carry": own.carries[k], "earlier": activations.carries[k]}
-                local = LocalModel(*of, **more, adds=state.adding_stages[k])
+                local = LocalModel(*of, **more, adds=rank.facts.adding_stages[k])
                 x_view, y_view = map(view_of.get, ends)
-                yield StageGroup(tuple(stages), seat, local, x_view, y_view, state.part)
+                yield StageGroup(tuple(stages), seat, local, x_view, y_view, rank.slices.number)
 
         self.groups = tuple(group for one in found for group in groups(*one))
 
     def weight_of_targets(self) -> jax.Array | None:
         """The weight of all losses, also where slices have lengths of their own."""
-        if not self.state.lengths:
+        if not self.rank.slices.lengths:
             return super().weight_of_targets()
         last = len(self.model.stages) - 1
         ends = [group.local for group in self.groups if last in group.stages]
@@ -106,22 +106,22 @@ class GroupedModel(LocalModel):
         return SharedHalves(self, residuals, in_place=in_place)
 
 
-def make_local_model(state: RankState, activations: Activations, ways: Sequence[Way]) -> LocalModel:
+def make_local_model(rank: Rank, activations: Activations, ways: Sequence[Way]) -> LocalModel:
     """A rank's part of the model: of one kind of stages, or of several groups.
 
     Args:
-      state: what the rank holds.
+      rank: what the rank holds.
       activations: what passes between the stages.
       ways: [K] how far each stage's backward goes.
     """
-    types, stages = activations.types, state.model.stages
-    codes = set(map(state.code, stages))
+    types, stages = activations.types, rank.model.stages
+    codes = set(map(rank.code, stages))
     is_alike = len(codes) == len(set(map(signature, types))) == len(set(ways)) == 1
-    if is_alike and not state.lengths:
-        (x, *_), adds = types, any(state.adding_stages)
+    if is_alike and not rank.slices.lengths:
+        (x, *_), adds = types, any(rank.facts.adding_stages)
         carry = activations.carries[0]
-        return LocalModel(state, stages[0], x, x, ways[0], x, carry=carry, adds=adds)
-    return GroupedModel(state, activations, ways)
+        return LocalModel(rank, stages[0], x, x, ways[0], x, carry=carry, adds=adds)
+    return GroupedModel(rank, activations, ways)
 
 
 class WithOutput:

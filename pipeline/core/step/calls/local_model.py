@@ -27,14 +27,14 @@ from pipeline.core.model.loss import LossMetrics
 from pipeline.core.model.stage import Seat
 from pipeline.core.step.calls import ends
 from pipeline.core.step.calls.forward import Forward
-from pipeline.core.step.calls.state import RankState
+from pipeline.core.step.calls.rank import Rank
 
 
 class LocalModel(Forward):
     """The stages of one kind on a rank, with their pullbacks and those of embed, head and loss.
 
     Args:
-      state: what the rank holds.
+      rank: what the rank holds.
       seat: that of a stage of this kind.
       x: a tree of types, such a stage's input.
       y: the type of its output.
@@ -50,7 +50,7 @@ class LocalModel(Forward):
 
     def __init__(
         self,
-        state: RankState,
+        rank: Rank,
         seat: Seat,
         x: Tree,
         y: Tree,
@@ -61,7 +61,7 @@ class LocalModel(Forward):
         earlier: Tree = None,
         adds: bool = False,
     ) -> None:
-        super().__init__(state, seat, x, y, carry=carry, earlier=earlier, adds=adds)
+        super().__init__(rank, seat, x, y, carry=carry, earlier=earlier, adds=adds)
         self.trained, self.wire, self.way = way.weights, wire, way
 
     @property
@@ -77,7 +77,7 @@ class LocalModel(Forward):
     @functools.cached_property
     def metrics(self) -> tuple[Leaves, LossMetrics | None]:
         """The types of the sums that metrics are made of, and how."""
-        return ends.metrics_of(self.state, self.output)
+        return ends.metrics_of(self.rank, self.output)
 
     def loss_is_mean(self) -> tuple[bool, Any, Adding, Adding]:
         """Tell whether every microbatch's loss has weight 1; found by a trace.
@@ -88,22 +88,22 @@ class LocalModel(Forward):
         Raises:
           ValueError: the loss itself does.
         """
-        state = self.state
+        rank = self.rank
         found: list[Any] = []
 
         def probe(weights: Leaves) -> Any:
             y = blank(self.output, self.axes)
             with adding_losses(Adding()) as of_head:
-                outputs = ends.finish(state, weights, y, 0, take_loss=False).value
+                outputs = ends.finish(rank, weights, y, 0, take_loss=False).value
             with adding_losses(Adding()) as of_loss:
-                taken, _ = ends.take_loss_of(state, weights, outputs, 0)
+                taken, _ = ends.take_loss_of(rank, weights, outputs, 0)
             if of_loss.is_used:
                 raise ValueError(
                     "loss_fn called add_loss, which is for what has no other way to the loss; add "
                     "the value to what loss_fn returns"
                 )
             with adding_losses(Adding()) as of_embed:
-                embedded = ends.embed(state, weights, at(self.batch.inputs, 0), 0).value
+                embedded = ends.embed(rank, weights, at(self.batch.inputs, 0), 0).value
             found.extend([taken.is_mean, of_embed, of_head])
             return embedded, taken.total, taken.weight
 
@@ -124,7 +124,7 @@ class LocalModel(Forward):
             return vary(self._weight(weights, combine(y, floats, others), 0), self.axes)
 
         def back(primals: Any, ct: jax.Array) -> Any:
-            return jax.vjp(ends.pure(self.state, weigh), *primals)[1](ct)
+            return jax.vjp(ends.pure(self.rank, weigh), *primals)[1](ct)
 
         ct = vary(jnp.zeros((), real()), self.axes)
         closed = jax.make_jaxpr(back)(primals, ct)
@@ -137,8 +137,8 @@ class LocalModel(Forward):
         Of one slice of every microbatch, if slices have lengths of their own.
         """
         targets, y = self.batch.targets, blank(self.output, self.axes)
-        if (part := self.state.part) is not None:
-            targets = jax.tree.map(lambda x: x[part :: self.state.num_slices], targets)
+        if (part := self.rank.slices.number) is not None:
+            targets = jax.tree.map(lambda x: x[part :: self.rank.slices.count], targets)
 
         def weigh(y: Tree, of_one: Tree) -> jax.Array:
             return jax.lax.stop_gradient(self._weight(self.ends_weights, y, 0, targets=of_one))
@@ -157,8 +157,8 @@ class LocalModel(Forward):
         self, weights: Leaves, y: Tree, microbatch: int, *, targets: Tree = None
     ) -> jax.Array:
         """The weight of a microbatch's loss."""
-        outputs = ends.finish(self.state, weights, y, microbatch, take_loss=False).value
-        taken, _ = ends.take_loss_of(self.state, weights, outputs, microbatch, targets=targets)
+        outputs = ends.finish(self.rank, weights, y, microbatch, take_loss=False).value
+        taken, _ = ends.take_loss_of(self.rank, weights, outputs, microbatch, targets=targets)
         return taken.weight
 
     def embed_pullback(self, microbatch: Any) -> tuple[Outcome, Pullback]:
@@ -168,7 +168,7 @@ class LocalModel(Forward):
 
         def f(weights: Leaves, leaves: Leaves) -> Outcome:
             given = combine(inputs, leaves, others)
-            return ends.embed(self.state, weights, given, microbatch)
+            return ends.embed(self.rank, weights, given, microbatch)
 
         return self._pulled_ends(f, floats, "embed")
 
@@ -177,7 +177,7 @@ class LocalModel(Forward):
         floats, others = partition(y)
 
         def f(weights: Leaves, leaves: Leaves) -> Outcome:
-            return ends.finish(self.state, weights, combine(y, leaves, others), microbatch)
+            return ends.finish(self.rank, weights, combine(y, leaves, others), microbatch)
 
         part = "head, or loss_fn," if self.model.has_head else "loss_fn"
         return self._pulled_ends(f, floats, part)
@@ -189,7 +189,7 @@ class LocalModel(Forward):
             floats,
             grad_dtype=self.model.grad_dtype,
             trained=self.model.trained.ends,
-            adding=self.state.adding if self.state.adding_ends else None,
+            adding=self.rank.adding if self.rank.facts.adding_ends else None,
             part=part,
         )
 
@@ -207,7 +207,7 @@ class LocalModel(Forward):
     @property
     def _options(self) -> dict[str, Any]:
         """The options with which a stage is differentiated."""
-        adding: MakeAdding | None = self.state.adding if self.adds else None
+        adding: MakeAdding | None = self.rank.adding if self.adds else None
         return {"grad_dtype": self.model.grad_dtype, "way": self.way, "adding": adding}
 
     @property
@@ -229,7 +229,7 @@ class LocalModel(Forward):
         stash, home = self.blank, self.home
         (dy, _) = partition((blank(self.output, self.axes), blank(self.carry, self.axes)))
         linearize: Linearize = self._linearize
-        if residuals is not None and self.state.num_slices > 1:
+        if residuals is not None and self.rank.slices.count > 1:
             linearize = lambda w, fixed, side, both: (  # noqa: E731
                 None,
                 residuals.backward(w, fixed, side, *both),

@@ -18,10 +18,10 @@ from pipeline.core.model.loss import same_over_others
 from pipeline.core.step.calls.activations import follow
 from pipeline.core.step.calls.ends import finish
 from pipeline.core.step.calls.forward import Forward
-from pipeline.core.step.calls.state import RankState
+from pipeline.core.step.calls.rank import Rank
 
 
-def check_outputs(last: Forward, state: RankState) -> None:
+def check_outputs(last: Forward, rank: Rank) -> None:
     """Check that the leading axis of all outputs is the batch.
 
     An axis may have the size b by chance (b is 1, or as many words, or heads), so the model is
@@ -30,11 +30,11 @@ def check_outputs(last: Forward, state: RankState) -> None:
     Raises:
       ValueError: that of one is not; or one differs between ranks of a further axis.
     """
-    who = "head" if state.model.has_head else "the last stage"
-    rows = jax.tree.leaves(at(state.batch.inputs, 0))[0].shape[0]
+    who = "head" if rank.model.has_head else "the last stage"
+    rows = jax.tree.leaves(at(rank.batch.inputs, 0))[0].shape[0]
     found = same_over_others(who, _outputs(last), last.axes)
     bad = [leaf for leaf in jax.tree.leaves(found) if leaf.shape[:1] != (rows,)]
-    bad = bad or _unlike_with_another_row(found, state)
+    bad = bad or _unlike_with_another_row(found, rank)
     if bad:
         raise ValueError(
             f"{who} returned {shape_text(bad[0])} of a microbatch of {rows} rows; microbatches are "
@@ -87,22 +87,22 @@ def check_sliced(results: Tree, num_slices: int) -> None:
 
 def _outputs(last: Forward) -> Tree:
     y = blank(last.output, last.axes)
-    given = last.state, last.ends_weights, y, 0
+    given = last.rank, last.ends_weights, y, 0
     return jax.eval_shape(lambda: finish(*given, take_loss=False).value)
 
 
-def _unlike_with_another_row(found: Tree, state: RankState) -> list[Any]:
+def _unlike_with_another_row(found: Tree, rank: Rank) -> list[Any]:
     """Outputs whose leading axis does not grow with the rows, or another one does."""
 
     def grown(x: jax.Array) -> jax.Array:
         return jnp.concatenate([x, x[:, :1]], axis=1)
 
     try:
-        state, activations = follow(
-            dataclasses.replace(state, batch=state.batch.map_rows(grown, lambda x: x))
+        rank, activations = follow(
+            dataclasses.replace(rank, batch=rank.batch.map_rows(grown, lambda x: x))
         )
-        seat = state.model.stages[-1]
-        more = _outputs(Forward(state, seat, *activations.types[-2:]))
+        seat = rank.model.stages[-1]
+        more = _outputs(Forward(rank, seat, *activations.types[-2:]))
     except Exception:  # noqa: BLE001  a model may be written for so many rows
         return []
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(more), strict=True)

@@ -64,13 +64,13 @@ class Actions:
 
     def _run(self, op: Op, row: Row) -> Tree:
         # What is for other actions starts before this one's products and is awaited behind them.
-        state = self.local.state
-        weights = state.gathered(op.gathers, row["microbatch"]) if op.gathers >= 0 else None
+        rank = self.local.rank
+        weights = rank.chunks.gathered(op.gathers, row["microbatch"]) if op.gathers >= 0 else None
         total = self.memory.chunk_grads[op.reduces].whole if op.reduces >= 0 else None
         parts = total.shared_out() if total else []
         message = self._act(op, row) if self._does_anything(op) else self.no_message()
         if op.gathers >= 0:
-            state.windows.write(op.gathers, weights)
+            rank.chunks.windows.write(op.gathers, weights)
         if total:
             total.keep(parts)
             total.leave()
@@ -97,7 +97,7 @@ class Actions:
         if op.stash_on_host and memory.residuals is None:
             memory.host_stashes[row["stash"]] = self.operand(op, row)
         if self._leaves_nothing(op):
-            if op.first and local.state.held is not None:
+            if op.first and local.rank.declared is not None:
                 self.operand(op, row, now=True)
             return self.no_message()
         x = self.given(row, self.operand(op, row, now=True))
@@ -116,7 +116,7 @@ class Actions:
 
     def _leaves_nothing(self, op: Op) -> bool:
         """Tell whether a forward is not needed: its backward, the next action, runs it again."""
-        leaves = self.local.writes or bool(self.local.state.stage_sums)
+        leaves = self.local.writes or bool(self.local.rank.facts.stage_sums)
         leaves = leaves or self.memory.carries is not None
         # Where all ranks share the head, no op is last: its input is a message.
         return self.step.training and is_last_forward_free(
@@ -144,17 +144,17 @@ class Actions:
 
     def embed(self, microbatch: Any, *, now: bool = False) -> Outcome:
         """The outcome of embed; ``now`` in a forward."""
-        state = self.local.state
-        inputs = at(state.batch.inputs, microbatch)
-        return ends.embed(state, state.ends, inputs, microbatch, now=now)
+        rank = self.local.rank
+        inputs = at(rank.batch.inputs, microbatch)
+        return ends.embed(rank, rank.ends, inputs, microbatch, now=now)
 
     def finish(self, y: Tree, microbatch: Any) -> Outcome:
         """The outcome of head and loss in an inference; without a loss, of the user's outputs."""
-        state, take_loss = self.local.state, self.step.take_loss
-        outcome = ends.finish(state, state.ends, y, microbatch, take_loss=take_loss)
+        rank, take_loss = self.local.rank, self.step.take_loss
+        outcome = ends.finish(rank, rank.ends, y, microbatch, take_loss=take_loss)
         if not self.step.logprobs:
             return outcome
-        found = logprobs_of(outcome.value, at(state.batch.targets, microbatch))
+        found = logprobs_of(outcome.value, at(rank.batch.targets, microbatch))
         return dataclasses.replace(outcome, value=found)
 
     def _finish(self, y: Tree, microbatch: Any) -> None:
@@ -290,7 +290,7 @@ class Actions:
 
     def loss_cotangent(self) -> jax.Array:
         """Cotangent of a microbatch's loss."""
-        return vary(jnp.full((), self.step.loss_share), self.local.axes)
+        return vary(jnp.full((), self.local.rank.loss.of_loss), self.local.axes)
 
     def _loss_gradient(self, y: Tree, microbatch: Any) -> Leaves:
         """The gradient for the last stage's output; counts the loss itself."""

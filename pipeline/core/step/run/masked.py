@@ -61,7 +61,7 @@ def run_masked(actions: Actions, slot: Slot, row: Row, message: Tree) -> Tree:
     """
     del message
     facts = Facts(slot, row)
-    writes = actions.local.state.held is not None
+    writes = actions.local.rank.declared is not None
     if facts.backward is False:
         return _forward(actions, facts, row, _operand(actions, facts, row, now=True))
     x = _operand(actions, facts, row)

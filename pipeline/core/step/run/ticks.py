@@ -35,7 +35,7 @@ from schedules.lowering.program import COMMON, Program
 
 def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) -> None:
     """Run every tick; results are left in the memory of ``actions``."""
-    with in_windows(actions.local.state, actions.memory, program):
+    with in_windows(actions.local.rank, actions.memory, program):
         _scan_ticks(actions, program, tables, masked=masked)
 
 

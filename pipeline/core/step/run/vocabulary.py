@@ -134,7 +134,7 @@ class VocabularyParallel:
         actions.memory.take(outcome, microbatch, real=here)
         if not actions.step.training:
             return message
-        share = actions.step.loss_share
+        share = self.local.rank.loss.of_loss
         if isinstance(share, jax.Array):  # a scale; such a loss is never a mean
             dz = times(dz, share)
         dh = self._accumulate(dz.astype(h.dtype), h, table, real)
@@ -150,7 +150,7 @@ class VocabularyParallel:
         def f(others: Leaves, leaves: Leaves) -> Outcome:
             rest = iter(others)
             whole = [w if n in tables else next(rest) for n, w in enumerate(weights)]
-            return Outcome(ends.features(self.local.state, whole, leaves[0], microbatch))
+            return Outcome(ends.features(self.local.rank, whole, leaves[0], microbatch))
 
         others = [w for n, w in enumerate(weights) if n not in tables]
         model = self.local.model
@@ -229,7 +229,7 @@ def look_up(local: LocalModel, table: jax.Array, ids: jax.Array) -> jax.Array:
     part = jnp.where(is_mine[..., None], rows, jnp.zeros_like(rows))
     x = total_over(part, (STAGE,))
     is_word = (ids >= 0) & (ids < local.model.tables.embed_words)
-    found: jax.Array = local.state.varied(
+    found: jax.Array = local.rank.varied(
         jnp.where(is_word[..., None], x, jnp.full_like(x, jnp.nan))
     )
     return found

@@ -209,25 +209,25 @@ def make_sums(
       windows: [V] the window of each chunk's gradients, if there are any.
     """
     axes, model = local.axes, local.model
-    types = dict(local.state.stage_sums)
+    types = dict(local.rank.facts.stage_sums)
     if step.take_loss:
         scalar = jnp.zeros(())
         types |= {"loss": [scalar], "weight": [scalar], "metrics": local.metrics[0]}
     sums = {name: Total(list(map(zeros, of)), axes) for name, of in types.items()}
-    added = Total([jnp.zeros((), real())] if local.state.adds else [], axes)
+    added = Total([jnp.zeros((), real())] if local.rank.facts.adds else [], axes)
 
     def summed(weights: Leaves, mask: Mask) -> Leaves:
         return as_summed(chosen(weights, mask), model.grad_dtype) if step.training else []
 
     trained, of_chunks = model.trained, added.refs if local.adds else []
-    like = [summed(*of) for of in zip(local.state.chunks, trained.chunks, strict=True)]
+    like = [summed(*of) for of in zip(local.rank.chunks.whole, trained.chunks, strict=True)]
     chunk_grads: list[Any]
     if windows and step.training:
         spreads = [chosen(*of) for of in zip(model.layout.chunks, trained.chunks, strict=True)]
         chunk_grads = window_totals(like, axes, spreads, windows, of_chunks)
     else:
         chunk_grads = [Total(own, axes, of_chunks) for own in like]
-    of_ends = added.refs if local.state.adding_ends else []
+    of_ends = added.refs if local.rank.facts.adding_ends else []
     ends_grads = Total(summed(local.ends_weights, trained.ends), axes, of_ends)
     floats, _ = partition(at(local.batch.inputs, 0))
     kept = Pool(floats if step.want_inputs else [], num_microbatches, axes, "kept")
@@ -269,7 +269,7 @@ def _output_types(local: LocalModel, *, logprobs: bool) -> Tree:
     if logprobs:
         targets = at(local.batch.targets, 0)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), targets)
-    given = local.state, local.ends_weights, blank(local.output, local.axes), 0
+    given = local.rank, local.ends_weights, blank(local.output, local.axes), 0
     # Their shapes are seen by `check_outputs`.
     return jax.eval_shape(lambda: finish(*given, take_loss=False).value)
 

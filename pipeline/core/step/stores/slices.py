@@ -120,7 +120,7 @@ def make_carries(local: LocalModel, program: Program, *, training: bool) -> list
         own = [PoolView(pool, view, tree, axes) for view, tree in zip(views, trees, strict=True)]
         pools.append(own if is_grouped else [pool])
     return [
-        Carries(model.earlier, model.carry, model.state.part, axes, N, *pair)
+        Carries(model.earlier, model.carry, model.rank.slices.number, axes, N, *pair)
         for model, *pair in zip(models, *pools, strict=True)
     ]
 
@@ -140,9 +140,9 @@ def _check_lengths(model: LocalModel) -> None:
     )
     if not fits:
         raise ValueError(
-            f"call_slice returned as own {types_text(model.carry)} for slice {model.state.part}, "
-            f"and {types_text(model.earlier)} for the longest: own has the same leaves for every "
-            f"slice, as long as the slice or of one shape for all"
+            f"call_slice returned as own {types_text(model.carry)} for slice "
+            f"{model.rank.slices.number}, and {types_text(model.earlier)} for the longest: own has "
+            f"the same leaves for every slice, as long as the slice or of one shape for all"
         )
 
 

@@ -17,7 +17,7 @@ from collectives import STAGE
 from pipeline.base.tree import Leaves
 from pipeline.core.autodiff.jaxpr.refs import tiled
 from pipeline.core.placement.zero import shares_weight
-from pipeline.core.step.calls.state import RankState
+from pipeline.core.step.calls.rank import Rank
 from pipeline.core.step.stores.device import Memory, unwritten
 from pipeline.core.step.stores.totals import refs_in_windows
 from schedules.lowering.needs import last_in_windows
@@ -32,7 +32,7 @@ class Windows:
     """
 
     def __init__(self) -> None:
-        self._state: Any = None
+        self._rank: Any = None
         self._refs: list[Leaves] = []  # [V] None for what is whole on every shard
 
     @property
@@ -40,29 +40,29 @@ class Windows:
         """True if actions find their weights here."""
         return bool(self._refs)
 
-    def open(self, state: RankState, places: Sequence[int]) -> None:
+    def open(self, rank: Rank, places: Sequence[int]) -> None:
         """Make places for a program, with chunk 0 in its own.
 
         Args:
-          state: what the rank holds.
+          rank: what the rank holds.
           places: [V] the window of each chunk.
         """
-        self._state, chunks = state, range(len(places))
-        types = [jax.eval_shape(lambda v=v: state.gathered(v, 0)) for v in chunks]
-        shared = [list(map(shares_weight, state.model.layout.chunks[v])) for v in chunks]
+        self._rank, chunks = rank, range(len(places))
+        types = [jax.eval_shape(lambda v=v: rank.chunks.gathered(v, 0)) for v in chunks]
+        shared = [list(map(shares_weight, rank.model.layout.chunks[v])) for v in chunks]
 
         def first(chunk: int) -> Leaves:
-            return state.gathered(0, 0) if chunk == 0 else unwritten(types[chunk], state.axes)
+            return rank.chunks.gathered(0, 0) if chunk == 0 else unwritten(types[chunk], rank.axes)
 
         self._refs = refs_in_windows(places, types, shared, first)
 
     def close(self) -> None:
         """End the program: from now on whoever reads weights gathers them."""
-        self._state, self._refs = None, []
+        self._rank, self._refs = None, []
 
     def read(self, chunk: int) -> Leaves:
         """The weights of a chunk that is in its window."""
-        pairs = zip(self._refs[chunk], self._state.stored(chunk), strict=True)
+        pairs = zip(self._refs[chunk], self._rank.chunks.to_gather(chunk), strict=True)
         return [leaf if ref is None else tiled(ref[...]) for ref, leaf in pairs]
 
     def write(self, chunk: int, weights: Leaves) -> None:
@@ -73,16 +73,16 @@ class Windows:
 
 
 @contextlib.contextmanager
-def in_windows(state: RankState, memory: Memory, program: Program) -> Iterator[None]:
+def in_windows(rank: Rank, memory: Memory, program: Program) -> Iterator[None]:
     """Run a program's ticks with the windows that it has; then share out what they still hold."""
     if not program.weights:
         yield
         return
-    state.windows.open(state, program.weights)
+    rank.chunks.windows.open(rank, program.weights)
     yield
-    state.windows.close()
-    rank = jax.lax.axis_index(STAGE)
+    rank.chunks.windows.close()
+    index = jax.lax.axis_index(STAGE)
     for chunk, on_ranks in last_in_windows(program).items():
-        is_there: Any = True if all(on_ranks) else jnp.asarray(on_ranks)[rank]
+        is_there: Any = True if all(on_ranks) else jnp.asarray(on_ranks)[index]
         total = memory.chunk_grads[chunk]
         total.keep(total.shared_out(is_there))

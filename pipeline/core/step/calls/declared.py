@@ -22,7 +22,7 @@ from pipeline.base.tree import Leaves, Tree, vary_like, zeros
 from pipeline.core.autodiff.jaxpr.forwarded import forwarded
 from pipeline.core.model.overlay import Part, Spot
 from pipeline.core.placement.zero import several, total_over
-from pipeline.core.step.calls.state import RankState
+from pipeline.core.step.calls.rank import Rank
 
 Values = list[Leaves]  # of variables, the leaves of each
 Place = tuple[int | None, int]  # a chunk, None for the ends, and a leaf of its other state
@@ -30,11 +30,11 @@ _OWNERS = {"embed": ("embed",), "finish": ("head", "loss_fn")}
 Usage = tuple[Any, Any]  # of the leaves of state: which are written, and which make a difference
 
 
-class Held:
+class DeclaredState:
     """State that a step writes.
 
     Args:
-      state: what the rank holds.
+      rank: what the rank holds.
       usages: [K] of each stage's declared leaves, in the order of its own state: `Usage`.
       ends: the same of the ends' declared leaves, for the methods of embed and of head and loss.
       num_microbatches: M.
@@ -45,7 +45,7 @@ class Held:
 
     def __init__(
         self,
-        state: RankState,
+        rank: Rank,
         usages: Sequence[Usage],
         ends: Usage,
         num_microbatches: int,
@@ -54,14 +54,14 @@ class Held:
         each: bool = False,
     ) -> None:
         self._each = each
-        self._state, self._model = state, state.model
-        self._rests = [jax.tree.leaves(rest) for rest in state.weights.chunks_rest]
-        self._ends = jax.tree.leaves(state.weights.ends_rest)
+        self._rank, self._model = rank, rank.model
+        self._rests = [jax.tree.leaves(rest) for rest in rank.weights.chunks_rest]
+        self._ends = jax.tree.leaves(rank.weights.ends_rest)
         self.writes: dict[tuple[int, int], bool] = {}  # of a stage, by its rank and chunk
         kept: set[Place] = set()
         for seat, (written, read) in zip(self._model.stages, usages, strict=True):
             self.writes[seat.rank, seat.chunk] = any(written)
-            for spot, a, b in zip(state_spots(state, seat), written, read, strict=True):
+            for spot, a, b in zip(state_spots(rank, seat), written, read, strict=True):
                 kept |= {(seat.chunk, spot.cell)} if a and b else set()
         declared = self._model.declared
         for n, a, b in zip(declared.ends_cells, *ends, strict=True):
@@ -73,13 +73,13 @@ class Held:
         self._then: dict[Place, Any] = {}
         with jax.named_scope("kept"):
             for place in places:
-                first = vary(self._first(place), state.axes)
+                first = vary(self._first(place), rank.axes)
                 if each:
                     first = jnp.broadcast_to(first[None], (num_microbatches, *first.shape))
                 self._now[place] = jax.new_ref(first)
                 if again and place in kept:
                     many = vary_like(zeros(first, lead=(num_microbatches,)), first)
-                    self._then[place] = jax.new_ref(vary(many, state.axes))
+                    self._then[place] = jax.new_ref(vary(many, rank.axes))
 
     def _first(self, place: Place) -> jax.Array:
         chunk, n = place
@@ -132,7 +132,7 @@ class Held:
           values: of its declared variables, in the order of its state.
           real: whether it is to be left, perhaps traced.
         """
-        spots = state_spots(self._state, seat)
+        spots = state_spots(self._rank, seat)
         leaves = [leaf for of in values for leaf in of]
         for v in range(len(self._rests)) if not isinstance(chunk, int) else [chunk]:
             yes = real if isinstance(chunk, int) else (chunk == v) & real
@@ -155,7 +155,7 @@ class Held:
                 self._put((None, n), Spot(n, None, leaf.shape), microbatch, leaf, real)
 
     def _owners(self) -> list[str]:
-        flat = nnx.to_flat_state(self._state.weights.ends_rest)
+        flat = nnx.to_flat_state(self._rank.weights.ends_rest)
         return [str(path[0]) for path, variable in flat for _ in jax.tree.leaves(variable)]
 
     def _put(self, place: Any, spot: Spot, microbatch: Any, leaf: Any, real: Any) -> None:
@@ -217,7 +217,7 @@ class Held:
     def _run(self, hook: Callable[..., Any], schedule: Any) -> None:
         """Give every stage with state to the user's function, once."""
         rank = jax.lax.axis_index(STAGE)
-        for members in self._state.same_stages().values():
+        for members in self._rank.same_stages().values():
             seat = self._model.stages[members[0]]
             if not seat.definition.state:
                 continue
@@ -226,9 +226,9 @@ class Held:
             if len(ranks) < schedule.num_ranks:
                 mine = jnp.asarray(np.isin(np.arange(schedule.num_ranks), ranks))[rank]
             rest_leaves = self.leaves(seat.chunk, 0, now=True)
-            chunk = self._state.chunks[seat.chunk]
+            chunk = self._rank.chunks.whole[seat.chunk]
             if seat.views is None:
-                weights = self._state.weights
+                weights = self._rank.weights
                 params = jax.tree.unflatten(jax.tree.structure(weights.chunks[seat.chunk]), chunk)
                 rest = jax.tree.unflatten(
                     jax.tree.structure(weights.chunks_rest[seat.chunk]), rest_leaves
@@ -240,9 +240,9 @@ class Held:
             self.write(seat, seat.chunk, 0, values, real=mine)
 
 
-def state_spots(state: RankState, seat: Any) -> list[Spot]:
+def state_spots(rank: Rank, seat: Any) -> list[Spot]:
     """The places of the leaves of a stage's declared variables, in the order of its state."""
-    rest = state.weights.chunks_rest[seat.chunk]
+    rest = rank.weights.chunks_rest[seat.chunk]
     if seat.views is None:
         spots = [Spot(n, None, x.shape) for n, x in enumerate(jax.tree.leaves(rest))]
         numbers = jax.tree.unflatten(jax.tree.structure(rest), range(len(spots)))
@@ -254,9 +254,9 @@ def state_spots(state: RankState, seat: Any) -> list[Spot]:
     return [spots[n] for of in declared for n in jax.tree.leaves(of)]
 
 
-def state_paths(rest: Tree, state: frozenset[Any]) -> list[Any]:
+def state_paths(rest: Tree, declared: frozenset[Any]) -> list[Any]:
     """The declared paths, in the order of a module's state."""
-    return [path for path, _ in nnx.to_flat_state(rest) if path in state]
+    return [path for path, _ in nnx.to_flat_state(rest) if path in declared]
 
 
 def with_values(flat: dict[Any, Any], paths: Sequence[Any], values: Values) -> Tree:

@@ -1,0 +1,249 @@
+"""One rank: its arrays, what a trace of its model has shown, and what its losses are scaled by.
+
+Letters: V chunks per rank, M microbatches, N slices, b rows of a microbatch on one data shard. All
+of this is inside `jax.shard_map`: every array is a rank's local one and varies over all axes the
+pipeline uses, so that no gradient is reduced before the end of the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collectives import vary
+from pipeline.base.added import Adding
+from pipeline.base.rows import BatchPart, find_mask
+from pipeline.base.tree import Leaves, Tree, at, real, vary_like
+from pipeline.core.model.model import Batch, Model, Weights
+from pipeline.core.model.randomness import split_streams
+from pipeline.core.model.stage import Seat
+from pipeline.core.placement.zero import total_over
+from pipeline.core.step.stores.weights import ChunkWeights
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The slices into which the sequences of a microbatch are cut.
+
+    Attributes:
+      count: N.
+      lengths: [N] positions of each, if each has a compiled body of its own; else empty.
+      number: the slice whose positions a rank's batch has; the longest, before there is one rank
+        for each. None without lengths.
+    """
+
+    count: int = 1
+    lengths: tuple[int, ...] = ()
+    number: int | None = None
+
+    @property
+    def share(self) -> float:
+        """Weight of a mean over a slice's positions among those of all: 1 where they are equal."""
+        if self.number is None:
+            return 1.0
+        return self.count * self.lengths[self.number] / sum(self.lengths)
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What tracing the parts of a model shows (`pipeline.core.step.inspect`).
+
+    Attributes:
+      embed_axes: axes of which each rank has its own part of what embed gives.
+      widest: a tree of types that vary as all activations do, None if the rank's axes say it.
+      has_checks: whether a stage has checks of `checkify`.
+      has_refs: whether a stage, embed, head or loss makes refs (`jax.new_ref`).
+      adding_stages: [K] whether a stage adds losses (`add_loss`).
+      adding_ends: whether embed or head does, and adding_embed: whether embed.
+      stage_sums: by name, the types of the sums of a stage's outcome.
+      mask_readers: embed, head and loss_fn if a traced call of it has read which rows are data.
+    """
+
+    embed_axes: tuple[str, ...] = ()
+    widest: Tree = None
+    has_checks: bool = False
+    has_refs: bool = False
+    adding_stages: tuple[bool, ...] = ()
+    adding_ends: bool = False
+    adding_embed: bool = False
+    stage_sums: dict[str, Leaves] = field(default_factory=dict)
+    mask_readers: set[str] = field(default_factory=set)
+
+    @property
+    def adds(self) -> bool:
+        """True if `add_loss` adds to the loss."""
+        return self.adding_ends or any(self.adding_stages)
+
+
+@dataclass(frozen=True, eq=False)
+class LossScale:
+    """What the losses of a step are multiplied with, to be differentiated.
+
+    S and W are the sums of a loss (sum, weight) and of its weight over all calls of a step, whose
+    loss is S / W.
+
+    Attributes:
+      of_caller: a scalar that the caller multiplies S / W or S with, or None.
+      of_added: the cotangent of an added loss: the caller's, over the number of calls.
+      share: 1 / W, a number or a scalar; None before all weights are summed up.
+      of_loss: the cotangent of a microbatch's loss: the caller's scale times the share, each if
+        there is one.
+      mean: S / W, where d(S / W) = (dS - S / W dW) / W needs it since W has a gradient; else None.
+      is_mean: whether every microbatch's loss is a mean, and so has weight 1.
+      counts: whether calls return the sums of the losses that they add, as in an evaluation. In
+        training their pullbacks do.
+    """
+
+    of_caller: Any = None
+    of_added: Any = 1.0
+    share: Any = None
+    of_loss: Any = 1.0
+    mean: Any = None
+    is_mean: bool = False
+    counts: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Rank:
+    """What one rank has in a step.
+
+    Attributes:
+      model: the static half of the user's model.
+      weights: this rank's state, without the leading axis of chunks.
+      chunks: the parameters of its chunks, wherever they are whole.
+      batch: this data shard's microbatches; with slices, their units.
+      axes: the mesh axes over which everything varies. Over others (``tensor``) only that varies
+        which is sharded over them, and what follows from it.
+      slices: how sequences are cut.
+      batch_part: the `BatchPart` of all calls: fields that differ between microbatches have a
+        leading axis M.
+      facts: what tracing the model has shown so far.
+      loss: what its losses are multiplied with.
+      declared: the declared state while it is written (`pipeline.core.step.calls.declared`), None
+        if nothing is.
+    """
+
+    model: Model
+    weights: Weights
+    chunks: ChunkWeights
+    batch: Batch
+    axes: tuple[str, ...]
+    slices: Slices = field(default_factory=Slices)
+    batch_part: BatchPart = field(default_factory=BatchPart)
+    facts: Facts = field(default_factory=Facts)
+    loss: LossScale = field(default_factory=LossScale)
+    declared: Any = None
+
+    @property
+    def num_chunks(self) -> int:
+        """V."""
+        return len(self.weights.chunks)
+
+    @property
+    def by_slice(self) -> list[Rank]:
+        """[N] the rank for each slice, whose units are as long as it; of lengths alone."""
+        lengths = self.slices.lengths
+        longest = max(lengths, default=0)
+
+        def cropped(x: jax.Array, length: int) -> jax.Array:
+            """[M N, b, t, ...] of the longest slice; what has one entry for all is whole."""
+            cuts = x.ndim > 2 and x.shape[2] > 1
+            return x[:, :, : x.shape[2] * length // longest] if cuts else x
+
+        def one(number: int, length: int) -> Rank:
+            if number == self.slices.number:
+                return self
+            batch = self.batch.map_rows(lambda x: cropped(x, length), lambda x: x)
+            return dataclasses.replace(
+                self, slices=dataclasses.replace(self.slices, number=number), batch=batch
+            )
+
+        return [one(*numbered) for numbered in enumerate(lengths)]
+
+    def mask(self, unit: Any) -> jax.Array | None:
+        """The rows or positions of a unit that are data, as of `find_mask`."""
+        return find_mask(at(self.batch.targets, unit))
+
+    def part_of(self, unit: Any) -> BatchPart:
+        """The part of the batch that a call for a unit sees."""
+        part = dataclasses.replace(self.batch_part, slice_share=self.slices.share)
+        if part.sequences is None:
+            return part
+        microbatch = unit // self.slices.count
+        own = {name: at(getattr(part, name), microbatch) for name in ("sequences", "microbatch")}
+        return dataclasses.replace(part, mask=self.mask(unit), **own)
+
+    def with_padding(self, units: int, calls: int) -> Rank:
+        """Add the counts of real rows and positions, if the batch has padding.
+
+        Args:
+          units: M N, of this rank.
+          calls: of the loss in the step, on all ranks.
+        """
+        if jax.eval_shape(lambda: self.mask(0)) is None:
+            return self
+        rows, positions = self.batch_part.rows, self.batch_part.positions
+        masks: Any = jax.vmap(self.mask)(jnp.arange(units))
+        masks = masks.reshape(-1, self.slices.count, *masks.shape[1:]).astype(jnp.float32)
+        own = masks[:, 0] if masks.ndim == 3 else masks.sum((1, 3))  # [M, b]
+        sequences = own if masks.ndim == 3 else total_over(own, positions)
+        microbatch, with_data = total_over((sequences.sum(1), (sequences > 0).sum()), rows)
+        entries = total_over(masks.sum(), rows + positions)
+        part = dataclasses.replace(
+            self.batch_part,
+            sequences=sequences,
+            microbatch=microbatch,
+            mean_entries=entries / calls,
+            mean_rows=with_data.astype(jnp.float32) / calls,
+        )
+        return dataclasses.replace(self, batch_part=vary(part, self.axes))
+
+    def adding(self) -> Adding:
+        """The share of an added loss, and a zero whose cotangent is the sum of those of a call."""
+        share = vary(jnp.asarray(self.loss.of_added, real()), self.axes)
+        return Adding(share, vary(jnp.zeros((), real()), self.axes), weight=self.slices.share)
+
+    @functools.cached_property
+    def streams(self) -> list[tuple[Tree, Tree]]:
+        """[V] the random streams in each chunk's other state, and what else is in it."""
+        return [split_streams(rest) for rest in self.weights.chunks_rest]
+
+    @functools.cached_property
+    def ends(self) -> Leaves:
+        """The leaves of the parameters of embed and head."""
+        return jax.tree.leaves(self.weights.ends)
+
+    @functools.cached_property
+    def ends_streams(self) -> tuple[Tree, Tree]:
+        """The random streams in their other state, and what else is in it."""
+        return split_streams(self.weights.ends_rest)
+
+    def varied(self, x: Tree) -> Tree:
+        """Make all of an activation vary over every axis over which any of it does."""
+        x = vary(x, self.axes)
+        return x if self.facts.widest is None else vary_like(x, self.facts.widest)
+
+    def same_stages(self, *others: Sequence[Any]) -> dict[Any, list[int]]:
+        """Numbers of the stages of one chunk that are one computation, by what they have in common.
+
+        Args:
+          others: [K] each, what such stages have in common beside their code.
+        """
+        alike: dict[Any, list[int]] = {}
+        for k, (seat, *of) in enumerate(zip(self.model.stages, *others, strict=True)):
+            alike.setdefault((self.code(seat), seat.chunk, *of), []).append(k)
+        return alike
+
+    def code(self, seat: Seat) -> Any:
+        """Key that stages of one computation share, apart from their activations."""
+        return self.weights.code(seat)
+
+    def with_facts(self, **facts: Any) -> Rank:
+        """The rank, of which more is known."""
+        return dataclasses.replace(self, facts=dataclasses.replace(self.facts, **facts))

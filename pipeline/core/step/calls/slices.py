@@ -1,0 +1,106 @@
+"""Calls of parts of a model on slices of sequences: their inputs, and what they leave.
+
+Letters: N slices of a microbatch. A stage that knows of slices has a method `call_slice`, which
+also reads the carries of earlier slices (keys and values) and leaves its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collectives import vary
+from collectives.compat import varying_in
+from pipeline.base.agreed.slices import FixedSlice, SequenceSlice
+from pipeline.base.tree import Tree, blank, zeros
+from pipeline.core.autodiff.outcome import SlicedInput
+from pipeline.core.step.calls.messages import types_text
+from pipeline.core.step.calls.rank import Rank
+
+CALL_SLICE = "call_slice"  # the method of stages and embed that know of slices
+
+
+def slice_of(rank: Rank, unit: Any) -> Any:
+    """The place of a unit in its sequence; () where sequences are whole."""
+    if rank.slices.count == 1:
+        return ()
+    if rank.slices.number is not None:
+        return FixedSlice(rank.slices.number, rank.slices.count, rank.slices.lengths)
+    index = jnp.asarray(unit, jnp.int32) % rank.slices.count
+    return SequenceSlice(vary(index, rank.axes), rank.slices.count)
+
+
+def blank_input(rank: Rank, x: Tree, carry: Tree, axes: tuple[str, ...]) -> Tree:
+    """Zeros of the type of a stage's input; with slices, a `SlicedInput`.
+
+    Args:
+      rank: the rank's.
+      x: types of the activation.
+      carry: types of what a slice leaves for later ones.
+      axes: the mesh axes over which the activation varies, beside those that its types say.
+    """
+    if rank.slices.count == 1:
+        return blank(x, axes)
+    N = rank.slices.count
+    many = [
+        vary(zeros(t, lead=(N,)), varying_in(t, otherwise=rank.axes))
+        for t in jax.tree.leaves(carry)
+    ]
+    return SlicedInput(blank(x, axes), jax.tree.unflatten(jax.tree.structure(carry), many))
+
+
+def call_of(x: Tree, part: Any, extras: dict[str, Tree]) -> tuple[Any, tuple[Any, ...]]:
+    """The function that calls a stage on an input, and its arguments behind the stage.
+
+    Args:
+      x: an activation, or a `SlicedInput`.
+      part: the slice, if it is one.
+      extras: of the microbatch.
+    """
+    return (on_slice, (x, part, extras)) if isinstance(x, SlicedInput) else (on_whole, (x, extras))
+
+
+# Functions with names, so that two calls can be seen to be the same.
+
+
+def on_whole(stage: Any, x: Tree, extras: dict[str, Tree]) -> tuple[Tree, Tree]:
+    """A stage's output; it leaves no carry."""
+    return stage(x, **extras), ()
+
+
+def on_slice(stage: Any, x: SlicedInput, part: Any, extras: dict[str, Tree]) -> Any:
+    """A stage's output on a slice, and the slice's carry; empty where it knows of no slices.
+
+    Raises:
+      ValueError: `call_slice` returned something else.
+    """
+    if not hasattr(stage, CALL_SLICE):
+        return on_whole(stage, x.x, extras)
+    found = stage.call_slice(x.x, x.earlier, part, **extras)
+    if not (isinstance(found, tuple) and len(found) == 2):
+        raise ValueError(
+            f"call_slice of {type(stage).__name__} returned a {type(found).__name__}: return a "
+            f"pair (y, own), the output of this slice and a pytree of arrays that later slices of "
+            f"the sequence read as earlier"
+        )
+    return found
+
+
+def embedded_slice(ends: Any, given: tuple[Tree, Any]) -> Tree:
+    """The input of stage 0 for one slice.
+
+    Raises:
+      ValueError: embed leaves something for later slices.
+    """
+    inputs, part = given
+    if not hasattr(ends.embed, CALL_SLICE):
+        return ends.embed(inputs)
+    y, own = ends.embed.call_slice(inputs, None, part)
+    if jax.tree.leaves(own):
+        raise ValueError(
+            f"call_slice of embed returned a carry, {types_text(own)}: only stages keep values of "
+            f"earlier slices; return (y, ()), and move what mixes positions into the first stage"
+        )
+    return y

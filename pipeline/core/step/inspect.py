@@ -1,0 +1,152 @@
+"""A rank's model, traced once: the facts that a step needs before its first tick.
+
+Nothing here computes: parts of the model are traced on the types of one microbatch. What a step
+then runs is made of the result, `Inspected.local`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.base.added import Adding
+from pipeline.base.masks import Way
+from pipeline.core.autodiff.jaxpr.primitives import makes_ref
+from pipeline.core.options.plan import Plan
+from pipeline.core.step.calls.activations import Activations, follow
+from pipeline.core.step.calls.declared import DeclaredState, Usage
+from pipeline.core.step.calls.ends import ends_usage
+from pipeline.core.step.calls.groups import GroupedModel, make_local_model
+from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.rank import Rank
+from pipeline.core.step.casts import cast_once
+from pipeline.core.step.effects import check_permutes
+
+
+@dataclass(frozen=True, eq=False)
+class Inspected:
+    """A rank whose model has been traced.
+
+    Attributes:
+      rank: with all facts.
+      activations: the types between its stages.
+      ways: [K] how far each stage's backward goes.
+      ends_body: the jaxpr of embed, head and loss; None if no loss is taken.
+      adding: losses that embed and head add, by name.
+      usage: for each kind of stage, the declared state that it writes.
+      usage_of_ends: that embed, head and loss write; None where none is declared.
+    """
+
+    rank: Rank
+    activations: Activations
+    ways: Sequence[Way]
+    ends_body: Any = None
+    adding: Mapping[str, Adding] = field(default_factory=dict)
+    usage: Sequence[tuple[Sequence[int], LocalModel, Usage]] = ()
+    usage_of_ends: Usage | None = None
+
+    def local(self, **changes: Any) -> LocalModel:
+        """The rank's part of the model; ``changes`` are fields of the rank."""
+        rank = dataclasses.replace(self.rank, **changes)
+        return make_local_model(rank, self.activations, self.ways)
+
+    @property
+    def writes(self) -> bool:
+        """True if a call writes declared state."""
+        if self.usage_of_ends is None:
+            return False
+        return any(self.usage_of_ends[0]) or any(any(usage[0]) for _, _, usage in self.usage)
+
+    def declared_state(self, plan: Plan, *, training: bool) -> DeclaredState | None:
+        """Make places for the declared state that a step writes; None if it writes none."""
+        hook = self.usage_of_ends is not None and plan.after_step is not None and training
+        if self.usage_of_ends is None or not (hook or self.writes):
+            return None
+        model = self.rank.model
+        plan.compiled.writes.add((model.stages, model.ends))
+        usage_of = {k: usage for stages, _, usage in self.usage for k in stages}
+        usages = [usage_of[k] for k in range(len(usage_of))]
+        count = plan.schedule.num_units
+        return DeclaredState(self.rank, usages, self.usage_of_ends, count, again=training)
+
+
+def inspect(
+    plan: Plan,
+    rank: Rank,
+    ways: Sequence[Way],
+    *,
+    take_loss: bool = True,
+    reaches: bool = True,
+    training: bool = False,
+    unread: bool = False,
+) -> Inspected:
+    """Trace the parts of a rank's model.
+
+    Args:
+      plan: the options of the pipeline.
+      rank: its arrays.
+      ways: [K] how far each stage's backward goes.
+      take_loss: whether a loss is taken.
+      reaches: whether gradients go back to embed.
+      training: whether the step counts as one that trains.
+      unread: whether gradients are taken of all parameters, so that one may be read by nobody.
+
+    Raises:
+      ValueError: a head adds losses that all ranks share, or an embed that no gradient reaches.
+    """
+    rank, activations = follow(rank)
+    plan.lint.parts(plan, rank, activations, take_loss=take_loss)
+    rank = dataclasses.replace(rank, chunks=cast_once(rank, activations.bodies))
+    _check_meetings(plan, activations.bodies)
+    traced = Inspected(rank, activations, ways)
+    if take_loss:
+        traced = _with_ends(plan, traced, reaches=reaches)
+    if rank.model.declared.is_anything:
+        traced = _with_usage(traced, take_loss=take_loss)
+    plan.lint.whole(plan, traced, training=training, unread=unread)
+    return traced
+
+
+def _with_ends(plan: Plan, traced: Inspected, *, reaches: bool) -> Inspected:
+    """Trace embed, head and loss: whether the loss is a mean, and which losses they add."""
+    is_mean, body, of_embed, of_head = traced.local().loss_is_mean()
+    _check_meetings(plan, [body])
+    if of_head.is_used and "head" in plan.shared:
+        raise ValueError(
+            "the head calls add_loss, and all ranks share it (vocabulary='stage'), so that no one "
+            "of them runs it; add the loss in the last stage, or use vocabulary='ends'"
+        )
+    if of_embed.is_used and not reaches:
+        raise ValueError(
+            "embed calls add_loss, and wrt= trains nothing in it, so that no gradient goes back to "
+            "it; train embed too, or let it add nothing"
+        )
+    rank = traced.rank.with_facts(
+        has_refs=traced.rank.facts.has_refs or makes_ref(body),
+        adding_ends=of_embed.is_used or of_head.is_used,
+        adding_embed=of_embed.is_used,
+    )
+    rank = dataclasses.replace(rank, loss=dataclasses.replace(rank.loss, is_mean=is_mean))
+    adding = {"embed": of_embed, "the head": of_head}
+    return dataclasses.replace(traced, rank=rank, ends_body=body, adding=adding)
+
+
+def _with_usage(traced: Inspected, *, take_loss: bool) -> Inspected:
+    """Trace which declared state each part writes, and which makes a difference."""
+    local = traced.local()
+    kinds: list[tuple[Sequence[int], LocalModel]]
+    if isinstance(local, GroupedModel):
+        kinds = [(group.stages, group.local) for group in local.groups]
+    else:
+        kinds = [(range(len(local.model.stages)), local)]
+    usage = [(stages, kind, kind.stage_usage()) for stages, kind in kinds]
+    of_ends = ends_usage(local.rank, local.output, take_loss=take_loss)
+    return dataclasses.replace(traced, usage=usage, usage_of_ends=of_ends)
+
+
+def _check_meetings(plan: Plan, bodies: Sequence[Any]) -> None:
+    """Check that ranks whose devices meet in a collective of a stage run the same action."""
+    if plan.schedule.num_ranks > 1 and not plan.partners and not plan.is_masked:
+        check_permutes(bodies)

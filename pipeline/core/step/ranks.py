@@ -1,0 +1,183 @@
+"""The `shard_map` of a step: what every rank gets of the tables, the weights and the batch.
+
+Letters: S ranks, M microbatches, N = M * b * D rows of the batch on D data shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from collectives import STAGE, vary
+from pipeline.base.axes import axes_in
+from pipeline.base.masks import Mask, chosen
+from pipeline.base.rows import BatchPart
+from pipeline.base.tree import Leaves, Tree, is_float
+from pipeline.core.model.microbatch import cut, dealt
+from pipeline.core.model.model import Batch, Model, Weights
+from pipeline.core.options.plan import Plan
+from pipeline.core.placement.placement import Spread
+from pipeline.core.placement.zero import defer_reduction, gather, kernel_spec
+from pipeline.core.step.calls.rank import LossScale, Rank, Slices
+from pipeline.core.step.run.ticks import was_sent
+from pipeline.core.step.stores.weights import ChunkWeights
+from pipeline.core.step.stores.windows import Windows
+from schedules.lowering.program import COMMON, Program
+
+
+def run_on_ranks(
+    plan: Plan,
+    model: Model,
+    program: Program,
+    body: Callable[..., Any],
+    out_specs: Any,
+    runs: jax.Array | None = None,
+) -> Any:
+    """The body on every device, given its rank's tables, weights and shard of the batch.
+
+    A last operand, if it is not None, is the same on all. ``runs`` are the entries of tables that
+    are not idle, if not all.
+    """
+    found = {name: jnp.asarray(getattr(program, name)) for name in program.rank_tables}
+    if runs is not None:
+        found["op"] = jnp.where(runs, found["op"], 0)
+        sent = was_sent(program, runs)
+        found["arrival"] = jnp.where(sent, found["arrival"], program.num_buffers)
+    tables = {name: jnp.moveaxis(table, 2, 0) for name, table in found.items()}
+    of_tables = dict.fromkeys(program.rank_tables, P(STAGE))
+    if program.shared:
+        tables |= {name: jnp.asarray(getattr(program, name)) for name in COMMON}
+        of_tables |= dict.fromkeys(COMMON, P())
+
+    def run(weights: Weights, batch: Batch, same: Tree = None) -> Any:
+        layout, batch = model.layout, _dealt(plan, batch)
+        params = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends)
+        rests = weights.chunks_rest, weights.ends_rest
+        others = _state_specs(*rests, layout.chunks_rest, layout.ends_rest)
+        of_weights = Weights(*manual(plan, (*params, *others)))
+        sharded = jax.shard_map(
+            body,
+            mesh=plan.mesh,
+            in_specs=(of_tables, of_weights, batch.spec_tree(), P()),
+            out_specs=out_specs,
+            axis_names=plan.axes.manual,
+            check_vma=plan.tracks_varying,
+        )
+        return sharded(tables, weights, batch, same)
+
+    return run
+
+
+def _dealt(plan: Plan, batch: Batch) -> Batch:
+    """The batch with its positions in the order in which a position axis is to split slices."""
+    if plan.schedule.num_slices == 1 or not plan.axes.positions:
+        return batch
+    specs = [spec for of in batch.specs for spec in of]
+    leaves, treedef = jax.tree.flatten(batch)
+    found = [in_order(plan, leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+    return jax.tree.unflatten(treedef, found)
+
+
+def in_order(plan: Plan, leaf: Any, spec: P | None, *, back: bool = False) -> Any:
+    """A leaf whose dim 1 is split by a spec, in the order of slices; or back in its own."""
+    ranks = plan.axes.size(axes_in(spec[1])) if spec is not None and len(spec) > 1 else 1
+    if plan.schedule.num_slices == 1 or ranks == 1:
+        return leaf
+    return dealt(leaf, plan.schedule.num_slices, ranks, plan.lengths, back=back)
+
+
+def _state_specs(chunks: Tree, ends: Tree, of_chunks: Any, of_ends: Any) -> Any:
+    """The specs of a state's leaves, each in the place of its leaf."""
+
+    def one(state: Tree, spreads: Any) -> Tree:
+        specs = [spread.stored for spread in spreads]
+        return jax.tree.unflatten(jax.tree.structure(state), specs)
+
+    return tuple(map(one, chunks, of_chunks)), one(ends, of_ends)
+
+
+def input_specs(batch: Batch) -> list[P]:
+    """The specs of the inputs that may have gradients: of those that are floats."""
+    pairs = zip(jax.tree.leaves(batch.inputs), batch.specs[0], strict=True)
+    return [spec for leaf, spec in pairs if spec is not None and is_float(leaf)]
+
+
+def gradient_specs(spreads: Sequence[Spread], mask: Mask) -> list[P]:
+    """The specs of the gradients of what is trained."""
+    return [spread.gradient for spread in chosen(spreads, mask)]
+
+
+def manual(plan: Plan, specs: Tree) -> Tree:
+    """Reduce specs to the axes that the kernel handles."""
+    return jax.tree.map(lambda spec: kernel_spec(spec, plan.axes.manual), specs)
+
+
+def make_rank(
+    plan: Plan,
+    model: Model,
+    weights: Weights,
+    batch: Batch,
+    num_microbatches: int | None = None,
+    loss: LossScale | None = None,
+) -> Rank:
+    """Make a rank of its shards, on the devices.
+
+    With ``num_microbatches``, of a run beside the schedule, sequences are whole.
+    """
+    layout, rests = model.layout, (_squeeze(weights.chunks_rest), weights.ends_rest)
+
+    def whole(tree: Tree, spreads: Any, lead: int) -> Tree:
+        leaves, treedef = jax.tree.flatten(tree)
+        return jax.tree.unflatten(treedef, gather(leaves, spreads, lead=lead))
+
+    # Weights, whole from the start unless actions gather them.
+    chunks = _squeeze(weights.chunks)
+    before: tuple[Leaves, ...] = ()
+    if plan.gather == "step":
+        stored = tuple(map(jax.tree.leaves, chunks))
+        chunks = tuple(
+            whole(c, spreads, 1) for c, spreads in zip(chunks, layout.chunks, strict=True)
+        )
+        pairs = zip(stored, map(jax.tree.leaves, chunks), strict=True)
+        if any(part is not leaf for pair in pairs for part, leaf in zip(*pair, strict=True)):
+            before = stored
+    chunks = tuple(map(defer_reduction, chunks, layout.chunks))
+    ends = defer_reduction(whole(weights.ends, layout.ends, 0), layout.ends)
+    local = Weights(chunks, ends, *rests)
+
+    # The batch, cut into units.
+    slices = Slices() if num_microbatches else Slices(plan.schedule.num_slices)
+    if slices.count > 1 and plan.lengths:
+        slices = Slices(slices.count, plan.lengths, plan.lengths.index(max(plan.lengths)))
+    num_microbatches = num_microbatches or plan.schedule.num_microbatches
+
+    def split(x: jax.Array) -> jax.Array:
+        x = x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
+        return x if slices.count == 1 else cut(x, slices.count, plan.lengths)
+
+    axes = plan.axes.varying
+    local, batch = vary(local, axes), vary(batch.map_rows(split, lambda x: x), axes)
+    windows = Windows() if plan.has_windows else None
+    gathers = plan.gather != "step"
+    store = ChunkWeights(local.chunks, layout.chunks, gathers, before, windows=windows)
+    rank = Rank(
+        model,
+        local,
+        store,
+        batch,
+        axes,
+        slices,
+        BatchPart(plan.axes.rows, plan.axes.positions, slices.count),
+        loss=loss or LossScale(),
+    )
+    units = num_microbatches * slices.count
+    return rank.with_padding(units, units * plan.axes.num_parts)
+
+
+def _squeeze(tree: Tree) -> Tree:
+    """Drop the leading axis of length 1 that a sharded [S, ...] leaf has on its rank."""
+    return jax.tree.map(lambda x: x[0], tree)

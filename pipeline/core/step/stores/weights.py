@@ -1,0 +1,106 @@
+"""The weights of a rank's chunks: as devices store them, and whole, where a stage reads them.
+
+Letters: V chunks. Where data shards store parts (FSDP), a chunk's weights are made whole once for
+the step, or by every action, or for a run of actions in a window (`Windows`). Narrow copies are of
+leaves that stages read in a narrower dtype alone (`pipeline.core.step.casts`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from pipeline.base.tree import Index, Leaves, Tree, pick, vary_like
+from pipeline.core.autodiff.jaxpr import scopes
+from pipeline.core.autodiff.jaxpr.primitives import barrier
+from pipeline.core.placement.placement import Spread
+from pipeline.core.placement.zero import gather
+
+
+class Lazy(Sequence[Any]):
+    """A list whose elements are made when somebody asks, which is inside their branch."""
+
+    def __init__(self, length: int, make: Callable[[int], Any]) -> None:
+        self._length, self._make = length, make
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._make(index)
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkWeights:
+    """The parameters of a rank's chunks.
+
+    Attributes:
+      params: [V] trees of parameters; of a rank that gathers in its actions, of their shards.
+      spreads: [V] where each of their leaves is stored.
+      gathers: whether an action that finds no whole weights in a window gathers them.
+      before_step: [V] the leaves before they were gathered for the step; empty if they were not.
+      narrow: [V] narrow copies of leaves, None for leaves without one; sharded as leaves are if
+        actions gather them. Empty if there are none.
+      windows: places for whole weights, open while a program runs that has some; else None.
+    """
+
+    params: Sequence[Tree]
+    spreads: Sequence[Sequence[Spread]]
+    gathers: bool = False
+    before_step: Sequence[Leaves] = ()
+    narrow: Sequence[Leaves] = ()
+    windows: Any = None
+
+    @functools.cached_property
+    def shards(self) -> list[Leaves]:
+        """[V] leaves, as they are stored."""
+        return [jax.tree.leaves(params) for params in self.params]
+
+    @functools.cached_property
+    def whole(self) -> Sequence[Leaves]:
+        """[V] leaves, whole, in the dtype in which they are stored."""
+        shards = self.shards
+        if not self.gathers:
+            return shards
+        return Lazy(len(shards), lambda chunk: self._gathered(pick(shards, chunk), chunk, 0))
+
+    def read(self, chunk: Index, microbatch: Any) -> tuple[Leaves, Leaves]:
+        """A chunk's whole leaves for an action, and their narrow copies, None for those without."""
+        shards = pick(self.shards, chunk)
+        narrow = pick(self.narrow, chunk) if self.narrow else [None] * len(shards)
+        if self.gathers:
+            in_window = self.windows is not None and self.windows.are_open
+            # A call for a microbatch that has a number here is only traced.
+            in_window &= not isinstance(microbatch, int)
+            whole = self.windows.read(chunk) if in_window else self.gathered(chunk, microbatch)
+            narrow = [None if n is None else x for n, x in zip(narrow, whole, strict=True)]
+        elif self.before_step:
+            whole = self.to_gather(chunk)
+        else:
+            return shards, narrow
+        # Nothing reads the numbers of a wide leaf that has a copy, so compilers drop it.
+        with jax.named_scope(scopes.UNREAD):
+            return [x.astype(w.dtype) for x, w in zip(whole, shards, strict=True)], narrow
+
+    def to_gather(self, chunk: Index) -> Leaves:
+        """A chunk's leaves as they are to be gathered; of those with narrow copies, the copies."""
+        shards = pick(self.shards, chunk)
+        if not self.narrow:
+            return shards
+        pairs = zip(shards, pick(self.narrow, chunk), strict=True)
+        return [w if n is None else n for w, n in pairs]
+
+    def gathered(self, chunk: Index, microbatch: Any) -> Leaves:
+        """A chunk's leaves, whole, in the dtype in which they are gathered."""
+        return self._gathered(self.to_gather(chunk), chunk, microbatch)
+
+    def _gathered(self, shards: Leaves, chunk: Index, microbatch: Any) -> Leaves:
+        if not isinstance(microbatch, int):
+            # The same in every tick, but not to be gathered once and kept.
+            ties = [vary_like(microbatch, shard) for shard in shards]
+            shards = [barrier(shard, tie)[0] for shard, tie in zip(shards, ties, strict=True)]
+        return gather(shards, self.spreads[chunk if isinstance(chunk, int) else 0], lead=1)
