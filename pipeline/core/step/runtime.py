@@ -436,15 +436,15 @@ def run_on_ranks(
     A last operand, if it is not None, is the same on all. ``runs`` are the entries of tables that
     are not idle, if not all.
     """
-    found = {name: jnp.asarray(getattr(program, name)) for name in program.rank_tables}
+    found = {name: jnp.asarray(table) for name, table in program.rank_tables.items()}
     if runs is not None:
         found["op"] = jnp.where(runs, found["op"], 0)
         sent = was_sent(program, runs)
-        found["arrival"] = jnp.where(sent, found["arrival"], program.num_buffers)
+        found["arrival"] = jnp.where(sent, found["arrival"], program.values["operand"].discard)
     tables = {name: jnp.moveaxis(table, 2, 0) for name, table in found.items()}
-    of_tables = dict.fromkeys(program.rank_tables, P(STAGE))
+    of_tables = dict.fromkeys(tables, P(STAGE))
     if program.shared:
-        tables |= {name: jnp.asarray(getattr(program, name)) for name in COMMON}
+        tables |= {name: jnp.asarray(table) for name, table in program.common._asdict().items()}
         of_tables |= dict.fromkeys(COMMON, P())
 
     def run(weights: Weights, batch: Batch, same: Tree = None) -> Any:

@@ -97,8 +97,8 @@ def _forward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
         outcome = local.stage(*arguments)
     else:
         outcome, stash = memory.residuals.forward(*arguments)
-        trash = memory.stashes.places - 1
-        memory.stashes[jnp.where(facts.forward, row["stash"], trash)] = stash
+        discard = memory.stashes.places - 1
+        memory.stashes[jnp.where(facts.forward, row["stash"], discard)] = stash
     memory.take(outcome, microbatch, facts.chunk, real=facts.forward)
     if not actions.step.training and facts.last is not False:
         _finish(actions, facts.forward & facts.last, outcome.value, microbatch)
@@ -157,8 +157,8 @@ def _halves(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, 
             stash = actions.memory.stashes[row["stash"]]
             dy = dy(actions.own_output(row, stash))
         dx, crossing = halves.input_half(*arguments, stash, dy, [], want_x=actions.local.way.x)
-        trash = actions.memory.crossings.places - 1
-        actions.memory.crossings[jnp.where(facts.leaves, row["crossing"], trash)] = crossing
+        discard = actions.memory.crossings.places - 1
+        actions.memory.crossings[jnp.where(facts.leaves, row["crossing"], discard)] = crossing
     if facts.for_weights is not False:
         left = actions.memory.crossings[row["crossing"]]
         left = left if facts.both is False else _select(facts.both, crossing, left)
