@@ -145,7 +145,7 @@ def sizes_of(pipe: Pipeline, step: Any, operands: Any) -> dict[str, Any]:
     program, compiled = pipe.plan.training, step.memory_analysis()
     predicted = predict(pipe.plan, *operands)
     return {
-        "places": [program.num_stashes, program.num_host_stashes],
+        "places": list(program.values["stash"][1:]),
         "stash": max(predicted.stashes.each, predicted.host_stashes.each),
         "predicted": predicted.temporaries,
         "predicted_host": predicted.host,
@@ -160,7 +160,7 @@ def writes_to_host(program: Any) -> int:
     counts = [0] * program.schedule.num_ranks
     for index, slot in enumerate(program.slots):
         for branch, op in enumerate(slot.ops, start=1):
-            if op.kind == "F" and op.stash_on_host:
+            if op.kind == "F" and "stash" in op.host:
                 does = (program.op[:, index] == branch).sum(axis=0)
                 counts = [a + int(b) for a, b in zip(counts, does, strict=True)]
     return max(counts)

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from schedules import Costs, Schedule, build, simulate
-from schedules.clocks.hosted import Keep
-from schedules.clocks.windows import windows
 from schedules.core.flat import crossings_held, flatten, inputs_held
+from schedules.lowering.hosted import Keep
+from schedules.lowering.windows import windows
 
 Order = tuple[str, int, int, int]
 # The kernel's clock, in which partners wait for each other; the same where all ranks meet at every

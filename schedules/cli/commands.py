@@ -171,7 +171,7 @@ def _compared(report: Report) -> list[str]:
         f"{report.bubble_rate:.1%}",
         str(max(report.peak_activations)),
         f"{program.num_ticks} {'+'.join(program.pattern)}",
-        str(program.num_buffers),
+        str(program.values["operand"].device),
     ]
 
 

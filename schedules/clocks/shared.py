@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.costs import Costs, Times
@@ -35,9 +36,9 @@ class Together(NamedTuple):
       scatter: [times] the embedding's gradient, after it.
     """
 
-    lookup: Ints
-    head: Ints
-    scatter: Ints
+    lookup: NDArray[np.int32]
+    head: NDArray[np.int32]
+    scatter: NDArray[np.int32]
 
 
 def parts(shared: Iterable[str]) -> Shared:
@@ -72,7 +73,7 @@ def together(schedule: Schedule, times: Ints, count: int, shared: Shared) -> Tog
         ("head", last, (F,)),
         ("embed", 0, (B, I)),
     ):
-        column = np.full(count, -1)
+        column = np.full(count, -1, np.int32)
         if part in shared:
             who = (flat.stage == stage) & np.isin(flat.kind, kinds)
             column[times[who]] = flat.microbatch[who]
@@ -86,7 +87,7 @@ def lasting(
     """[times] what the ranks' common work takes before each slot, and after it."""
     shares = costs.shares(num_slices)
 
-    def take(units: Ints, whole: float) -> Times:
+    def take(units: NDArray[np.int32], whole: float) -> Times:
         share = 1.0 if num_slices == 1 else shares[units % num_slices]
         found: Times = np.where(units >= 0, whole / num_ranks * share, 0.0)
         return found

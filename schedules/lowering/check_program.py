@@ -14,20 +14,11 @@ import numpy as np
 
 from schedules.checks.check import check
 from schedules.core.action import Action, Kind, action_of
-from schedules.lowering.check_carries import check_carries
 from schedules.lowering.check_tables import Place, check_tables, fail, stage_of
 from schedules.lowering.check_together import Common
-from schedules.lowering.check_values import CROSSING, GRADIENT, OUTPUT, RESIDUALS, SymbolicValues
+from schedules.lowering.check_values import GRADIENT, OUTPUT, SymbolicValues
+from schedules.lowering.kinds import ValueKind
 from schedules.lowering.program import Channel, Op, Program
-
-POOLS = {  # by table column
-    "operand": "buffer",
-    "gradient": "buffer",
-    "stash": "stash",
-    "crossing": "crossing",
-}
-LEAVES = {"F": ("stash", RESIDUALS), "I": ("crossing", CROSSING)}  # what an action keeps, and where
-COLUMNS = tuple(POOLS.items())
 
 
 def check_program(program: Program, *, ascending: bool = False) -> Program:
@@ -53,7 +44,6 @@ def check_program(program: Program, *, ascending: bool = False) -> Program:
     if ascending:
         _check_ascending(program)
     _Machine(program).run()
-    check_carries(program)
     return program
 
 
@@ -65,10 +55,7 @@ class _Machine:
         self.program, self.values = program, SymbolicValues(program)
         self.name = self.values.name
         self.common = Common(program, self.values)
-        self.trash = {pool: program.trash[column] for column, pool in POOLS.items()}
-        # The first place of each pool that lies in host memory.
-        self.first_on_host = {"stash": program.num_stashes, "crossing": program.num_crossings}
-        self.tables = {name: getattr(program, name).tolist() for name in (*POOLS, "microbatch")}
+        self.tables = {name: table.tolist() for name, table in program.rank_tables.items()}
         # [T, slots, C, S], and for each slot [C, S] the rank that sends to each; -1 is none.
         self.arrival = np.moveaxis(program.arrival, 3, 2).tolist()
         self.sources = [
@@ -78,17 +65,19 @@ class _Machine:
         self.due = [
             [(a, self.values.reads(a)) for a in reversed(order)] for order in schedule.orders
         ]
-        # [S] how many actions have yet to read each value; the values held, by place.
+        # [S] how many actions have yet to read each value; by pool, [S] the values by place.
         self.unread = [
             Counter(value for _, values in due for value in values if value >= 0)
             for due in self.due
         ]
-        self.held: dict[str, list[dict[int, int]]] = {
-            pool: [{} for _ in schedule.orders] for pool in self.trash
+        self.pools: dict[str, list[dict[int, int]]] = {
+            kind.pool: [{} for _ in schedule.orders] for kind, _ in self.values.entries
         }
+        self.buffers = self.values.entries[0][0]  # the kind of what channels store
         self.runs: dict[tuple[int, int, int], tuple[int, Kind]] = {}  # slot, rank, branch
         # [S] the chunk in each window, of weights and of gradients.
-        self.whole = [dict.fromkeys(program.weights[:1], 0) for _ in schedule.orders]
+        first = program.windows.weights[:1] if program.windows else ()
+        self.whole = [dict.fromkeys(first, 0) for _ in schedule.orders]
         self.summed: list[dict[int, int]] = [{} for _ in schedule.orders]
 
     def run(self) -> None:
@@ -123,7 +112,7 @@ class _Machine:
             if value not in self.unread[rank]:
                 fail(self.program, f"{self.name(value)}, which nobody reads: expected -1", at)
             place = self.tables["operand"][tick][slot][rank]
-            self._store(at, "buffer", place, value)
+            self._store(at, self.buffers, place, value)
 
     def _act(self, at: Place, branch: int) -> int:
         """Run one action; what it offers to the channels."""
@@ -134,75 +123,91 @@ class _Machine:
         stage, kind = self.runs[slot, rank, branch]
         microbatch = self.tables["microbatch"][tick][slot][rank]
         due = self.due[rank]
-        found = action_of(stage, kind, microbatch, self.program.schedule.num_slices)
-        if not due or due[-1][0] != found:
-            self._fail_order(at, found)
-        action, values = due.pop()
+        op = self.program.slots[slot].ops[branch - 1]
+        expected = action_of(stage, kind, microbatch, self.program.schedule.num_slices)
+        if not due or due[-1][0] != expected:
+            self._fail_order(at, expected)
+        action, reads = due.pop()
         unread = self.unread[rank]
-        own = self.values.output(microbatch, stage)
-        store, kept = LEAVES.get(kind, ("", OUTPUT))
-        keeps = bool(store) and own + kept in unread
-        for (column, pool), value in zip(COLUMNS, values, strict=True):
-            place = self.tables[column][tick][slot][rank]
+        writes = [value if value in unread else -1 for value in self.values.writes(action)]
+        entries = list(zip(self.values.entries, reads, writes, strict=True))
+        for (kind_of, n), value, new in entries:
+            place = self._place(at, kind_of, n)
             if value >= 0:
-                held = self.held[pool][rank]
-                if held.get(place) != value:
-                    self._fail_read(at, action, column, value)
+                values = self.pools[kind_of.pool][rank]
+                if values.get(place) != value:
+                    self._fail_read(at, action, kind_of, place, value)
                 if unread[value] > 1:
                     unread[value] -= 1
                 else:
-                    del unread[value], held[place]
-            elif place != self.trash[pool] and not (keeps and pool == store):
-                self._fail_trash(at, action, column)
-        self._check_memory(at, action, self.program.slots[slot].ops[branch - 1])
-        self._check_windows(at, action, self.program.slots[slot].ops[branch - 1])
-        if keeps:
-            self._store(at, store, self.tables[store][tick][slot][rank], own + kept)
+                    del unread[value], values[place]
+            elif new < 0 and place != self._discard(kind_of):
+                self._fail_discard(at, action, kind_of, n, place)
+        self._check_memory(at, action, op)
+        self._check_windows(at, action, op)
+        for (kind_of, n), _, new in entries:
+            if new >= 0:
+                self._store(at, kind_of, self._place(at, kind_of, n), new)
+        own = self.values.output(microbatch, stage)
         return {"F": own + OUTPUT, "W": -1}.get(kind, own + GRADIENT)
+
+    def _place(self, at: Place, kind: ValueKind, n: int) -> int:
+        """The place that an action names for a value; for a carry, for that of slice n."""
+        tick, slot, rank = at
+        places = self.tables[kind.name][tick][slot][rank]
+        place: int = places[n] if kind.per_slice else places
+        return place
+
+    def _discard(self, kind: ValueKind) -> int:
+        return self.program.values[kind.name].discard
 
     def _check_windows(self, at: Place, action: Action, op: Op) -> None:
         """See that an action's weights are whole, and that no window is taken from its chunk."""
-        weights, gradients = self.program.weights, self.program.gradients
-        if not weights:
+        if self.program.windows is None:
             return
-        whole, summed = self.whole[at[2]], self.summed[at[2]]
+        weights, gradients, *_ = self.program.windows
+        whole, summed, jobs = self.whole[at[2]], self.summed[at[2]], dict(op.jobs)
         if whole.get(weights[op.chunk]) != op.chunk:
             there = whole.get(weights[op.chunk], "none")
             text = f"{action} finds the weights of chunk {there} in window {weights[op.chunk]}"
             fail(self.program, f"{text}: expected those of chunk {op.chunk}", at)
-        if op.gathers >= 0:
-            if weights[op.gathers] == weights[op.chunk]:
-                text = f"{action} has its weights in the window into which chunk {op.gathers} is"
+        if "gather" in jobs:
+            chunk = jobs["gather"]
+            if weights[chunk] == weights[op.chunk]:
+                text = f"{action} has its weights in the window into which chunk {chunk} is"
                 fail(self.program, f"{text} gathered meanwhile: expected another window", at)
-            if whole.get(weights[op.gathers]) == op.gathers:
-                text = f"{action} gathers chunk {op.gathers}: expected one that is in no window"
+            if whole.get(weights[chunk]) == chunk:
+                text = f"{action} gathers chunk {chunk}: expected one that is in no window"
                 fail(self.program, text, at)
-            whole[weights[op.gathers]] = op.gathers
+            whole[weights[chunk]] = chunk
         adds = None if op.kind == "F" else gradients[op.chunk]
-        if op.reduces >= 0:
-            found = summed.pop(gradients[op.reduces], "none")
-            if found != op.reduces or gradients[op.reduces] == adds:
-                text = f"{action} shares out gradients of chunk {op.reduces}: expected them in a"
-                fail(self.program, f"{text} window it does not add to, found chunk {found}", at)
+        if "reduce" in jobs:
+            chunk = jobs["reduce"]
+            there = summed.pop(gradients[chunk], "none")
+            if there != chunk or gradients[chunk] == adds:
+                text = f"{action} shares out gradients of chunk {chunk}: expected them in a"
+                fail(self.program, f"{text} window it does not add to, found chunk {there}", at)
         if adds is not None and summed.setdefault(adds, op.chunk) != op.chunk:
             text = f"{action} adds to gradients in window {adds}: expected none there, or those of"
             fail(self.program, f"{text} chunk {op.chunk}, found chunk {summed[adds]}", at)
 
     def _check_memory(self, at: Place, action: Action, op: Op) -> None:
-        """See that the places of an action lie in the memory that its op names."""
-        for pool, wanted in (("stash", op.stash_on_host), ("crossing", op.crossing_on_host)):
-            place = int(getattr(self.program, pool)[at])
-            is_used = place != self.trash[pool]
-            if wanted != (is_used and place >= self.first_on_host[pool]):
-                memory = ("the device", "the host")[wanted]
-                first, trash = self.first_on_host[pool], self.trash[pool]
-                rule = f"{first}..{trash - 1}" if wanted else f"0..{first - 1} or trash, {trash}"
-                text = f"{action} takes its {pool} from the memory of {memory}: expected {pool} "
-                fail(self.program, f"{text}{rule}, found {pool} {place}", at)
+        """See that the places of an action are in the memory that its op names."""
+        for kind, n in self.values.entries:
+            if not kind.can_be_on_host:
+                continue
+            place, first = self._place(at, kind, n), self.program.values[kind.name].device
+            discard, on_host = self._discard(kind), kind.name in op.host
+            if on_host != (first <= place < discard):
+                memory = ("the device", "the host")[on_host]
+                device = f"0..{first - 1} or discard, {discard}"
+                rule = f"{first}..{discard - 1}" if on_host else device
+                text = f"{action} takes its {kind.name} from the memory of {memory}: expected"
+                fail(self.program, f"{text} {kind.pool} {rule}, found {kind.pool} {place}", at)
 
     def _exchange(self, tick: int, slot: int, kept: list[int], sent: list[int]) -> None:
         """Store what stays on its rank, and what is sent along the other channels of a slot."""
-        trash = self.trash["buffer"]
+        discard = self._discard(self.buffers)
         for column, sources in enumerate(self.sources[slot]):
             places = self.arrival[tick][slot][column]
             shift = self.program.slots[slot].channels[column].shift
@@ -210,46 +215,45 @@ class _Machine:
             for rank, (place, source) in enumerate(zip(places, sources, strict=True)):
                 value = results[source]
                 if value >= 0 and value in self.unread[rank]:
-                    self._store((tick, slot, rank), "buffer", place, value)
-                elif place != trash:
+                    self._store((tick, slot, rank), self.buffers, place, value)
+                elif place != discard:
                     fail(
                         self.program,
                         f"shift {shift} brings {self.name(value)}, which nobody reads: "
-                        f"expected trash, buffer {trash}, found buffer {place}",
+                        f"expected discard, buffer {discard}, found buffer {place}",
                         (tick, slot, rank, column),
                     )
 
-    def _store(self, at: Place, pool: str, place: int, value: int) -> None:
-        held = self.held[pool][at[2]]
-        if place in held or place == self.trash[pool]:
-            found = self.name(held[place]) if place in held else "trash"
-            text = f"{self.name(value)}: expected a free {pool}, found {pool} {place}: {found}"
+    def _store(self, at: Place, kind: ValueKind, place: int, value: int) -> None:
+        values, pool = self.pools[kind.pool][at[2]], kind.pool
+        if place in values or place == self._discard(kind):
+            there = self.name(values[place]) if place in values else "discard"
+            text = f"{self.name(value)}: expected a free {pool}, found {pool} {place}: {there}"
             fail(self.program, text, at)
-        held[place] = value
+        values[place] = value
 
     def _fail_order(self, at: Place, action: Action) -> NoReturn:
         due = self.due[at[2]]
         expected = due[-1][0] if due else "nothing"
         fail(self.program, f"{action}: expected {expected} next in the order of the rank", at)
 
-    def _fail_read(self, at: Place, action: Action, column: str, value: int) -> NoReturn:
-        pool, place = POOLS[column], int(getattr(self.program, column)[at])
-        found = self.name(self.held[pool][at[2]].get(place, -1))
-        fail(
-            self.program,
-            f"{action} reads its {column} from {pool} {place}: expected {self.name(value)}, "
-            f"found {found}",
-            at,
-        )
+    def _fail_read(
+        self, at: Place, action: Action, kind: ValueKind, place: int, value: int
+    ) -> NoReturn:
+        there = self.name(self.pools[kind.pool][at[2]].get(place, -1))
+        text = f"{action} reads its {_words(kind)} from {kind.pool} {place}"
+        fail(self.program, f"{text}: expected {self.name(value)}, found {there}", at)
 
-    def _fail_trash(self, at: Place, action: Action, column: str) -> NoReturn:
-        pool = POOLS[column]
-        fail(
-            self.program,
-            f"{action} has no {column}: expected trash, {pool} {self.trash[pool]}, found {pool} "
-            f"{getattr(self.program, column)[at]}",
-            at,
-        )
+    def _fail_discard(
+        self, at: Place, action: Action, kind: ValueKind, n: int, place: int
+    ) -> NoReturn:
+        text = f"{action} has no {_words(kind)}{f' of slice {n}' * kind.per_slice}"
+        expected = f"discard, {kind.pool} {self._discard(kind)}"
+        fail(self.program, f"{text}: expected {expected}, found {kind.pool} {place}", at)
+
+
+def _words(kind: ValueKind) -> str:
+    return kind.name.replace("_", " ")
 
 
 def _sources(channel: Channel, num_ranks: int) -> list[int]:

@@ -6,13 +6,14 @@ Letters as in `schedules.core.action`, C as in `schedules.lowering.program`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 import numpy as np
 
-from schedules.clocks.hosted import Keep
 from schedules.core.action import KINDS, ScheduleError
-from schedules.lowering.program import CARRIED, COMMON, Op, Program
+from schedules.lowering.hosted import Keep
+from schedules.lowering.kinds import VALUE_KINDS, kinds_of
+from schedules.lowering.program import COMMON, JOBS, Op, Program
 
 Place = tuple[int, int, int]  # tick, slot, rank
 
@@ -40,25 +41,37 @@ def check_tables(program: Program) -> None:
 
 
 def _check_shapes(program: Program) -> None:
-    """[T, slots, S] each, and [T, slots, S, C]; integers. A window for each chunk, or none."""
-    num_chunks = len(program.schedule.stages_of[0])
-    windows = len(program.weights), len(program.gradients)
-    if windows not in ((0, 0), (num_chunks, num_chunks)):
-        text = f"{windows[0]} windows of weights and {windows[1]} of gradients: expected one"
-        fail(program, f"{text} of both for each of {num_chunks} chunks, or none")
+    """A placement for each kind; tables of integers; a window for each chunk, or none."""
+    num_chunks, slices = len(program.schedule.stages_of[0]), program.schedule.num_slices
+    if program.windows is not None:
+        windows = len(program.windows.weights), len(program.windows.gradients)
+        if windows != (num_chunks, num_chunks):
+            text = f"{windows[0]} windows of weights and {windows[1]} of gradients: expected one"
+            fail(program, f"{text} of both for each of {num_chunks} chunks, or none")
+    kinds = kinds_of(slices)
+    names = [kind.name for kind in kinds]
+    if set(program.values) != set(names):
+        text = f"expected {', '.join(names)}, found {', '.join(program.values) or 'none'}"
+        fail(program, f"placements of values: {text}")
+    counts: dict[str, tuple[int, int]] = {}
+    for kind in kinds:
+        _, device, host = program.values[kind.name]
+        expected = counts.setdefault(kind.pool, (device, host if kind.can_be_on_host else 0))
+        if (device, host) != expected:
+            text = f"expected {expected[0]} and {expected[1]}, found {device} and {host}"
+            fail(program, f"places of {kind.name!r} on the device and on the host: {text}")
     shape = (program.op.shape[0], len(program.slots), program.schedule.num_ranks)
     num_channels = max((len(slot.channels) for slot in program.slots), default=0)
-    own = ("op", "microbatch", "operand", "gradient", "stash", "crossing")
-    expected_of: dict[str, tuple[int, ...]] = dict.fromkeys(own, shape)
-    expected_of |= dict.fromkeys(COMMON, shape[:2]) | {"arrival": (*shape, num_channels)}
-    slices = program.schedule.num_slices
-    expected_of |= dict.fromkeys(CARRIED, (*shape, slices) if slices > 1 else (0, 0, 0, 0))
-    for name, expected in expected_of.items():
-        table = getattr(program, name)
-        if table.shape != expected or table.dtype != np.int32:
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("op", "microbatch"), shape)
+    shapes |= {kind.name: (*shape, slices) if kind.per_slice else shape for kind in kinds}
+    shapes |= dict.fromkeys(COMMON, shape[:2]) | {"arrival": (*shape, num_channels)}
+    tables = program.rank_tables | program.common._asdict()
+    for name, wanted in shapes.items():
+        table = tables[name]
+        if table.shape != wanted or table.dtype != np.int32:
             fail(
                 program,
-                f"table {name!r}: expected int32 of shape {expected}, found {table.dtype} of "
+                f"table {name!r}: expected int32 of shape {wanted}, found {table.dtype} of "
                 f"shape {table.shape}",
             )
 
@@ -72,10 +85,20 @@ def _check_ops(program: Program, slot: int) -> None:
                 program,
                 f"slot {slot} has {op}: expected kinds {kinds!r} and chunks 0..{num_chunks - 1}",
             )
-        most = num_chunks - 1 if program.weights else -1
-        if not all(-1 <= chunk <= most for chunk in (op.gathers, op.reduces)):
-            chunks = f"-1 or a chunk, 0..{most}" if program.weights else "-1: there are no windows"
-            fail(program, f"slot {slot} has {op}: expected of gathers and reduces {chunks}")
+        names = [kind.name for kind in VALUE_KINDS if kind.can_be_on_host]
+        if op.host != tuple(name for name in names if name in op.host):
+            fail(
+                program, f"slot {slot} has {op}: expected of host {', '.join(names)} in this order"
+            )
+        jobs = dict(op.jobs)
+        if program.windows is None:
+            is_legal, rule = not op.jobs, "no jobs: there are no windows"
+        else:
+            is_legal = [name for name, _ in op.jobs] == [name for name in JOBS if name in jobs]
+            is_legal = is_legal and all(0 <= chunk < num_chunks for chunk in jobs.values())
+            rule = f"at most one gather, then one reduce, of chunks 0..{num_chunks - 1}"
+        if not is_legal:
+            fail(program, f"slot {slot} has {op}: expected {rule}")
 
 
 def _check_channels(program: Program, slot: int) -> None:
@@ -106,14 +129,17 @@ def _check_channels(program: Program, slot: int) -> None:
 
 def _check_ranges(program: Program) -> None:
     num_ops = np.array([len(slot.ops) for slot in program.slots])
-    largest = {
+    last = program.schedule.num_units - 1
+    largest: dict[str, Any] = {
         "op": num_ops[None, :, None],
-        "microbatch": program.schedule.num_units - 1,
-        **program.trash,
-        **dict.fromkeys(COMMON, program.schedule.num_units - 1),
+        "microbatch": last,
+        **dict.fromkeys(COMMON, last),
     }
+    largest |= {name: placement.discard for name, placement in program.values.items()}
+    largest["arrival"] = program.values["operand"].discard
+    tables = program.rank_tables | program.common._asdict()
     for name, most in largest.items():
-        table, least = getattr(program, name), -1 if name in COMMON else 0
+        table, least = tables[name], -1 if name in COMMON else 0
         outside = np.argwhere((table < least) | (table > most))
         if len(outside):
             at = tuple(outside[0].tolist())
@@ -122,27 +148,24 @@ def _check_ranges(program: Program) -> None:
 
 
 def _check_idle(program: Program) -> None:
-    """Idle ranks point at nothing; columns beyond a slot's channels are trash."""
+    """Idle ranks point at nothing; columns beyond a slot's channels are discarded."""
     idle = program.op == 0
-    nothing = {"microbatch": 0, **program.trash}
-    for name in ("arrival", *CARRIED):
-        nothing.pop(name)
-    for name, value in nothing.items():
-        wrong = np.argwhere(idle & (getattr(program, name) != value))
+    nothing = {name: placement.discard for name, placement in program.values.items()}
+    for name, value in {"microbatch": 0, **nothing}.items():
+        table = program.rank_tables[name]
+        wrong = np.argwhere((table != value).reshape(*idle.shape, -1).any(axis=-1) & idle)
         if len(wrong):
             at = tuple(wrong[0].tolist())
-            found = getattr(program, name)[at]
-            fail(program, f"idle, table {name!r}: expected {value}, found {found}", at)
+            text = f"expected {value}, found {table[at].tolist()}"
+            fail(program, f"idle, table {name!r}: {text}", at)
     for slot, (_, _, channels) in enumerate(program.slots):
-        wrong = np.argwhere(program.arrival[:, slot, :, len(channels) :] != program.num_buffers)
+        wrong = np.argwhere(program.arrives[:, slot, :, len(channels) :])
         if len(wrong):
             tick, rank, column = wrong[0].tolist()
             at = (tick, slot, rank, len(channels) + column)
+            text = f"expected discard, buffer {nothing['operand']}, found buffer"
             fail(
-                program,
-                f"the slot has {len(channels)} channels: expected trash, buffer "
-                f"{program.num_buffers}, found buffer {program.arrival[at]}",
-                at,
+                program, f"the slot has {len(channels)} channels: {text} {program.arrival[at]}", at
             )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from schedules.lowering.check_tables import Place, fail
 from schedules.lowering.check_values import GRADIENT, WHAT, SymbolicValues
-from schedules.lowering.program import COMMON, Program
+from schedules.lowering.program import Program
 
 
 class Common:
@@ -23,7 +23,7 @@ class Common:
 
     def __init__(self, program: Program, values: SymbolicValues) -> None:
         self.program, self._values = program, values
-        self.tables = {name: getattr(program, name).tolist() for name in COMMON}
+        self.tables = {name: t.tolist() for name, t in program.common._asdict().items()}
 
     def work(self, tick: int, slot: int, results: list[int]) -> None:
         """See that all ranks work on what is there, and exactly then.

@@ -11,10 +11,11 @@ from __future__ import annotations
 import numpy as np
 
 from schedules.core.action import Action, unit_of
+from schedules.lowering.kinds import kinds_of
 from schedules.lowering.program import Program
 
-WHAT = ("output", "input gradient", "residuals", "crossing values")
-OUTPUT, GRADIENT, RESIDUALS, CROSSING = range(4)
+WHAT = ("output", "input gradient", "residuals", "crossing values", "carry", "carry gradient")
+OUTPUT, GRADIENT, RESIDUALS, CROSSING, CARRY, CARRY_GRADIENT = range(6)
 BEYOND = ("embedding", "head's gradient")  # the same of a "stage K": what ranks share
 
 
@@ -24,6 +25,12 @@ class SymbolicValues:
     def __init__(self, program: Program) -> None:
         self._program, self._schedule = program, program.schedule
         self._slices = program.schedule.num_slices
+        # What an action's row names: a kind of values and, of carries, a slice.
+        self.entries = [
+            (kind, n)
+            for kind in kinds_of(self._slices)
+            for n in range(self._slices if kind.per_slice else 1)
+        ]
         self.has_embed, self.has_head = ("embed" in program.shared, "head" in program.shared)
         self._hosted = _inputs_on_host(program) if program.keep == "input" else frozenset()
 
@@ -44,34 +51,61 @@ class SymbolicValues:
             return f"the {BEYOND[what]} of microbatch {microbatch}"
         return f"the {WHAT[what]} of stage {stage} for microbatch {microbatch}"
 
-    def reads(self, action: Action) -> tuple[int, int, int, int]:
-        """Places that an action must name for operand, gradient, stash and crossing; -1 is the
-        trash.
-        """
-        stage, kind, microbatch = action.stage, action.kind, unit_of(action, self._slices)
-        own = self.output(microbatch, stage)
-        if kind == "W":
-            return -1, -1, -1, own + CROSSING
-        before = self.output(microbatch, stage - 1) if stage else -1
+    def reads(self, action: Action) -> list[int]:
+        """[entries] the value that an action must find in each place that it names, -1 for none."""
+        stage, unit = action.stage, unit_of(action, self._slices)
+        own, part, last = self.output(unit, stage), unit % self._slices, self._slices - 1
+        keeps_residuals = self._program.keep == "residuals"
+        before = self.output(unit, stage - 1) if stage else -1
         if stage == 0 and self.has_embed:
-            before = self.output(microbatch)
-        if kind == "F":
-            return before, -1, -1, -1
-        is_last = stage == self._schedule.num_stages - 1 and not self.has_head
-        after = -1 if is_last else self.output(microbatch, stage + 1) + GRADIENT
-        if (stage, microbatch) in self._hosted:
-            return -1, after, own + RESIDUALS, -1
-        if self._program.keep == "input":
-            return before, after, -1, -1
-        return -1, own if is_last else after, own + RESIDUALS, -1
+            before = self.output(unit)
+        after = self.output(unit, stage + 1) + GRADIENT
+        if stage == self._schedule.num_stages - 1 and not self.has_head:
+            after = own if keeps_residuals else -1
+        from_stash = action.kind != "F" and (keeps_residuals or (stage, unit) in self._hosted)
+        slices = range(self._slices)
+        values = {
+            "operand": [-1 if from_stash else before],
+            "gradient": [after],
+            "stash": [own + RESIDUALS if from_stash else -1],
+            "crossing": [own + CROSSING],
+            "carry": [self._of(own, n - part) + CARRY if n < part else -1 for n in slices],
+            "carry_gradient": [
+                self._of(own, n - part) + CARRY_GRADIENT if n <= part < last else -1 for n in slices
+            ],
+        }
+        return [
+            values[kind.name][n] if action.kind in kind.reads else -1 for kind, n in self.entries
+        ]
+
+    def writes(self, action: Action) -> list[int]:
+        """[entries] the value that an action leaves in each place, where one is read; else -1."""
+        unit = unit_of(action, self._slices)
+        own, part, last = self.output(unit, action.stage), unit % self._slices, self._slices - 1
+        slices = range(self._slices)
+        values = {
+            "stash": [own + RESIDUALS],
+            "crossing": [own + CROSSING],
+            "carry": [own + CARRY if n == part else -1 for n in slices],
+            "carry_gradient": [
+                self._of(own, n - part) + CARRY_GRADIENT if part == last else -1 for n in slices
+            ],
+        }
+        return [
+            values[kind.name][n] if action.kind in kind.writes else -1 for kind, n in self.entries
+        ]
+
+    def _of(self, output: int, units: int) -> int:
+        """The output of the same stage so many units later."""
+        return output + units * len(WHAT)
 
 
 def _inputs_on_host(program: Program) -> frozenset[tuple[int, int]]:
     """(stage, microbatch) of every F that copies its stage's input into host memory."""
-    found = set()
+    inputs = set()
     for tick, index, rank in np.argwhere(program.op > 0).tolist():
         op = program.slots[index].ops[program.op[tick, index, rank] - 1]
-        if op.kind == "F" and op.stash_on_host:
+        if op.kind == "F" and "stash" in op.host:
             stage = program.schedule.stages_of[rank][op.chunk]
-            found.add((stage, int(program.microbatch[tick, index, rank])))
-    return frozenset(found)
+            inputs.add((stage, int(program.microbatch[tick, index, rank])))
+    return frozenset(inputs)

@@ -6,25 +6,24 @@ Letters as in `schedules.core.action`, A as in `schedules.core.flat`, C as in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from schedules.checks.check import check
-from schedules.clocks.hosted import Keep, Offload, check_keep, check_offload, hosted, moves
 from schedules.clocks.lockstep import fastest
-from schedules.clocks.shared import Shared, parts, together
+from schedules.clocks.shared import Shared, Together, parts, together
 from schedules.clocks.ticks import Ticks
-from schedules.clocks.windows import Windows, windows
 from schedules.core.action import KINDS
 from schedules.core.arguments import need
 from schedules.core.costs import Costs, of_unit_length_by_default
-from schedules.core.flat import Ints, Mask, flatten
-from schedules.lowering.carries import carried
-from schedules.lowering.offload import move_to_host
-from schedules.lowering.places import Values, colour, values
-from schedules.lowering.program import Channel, Op, Program, Slot, Table
+from schedules.core.flat import Ints, flatten
+from schedules.lowering.hosted import Keep, Offload, check_keep, check_offload, hosted, moves
+from schedules.lowering.kinds import VALUE_KINDS
+from schedules.lowering.places import Values, joined, place, values
+from schedules.lowering.program import JOBS, Channel, Job, Op, Placement, Program, Slot, Table
+from schedules.lowering.windows import Windows, windows
 from schedules.orders.schedule import Schedule
 
 
@@ -56,11 +55,11 @@ def lower(
         work; None for what has the smaller makespan.
       shared: which of "embed" and "head" all ranks share, split by vocabulary.
       offload: what lies in host memory between two actions: "stash", "crossings", or a share of the
-        stashes from 0 to 1, those that are held longest (`schedules.clocks.hosted`). Where
+        stashes from 0 to 1, those that are held longest (`schedules.lowering.hosted`). Where
         ``costs`` have a `host` time, the choice of slots counts what moves.
       gathers: weights lie in parts on several devices; a chunk's are gathered into a window when a
         rank comes to it, and its gradients shared out when the rank leaves it
-        (`schedules.clocks.windows`).
+        (`schedules.lowering.windows`).
 
     Raises:
       ScheduleError: unknown keep, pattern, shared or offload, or an illegal schedule.
@@ -73,8 +72,7 @@ def lower(
     copies = moves(schedule, keep, offload, shared)
     sends: dict[str, Any] = {"partners": partners, "delayed": delayed}
     best = fastest(schedule, pattern, costs, **sends, shared=shared, copies=copies)
-    into = windows(schedule) if gathers else None
-    return allocate(best.ticks, keep, shared, offload, into)
+    return allocate(best.ticks, keep, shared, offload, windows(schedule) if gathers else None)
 
 
 def allocate(
@@ -82,7 +80,7 @@ def allocate(
     keep: Keep,
     shared: Shared = (),
     offload: Offload = None,
-    into: Windows | None = None,
+    chunk_windows: Windows | None = None,
 ) -> Program:
     """Give every value of a layout its place and write the tables.
 
@@ -91,133 +89,109 @@ def allocate(
       keep: as of `lower`.
       shared: as of `lower`.
       offload: as of `lower`.
-      into: windows of weights and gradients, if ranks do not have them whole all the time.
+      chunk_windows: windows of weights and gradients, if ranks do not have them whole all the time.
     """
     schedule, flat, width = ticks.schedule, flatten(ticks.schedule), ticks.width
-    held = values(ticks, keep, shared)
-    on_host = move_to_host(ticks, held, keep, hosted(schedule, keep, offload, shared))
-    both = zip(held["operand"], held["gradient"], strict=True)
-    messages = Values(*(np.concatenate(pair, axis=-1) for pair in both))
-    num_ranks = schedule.num_ranks
-    num_buffers, buffers = colour(messages.rank, messages.born, messages.read, num_ranks)
-    (num_stashes, num_host_stashes), stashes = _colour(held, on_host, "stash", num_ranks)
-    (num_crossings, num_host_crossings), crossings = _colour(held, on_host, "crossing", num_ranks)
-    none = np.full(len(flat.kind), -1, np.int64)
-    moved = (none, none) if into is None else (into.gathers, into.reduces)
-    ops, branch = _ops(ticks, shared, held, on_host, moved)
-    arrives = np.ones(len(buffers), bool)
-    arrives[: schedule.num_units] = "embed" not in shared  # nobody sends those
-    arriving = Values(*(column[..., arrives] for column in messages))
-    channels, channel = _channels(ticks, arriving)
+    count, num_ranks = ticks.num_ticks * width, schedule.num_ranks
+    live = values(ticks, keep, shared, hosted(schedule, keep, offload, shared))
+    places = place(live, num_ranks)
 
-    shape = (ticks.num_ticks * width, num_ranks)
-    num_channels = max(map(len, channels))
-    table: dict[str, Table] = {
-        "op": np.zeros(shape, np.int32),
-        "microbatch": np.zeros(shape, np.int32),
-        "operand": np.full(shape, num_buffers, np.int32),
-        "gradient": np.full(shape, num_buffers, np.int32),
-        "stash": np.full(shape, num_stashes + num_host_stashes, np.int32),
-        "crossing": np.full(shape, num_crossings + num_host_crossings, np.int32),
-        "arrival": np.full((*shape, num_channels), num_buffers, np.int32),
-    }
-    table["op"][ticks.times, flat.rank] = branch
-    table["microbatch"][ticks.times, flat.rank] = flat.microbatch
-    table["arrival"][arriving.born, arriving.rank, channel] = buffers[arrives]
-    start = len(held["operand"].rank)
-    places = {
-        "operand": buffers[:start],
-        "gradient": buffers[start:],
-        "stash": stashes,
-        "crossing": crossings,
-    }
-    for column, place in places.items():
-        for times in held[column].touched:
+    def table(rows: Table) -> Table:
+        return rows.reshape(ticks.num_ticks, width, *rows.shape[1:])
+
+    # Where actions find each kind of values.
+    placements: dict[str, Placement] = {}
+    for kind, of in live.items():
+        number, device, host = places[kind]
+        columns = schedule.num_slices if kind.per_slice else 1
+        rows = np.full((count, num_ranks, columns), device + host, np.int32)
+        for times in of.touched:
             does = times >= 0
-            table[column][times[does], held[column].rank[does]] = place[does]
-    for name, work in together(schedule, ticks.times, shape[0], shared)._asdict().items():
-        table[name] = work.astype(np.int32)
-    slots = zip(ticks.kinds, ops, channels, strict=True)
-    tables: dict[str, Any] = {
-        name: t.reshape(ticks.num_ticks, width, *t.shape[1:]) for name, t in table.items()
-    }
+            rows[times[does], of.rank[does], of.column[does]] = number[does]
+        rows = rows if kind.per_slice else rows[..., 0]
+        placements[kind.name] = Placement(table(rows), device, host)
+
+    # Where channels store messages; what all ranks make together nobody sends.
+    kinds = [kind for kind in live if not kind.writes]
+    messages = joined(live[kind] for kind in kinds)
+    arrives = messages.source >= 0
+    messages = messages.chosen(arrives)
+    channels, channel = _channels(ticks, messages)
+    discard = placements["operand"].discard
+    arrival = np.full((count, num_ranks, max(map(len, channels))), discard, np.int32)
+    number = np.concatenate([places[kind].of for kind in kinds])[arrives]
+    arrival[messages.born, messages.rank, channel] = number
+
+    # What runs.
+    ops, branches = _ops(ticks, shared, placements, chunk_windows)
+    op, microbatch = np.zeros((2, count, num_ranks), np.int32)
+    op[ticks.times, flat.rank] = branches
+    microbatch[ticks.times, flat.rank] = flat.microbatch
+    common = together(schedule, ticks.times, count, shared)
     return Program(
         schedule=schedule,
         keep=keep,
-        slots=tuple(Slot(*slot) for slot in slots),
-        num_buffers=num_buffers,
-        num_stashes=num_stashes,
-        num_crossings=num_crossings,
+        slots=tuple(Slot(*slot) for slot in zip(ticks.kinds, ops, channels, strict=True)),
+        op=table(op),
+        microbatch=table(microbatch),
+        arrival=table(arrival),
+        values=placements,
+        common=Together(*map(table, common)),
         delayed=ticks.delayed,
-        num_host_stashes=num_host_stashes,
-        num_host_crossings=num_host_crossings,
-        weights=() if into is None else into.weights,
-        gradients=() if into is None else into.gradients,
-        **carried(ticks),
-        **tables,
+        windows=chunk_windows,
     )
-
-
-def _colour(
-    held: dict[str, Values], on_host: dict[str, Mask], name: str, num_ranks: int
-) -> tuple[tuple[int, int], Ints]:
-    """The number of places on the device and on the host, and [N] the place of each value."""
-    counts: list[int] = []
-    places = np.zeros(len(held[name].rank), np.int64)
-    for chosen in (~on_host[name], on_host[name]):
-        rank, _, born, read, _ = (column[..., chosen] for column in held[name])
-        count, found = colour(rank, born, read, num_ranks)
-        places[chosen] = sum(counts) + found
-        counts.append(count)
-    return (counts[0], counts[1]), places
 
 
 def _ops(
     ticks: Ticks,
     shared: Shared,
-    held: dict[str, Values],
-    on_host: dict[str, Mask],
-    moved: Sequence[Ints],
+    placements: dict[str, Placement],
+    chunk_windows: Windows | None,
 ) -> tuple[list[tuple[Op, ...]], Ints]:
     """The ops of each slot, in the order of their fields, and [A] the branch of each action.
 
     Args:
       ticks: the layout.
       shared: which ends of the model all ranks share.
-      held: values by table column.
-      on_host: [N] by name, which of them lie in host memory.
-      moved: [A] each, the chunk whose weights are gathered beside an action, and that whose
-        gradients are shared out, -1 for none.
+      placements: by name of a kind of values.
+      chunk_windows: windows of weights and gradients, if there are any.
     """
+    # Each field of `Op` as a number from 0, [A]: the kind, and the chunk and ends of the stage;
     schedule, flat = ticks.schedule, flatten(ticks.schedule)
     first = -1 if "embed" in shared else 0
     last = -1 if "head" in shared else schedule.num_stages - 1
     stages = [(chunk, k == first, k == last) for k, chunk in enumerate(schedule.chunk_of)]
     kinds = sorted(set(stages))
-    columns = [flat.kind, np.array([kinds.index(s) for s in stages])[flat.stage]]
-    for name in ("stash", "crossing"):
-        hosted = np.zeros((ticks.num_ticks * ticks.width, schedule.num_ranks), bool)
-        for times in held[name].touched:
-            does = on_host[name] & (times >= 0)
-            hosted[times[does], held[name].rank[does]] = True
-        columns.append(hosted[ticks.times, flat.rank])
     slot, num_chunks = ticks.times % ticks.width, schedule.num_stages // schedule.num_ranks
-    columns = [slot, *columns, *(chunks + 1 for chunks in moved)]
-    sizes = ticks.width, len(KINDS), len(kinds), 2, 2, *[num_chunks + 1] * len(moved)
+    columns = [slot, flat.kind, np.array([kinds.index(s) for s in stages])[flat.stage]]
+    sizes = [ticks.width, len(KINDS), len(kinds)]
+    # then the values in host memory,
+    names = [kind.name for kind in VALUE_KINDS if kind.can_be_on_host]
+    for name in names:
+        rows, device, host = placements[name]
+        numbers = rows.reshape(-1, schedule.num_ranks)[ticks.times, flat.rank]
+        columns.append((numbers >= device) & (numbers < device + host))
+        sizes.append(2)
+    # and the jobs.
+    jobs = () if chunk_windows is None else (chunk_windows.gathers, chunk_windows.reduces)
+    columns += [chunks + 1 for chunks in jobs]
+    sizes += [num_chunks + 1 for _ in jobs]
+
     code, number = np.unique(np.ravel_multi_index(columns, sizes), return_inverse=True)
     fields = np.stack(np.unravel_index(code, sizes), axis=1)
-    found: list[list[Op]] = [[] for _ in range(ticks.width)]
-    for n, kind, stage, stash, crossing, gathers, reduces in fields.tolist():
+    ops: list[list[Op]] = [[] for _ in range(ticks.width)]
+    for n, kind, stage, *rest in fields.tolist():
+        host_names = tuple(name for name, is_there in zip(names, rest, strict=False) if is_there)
+        chunks = zip(JOBS, rest[len(names) :], strict=False)
+        beside = tuple(Job(name, chunk - 1) for name, chunk in chunks if chunk > 0)
         chunk, is_first, is_last = kinds[stage]
-        pools = bool(stash), bool(crossing)
-        op = Op(KINDS[kind], chunk, is_first, is_last, *pools, gathers - 1, reduces - 1)
-        found[n].append(op)
+        ops[n].append(Op(KINDS[kind], chunk, is_first, is_last, host_names, beside))
     before = np.searchsorted(fields[:, 0], np.arange(ticks.width))
-    return [tuple(ops) for ops in found], number - before[slot] + 1
+    return [tuple(of_slot) for of_slot in ops], number - before[slot] + 1
 
 
 def _channels(ticks: Ticks, messages: Values) -> tuple[list[tuple[Channel, ...]], Ints]:
-    """The static permutations of each slot, and [N] the channel that brings each message."""
+    """The static permutations of each slot, and [n] the channel that brings each message."""
     num_ranks = ticks.schedule.num_ranks
     slot = messages.born % ticks.width
     shift = (messages.rank - messages.source) % num_ranks
@@ -230,5 +204,5 @@ def _channels(ticks: Ticks, messages: Values) -> tuple[list[tuple[Channel, ...]]
     channel = np.zeros((ticks.width, num_ranks), np.int64)
     for s, shifts in enumerate(edges):
         channel[s, list(shifts)] = range(len(shifts))
-    channels = [tuple(Channel(d, tuple(pairs)) for d, pairs in found.items()) for found in edges]
+    channels = [tuple(Channel(d, tuple(pairs)) for d, pairs in of.items()) for of in edges]
     return channels, channel[slot, shift]

@@ -30,7 +30,7 @@ def segments(program: Program, *, split: bool) -> list[tuple[int, int, tuple[int
     often that compile time would suffer. Where sends are delayed a message may arrive in a slot
     that nobody works in.
     """
-    waits = (program.arrival != program.num_buffers).any(axis=(2, 3))
+    waits = program.arrives.any(axis=(2, 3))
     uses = np.where((program.op != 0).any(axis=2), WORK, np.where(waits, WAIT, UNUSED))
     starts = segment_starts(program)
     few = starts if len(starts) < MOST_SEGMENTS else []
@@ -41,7 +41,7 @@ def segments(program: Program, *, split: bool) -> list[tuple[int, int, tuple[int
 
     if not split:
         return runs(few)
-    works = np.concatenate([uses, *(getattr(program, name) >= 0 for name in COMMON)], axis=1)
+    works = np.concatenate([uses, *(table >= 0 for table in program.common)], axis=1)
     changed = 1 + np.flatnonzero((works[1:] != works[:-1]).any(axis=1))
     changes = sorted({*changed.tolist(), *few})
     return runs(changes if len(changes) < MOST_SEGMENTS else few)
@@ -64,26 +64,26 @@ def without(program: Program, sends: Sequence[bool]) -> Program:
             empty[:, index, rank] = np.array([False, *idle])[program.op[:, index, rank]]
     before = np.roll(empty.reshape(-1, schedule.num_ranks), 1, axis=0).reshape(empty.shape)
     before[0, 0] = False
-    arrival = program.arrival.copy()
+    arrival, discard = program.arrival.copy(), program.values["operand"].discard
     for index, slot in enumerate(program.slots):
         for column, channel in enumerate(slot.channels):
             sent = before if program.delayed and channel.shift else empty
             for source, destination in channel.edges:
-                arrival[sent[:, index, source], index, destination, column] = program.num_buffers
+                arrival[sent[:, index, source], index, destination, column] = discard
     return replace(program, arrival=arrival)
 
 
 def busy_in(program: Program, start: int, stop: int) -> list[dict[str, bool]]:
     """For each slot, which of the tables have anything in some ticks."""
-    works = {name: (getattr(program, name)[start:stop] >= 0).any(axis=0) for name in COMMON}
-    return [{name: bool(works[name][n]) for name in COMMON} for n in range(len(program.slots))]
+    works = [(table[start:stop] >= 0).any(axis=0).tolist() for table in program.common]
+    return [dict(zip(COMMON, slot, strict=True)) for slot in zip(*works, strict=True)]
 
 
 def num_gathers(program: Program) -> list[int]:
     """[S] how often a rank gathers the weights of a chunk in a step; of a program with windows."""
     found = np.ones(program.schedule.num_ranks, np.int64)  # chunk 0 before the first tick
     for index, slot in enumerate(program.slots):
-        does = np.array([False, *(op.gathers >= 0 for op in slot.ops)])
+        does = np.array([False, *("gather" in dict(op.jobs) for op in slot.ops)])
         found += does[program.op[:, index]].sum(axis=0)
     counts: list[int] = found.tolist()
     return counts
@@ -94,21 +94,23 @@ def last_in_windows(program: Program) -> dict[int, list[bool]]:
 
     Chunks that have none there on any rank are left out.
     """
-    found: dict[int, list[bool]] = {}
+    on_ranks: dict[int, list[bool]] = {}
+    windows = program.windows.gradients if program.windows else ()
     for rank in range(program.schedule.num_ranks):
-        held: dict[int, int] = {}
+        summed: dict[int, int] = {}  # by window its chunk
         for slots in program.op[:, :, rank].tolist():
             for slot, branch in zip(program.slots, slots, strict=True):
                 if not branch:
                     continue
                 op = slot.ops[branch - 1]
-                if op.reduces >= 0:
-                    held.pop(program.gradients[op.reduces])
+                for name, chunk in op.jobs:
+                    if name == "reduce":
+                        summed.pop(windows[chunk])
                 if op.kind != "F":
-                    held[program.gradients[op.chunk]] = op.chunk
-        for chunk in held.values():
-            found.setdefault(chunk, [False] * program.schedule.num_ranks)[rank] = True
-    return found
+                    summed[windows[op.chunk]] = op.chunk
+        for chunk in summed.values():
+            on_ranks.setdefault(chunk, [False] * program.schedule.num_ranks)[rank] = True
+    return on_ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +140,7 @@ def needed(program: Program, index: int, start: int, stop: int) -> Needed:
     branch = np.zeros(len(slot.ops) + 1, np.int32)
     for new, (old, _) in enumerate(ops, start=1):
         branch[old] = new
-    reads: Any = _reads(program)[start:stop, index].any(axis=0)  # [S, C]
+    reads: Any = program.arrives[start:stop, index].any(axis=0)  # [S, C]
     channels = []
     for column, channel in enumerate(slot.channels):
         edges = tuple(edge for edge in channel.edges if reads[edge[1], column])
@@ -154,7 +156,7 @@ def segment_starts(program: Program) -> list[int]:
     first, last = happens.argmax(axis=0), program.num_ticks - 1 - happens[::-1].argmax(axis=0)
     ticks = np.arange(1, program.num_ticks)[:, None]
     can = 1 + np.flatnonzero(~((first < ticks) & (last >= ticks)).any(axis=1))
-    used = _reads(program)
+    used = program.arrives
     for index, slot in enumerate(program.slots):
         for column, channel in enumerate(slot.channels):
             used[:, index, :, column] &= channel.shift != 0
@@ -169,11 +171,6 @@ def segment_starts(program: Program) -> list[int]:
     return found
 
 
-def _reads(program: Program) -> NDArray[np.bool_]:
-    """[T, slots, S, C] whether a rank reads what a channel brings it."""
-    return np.asarray(program.arrival != program.num_buffers)
-
-
 def _happens(program: Program) -> NDArray[np.bool_]:
     """[T, things] what runs in which ticks: branches of slots, and what all ranks do together."""
     columns = [
@@ -181,7 +178,5 @@ def _happens(program: Program) -> NDArray[np.bool_]:
         for index, slot in enumerate(program.slots)
         for branch in range(1, len(slot.ops) + 1)
     ]
-    columns += [
-        column for name in COMMON for column in (getattr(program, name) >= 0).T if column.any()
-    ]
+    columns += [column for table in program.common for column in (table >= 0).T if column.any()]
     return np.stack([column for column in columns if column.any()], axis=1)

@@ -1,96 +1,167 @@
-"""Buffer allocation: what ranks hold between slots, from when until when, and in which place.
+"""The place of every value, and how long a rank keeps the value between slots.
 
-A value holds its place from the slot at whose end it arrives to the slot that reads it last. A
+A value occupies its place from the slot at whose end it is there to the slot that reads it last. A
 freed place is used again, so the number of places is the true peak. Letters as in
-`schedules.core.action`; N is a number of values.
+`schedules.core.action`; N slices, U units, n is a number of values.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedules.clocks.hosted import Keep
 from schedules.clocks.shared import Shared
 from schedules.clocks.ticks import Ticks
 from schedules.core.action import KINDS
 from schedules.core.flat import B, F, I, Ints, Mask, W, flatten
+from schedules.lowering.hosted import Hosted, Keep
+from schedules.lowering.kinds import ValueKind, kinds_of
 
 
 class Values(NamedTuple):
-    """Values that are read through one table column.
+    """The values of one kind, in the order of stages, then of units.
 
     Attributes:
-      rank: [N] who holds it.
-      source: [N] the rank that sends it; the holder, if it stays.
-      born: [N] the time of the slot at whose end it is there; -1 if before the first.
-      read: [N] the time of the slot that reads it last.
-      touched: [4, N] the times of the slots that point at it, F, B, I and W; -1 for none.
+      rank: [n] the rank that keeps it.
+      source: [n] the rank that sends it, perhaps itself; -1 for a value that nobody sends.
+      born: [n] the time of the slot at whose end it is there; -1 if before the first.
+      touched: [uses, n] the times of the slots that write or read it; -1 for none.
+      column: [n] which entry of an action's row names it: its slice, 0 of a kind with one entry.
+      on_host: [n] whether it is in host memory.
     """
 
     rank: Ints
     source: Ints
     born: Ints
-    read: Ints
     touched: Ints
+    column: Ints
+    on_host: Mask
+
+    @property
+    def read(self) -> Ints:
+        """[n] the time of the slot that reads it last."""
+        last: Ints = self.touched.max(axis=0)
+        return last
+
+    def chosen(self, mask: Mask) -> Values:
+        """Those for which a mask [n] is true."""
+        columns: Any = (column[..., mask] for column in self)
+        return Values(*columns)
 
 
-def values(ticks: Ticks, keep: Keep, shared: Shared = ()) -> dict[str, Values]:
-    """All values of a layout by table column; those of operand and gradient arrive in buffers.
+class Places(NamedTuple):
+    """The places of one kind of values.
 
-    Those of one column are in the order of stages, then of units.
+    Attributes:
+      of: [n] the place of each value.
+      device: number of places on the device.
+      host: number of places in host memory.
     """
+
+    of: Ints
+    device: int
+    host: int
+
+
+def values(ticks: Ticks, keep: Keep, shared: Shared, hosted: Hosted) -> dict[ValueKind, Values]:
+    """All values of a layout, by kind."""
     schedule, flat = ticks.schedule, flatten(ticks.schedule)
-    shape = (schedule.num_stages, schedule.num_units)
+    N, shape = schedule.num_slices, (schedule.num_stages, schedule.num_units)
     when = np.full((len(KINDS), *shape), -1)
     when[flat.kind, flat.stage, flat.microbatch] = ticks.times
-    forward, is_trained = when[F], (when[[B, I, W]] >= 0).any(axis=0)
-    runs_f, backs, ends = (_those(*kinds) for kinds in ((F,), (B, I), (I, W)))
-    home = np.array(schedule.placement, np.int64)
-    has_input, is_last = np.zeros(shape, bool), np.zeros(shape, bool)
-    has_input[1:] = is_last[-1] = True
-    source, made = np.roll(home, 1), np.roll(forward, 1, axis=0)
-    if "embed" in shared:  # all ranks make it, just before it is read
-        has_input[0], source[0], made[0] = True, home[0], forward[0] - 1
+    forward, backward = when[F], np.maximum(when[B], when[I])
+    is_trained: Mask = np.asarray(when[[B, I, W]].max(axis=0) >= 0)
     with_residuals = np.full(shape, keep == "residuals")
-    # The loss is taken, and differentiated, in the last stage's backward: it keeps its own output.
-    # Where all ranks share the head, they make the gradient in the slot of that output.
-    sender = np.append(home[1:], home[-1])
-    sent = np.concatenate([np.maximum(when[B], when[I])[1:], forward[-1:]])
-    late = ticks.delayed
-    return {
-        "operand": _values(
-            has_input,
-            home,
-            source,
-            made + (late & (source != home))[:, None],
-            np.where(runs_f | (backs & ~with_residuals), when, -1),
-        ),
-        "gradient": _values(
-            is_trained & (with_residuals | ~is_last | ("head" in shared)),
-            home,
-            sender,
-            sent + (late & (sender != home))[:, None],
-            np.where(backs, when, -1),
-        ),
-        "stash": _values(
-            is_trained & with_residuals, home, home, forward, np.where(runs_f | backs, when, -1)
-        ),
-        "crossing": _values(when[W] >= 0, home, home, when[I], np.where(ends, when, -1)),
+    home = np.array(schedule.placement, np.int64)
+    nobody = np.full(len(home), -1)
+
+    # Inputs come from the stage before; where all ranks make the embedding together, they do so
+    # just before it is read, and nobody sends it.
+    has_input = np.ones(shape, bool)
+    has_input[0] = "embed" in shared
+    before, sent = np.roll(home, 1), np.roll(forward, 1, axis=0)
+    sent[before != home] += ticks.delayed
+    before[0], sent[0] = -1, forward[0] - 1
+    # Gradients come from the stage after. The loss is taken, and differentiated, in the last
+    # stage's backward: with residuals that starts from the stage's own output. Where all ranks
+    # share the head, they make the gradient in the slot of that output.
+    has_gradient = is_trained & (with_residuals | ("head" in shared))
+    has_gradient[:-1] = is_trained[:-1]
+    after = np.append(home[1:], home[-1])
+    returned = np.concatenate([backward[1:], forward[-1:]])
+    returned[after != home] += ticks.delayed
+    # Slice N-1 leaves no carry: nobody comes later. Its backward writes the gradients of others.
+    is_earlier = np.broadcast_to(np.arange(shape[1]) % N < N - 1, shape)
+    of_last = np.repeat(backward[:, N - 1 :: N], N, axis=1)
+
+    facts = {
+        "operand": (has_input, before, sent),
+        "gradient": (has_gradient, after, returned),
+        "stash": (is_trained & with_residuals | hosted.stash, nobody, forward),
+        "crossing": (when[W] >= 0, nobody, when[I]),
+        "carry": (is_earlier, nobody, forward),
+        "carry_gradient": (is_earlier & is_trained, nobody, of_last),
     }
+    on_host = {"stash": hosted.stash, "crossing": hosted.crossing}
+    live: dict[ValueKind, Values] = {}
+    for kind in kinds_of(N):
+        there, source, born = facts[kind.name]
+        touches = np.array([letter in kind.writes + kind.reads for letter in KINDS])
+        times = np.where(touches[:, None, None], when, -1)
+        if kind.name == "operand":  # what a stash has instead, only F reads
+            times[1:, with_residuals | hosted.stash] = -1
+        if kind.per_slice:
+            times = _of_later_slices(times, N, own=kind.name == "carry_gradient")
+        stage, unit = np.nonzero(there)
+        live[kind] = Values(
+            home[stage],
+            source[stage],
+            born[there],
+            times[:, there],
+            unit % N if kind.per_slice else np.zeros_like(unit),
+            on_host.get(kind.name, np.zeros(shape, bool))[there],
+        )
+    return live
 
 
-def _those(*kinds: int) -> Mask:
-    """[4, 1, 1] whether a kind is one of these."""
-    return np.isin(np.arange(len(KINDS)), kinds)[:, None, None]
+def _of_later_slices(times: Ints, num_slices: int, *, own: bool) -> Ints:
+    """[4 N, K, U] the times of all actions that touch a carry: those of its slice and later ones.
+
+    Args:
+      times: [4, K, U] of each action, -1 where it touches no carry.
+      num_slices: N.
+      own: whether a backward touches that of its own slice; F does.
+    """
+    reader, part = np.arange(num_slices)[:, None], np.arange(num_slices)
+    is_own = np.array([kind == F or own for kind in range(len(KINDS))])[:, None, None]
+    touches = (reader > part) | ((reader == part) & is_own)
+    grid = times.reshape(*times.shape[:2], -1, num_slices, 1)
+    found = np.where(touches[:, None, None], grid, -1)
+    return np.moveaxis(found, 3, 1).reshape(-1, *times.shape[1:])
 
 
-def _values(there: Mask, home: Ints, source: Ints, born: Ints, touched: Ints) -> Values:
-    """Values of the stages and units, [K, M * N], that are ``there``."""
-    stage = np.nonzero(there)[0]
-    times = touched[:, there]
-    return Values(home[stage], source[stage], born[there], times.max(axis=0), times)
+def place(live: dict[ValueKind, Values], num_ranks: int) -> dict[ValueKind, Places]:
+    """The places of all values; kinds of one pool share theirs."""
+    places: dict[ValueKind, Places] = {}
+    for pool in dict.fromkeys(kind.pool for kind in live):
+        kinds = [kind for kind in live if kind.pool == pool]
+        sharing = joined(live[kind] for kind in kinds)
+        number, counts = np.zeros(len(sharing.rank), np.int64), [0, 0]
+        for memory, chosen in enumerate((~sharing.on_host, sharing.on_host)):
+            of = sharing.chosen(chosen)
+            counts[memory], colours = colour(of.rank, of.born, of.read, num_ranks)
+            number[chosen] = memory * counts[0] + colours
+        ends = np.cumsum([len(live[kind].rank) for kind in kinds])[:-1]
+        for kind, part in zip(kinds, np.split(number, ends), strict=True):
+            places[kind] = Places(part, *counts)
+    return places
+
+
+def joined(parts: Iterable[Values]) -> Values:
+    """Values of several kinds one after the other."""
+    return Values(*(np.concatenate(columns, axis=-1) for columns in zip(*parts, strict=True)))
 
 
 def colour(rank: Ints, born: Ints, read: Ints, num_ranks: int) -> tuple[int, Ints]:

@@ -35,7 +35,7 @@ from schedules.drawing.terminal import render
 from schedules.lowering.program import Channel
 from schedules.timing.report import Wait
 from tests.support.sizes import CHUNKS, is_legal, sizes
-from tests.support.tables import assert_no_entry_can_change
+from tests.support.tables import assert_no_entry_can_change, tables
 from tests.unit_clocks.test_check_program import (
     CASES,
     KEEPS,
@@ -192,7 +192,7 @@ def test_on_one_rank_nothing_is_delayed(delayed):
     program, wanted = lower(schedule, delayed=delayed), lower(schedule)
     assert (program.delayed, program.slots) == (False, wanted.slots)
     for table in TABLES:
-        np.testing.assert_array_equal(getattr(program, table), getattr(wanted, table))
+        np.testing.assert_array_equal(tables(program)[table], tables(wanted)[table])
 
 
 def refusal(function, *args, **options) -> str:
@@ -228,10 +228,10 @@ def test_the_tables_of_a_small_schedule():
     (slot,) = program.slots
     assert program.delayed
     assert slot.channels == (Channel(1, ((0, 1), (1, 0))),)
-    assert (program.num_buffers, program.num_stashes) == (2, 0)
+    assert (program.values["operand"].device, program.values["stash"].device) == (2, 0)
     # 1F0 and 1B0 read in slots 2 and 3 what 0F0 has sent in slot 0, and holds until slot 1.
-    assert program.operand[:, 0].tolist() == [[2, n] for n in (2, 2, 0, 0, 1, 1, 2, 2)]
-    assert program.gradient[:, 0].tolist() == [[n, 2] for n in (2, 2, 2, 2, 2, 0, 2, 0)]
+    assert tables(program)["operand"][:, 0].tolist() == [[2, n] for n in (2, 2, 0, 0, 1, 1, 2, 2)]
+    assert tables(program)["gradient"][:, 0].tolist() == [[n, 2] for n in (2, 2, 2, 2, 2, 0, 2, 0)]
     arrivals = [[2, 2], [2, 0], [2, 1], [2, 2], [0, 2], [2, 2], [0, 2], [2, 2]]
     assert program.arrival[:, 0, :, 0].tolist() == arrivals
 
@@ -331,11 +331,11 @@ def test_a_program_cannot_hide_what_it_is():
     tail = "; this program would compute something else, so lower the schedule again"
     assert refusal(check_program, turned(True)) == (
         "program of schedule 'custom': tick 0, slot 0, rank 1: the output of stage 0 for "
-        f"microbatch 0: expected a free buffer, found buffer 2: trash{tail}"
+        f"microbatch 0: expected a free buffer, found buffer 2: discard{tail}"
     )
     assert refusal(check_program, turned(False)) == (
         "program of schedule 'custom': tick 0, slot 0, rank 1, channel 0: shift 1 brings nothing, "
-        f"which nobody reads: expected trash, buffer 2, found buffer 0{tail}"
+        f"which nobody reads: expected discard, buffer 2, found buffer 0{tail}"
     )
 
 

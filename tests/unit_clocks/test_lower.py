@@ -22,6 +22,7 @@ from schedules.core.flat import crossings_held, flatten, inputs_held
 from schedules.lowering.program import Channel, Op
 from schedules.search.merge import merge
 from tests.support.sizes import CHUNKS, is_legal
+from tests.support.tables import tables
 
 TWO = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
 
@@ -69,9 +70,10 @@ def test_the_tables_of_a_small_schedule():
     assert slot.channels == (Channel(1, ((0, 1), (1, 0))),)
     assert program.op[:, 0].tolist() == [[2, 0], [2, 1], [0, 3], [4, 1], [0, 3], [4, 0]]
     assert program.microbatch[:, 0].tolist() == [[0, 0], [1, 0], [0, 0], [0, 1], [0, 1], [1, 0]]
-    assert (program.num_buffers, program.num_stashes) == (2, 0)
-    assert program.operand[:, 0].tolist() == [[2, 2], [2, 0], [2, 0], [2, 1], [2, 1], [2, 2]]
-    assert program.gradient[:, 0].tolist() == [[2, 2], [2, 2], [2, 2], [0, 2], [2, 2], [0, 2]]
+    assert (program.values["operand"].device, program.values["stash"].device) == (2, 0)
+    operand, gradient = (tables(program)[name][:, 0] for name in ("operand", "gradient"))
+    assert operand.tolist() == [[2, 2], [2, 0], [2, 0], [2, 1], [2, 1], [2, 2]]
+    assert gradient.tolist() == [[2, 2], [2, 2], [2, 2], [0, 2], [2, 2], [0, 2]]
     assert program.arrival[:, 0, :, 0].tolist() == [
         [2, 0],
         [2, 1],
@@ -127,29 +129,28 @@ def test_places_are_as_many_as_the_true_peak(name, keep):
 def pools(program: Program) -> dict[str, tuple[list[str], int, str]]:
     """The columns that point into each pool, its places, and the kind of action that fills it."""
     return {
-        "buffer": (["operand", "gradient"], program.num_buffers, ""),
-        "stash": (["stash"], program.num_stashes, "F"),
-        "crossing": (["crossing"], program.num_crossings, "I"),
+        "buffer": (["operand", "gradient"], program.values["operand"].device, ""),
+        "stash": (["stash"], program.values["stash"].device, "F"),
+        "crossing": (["crossing"], program.values["crossing"].device, "I"),
     }
 
 
 def peak(program: Program, pool: str) -> int:
     """The most values of a pool that any rank holds between two slots, found slot by slot."""
-    columns, trash, filler = pools(program)[pool]
+    columns, discard, filler = pools(program)[pool]
+    named = tables(program)
     most, width = 0, len(program.slots)
     for rank in range(program.schedule.num_ranks):
         births: list[tuple[int, int]] = []
         uses: list[tuple[int, int]] = []
         for time in range(program.num_ticks * width):
             at = (*divmod(time, width), rank)
-            uses += [
-                (time, place) for c in columns if (place := int(getattr(program, c)[at])) < trash
-            ]
+            uses += [(time, place) for c in columns if (place := int(named[c][at])) < discard]
             if pool == "buffer":
-                births += [(time, place) for place in program.arrival[at].tolist() if place < trash]
-            elif program.op[at] and getattr(program, pool)[at] < trash:
+                births += [(time, n) for n in program.arrival[at].tolist() if n < discard]
+            elif program.op[at] and named[pool][at] < discard:
                 op = program.slots[at[1]].ops[program.op[at] - 1]
-                births += [(time, int(getattr(program, pool)[at]))] if op.kind == filler else []
+                births += [(time, int(named[pool][at]))] if op.kind == filler else []
         live = np.zeros(program.num_ticks * width + 1, int)
         for born, place in births:
             again = min((b for b, p in births if p == place and b > born), default=10**9)
@@ -161,8 +162,9 @@ def peak(program: Program, pool: str) -> int:
 
 def test_residuals_replace_the_input_in_the_backward():
     program = lower(from_orders(TWO), keep="residuals", pattern="single")
-    assert program.num_stashes == 2
-    assert program.stash[:, 0].tolist() == [[0, 2], [1, 0], [2, 0], [0, 0], [2, 0], [1, 2]]
+    assert program.values["stash"].device == 2
+    stash = tables(program)["stash"][:, 0]
+    assert stash.tolist() == [[0, 2], [1, 0], [2, 0], [0, 0], [2, 0], [1, 2]]
     # The last stage's output goes to its own rank: its backward takes the loss.
     assert program.slots[0].channels == (
         Channel(0, ((1, 1),)),
@@ -178,23 +180,23 @@ def test_all_but_what_crosses_ends_at_the_first_half(keep):
     """W reads what its I has left and nothing else."""
     program = lower(from_orders(SPLIT), keep=keep, pattern="single")
     kinds = np.array([".", *(op.kind for op in program.slots[0].ops)])[program.op]
-    assert program.num_crossings == 2
+    assert program.values["crossing"].device == 2
     is_w = kinds == "W"
-    assert (program.crossing < 2).tolist() == (is_w | (kinds == "I")).tolist()
-    for column, trash in (
-        ("operand", program.num_buffers),
-        ("gradient", program.num_buffers),
-        ("stash", program.num_stashes),
+    assert (tables(program)["crossing"] < 2).tolist() == (is_w | (kinds == "I")).tolist()
+    for column, discard in (
+        ("operand", program.values["operand"].device),
+        ("gradient", program.values["operand"].device),
+        ("stash", program.values["stash"].device),
     ):
-        assert (getattr(program, column)[is_w] == trash).all()
+        assert (tables(program)[column][is_w] == discard).all()
 
 
 def test_the_inputs_of_split_backwards_are_as_few_as_those_of_whole_ones():
     split, whole = (
         lower(build(name, num_ranks=4, num_microbatches=12)) for name in ("zb_h1", "1f1b")
     )
-    assert split.num_buffers == whole.num_buffers
-    assert (split.num_crossings, whole.num_crossings) == (4, 0)
+    assert split.values["operand"].device == whole.values["operand"].device
+    assert (split.values["crossing"].device, whole.values["crossing"].device) == (4, 0)
 
 
 def test_a_schedule_without_messages_has_no_channels():
@@ -206,7 +208,7 @@ def test_a_schedule_without_messages_has_no_channels():
 def test_inference_needs_no_stash_and_one_buffer():
     schedule = build("1f1b", num_ranks=4, num_microbatches=8).forward()
     program = lower(schedule, keep="residuals")
-    assert (program.num_buffers, program.num_stashes) == (1, 0)
+    assert (program.values["operand"].device, program.values["stash"].device) == (1, 0)
     assert program.num_ticks == 8 + 4 - 1
 
 
@@ -245,16 +247,16 @@ def test_what_a_report_counts_is_what_a_program_holds(name):
         built = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
         for schedule in (built, merge(built, Costs(b=1.7))):
             report, program = simulate(schedule), lower(schedule, keep="residuals")
-            assert max(report.peak_crossings) == program.num_crossings
+            assert max(report.peak_crossings) == program.values["crossing"].device
             kinds = np.split(flatten(schedule).kind, flatten(schedule).first[1:-1])
             stashes = [int((inputs_held(row) - crossings_held(row)).max()) for row in kinds]
-            assert max(stashes) == program.num_stashes
+            assert max(stashes) == program.values["stash"].device
             most = max(report.peak_activations)
             assert max(*stashes, *report.peak_crossings) <= most
-            assert most <= program.num_stashes + program.num_crossings
+            assert most <= program.values["stash"].device + program.values["crossing"].device
 
 
-BUFFERS = {  # what docs/schedules.md says, for S > 2 and M >= 2 S, without the trash buffer
+BUFFERS = {  # what docs/schedules.md says, for S > 2 and M >= 2 S, without the discard buffer
     "gpipe": lambda S, M: M + 1,
     "1f1b": lambda S, M: S + 1,
     "eager_1f1b": lambda S, M: 2 * S - 1,
@@ -266,4 +268,4 @@ def test_the_readmes_memory_formulas_hold(name: str) -> None:
     for S in range(3, 9):
         for M in (2 * S, 2 * S + 3, 8 * S):
             schedule = schedules.build(name, num_ranks=S, num_microbatches=M)
-            assert schedules.lower(schedule).num_buffers == BUFFERS[name](S, M), (S, M)
+            assert schedules.lower(schedule).values["operand"].device == BUFFERS[name](S, M), (S, M)

@@ -24,7 +24,7 @@ from schedules import (
     simulate,
 )
 from tests.support.sizes import CHUNKS, sizes
-from tests.support.tables import assert_no_entry_can_change
+from tests.support.tables import assert_no_entry_can_change, tables
 
 OFFLOADS = ("stash", "crossings", 0.5, 0.2, 1.0)
 KEEPS = ("input", "residuals")
@@ -42,9 +42,9 @@ def of(name: str, S: int, M: int, V: int | None = None) -> schedules.Schedule:
 
 
 def held(program: Program, pool: str) -> list[set[int]]:
-    """[S] the places of a pool that each rank uses, trash aside."""
-    table, trash = getattr(program, pool), program.trash[pool]
-    return [set(table[:, :, rank].ravel().tolist()) - {trash} for rank in range(table.shape[2])]
+    """[S] the places of a pool that each rank uses, discard aside."""
+    table, discard = program.values[pool].table, program.values[pool].discard
+    return [set(table[:, :, rank].ravel().tolist()) - {discard} for rank in range(table.shape[2])]
 
 
 @pytest.mark.few
@@ -66,8 +66,8 @@ def test_without_offload_nothing_changes(keep):
     for offload in (None, 0, 0.0):
         found = lower(schedule, keep=keep, offload=offload)
         assert found.slots == plain.slots
-        assert np.array_equal(found.stash, plain.stash)
-        assert (found.num_host_stashes, found.num_host_crossings) == (0, 0)
+        assert np.array_equal(tables(found)["stash"], tables(plain)["stash"])
+        assert (found.values["stash"].host, found.values["crossing"].host) == (0, 0)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1"])
@@ -76,17 +76,17 @@ def test_the_device_keeps_as_many_places_as_the_formula_says(name, share):
     """P - floor(share * P) on the device; the host holds the rest of the rank with the most."""
     for S, M in ((2, 6), (4, 8), (4, 16)):
         schedule = of(name, S, M)
-        most = lower(schedule, keep="residuals").num_stashes
+        most = lower(schedule, keep="residuals").values["stash"].device
         program = lower(schedule, keep="residuals", offload=share)
-        assert program.num_stashes == most - math.floor(share * most)
-        if program.num_stashes < most:
-            assert program.num_host_stashes >= most - program.num_stashes
+        assert program.values["stash"].device == most - math.floor(share * most)
+        if program.values["stash"].device < most:
+            assert program.values["stash"].host >= most - program.values["stash"].device
 
 
 def test_ranks_with_few_in_flight_offload_nothing():
     """Rank r of 1F1B holds S - r stashes, so the last half of the ranks fits half of the places."""
     program = lower(of("1f1b", 8, 16), keep="residuals", offload=0.5)
-    assert (program.num_stashes, program.num_host_stashes) == (4, 4)
+    assert program.values["stash"][1:] == (4, 4)
     hosted = [sum(place >= 4 for place in places) for places in held(program, "stash")]
     assert hosted == [4, 3, 2, 1, 0, 0, 0, 0]
 
@@ -94,7 +94,7 @@ def test_ranks_with_few_in_flight_offload_nothing():
 def test_what_the_next_action_reads_stays_on_the_device():
     """The last rank of 1F1B goes back at once; no op occurs in two kinds of memory."""
     program = lower(of("1f1b", 4, 8), keep="residuals", offload="stash")
-    assert (program.num_stashes, program.num_host_stashes) == (1, 4)
+    assert program.values["stash"][1:] == (1, 4)
     assert [min(places) for places in held(program, "stash")] == [1, 1, 1, 0]
     assert held(program, "stash")[3] == {0}
     labels = sorted(op.label for op in program.slots[0].ops if op.kind == "F")
@@ -104,16 +104,16 @@ def test_what_the_next_action_reads_stays_on_the_device():
 def test_crossings_lie_on_the_host():
     program = lower(of("zb_h1", 4, 8), keep="residuals", offload="crossings")
     plain = lower(of("zb_h1", 4, 8), keep="residuals")
-    assert program.num_host_crossings == plain.num_crossings
-    assert program.num_crossings == 1  # those that W reads at once
-    assert (program.num_stashes, program.num_host_stashes) == (plain.num_stashes, 0)
+    assert program.values["crossing"].host == plain.values["crossing"].device
+    assert program.values["crossing"].device == 1  # those that W reads at once
+    assert program.values["stash"][1:] == (plain.values["stash"].device, 0)
 
 
 def test_inputs_become_stashes_and_leave_their_buffers():
     """With ``keep="input"`` a stage's input is copied by F; its message buffer is free."""
     plain, program = (lower(of("gpipe", 4, 8), offload=offload) for offload in (None, "stash"))
-    assert (plain.num_buffers, plain.num_host_stashes) == (9, 0)
-    assert (program.num_buffers, program.num_stashes, program.num_host_stashes) == (1, 0, 8)
+    assert (plain.values["operand"].device, plain.values["stash"].host) == (9, 0)
+    assert (program.values["operand"].device, *program.values["stash"][1:]) == (1, 0, 8)
 
 
 def most_on_device(spans: list[tuple[int, int]], places: int) -> int:
@@ -144,8 +144,8 @@ def test_as_many_as_possible_stay_on_the_device(name):
                 born[key] = time
             elif op.kind in "BI":
                 spans.append((born[key], time))
-                kept += not op.stash_on_host
-        assert kept == most_on_device(spans, program.num_stashes)
+                kept += "stash" not in op.host
+        assert kept == most_on_device(spans, program.values["stash"].device)
 
 
 @pytest.mark.few
@@ -154,7 +154,7 @@ def test_as_many_as_possible_stay_on_the_device(name):
 def test_no_entry_of_a_table_can_change(keep, offload):
     """Every other place of a stash or crossing, of either memory, makes a program wrong."""
     program = check_program(lower(V_SHAPED, keep=keep, pattern="single", offload=offload))
-    assert program.num_host_stashes + program.num_host_crossings
+    assert program.values["stash"].host + program.values["crossing"].host
     assert_no_entry_can_change(program, ("op", "operand", "stash", "crossing"))
 
 
@@ -167,13 +167,13 @@ def refusal(program: Program) -> str:
 def test_an_op_names_the_memory_of_its_places():
     program = lower(of("1f1b", 2, 3), keep="residuals", pattern="single", offload="stash")
     (slot,) = program.slots
-    ops = tuple(op._replace(stash_on_host=False) for op in slot.ops)
+    ops = tuple(op._replace(host=()) for op in slot.ops)
     assert refusal(replace(program, slots=(slot._replace(ops=ops),))) == (
         "program of schedule '1f1b': tick 0, slot 0, rank 0: 0F0 takes its stash from the memory "
-        "of the device: expected stash 0..0 or trash, 3, found stash 1; this program would compute "
-        "something else, so lower the schedule again"
+        "of the device: expected stash 0..0 or discard, 3, found stash 1; this program would "
+        "compute something else, so lower the schedule again"
     )
-    ops = tuple(op._replace(stash_on_host=op.kind in "FB") for op in slot.ops)
+    ops = tuple(op._replace(host=("stash",) if op.kind in "FB" else ()) for op in slot.ops)
     assert refusal(replace(program, slots=(slot._replace(ops=ops),))) == (
         "program of schedule '1f1b': tick 1, slot 0, rank 1: 1F0 takes its stash from the memory "
         "of the host: expected stash 1..2, found stash 0; this program would compute something "
@@ -185,7 +185,7 @@ def test_an_op_says_in_which_memory_it_reads():
     program = lower(of("zb_h1", 4, 8), keep="residuals", offload="crossings")
     ops = {op.label: op for slot in program.slots for op in slot.ops}
     assert repr(ops["I0_last_crossing"]) == (
-        "Op(kind='I', chunk=0, first=False, last=True, crossing_on_host=True)"
+        "Op(kind='I', chunk=0, first=False, last=True, host=('crossing',))"
     )
     assert repr(ops["F0_first"]) == "Op(kind='F', chunk=0, first=True, last=False)"
 

@@ -6,7 +6,6 @@ Letters: S ranks, M microbatches, V chunks per rank.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ import schedules
 from schedules import Costs, ScheduleError, build, check_program, from_orders, lower, simulate
 from schedules.lowering.program import COMMON, Channel
 from tests.support.sizes import CHUNKS, is_legal
-from tests.support.tables import assert_no_entry_can_change
+from tests.support.tables import assert_no_entry_can_change, tables, with_tables
 
 BOTH = ("embed", "head")
 SHARED = [("embed",), ("head",), BOTH]
@@ -42,7 +41,7 @@ def test_every_family_is_proved(name):
             assert check_program(program, ascending=True) is program
             forward = lower(schedule.forward(), shared=shared)
             assert check_program(forward).shared == shared
-            assert (forward.scatter == -1).all()
+            assert (forward.common.scatter == -1).all()
 
 
 def test_the_tables_of_a_small_schedule():
@@ -50,12 +49,15 @@ def test_the_tables_of_a_small_schedule():
     (slot,) = program.slots
     assert not any(op.first or op.last for op in slot.ops)
     assert program.op[:, 0].tolist() == [[1, 0], [1, 1], [0, 2], [2, 1], [0, 2], [2, 0]]
-    assert program.lookup[:, 0].tolist() == [0, 1, -1, -1, -1, -1]
-    assert program.head[:, 0].tolist() == [-1, 0, -1, 1, -1, -1]
-    assert program.scatter[:, 0].tolist() == [-1, -1, -1, 0, -1, 1]
+    assert program.common.lookup[:, 0].tolist() == [0, 1, -1, -1, -1, -1]
+    assert program.common.head[:, 0].tolist() == [-1, 0, -1, 1, -1, -1]
+    assert program.common.scatter[:, 0].tolist() == [-1, -1, -1, 0, -1, 1]
     # The head's gradient stays where it was made; nobody sends an embedding.
     assert slot.channels == (Channel(0, ((1, 1),)), Channel(1, ((0, 1), (1, 0))))
-    assert program.operand[:2, 0, 0].tolist() == [0, 1]  # put there just before the slot
+    assert tables(program)["operand"][:2, 0, 0].tolist() == [
+        0,
+        1,
+    ]  # put there just before the slot
 
 
 @pytest.mark.parametrize("keep", KEEPS)
@@ -63,8 +65,8 @@ def test_what_is_not_shared_stays_as_it_is(keep):
     program, alone = lower(TWO, keep=keep), lower(TWO, keep=keep, shared=())
     assert program.shared == ()
     for name in ("op", "operand", "gradient", "arrival", *COMMON):
-        assert (getattr(program, name) == getattr(alone, name)).all()
-    assert all((getattr(program, name) == -1).all() for name in COMMON)
+        assert (tables(program)[name] == tables(alone)[name]).all()
+    assert all((tables(program)[name] == -1).all() for name in COMMON)
 
 
 @pytest.mark.parametrize("shared", SHARED)
@@ -75,9 +77,9 @@ def test_no_entry_can_change(schedule, shared):
 
 
 def edited(program, column, at, value):
-    table = getattr(program, column).copy()
+    table = tables(program)[column].copy()
     table[at] = value
-    return replace(program, **{column: table})
+    return with_tables(program, **{column: table})
 
 
 PROGRAM = lower(TWO, pattern="single", shared=BOTH)
@@ -118,7 +120,7 @@ PROGRAM = lower(TWO, pattern="single", shared=BOTH)
             edited(PROGRAM, "lookup", (2, 0), 0),
             (
                 "tick 2, slot 0, rank 0: the embedding of microbatch 0: expected a free buffer, "
-                "found buffer 3: trash"
+                "found buffer 3: discard"
             ),
         ),
         (
@@ -140,11 +142,11 @@ PROGRAM = lower(TWO, pattern="single", shared=BOTH)
             "tick 0, slot 0: table 'head': expected -1..1, found 2",
         ),
         (
-            replace(PROGRAM, scatter=PROGRAM.scatter[:-1]),
+            with_tables(PROGRAM, scatter=PROGRAM.common.scatter[:-1]),
             "table 'scatter': expected int32 of shape (6, 1), found int32 of shape (5, 1)",
         ),
         (
-            replace(PROGRAM, head=np.full_like(PROGRAM.head, -1)),
+            with_tables(PROGRAM, head=np.full_like(PROGRAM.common.head, -1)),
             (
                 "tick 1, slot 0, rank 1: Op(kind='F', chunk=0, first=False, last=False) runs stage "
                 "1 of 2: expected first=False, last=True"

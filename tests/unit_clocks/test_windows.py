@@ -15,7 +15,7 @@ import pytest
 import schedules
 from schedules import Program, ScheduleError, build, check_program, from_orders, lower
 from schedules.lowering.needs import last_in_windows, num_gathers
-from schedules.lowering.program import Op
+from schedules.lowering.program import JOBS, Job, Op
 from tests.support.sizes import CHUNKS, sizes
 from tests.support.tables import assert_no_entry_can_change
 from tests.unit_clocks.test_offload import of
@@ -47,10 +47,12 @@ def test_breadth_first_gathers_twice_and_shares_out_once(S, M, V):
     """All microbatches take one chunk after the other: two windows, and the turn gathers once."""
     program = lower(of("looped_bfs", S, M, V), gathers=True)
     two = tuple(chunk % 2 for chunk in range(V))
-    assert program.weights == program.gradients == two
+    assert program.windows.weights == program.windows.gradients == two
     assert num_gathers(program) == [max(V, 2 * V - 2) if V > 2 else V] * S
     for rank in range(S):
-        shared_out = [op.reduces for op in on_rank(program, rank) if op.reduces >= 0]
+        shared_out = [
+            chunk for op in on_rank(program, rank) for name, chunk in op.jobs if name == "reduce"
+        ]
         last = [chunk for chunk, there in last_in_windows(program).items() if there[rank]]
         assert shared_out + sorted(last, reverse=True) == list(range(V))[::-1]
 
@@ -71,22 +73,22 @@ def test_what_stays_is_gathered_once():
         V = 2 if name[0] == "i" else CHUNKS.get(name, 1)
         program = lower(of(name, 2, 8, V), gathers=True)
         assert num_gathers(program) == [V] * 2
-        assert program.weights == program.gradients == tuple(range(V))
-        assert not any(op.reduces >= 0 for op in on_rank(program, 0))
+        assert program.windows.weights == program.windows.gradients == tuple(range(V))
+        assert not any("reduce" in dict(op.jobs) for op in on_rank(program, 0))
 
 
 def test_interleaved_ranks_gather_for_rounds_of_microbatches():
     """Chunks on their way forward have two windows, and those on their way back two more."""
     S, M, V = 4, 16, 8
     program = lower(of("interleaved_1f1b", S, M, V), gathers=True)
-    assert (len(set(program.weights)), len(set(program.gradients))) == (4, 2)
+    assert (len(set(program.windows.weights)), len(set(program.windows.gradients))) == (4, 2)
     rounds = M // S
     assert max(num_gathers(program)) <= 2 * V * rounds < 2 * M * V
     runs = [
         sum(1 for _ in itertools.groupby(op.chunk for op in on_rank(program, r) if op.kind == "B"))
         for r in range(S)
     ]
-    found = [sum(op.reduces >= 0 for op in on_rank(program, r)) for r in range(S)]
+    found = [sum("reduce" in dict(op.jobs) for op in on_rank(program, r)) for r in range(S)]
     last = [sum(there[r] for there in last_in_windows(program).values()) for r in range(S)]
     assert [a + b for a, b in zip(found, last, strict=True)] == runs == [V * rounds] * S
 
@@ -100,7 +102,7 @@ def test_ranks_may_end_with_other_chunks_in_a_window():
     moved[1][-2:] = ["3I0", "1B0", "3W0"]
     program = check_program(lower(from_orders(moved), gathers=True))
     assert last_in_windows(program) == {1: [True, True], 0: [True, True]}
-    assert program.gradients[2] == program.gradients[0]
+    assert program.windows.gradients[2] == program.windows.gradients[0]
 
 
 # --- the proof ---
@@ -118,6 +120,13 @@ def changed(program: Program, change: Callable[[Op], Op]) -> Program:
     return replace(program, slots=slots)
 
 
+def with_jobs(op: Op, **chunks: int | None) -> Op:
+    """The op with other chunks of its jobs; None for no such job."""
+    jobs = dict(op.jobs) | chunks
+    left = {name: jobs[name] for name in JOBS if jobs.get(name) is not None}
+    return op._replace(jobs=tuple(Job(name, chunk) for name, chunk in left.items()))
+
+
 def test_no_branch_can_change():
     """Ops that differ in what goes on beside them are no less different."""
     program = check_program(lower(of("looped_bfs", 2, 2, 3), pattern="single", gathers=True))
@@ -128,35 +137,36 @@ def test_faults_are_named():
     program = lower(of("looped_bfs", 1, 2, 3), pattern="single", gathers=True)
     start = "program of schedule 'looped_bfs': "
     end = "; this program would compute something else, so lower the schedule again"
-    assert refusal(changed(program, lambda op: op._replace(gathers=-1))) == (
+    assert refusal(changed(program, lambda op: with_jobs(op, gather=None))) == (
         f"{start}tick 2, slot 0, rank 0: 1F0 finds the weights of chunk none in window 1: expected "
         f"those of chunk 1{end}"
     )
-    early = changed(program, lambda op: op._replace(gathers=2 if op.chunk == 0 else op.gathers))
+    early = changed(program, lambda op: with_jobs(op, gather=2) if op.chunk == 0 else op)
     assert refusal(early) == (
         f"{start}tick 0, slot 0, rank 0: 0F0 has its weights in the window into which chunk 2 is "
         f"gathered meanwhile: expected another window{end}"
     )
-    assert refusal(changed(program, lambda op: op._replace(reduces=-1))) == (
+    assert refusal(changed(program, lambda op: with_jobs(op, reduce=None))) == (
         f"{start}tick 10, slot 0, rank 0: 0B0 adds to gradients in window 0: expected none there, "
         f"or those of chunk 0, found chunk 2{end}"
     )
-    twice = changed(program, lambda op: op._replace(reduces=2 if op.kind == "B" else -1))
+    twice = changed(program, lambda op: with_jobs(op, reduce=2 if op.kind == "B" else None))
     assert refusal(twice) == (
         f"{start}tick 6, slot 0, rank 0: 2B0 shares out gradients of chunk 2: expected them in a "
         f"window it does not add to, found chunk none{end}"
     )
     op = program.slots[0].ops[0]
-    assert refusal(changed(program, lambda op: op._replace(reduces=3))) == (
-        f"{start}slot 0 has {op._replace(reduces=3)!r}: expected of gathers and reduces -1 or a "
-        f"chunk, 0..2{end}"
+    assert refusal(changed(program, lambda op: with_jobs(op, reduce=3))) == (
+        f"{start}slot 0 has {with_jobs(op, reduce=3)!r}: expected at most one gather, then one "
+        f"reduce, of chunks 0..2{end}"
     )
     plain = lower(program.schedule, pattern="single")
-    assert refusal(changed(plain, lambda op: op._replace(gathers=1))) == (
-        f"{start}slot 0 has {op._replace(gathers=1)!r}: expected of gathers and reduces -1: there "
-        f"are no windows{end}"
+    assert refusal(changed(plain, lambda op: with_jobs(op, gather=1))) == (
+        f"{start}slot 0 has {with_jobs(op, gather=1)!r}: expected no jobs: there are no "
+        f"windows{end}"
     )
-    assert refusal(replace(program, gradients=(0, 1))) == (
+    fewer = program.windows._replace(gradients=(0, 1))
+    assert refusal(replace(program, windows=fewer)) == (
         f"{start}3 windows of weights and 2 of gradients: expected one of both for each of 3 "
         f"chunks, or none{end}"
     )

@@ -38,9 +38,9 @@ from pipeline.core.options.checks import (
 )
 from pipeline.core.placement.placement import Sharding
 from schedules import Costs, Schedule
-from schedules.clocks.hosted import check_offload
 from schedules.clocks.ticks import check_pattern
 from schedules.core.arguments import need
+from schedules.lowering.hosted import check_offload
 
 
 @runtime_checkable

@@ -14,9 +14,9 @@ from pipeline.core.options.compiled import Compiled, Programs, StepFacts
 from pipeline.core.options.costs import own_costs
 from pipeline.core.options.options import Options
 from schedules import Costs
-from schedules.clocks.hosted import Keep
 from schedules.clocks.shared import Shared
 from schedules.families.accumulation import is_accumulation
+from schedules.lowering.hosted import Keep
 from schedules.lowering.lower import lower
 from schedules.lowering.program import Program
 from schedules.orders.schedule import Schedule

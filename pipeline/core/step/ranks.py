@@ -42,15 +42,15 @@ def run_on_ranks(
     A last operand, if it is not None, is the same on all. ``runs`` are the entries of tables that
     are not idle, if not all.
     """
-    found = {name: jnp.asarray(getattr(program, name)) for name in program.rank_tables}
+    columns = {name: jnp.asarray(table) for name, table in program.rank_tables.items()}
     if runs is not None:
-        found["op"] = jnp.where(runs, found["op"], 0)
-        sent = was_sent(program, runs)
-        found["arrival"] = jnp.where(sent, found["arrival"], program.num_buffers)
-    tables = {name: jnp.moveaxis(table, 2, 0) for name, table in found.items()}
-    of_tables = dict.fromkeys(program.rank_tables, P(STAGE))
+        columns["op"] = jnp.where(runs, columns["op"], 0)
+        discard = program.values["operand"].discard
+        columns["arrival"] = jnp.where(was_sent(program, runs), columns["arrival"], discard)
+    tables = {name: jnp.moveaxis(table, 2, 0) for name, table in columns.items()}
+    of_tables = dict.fromkeys(tables, P(STAGE))
     if program.shared:
-        tables |= {name: jnp.asarray(getattr(program, name)) for name in COMMON}
+        tables |= {name: jnp.asarray(table) for name, table in program.common._asdict().items()}
         of_tables |= dict.fromkeys(COMMON, P())
 
     def run(weights: Weights, batch: Batch, same: Tree = None) -> Any:

@@ -30,7 +30,6 @@ from pipeline.core.step.results import calls_of, totals_of
 from pipeline.core.step.run.grouped import make_actions
 from pipeline.core.step.run.ticks import run_ticks
 from pipeline.core.step.stores.device import StepRequest
-from schedules.lowering.program import COMMON
 
 
 def find_share(plan: Plan, traced: Inspected, *, normalise: bool) -> LossScale:
@@ -86,10 +85,10 @@ def of_outputs(local: LocalModel, plan: Plan) -> tuple[jax.Array, jax.Array]:
     """Share and loss where they follow from outputs: all forward actions run first."""
     program, rank = plan.forward, jax.lax.axis_index(STAGE)
     tables: dict[str, Any] = {}
-    for name in (*program.rank_tables, *(COMMON if program.shared else ())):
-        table = jnp.asarray(getattr(program, name))
-        own = table if name in COMMON else jnp.moveaxis(table, 2, 0)[rank][None]
-        tables[name] = own
+    for name, table in program.rank_tables.items():
+        tables[name] = jnp.moveaxis(jnp.asarray(table), 2, 0)[rank][None]
+    if program.shared:
+        tables |= {name: jnp.asarray(table) for name, table in program.common._asdict().items()}
     check_effects(local, again=True, masked=plan.is_masked)
     actions = make_actions(local, program, StepRequest(training=False, take_loss=True))
     run_ticks(actions, program, tables, masked=plan.is_masked)

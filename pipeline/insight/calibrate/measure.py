@@ -122,7 +122,7 @@ class Calibrator:
         if in_flight is None:
             program = plan.training
             units = plan.num_chunks * plan.schedule.num_slices  # of a microbatch on a rank
-            in_flight = min(MOST_IN_FLIGHT, -(-program.num_stashes // units)) or 1
+            in_flight = min(MOST_IN_FLIGHT, -(-program.values["stash"].device // units)) or 1
         self._pipe, self._chain, self._repeats = pipe, find_chain(pipe), repeats
         ranks = [
             tuple(sorted({self._chain.stands_for(k) for k in stages}))

@@ -21,6 +21,12 @@ _STRAIGHT = (
     "is the compiler's to keep"
 )
 
+_PLACES = {  # by kind of value, names of its places on the device and in host memory
+    "operand": ("message buffers", "message buffers in host memory"),
+    "stash": ("residual stashes", "stashes in host memory"),
+    "crossing": ("stashes of what I leaves for W", "in host memory of what I leaves for W"),
+}
+
 
 def summary(pipe: Any) -> dict[str, str]:
     """Fields that `print` shows of a pipeline, line by line; only options that are no defaults."""
@@ -151,9 +157,9 @@ def _sharded(plan: Plan) -> list[str]:
 def _repeats(plan: Plan) -> str:
     """Say how often weights are gathered when a rank comes to their chunk, and into what."""
     program = plan.training
-    if not program.weights:
+    if program.windows is None:
         return "chunk by chunk"
-    windows, sums = (len(set(places)) for places in (program.weights, program.gradients))
+    windows, sums = (len(set(places)) for places in program.windows[:2])
     return (
         f"chunk by chunk, {max(num_gathers(program))} times a step into {windows} windows, and "
         f"gradients shared out from {sums}"
@@ -162,22 +168,16 @@ def _repeats(plan: Plan) -> str:
 
 def _places(program: Program) -> str:
     """Describe the places that a rank's memory is divided into."""
-    places = [
-        f"{program.num_buffers} message buffers",
-        f"{program.num_stashes} residual stashes",
-    ]
-    if program.num_crossings:
-        places.append(f"{program.num_crossings} stashes of what I leaves for W")
-    if program.num_host_stashes:
-        places.append(f"{program.num_host_stashes} stashes in host memory")
-    if program.num_host_crossings:
-        places.append(f"{program.num_host_crossings} in host memory of what I leaves for W")
-    return ", ".join(places)
+    counts = [program.values[name].device for name in _PLACES]
+    counts += [program.values[name].host for name in _PLACES]
+    texts = [text for memory in zip(*_PLACES.values(), strict=True) for text in memory]
+    pairs = enumerate(zip(counts, texts, strict=True))
+    return ", ".join(f"{count} {text}" for n, (count, text) in pairs if count or n < 2)
 
 
 def _is_offloading(program: Program) -> bool:
     """Tell whether a program has places in host memory."""
-    return program.num_host_stashes + program.num_host_crossings > 0
+    return any(placement.host for placement in program.values.values())
 
 
 def _why_slots(plan: Plan) -> str:

@@ -95,7 +95,7 @@ def share(kind: str, num_devices: int) -> float:
 def messages_read(program: Program) -> NDArray[np.int64]:
     """[S] messages that each rank sends to another, and that it reads."""
     found = np.zeros(program.schedule.num_ranks, np.int64)
-    arrives = (program.arrival != program.num_buffers).sum(axis=0)  # [slots, S, C]
+    arrives = program.arrives.sum(axis=0)  # [slots, S, C]
     for index, slot in enumerate(program.slots):
         for column, channel in enumerate(slot.channels):
             for source, destination in channel.edges if channel.shift else ():

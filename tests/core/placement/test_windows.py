@@ -74,7 +74,7 @@ def test_ranks_that_end_with_other_chunks_in_a_window():
     options: dict[str, Any] = {"mesh": make_mesh(stage=2, data=2), "loss_fn": models.squares}
     pipe = Pipeline(stages, 1, schedule=from_orders(orders), **options, **REPEAT)
     last = last_in_windows(pipe.plan.training)
-    assert pipe.plan.training.gradients == (0, 1, 0)
+    assert pipe.plan.training.windows.gradients == (0, 1, 0)
     assert (last[0], last[2]) == ([True, False], [False, True])
     x, t = models.rows(4), models.rows(4, seed=5)
     want = models.reference(stages, x, t, models.squares)
@@ -144,7 +144,7 @@ def test_chunks_of_one_window_that_vary_over_other_axes(axes):
     x, t = (jnp.tile(models.rows(8, seed=n), (1, 8))[:, :8] for n in range(2))
     pipes = [Pipeline(stages, 2, **options, **of) for of in (REPEAT, {})]
     found, want = (jax.tree.leaves(pipe.value_and_grad(x, t)) for pipe in pipes)
-    assert pipes[0].plan.training.weights == (0, 1, 0)
+    assert pipes[0].plan.training.windows.weights == (0, 1, 0)
     for a, b in zip(found, want, strict=True):
         assert_close(a, b)
 
@@ -245,7 +245,7 @@ def test_bytes_held(family, V):
     chunk = 4 * 2 * WIDE * HIDDEN
     pipe, step, found = compiled(family, V, **REPEAT)
     program = pipe.plan.training
-    windows = len(set(program.weights)) + len(set(program.gradients))
+    windows = len(set(program.windows.weights)) + len(set(program.windows.gradients))
     assert found.windows == windows * chunk
     assert found.totals < chunk / 10  # but for the loss: parts are summed where they are returned
     temporaries = step.memory_analysis().temp_size_in_bytes
@@ -264,7 +264,7 @@ def test_describe_says_it():
 
 def test_one_shard_has_nothing_to_gather():
     pipe = repeats(4, 2, "looped_bfs", D=1)
-    assert not pipe.plan.training.weights
+    assert pipe.plan.training.windows is None
     assert "weights sharded over 1 data shards, gathered chunk by chunk" in pipe.describe()
 
 
@@ -274,7 +274,7 @@ def test_a_calibration_times_actions_without_gathers():
     chain = find_chain(pipe)
     assert len(chain.stages) > 2
     one = one_rank(pipe, Pipeline, chain, "FB", 3, 1)
-    assert not one.plan.training.weights
+    assert one.plan.training.windows is None
     assert one.plan.data_parallel == "fsdp"
 
 

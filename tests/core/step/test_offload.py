@@ -63,7 +63,7 @@ def make(name, S=2, V=1, M=4, *, kind=Hostile, mesh=None, **options) -> Pipeline
 def places(pipe: Pipeline) -> tuple[int, int]:
     """Stashes and crossings in host memory."""
     program = pipe.plan.training
-    return program.num_host_stashes, program.num_host_crossings
+    return program.values["stash"].host, program.values["crossing"].host
 
 
 def assert_equal(found, wanted) -> None:
@@ -281,7 +281,7 @@ def made(jaxpr):
 def test_what_is_offloaded_lies_in_host_memory():
     """Arrays as large as the pool are typed as host memory, but for the zeros that it starts as."""
     (plain, x), (moved, _) = wide(None, schedule="1f1b"), wide("stash", schedule="1f1b")
-    count = moved.plan.training.num_host_stashes
+    count = moved.plan.training.values["stash"].host
     for pipe, wanted in ((plain, False), (moved, True)):
         jaxpr = runtime.train.trace(pipe.plan, *pipe._operands(x, x, None)).jaxpr
         body = find_shard_map(jaxpr.jaxpr)
@@ -295,7 +295,7 @@ def test_pools_on_the_hosts_of_gpus_are_not_cleared(monkeypatch):
     """XLA would make the zeros on the device, and copy them (issue 42)."""
     monkeypatch.setattr(host, "is_gpu", lambda: True)
     pipe, x = wide("stash", schedule="1f1b", M=6)  # no other test traces it
-    pool = pipe.plan.training.num_host_stashes, 1024, 256
+    pool = pipe.plan.training.values["stash"].host, 1024, 256
     body = find_shard_map(runtime.train.trace(pipe.plan, *pipe._operands(x, x, None)).jaxpr.jaxpr)
     makers = [
         eqn.primitive.name
@@ -313,7 +313,7 @@ def test_describe_says_what_lies_where():
     assert "per rank 2 message buffers, 2 residual stashes, 2 stashes in host memory" in text
     assert "\n  in host memory 4,194,304: 2 stashes of 2,097,152\n" in text
     pipe, x = wide("crossings", schedule="zb_h1")
-    count = pipe.plan.training.num_host_crossings
+    count = pipe.plan.training.values["crossing"].host
     assert f"{count} in host memory of what I leaves for W" in pipe.describe()
     optimizer = make_optimizer(pipe, optax.sgd(0.1))
     assert f"{count} crossings of" in pipe.describe(x, x, optimizer=optimizer).split("host")[-1]

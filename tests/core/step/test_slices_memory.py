@@ -24,11 +24,11 @@ def test_places_follow_the_formulas(name):
     for N in (2, 3, 4, 8):
         schedule = schedules.build(name, num_ranks=S, num_microbatches=M, num_slices=N)
         program = schedules.check_program(lower(schedule))
-        assert program.num_carries == max(peak(order, N) for order in schedule.orders)
-        assert N - 1 <= program.num_carries <= S - 2 + N
-        assert program.num_carry_gradients == N - 1
+        assert program.values["carry"].device == max(peak(order, N) for order in schedule.orders)
+        assert N - 1 <= program.values["carry"].device <= S - 2 + N
+        assert program.values["carry_gradient"].device == N - 1
         forward = schedules.check_program(lower(schedule.forward()))
-        assert (forward.num_carries, forward.num_carry_gradients) == (N - 1, 0)
+        assert [forward.values[n].device for n in ("carry", "carry_gradient")] == [N - 1, 0]
 
 
 def peak(order: Any, N: int) -> int:

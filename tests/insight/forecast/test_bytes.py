@@ -146,17 +146,19 @@ def test_each_part():
     """S = 4, M = 8: a message has 1 MiB, a layer's residuals are its input and its tanh."""
     pipe, x = make("zb_h1", D=2, remat=None)
     found, program = predict(pipe.plan, *pipe._operands(x, x, None)), pipe.plan.training
-    assert (found.messages.count, found.messages.each) == (program.num_buffers + 1, MIB)
-    assert (found.stashes.count, found.stashes.each) == (program.num_stashes, 6 * MIB)
+    values = program.values
+    assert (found.messages.count, found.messages.each) == (values["operand"].device + 1, MIB)
+    assert (found.stashes.count, found.stashes.each) == (values["stash"].device, 6 * MIB)
     # An input and an output gradient of each of four matrices, less what two of them share.
-    assert (found.crossings.count, found.crossings.each) == (program.num_crossings, 12 * MIB)
+    crossings = values["crossing"].device
+    assert (found.crossings.count, found.crossings.each) == (crossings, 12 * MIB)
     assert (found.weights, found.batch) == (2 * MIB, 16 * MIB)
     # The sum over data shards is what is returned, so that what is summed lies elsewhere.
     assert (found.returned, found.totals) == (2 * MIB + 4, 2 * MIB + 4)
     assert found.total == found.arguments + found.returned + found.temporaries
     assert found.largest == (
-        f"{program.num_crossings} stashes of what I leaves for W, {12 * MIB:,} bytes each",
-        12 * MIB * program.num_crossings,
+        f"{crossings} stashes of what I leaves for W, {12 * MIB:,} bytes each",
+        12 * MIB * crossings,
     )
 
 

@@ -54,7 +54,7 @@ class Place(NamedTuple):
         """(tick, action) of every trip that a rank makes; None for what all ranks do together."""
         ticks = range(self.start, self.stop)
         if self.label in COMMON:
-            table = getattr(program, self.label)
+            table = getattr(program.common, self.label)
             yield from ((tick, None) for tick in ticks if table[tick, self.slot] >= 0)
             return
         branches = dict(enumerate(program.slots[self.slot].ops, start=1))
@@ -115,7 +115,7 @@ def trips(program: Program, scope: str) -> NDArray[np.int64] | None:
     part, index, schedule = slice(*map(int, ticks.groups())), int(slot[1]), program.schedule
     for name in COMMON:
         if name in names:
-            count = int((getattr(program, name)[part, index] >= 0).sum())
+            count = int((getattr(program.common, name)[part, index] >= 0).sum())
             return np.full(schedule.num_ranks, count, np.int64)
     for branch, op in enumerate(program.slots[index].ops, start=1):
         if op.label in names:

@@ -54,23 +54,24 @@ class Actions:
     def run_slot(self, slot: Slot, row: Row, message: Tree) -> Tree:
         """Do the slot's action, if this rank has one; returns its message, or else ``message``."""
         for branch, op in enumerate(slot.ops, start=1):
-            if not (self._does_anything(op) or _does_for_others(op)):
+            if not (self._does_anything(op) or op.jobs):
                 continue
             action = functools.partial(self._run, op, row)
             with jax.named_scope(op.label):
-                once = self.memory.hosted.at_most_once if _is_hosted(op) else at_most_once
+                once = self.memory.hosted.at_most_once if op.host else at_most_once
                 message = once(row["op"] == branch, action, message)
         return message
 
     def _run(self, op: Op, row: Row) -> Tree:
         # What is for other actions starts before this one's products and is awaited behind them.
-        rank = self.local.rank
-        weights = rank.chunks.gathered(op.gathers, row["microbatch"]) if op.gathers >= 0 else None
-        total = self.memory.chunk_grads[op.reduces].whole if op.reduces >= 0 else None
+        chunks = self.local.rank.chunks
+        jobs = dict(op.jobs)
+        weights = chunks.gathered(jobs["gather"], row["microbatch"]) if "gather" in jobs else None
+        total = self.memory.chunk_grads[jobs["reduce"]].whole if "reduce" in jobs else None
         parts = total.shared_out() if total else []
         message = self._act(op, row) if self._does_anything(op) else self.no_message()
-        if op.gathers >= 0:
-            rank.chunks.windows.write(op.gathers, weights)
+        if "gather" in jobs:
+            chunks.windows.write(jobs["gather"], weights)
         if total:
             total.keep(parts)
             total.leave()
@@ -94,7 +95,7 @@ class Actions:
 
     def _forward(self, op: Op, row: Row) -> Tree:
         local, memory, microbatch = self.local, self.memory, row["microbatch"]
-        if op.stash_on_host and memory.residuals is None:
+        if "stash" in op.host and memory.residuals is None:
             memory.host_stashes[row["stash"]] = self.operand(op, row)
         if self._leaves_nothing(op):
             if op.first and local.rank.declared is not None:
@@ -128,7 +129,7 @@ class Actions:
 
         ``now`` where a forward takes it, and with it all else that embed leaves.
         """
-        if op.stash_on_host and op.kind != "F":
+        if "stash" in op.host and op.kind != "F":
             return self.memory.host_stashes[row["stash"]]
         if not op.first:
             return self.memory.buffers[row["operand"]]
@@ -218,11 +219,11 @@ class Actions:
 
     def stashes(self, op: Op) -> Any:
         """The pool of an action's stash: in host memory, or on the device."""
-        return self.memory.host_stashes if op.stash_on_host else self.memory.stashes
+        return self.memory.host_stashes if "stash" in op.host else self.memory.stashes
 
     def crossings(self, op: Op) -> Any:
         """The pool of an action's crossing, likewise."""
-        return self.memory.host_crossings if op.crossing_on_host else self.memory.crossings
+        return self.memory.host_crossings if "crossing" in op.host else self.memory.crossings
 
     @property
     def goes_on(self) -> bool:
@@ -304,13 +305,3 @@ class Actions:
         types, axes = self.local.activation, self.local.axes
         _, others = partition(types)
         return combine(types, floats, blank(others, axes))
-
-
-def _does_for_others(op: Op) -> bool:
-    """Tell whether anything goes on beside an action that other actions need."""
-    return op.gathers >= 0 or op.reduces >= 0
-
-
-def _is_hosted(op: Op) -> bool:
-    """Tell whether an action reads or writes host memory."""
-    return op.stash_on_host or op.crossing_on_host

@@ -27,7 +27,7 @@ from pipeline.core.step.run.actions import Actions, Row
 from schedules.lowering.program import Op, Slot
 
 
-class Facts:
+class SlotFacts:
     """Facts about a slot's action, from its branch number, as traced values."""
 
     def __init__(self, slot: Slot, row: Row) -> None:
@@ -60,7 +60,7 @@ def run_masked(actions: Actions, slot: Slot, row: Row, message: Tree) -> Tree:
     That of a rank which does nothing is whatever it has computed, and never ``message``.
     """
     del message
-    facts = Facts(slot, row)
+    facts = SlotFacts(slot, row)
     writes = actions.local.rank.declared is not None
     if facts.backward is False:
         return _forward(actions, facts, row, _operand(actions, facts, row, now=True))
@@ -79,7 +79,7 @@ def _select(condition: Any, yes: Tree, no: Tree) -> Tree:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
-def _operand(actions: Actions, facts: Facts, row: Row, *, now: bool = False) -> Tree:
+def _operand(actions: Actions, facts: SlotFacts, row: Row, *, now: bool = False) -> Tree:
     """The stage's input on every rank; ``now`` where a forward takes it."""
     received, microbatch = actions.memory.buffers[row["operand"]], row["microbatch"]
     if facts.first is False:
@@ -90,15 +90,15 @@ def _operand(actions: Actions, facts: Facts, row: Row, *, now: bool = False) -> 
     return _select(facts.first, outcome.value, received)
 
 
-def _forward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
+def _forward(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> Tree:
     local, memory, microbatch = actions.local, actions.memory, row["microbatch"]
     arguments = *local.stage_arguments(facts.chunk, microbatch, now=True), x
     if memory.residuals is None:
         outcome = local.stage(*arguments)
     else:
         outcome, stash = memory.residuals.forward(*arguments)
-        trash = memory.stashes.places - 1
-        memory.stashes[jnp.where(facts.forward, row["stash"], trash)] = stash
+        discard = memory.stashes.places - 1
+        memory.stashes[jnp.where(facts.forward, row["stash"], discard)] = stash
     memory.take(outcome, microbatch, facts.chunk, real=facts.forward)
     if not actions.step.training and facts.last is not False:
         _finish(actions, facts.forward & facts.last, outcome.value, microbatch)
@@ -113,7 +113,7 @@ def _finish(actions: Actions, real: Any, y: Tree, microbatch: Any) -> None:
         results[microbatch] = _select(real, outcome.value, results[microbatch])
 
 
-def _backward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
+def _backward(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> Tree:
     dx, dw = (_halves if facts.splits else _at_once)(actions, facts, row, x)
     for chunk, total in enumerate(actions.memory.chunk_grads):
         if facts.for_weights is False:
@@ -128,7 +128,7 @@ def _backward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
     return actions.as_message(dx) if actions.local.way.x else actions.no_message()
 
 
-def _at_once(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, Leaves]:
+def _at_once(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> tuple[Leaves, Leaves]:
     """The gradients for a stage's input and for its weights."""
     local, microbatch = actions.local, row["microbatch"]
     if actions.memory.residuals is None:
@@ -143,7 +143,7 @@ def _at_once(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves,
     return dx, dw
 
 
-def _halves(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, Leaves]:
+def _halves(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> tuple[Leaves, Leaves]:
     """Compute the gradients by the two halves of a split backward."""
     halves = actions.memory.halves
     arguments = actions.local.stage_arguments(facts.chunk, row["microbatch"])
@@ -157,8 +157,8 @@ def _halves(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, 
             stash = actions.memory.stashes[row["stash"]]
             dy = dy(actions.own_output(row, stash))
         dx, crossing = halves.input_half(*arguments, stash, dy, [], want_x=actions.local.way.x)
-        trash = actions.memory.crossings.places - 1
-        actions.memory.crossings[jnp.where(facts.leaves, row["crossing"], trash)] = crossing
+        discard = actions.memory.crossings.places - 1
+        actions.memory.crossings[jnp.where(facts.leaves, row["crossing"], discard)] = crossing
     if facts.for_weights is not False:
         left = actions.memory.crossings[row["crossing"]]
         left = left if facts.both is False else _select(facts.both, crossing, left)
@@ -166,7 +166,7 @@ def _halves(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, 
     return dx, dw
 
 
-def _output_gradient(actions: Actions, facts: Facts, row: Row, y: Tree) -> Leaves:
+def _output_gradient(actions: Actions, facts: SlotFacts, row: Row, y: Tree) -> Leaves:
     """The gradient for a stage's output: from its message or, on the last stage, of the loss."""
     dy, _ = partition(actions.memory.returned[row["gradient"]])
     if facts.last is False:
@@ -174,7 +174,9 @@ def _output_gradient(actions: Actions, facts: Facts, row: Row, y: Tree) -> Leave
     return _loss_gradient(actions, facts, y, dy, row["microbatch"])
 
 
-def _loss_gradient(actions: Actions, facts: Facts, y: Tree, dy: Leaves, microbatch: Any) -> Leaves:
+def _loss_gradient(
+    actions: Actions, facts: SlotFacts, y: Tree, dy: Leaves, microbatch: Any
+) -> Leaves:
     outcome, pullback = actions.local.loss_pullback(y, microbatch)
     real = facts.last & facts.for_input
     actions.memory.take(outcome, microbatch, real=real)

@@ -60,7 +60,7 @@ class VocabularyParallel:
         self.tables = actions.local.model.tables
         placement = program.schedule.placement
         self.first, self.last = placement[0], placement[-1]
-        self.trash = program.num_buffers
+        self.discard = program.values["operand"].discard
         self.rank = jax.lax.axis_index(STAGE)
 
     def before(self, row: Row, busy: Mapping[str, bool]) -> None:
@@ -89,7 +89,7 @@ class VocabularyParallel:
         table = local.ends_weights[index]
         x = look_up(local, table, self._ids(microbatch))
         here = (self.rank == self.first) & real
-        place = jnp.where(here, row["operand"], self.trash)
+        place = jnp.where(here, row["operand"], self.discard)
         self.actions.memory.buffers[place] = self._as_message(x)
 
     def _scatter(self, message: Tree, microbatch: Any, real: Any) -> None:

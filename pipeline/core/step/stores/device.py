@@ -123,7 +123,7 @@ class StepRequest:
       want_inputs: whether gradients for the inputs' float leaves are kept.
       logprobs: whether a forward's results are the log-probabilities of targets.
       masked: whether everything is computed unconditionally: stashes and crossings then need a
-        trash place, and gradients are formed by value.
+        discard place, and gradients are formed by value.
       loss_share: what a microbatch's loss is multiplied with, to be differentiated: a number, or
         an array where losses are scaled.
     """
@@ -237,19 +237,20 @@ def make_sums(
 def make_memory(local: LocalModel, program: Program, step: StepRequest) -> Memory:
     """All memory of the actions of a program; one without backward is an inference."""
     num_microbatches = program.schedule.num_units
-    sums, axes = make_sums(local, step, num_microbatches, program.gradients), local.axes
+    windows = program.windows.gradients if program.windows else ()
+    sums, axes = make_sums(local, step, num_microbatches, windows), local.axes
     residuals: Any = None
     if step.training and program.keep == "residuals":
         residuals = local.residuals()
-    buffers = Pool(local.wire, program.num_buffers + 1, axes, "messages")
+    buffers = Pool(local.wire, program.values["operand"].device + 1, axes, "messages")
     cleared = step.masked  # whose actions all read, whatever is there
-    places = program.num_stashes + step.masked
+    places = program.values["stash"].device + step.masked
     stashed = residuals.stashed if residuals and places else []
     stashes = Pool(stashed, places, axes, "stashes", cleared=cleared)
     halves: Any = None
     if any(op.kind in "IW" for slot in program.slots for op in slot.ops):
         halves = local.split_backward(residuals, in_place=not step.masked)
-    places = program.num_crossings + step.masked
+    places = program.values["crossing"].device + step.masked
     crossing = halves.crossing if halves and places else []
     crossings = Pool(crossing, places, axes, "crossings", cleared=cleared)
     outputs = [] if step.take_loss else _output_types(local, logprobs=step.logprobs)

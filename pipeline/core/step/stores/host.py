@@ -145,17 +145,16 @@ class Hosted:
 def with_hosted(memory: Memory, local: LocalModel, program: Program) -> Memory:
     """A rank's memory with the pools that a program has in host memory."""
     found: dict[str, Any] = {}
-    if program.num_host_stashes:
+    stashes, crossings = program.values["stash"], program.values["crossing"]
+    if stashes.host:
         # Without residuals a stash holds the stage's input, as it lies in a message.
         types = local.wire if memory.residuals is None else memory.residuals.stashed
         found["host_stashes"] = HostPool(
-            types, program.num_host_stashes, program.num_stashes, local.axes, HOST_POOLS[0]
+            types, stashes.host, stashes.device, local.axes, HOST_POOLS[0]
         )
-    if program.num_host_crossings:
-        types, first = memory.halves.crossing, program.num_crossings
-        found["host_crossings"] = HostPool(
-            types, program.num_host_crossings, first, local.axes, HOST_POOLS[1]
-        )
+    if crossings.host:
+        types, first = memory.halves.crossing, crossings.device
+        found["host_crossings"] = HostPool(types, crossings.host, first, local.axes, HOST_POOLS[1])
     return dataclasses.replace(memory, hosted=Hosted(list(found.values())), **found)
 
 

@@ -3,7 +3,7 @@
 Letters: N slices of a microbatch, unit u = slice u mod N of microbatch u // N. A stage reads the
 carries of earlier slices as one tree of [N, ...] leaves. Its backward gives a gradient for each of
 them; they are added up in at least float32, and read by the backward of the slice that left the
-carry. The table says where they lie (`schedules.lowering.carries`). Where slices have lengths of
+carry. The table says where they lie (`schedules.lowering.kinds`). Where slices have lengths of
 their own, all carries are as long as those of the longest slice, with zeros at their ends.
 """
 
@@ -114,9 +114,9 @@ def make_carries(local: LocalModel, program: Program, *, training: bool) -> list
         _check_lengths(model)
     sums = [_sums(own) if training else [] for own in types]
     pools = []
-    for trees, places in ((types, program.num_carries), (sums, program.num_carry_gradients)):
+    for trees, name in ((types, "carry"), (sums, "carry_gradient")):
         cells, views = overlay_trees(trees) if is_grouped else (trees[0], [None])
-        pool = Pool(cells, places + 1, axes, "carries")
+        pool = Pool(cells, program.values[name].device + 1, axes, "carries")
         own = [PoolView(pool, view, tree, axes) for view, tree in zip(views, trees, strict=True)]
         pools.append(own if is_grouped else [pool])
     return [

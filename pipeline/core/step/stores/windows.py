@@ -1,7 +1,7 @@
 """A rank's windows: whole weights of the chunks that it works on, where devices store parts.
 
 Letters: V chunks. Which chunk is in which window when, the program says
-(`schedules.clocks.windows`): chunk 0 from the start, the others are gathered beside an action.
+(`schedules.lowering.windows`): chunk 0 from the start, the others are gathered beside an action.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class Windows:
 @contextlib.contextmanager
 def in_windows(rank: Rank, memory: Memory, program: Program) -> Iterator[None]:
     """Run a program's ticks with the windows that it has; then share out what they still hold."""
-    if not program.weights:
+    if program.windows is None:
         yield
         return
-    rank.chunks.windows.open(rank, program.weights)
+    rank.chunks.windows.open(rank, program.windows.weights)
     yield
     rank.chunks.windows.close()
     index = jax.lax.axis_index(STAGE)
