@@ -29,8 +29,8 @@ from pipeline.core.placement.zero import (
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.calls.outputs import check_positions, check_sliced
 from pipeline.core.step.calls.rank import LossScale
-from pipeline.core.step.stores.device import Memory, scale_in_place
-from pipeline.core.step.stores.totals import Total, WindowTotal
+from pipeline.core.step.stores.loops import scale_in_place
+from pipeline.core.step.stores.totals import Sums, Total, WindowTotal
 
 Kept = tuple[list[Leaves], Leaves]  # declared state: of each chunk, and of the ends
 Gradients = tuple[tuple[Leaves, ...], Leaves]  # of each chunk, and of the ends
@@ -55,10 +55,10 @@ class Totals:
     measured: Leaves
 
 
-def totals_of(memory: Memory, plan: Plan) -> Totals:
+def totals_of(sums: Sums, plan: Plan) -> Totals:
     """The sums of all ranks."""
     names = "loss", "weight", "metrics"
-    own = [x for name in names for x in memory.sums[name].all()]
+    own = [x for name in names for x in sums.scalars[name].all()]
     loss, weight, *measured = total_over(own, plan.axes.varying)
     return Totals(loss, weight, measured)
 
@@ -66,7 +66,7 @@ def totals_of(memory: Memory, plan: Plan) -> Totals:
 def loss_and_metrics(
     local: LocalModel,
     plan: Plan,
-    memory: Memory,
+    sums: Sums,
     totals: Totals,
     value: jax.Array,
 ) -> Any:
@@ -75,11 +75,11 @@ def loss_and_metrics(
     Args:
       local: the rank's part of the model.
       plan: the options of the pipeline.
-      memory: the sums of this rank.
+      sums: the sums of this rank.
       totals: those of all ranks.
       value: the loss without added losses.
     """
-    for added in total_over(memory.added.all(), plan.axes.varying):
+    for added in total_over(sums.added.all(), plan.axes.varying):
         value += added.astype(value.dtype) / calls_of(plan)
     loss: Any = value
     counted, (_, metrics) = None, local.metrics
@@ -96,11 +96,11 @@ def loss_and_metrics(
     return loss, found
 
 
-def step_loss(memory: Memory, totals: Totals, scale: LossScale, *, normalise: bool) -> jax.Array:
+def step_loss(sums: Sums, totals: Totals, scale: LossScale, *, normalise: bool) -> jax.Array:
     """The loss without added losses; divides gradients by a weight that is known only now.
 
     Args:
-      memory: the sums of this rank.
+      sums: the sums of this rank.
       totals: those of all ranks.
       scale: what losses were multiplied with.
       normalise: whether it is a mean over the step, or a sum.
@@ -112,18 +112,18 @@ def step_loss(memory: Memory, totals: Totals, scale: LossScale, *, normalise: bo
     if not normalise:
         return loss
     value, divisor = mean_of(loss, weight)
-    divide(memory, divisor)
+    divide(sums, divisor)
     return value
 
 
-def divide(memory: Memory, factor: jax.Array) -> None:
+def divide(sums: Sums, factor: jax.Array) -> None:
     """Multiply all gradients with a factor, in place."""
-    totals = (*memory.chunk_grads, memory.ends_grads)
-    for refs in (*(total.results for total in totals), memory.input_grads.refs):
+    totals = (*sums.chunk_grads, sums.ends_grads)
+    for refs in (*(total.results for total in totals), sums.input_grads.refs):
         scale_in_place(refs, factor)
 
 
-def gradients_of(memory: Memory, model: Model, weights: Weights, plan: Plan) -> Gradients:
+def gradients_of(sums: Sums, model: Model, weights: Weights, plan: Plan) -> Gradients:
     """The gradients of trained parameters, summed over ranks and in the parameters' dtypes."""
 
     def one(
@@ -137,39 +137,39 @@ def gradients_of(memory: Memory, model: Model, weights: Weights, plan: Plan) -> 
         return [g.astype(w.dtype) for g, w in zip(summed, leaves, strict=True)]
 
     layout, trained, split = model.layout, model.trained, plan.axes.split
-    of_chunks = zip(memory.chunk_grads, weights.chunks, layout.chunks, trained.chunks, strict=True)
+    of_chunks = zip(sums.chunk_grads, weights.chunks, layout.chunks, trained.chunks, strict=True)
     chunks = tuple([g[None] for g in one(*given, split, lead=1)] for given in of_chunks)
-    of_ends = memory.ends_grads, weights.ends, layout.ends, trained.ends
+    of_ends = sums.ends_grads, weights.ends, layout.ends, trained.ends
     return chunks, one(*of_ends, plan.axes.varying)
 
 
-def input_gradients(memory: Memory, plan: Plan, specs: Sequence[PartitionSpec]) -> Leaves:
+def input_gradients(sums: Sums, plan: Plan, specs: Sequence[PartitionSpec]) -> Leaves:
     """[M * b, ...] the gradients of the inputs' float leaves.
 
     Args:
-      memory: the gradients of this rank.
+      sums: the gradients of this rank.
       plan: the options of the pipeline.
       specs: of these leaves.
     """
     # Of an input that is whole over a position axis each rank there has an addend.
     over = [(STAGE, *plan.axes.missing_in(spec)) for spec in specs]
-    found = totals_over(memory.input_grads.all(), over)
+    found = totals_over(sums.input_grads.all(), over)
     return [_joined(x, plan) for x in found]
 
 
-def outputs_of(memory: Memory, plan: Plan) -> Tree:
+def outputs_of(sums: Sums, plan: Plan) -> Tree:
     """[M * b, ...] the outputs of an inference, on every rank."""
     # Only the last rank has written results; all others hold zeros. A sum counts flags.
-    found, slices = memory.results.all(), plan.schedule.num_slices
+    found, slices = sums.results.all(), plan.schedule.num_slices
     check_positions(found, plan.axes.output_spec)
     check_sliced(found, slices)
     total = total_over(jax.tree.map(as_numbers, found), (STAGE,))
     return jax.tree.map(lambda like, x: _joined(numbers_as(like, x), plan), found, total)
 
 
-def own_logits_of(memory: Memory, plan: Plan) -> jax.Array:
+def own_logits_of(sums: Sums, plan: Plan) -> jax.Array:
     """[n, M * b, ...] the logits of this rank's words, where all ranks share the head."""
-    return jnp.moveaxis(_joined(memory.results.all(), plan), -1, 0)
+    return jnp.moveaxis(_joined(sums.results.all(), plan), -1, 0)
 
 
 def state_after(local: LocalModel, weights: Weights, plan: Plan, *, training: bool) -> Kept:

@@ -52,12 +52,13 @@ from pipeline.core.step.results import (
     step_loss,
     totals_of,
 )
-from pipeline.core.step.run.actions import Row
 from pipeline.core.step.run.grouped import make_actions
+from pipeline.core.step.run.places import StepRequest
 from pipeline.core.step.run.straight import Straight
 from pipeline.core.step.run.ticks import run_ticks
 from pipeline.core.step.share import find_share
-from pipeline.core.step.stores.device import Memory, StepRequest
+from pipeline.core.step.stores.store import Row
+from pipeline.core.step.stores.totals import Sums
 from schedules.lowering.needs import without
 from schedules.lowering.program import Program
 
@@ -110,12 +111,12 @@ def train(
         step = StepRequest(
             training=True, take_loss=True, want_inputs=want_inputs, masked=plan.is_masked
         )
-        memory = _train(local, plan, program, tables, step, by_table=runs is not None)
-        totals = totals_of(memory, plan)
-        value = step_loss(memory, totals, loss, normalise=normalise)
-        grads = gradients_of(memory, model, weights, plan)
-        inputs = input_gradients(memory, plan, of_inputs)
-        value = loss_and_metrics(local, plan, memory, totals, value)
+        sums = _train(local, plan, program, tables, step, by_table=runs is not None)
+        totals = totals_of(sums, plan)
+        value = step_loss(sums, totals, loss, normalise=normalise)
+        grads = gradients_of(sums, model, weights, plan)
+        inputs = input_gradients(sums, plan, of_inputs)
+        value = loss_and_metrics(local, plan, sums, totals, value)
         return value, grads, inputs, state_after(local, weights, plan, training=True)
 
     layout, trained = model.layout, model.trained
@@ -159,10 +160,10 @@ def evaluate(
     with, and the step counts as one that trains.
     """
 
-    def results(local: LocalModel, memory: Memory) -> Any:
-        totals = totals_of(memory, plan)
+    def results(local: LocalModel, sums: Sums) -> Any:
+        totals = totals_of(sums, plan)
         value, share = mean_of(totals.loss, totals.weight)
-        loss = loss_and_metrics(local, plan, memory, totals, value)
+        loss = loss_and_metrics(local, plan, sums, totals, value)
         return (loss, share) if want_share else loss
 
     step = StepRequest(training=False, take_loss=True)
@@ -175,11 +176,11 @@ def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[T
     given, lie = (plan, model, weights, batch), plan.axes.output_spec
     step = StepRequest(training=False, take_loss=False)
     if "head" in plan.shared:  # of each row, every rank has the logits of its words
-        own = lambda _, memory: own_logits_of(memory, plan)  # noqa: E731
+        own = lambda _, sums: own_logits_of(sums, plan)  # noqa: E731
         found, kept = _infer(*given, step, own, P(STAGE, *lie))
         found = jnp.moveaxis(found, 0, -1)[..., : model.tables.head_words]
         return in_order(plan, found, lie, back=True), kept
-    found = _infer(*given, step, lambda _, memory: outputs_of(memory, plan), lie)
+    found = _infer(*given, step, lambda _, sums: outputs_of(sums, plan), lie)
     return _ordered_outputs(found, plan)
 
 
@@ -188,7 +189,7 @@ def logprobs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[
     """Run forward actions: [N, ...] float32 log-probabilities of targets, and declared state."""
     given, lie = (plan, model, weights, batch), plan.axes.output_spec
     step = StepRequest(training=False, take_loss=False, logprobs=True)
-    found = _infer(*given, step, lambda _, memory: outputs_of(memory, plan), lie)
+    found = _infer(*given, step, lambda _, sums: outputs_of(sums, plan), lie)
     return _ordered_outputs(found, plan)
 
 
@@ -205,12 +206,12 @@ def _infer(
     weights: Weights,
     batch: Batch,
     step: StepRequest,
-    results: Callable[[LocalModel, Memory], Any],
+    results: Callable[[LocalModel, Sums], Any],
     spec: P,
     *,
     training: bool = False,
 ) -> tuple[Any, Kept]:
-    """Run forward actions; returns the results of their memory, and declared state.
+    """Run forward actions; returns their results, and declared state.
 
     Args:
       plan: the options of the pipeline.
@@ -234,7 +235,7 @@ def _infer(
         actions = make_actions(local, plan.forward, step)
         run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
         kept = state_after(local, weights, plan, training=training)
-        return results(local, actions.memory), kept
+        return results(local, actions.sums), kept
 
     out_specs = spec, manual(plan, model.state_specs)
     return cast(
@@ -251,22 +252,22 @@ def _train(
     step: StepRequest,
     *,
     by_table: bool,
-) -> Memory:
-    """Run a step; returns the memory that holds what it has added up."""
+) -> Sums:
+    """Run a step; returns what it has added up."""
     is_alike = not isinstance(local, GroupedModel)
     plan.facts.straight = plan.is_straight and is_alike and local.rank.declared is None
     if plan.facts.straight and not by_table:
         straight = Straight(local, plan.schedule.num_microbatches, step)
         straight.run()
-        return straight.memory
+        return straight.sums
     check_effects(local, again=plan.keep == "input", masked=plan.is_masked)
     actions = make_actions(local, program, step)
-    if plan.remat == "gathered" and not actions.memory.residuals.gathers:
+    if plan.remat == "gathered" and not actions.saved.residuals.gathers:
         _warn_of_nothing_to_gather(plan.compiled.warned)
-    halves = actions.memory.halves
+    halves = actions.halves
     plan.facts.unsplit = tuple(halves.whole) if halves else ()
     run_ticks(actions, program, tables, masked=plan.is_masked)
-    return actions.memory
+    return actions.sums
 
 
 def _warn_of_nothing_to_gather(warned: set[Any]) -> None:

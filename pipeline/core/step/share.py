@@ -28,8 +28,8 @@ from pipeline.core.step.effects import check_effects
 from pipeline.core.step.inspect import Inspected
 from pipeline.core.step.results import calls_of, totals_of
 from pipeline.core.step.run.grouped import make_actions
+from pipeline.core.step.run.places import StepRequest
 from pipeline.core.step.run.ticks import run_ticks
-from pipeline.core.step.stores.device import StepRequest
 
 
 def find_share(plan: Plan, traced: Inspected, *, normalise: bool) -> LossScale:
@@ -92,7 +92,7 @@ def of_outputs(local: LocalModel, plan: Plan) -> tuple[jax.Array, jax.Array]:
     check_effects(local, again=True, masked=plan.is_masked)
     actions = make_actions(local, program, StepRequest(training=False, take_loss=True))
     run_ticks(actions, program, tables, masked=plan.is_masked)
-    totals = totals_of(actions.memory, plan)
+    totals = totals_of(actions.sums, plan)
     mean, share = mean_of(totals.loss, totals.weight)
     return share, mean
 

@@ -29,7 +29,8 @@ from pipeline.base.tree import Tree, at
 from pipeline.core.step.calls import ends
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.run.vocabulary import look_up, own_logits
-from pipeline.core.step.stores.device import Pool, at_most_once, unwritten
+from pipeline.core.step.stores.device import Pool, unwritten
+from pipeline.core.step.stores.loops import at_most_once
 from pipeline.models.decoding.sampling import Choice, sample_rows, sample_shared
 
 

@@ -29,28 +29,24 @@ from pipeline.core.step.calls.groups import (
     WithOutput,
 )
 from pipeline.core.step.calls.local_model import LocalModel
-from pipeline.core.step.run.actions import Actions, Row
-from pipeline.core.step.stores.device import (
-    Memory,
-    PaddedPool,
-    PoolView,
-    StepRequest,
-    make_memory,
-)
-from pipeline.core.step.stores.host import HostView, with_hosted
-from pipeline.core.step.stores.slices import make_carries
-from pipeline.core.step.stores.totals import TotalView
+from pipeline.core.step.run.actions import Actions
+from pipeline.core.step.run.carries import make_carries
+from pipeline.core.step.run.places import Places, StepRequest, make_places
+from pipeline.core.step.stores.device import PaddedPool, PoolView
+from pipeline.core.step.stores.host import HostView
+from pipeline.core.step.stores.slices import WholeSequences
+from pipeline.core.step.stores.store import Row, Stores
+from pipeline.core.step.stores.totals import Sums, TotalView
 from schedules.lowering.program import Op, Program, Slot
 
 
 def make_actions(local: LocalModel, program: Program, step: StepRequest) -> Actions:
     """The actions of a rank, whose stages may be alike or not."""
-    memory = with_hosted(make_memory(local, program, step), local, program)
-    carries = make_carries(local, program, training=step.training)
+    places = make_places(local, program, step)
+    slices = make_carries(local, program, training=step.training)
     if isinstance(local, GroupedModel):
-        return GroupedActions(local, program, step, memory, carries)
-    memory = dataclasses.replace(memory, carries=carries[0] if carries else None)
-    return Actions(local, step, memory)
+        return GroupedActions(local, program, step, places, slices)
+    return Actions(local, step, places, slices[0])
 
 
 def runner(actions: Actions, *, masked: bool) -> Callable[[Slot, Row, Tree], Tree]:
@@ -72,13 +68,13 @@ class GroupedActions(Actions):
         local: GroupedModel,
         program: Program,
         step: StepRequest,
-        memory: Memory,
-        carries: Sequence[Any],
+        places: Places,
+        slices: Sequence[WholeSequences],
     ) -> None:
-        super().__init__(local, step, memory)
-        self.carries = carries
+        super().__init__(local, step, places, slices[0])
         self.groups = [
-            GroupActions(self, program, n, group) for n, group in enumerate(local.groups)
+            GroupActions(group, program, step, _places_of(places, n, group, step), of)
+            for n, (group, of) in enumerate(zip(local.groups, slices, strict=True))
         ]
 
     def run_slot(self, slot: Slot, row: Row, message: Tree) -> Tree:
@@ -103,47 +99,25 @@ class GroupedActions(Actions):
 
 
 class GroupActions(Actions):
-    """The actions of one group, in the memory of the rank's.
+    """The actions of one group, in places that all groups share.
 
     Args:
-      whole: the rank's actions.
-      program: what runs.
-      index: of the group.
       group: the stages whose actions these are.
+      program: what runs.
+      step: what is wanted of the step.
+      places: as the group sees them.
+      slices: as of `Actions`.
     """
 
     def __init__(
-        self, whole: GroupedActions, program: Program, index: int, group: StageGroup
+        self,
+        group: StageGroup,
+        program: Program,
+        step: StepRequest,
+        places: Places,
+        slices: WholeSequences,
     ) -> None:
-        own, memory = group.local, whole.memory
-        seen: dict[str, Any] = {
-            "buffers": PoolView(memory.buffers, group.x_view, own.activation, own.axes),
-            "returned": PoolView(memory.buffers, group.y_view, own.output, own.axes),
-        }
-        if isinstance(memory.residuals, SharedResiduals):
-            seen["residuals"] = memory.residuals.of[index]
-            view = memory.residuals.views[index]
-            seen["stashes"] = PoolView(memory.stashes, view, None, own.axes)
-            if memory.host_stashes:
-                seen["host_stashes"] = HostView(memory.host_stashes, view, None, own.axes)
-        elif memory.host_stashes:
-            pool, types = memory.host_stashes, own.activation
-            seen["host_stashes"] = HostView(pool, group.x_view, types, own.axes)
-        if isinstance(memory.halves, SharedHalves):
-            seen["halves"] = memory.halves.of[index]
-            view = memory.halves.views[index]
-            seen["crossings"] = PoolView(memory.crossings, view, None, own.axes)
-            if memory.host_crossings:
-                seen["host_crossings"] = HostView(memory.host_crossings, view, None, own.axes)
-        if whole.carries:
-            seen["carries"] = whole.carries[index]
-        if group.part is not None:
-            seen["results"] = PaddedPool(memory.results)
-            seen["input_grads"] = PaddedPool(memory.input_grads)
-        seen["keep"] = own.keep
-        if whole.step.training:
-            seen["chunk_grads"] = _own_totals(memory, group)
-        super().__init__(own, whole.step, dataclasses.replace(memory, **seen))
+        super().__init__(group.local, step, places, slices)
         self.group, self._program = group, program
 
     def share(self, slot: Slot, row: Row) -> tuple[Slot, Row]:
@@ -172,12 +146,12 @@ class GroupActions(Actions):
         return part, {**row, "op": chosen_op}
 
     def _run(self, op: Op, row: Row) -> Tree:
-        total = self.memory.chunk_grads[op.chunk]
+        total = self.sums.chunk_grads[op.chunk]
         if op.kind == "F" or not isinstance(total, TotalView):
             return super()._run(op, row)
         total.begin()
         message = super()._run(op, row)
-        total.end(changed=op.kind != "I" or bool(self.memory.halves.whole))
+        total.end(changed=op.kind != "I" or bool(self.halves.whole))
         return message
 
     def sent(self, y: Tree) -> Tree:
@@ -190,20 +164,53 @@ class GroupActions(Actions):
 
     def own_output(self, row: Row, stash: Any) -> Tree:
         """The last stage's own output."""
-        if isinstance(self.memory.residuals, WithOutput):
-            return self.memory.residuals.output(stash)
+        if isinstance(self.saved.residuals, WithOutput):
+            return self.saved.residuals.output(stash)
         return super().own_output(row, stash)
 
     def _message(self, value: Tree, view: View | None) -> Tree:
         return self.no_message() if view is None else view.fill(self.no_message(), value)
 
 
-def _own_totals(memory: Memory, group: StageGroup) -> list[Any]:
+def _places_of(places: Places, index: int, group: StageGroup, step: StepRequest) -> Places:
+    """The places that all groups of a rank share, as one of them sees them.
+
+    Args:
+      places: those of all.
+      index: of the group.
+      group: the group.
+      step: what is wanted of the step.
+    """
+    own, sums, stores = group.local, places.sums, places.stores
+    residuals, halves = places.residuals, places.halves
+    # By kind the view of its values, and their types; None for those of cells.
+    seen: dict[str, tuple[View | None, Any]] = {
+        "operand": (group.x_view, own.activation),
+        "gradient": (group.y_view, own.output),
+        "stash": (group.x_view, own.activation),
+    }
+    if isinstance(residuals, SharedResiduals):
+        residuals, seen["stash"] = residuals.of[index], (residuals.views[index], None)
+    if isinstance(halves, SharedHalves):
+        halves, seen["crossing"] = halves.of[index], (halves.views[index], None)
+    device = {kind: PoolView(stores.device[kind], *of, own.axes) for kind, of in seen.items()}
+    host = {kind: HostView(pool, *seen[kind], own.axes) for kind, pool in stores.host.items()}
+    changes: dict[str, Any] = {"keep": own.keep}
+    if group.part is not None:
+        changes["results"] = PaddedPool(sums.results)
+        changes["input_grads"] = PaddedPool(sums.input_grads)
+    if step.training:
+        changes["chunk_grads"] = _own_totals(sums, group)
+    sums = dataclasses.replace(sums, **changes)
+    return Places(sums, Stores(device, host, stores.carried), residuals, halves)
+
+
+def _own_totals(sums: Sums, group: StageGroup) -> list[Any]:
     """A group's sums among those of its chunk: of what is trained in any group."""
     chunk, views, own = group.seat.chunk, group.seat.views, group.local.trained
     summed = group.local.model.trained.chunks[chunk]
-    found, total = list(memory.chunk_grads), memory.chunk_grads[chunk]
-    added = memory.added.refs if group.local.adds else []
+    found, total = list(sums.chunk_grads), sums.chunk_grads[chunk]
+    added = sums.added.refs if group.local.adds else []
     if views is None and own == summed:
         found[chunk] = total.beside(added)
         return found

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipeline.base.tree import Leaves, Tree, blank, partition
-from pipeline.core.step.run.actions import Actions, Row
+from pipeline.core.step.run.actions import Actions
+from pipeline.core.step.stores.store import Row
 from schedules.lowering.program import Op, Slot
 
 
@@ -81,25 +82,25 @@ def _select(condition: Any, yes: Tree, no: Tree) -> Tree:
 
 def _operand(actions: Actions, facts: SlotFacts, row: Row, *, now: bool = False) -> Tree:
     """The stage's input on every rank; ``now`` where a forward takes it."""
-    received, microbatch = actions.memory.buffers[row["operand"]], row["microbatch"]
+    received, microbatch = actions.stores.device["operand"][row["operand"]], row["microbatch"]
     if facts.first is False:
         return received
     outcome = actions.embed(microbatch, now=now)
     if now:
-        actions.memory.take(outcome, microbatch, real=facts.forward & facts.first)
+        actions.sums.take(outcome, microbatch, real=facts.forward & facts.first)
     return _select(facts.first, outcome.value, received)
 
 
 def _forward(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> Tree:
-    local, memory, microbatch = actions.local, actions.memory, row["microbatch"]
+    local, microbatch = actions.local, row["microbatch"]
     arguments = *local.stage_arguments(facts.chunk, microbatch, now=True), x
-    if memory.residuals is None:
+    if actions.saved.recomputes:
         outcome = local.stage(*arguments)
     else:
-        outcome, stash = memory.residuals.forward(*arguments)
-        discard = memory.stashes.places - 1
-        memory.stashes[jnp.where(facts.forward, row["stash"], discard)] = stash
-    memory.take(outcome, microbatch, facts.chunk, real=facts.forward)
+        outcome, stash = actions.saved.residuals.forward(*arguments)
+        stashes = actions.stores.device["stash"]
+        stashes[jnp.where(facts.forward, row["stash"], stashes.places - 1)] = stash
+    actions.sums.take(outcome, microbatch, facts.chunk, real=facts.forward)
     if not actions.step.training and facts.last is not False:
         _finish(actions, facts.forward & facts.last, outcome.value, microbatch)
     return actions.sent(outcome.value)
@@ -107,15 +108,15 @@ def _forward(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> Tree:
 
 def _finish(actions: Actions, real: Any, y: Tree, microbatch: Any) -> None:
     """The end of an inference."""
-    outcome, results = actions.finish(y, microbatch), actions.memory.results
-    actions.memory.take(outcome, microbatch, real=real)
+    outcome, results = actions.finish(y, microbatch), actions.sums.results
+    actions.sums.take(outcome, microbatch, real=real)
     if not actions.step.take_loss:
         results[microbatch] = _select(real, outcome.value, results[microbatch])
 
 
 def _backward(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> Tree:
     dx, dw = (_halves if facts.splits else _at_once)(actions, facts, row, x)
-    for chunk, total in enumerate(actions.memory.chunk_grads):
+    for chunk, total in enumerate(actions.sums.chunk_grads):
         if facts.for_weights is False:
             continue
         if not isinstance(facts.chunk, int):
@@ -131,36 +132,36 @@ def _backward(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> Tree:
 def _at_once(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> tuple[Leaves, Leaves]:
     """The gradients for a stage's input and for its weights."""
     local, microbatch = actions.local, row["microbatch"]
-    if actions.memory.residuals is None:
+    if actions.saved.recomputes:
         again, stage = local.stage_pullback(facts.chunk, microbatch, x)
         y = again.value
     else:
         arguments = local.stage_arguments(facts.chunk, microbatch)
-        stash = actions.memory.stashes[row["stash"]]
+        stash = actions.stores.device["stash"][row["stash"]]
         y = actions.own_output(row, stash)
-        stage = actions.memory.residuals.backward(*arguments, stash)
+        stage = actions.saved.residuals.backward(*arguments, stash)
     dw, dx = stage.values(_output_gradient(actions, facts, row, y))
     return dx, dw
 
 
 def _halves(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> tuple[Leaves, Leaves]:
     """Compute the gradients by the two halves of a split backward."""
-    halves = actions.memory.halves
+    halves = actions.halves
     arguments = actions.local.stage_arguments(facts.chunk, row["microbatch"])
     dx, _ = partition(blank(actions.local.activation, actions.local.axes))
     dw, crossing = [], None
     if facts.for_input is not False:
         dy: Any = functools.partial(_output_gradient, actions, facts, row)
-        if actions.memory.residuals is None:
+        if actions.saved.recomputes:
             stash = x
         else:
-            stash = actions.memory.stashes[row["stash"]]
+            stash = actions.stores.device["stash"][row["stash"]]
             dy = dy(actions.own_output(row, stash))
         dx, crossing = halves.input_half(*arguments, stash, dy, [], want_x=actions.local.way.x)
-        discard = actions.memory.crossings.places - 1
-        actions.memory.crossings[jnp.where(facts.leaves, row["crossing"], discard)] = crossing
+        crossings = actions.stores.device["crossing"]
+        crossings[jnp.where(facts.leaves, row["crossing"], crossings.places - 1)] = crossing
     if facts.for_weights is not False:
-        left = actions.memory.crossings[row["crossing"]]
+        left = actions.stores.device["crossing"][row["crossing"]]
         left = left if facts.both is False else _select(facts.both, crossing, left)
         dw = halves.weight_half(*arguments, left, [])
     return dx, dw
@@ -168,7 +169,7 @@ def _halves(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> tuple[Leav
 
 def _output_gradient(actions: Actions, facts: SlotFacts, row: Row, y: Tree) -> Leaves:
     """The gradient for a stage's output: from its message or, on the last stage, of the loss."""
-    dy, _ = partition(actions.memory.returned[row["gradient"]])
+    dy, _ = partition(actions.stores.device["gradient"][row["gradient"]])
     if facts.last is False:
         return dy
     return _loss_gradient(actions, facts, y, dy, row["microbatch"])
@@ -179,9 +180,9 @@ def _loss_gradient(
 ) -> Leaves:
     outcome, pullback = actions.local.loss_pullback(y, microbatch)
     real = facts.last & facts.for_input
-    actions.memory.take(outcome, microbatch, real=real)
+    actions.sums.take(outcome, microbatch, real=real)
     dw, found = pullback.values([actions.loss_cotangent()])
-    actions.memory.ends_grads.add(dw, real)
+    actions.sums.ends_grads.add(dw, real)
     chosen: Leaves = _select(facts.last, found, dy)
     return chosen
 
@@ -189,7 +190,7 @@ def _loss_gradient(
 def _embed_gradient(actions: Actions, real: Any, dx: Leaves, microbatch: Any) -> None:
     _, pullback = actions.local.embed_pullback(microbatch)
     dw, found = pullback.values(dx)
-    actions.memory.ends_grads.add(dw, real)
+    actions.sums.ends_grads.add(dw, real)
     if actions.step.want_inputs:
-        kept = actions.memory.input_grads[microbatch]
-        actions.memory.input_grads[microbatch] = _select(real, found, kept)
+        before = actions.sums.input_grads[microbatch]
+        actions.sums.input_grads[microbatch] = _select(real, found, before)

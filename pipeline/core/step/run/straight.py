@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from collectives import vary
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.run.actions import Actions
-from pipeline.core.step.stores.device import StepRequest, make_sums
+from pipeline.core.step.run.places import Places, StepRequest, make_sums
+from pipeline.core.step.stores.slices import WholeSequences
+from pipeline.core.step.stores.store import Stores
 
 
 class Straight(Actions):
@@ -32,7 +34,8 @@ class Straight(Actions):
     """
 
     def __init__(self, local: LocalModel, num_microbatches: int, step: StepRequest) -> None:
-        super().__init__(local, step, make_sums(local, step, num_microbatches))
+        places = Places(make_sums(local, step, num_microbatches), Stores({}, {}))
+        super().__init__(local, step, places, WholeSequences())
         self._num_microbatches = num_microbatches
 
     def run(self) -> None:
@@ -50,19 +53,19 @@ class Straight(Actions):
             outcome, embed = local.embed_pullback(microbatch)
         else:
             outcome = self.embed(microbatch)
-        self.memory.take(outcome, microbatch)
+        self.sums.take(outcome, microbatch)
         pullbacks = []
         for chunk in range(local.num_chunks):
             x = outcome.value
             outcome, pullback = local.stage_pullback(chunk, microbatch, x, late=True)
-            self.memory.take(outcome, microbatch, chunk)
+            self.sums.take(outcome, microbatch, chunk)
             pullbacks.append(pullback)
         dx = self._loss_gradient(outcome.value, microbatch)
         for chunk, pullback in reversed(list(enumerate(pullbacks))) if self.goes_on else ():
             want_x = local.way.x and (chunk > 0 or self.wants_upstream)
-            dx = pullback(dx, self.memory.chunk_grads[chunk].targets, want_x=want_x)
+            dx = pullback(dx, self.sums.chunk_grads[chunk].targets, want_x=want_x)
         if embed is not None:
-            refs = self.memory.ends_grads.targets
+            refs = self.sums.ends_grads.targets
             found = embed(dx, refs, want_x=self.step.want_inputs)
             if self.step.want_inputs:
-                self.memory.input_grads[microbatch] = found
+                self.sums.input_grads[microbatch] = found

@@ -25,9 +25,10 @@ import numpy as np
 from collectives import STAGE, exchange
 from pipeline.base.tree import Tree
 from pipeline.core.autodiff.jaxpr import scopes
-from pipeline.core.step.run.actions import Actions, Row
+from pipeline.core.step.run.actions import Actions
 from pipeline.core.step.run.grouped import runner
-from pipeline.core.step.stores.device import run_once
+from pipeline.core.step.stores.loops import run_once
+from pipeline.core.step.stores.store import Row
 from pipeline.core.step.stores.windows import in_windows
 from schedules.lowering.needs import WORK, busy_in, needed, segments
 from schedules.lowering.program import COMMON, Program
@@ -35,14 +36,15 @@ from schedules.lowering.program import COMMON, Program
 
 def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) -> None:
     """Run every tick; results are left in the memory of ``actions``."""
-    with in_windows(actions.local.rank, actions.memory, program):
+    rank = actions.local.rank
+    with in_windows(rank.chunks, actions.sums.chunk_grads, rank.axes, program):
         _scan_ticks(actions, program, tables, masked=masked)
 
 
 def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) -> None:
     """Run every tick, with weights where actions find them."""
     delayed, run = program.delayed, runner(actions, masked=masked)
-    hosted = actions.memory.hosted
+    messages, host = actions.stores.device["operand"], actions.stores.carried
     common = None
     if program.shared:
         from pipeline.core.step.run.vocabulary import VocabularyParallel
@@ -53,7 +55,7 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool
         part: tuple[int, int], uses: tuple[int, ...], busy: Any, carry: tuple[Tree, Any], rows: Row
     ) -> tuple[tuple[Tree, Any], None]:
         held, arrays = carry
-        hosted.put(arrays)
+        host.put(arrays)
         spent = None  # the last message that has been exchanged
         for index in np.flatnonzero(uses).tolist():
             need, row = needed(program, index, *part), {name: rows[name][index] for name in rows}
@@ -74,12 +76,12 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool
                 arrived = brought.get(channel, message)
                 if channel.shift and not delayed:
                     arrived = exchange(message, channel.edges, STAGE)
-                actions.memory.buffers[row["arrival"][column]] = arrived
+                messages[row["arrival"][column]] = arrived
             spent, held = (held, message) if delayed else (message, None)
-        return (held, hosted.get()), None
+        return (held, host.get()), None
 
     local = {name: table if name in COMMON else table[0] for name, table in tables.items()}
-    carry = actions.no_message() if delayed else None, hosted.get()
+    carry = actions.no_message() if delayed else None, host.get()
     for start, stop, uses in segments(program, split=masked):
         busy = busy_in(program, start, stop)
         with jax.named_scope(scopes.of_ticks(start, stop)):
@@ -91,7 +93,7 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool
             rows = {name: table[start:stop] for name, table in local.items()}
             body = functools.partial(tick, (start, stop), uses, busy)
             carry, _ = jax.lax.scan(body, carry, rows)
-    hosted.put(carry[1])
+    host.put(carry[1])
 
 
 def _once(body: Any, carry: tuple[Tree, Any], row: Row) -> tuple[Tree, Any]:

@@ -41,8 +41,9 @@ from pipeline.core.autodiff.outcome import Outcome, pulled
 from pipeline.core.placement.zero import total_over
 from pipeline.core.step.calls import ends
 from pipeline.core.step.calls.local_model import LocalModel
-from pipeline.core.step.run.actions import Actions, Row
-from pipeline.core.step.stores.device import updated
+from pipeline.core.step.run.actions import Actions
+from pipeline.core.step.stores.loops import updated
+from pipeline.core.step.stores.store import Row
 from schedules.lowering.program import Program
 
 
@@ -90,7 +91,7 @@ class VocabularyParallel:
         x = look_up(local, table, self._ids(microbatch))
         here = (self.rank == self.first) & real
         place = jnp.where(here, row["operand"], self.discard)
-        self.actions.memory.buffers[place] = self._as_message(x)
+        self.actions.stores.device["operand"][place] = self._as_message(x)
 
     def _scatter(self, message: Tree, microbatch: Any, real: Any) -> None:
         total = self._total(self.tables.embed)
@@ -131,7 +132,7 @@ class VocabularyParallel:
         here = (self.rank == self.last) & real
         # Every rank knows the loss; one counts it.
         outcome = Outcome(lost, sums={"loss": [lost], "weight": [weight]})
-        actions.memory.take(outcome, microbatch, real=here)
+        actions.sums.take(outcome, microbatch, real=here)
         if not actions.step.training:
             return message
         share = self.local.rank.loss.of_loss
@@ -166,7 +167,7 @@ class VocabularyParallel:
 
     def _leave(self, found: jax.Array, microbatch: Any, real: Any) -> None:
         """Leave what the user sees of a microbatch."""
-        results = self.actions.memory.results
+        results = self.actions.sums.results
         results[microbatch] = found if real is True else jnp.where(real, found, results[microbatch])
 
     def _place(self, ids: jax.Array, z: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -215,7 +216,7 @@ class VocabularyParallel:
     def _total(self, index: int) -> Any:
         """The sum for one of the ends' leaves, None if it is not trained."""
         mask = self.local.model.trained.ends
-        return self.actions.memory.ends_grads.refs[sum(mask[:index])] if mask[index] else None
+        return self.actions.sums.ends_grads.refs[sum(mask[:index])] if mask[index] else None
 
     def _as_message(self, x: jax.Array) -> Tree:
         return jax.tree.unflatten(jax.tree.structure(self.local.wire), [x])

@@ -2,14 +2,14 @@
 
 JAX reads a ref in host memory as a whole into the device (0.12), or loses where it lies (0.10.2).
 So a pool in host memory is a list of arrays, which every loop around an action that reads or writes
-it carries along: `Hosted` holds the arrays of the moment while the program is traced. XLA updates
+it carries along: `HostArrays` holds the arrays of the moment while the program is traced. XLA
+  updates
 what a loop carries in place. A value crosses by itself: it is put into host memory and written to
 its place there; a read takes it from its place and puts it into device memory.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,11 +23,9 @@ from collectives import vary
 from collectives.compat import is_gpu, platform, to_device, to_host, varying_in
 from pipeline.base.tree import Leaves, Tree, blank, is_key, zeros
 from pipeline.core.autodiff.jaxpr.refs import tiled
-from pipeline.core.autodiff.jaxpr.scopes import HOST_POOLS
 from pipeline.core.model.overlay import View
-from pipeline.core.step.calls.local_model import LocalModel
-from pipeline.core.step.stores.device import Memory, Pool, at_most_once, unwritten, updated
-from schedules.lowering.program import Program
+from pipeline.core.step.stores.device import Pool, unwritten
+from pipeline.core.step.stores.loops import at_most_once, updated
 
 Arrays = list[Leaves]
 
@@ -109,7 +107,7 @@ class HostView:
         return self._view.tree(jax.tree.leaves(self._pool[place]))
 
 
-class Hosted:
+class HostArrays:
     """All pools of a rank in host memory, and the arrays that they have at this point of a trace.
 
     Args:
@@ -140,22 +138,6 @@ class Hosted:
         result, arrays = updated(wanted, update, (otherwise, self.get()))
         self.put(arrays)
         return result
-
-
-def with_hosted(memory: Memory, local: LocalModel, program: Program) -> Memory:
-    """A rank's memory with the pools that a program has in host memory."""
-    found: dict[str, Any] = {}
-    stashes, crossings = program.values["stash"], program.values["crossing"]
-    if stashes.host:
-        # Without residuals a stash holds the stage's input, as it lies in a message.
-        types = local.wire if memory.residuals is None else memory.residuals.stashed
-        found["host_stashes"] = HostPool(
-            types, stashes.host, stashes.device, local.axes, HOST_POOLS[0]
-        )
-    if crossings.host:
-        types, first = memory.halves.crossing, crossings.device
-        found["host_crossings"] = HostPool(types, crossings.host, first, local.axes, HOST_POOLS[1])
-    return dataclasses.replace(memory, hosted=Hosted(list(found.values())), **found)
 
 
 def _plain(leaf: Any) -> Any:

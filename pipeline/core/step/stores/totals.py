@@ -1,12 +1,13 @@
 """Sums of a step: scalars, and gradients, which a rank's actions add to in place.
 
-Letters: V chunks, D data shards.
+Letters: V chunks, D data shards, M microbatches, b rows of a microbatch on one data shard.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from collectives.compat import varying_in
 from pipeline.base.tree import Leaves, vary_like
 from pipeline.core.autodiff.jaxpr.primitives import barrier
 from pipeline.core.autodiff.jaxpr.refs import tiled
+from pipeline.core.autodiff.outcome import Outcome
 from pipeline.core.model.overlay import Part, Spot
 from pipeline.core.placement.placement import Spread
 from pipeline.core.placement.zero import scatter, shares_gradient
@@ -229,3 +231,44 @@ class TotalView:
 def _if(real: Any, value: jax.Array) -> jax.Array:
     """The value if it is real, else zeros; no select where that is known."""
     return value if real is True else jnp.where(real, value, jnp.zeros_like(value))
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """All that the actions of a step add up, and what they keep for its results.
+
+    Attributes:
+      keep: `Forward.keep` of the stages whose actions these are.
+      scalars: by name, totals of the sums of outcomes: the loss, its weight, the sums that metrics
+        are made of, and those of stages.
+      added: the total of losses that stages and ends add, if any does.
+      chunk_grads: [V] totals, and ends_grads, totals for embed and head.
+      input_grads: [M, b, ...] gradients for the inputs' float leaves; with slices, here and below,
+        [M N, ...] of units.
+      results: [M, b, ...] outputs of an inference.
+    """
+
+    keep: Callable[..., None]
+    scalars: dict[str, Total]
+    added: Total
+    chunk_grads: list[Any]
+    ends_grads: Any
+    input_grads: Any
+    results: Any = None
+
+    def take(
+        self, outcome: Outcome, microbatch: Any, chunk: Any = None, *, real: Any = True
+    ) -> None:
+        """Add up and keep all that a forward call leaves beside its value.
+
+        Args:
+          outcome: of embed, of a stage, or of head and loss.
+          microbatch: its index.
+          chunk: the stage's, perhaps traced.
+          real: whether it is to be taken, perhaps traced.
+        """
+        if outcome.added:
+            self.added.add(outcome.added, real)
+        for name, values in outcome.sums.items():
+            self.scalars[name].add(values, real)
+        self.keep(outcome.state, chunk, microbatch, real)

@@ -1,0 +1,74 @@
+"""The places of carries, made before the first tick of a program with slices."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+
+from pipeline.base.tree import Leaves, Tree, partition, vary_like, zeros
+from pipeline.core.autodiff.accumulate import as_summed
+from pipeline.core.model.overlay import overlay_trees
+from pipeline.core.step.calls.groups import GroupedModel
+from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.messages import types_text
+from pipeline.core.step.stores.device import Pool, PoolView
+from pipeline.core.step.stores.slices import Carries, WholeSequences
+from schedules.lowering.program import Program
+
+
+def make_carries(local: LocalModel, program: Program, *, training: bool) -> list[WholeSequences]:
+    """The carries of each group of a rank's stages, one where all are alike.
+
+    Args:
+      local: the rank's part of the model.
+      program: what runs.
+      training: whether anything goes back.
+    """
+    N, axes = program.schedule.num_slices, local.axes
+    is_grouped = isinstance(local, GroupedModel)
+    models = [group.local for group in local.groups] if is_grouped else [local]  # type: ignore[attr-defined]
+    if N == 1:
+        return [WholeSequences() for _ in models]
+    types = [model.earlier for model in models]
+    for model in models:
+        _check_lengths(model)
+    sums = [_sums(own) if training else [] for own in types]
+    pools = []
+    for trees, name in ((types, "carry"), (sums, "carry_gradient")):
+        cells, views = overlay_trees(trees) if is_grouped else (trees[0], [None])
+        pool = Pool(cells, program.values[name].device + 1, axes, "carries")
+        own = [PoolView(pool, view, tree, axes) for view, tree in zip(views, trees, strict=True)]
+        pools.append(own if is_grouped else [pool])
+    return [
+        Carries(model.earlier, model.carry, model.rank.slices.number, axes, N, *pair)
+        for model, *pair in zip(models, *pools, strict=True)
+    ]
+
+
+def _check_lengths(model: LocalModel) -> None:
+    """Check that a carry of one slice fits into one of the longest.
+
+    Raises:
+      ValueError: it has other leaves, or a larger one.
+    """
+    pairs = list(itertools.zip_longest(*map(jax.tree.leaves, (model.carry, model.earlier))))
+    trees: list[Any] = [jax.tree.structure(one) for one in (model.carry, model.earlier)]
+    fits = trees[0] == trees[1] and all(
+        (a.dtype, a.ndim) == (b.dtype, b.ndim)
+        and all(x <= y for x, y in zip(a.shape, b.shape, strict=True))
+        for a, b in pairs
+    )
+    if not fits:
+        raise ValueError(
+            f"call_slice returned as own {types_text(model.carry)} for slice "
+            f"{model.rank.slices.number}, and {types_text(model.earlier)} for the longest: own has "
+            f"the same leaves for every slice, as long as the slice or of one shape for all"
+        )
+
+
+def _sums(types: Tree) -> Leaves:
+    """Types of the gradients of a carry, in the dtypes in which they are summed."""
+    floats, _ = partition(types)
+    return jax.eval_shape(lambda: as_summed(vary_like(list(map(zeros, floats)), floats)))

@@ -1,0 +1,115 @@
+"""What a forward leaves for its backward: nothing but its input, or residuals that it stashes.
+
+A backward that has the stage's input (``keep="input"``) runs the forward again, so the last stage's
+forward, whose output only its own backward needs, does nothing. With ``keep="residuals"`` it starts
+from what the forward stashed. The input is a message or, copied by F, in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pipeline.base.tree import Leaves, Tree
+from pipeline.core.autodiff.accumulate import Pullback
+from pipeline.core.autodiff.outcome import Outcome
+from pipeline.core.step.stores.store import Row
+from schedules.lowering.program import Op
+
+if TYPE_CHECKING:
+    from pipeline.core.step.run.actions import Actions
+
+TakeCotangent = Callable[[Tree], Leaves]  # from a stage's output to the gradients for it
+
+
+class SavedInput:
+    """A backward runs its stage's forward again.
+
+    Args:
+      actions: of the rank, or of a group of its stages.
+    """
+
+    recomputes = True
+    residuals: Any = None
+
+    def __init__(self, actions: Actions) -> None:
+        self.actions, self.local = actions, actions.local
+
+    def begin(self, op: Op, row: Row) -> None:
+        """Copy a forward's input into host memory, if its backward reads it there."""
+        if "stash" in op.host:
+            self.actions.stores.write("stash", op, row, self.actions.operand(op, row))
+
+    def forward(self, op: Op, row: Row, x: Tree) -> Outcome:
+        """The outcome of a stage."""
+        return self.local.stage(
+            *self.local.stage_arguments(op.chunk, row["microbatch"], now=True), x
+        )
+
+    def read(self, op: Op, row: Row) -> Tree:
+        """What a backward starts from: the stage's input."""
+        actions = self.actions
+        on_host = "stash" in op.host
+        x = actions.stores.read("stash", op, row) if on_host else actions.operand(op, row)
+        return actions.slices.input(row, x)
+
+    def backward(self, op: Op, row: Row) -> tuple[Tree, Pullback]:
+        """The output of a stage, and its pullback."""
+        x = self.read(op, row)
+        again, pullback = self.local.stage_pullback(op.chunk, row["microbatch"], x)
+        return again.value, pullback
+
+    def output(self, row: Row, saved: Tree, arguments: Any) -> Tree:  # noqa: ARG002
+        """The output of a stage alone."""
+        weights, fixed, side = arguments
+        return self.local.stage(weights, fixed, side, saved).value
+
+    def of_half(self, op: Op, row: Row, saved: Tree, take: TakeCotangent) -> tuple[Tree, Any]:  # noqa: ARG002
+        """What I starts from, and its cotangent; on the last stage a function of its output."""
+        return saved, take if op.last else take(None)
+
+
+class SavedResiduals(SavedInput):
+    """A backward starts from the residuals of its forward.
+
+    Args:
+      actions: as above.
+      residuals: the stage's pullback, taken apart.
+    """
+
+    recomputes = False
+
+    def __init__(self, actions: Actions, residuals: Any) -> None:
+        super().__init__(actions)
+        self.residuals = residuals
+
+    def begin(self, op: Op, row: Row) -> None:
+        """Nothing: what is stashed is made by the forward."""
+
+    def forward(self, op: Op, row: Row, x: Tree) -> Outcome:
+        """The outcome of a stage, whose residuals are stashed."""
+        arguments = *self.local.stage_arguments(op.chunk, row["microbatch"], now=True), x
+        outcome, stash = self.residuals.forward(*arguments)
+        self.actions.stores.write("stash", op, row, stash)
+        return outcome
+
+    def read(self, op: Op, row: Row) -> Tree:
+        """What a backward starts from: the residuals."""
+        return self.actions.stores.read("stash", op, row)
+
+    def backward(self, op: Op, row: Row) -> tuple[Tree, Pullback]:
+        """The output of a stage, and its pullback."""
+        arguments = self.local.stage_arguments(op.chunk, row["microbatch"])
+        stash = self.read(op, row)
+        pullback = self.residuals.backward(*arguments, stash, self.actions.slices.earlier(row))
+        return self.output(row, stash, arguments), pullback
+
+    def output(self, row: Row, saved: Tree, arguments: Any) -> Tree:  # noqa: ARG002
+        """The last stage's output, in the place where others find the gradient that has arrived."""
+        return self.actions.own_output(row, saved)
+
+    def of_half(self, op: Op, row: Row, saved: Tree, take: TakeCotangent) -> tuple[Tree, Any]:
+        """What I starts from, with slices also the carries of earlier ones, and its cotangent."""
+        dy = take(self.output(row, saved, ()) if op.last else None)
+        slices = self.actions.slices
+        return (saved, slices.earlier(row)) if slices.has_carries else saved, dy

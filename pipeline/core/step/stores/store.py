@@ -1,0 +1,64 @@
+"""The seam: a store has numbered places for values of one kind, `Stores` all kinds of a rank.
+
+Which kinds there are, `schedules.lowering.kinds` says; which value is in which place, and in which
+memory, the program. So an action names a kind, and never asks where a value is. A new store is a
+class with these two methods, and the line of `pipeline.core.step.run.places` that makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from pipeline.base.tree import Tree
+from pipeline.core.step.stores.host import HostArrays
+from pipeline.core.step.stores.loops import at_most_once
+from schedules.lowering.program import Op
+
+Row = Mapping[str, Any]  # a rank's entries of the program's tables for one slot
+
+
+class Store(Protocol):
+    """Numbered places for values of one kind."""
+
+    def __getitem__(self, place: Any) -> Tree:
+        """The value in a place; any value where nobody wrote, or the place is the discard."""
+
+    def __setitem__(self, place: Any, value: Tree) -> None:
+        """Put a value into a place."""
+
+
+class Stores:
+    """The places of a rank's values, by the name of their kind.
+
+    Args:
+      device: places on the device.
+      host: places in host memory, of those kinds that have any there.
+      carried: the arrays of host memory, if ``host`` are views of pools that others share.
+    """
+
+    def __init__(
+        self,
+        device: Mapping[str, Any],
+        host: Mapping[str, Any],
+        carried: HostArrays | None = None,
+    ) -> None:
+        self.device, self.host = device, host
+        self.carried = HostArrays(tuple(host.values())) if carried is None else carried
+
+    def read(self, kind: str, op: Op, row: Row) -> Tree:
+        """The value of a kind that an action finds."""
+        store: Store = (self.host if kind in op.host else self.device)[kind]
+        return store[row[kind]]
+
+    def write(self, kind: str, op: Op, row: Row, value: Tree) -> None:
+        """Put the value that an action leaves where others find it."""
+        store: Store = (self.host if kind in op.host else self.device)[kind]
+        store[row[kind]] = value
+
+    def at_most_once(
+        self, op: Op, wanted: Any, action: Callable[[], Tree], otherwise: Tree
+    ) -> Tree:
+        """The result of an action that may use these stores if it is wanted, else ``otherwise``."""
+        once = self.carried.at_most_once if op.host else at_most_once
+        return once(wanted, action, otherwise)
