@@ -42,8 +42,11 @@ JOBS = ("gather", "reduce")  # names of jobs, in the order in which they stand i
 
 
 class Job(NamedTuple):
-    """Work beside an action: "gather" a chunk's weights into their window, or "reduce" its
-    gradients out of theirs.
+    """Work beside an action.
+
+    Attributes:
+      name: "gather", of a chunk's weights into their window, or "reduce", of its gradients.
+      chunk: the chunk.
     """
 
     name: str
