@@ -162,10 +162,10 @@ def _circle(case: Case, waits: list[tuple[int, int]]) -> Culprit:
     texts, marks = [], []
     for here, there in waits:
         (rank, position), (other, later) = case.mark(here), case.mark(there)
-        own = "its own" if rank == other else f"rank {other}'s"
+        whose = "its own" if rank == other else f"rank {other}'s"
         orders = case.schedule.orders
         texts.append(
-            f"rank {rank} waits at {orders[rank][position]} for {own} {orders[other][later]}"
+            f"rank {rank} waits at {orders[rank][position]} for {whose} {orders[other][later]}"
         )
         marks += [(rank, position), (other, later)]
     return Culprit(", ".join(texts), tuple(marks))
@@ -175,11 +175,11 @@ def _memory(case: Case, limit: float) -> Iterator[Fault]:
     culprits = []
     cut = case.schedule.num_slices
     for rank, units in enumerate(activations(case.schedule)):
-        held = units if cut == 1 else units / cut
-        over = np.flatnonzero(held > limit)
+        inputs = units if cut == 1 else units / cut
+        over = np.flatnonzero(inputs > limit)
         if len(over):
             index = int(case.flat.first[rank] + over[0])
-            text = f"rank {rank} holds up to {held.max()}, from {case.show(index)} on"
+            text = f"rank {rank} holds up to {inputs.max()}, from {case.show(index)} on"
             culprits.append(Culprit(text, (case.mark(index),)))
     if culprits:
         what = f"more than max_activations={limit} stage inputs held at once"

@@ -66,11 +66,11 @@ def inspect(schedule: Timetable) -> Case:
     return Case(schedule, flat, links(schedule), at.reshape(len(KINDS), size), repeated)
 
 
-def _fault(what: str, rule: str, found: Ints, tell: Callable[[int], Culprit]) -> Iterator[Fault]:
+def _fault(what: str, rule: str, wrong: Ints, tell: Callable[[int], Culprit]) -> Iterator[Fault]:
     """A fault with a culprit for each index found; none if there are none."""
-    if len(found):
-        culprits = [tell(int(n)) for n in found[:MOST_NAMED]]
-        yield Fault(what, rule, culprits, len(found))
+    if len(wrong):
+        culprits = [tell(int(n)) for n in wrong[:MOST_NAMED]]
+        yield Fault(what, rule, culprits, len(wrong))
 
 
 def _placement(case: Case) -> Iterator[Fault]:
@@ -83,14 +83,14 @@ def _placement(case: Case) -> Iterator[Fault]:
         np.flatnonzero(outside),
         lambda k: Culprit(f"stage {k} on rank {placement[k]}"),
     )
-    held = np.bincount(placement[~outside], minlength=schedule.num_ranks)
-    if (held != held[0]).any():
+    counts = np.bincount(placement[~outside], minlength=schedule.num_ranks)
+    if (counts != counts[0]).any():
         yield from _fault(
             "ranks that hold different numbers of stages",
             "every rank holds K / S of them: on a rank with more make two that follow each other "
             "one stage, on a rank with fewer cut one in two (stages need not be equal)",
             np.arange(schedule.num_ranks),
-            lambda r: Culprit(f"rank {r} holds {held[r]}"),
+            lambda r: Culprit(f"rank {r} holds {counts[r]}"),
         )
 
 
@@ -231,8 +231,8 @@ def _order(case: Case) -> Iterator[Fault]:
         wrong = both[case.flat.rank[first[both]] == case.flat.rank[second[both]]]
 
         def tell(item: int, early: int = early, late: int = late) -> Culprit:
-            found = int(case.at[late, item]), int(case.at[early, item])
-            return Culprit(" before ".join(map(case.show, found)), tuple(map(case.mark, found)))
+            pair = int(case.at[late, item]), int(case.at[early, item])
+            return Culprit(" before ".join(map(case.show, pair)), tuple(map(case.mark, pair)))
 
         yield from _fault(
             f"{KINDS[late]} before {KINDS[early]}",
@@ -266,8 +266,8 @@ def _slices(case: Case) -> Iterator[Fault]:
         same = case.flat.rank[first[wrong]] == case.flat.rank[second[wrong]]
 
         def tell(item: int, first: Ints = first, second: Ints = second) -> Culprit:
-            found = int(second[item]), int(first[item])
-            return Culprit(" before ".join(map(case.show, found)), tuple(map(case.mark, found)))
+            pair = int(second[item]), int(first[item])
+            return Culprit(" before ".join(map(case.show, pair)), tuple(map(case.mark, pair)))
 
         yield from _fault(what, rule, wrong[same], tell)
 

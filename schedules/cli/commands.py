@@ -114,24 +114,24 @@ def check_files(options: argparse.Namespace) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """Timetables side by side, the quickest first; those that cannot be built last, with why."""
-    found: list[Report] = []
+    reports: list[Report] = []
     absent: list[tuple[str, str]] = []
     for label, make in _candidates(options):
         try:
             report = make()
             check(report.schedule, max_activations=options.max_activations)
-            found.append(report)
+            reports.append(report)
         except ScheduleError as error:
             absent.append((label, reason(error)))
-    found.sort(key=lambda report: (report.makespan, max(report.peak_activations)))
+    reports.sort(key=lambda report: (report.makespan, max(report.peak_activations)))
     if options.json:
-        records = [report_record(report) for report in found]
+        records = [report_record(report) for report in reports]
         say(json.dumps({"compared": records, "absent": dict(absent)}, indent=2))
     else:
-        say(columns(_COMPARED, [_compared(report) for report in found]))
+        say(columns(_COMPARED, [_compared(report) for report in reports]))
         for label, why in absent:
             say(f"{printable(label)}: {why}")
-    return 0 if found else ILLEGAL
+    return 0 if reports else ILLEGAL
 
 
 def _candidates(options: argparse.Namespace) -> list[tuple[str, Callable[[], Report]]]:

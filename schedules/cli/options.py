@@ -139,11 +139,11 @@ class _Renamed(argparse.Action):
     """An option's old name, which says the new one."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *given: Any
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *values: Any
     ) -> None:
         new = f"--{self.dest.replace('_', '-')}"
         sys.stderr.write(f"{parser.prog}: {self.option_strings[0]} is now {new}\n")
-        setattr(namespace, self.dest, given[0])
+        setattr(namespace, self.dest, values[0])
 
 
 def add_timing(parser: argparse.ArgumentParser) -> None:
@@ -194,22 +194,22 @@ def costs(options: argparse.Namespace) -> Costs:
     return read_costs(options.costs)
 
 
-def scaled(given: Costs, share: float) -> Costs:
+def scaled(whole: Costs, share: float) -> Costs:
     """The costs of stages of another size: uniform durations times ``share``.
 
     Raises:
       UsageError: durations per stage say nothing of other stages.
     """
     if math.isclose(share, 1.0):
-        return given
-    lengths = {name: getattr(given, name) for name in ("f", "i", "w", "b", "pair")}
+        return whole
+    lengths = {name: getattr(whole, name) for name in ("f", "i", "w", "b", "pair")}
     lengths = {name: value for name, value in lengths.items() if value is not None}
     if not all(isinstance(value, int | float) for value in lengths.values()):
         raise UsageError(
             "--f, --i, --w and --b, or the file of --costs, give a duration per stage, which fits "
             "one K only; give one number each to compare several"
         )
-    return replace(given, **{name: value * share for name, value in lengths.items()})
+    return replace(whole, **{name: value * share for name, value in lengths.items()})
 
 
 def is_file(name: str) -> bool:
@@ -233,10 +233,10 @@ def check_source(name: str) -> None:
         if not Path(name).is_file():
             raise UsageError(f"{name}: give the path of a .csv or .json file that is there")
         return
-    known = (*names(), "auto", *SLICED)
-    if name not in known and Path(name).exists():
+    families = (*names(), "auto", *SLICED)
+    if name not in families and Path(name).exists():
         raise UsageError(f"{name}: a timetable is a file with one of the suffixes {FILES}")
-    if name not in known:
+    if name not in families:
         build(name, num_ranks=1, num_microbatches=1)  # which says what there is
 
 

@@ -113,11 +113,11 @@ def read_json(path: str | os.PathLike[str]) -> Schedule:
         raise ScheduleError(f"{where}: {error}") from None
 
 
-def _check_count(given: object, found: int) -> None:
-    if given not in (None, found):
+def _check_count(stated: object, count: int) -> None:
+    if stated not in (None, count):
         raise ScheduleError(
-            f"num_microbatches is {shorten(given)}, but the orders run {found}; correct it, or add "
-            f"the actions that are missing"
+            f"num_microbatches is {shorten(stated)}, but the orders run {count}; correct it, or "
+            f"add the actions that are missing"
         )
 
 

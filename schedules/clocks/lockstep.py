@@ -82,8 +82,8 @@ class Lockstep:
             np.stack([start[length > 0], (start + length)[length > 0]], axis=1)
             for start, length in ((self._slots.before, before), (self._slots.after, after))
         ]
-        found = np.concatenate(spans)
-        return found[np.argsort(found[:, 0], kind="stable")]
+        both = np.concatenate(spans)
+        return both[np.argsort(both[:, 0], kind="stable")]
 
     @functools.cached_property
     def sharing(self) -> tuple[Times, Times]:
@@ -121,10 +121,10 @@ class Lockstep:
         last = exchange[np.arange(count) % self.ticks.width]
         busy = work.max(axis=1, initial=0.0) + after
         spans = np.maximum(busy, last) if self.ticks.delayed else busy + last
-        found = np.concatenate([[0.0], np.cumsum(spans)])
-        found += np.append(np.cumsum(before), before.sum())
-        begins = np.repeat(found[:, None], num_ranks, axis=1)
-        return Slots(begins, found[:-1] - before, found[:-1] + busy - after)
+        starts = np.concatenate([[0.0], np.cumsum(spans)])
+        starts += np.append(np.cumsum(before), before.sum())
+        begins = np.repeat(starts[:, None], num_ranks, axis=1)
+        return Slots(begins, starts[:-1] - before, starts[:-1] + busy - after)
 
 
 def among_all(joined: Mask, exchange: Times) -> tuple[Mask, Times]:
@@ -223,13 +223,13 @@ def fastest(
         for late in ([False, True] if delayed is None else [delayed])
         for name in ([pattern] if pattern else _worth_trying(schedule, costs, partners, late))
     ]
-    found = [
+    layouts = [
         Lockstep(lay_out(schedule, name, delayed=late), costs, partners, shared, copies)
         for name, late in choices
     ]
-    if len(found) == 1:
-        return found[0]
-    return min(found, key=lambda one: (one.makespan, one.ticks.delayed and exchanges(one.ticks)))
+    if len(layouts) == 1:
+        return layouts[0]
+    return min(layouts, key=lambda of: (of.makespan, of.ticks.delayed and exchanges(of.ticks)))
 
 
 def _worth_trying(schedule: Schedule, costs: Costs, partners: bool, delayed: bool) -> list[str]:

@@ -49,11 +49,11 @@ def meet(layout: Lockstep, durations: Times) -> tuple[Times, Times]:
         np.insert(column, at, np.stack(two, axis=-1).ravel())
         for column, two in zip(steps[1:], added, strict=True)
     ]
-    own = ~np.insert(np.zeros(len(durations), bool), at, np.ones(len(at), bool))
+    is_action = ~np.insert(np.zeros(len(durations), bool), at, np.ones(len(at), bool))
     bounds = first + 2 * num_meetings * np.arange(num_ranks + 1)
     starts = starts_of(Steps(bounds, *columns))
-    begun = starts[~own][1 : 2 * num_meetings : 2]
-    return starts[own], np.stack([begun, begun + lasts], axis=1)
+    begun = starts[~is_action][1 : 2 * num_meetings : 2]
+    return starts[is_action], np.stack([begun, begun + lasts], axis=1)
 
 
 def _meetings(layout: Lockstep) -> tuple[Ints, Times]:

@@ -47,14 +47,14 @@ def parts(shared: Iterable[str]) -> Shared:
     Raises:
       ScheduleError: something else than embed and head.
     """
-    given = (shared,) if isinstance(shared, str) else shared
-    found = tuple(given) if isinstance(given, Iterable) else (given,)
-    if any(not isinstance(part, str) or part not in SHARED for part in found):
+    names = (shared,) if isinstance(shared, str) else shared
+    listed = tuple(names) if isinstance(names, Iterable) else (names,)
+    if any(not isinstance(part, str) or part not in SHARED for part in listed):
         raise ScheduleError(
             f"shared={shorten(shared)}: ranks can share 'embed', 'head', or both; give those of "
             f"them that are split by vocabulary, such as shared=('embed', 'head')"
         )
-    return tuple(part for part in SHARED if part in found)
+    return tuple(part for part in SHARED if part in listed)
 
 
 def together(schedule: Schedule, times: Ints, count: int, shared: Shared) -> Together:
@@ -89,8 +89,8 @@ def lasting(
 
     def take(units: NDArray[np.int32], whole: float) -> Times:
         share = 1.0 if num_slices == 1 else shares[units % num_slices]
-        found: Times = np.where(units >= 0, whole / num_ranks * share, 0.0)
-        return found
+        lasts: Times = np.where(units >= 0, whole / num_ranks * share, 0.0)
+        return lasts
 
     after = take(work.head, costs.head)
     return take(work.lookup, costs.embed), after + take(work.scatter, costs.embed)

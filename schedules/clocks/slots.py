@@ -32,14 +32,14 @@ def slot_times(schedule: Schedule, pattern: Pattern, *, delayed: bool = False) -
     Raises:
       ScheduleError: the schedule deadlocks.
     """
-    known = _known(schedule)
-    if (pattern, delayed) not in known:
+    remembered = _known(schedule)
+    if (pattern, delayed) not in remembered:
         flat, wires = flatten(schedule), links(schedule)
         first = flat.first.tolist()
         orders = [range(begin, end) for begin, end in itertools.pairwise(first)]
         waits = wait(pattern)[:, flat.kind, flat.rank % max(map(len, pattern))]
         late = wires.crosses & delayed
-        found, _ = fill(
+        slots, _ = fill(
             orders,
             wires.awaited.tolist(),
             wires.sent.tolist(),
@@ -48,12 +48,12 @@ def slot_times(schedule: Schedule, pattern: Pattern, *, delayed: bool = False) -
             [0.0] * len(late),
             2 * schedule.num_stages * schedule.num_units,
         )
-        times = np.array(found, np.int64)
+        times = np.array(slots, np.int64)
         if (times < 0).any():
             raise _deadlock(schedule, times)
         times.setflags(write=False)
-        known[pattern, delayed] = times
-    return known[pattern, delayed]
+        remembered[pattern, delayed] = times
+    return remembered[pattern, delayed]
 
 
 def wait(pattern: Pattern) -> Ints:
@@ -63,7 +63,7 @@ def wait(pattern: Pattern) -> Ints:
     """
     width, turns = len(pattern), max(map(len, pattern))
     ranks = [[slot[turn % len(slot)] for turn in range(turns)] for slot in pattern]
-    permits = np.array([[[kind in one for one in slot] for kind in KINDS] for slot in ranks])
+    permits = np.array([[[kind in kinds for kinds in slot] for kind in KINDS] for slot in ranks])
     soon = [np.roll(permits, -slot, axis=0).argmax(axis=0) for slot in range(width)]
     return np.stack(soon)
 

@@ -94,8 +94,8 @@ class SlicedAction(Action):
         return self[3]  # type: ignore[misc]
 
     def _replace(self, **changes: object) -> SlicedAction:
-        given = dict(zip((*Action._fields, "slice"), self, strict=True)) | changes
-        return SlicedAction(**given)  # type: ignore[arg-type]
+        fields = dict(zip((*Action._fields, "slice"), self, strict=True)) | changes
+        return SlicedAction(**fields)  # type: ignore[arg-type]
 
 
 def action_of(stage: int, kind: Kind, unit: int, num_slices: int = 1) -> Action:

@@ -168,16 +168,16 @@ class Costs:
           copies: [A] whether an action copies a value over the host link; None for none.
         """
         num_stages, num_slices = sizes
-        found = self.table(num_stages, shared)[kind, stage]
+        lengths = self.table(num_stages, shared)[kind, stage]
         if num_slices > 1:
-            found = found * self.shares(num_slices)[unit % num_slices]
+            lengths = lengths * self.shares(num_slices)[unit % num_slices]
         if copies is None:
-            return found
+            return lengths
         link: Times = self._row("host", num_stages)[stage] / num_slices
         copy = np.where(copies, link, 0.0)
         write, read = self.overlaps
-        hides = np.where(kind == KINDS.index("F"), write, read) * found
-        return found + copy - np.minimum(copy, hides)
+        hides = np.where(kind == KINDS.index("F"), write, read) * lengths
+        return lengths + copy - np.minimum(copy, hides)
 
     @property
     def overlaps(self) -> tuple[float, float]:
@@ -250,9 +250,9 @@ def _overlap(value: Any) -> float | tuple[float, ...]:
       ScheduleError: neither.
     """
     several = isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim > 0)
-    given = list(value) if several and len(value) == len(COPIES) else [value]
-    if all(is_number(one) and 0 <= one <= 1 for one in given):
-        shares = tuple(map(_plain, given))
+    entries = list(value) if several and len(value) == len(COPIES) else [value]
+    if all(is_number(entry) and 0 <= entry <= 1 for entry in entries):
+        shares = tuple(map(_plain, entries))
         return shares if several else shares[0]
     if several and len(value) == len(COPIES) + 1 and not isinstance(value, str):
         raise ScheduleError(
@@ -275,15 +275,15 @@ def _plain(value: object) -> float:
     return number
 
 
-def _check_lasts(name: str, given: object, value: object) -> None:
+def _check_lasts(name: str, option: object, value: object) -> None:
     if isinstance(value, float) and 0 <= value <= LONGEST:
         return  # before `given` is spelt out, which of [S, S] numbers takes long
-    within = "" if value is given else f" has {shorten(value)}"
-    check_duration(f"Costs({name}={shorten(given)}){within}", value)
+    within = "" if value is option else f" has {shorten(value)}"
+    check_duration(f"Costs({name}={shorten(option)}){within}", value)
 
 
 def _tuple(
-    name: str, given: object, value: object, wanted: str, each: type | None = None
+    name: str, option: object, value: object, wanted: str, each: type | None = None
 ) -> tuple[float, ...]:
     """A sequence of durations (or of what ``each`` says) as a tuple."""
     is_array = isinstance(value, np.ndarray) and value.ndim > 0
@@ -291,11 +291,11 @@ def _tuple(
         parts: tuple[float, ...] = tuple(value)  # type: ignore[arg-type]
         if parts and each is None:
             for part in parts:
-                _check_lasts(name, given, part)
+                _check_lasts(name, option, part)
             return tuple(map(_plain, parts))
         if parts:
             return parts
     raise ScheduleError(
-        f"Costs({name}={shorten(given)}): must be one number, or {wanted}; give the measured "
+        f"Costs({name}={shorten(option)}): must be one number, or {wanted}; give the measured "
         f"time, in the same unit for all"
     )

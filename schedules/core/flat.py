@@ -138,8 +138,8 @@ def inputs_held(kinds: Ints) -> Ints:
 
 def crossings_held(kinds: Ints) -> Ints:
     """Number of these places that hold I's residuals for W, and no input any more."""
-    made, read = kinds == I, kinds == W
-    return np.cumsum(made.astype(np.int64) - read) + read - made
+    written, read = kinds == I, kinds == W
+    return np.cumsum(written.astype(np.int64) - read) + read - written
 
 
 def activations(schedule: Timetable) -> list[Ints]:
@@ -150,15 +150,15 @@ def activations(schedule: Timetable) -> list[Ints]:
 
 def _pairs(schedule: Timetable, first: Sequence[int]) -> list[int]:
     """Indices of the first actions of pairs; without those that fit no order or share an action."""
-    found: list[int] = []
+    indices: list[int] = []
     rows = schedule.pairs if isinstance(schedule.pairs, tuple) else ()
     for rank, positions in zip(range(schedule.num_ranks), rows, strict=False):
         lowest, last = 0, first[rank + 1] - first[rank] - 1
         for position in positions if isinstance(positions, tuple) else ():
             if type(position) is int and lowest <= position < last:
-                found.append(first[rank] + position)
+                indices.append(first[rank] + position)
                 lowest = position + 2
-    return found
+    return indices
 
 
 def _columns(

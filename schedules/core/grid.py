@@ -126,14 +126,14 @@ def _shown(wanted: Collection[int], total: int, limit: int) -> list[int]:
     """At most ``limit`` (0: all) of ``range(total)``, nearest to the wanted; -1 for each gap."""
     if not limit or total <= limit:
         return list(range(total))
-    kept: set[int] = set(sorted(wanted or {0})[:limit])
+    shown: set[int] = set(sorted(wanted or {0})[:limit])
     reach = 0
-    while len(kept) < limit:
+    while len(shown) < limit:
         reach += 1
         ring = {n + d for n in (wanted or {0}) for d in (-reach, reach)}
-        kept.update(sorted(n for n in ring - kept if 0 <= n < total)[: limit - len(kept)])
+        shown.update(sorted(n for n in ring - shown if 0 <= n < total)[: limit - len(shown)])
     result: list[int] = []
-    for n in sorted(kept):
+    for n in sorted(shown):
         if n > (result[-1] + 1 if result else 0):
             result.append(-1)
         result.append(n)

@@ -37,13 +37,13 @@ def links(schedule: Timetable) -> Links:
     """The messages of a schedule, legal or not; what is no action of it has none."""
     flat = flatten(schedule)
     placement = np.array(schedule.placement, np.int64)
-    found = connect(
+    wires = connect(
         flat.kind, flat.stage, flat.microbatch, flat.rank, placement, schedule.num_units
     )
     if flat.in_range.all():
-        return found
-    awaited, sent = (np.where(flat.in_range, column, -1) for column in found[:2])
-    target = np.where(flat.in_range, found.target, flat.rank)
+        return wires
+    awaited, sent = (np.where(flat.in_range, column, -1) for column in wires[:2])
+    target = np.where(flat.in_range, wires.target, flat.rank)
     return Links(awaited, sent, target, target != flat.rank)
 
 
@@ -79,5 +79,5 @@ def senders(schedule: Timetable) -> Ints:
     sends = np.flatnonzero(wires.sent >= 0)
     sender_of = np.full(2 * schedule.num_stages * schedule.num_units + 1, -1)
     sender_of[wires.sent[sends[::-1]]] = sends[::-1]  # of a repeated index the last value stays
-    found: Ints = sender_of[wires.awaited]  # -1 picks the last, which stays -1
-    return found
+    senders_of: Ints = sender_of[wires.awaited]  # -1 picks the last, which stays -1
+    return senders_of

@@ -65,15 +65,15 @@ class Timetable:
     @functools.cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """[S] tuples of the stages on each rank, in layer order; index in it is the chunk."""
-        held: list[list[int]] = [[] for _ in self.orders]
+        stages: list[list[int]] = [[] for _ in self.orders]
         for stage, rank in enumerate(self.placement):
-            held[rank].append(stage)
-        return tuple(map(tuple, held))
+            stages[rank].append(stage)
+        return tuple(map(tuple, stages))
 
     @functools.cached_property
     def chunk_of(self) -> tuple[int, ...]:
         """[K] the local index of each stage on its rank."""
-        chunk = {k: n for held in self.stages_of for n, k in enumerate(held)}
+        chunk = {k: n for stages in self.stages_of for n, k in enumerate(stages)}
         return tuple(chunk[k] for k in range(self.num_stages))
 
     @functools.cached_property

@@ -203,8 +203,8 @@ def _legend(figure: Figure, reports: Sequence[Report], width: float) -> None:
         handles.append(Patch(facecolor="none", edgecolor="black", label="overlapped pair"))
     if any(report.common for report in reports):
         handles.append(Patch(color=LIGHT.shared, label=TOGETHER))
-    found = {wait.cause for r in reports for row in r.explain().waits for wait in row}
-    for cause in (cause for cause in CAUSES if cause in found):
+    causes = {wait.cause for r in reports for row in r.explain().waits for wait in row}
+    for cause in (cause for cause in CAUSES if cause in causes):
         style = {"facecolor": LIGHT.idle, "edgecolor": FAINT, "hatch": CAUSE_HATCHES[cause]}
         handles.append(Patch(label=cause, linewidth=0, **style))
     rows = math.ceil(len(handles) / max(4, int(width / 1.45)))

@@ -92,12 +92,12 @@ def save_page(
       ScheduleError: nothing to draw, or what cannot be; another suffix; more than `MOST_ACTIONS`
         actions.
     """
-    given = listed(drawn, Report | Schedule)
-    if not given:
+    items = listed(drawn, Report | Schedule)
+    if not items:
         raise ScheduleError(
             "drawn is empty; give what simulate() returned, or schedules, one or several"
         )
-    for item in given:
+    for item in items:
         if not isinstance(item, Report | Schedule):
             raise ScheduleError(
                 f"drawn holds {shorten(item)}, which is neither a report nor a schedule; give what "
@@ -109,29 +109,29 @@ def save_page(
             f"path={os.fspath(path)!r} ends in {suffix!r}; a page is written as .html, so choose "
             f"that suffix"
         )
-    _check_size(given)
-    entries = _entries(given)
+    _check_size(items)
+    entries = _entries(items)
     names = dict.fromkeys(printable(entry.schedule.name) for entry in entries)
     text = render(entries, title if title is not None else f"Timeline of {' and '.join(names)}")
     Path(path).write_text(text, encoding="utf-8", newline="\n")
 
 
-def _check_size(given: Sequence[Report | Schedule]) -> None:
+def _check_size(items: Sequence[Report | Schedule]) -> None:
     """Counted before anything is simulated: two clocks for each schedule."""
-    schedules = [item.schedule if isinstance(item, Report) else item for item in given]
+    schedules = [item.schedule if isinstance(item, Report) else item for item in items]
     total = sum(2 * len(order) for schedule in schedules for order in schedule.orders)
     if total > MOST_ACTIONS:
         raise ScheduleError(
-            f"drawn has {total} actions (two clocks for each of {len(given)}), a page holds at "
+            f"drawn has {total} actions (two clocks for each of {len(items)}), a page holds at "
             f"most {MOST_ACTIONS}; give fewer schedules, or build them with fewer microbatches: "
             f"the steady phase repeats itself"
         )
 
 
-def _entries(given: Sequence[Report | Schedule]) -> list[Entry]:
+def _entries(items: Sequence[Report | Schedule]) -> list[Entry]:
     """One for every schedule and costs, with the clocks that are missing, the event clock first."""
     entries: list[Entry] = []
-    for item in given:
+    for item in items:
         schedule, costs = (
             (item.schedule, item.costs) if isinstance(item, Report) else (item, Costs())
         )

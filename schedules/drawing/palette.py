@@ -74,8 +74,8 @@ ANSI: dict[Kind, tuple[tuple[int, int], tuple[int, int]]] = {
 
 def kinds(schedules: Iterable[Schedule]) -> list[Kind]:
     """The kinds that occur, in the order of `KINDS`."""
-    found = {a.kind for schedule in schedules for order in schedule.orders for a in order}
-    return [kind for kind in KINDS if kind in found]
+    present = {a.kind for schedule in schedules for order in schedule.orders for a in order}
+    return [kind for kind in KINDS if kind in present]
 
 
 def several(reports: Report | Iterable[Report]) -> list[Report]:
@@ -84,12 +84,12 @@ def several(reports: Report | Iterable[Report]) -> list[Report]:
     Raises:
       ScheduleError: none, or what is no report.
     """
-    found: list[Report] = listed(reports, Report)
-    if not found:
+    items: list[Report] = listed(reports, Report)
+    if not items:
         raise ScheduleError("reports is empty; give what simulate() returned, one or several")
-    for report in found:
+    for report in items:
         need("reports", report, Report, "give what simulate() returned, one or several")
-    return found
+    return items
 
 
 def sizes(schedule: Schedule) -> str:

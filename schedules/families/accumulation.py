@@ -14,12 +14,12 @@ from schedules.orders.schedule import Schedule, from_orders
 
 def accumulation(num_stages: int, num_microbatches: int) -> Schedule:
     """Build it; a microbatch goes through all stages and back before the next."""
-    ways: tuple[tuple[Kind, range], ...]
-    ways = ("F", range(num_stages)), ("B", range(num_stages)[::-1])
+    passes: tuple[tuple[Kind, range], ...]
+    passes = ("F", range(num_stages)), ("B", range(num_stages)[::-1])
     order = [
         Action(stage, kind, microbatch)
         for microbatch in range(num_microbatches)
-        for kind, stages in ways
+        for kind, stages in passes
         for stage in stages
     ]
     return from_orders([order], name="accumulation")

@@ -55,10 +55,10 @@ def turns(
 
     F takes the chunks in layer order, the backward kinds in reverse.
     """
-    held = range(rank, num_stages, num_ranks)
+    of_rank = range(rank, num_stages, num_ranks)
     return [
         Action(stage, kind, m)
         for first in range(0, num_microbatches, size)
-        for stage in (held if kind == "F" else held[::-1])
+        for stage in (of_rank if kind == "F" else of_rank[::-1])
         for m in range(first, first + size)
     ]

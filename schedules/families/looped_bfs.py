@@ -19,9 +19,9 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedu
     """Build it; stages ascend for F and descend for B, microbatches always ascend."""
     microbatches, orders = range(num_microbatches), []
     for rank in range(num_ranks):
-        held = range(rank, num_stages, num_ranks)
-        forward = (Action(stage, "F", m) for stage in held for m in microbatches)
-        backward = (Action(stage, "B", m) for stage in held[::-1] for m in microbatches)
+        stages = range(rank, num_stages, num_ranks)
+        forward = (Action(stage, "F", m) for stage in stages for m in microbatches)
+        backward = (Action(stage, "B", m) for stage in stages[::-1] for m in microbatches)
         orders.append((*forward, *backward))
     placement = loop_placement(num_stages, num_ranks)
     return Schedule("looped_bfs", num_microbatches, tuple(orders), placement)

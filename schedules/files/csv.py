@@ -88,10 +88,10 @@ def _as_of_now(rows: list[list[str]]) -> list[list[str]]:
     the later one a B is whole, and has no W.
     """
     parts = [part for row in rows for cell in row for part in _parts(cell)]
-    found = [one for one in map(_OLDER.fullmatch, parts) if one is not None]
+    matches = [match for match in map(_OLDER.fullmatch, parts) if match is not None]
     halves: dict[str, set[tuple[str, str]]] = {kind: set() for kind in ("B", "BW", "I", "W")}
-    for one in found:
-        halves[one[2]].add((one[1], one[3]))
+    for match in matches:
+        halves[match[2]].add((match[1], match[3]))
     is_by_halves = bool(halves["W"]) and halves["W"] == halves["B"] and not halves["I"]
     if not halves["BW"] and not is_by_halves:
         return rows
@@ -117,9 +117,9 @@ def _orders(path: str | os.PathLike[str], rows: Sequence[Sequence[str]]) -> Orde
         orders.append([])
         for column, cell in enumerate(cells, start=1):
             if cell:
-                found = [_parse(part, num_actions) for part in _parts(cell)]
-                wrong = next((part for part in found if isinstance(part, str)), None)
-                actions = [part for part in found if isinstance(part, Action)]
+                parsed = [_parse(part, num_actions) for part in _parts(cell)]
+                wrong = next((part for part in parsed if isinstance(part, str)), None)
+                actions = [part for part in parsed if isinstance(part, Action)]
                 if wrong is not None:
                     faults.append(f"row {row}, column {column}: {wrong}")
                 else:

@@ -1,8 +1,8 @@
 """Run a program's tables on symbols and prove that they do what the schedule says.
 
-Buffers and stashes hold numbers that stand for values. What each action must read follows from
-`schedules.lowering.program` alone: no code is shared with the lowering. Letters as in
-`schedules.core.action`, C as in `schedules.lowering.program`.
+Places hold numbers that stand for values, and `schedules.lowering.check_values` says which of them
+each action must read and write. The proof shares the table of kinds with the lowering, and no code.
+Letters as in `schedules.core.action`, C as in `schedules.lowering.program`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NoReturn
 import numpy as np
 
 from schedules.checks.check import check
-from schedules.core.action import Action, Kind, action_of
+from schedules.core.action import Action, action_of
 from schedules.lowering.check_tables import Place, check_tables, fail, stage_of
 from schedules.lowering.check_together import Common
 from schedules.lowering.check_values import GRADIENT, OUTPUT, SymbolicValues
@@ -48,7 +48,7 @@ def check_program(program: Program, *, ascending: bool = False) -> Program:
 
 
 class _Machine:
-    """The ranks of a program, run symbolically. SymbolicValues are numbers; -1 is none."""
+    """The ranks of a program, run symbolically. Values are numbers; -1 is none."""
 
     def __init__(self, program: Program) -> None:
         schedule = program.schedule
@@ -74,7 +74,7 @@ class _Machine:
             kind.pool: [{} for _ in schedule.orders] for kind, _ in self.values.entries
         }
         self.buffers = self.values.entries[0][0]  # the kind of what channels store
-        self.runs: dict[tuple[int, int, int], tuple[int, Kind]] = {}  # slot, rank, branch
+        self.stages: dict[tuple[int, int, int], int] = {}  # by slot, rank and branch
         # [S] the chunk in each window, of weights and of gradients.
         first = program.windows.weights[:1] if program.windows else ()
         self.whole = [dict.fromkeys(first, 0) for _ in schedule.orders]
@@ -115,41 +115,42 @@ class _Machine:
             self._store(at, self.buffers, place, value)
 
     def _act(self, at: Place, branch: int) -> int:
-        """Run one action; what it offers to the channels."""
+        """Run one action and return the value that it offers to the channels."""
         tick, slot, rank = at
-        if (slot, rank, branch) not in self.runs:
-            op = self.program.slots[slot].ops[branch - 1]
-            self.runs[slot, rank, branch] = stage_of(self.program, at), op.kind
-        stage, kind = self.runs[slot, rank, branch]
-        microbatch = self.tables["microbatch"][tick][slot][rank]
-        due = self.due[rank]
         op = self.program.slots[slot].ops[branch - 1]
-        expected = action_of(stage, kind, microbatch, self.program.schedule.num_slices)
-        if not due or due[-1][0] != expected:
-            self._fail_order(at, expected)
+        if (slot, rank, branch) not in self.stages:
+            self.stages[slot, rank, branch] = stage_of(self.program, at)
+        stage = self.stages[slot, rank, branch]
+        # It is the next one in the order of its rank.
+        microbatch, due = self.tables["microbatch"][tick][slot][rank], self.due[rank]
+        action = action_of(stage, op.kind, microbatch, self.program.schedule.num_slices)
+        if not due or due[-1][0] != action:
+            self._fail_order(at, action)
         action, reads = due.pop()
+        # It finds what it reads; a value that nobody reads after it gives its place back.
         unread = self.unread[rank]
         writes = [value if value in unread else -1 for value in self.values.writes(action)]
         entries = list(zip(self.values.entries, reads, writes, strict=True))
-        for (kind_of, n), value, new in entries:
-            place = self._place(at, kind_of, n)
+        for (kind, n), value, new in entries:
+            place = self._place(at, kind, n)
             if value >= 0:
-                values = self.pools[kind_of.pool][rank]
+                values = self.pools[kind.pool][rank]
                 if values.get(place) != value:
-                    self._fail_read(at, action, kind_of, place, value)
+                    self._fail_read(at, action, kind, place, value)
                 if unread[value] > 1:
                     unread[value] -= 1
                 else:
                     del unread[value], values[place]
-            elif new < 0 and place != self._discard(kind_of):
-                self._fail_discard(at, action, kind_of, n, place)
+            elif new < 0 and place != self._discard(kind):
+                self._fail_discard(at, action, kind, n, place)
         self._check_memory(at, action, op)
         self._check_windows(at, action, op)
-        for (kind_of, n), _, new in entries:
+        # Only then it stores what it leaves.
+        for (kind, n), _, new in entries:
             if new >= 0:
-                self._store(at, kind_of, self._place(at, kind_of, n), new)
-        own = self.values.output(microbatch, stage)
-        return {"F": own + OUTPUT, "W": -1}.get(kind, own + GRADIENT)
+                self._store(at, kind, self._place(at, kind, n), new)
+        output = self.values.output(microbatch, stage)
+        return {"F": output + OUTPUT, "W": -1}.get(op.kind, output + GRADIENT)
 
     def _place(self, at: Place, kind: ValueKind, n: int) -> int:
         """The place that an action names for a value; for a carry, for that of slice n."""
@@ -192,7 +193,7 @@ class _Machine:
             fail(self.program, f"{text} chunk {op.chunk}, found chunk {summed[adds]}", at)
 
     def _check_memory(self, at: Place, action: Action, op: Op) -> None:
-        """See that the places of an action are in the memory that its op names."""
+        """See that the op names the memory in which the places of an action are."""
         for kind, n in self.values.entries:
             if not kind.can_be_on_host:
                 continue
@@ -205,15 +206,15 @@ class _Machine:
                 text = f"{action} takes its {kind.name} from the memory of {memory}: expected"
                 fail(self.program, f"{text} {kind.pool} {rule}, found {kind.pool} {place}", at)
 
-    def _exchange(self, tick: int, slot: int, kept: list[int], sent: list[int]) -> None:
-        """Store what stays on its rank, and what is sent along the other channels of a slot."""
+    def _exchange(self, tick: int, slot: int, results: list[int], sent: list[int]) -> None:
+        """Store results that stay on their rank, and what other channels of a slot bring."""
         discard = self._discard(self.buffers)
         for column, sources in enumerate(self.sources[slot]):
             places = self.arrival[tick][slot][column]
             shift = self.program.slots[slot].channels[column].shift
-            results = sent if shift else kept
+            messages = sent if shift else results
             for rank, (place, source) in enumerate(zip(places, sources, strict=True)):
-                value = results[source]
+                value = messages[source]
                 if value >= 0 and value in self.unread[rank]:
                     self._store((tick, slot, rank), self.buffers, place, value)
                 elif place != discard:
@@ -253,6 +254,7 @@ class _Machine:
 
 
 def _words(kind: ValueKind) -> str:
+    """The kind in a message."""
     return kind.name.replace("_", " ")
 
 

@@ -1,7 +1,7 @@
 """A symbolic run of the work that all ranks do together.
 
-That is the head of what the last stage has just returned, and the embedding's gradient of what the
-first has.
+They do the head right after the slot in which the last stage returns an output, and the gradient of
+the embedding right after the slot in which the first stage returns its own.
 
 Letters as in `schedules.core.action`, values as in `schedules.lowering.check_values`.
 """
@@ -26,33 +26,33 @@ class Common:
         self.tables = {name: t.tolist() for name, t in program.common._asdict().items()}
 
     def work(self, tick: int, slot: int, results: list[int]) -> None:
-        """See that all ranks work on what is there, and exactly then.
+        """See that all ranks work on a value in the slot in which it is returned, and only then.
 
         Args:
-          tick: when.
-          slot: when.
-          results: [S + 1] what each rank has just made; the last stage's becomes the head's
-            gradient.
+          tick: of the slot.
+          slot: after whose actions they work.
+          results: [S + 1] the value that each rank returns in it; the last stage's output becomes
+            the head's gradient.
         """
         schedule = self.program.schedule
         last = schedule.num_stages - 1
         if self._values.has_head:
             rank = schedule.placement[last]
-            made = results[rank] - self._values.output(0, last)
-            if self._see("head", "output of the last stage", made, (tick, slot, rank)):
+            output = results[rank] - self._values.output(0, last)
+            if self._see("head", "output of the last stage", output, (tick, slot, rank)):
                 results[rank] += self._values.output(0, 1) + GRADIENT
         rank = schedule.placement[0]
-        made = results[rank] - GRADIENT if self._values.has_embed else -1
-        self._see("scatter", "gradient of the first stage", made, (tick, slot, rank))
+        gradient = results[rank] - GRADIENT if self._values.has_embed else -1
+        self._see("scatter", "gradient of the first stage", gradient, (tick, slot, rank))
 
-    def _see(self, name: str, what: str, made: int, at: Place) -> bool:
-        """Tell whether a microbatch's value has just been made, and the table agrees."""
-        microbatch, rest = divmod(made, len(WHAT))
+    def _see(self, name: str, what: str, value: int, at: Place) -> bool:
+        """Tell whether a rank has returned a microbatch's value; check that the table says so."""
+        microbatch, rest = divmod(value, len(WHAT))
         there = not rest and 0 <= microbatch < self.program.schedule.num_units
         wanted = microbatch if there else -1
-        found = self.tables[name][at[0]][at[1]]
-        if found != wanted:
+        entry = self.tables[name][at[0]][at[1]]
+        if entry != wanted:
             text = f"of microbatch {wanted} is there" if there else "is not there"
-            text = f"the {what} {text}: expected {wanted}, found {found}"
+            text = f"the {what} {text}: expected {wanted}, found {entry}"
             fail(self.program, f"table {name!r}, {text}", at)
         return there

@@ -25,7 +25,7 @@ class SymbolicValues:
     def __init__(self, program: Program) -> None:
         self._program, self._schedule = program, program.schedule
         self._slices = program.schedule.num_slices
-        # What an action's row names: a kind of values and, of carries, a slice.
+        # The places that an action names: one of each kind of values; of carries, one a slice.
         self.entries = [
             (kind, n)
             for kind in kinds_of(self._slices)
@@ -53,6 +53,7 @@ class SymbolicValues:
 
     def reads(self, action: Action) -> list[int]:
         """[entries] the value that an action must find in each place that it names, -1 for none."""
+        # An input comes from the stage before, or from all ranks; a gradient from the stage after.
         stage, unit = action.stage, unit_of(action, self._slices)
         own, part, last = self.output(unit, stage), unit % self._slices, self._slices - 1
         keeps_residuals = self._program.keep == "residuals"
@@ -62,16 +63,19 @@ class SymbolicValues:
         after = self.output(unit, stage + 1) + GRADIENT
         if stage == self._schedule.num_stages - 1 and not self.has_head:
             after = own if keeps_residuals else -1
+        # A backward reads the stash where F has left one, else the input.
         from_stash = action.kind != "F" and (keeps_residuals or (stage, unit) in self._hosted)
-        slices = range(self._slices)
+        slices = self._outputs_of_slices(stage, unit)
+        # A carry is read by later slices. Its gradient, which the last slice's backward writes, is
+        # read by the backwards of the others down to its own slice.
         values = {
             "operand": [-1 if from_stash else before],
             "gradient": [after],
             "stash": [own + RESIDUALS if from_stash else -1],
             "crossing": [own + CROSSING],
-            "carry": [self._of(own, n - part) + CARRY if n < part else -1 for n in slices],
+            "carry": [c + CARRY if n < part else -1 for n, c in enumerate(slices)],
             "carry_gradient": [
-                self._of(own, n - part) + CARRY_GRADIENT if n <= part < last else -1 for n in slices
+                c + CARRY_GRADIENT if n <= part < last else -1 for n, c in enumerate(slices)
             ],
         }
         return [
@@ -82,22 +86,21 @@ class SymbolicValues:
         """[entries] the value that an action leaves in each place, where one is read; else -1."""
         unit = unit_of(action, self._slices)
         own, part, last = self.output(unit, action.stage), unit % self._slices, self._slices - 1
-        slices = range(self._slices)
+        slices = self._outputs_of_slices(action.stage, unit)
         values = {
             "stash": [own + RESIDUALS],
             "crossing": [own + CROSSING],
-            "carry": [own + CARRY if n == part else -1 for n in slices],
-            "carry_gradient": [
-                self._of(own, n - part) + CARRY_GRADIENT if part == last else -1 for n in slices
-            ],
+            "carry": [c + CARRY if n == part else -1 for n, c in enumerate(slices)],
+            "carry_gradient": [c + CARRY_GRADIENT if part == last else -1 for c in slices],
         }
         return [
             values[kind.name][n] if action.kind in kind.writes else -1 for kind, n in self.entries
         ]
 
-    def _of(self, output: int, units: int) -> int:
-        """The output of the same stage so many units later."""
-        return output + units * len(WHAT)
+    def _outputs_of_slices(self, stage: int, unit: int) -> list[int]:
+        """[N] a stage's outputs for all slices of a unit's microbatch."""
+        first = unit - unit % self._slices
+        return [self.output(n, stage) for n in range(first, first + self._slices)]
 
 
 def _inputs_on_host(program: Program) -> frozenset[tuple[int, int]]:

@@ -78,10 +78,10 @@ def hosted(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = (
       offload: as `check_offload` returns it.
       shared: which ends of the model all ranks share.
     """
-    known, key = _known(schedule), (keep, offload, "embed" in shared)
-    if key not in known:
-        known[key] = _hosted(schedule, keep, offload, embeds="embed" in shared)
-    return known[key]
+    choices, key = _known(schedule), (keep, offload, "embed" in shared)
+    if key not in choices:
+        choices[key] = _hosted(schedule, keep, offload, embeds="embed" in shared)
+    return choices[key]
 
 
 @once
@@ -94,8 +94,8 @@ def moves(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = ()
 
     Args: as of `hosted`.
     """
-    flat, found = flatten(schedule), hosted(schedule, keep, offload, shared)
-    stash, crossing = (one[flat.stage, flat.microbatch] for one in found)
+    flat, choice = flatten(schedule), hosted(schedule, keep, offload, shared)
+    stash, crossing = (mask[flat.stage, flat.microbatch] for mask in choice)
     touched: Mask = (stash & (flat.kind != W)) | (crossing & np.isin(flat.kind, (I, W)))
     return touched
 
@@ -140,16 +140,16 @@ def choose(rank: Ints, born: Ints, read: Ints, num_ranks: int, share: float) -> 
       num_ranks: S.
       share: from 0 to 1.
     """
-    found = np.zeros(len(rank), bool)
+    on_host = np.zeros(len(rank), bool)
     order = np.argsort(born, kind="stable")
-    by_rank = [order[rank[order] == one] for one in range(num_ranks)]
-    most = max(_peak(born[own], read[own]) for own in by_rank)
+    by_rank = [order[rank[order] == r] for r in range(num_ranks)]
+    most = max(_peak(born[of_rank], read[of_rank]) for of_rank in by_rank)
     places = most - math.floor(share * most + 1e-9)
     if places == most:
-        return found
-    for own in by_rank:
+        return on_host
+    for of_rank in by_rank:
         live: list[int] = []
-        for n in own.tolist():
+        for n in of_rank.tolist():
             live = [other for other in live if read[other] > born[n]]
             live.append(n)
             if len(live) > places:
@@ -157,8 +157,8 @@ def choose(rank: Ints, born: Ints, read: Ints, num_ranks: int, share: float) -> 
                 if can_go:
                     last = max(can_go, key=lambda other: read[other])
                     live.remove(last)
-                    found[last] = True
-    return found
+                    on_host[last] = True
+    return on_host
 
 
 def _peak(born: Ints, read: Ints) -> int:

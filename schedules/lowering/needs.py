@@ -59,8 +59,8 @@ def without(program: Program, sends: Sequence[bool]) -> Program:
     schedule = program.schedule
     empty = np.zeros(program.op.shape, bool)
     for index, slot in enumerate(program.slots):
-        for rank, held in enumerate(schedule.stages_of):
-            idle = [op.kind in "BI" and not sends[held[op.chunk]] for op in slot.ops]
+        for rank, stages in enumerate(schedule.stages_of):
+            idle = [op.kind in "BI" and not sends[stages[op.chunk]] for op in slot.ops]
             empty[:, index, rank] = np.array([False, *idle])[program.op[:, index, rank]]
     before = np.roll(empty.reshape(-1, schedule.num_ranks), 1, axis=0).reshape(empty.shape)
     before[0, 0] = False
@@ -81,11 +81,11 @@ def busy_in(program: Program, start: int, stop: int) -> list[dict[str, bool]]:
 
 def num_gathers(program: Program) -> list[int]:
     """[S] how often a rank gathers the weights of a chunk in a step; of a program with windows."""
-    found = np.ones(program.schedule.num_ranks, np.int64)  # chunk 0 before the first tick
+    gathers = np.ones(program.schedule.num_ranks, np.int64)  # chunk 0 before the first tick
     for index, slot in enumerate(program.slots):
         does = np.array([False, *("gather" in dict(op.jobs) for op in slot.ops)])
-        found += does[program.op[:, index]].sum(axis=0)
-    counts: list[int] = found.tolist()
+        gathers += does[program.op[:, index]].sum(axis=0)
+    counts: list[int] = gathers.tolist()
     return counts
 
 
@@ -160,15 +160,15 @@ def segment_starts(program: Program) -> list[int]:
     for index, slot in enumerate(program.slots):
         for column, channel in enumerate(slot.channels):
             used[:, index, :, column] &= channel.shift != 0
-    found: list[int] = []
+    starts: list[int] = []
     before: set[int] = set()
     for start, stop in zip([0, *can], [*can, program.num_ticks], strict=True):
         here = set(np.flatnonzero(used[start:stop].any(axis=0)).tolist())
         if here:
             if before and here != before:
-                found.append(int(start))
+                starts.append(int(start))
             before = here
-    return found
+    return starts
 
 
 def _happens(program: Program) -> NDArray[np.bool_]:

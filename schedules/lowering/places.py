@@ -77,8 +77,8 @@ def values(ticks: Ticks, keep: Keep, shared: Shared, hosted: Hosted) -> dict[Val
     home = np.array(schedule.placement, np.int64)
     nobody = np.full(len(home), -1)
 
-    # Inputs come from the stage before; where all ranks make the embedding together, they do so
-    # just before it is read, and nobody sends it.
+    # From when a value is there, and who sends it. Inputs come from the stage before; where all
+    # ranks make the embedding together, they do so just before it is read, and nobody sends it.
     has_input = np.ones(shape, bool)
     has_input[0] = "embed" in shared
     before, sent = np.roll(home, 1), np.roll(forward, 1, axis=0)
@@ -96,6 +96,7 @@ def values(ticks: Ticks, keep: Keep, shared: Shared, hosted: Hosted) -> dict[Val
     is_earlier = np.broadcast_to(np.arange(shape[1]) % N < N - 1, shape)
     of_last = np.repeat(backward[:, N - 1 :: N], N, axis=1)
 
+    # A stash in place of an input is a copy that F writes.
     facts = {
         "operand": (has_input, before, sent),
         "gradient": (has_gradient, after, returned),
@@ -104,16 +105,17 @@ def values(ticks: Ticks, keep: Keep, shared: Shared, hosted: Hosted) -> dict[Val
         "carry": (is_earlier, nobody, forward),
         "carry_gradient": (is_earlier & is_trained, nobody, of_last),
     }
-    on_host = {"stash": hosted.stash, "crossing": hosted.crossing}
+    on_host = hosted._asdict()
     live: dict[ValueKind, Values] = {}
     for kind in kinds_of(N):
         there, source, born = facts[kind.name]
+        # Who writes it on its rank, or reads it.
         touches = np.array([letter in kind.writes + kind.reads for letter in KINDS])
         times = np.where(touches[:, None, None], when, -1)
-        if kind.name == "operand":  # what a stash has instead, only F reads
+        if kind.name == "operand":  # its backward reads the stash, where there is one
             times[1:, with_residuals | hosted.stash] = -1
         if kind.per_slice:
-            times = _of_later_slices(times, N, own=kind.name == "carry_gradient")
+            times = _of_later_slices(times, N, by_own_backward=kind.name == "carry_gradient")
         stage, unit = np.nonzero(there)
         live[kind] = Values(
             home[stage],
@@ -126,20 +128,20 @@ def values(ticks: Ticks, keep: Keep, shared: Shared, hosted: Hosted) -> dict[Val
     return live
 
 
-def _of_later_slices(times: Ints, num_slices: int, *, own: bool) -> Ints:
-    """[4 N, K, U] the times of all actions that touch a carry: those of its slice and later ones.
+def _of_later_slices(times: Ints, num_slices: int, *, by_own_backward: bool) -> Ints:
+    """[4 N, K, U] the times of the actions that touch a carry: of its own slice and of later ones.
 
     Args:
       times: [4, K, U] of each action, -1 where it touches no carry.
       num_slices: N.
-      own: whether a backward touches that of its own slice; F does.
+      by_own_backward: whether the backward of the carry's own slice touches it; its F does.
     """
     reader, part = np.arange(num_slices)[:, None], np.arange(num_slices)
-    is_own = np.array([kind == F or own for kind in range(len(KINDS))])[:, None, None]
-    touches = (reader > part) | ((reader == part) & is_own)
+    own = np.array([kind == F or by_own_backward for kind in range(len(KINDS))])[:, None, None]
+    touches = (reader > part) | ((reader == part) & own)
     grid = times.reshape(*times.shape[:2], -1, num_slices, 1)
-    found = np.where(touches[:, None, None], grid, -1)
-    return np.moveaxis(found, 3, 1).reshape(-1, *times.shape[1:])
+    touched = np.where(touches[:, None, None], grid, -1)
+    return np.moveaxis(touched, 3, 1).reshape(-1, *times.shape[1:])
 
 
 def place(live: dict[ValueKind, Values], num_ranks: int) -> dict[ValueKind, Places]:

@@ -33,6 +33,7 @@ from schedules.clocks.shared import Together
 from schedules.core.action import Kind
 from schedules.core.flat import Mask
 from schedules.lowering.hosted import Keep
+from schedules.lowering.kinds import kinds_of
 from schedules.lowering.windows import Windows
 from schedules.orders.schedule import Schedule
 
@@ -42,8 +43,11 @@ JOBS = ("gather", "reduce")  # names of jobs, in the order in which they stand i
 
 
 class Job(NamedTuple):
-    """Work beside an action: "gather" a chunk's weights into their window, or "reduce" its
-    gradients out of theirs.
+    """Work beside an action.
+
+    Attributes:
+      name: "gather", of a chunk's weights into their window, or "reduce", of its gradients.
+      chunk: the chunk.
     """
 
     name: str
@@ -176,9 +180,12 @@ class Program:
 
     @property
     def rank_tables(self) -> dict[str, Table]:
-        """The tables that have a column for each rank, by name."""
-        tables = {"op": self.op, "microbatch": self.microbatch, "arrival": self.arrival}
-        return tables | {name: placement.table for name, placement in self.values.items()}
+        """Tables with a column for each rank, by name, in the order in which programs have them."""
+        tables = {name: placement.table for name, placement in self.values.items()}
+        kinds = kinds_of(self.schedule.num_slices)
+        carries = {kind.name: tables.pop(kind.name) for kind in kinds if kind.per_slice}
+        actions = {"op": self.op, "microbatch": self.microbatch}
+        return {**actions, **tables, "arrival": self.arrival, **carries}
 
     @property
     def arrives(self) -> Mask:

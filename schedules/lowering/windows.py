@@ -96,13 +96,13 @@ def _places(schedule: Timetable, kinds: Sequence[Kind]) -> tuple[int, ...]:
 def _runs(schedule: Timetable, rank: int, kinds: Sequence[Kind]) -> list[Ints]:
     """[V] of [N, 2] the runs on each chunk, by the numbers of the rank's actions; in order."""
     chunk_of, order = schedule.chunk_of, schedule.orders[rank]
-    found: list[list[Interval]] = [[] for _ in schedule.stages_of[rank]]
+    intervals: list[list[Interval]] = [[] for _ in schedule.stages_of[rank]]
     for kind in kinds:
         of_kind = [(chunk_of[a.stage], n) for n, a in enumerate(order) if a.kind == kind]
         for chunk, run in itertools.groupby(of_kind, key=itemgetter(0)):
             numbers = [n for _, n in run]
-            found[chunk].append((numbers[0], numbers[-1]))
-    return [np.array(sorted(runs), np.int64).reshape(-1, 2) for runs in found]
+            intervals[chunk].append((numbers[0], numbers[-1]))
+    return [np.array(sorted(runs), np.int64).reshape(-1, 2) for runs in intervals]
 
 
 def _meet(some: Ints, others: Ints) -> bool:

@@ -88,10 +88,10 @@ def from_orders(
         actions: list[Action] = []
         positions: list[int] = []
         for item in _items("orders", order, "one sequence of actions for each rank"):
-            found = _read(item)
-            if len(found) == 2:
+            pair = _read(item)
+            if len(pair) == 2:
                 positions.append(len(actions))
-            actions += found
+            actions += pair
         parsed.append(tuple(actions))
         pairs.append(tuple(positions))
     placement = (

@@ -131,13 +131,13 @@ def known(setting: Setting) -> Iterator[Find | tuple[str, str]]:
 
     Where B has a price of its own, they come with their backwards merged too.
     """
-    found: list[Find] = []
+    entries: list[Find] = []
     for entry in _published(setting):
         yield entry
         if isinstance(entry, Find):
-            found.append(entry)
+            entries.append(entry)
     small = 3 * setting.num_stages * setting.num_microbatches <= _LARGE
-    yield from hybrids(setting, found if small else _best(found))
+    yield from hybrids(setting, entries if small else _best(entries))
 
 
 def hybrids(setting: Setting, finds: Iterable[Find]) -> Iterator[Find]:
@@ -153,7 +153,7 @@ def hybrids(setting: Setting, finds: Iterable[Find]) -> Iterator[Find]:
         changed = [trial for trial in trials if trial.orders != schedule.orders]
         judged = [judge(setting, trial.name, trial) for trial in changed]
         if judged:
-            yield min(judged, key=lambda one: one.makespan)
+            yield min(judged, key=lambda find: find.makespan)
 
 
 def _published(setting: Setting) -> Iterator[Find | tuple[str, str]]:
@@ -167,8 +167,8 @@ def _published(setting: Setting) -> Iterator[Find | tuple[str, str]]:
         else:
             yield judge(setting, name, schedule)
     if setting.num_stages == setting.num_ranks:
-        found = variants(*sizes, costs=setting.costs, max_activations=setting.limit)
-        for name, schedule in found.items():
+        tried = variants(*sizes, costs=setting.costs, max_activations=setting.limit)
+        for name, schedule in tried.items():
             yield judge(setting, name, schedule)
 
 
@@ -182,24 +182,24 @@ def search(setting: Setting, finds: Iterable[Find], budget: int, seed: int) -> l
       seed: of its choices.
     """
     finds = list(finds)
-    made: list[Find] = []
+    built: list[Find] = []
     for placement in setting.placements():
-        least = min((find.makespan for find in finds + made), default=math.inf)
-        made = _best(made + list(_greedy(setting, placement, least)))
-    made += hybrids(setting, _best(made))
+        least = min((find.makespan for find in finds + built), default=math.inf)
+        built = _best(built + list(_greedy(setting, placement, least)))
+    built += hybrids(setting, _best(built))
     rng = random.Random(seed)  # noqa: S311  no secret
-    return made + list(_improved(_best(finds + made), budget, rng))
+    return built + list(_improved(_best(finds + built), budget, rng))
 
 
 def _best(finds: Iterable[Find]) -> list[Find]:
     """The few fastest that differ."""
-    kept: list[Find] = []
+    best: list[Find] = []
     for find in sorted(finds, key=lambda find: find.makespan):
-        if len(kept) == _KEPT:
+        if len(best) == _KEPT:
             break
-        if all(find.orders != other.orders for other in kept):
-            kept.append(find)
-    return kept
+        if all(find.orders != other.orders for other in best):
+            best.append(find)
+    return best
 
 
 def _greedy(setting: Setting, placement: tuple[int, ...], least: float) -> Iterator[Find]:

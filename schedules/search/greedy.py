@@ -78,15 +78,15 @@ class Board:
             spare -= sum([forward[k] - oldest - 1 for k in stages if forward[k] > oldest])
         else:
             oldest = forward[stages[0]]
-        found = []
+        options = []
         for k in stages:
             m = forward[k]
             if room and m < each and (m == oldest or spare >= 1):
                 message = awaited[k * each + m]
                 if message < 0:
-                    found.append((0.0, k * each + m))
+                    options.append((0.0, k * each + m))
                 elif there[message] >= 0.0:
-                    found.append((there[message], k * each + m))
+                    options.append((there[message], k * each + m))
             m = back[k]
             if m < forward[k]:
                 item = k * each + m  # a B may not overtake a W
@@ -94,10 +94,10 @@ class Board:
                 code = kind * self._size + item
                 message = awaited[code]
                 if message < 0:
-                    found.append((0.0, code))
+                    options.append((0.0, code))
                 elif there[message] >= 0.0:
-                    found.append((there[message], code))
-        return found
+                    options.append((there[message], code))
+        return options
 
     def accumulations(self, rank: int) -> list[int]:
         """Codes of the next W of every stage."""

@@ -98,9 +98,9 @@ def _swap(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None
         return None
     n, end = rng.choice(((0, start + 1), (start, last), (0, last)))
     while n < end:
-        one, other = changed[n], changed[n + 1]
-        if one // each == first and other // each == second and one % size != other % size:
-            changed[n], changed[n + 1] = other, one
+        code, other = changed[n], changed[n + 1]
+        if code // each == first and other // each == second and code % size != other % size:
+            changed[n], changed[n + 1] = other, code
             n += 1
         n += 1
     return _with(problem, orders, rank, changed)

@@ -30,15 +30,15 @@ def shortest(problem: Problem) -> float:
         after = back[k + 1] + tail[-1]
         halves = inputs[k + 1] + max(weights[k + 1], after)
         tail.append(min(halves, whole[k + 1] + after))
-    held = [0.0] * num_stages  # until a stage has a microbatch's gradient, if nothing else runs
-    held[last] = forward[last]
+    waits = [0.0] * num_stages  # until a stage has a microbatch's gradient, if nothing else runs
+    waits[last] = forward[last]
     for k in reversed(range(last)):
-        held[k] = forward[k] + there[k] + held[k + 1] + gradient[k + 1] + back[k + 1]
-    bounds = [head[last] + held[last] + tail[last]]
+        waits[k] = forward[k] + there[k] + waits[k + 1] + gradient[k + 1] + back[k + 1]
+    bounds = [head[last] + waits[last] + tail[last]]
     for stages in problem.stages_of:
         start = min(head[k] for k in stages)
         passes = each * sum(forward[k] + gradient[k] for k in stages)
-        storage = each * sum(held[k] + both[k] for k in stages) / problem.limit
+        storage = each * sum(waits[k] + both[k] for k in stages) / problem.limit
         bounds += [
             start + each * sum(forward[k] + both[k] for k in stages),
             start + passes + min(tail[k] - gradient[k] for k in stages),

@@ -43,13 +43,13 @@ def merge(schedule: Schedule, costs: Costs | None = None) -> Schedule:
         orders[rank][position] for rank, row in enumerate(schedule.pairs) for position in row
     }
 
-    def rebuilt(found: Orders) -> Schedule:
-        pairs = tuple(tuple(n for n, c in enumerate(order) if c in opening) for order in found)
-        return replace(problem.decode(f"{schedule.name}, merged", found), pairs=pairs)
+    def rebuilt(codes: Orders) -> Schedule:
+        pairs = tuple(tuple(n for n, c in enumerate(order) if c in opening) for order in codes)
+        return replace(problem.decode(f"{schedule.name}, merged", codes), pairs=pairs)
 
     timer = Timer(problem, None, [])
     if opening and costs.pair is not None:  # of overlapping the timers of a search know nothing
-        found = merged(
+        codes = merged(
             problem,
             orders,
             lambda trial: simulate(rebuilt(trial), costs).makespan,
@@ -57,8 +57,8 @@ def merge(schedule: Schedule, costs: Costs | None = None) -> Schedule:
             opening=opening,
         )
     else:
-        found = merged_under(timer, orders, opening)
-    return rebuilt(found)
+        codes = merged_under(timer, orders, opening)
+    return rebuilt(codes)
 
 
 def merged_under(timer: Timer, orders: Orders, opening: Collection[int] = ()) -> Orders:
@@ -156,20 +156,20 @@ def joined(
     each, size = problem.num_microbatches, problem.num_stages * problem.num_microbatches
     owed: dict[int, list[int]] = {}  # stage -> codes of the W that are still to run
     early: set[int] = set()
-    found: list[int] = []
+    codes: list[int] = []
     for code in order:
         kind, item = divmod(code, size)
         if kind == I and item in wanted:
             before = owed.pop(item // each, [])
             early.update(before)
-            at = len(found) - (bool(found) and found[-1] in opening)
-            found[at:at] = before
+            at = len(codes) - (bool(codes) and codes[-1] in opening)
+            codes[at:at] = before
             early.add(W * size + item)
-            found.append(B * size + item)
+            codes.append(B * size + item)
         elif code not in early:
             if kind == I:
                 owed.setdefault(item // each, []).append(W * size + item)
             elif kind == W:
                 owed[item // each].remove(code)
-            found.append(code)
-    return found
+            codes.append(code)
+    return codes

@@ -81,7 +81,7 @@ def _urgency(problem: Problem, *, forward_first: bool, grouped: bool) -> list[fl
     num_stages, each = problem.num_stages, problem.num_microbatches
     chunks, size = len(problem.stages_of[0]), num_stages * each
     group = min(problem.num_ranks, each) if grouped else 1
-    chunk_of = {k: chunk for held in problem.stages_of for chunk, k in enumerate(held)}
+    chunk_of = {k: chunk for stages in problem.stages_of for chunk, k in enumerate(stages)}
     forward: list[float] = []
     backward: list[float] = []
     for stage in range(num_stages):

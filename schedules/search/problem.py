@@ -93,7 +93,7 @@ def pose(
     kind, stage, microbatch = (column.ravel() for column in np.indices(shape))
     ranks = np.array(placement, np.int64)
     rank = ranks[stage]
-    found = connect(kind, stage, microbatch, rank, ranks, num_microbatches)
+    wires = connect(kind, stage, microbatch, rank, ranks, num_microbatches)
     stages_of = tuple(
         tuple(k for k, rank in enumerate(placement) if rank == r) for r in range(num_ranks)
     )
@@ -103,10 +103,10 @@ def pose(
         num_microbatches=num_microbatches,
         limit=math.floor(limit) if math.isfinite(limit) else limit,
         durations=costs.table(len(placement))[kind, stage].tolist(),
-        awaited=found.awaited.tolist(),
-        sent=found.sent.tolist(),
-        reader=np.where(found.sent < 0, -1, found.target).tolist(),
-        lag=costs.lags(rank, found.target, num_ranks).tolist(),
+        awaited=wires.awaited.tolist(),
+        sent=wires.sent.tolist(),
+        reader=np.where(wires.sent < 0, -1, wires.target).tolist(),
+        lag=costs.lags(rank, wires.target, num_ranks).tolist(),
     )
 
 

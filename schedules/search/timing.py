@@ -68,11 +68,11 @@ class Timer:
 
     def _meets_in_every_slot(self, times: Sequence[int]) -> bool:
         """Tell whether there is an exchange behind every slot of a tick."""
-        width, found = len(self.waits), set()
+        width, slots = len(self.waits), set()
         for code in self._crossing:
             if times[code] >= 0:
-                found.add(times[code] % width)
-                if len(found) == width:
+                slots.add(times[code] % width)
+                if len(slots) == width:
                     return True
         return False
 
@@ -106,15 +106,15 @@ class Timer:
     def _exchanges(self, times: Sequence[int]) -> list[float]:
         """[width] the longest message of each slot of a tick."""
         width, late = len(self.waits), self.late
-        found, most, full = [0.0] * width, max(self.problem.lag), 0
+        longest, most, full = [0.0] * width, max(self.problem.lag), 0
         for code, lag in self._under_way:
             slot = (times[code] + late[code]) % width
-            if lag > found[slot] and times[code] >= 0:
-                found[slot] = lag
+            if lag > longest[slot] and times[code] >= 0:
+                longest[slot] = lag
                 full += lag == most
                 if full == width:  # none is longer
                     break
-        return found
+        return longest
 
     @functools.cached_property
     def _under_way(self) -> list[tuple[int, float]]:
@@ -154,23 +154,23 @@ def timers(
     """
     if clock == "event":
         return [Timer(problem, None, [])]
-    found: list[Timer] = []
+    timers: list[Timer] = []
     for late in [False, True] if delayed is None else [delayed]:
         differ = may_differ(problem.num_ranks, partners, late)
-        found += [
+        timers += [
             Timer(problem, name, _waits(problem, pattern), partners, late)
             for name, pattern in PATTERNS.items()
             if (name == only if only else differ or all(len(slot) == 1 for slot in pattern))
         ]
-    return found
+    return timers
 
 
 def _waits(problem: Problem, pattern: Pattern) -> list[list[int]]:
     """[width][C] how many slots after one of a tick the next comes that permits an action."""
-    found = wait(pattern)
-    ranks = np.array(problem.placement) % found.shape[-1]
+    waits = wait(pattern)
+    ranks = np.array(problem.placement) % waits.shape[-1]
     rows: list[list[int]] = (
-        found[:, :, ranks].repeat(problem.num_microbatches, -1).reshape(len(pattern), -1).tolist()
+        waits[:, :, ranks].repeat(problem.num_microbatches, -1).reshape(len(pattern), -1).tolist()
     )
     return rows
 
@@ -184,8 +184,6 @@ def _slot_by_slot(work: list[float], exchange: list[float], delayed: bool) -> fl
     """The makespan where all ranks meet in every slot; the last slot's exchange is nobody's."""
     width, last = len(exchange), len(work) - 1
     if delayed:
-        return (
-            sum(max(one, exchange[slot % width]) for slot, one in enumerate(work[:-1])) + work[-1]
-        )
+        return sum(max(w, exchange[slot % width]) for slot, w in enumerate(work[:-1])) + work[-1]
     rounds, rest = divmod(len(work), width)
     return sum(work) + sum(exchange) * rounds + sum(exchange[:rest]) - exchange[last % width]

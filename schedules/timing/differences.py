@@ -65,10 +65,10 @@ class Differences:
         against = f" ({took / said - 1:+.1%})" if said else ""
         lines = [f"makespan {took:.4g}, predicted {said:.4g}{against}; of all ranks' time:"]
         lines += [
-            f"{one.more / whole:+7.1%}  {one.cause}: {one.measured:.4g}, predicted "
-            f"{one.predicted:.4g}"
-            for one in self.found[:MOST]
-            if abs(one.more) >= whole / 2000
+            f"{row.more / whole:+7.1%}  {row.cause}: {row.measured:.4g}, predicted "
+            f"{row.predicted:.4g}"
+            for row in self.found[:MOST]
+            if abs(row.more) >= whole / 2000
         ]
         lines += [f"{more / whole:+7.1%}  of which {cause}" for more, cause in self.slow]
         return "\n".join(lines)
@@ -104,32 +104,32 @@ def differences(measured: Report, predicted: Report | None = None) -> Difference
             f"{shorten(measured.schedule.name)}: their actions differ; give reports of one schedule"
         )
     flat = flatten(measured.schedule)
-    one, other = _parts(measured, flat), _parts(predicted, flat)
-    found = [Difference(one[cause], other[cause], cause) for cause in one]
-    found.sort(key=lambda difference: -abs(difference.more))
-    return Differences(measured, predicted, tuple(found), tuple(_slow(measured, flat)))
+    actual, expected = _parts(measured, flat), _parts(predicted, flat)
+    rows = [Difference(actual[cause], expected[cause], cause) for cause in actual]
+    rows.sort(key=lambda difference: -abs(difference.more))
+    return Differences(measured, predicted, tuple(rows), tuple(_slow(measured, flat)))
 
 
 def _parts(report: Report, flat: Flat) -> dict[str, float]:
     """All ranks' time by what it goes to."""
-    schedule, found = report.schedule, {}
+    schedule, times = report.schedule, {}
     starts, ends = (np.concatenate(rows) for rows in (report.starts, report.ends))
     for stage in range(schedule.num_stages):
         for n, kind in enumerate(KINDS):
             mine = (flat.kind == n) & (flat.stage == stage)
             if mine.any():
                 total = float((ends - starts)[mine].sum())
-                found[f"{int(mine.sum())} times {kind} of stage {stage}"] = total
+                times[f"{int(mine.sum())} times {kind} of stage {stage}"] = total
     ranks, together = schedule.num_ranks, sum(end - start for start, end in report.common)
     if report.shared:
-        found["what all ranks do together"] = ranks * together
+        times["what all ranks do together"] = ranks * together
     spans = [*zip(starts.tolist(), ends.tolist(), strict=True), *report.common]
     nobody = report.makespan - _covered(spans)
     for rank, (begun, ended) in enumerate(zip(report.starts, report.ends, strict=True)):
         works = sum(ended) - sum(begun) + together
-        found[f"rank {rank} waits while others work"] = report.makespan - works - nobody
-    found["no rank works: exchanges, the loop over ticks, dispatch"] = ranks * nobody
-    return found
+        times[f"rank {rank} waits while others work"] = report.makespan - works - nobody
+    times["no rank works: exchanges, the loop over ticks, dispatch"] = ranks * nobody
+    return times
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
@@ -145,11 +145,11 @@ def _slow(report: Report, flat: Flat) -> list[tuple[float, str]]:
     """Up to three actions that took half as long again as the median of their kind and stage."""
     actions = [action for order in report.schedule.orders for action in order]
     starts, ends = (np.concatenate(rows) for rows in (report.starts, report.ends))
-    lasting, found = ends - starts, []
+    lasting, slow = ends - starts, []
     for kind, stage in sorted(set(zip(flat.kind.tolist(), flat.stage.tolist(), strict=True))):
         mine = np.flatnonzero((flat.kind == kind) & (flat.stage == stage))
         middle = float(np.median(lasting[mine]))
         for n in mine[lasting[mine] > 1.5 * middle].tolist():
             cause = f"{actions[n]} took {lasting[n]:.4g}, others of its kind {middle:.4g}"
-            found.append((float(lasting[n]) - middle, cause))
-    return sorted(found, reverse=True)[:3]
+            slow.append((float(lasting[n]) - middle, cause))
+    return sorted(slow, reverse=True)[:3]

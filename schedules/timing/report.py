@@ -270,7 +270,7 @@ def sum_up(
         work=tuple(work),
         idle=tuple(idle),
         bubble_rate=idle[longest] / span[longest] if span[longest] else 0.0,
-        peak_activations=tuple(_microbatches(schedule, held) for held in activations(schedule)),
+        peak_activations=tuple(_microbatches(schedule, inputs) for inputs in activations(schedule)),
         peak_crossings=tuple(
             _microbatches(schedule, crossings_held(kinds))
             for kinds in np.split(flat.kind, flat.first[1:-1])
@@ -281,9 +281,9 @@ def sum_up(
     )
 
 
-def _microbatches(schedule: Schedule, held: Ints) -> float:
+def _microbatches(schedule: Schedule, inputs: Ints) -> float:
     """Count the most units held at once, in microbatches; an integer where there are no slices."""
-    most = int(held.max())
+    most = int(inputs.max())
     return most if schedule.num_slices == 1 else most / schedule.num_slices
 
 

@@ -126,10 +126,10 @@ def check_arguments(
             f"clock={shorten(clock)} is not a clock; choose one of {', '.join(map(repr, CLOCKS))}"
         )
     slots = {"pattern": (pattern, None), "partners": (partners, False), "delayed": (delayed, False)}
-    given = [f"{k}={shorten(value)}" for k, (value, unset) in slots.items() if value is not unset]
-    if clock != "lockstep" and given:
+    named = [f"{k}={shorten(value)}" for k, (value, unset) in slots.items() if value is not unset]
+    if clock != "lockstep" and named:
         raise ScheduleError(
-            f"{given[0]} with clock={clock!r}: only lockstep ticks have slots that end in "
+            f"{named[0]} with clock={clock!r}: only lockstep ticks have slots that end in "
             f"exchanges; leave it out, or choose clock='lockstep'"
         )
     if durations is not None:
