@@ -52,8 +52,8 @@ class Actions:
     ) -> None:
         self.local, self.step, self.slices = local, step, slices
         self.sums, self.stores, self.halves = places.sums, places.stores, places.halves
-        residuals = places.residuals
-        self.saved = SavedInput(self) if residuals is None else SavedResiduals(self, residuals)
+        residuals, seen = places.residuals, (local, self.stores, slices, self.operand)
+        self.saved = SavedInput(*seen) if residuals is None else SavedResiduals(residuals, *seen)
 
     @property
     def wants_upstream(self) -> bool:
@@ -215,10 +215,6 @@ class Actions:
             if self.step.want_inputs:
                 self.sums.input_grads[row["microbatch"]] = of_inputs
         return self.no_message()
-
-    def own_output(self, row: Row, stash: Any) -> Tree:  # noqa: ARG002  groups look into it
-        """The last stage's output, which is where others find the gradient that has arrived."""
-        return self.stores.device["gradient"][row["gradient"]]
 
     def _output_gradient(self, op: Op, row: Row, y: Tree) -> Leaves:
         """The gradients for all that a stage returned: of the loss, or as the next stage sent them.

@@ -26,7 +26,6 @@ from pipeline.core.step.calls.groups import (
     SharedHalves,
     SharedResiduals,
     StageGroup,
-    WithOutput,
 )
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.run.actions import Actions
@@ -161,12 +160,6 @@ class GroupActions(Actions):
     def as_message(self, floats: Leaves) -> Tree:
         """A gradient for the input as a message."""
         return self._message(super().as_message(floats), self.group.x_view)
-
-    def own_output(self, row: Row, stash: Any) -> Tree:
-        """The last stage's own output."""
-        if isinstance(self.saved.residuals, WithOutput):
-            return self.saved.residuals.output(stash)
-        return super().own_output(row, stash)
 
     def _message(self, value: Tree, view: View | None) -> Tree:
         return self.no_message() if view is None else view.fill(self.no_message(), value)

@@ -138,7 +138,7 @@ def _at_once(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> tuple[Lea
     else:
         arguments = local.stage_arguments(facts.chunk, microbatch)
         stash = actions.stores.device["stash"][row["stash"]]
-        y = actions.own_output(row, stash)
+        y = actions.saved.output(row, stash, arguments)
         stage = actions.saved.residuals.backward(*arguments, stash)
     dw, dx = stage.values(_output_gradient(actions, facts, row, y))
     return dx, dw
@@ -156,7 +156,7 @@ def _halves(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> tuple[Leav
             stash = x
         else:
             stash = actions.stores.device["stash"][row["stash"]]
-            dy = dy(actions.own_output(row, stash))
+            dy = dy(actions.saved.output(row, stash, arguments))
         dx, crossing = halves.input_half(*arguments, stash, dy, [], want_x=actions.local.way.x)
         crossings = actions.stores.device["crossing"]
         crossings[jnp.where(facts.leaves, row["crossing"], crossings.places - 1)] = crossing

@@ -8,16 +8,16 @@ from what the forward stashed. The input is a message or, copied by F, in host m
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.base.tree import Leaves, Tree
 from pipeline.core.autodiff.accumulate import Pullback
 from pipeline.core.autodiff.outcome import Outcome
-from pipeline.core.step.stores.store import Row
+from pipeline.core.step.calls.groups import WithOutput
+from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.stores.slices import WholeSequences
+from pipeline.core.step.stores.store import Row, Stores
 from schedules.lowering.program import Op
-
-if TYPE_CHECKING:
-    from pipeline.core.step.run.actions import Actions
 
 TakeCotangent = Callable[[Tree], Leaves]  # from a stage's output to the gradients for it
 
@@ -26,19 +26,28 @@ class SavedInput:
     """A backward runs its stage's forward again.
 
     Args:
-      actions: of the rank, or of a group of its stages.
+      local: the rank's part of the model, or a group of its stages.
+      stores: where values are.
+      slices: what slices of sequences leave for one another.
+      operand: gives a stage's input, by op and row.
     """
 
     recomputes = True
     residuals: Any = None
 
-    def __init__(self, actions: Actions) -> None:
-        self.actions, self.local = actions, actions.local
+    def __init__(
+        self,
+        local: LocalModel,
+        stores: Stores,
+        slices: WholeSequences,
+        operand: Callable[[Op, Row], Tree],
+    ) -> None:
+        self.local, self.stores, self.slices, self.operand = local, stores, slices, operand
 
     def begin(self, op: Op, row: Row) -> None:
         """Copy a forward's input into host memory, if its backward reads it there."""
         if "stash" in op.host:
-            self.actions.stores.write("stash", op, row, self.actions.operand(op, row))
+            self.stores.write("stash", op, row, self.operand(op, row))
 
     def forward(self, op: Op, row: Row, x: Tree) -> Outcome:
         """The outcome of a stage."""
@@ -48,10 +57,8 @@ class SavedInput:
 
     def read(self, op: Op, row: Row) -> Tree:
         """What a backward starts from: the stage's input."""
-        actions = self.actions
-        on_host = "stash" in op.host
-        x = actions.stores.read("stash", op, row) if on_host else actions.operand(op, row)
-        return actions.slices.input(row, x)
+        x = self.stores.read("stash", op, row) if "stash" in op.host else self.operand(op, row)
+        return self.slices.input(row, x)
 
     def backward(self, op: Op, row: Row) -> tuple[Tree, Pullback]:
         """The output of a stage, and its pullback."""
@@ -73,14 +80,14 @@ class SavedResiduals(SavedInput):
     """A backward starts from the residuals of its forward.
 
     Args:
-      actions: as above.
       residuals: the stage's pullback, taken apart.
+      others: as above.
     """
 
     recomputes = False
 
-    def __init__(self, actions: Actions, residuals: Any) -> None:
-        super().__init__(actions)
+    def __init__(self, residuals: Any, *others: Any) -> None:
+        super().__init__(*others)
         self.residuals = residuals
 
     def begin(self, op: Op, row: Row) -> None:
@@ -90,26 +97,27 @@ class SavedResiduals(SavedInput):
         """The outcome of a stage, whose residuals are stashed."""
         arguments = *self.local.stage_arguments(op.chunk, row["microbatch"], now=True), x
         outcome, stash = self.residuals.forward(*arguments)
-        self.actions.stores.write("stash", op, row, stash)
+        self.stores.write("stash", op, row, stash)
         return outcome
 
     def read(self, op: Op, row: Row) -> Tree:
         """What a backward starts from: the residuals."""
-        return self.actions.stores.read("stash", op, row)
+        return self.stores.read("stash", op, row)
 
     def backward(self, op: Op, row: Row) -> tuple[Tree, Pullback]:
         """The output of a stage, and its pullback."""
         arguments = self.local.stage_arguments(op.chunk, row["microbatch"])
         stash = self.read(op, row)
-        pullback = self.residuals.backward(*arguments, stash, self.actions.slices.earlier(row))
+        pullback = self.residuals.backward(*arguments, stash, self.slices.earlier(row))
         return self.output(row, stash, arguments), pullback
 
     def output(self, row: Row, saved: Tree, arguments: Any) -> Tree:  # noqa: ARG002
         """The last stage's output, in the place where others find the gradient that has arrived."""
-        return self.actions.own_output(row, saved)
+        if isinstance(self.residuals, WithOutput):
+            return self.residuals.output(saved)
+        return self.stores.device["gradient"][row["gradient"]]
 
     def of_half(self, op: Op, row: Row, saved: Tree, take: TakeCotangent) -> tuple[Tree, Any]:
         """What I starts from, with slices also the carries of earlier ones, and its cotangent."""
         dy = take(self.output(row, saved, ()) if op.last else None)
-        slices = self.actions.slices
-        return (saved, slices.earlier(row)) if slices.has_carries else saved, dy
+        return (saved, self.slices.earlier(row)) if self.slices.has_carries else saved, dy
