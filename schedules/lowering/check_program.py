@@ -109,6 +109,7 @@ class _Machine:
         before = none
         for tick, slots in enumerate(program.op.tolist()):
             for slot, branches in enumerate(slots):
+                # The order of a slot: embeddings, actions, heads and their gradients, exchanges.
                 results = none.copy()
                 self._look_up(tick, slot)
                 for rank, branch in enumerate(branches):
@@ -177,6 +178,7 @@ class _Machine:
         """See that an action's weights are whole, and that no window is taken from its chunk."""
         if self.program.windows is None:
             return
+        # The action itself reads a window, and its gather fills another one for a later action.
         weights, gradients, *_ = self.program.windows
         whole, summed, jobs = self.whole[at[2]], self.summed[at[2]], dict(op.jobs)
         if whole.get(weights[op.chunk]) != op.chunk:
@@ -192,6 +194,7 @@ class _Machine:
                 text = f"{action} gathers chunk {chunk}: expected one that is in no window"
                 fail(self.program, text, at)
             whole[weights[chunk]] = chunk
+        # It adds to a window of gradients, and its reduce empties another one.
         adds = None if op.kind == "F" else gradients[op.chunk]
         if "reduce" in jobs:
             chunk = jobs["reduce"]
@@ -222,6 +225,7 @@ class _Machine:
             shift = self.program.slots[slot].channels[column].shift
             messages = sent if shift else results
             for rank, (place, source) in enumerate(zip(places, sources, strict=True)):
+                # Every rank stores what arrives: a message that nobody reads, in the discard place.
                 value = messages[source]
                 if value >= 0 and value in self.unread[rank]:
                     self._store((tick, slot, rank), self.operand, place, value)
