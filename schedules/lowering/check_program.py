@@ -8,7 +8,7 @@ Letters as in `schedules.core.action`, C as in `schedules.lowering.program`.
 from __future__ import annotations
 
 from collections import Counter
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -47,6 +47,24 @@ def check_program(program: Program, *, ascending: bool = False) -> Program:
     return program
 
 
+class _Entry(NamedTuple):
+    """What actions name of a kind of values: one place or, of carries, one for each slice.
+
+    Attributes:
+      kind: the kind.
+      slice: number of the slice, 0 of a kind that has one place.
+      table: [T][slots][S] the places.
+      values: [S] what is where: values by place.
+      discard: the place that nobody reads.
+    """
+
+    kind: ValueKind
+    slice: int
+    table: list[list[list[int]]]
+    values: list[dict[int, int]]
+    discard: int
+
+
 class _Machine:
     """The ranks of a program, run symbolically. Values are numbers; -1 is none."""
 
@@ -55,7 +73,7 @@ class _Machine:
         self.program, self.values = program, SymbolicValues(program)
         self.name = self.values.name
         self.common = Common(program, self.values)
-        self.tables = {name: table.tolist() for name, table in program.rank_tables.items()}
+        self.microbatch = program.microbatch.tolist()
         # [T, slots, C, S], and for each slot [C, S] the rank that sends to each; -1 is none.
         self.arrival = np.moveaxis(program.arrival, 3, 2).tolist()
         self.sources = [
@@ -65,15 +83,19 @@ class _Machine:
         self.due = [
             [(a, self.values.reads(a)) for a in reversed(order)] for order in schedule.orders
         ]
-        # [S] how many actions have yet to read each value; by pool, [S] the values by place.
+        # [S] how many actions have yet to read each value.
         self.unread = [
             Counter(value for _, values in due for value in values if value >= 0)
             for due in self.due
         ]
-        self.pools: dict[str, list[dict[int, int]]] = {
-            kind.pool: [{} for _ in schedule.orders] for kind, _ in self.values.entries
-        }
-        self.buffers = self.values.entries[0][0]  # the kind of what channels store
+        pools: dict[str, list[dict[int, int]]] = {}
+        self.entries = []
+        for kind, n in self.values.entries:
+            table, discard = program.values[kind.name].table, program.values[kind.name].discard
+            places = (table[..., n] if kind.per_slice else table).tolist()
+            pool = pools.setdefault(kind.pool, [{} for _ in schedule.orders])
+            self.entries.append(_Entry(kind, n, places, pool, discard))
+        self.operand = self.entries[0]  # its places are those of all messages
         self.stages: dict[tuple[int, int, int], int] = {}  # by slot, rank and branch
         # [S] the chunk in each window, of weights and of gradients.
         first = program.windows.weights[:1] if program.windows else ()
@@ -87,6 +109,7 @@ class _Machine:
         before = none
         for tick, slots in enumerate(program.op.tolist()):
             for slot, branches in enumerate(slots):
+                # The order of a slot: embeddings, actions, heads and their gradients, exchanges.
                 results = none.copy()
                 self._look_up(tick, slot)
                 for rank, branch in enumerate(branches):
@@ -111,8 +134,7 @@ class _Machine:
             at = (tick, slot, rank)
             if value not in self.unread[rank]:
                 fail(self.program, f"{self.name(value)}, which nobody reads: expected -1", at)
-            place = self.tables["operand"][tick][slot][rank]
-            self._store(at, self.buffers, place, value)
+            self._store(at, self.operand, self.operand.table[tick][slot][rank], value)
 
     def _act(self, at: Place, branch: int) -> int:
         """Run one action and return the value that it offers to the channels."""
@@ -122,7 +144,7 @@ class _Machine:
             self.stages[slot, rank, branch] = stage_of(self.program, at)
         stage = self.stages[slot, rank, branch]
         # It is the next one in the order of its rank.
-        microbatch, due = self.tables["microbatch"][tick][slot][rank], self.due[rank]
+        microbatch, due = self.microbatch[tick][slot][rank], self.due[rank]
         action = action_of(stage, op.kind, microbatch, self.program.schedule.num_slices)
         if not due or due[-1][0] != action:
             self._fail_order(at, action)
@@ -130,42 +152,33 @@ class _Machine:
         # It finds what it reads; a value that nobody reads after it gives its place back.
         unread = self.unread[rank]
         writes = [value if value in unread else -1 for value in self.values.writes(action)]
-        entries = list(zip(self.values.entries, reads, writes, strict=True))
-        for (kind, n), value, new in entries:
-            place = self._place(at, kind, n)
+        places = [entry.table[tick][slot][rank] for entry in self.entries]
+        for entry, place, value, new in zip(self.entries, places, reads, writes, strict=True):
             if value >= 0:
-                values = self.pools[kind.pool][rank]
+                values = entry.values[rank]
                 if values.get(place) != value:
-                    self._fail_read(at, action, kind, place, value)
+                    self._fail_read(at, action, entry, value)
                 if unread[value] > 1:
                     unread[value] -= 1
                 else:
                     del unread[value], values[place]
-            elif new < 0 and place != self._discard(kind):
-                self._fail_discard(at, action, kind, n, place)
-        self._check_memory(at, action, op)
+            elif new < 0 and place != entry.discard:
+                self._fail_discard(at, action, entry)
+            if entry.kind.can_be_on_host:
+                self._check_memory(at, action, op, entry)
         self._check_windows(at, action, op)
         # Only then it stores what it leaves.
-        for (kind, n), _, new in entries:
-            if new >= 0:
-                self._store(at, kind, self._place(at, kind, n), new)
+        for entry, place, value in zip(self.entries, places, writes, strict=True):
+            if value >= 0:
+                self._store(at, entry, place, value)
         output = self.values.output(microbatch, stage)
         return {"F": output + OUTPUT, "W": -1}.get(op.kind, output + GRADIENT)
-
-    def _place(self, at: Place, kind: ValueKind, n: int) -> int:
-        """The place that an action names for a value; for a carry, for that of slice n."""
-        tick, slot, rank = at
-        places = self.tables[kind.name][tick][slot][rank]
-        place: int = places[n] if kind.per_slice else places
-        return place
-
-    def _discard(self, kind: ValueKind) -> int:
-        return self.program.values[kind.name].discard
 
     def _check_windows(self, at: Place, action: Action, op: Op) -> None:
         """See that an action's weights are whole, and that no window is taken from its chunk."""
         if self.program.windows is None:
             return
+        # The action itself reads a window, and its gather fills another one for a later action.
         weights, gradients, *_ = self.program.windows
         whole, summed, jobs = self.whole[at[2]], self.summed[at[2]], dict(op.jobs)
         if whole.get(weights[op.chunk]) != op.chunk:
@@ -181,6 +194,7 @@ class _Machine:
                 text = f"{action} gathers chunk {chunk}: expected one that is in no window"
                 fail(self.program, text, at)
             whole[weights[chunk]] = chunk
+        # It adds to a window of gradients, and its reduce empties another one.
         adds = None if op.kind == "F" else gradients[op.chunk]
         if "reduce" in jobs:
             chunk = jobs["reduce"]
@@ -192,31 +206,29 @@ class _Machine:
             text = f"{action} adds to gradients in window {adds}: expected none there, or those of"
             fail(self.program, f"{text} chunk {op.chunk}, found chunk {summed[adds]}", at)
 
-    def _check_memory(self, at: Place, action: Action, op: Op) -> None:
-        """See that the op names the memory in which the places of an action are."""
-        for kind, n in self.values.entries:
-            if not kind.can_be_on_host:
-                continue
-            place, first = self._place(at, kind, n), self.program.values[kind.name].device
-            discard, on_host = self._discard(kind), kind.name in op.host
-            if on_host != (first <= place < discard):
-                memory = ("the device", "the host")[on_host]
-                device = f"0..{first - 1} or discard, {discard}"
-                rule = f"{first}..{discard - 1}" if on_host else device
-                text = f"{action} takes its {kind.name} from the memory of {memory}: expected"
-                fail(self.program, f"{text} {kind.pool} {rule}, found {kind.pool} {place}", at)
+    def _check_memory(self, at: Place, action: Action, op: Op, entry: _Entry) -> None:
+        """See that the op names the memory in which a place of an action is."""
+        tick, slot, rank = at
+        (name, pool, *_), place, discard = entry.kind, entry.table[tick][slot][rank], entry.discard
+        first, on_host = self.program.values[name].device, name in op.host
+        if on_host != (first <= place < discard):
+            memory = ("the device", "the host")[on_host]
+            rule = f"{first}..{discard - 1}" if on_host else f"0..{first - 1} or discard, {discard}"
+            text = f"{action} takes its {name} from the memory of {memory}: expected {pool} {rule}"
+            fail(self.program, f"{text}, found {pool} {place}", at)
 
     def _exchange(self, tick: int, slot: int, results: list[int], sent: list[int]) -> None:
         """Store results that stay on their rank, and what other channels of a slot bring."""
-        discard = self._discard(self.buffers)
+        discard = self.operand.discard
         for column, sources in enumerate(self.sources[slot]):
             places = self.arrival[tick][slot][column]
             shift = self.program.slots[slot].channels[column].shift
             messages = sent if shift else results
             for rank, (place, source) in enumerate(zip(places, sources, strict=True)):
+                # Every rank stores what arrives: a message that nobody reads, in the discard place.
                 value = messages[source]
                 if value >= 0 and value in self.unread[rank]:
-                    self._store((tick, slot, rank), self.buffers, place, value)
+                    self._store((tick, slot, rank), self.operand, place, value)
                 elif place != discard:
                     fail(
                         self.program,
@@ -225,9 +237,9 @@ class _Machine:
                         (tick, slot, rank, column),
                     )
 
-    def _store(self, at: Place, kind: ValueKind, place: int, value: int) -> None:
-        values, pool = self.pools[kind.pool][at[2]], kind.pool
-        if place in values or place == self._discard(kind):
+    def _store(self, at: Place, entry: _Entry, place: int, value: int) -> None:
+        values, pool = entry.values[at[2]], entry.kind.pool
+        if place in values or place == entry.discard:
             there = self.name(values[place]) if place in values else "discard"
             text = f"{self.name(value)}: expected a free {pool}, found {pool} {place}: {there}"
             fail(self.program, text, at)
@@ -238,24 +250,19 @@ class _Machine:
         expected = due[-1][0] if due else "nothing"
         fail(self.program, f"{action}: expected {expected} next in the order of the rank", at)
 
-    def _fail_read(
-        self, at: Place, action: Action, kind: ValueKind, place: int, value: int
-    ) -> NoReturn:
-        there = self.name(self.pools[kind.pool][at[2]].get(place, -1))
-        text = f"{action} reads its {_words(kind)} from {kind.pool} {place}"
+    def _fail_read(self, at: Place, action: Action, entry: _Entry, value: int) -> NoReturn:
+        (name, pool, *_), (tick, slot, rank) = entry.kind, at
+        place = entry.table[tick][slot][rank]
+        there = self.name(entry.values[rank].get(place, -1))
+        text = f"{action} reads its {name.replace('_', ' ')} from {pool} {place}"
         fail(self.program, f"{text}: expected {self.name(value)}, found {there}", at)
 
-    def _fail_discard(
-        self, at: Place, action: Action, kind: ValueKind, n: int, place: int
-    ) -> NoReturn:
-        text = f"{action} has no {_words(kind)}{f' of slice {n}' * kind.per_slice}"
-        expected = f"discard, {kind.pool} {self._discard(kind)}"
-        fail(self.program, f"{text}: expected {expected}, found {kind.pool} {place}", at)
-
-
-def _words(kind: ValueKind) -> str:
-    """The kind in a message."""
-    return kind.name.replace("_", " ")
+    def _fail_discard(self, at: Place, action: Action, entry: _Entry) -> NoReturn:
+        (name, pool, *_), (tick, slot, rank) = entry.kind, at
+        text = f"{action} has no {name.replace('_', ' ')}"
+        text += f" of slice {entry.slice}" * entry.kind.per_slice
+        text += f": expected discard, {pool} {entry.discard}"
+        fail(self.program, f"{text}, found {pool} {entry.table[tick][slot][rank]}", at)
 
 
 def _sources(channel: Channel, num_ranks: int) -> list[int]:

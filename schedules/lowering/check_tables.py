@@ -48,6 +48,7 @@ def _check_shapes(program: Program) -> None:
         if windows != (num_chunks, num_chunks):
             text = f"{windows[0]} windows of weights and {windows[1]} of gradients: expected one"
             fail(program, f"{text} of both for each of {num_chunks} chunks, or none")
+    # Kinds of one pool have the same numbers of places, or their numbers would mean two things.
     kinds = kinds_of(slices)
     names = [kind.name for kind in kinds]
     if set(program.values) != set(names):
@@ -60,6 +61,7 @@ def _check_shapes(program: Program) -> None:
         if (device, host) != expected:
             text = f"expected {expected[0]} and {expected[1]}, found {device} and {host}"
             fail(program, f"places of {kind.name!r} on the device and on the host: {text}")
+    # The number of ticks is that of the table of ops.
     shape = (program.op.shape[0], len(program.slots), program.schedule.num_ranks)
     num_channels = max((len(slot.channels) for slot in program.slots), default=0)
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("op", "microbatch"), shape)
@@ -85,6 +87,7 @@ def _check_ops(program: Program, slot: int) -> None:
                 program,
                 f"slot {slot} has {op}: expected kinds {kinds!r} and chunks 0..{num_chunks - 1}",
             )
+        # An op has each name once and in one order: its label must be unique in its slot.
         names = [kind.name for kind in VALUE_KINDS if kind.can_be_on_host]
         if op.host != tuple(name for name in names if name in op.host):
             fail(
@@ -109,6 +112,7 @@ def _check_channels(program: Program, slot: int) -> None:
     if len(set(shifts)) < len(shifts):
         fail(program, f"slot {slot} has channels of shifts {shifts}: expected each shift once")
     for shift, edges in channels:
+        # `jax.lax.ppermute` takes each rank once as source and once as destination.
         ends = [rank for edge in edges for rank in edge]
         is_permutation = all(len(set(side)) == len(edges) for side in (ends[::2], ends[1::2]))
         is_inside = all(0 <= rank < num_ranks for rank in ends)
@@ -128,6 +132,7 @@ def _check_channels(program: Program, slot: int) -> None:
 
 
 def _check_ranges(program: Program) -> None:
+    # Every entry is a branch, a unit or a place that exists; -1 only where nothing may happen.
     num_ops = np.array([len(slot.ops) for slot in program.slots])
     last = program.schedule.num_units - 1
     largest: dict[str, Any] = {

@@ -99,8 +99,8 @@ class SymbolicValues:
 
     def _outputs_of_slices(self, stage: int, unit: int) -> list[int]:
         """[N] a stage's outputs for all slices of a unit's microbatch."""
-        first = unit - unit % self._slices
-        return [self.output(n, stage) for n in range(first, first + self._slices)]
+        first = self.output(unit - unit % self._slices, stage)
+        return [first + n * len(WHAT) for n in range(self._slices)]
 
 
 def _inputs_on_host(program: Program) -> frozenset[tuple[int, int]]:

@@ -106,6 +106,7 @@ def _hosted(schedule: Timetable, keep: Keep, offload: Offload, *, embeds: bool) 
     share = offload if isinstance(offload, float) else float(offload is not None)
     if not share:
         return Hosted(nothing, nothing)
+    # Positions of actions in the orders of their ranks serve as times: no clock is needed.
     when = np.full((len(KINDS), *shape), -1)
     when[flat.kind, flat.stage, flat.microbatch] = np.arange(len(flat.kind)) - flat.first[flat.rank]
     if offload == "crossings":
@@ -114,6 +115,7 @@ def _hosted(schedule: Timetable, keep: Keep, offload: Offload, *, embeds: bool) 
     else:
         there = when[[B, I]].max(axis=0) >= 0
         kinds = [F, B, I]
+        # The first stage's input is made anew from the batch.
         if keep == "input" and not embeds:
             there[0] = False
     rank = np.array(schedule.placement, np.int64)[np.nonzero(there)[0]]
@@ -142,11 +144,13 @@ def choose(rank: Ints, born: Ints, read: Ints, num_ranks: int, share: float) -> 
     """
     on_host = np.zeros(len(rank), bool)
     order = np.argsort(born, kind="stable")
+    # The rank with most values decides how many places the device keeps.
     by_rank = [order[rank[order] == r] for r in range(num_ranks)]
     most = max(_peak(born[of_rank], read[of_rank]) for of_rank in by_rank)
     places = most - math.floor(share * most + 1e-9)
     if places == most:
         return on_host
+    # A rank with more values than places sends away the one that stays longest.
     for of_rank in by_rank:
         live: list[int] = []
         for n in of_rank.tolist():

@@ -68,6 +68,7 @@ def lower(
     need("gathers", gathers, bool, "give True or False")
     keep, offload = check_keep(keep), check_offload(offload)
     check(schedule)
+    # Copies to host memory take time, so they count when slots are chosen.
     costs, shared = of_unit_length_by_default(costs), parts(shared)
     copies = moves(schedule, keep, offload, shared)
     sends: dict[str, Any] = {"partners": partners, "delayed": delayed}
@@ -177,6 +178,8 @@ def _ops(
     columns += [chunks + 1 for chunks in jobs]
     sizes += [num_chunks + 1 for _ in jobs]
 
+    # Actions with equal fields share an op. Sorted by the fields, ops keep their numbers whenever a
+    # schedule is lowered again, so that compiled programs do.
     code, number = np.unique(np.ravel_multi_index(columns, sizes), return_inverse=True)
     fields = np.stack(np.unravel_index(code, sizes), axis=1)
     ops: list[list[Op]] = [[] for _ in range(ticks.width)]
@@ -192,6 +195,7 @@ def _ops(
 
 def _channels(ticks: Ticks, messages: Values) -> tuple[list[tuple[Channel, ...]], Ints]:
     """The static permutations of each slot, and [n] the channel that brings each message."""
+    # Messages of one slot and one shift are one permutation: a rank sends at most one result.
     num_ranks = ticks.schedule.num_ranks
     slot = messages.born % ticks.width
     shift = (messages.rank - messages.source) % num_ranks

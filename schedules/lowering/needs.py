@@ -39,8 +39,10 @@ def segments(program: Program, *, split: bool) -> list[tuple[int, int, tuple[int
         pairs = itertools.pairwise([0, *cuts, program.num_ticks])
         return [(a, b, tuple(uses[a:b].max(axis=0).tolist())) for a, b in pairs]
 
+    # A rank that branches skips idle slots at no cost, so that it needs few cuts.
     if not split:
         return runs(few)
+    # One that does not branch pays for every slot in use: cut wherever that changes.
     works = np.concatenate([uses, *(table >= 0 for table in program.common)], axis=1)
     changed = 1 + np.flatnonzero((works[1:] != works[:-1]).any(axis=1))
     changes = sorted({*changed.tolist(), *few})
@@ -56,12 +58,14 @@ def without(program: Program, sends: Sequence[bool]) -> Program:
     """
     if all(sends):
         return program
+    # A slot of a rank is empty if its action sends a gradient that nobody needs.
     schedule = program.schedule
     empty = np.zeros(program.op.shape, bool)
     for index, slot in enumerate(program.slots):
         for rank, stages in enumerate(schedule.stages_of):
             idle = [op.kind in "BI" and not sends[stages[op.chunk]] for op in slot.ops]
             empty[:, index, rank] = np.array([False, *idle])[program.op[:, index, rank]]
+    # A delayed message arrives at the end of the slot after the one that sent it.
     before = np.roll(empty.reshape(-1, schedule.num_ranks), 1, axis=0).reshape(empty.shape)
     before[0, 0] = False
     arrival, discard = program.arrival.copy(), program.values["operand"].discard
@@ -135,11 +139,14 @@ class Needed:
 
 def needed(program: Program, index: int, start: int, stop: int) -> Needed:
     """Find the actions that ticks start..stop - 1 need in a slot."""
+    # A loop compiles a branch for each op, so ops that do not occur are dropped and the others get
+    # new numbers.
     slot, occurs = program.slots[index], set(np.unique(program.op[start:stop, index]).tolist())
     ops = [(n, op) for n, op in enumerate(slot.ops, start=1) if n in occurs]
     branch = np.zeros(len(slot.ops) + 1, np.int32)
     for new, (old, _) in enumerate(ops, start=1):
         branch[old] = new
+    # An exchange costs time even if nobody reads what it brings.
     reads: Any = program.arrives[start:stop, index].any(axis=0)  # [S, C]
     channels = []
     for column, channel in enumerate(slot.channels):
@@ -152,10 +159,12 @@ def needed(program: Program, index: int, start: int, stop: int) -> Needed:
 
 def segment_starts(program: Program) -> list[int]:
     """The ticks at which all that happens becomes other, and exchanges other directions."""
+    # A cut may not separate ticks that do the same, for their code would be compiled twice.
     happens = _happens(program)
     first, last = happens.argmax(axis=0), program.num_ticks - 1 - happens[::-1].argmax(axis=0)
     ticks = np.arange(1, program.num_ticks)[:, None]
     can = 1 + np.flatnonzero(~((first < ticks) & (last >= ticks)).any(axis=1))
+    # Where a cut is allowed, it pays if ranks exchange in other directions after it.
     used = program.arrives
     for index, slot in enumerate(program.slots):
         for column, channel in enumerate(slot.channels):

@@ -151,6 +151,7 @@ def place(live: dict[ValueKind, Values], num_ranks: int) -> dict[ValueKind, Plac
         kinds = [kind for kind in live if kind.pool == pool]
         sharing = joined(live[kind] for kind in kinds)
         number, counts = np.zeros(len(sharing.rank), np.int64), [0, 0]
+        # Places on the device first, then those in host memory, in one numbering.
         for memory, chosen in enumerate((~sharing.on_host, sharing.on_host)):
             of = sharing.chosen(chosen)
             counts[memory], colours = colour(of.rank, of.born, of.read, num_ranks)
@@ -176,6 +177,7 @@ def colour(rank: Ints, born: Ints, read: Ints, num_ranks: int) -> tuple[int, Int
     """
     if not len(rank):
         return 0, np.zeros(0, np.int64)
+    # Sort arrivals and departures rank by rank; one key has rank and time.
     stride = int(read.max()) + 2
     arrival, departure = rank * stride + born + 1, rank * stride + read + 1
     arriving = np.argsort(arrival, kind="stable")
@@ -184,12 +186,15 @@ def colour(rank: Ints, born: Ints, read: Ints, num_ranks: int) -> tuple[int, Int
     begin = first[rank[arriving]]
     nth = np.arange(len(rank)) - begin
     gone = np.searchsorted(departure[leaving], arrival[arriving], side="right") - begin
+    # How many values a rank has at once, at most.
     peak = np.zeros(num_ranks, np.int64)
     np.maximum.at(peak, rank[arriving], nth + 1 - gone)
+    # The first ``peak`` arrivals take fresh places. Arrival peak + i takes that of departure i.
     behind = nth - peak[rank[arriving]]  # which departure it takes the place of, if not negative
     heir = behind >= 0
     before = np.arange(len(rank))  # the value whose place it takes
     before[arriving[heir]] = leaving[(begin + behind)[heir]]
+    # Follow each chain of heirs to its first value, whose place is its number.
     while (before != before[before]).any():
         before = before[before]
     place = np.empty_like(nth)

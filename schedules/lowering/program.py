@@ -181,6 +181,7 @@ class Program:
     @property
     def rank_tables(self) -> dict[str, Table]:
         """Tables with a column for each rank, by name, in the order in which programs have them."""
+        # jax makes a constant of each table in this order, and other text is another cache entry.
         tables = {name: placement.table for name, placement in self.values.items()}
         kinds = kinds_of(self.schedule.num_slices)
         carries = {kind.name: tables.pop(kind.name) for kind in kinds if kind.per_slice}
@@ -200,6 +201,7 @@ class Program:
     @property
     def shared(self) -> tuple[str, ...]:
         """Ends of the model that all ranks share."""
+        # `parts` orders the names in this way, too.
         tables = {"embed": self.common.lookup, "head": self.common.head}
         return tuple(part for part, table in tables.items() if (table >= 0).any())
 

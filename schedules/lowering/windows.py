@@ -62,11 +62,13 @@ def windows(schedule: Timetable) -> Windows:
     for start, stop in itertools.pairwise(flat.first.tolist()):
         whole, summed = {weights[0]: 0}, dict[int, tuple[int, int]]()
         for n, chunk in enumerate(chunks[start:stop].tolist(), start):
+            # Gather a chunk one action early, so that the transfer runs beside a product.
             if whole.get(weights[chunk]) != chunk:
                 whole[weights[chunk]] = chunk
                 gathers[n - 1] = chunk
             if flat.kind[n] == F:
                 continue
+            # A window that another chunk takes is emptied beside the action after its last use.
             before, last = summed.get(gradients[chunk], (chunk, n))
             if before != chunk:
                 reduces[last + 1] = before
@@ -81,6 +83,7 @@ def _places(schedule: Timetable, kinds: Sequence[Kind]) -> tuple[int, ...]:
       schedule: whose chunks they are.
       kinds: of actions that use a window.
     """
+    # Colour the chunks greedily: two that meet on any rank get windows of their own.
     runs = [_runs(schedule, rank, kinds) for rank in range(schedule.num_ranks)]
     places: list[int] = []
     for chunk in range(schedule.num_stages // schedule.num_ranks):
