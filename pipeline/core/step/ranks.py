@@ -25,7 +25,6 @@ from pipeline.core.placement.zero import defer_reduction, gather, kernel_spec
 from pipeline.core.step.calls.rank import LossScale, Rank, Slices
 from pipeline.core.step.run.ticks import was_sent
 from pipeline.core.step.stores.weights import ChunkWeights
-from pipeline.core.step.stores.windows import Windows
 from schedules.lowering.program import COMMON, Program
 
 
@@ -161,9 +160,8 @@ def make_rank(
 
     axes = plan.axes.varying
     local, batch = vary(local, axes), vary(batch.map_rows(split, lambda x: x), axes)
-    windows = Windows() if plan.has_windows else None
     gathers = plan.gather != "step"
-    store = ChunkWeights(local.chunks, layout.chunks, gathers, before, windows=windows)
+    store = ChunkWeights(local.chunks, layout.chunks, gathers, before)
     rank = Rank(
         model,
         local,

@@ -21,8 +21,6 @@ from pipeline.core.model.loss import Weighed, mean_of
 from pipeline.core.model.model import Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement.zero import (
-    reduce_gradients,
-    reduce_parts,
     total_over,
     totals_over,
 )
@@ -30,7 +28,7 @@ from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.calls.outputs import check_positions, check_sliced
 from pipeline.core.step.calls.rank import LossScale
 from pipeline.core.step.stores.loops import scale_in_place
-from pipeline.core.step.stores.totals import Sums, Total, WindowTotal
+from pipeline.core.step.stores.totals import Sums, Total
 
 Kept = tuple[list[Leaves], Leaves]  # declared state: of each chunk, and of the ends
 Gradients = tuple[tuple[Leaves, ...], Leaves]  # of each chunk, and of the ends
@@ -130,9 +128,7 @@ def gradients_of(sums: Sums, model: Model, weights: Weights, plan: Plan) -> Grad
         total: Total, like: Tree, spreads: Any, mask: Mask, axes: tuple[str, ...], lead: int = 0
     ) -> Leaves:
         # Over row and position axes once, here, and not once per microbatch.
-        given = total.all(), chosen(spreads, mask), axes
-        in_parts = isinstance(total, WindowTotal)
-        summed = reduce_parts(*given) if in_parts else reduce_gradients(*given, lead=lead)
+        summed = total.reduced(chosen(spreads, mask), axes, lead=lead)
         leaves = chosen(jax.tree.leaves(like), mask)
         return [g.astype(w.dtype) for g, w in zip(summed, leaves, strict=True)]
 

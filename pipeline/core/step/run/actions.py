@@ -14,6 +14,7 @@ differentiated within B or I; nothing of theirs is stashed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -32,9 +33,9 @@ from pipeline.core.step.run.saved import SavedInput, SavedResiduals
 from pipeline.core.step.stores.device import unwritten
 from pipeline.core.step.stores.slices import WholeSequences
 from pipeline.core.step.stores.store import Row
-from pipeline.core.step.stores.windows import start
+from pipeline.core.step.stores.windows import in_windows, start
 from schedules.core.costs import is_last_forward_free
-from schedules.lowering.program import Op, Slot
+from schedules.lowering.program import Op, Program, Slot
 
 
 class Actions:
@@ -54,6 +55,11 @@ class Actions:
         self.sums, self.stores, self.halves = places.sums, places.stores, places.halves
         residuals, seen = places.residuals, (local, self.stores, slices, self.operand)
         self.saved = SavedInput(*seen) if residuals is None else SavedResiduals(residuals, *seen)
+
+    def opened(self, program: Program) -> contextlib.AbstractContextManager[None]:
+        """A context in which a program's actions find their weights."""
+        rank = self.local.rank
+        return in_windows(rank.chunks, self.sums.chunk_grads, rank.axes, program)
 
     @property
     def wants_upstream(self) -> bool:

@@ -31,10 +31,9 @@ from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.run.actions import Actions
 from pipeline.core.step.run.carries import make_carries
 from pipeline.core.step.run.places import Places, StepRequest, make_places
-from pipeline.core.step.stores.device import PaddedPool, PoolView
-from pipeline.core.step.stores.host import HostView
+from pipeline.core.step.stores.device import PaddedPool
 from pipeline.core.step.stores.slices import WholeSequences
-from pipeline.core.step.stores.store import Row, Stores
+from pipeline.core.step.stores.store import Row
 from pipeline.core.step.stores.totals import Sums, TotalView
 from schedules.lowering.program import Op, Program, Slot
 
@@ -174,20 +173,18 @@ def _places_of(places: Places, index: int, group: StageGroup, step: StepRequest)
       group: the group.
       step: what is wanted of the step.
     """
-    own, sums, stores = group.local, places.sums, places.stores
+    own, sums = group.local, places.sums
     residuals, halves = places.residuals, places.halves
     # By kind the view of its values, and their types; None for those of cells.
-    seen: dict[str, tuple[View | None, Any]] = {
+    views: dict[str, tuple[View | None, Any]] = {
         "operand": (group.x_view, own.activation),
         "gradient": (group.y_view, own.output),
         "stash": (group.x_view, own.activation),
     }
     if isinstance(residuals, SharedResiduals):
-        residuals, seen["stash"] = residuals.of[index], (residuals.views[index], None)
+        residuals, views["stash"] = residuals.of[index], (residuals.views[index], None)
     if isinstance(halves, SharedHalves):
-        halves, seen["crossing"] = halves.of[index], (halves.views[index], None)
-    device = {kind: PoolView(stores.device[kind], *of, own.axes) for kind, of in seen.items()}
-    host = {kind: HostView(pool, *seen[kind], own.axes) for kind, pool in stores.host.items()}
+        halves, views["crossing"] = halves.of[index], (halves.views[index], None)
     changes: dict[str, Any] = {"keep": own.keep}
     if group.part is not None:
         changes["results"] = PaddedPool(sums.results)
@@ -195,7 +192,7 @@ def _places_of(places: Places, index: int, group: StageGroup, step: StepRequest)
     if step.training:
         changes["chunk_grads"] = _own_totals(sums, group)
     sums = dataclasses.replace(sums, **changes)
-    return Places(sums, Stores(device, host, stores.carried), residuals, halves)
+    return Places(sums, places.stores.viewed(views, own.axes), residuals, halves)
 
 
 def _own_totals(sums: Sums, group: StageGroup) -> list[Any]:

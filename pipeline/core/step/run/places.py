@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,10 @@ from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.stores.device import Pool
 from pipeline.core.step.stores.host import HostPool
 from pipeline.core.step.stores.store import Stores
-from pipeline.core.step.stores.totals import Sums, Total, window_totals
+from pipeline.core.step.stores.totals import Sums, Total
+from pipeline.core.step.stores.windows import chunk_totals
 from schedules.lowering.program import Program
+from schedules.lowering.windows import Windows
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +70,7 @@ def make_places(local: LocalModel, program: Program, step: StepRequest) -> Place
       step: what is wanted of the step.
     """
     units, axes, values = program.schedule.num_units, local.axes, program.values
-    windows = program.windows.gradients if program.windows else ()
-    sums = make_sums(local, step, units, windows)
+    sums = make_sums(local, step, units, program.windows)
     residuals: Any = None
     if step.training and program.keep == "residuals":
         residuals = local.residuals()
@@ -103,7 +103,7 @@ def make_sums(
     local: LocalModel,
     step: StepRequest,
     num_microbatches: int,
-    windows: Sequence[int] = (),
+    windows: Windows | None = None,
 ) -> Sums:
     """Make the sums of a step, and the places of its inputs' gradients.
 
@@ -111,7 +111,7 @@ def make_sums(
       local: the rank's part of the model.
       step: what is wanted of the step.
       num_microbatches: M; with slices the number of units.
-      windows: [V] the window of each chunk's gradients, if there are any.
+      windows: those of weights and gradients, if the program has any.
     """
     axes, model = local.axes, local.model
     types = dict(local.rank.facts.stage_sums)
@@ -126,12 +126,9 @@ def make_sums(
 
     trained, of_chunks = model.trained, added.refs if local.adds else []
     like = [summed(*of) for of in zip(local.rank.chunks.whole, trained.chunks, strict=True)]
-    chunk_grads: list[Any]
-    if windows and step.training:
-        spreads = [chosen(*of) for of in zip(model.layout.chunks, trained.chunks, strict=True)]
-        chunk_grads = window_totals(like, axes, spreads, windows, of_chunks)
-    else:
-        chunk_grads = [Total(own, axes, of_chunks) for own in like]
+    spreads = [chosen(*of) for of in zip(model.layout.chunks, trained.chunks, strict=True)]
+    windows = windows if step.training else None
+    chunk_grads = chunk_totals(like, axes, of_chunks, windows, spreads)
     of_ends = added.refs if local.rank.facts.adding_ends else []
     ends_grads = Total(summed(local.ends_weights, trained.ends), axes, of_ends)
     floats, _ = partition(at(local.batch.inputs, 0))

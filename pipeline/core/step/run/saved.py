@@ -2,7 +2,8 @@
 
 A backward that has the stage's input (``keep="input"``) runs the forward again, so the last stage's
 forward, whose output only its own backward needs, does nothing. With ``keep="residuals"`` it starts
-from what the forward stashed. The input is a message or, copied by F, in host memory.
+from what the forward stashed. The input is a message or, where the program has it elsewhere, a copy
+that F stashes.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class SavedInput:
         self.local, self.stores, self.slices, self.operand = local, stores, slices, operand
 
     def begin(self, op: Op, row: Row) -> None:
-        """Copy a forward's input into host memory, if its backward reads it there."""
-        if "stash" in op.host:
+        """Stash a copy of a forward's input, if its backward does not read the message."""
+        if self.stores.stashes_input(op):
             self.stores.write("stash", op, row, self.operand(op, row))
 
     def forward(self, op: Op, row: Row, x: Tree) -> Outcome:
@@ -57,7 +58,8 @@ class SavedInput:
 
     def read(self, op: Op, row: Row) -> Tree:
         """What a backward starts from: the stage's input."""
-        x = self.stores.read("stash", op, row) if "stash" in op.host else self.operand(op, row)
+        stashed = self.stores.stashes_input(op)
+        x = self.stores.read("stash", op, row) if stashed else self.operand(op, row)
         return self.slices.input(row, x)
 
     def backward(self, op: Op, row: Row) -> tuple[Tree, Pullback]:

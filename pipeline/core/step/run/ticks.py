@@ -29,22 +29,20 @@ from pipeline.core.step.run.actions import Actions
 from pipeline.core.step.run.grouped import runner
 from pipeline.core.step.stores.loops import run_once
 from pipeline.core.step.stores.store import Row
-from pipeline.core.step.stores.windows import in_windows
 from schedules.lowering.needs import WORK, busy_in, needed, segments
 from schedules.lowering.program import COMMON, Program
 
 
 def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) -> None:
     """Run every tick; results are left in the memory of ``actions``."""
-    rank = actions.local.rank
-    with in_windows(rank.chunks, actions.sums.chunk_grads, rank.axes, program):
+    with actions.opened(program):
         _scan_ticks(actions, program, tables, masked=masked)
 
 
 def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) -> None:
     """Run every tick, with weights where actions find them."""
     delayed, run = program.delayed, runner(actions, masked=masked)
-    messages, host = actions.stores.device["operand"], actions.stores.carried
+    messages, carried = actions.stores.device["operand"], actions.stores.carried
     common = None
     if program.shared:
         from pipeline.core.step.run.vocabulary import VocabularyParallel
@@ -55,7 +53,7 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool
         part: tuple[int, int], uses: tuple[int, ...], busy: Any, carry: tuple[Tree, Any], rows: Row
     ) -> tuple[tuple[Tree, Any], None]:
         held, arrays = carry
-        host.put(arrays)
+        carried.put(arrays)
         spent = None  # the last message that has been exchanged
         for index in np.flatnonzero(uses).tolist():
             need, row = needed(program, index, *part), {name: rows[name][index] for name in rows}
@@ -78,10 +76,10 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool
                     arrived = exchange(message, channel.edges, STAGE)
                 messages[row["arrival"][column]] = arrived
             spent, held = (held, message) if delayed else (message, None)
-        return (held, host.get()), None
+        return (held, carried.get()), None
 
     local = {name: table if name in COMMON else table[0] for name, table in tables.items()}
-    carry = actions.no_message() if delayed else None, host.get()
+    carry = actions.no_message() if delayed else None, carried.get()
     for start, stop, uses in segments(program, split=masked):
         busy = busy_in(program, start, stop)
         with jax.named_scope(scopes.of_ticks(start, stop)):
@@ -93,7 +91,7 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool
             rows = {name: table[start:stop] for name, table in local.items()}
             body = functools.partial(tick, (start, stop), uses, busy)
             carry, _ = jax.lax.scan(body, carry, rows)
-    host.put(carry[1])
+    carried.put(carry[1])
 
 
 def _once(body: Any, carry: tuple[Tree, Any], row: Row) -> tuple[Tree, Any]:

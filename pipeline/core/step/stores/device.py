@@ -64,6 +64,10 @@ class Pool:
         found = [tiled(read(ref, place)) if ref.size else ref[...][0] for ref in self.refs]
         return jax.tree.unflatten(self._treedef, found)
 
+    def seen(self, view: View | None, types: Tree, axes: tuple[str, ...]) -> PoolView:
+        """These places as one kind of value sees them, of several that share them."""
+        return PoolView(self, view, types, axes)
+
     def all(self) -> Tree:
         """[places, ...] leaves."""
         return jax.tree.unflatten(self._treedef, [ref[...] for ref in self.refs])

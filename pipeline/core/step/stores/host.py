@@ -78,6 +78,10 @@ class HostPool:
         between[0] = value
         return jax.tree.unflatten(jax.tree.structure(value), jax.tree.leaves(between[0]))
 
+    def seen(self, view: View | None, types: Tree, axes: tuple[str, ...]) -> HostView:
+        """These places as one kind of value sees them, of several that share them."""
+        return HostView(self, view, types, axes)
+
     def unwritten(self) -> Tree:
         """A value of its types that nobody reads."""
         return unwritten(self._types, self._axes)

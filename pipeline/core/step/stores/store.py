@@ -56,6 +56,21 @@ class Stores:
         store: Store = (self.host if kind in op.host else self.device)[kind]
         store[row[kind]] = value
 
+    def stashes_input(self, op: Op) -> bool:
+        """Tell whether, without residuals, an action's input is stashed and its buffer free."""
+        return "stash" in op.host
+
+    def viewed(self, views: Mapping[str, tuple[Any, Tree]], axes: tuple[str, ...]) -> Stores:
+        """These places as values of one kind of stages see them.
+
+        Args:
+          views: by name of a kind, how a value lies in a place, and its types.
+          axes: the mesh axes over which values vary.
+        """
+        device = {kind: self.device[kind].seen(*of, axes) for kind, of in views.items()}
+        host = {kind: pool.seen(*views[kind], axes) for kind, pool in self.host.items()}
+        return Stores(device, host, self.carried)
+
     def at_most_once(
         self, op: Op, wanted: Any, action: Callable[[], Tree], otherwise: Tree
     ) -> Tree:

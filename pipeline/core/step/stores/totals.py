@@ -16,12 +16,10 @@ import jax.numpy as jnp
 from collectives import vary
 from collectives.compat import varying_in
 from pipeline.base.tree import Leaves, vary_like
-from pipeline.core.autodiff.jaxpr.primitives import barrier
-from pipeline.core.autodiff.jaxpr.refs import tiled
 from pipeline.core.autodiff.outcome import Outcome
 from pipeline.core.model.overlay import Part, Spot
 from pipeline.core.placement.placement import Spread
-from pipeline.core.placement.zero import scatter, shares_gradient
+from pipeline.core.placement.zero import reduce_gradients
 
 
 class Total:
@@ -59,7 +57,7 @@ class Total:
         if real is False:
             return
         for ref, value in zip(self.targets, values, strict=True):
-            ref[...] += _if(real, value).astype(ref.dtype)
+            ref[...] += if_real(real, value).astype(ref.dtype)
 
     def beside(self, added: Leaves) -> Total:
         """These totals, for pullbacks that sum up added losses as said."""
@@ -71,120 +69,9 @@ class Total:
         """The totals."""
         return [ref[...] for ref in self.results]
 
-
-class WindowTotal(Total):
-    """Total of gradients of which a device keeps its part, and a window has a run's whole.
-
-    What D shards cannot share has a whole total of its own.
-
-    Args:
-      like: a gradient for each.
-      axes: the mesh axes over which values vary.
-      spreads: where each lies.
-      windows: of gradients that shards share, the refs that they are added up in; None for others.
-      added: as of `Total`.
-    """
-
-    def __init__(
-        self,
-        like: Leaves,
-        axes: tuple[str, ...],
-        spreads: Sequence[Spread],
-        windows: Leaves,
-        added: Sequence[Any] = (),
-    ) -> None:
-        self._spreads = spreads
-        # Their types alone are looked at.
-        parts = jax.eval_shape(lambda: scatter([vary(x, axes) for x in like], spreads, lead=1))
-        super().__init__(parts, axes, added)
-        self._results = self.refs
-        pairs = zip(self.refs, windows, strict=True)
-        self.refs = [own if window is None else window for own, window in pairs]
-
-    @property
-    def results(self) -> Leaves:
-        """The refs of what each device keeps."""
-        return self._results
-
-    def shared_out(self, real: Any = True) -> Leaves:
-        """This device's part of what is in windows, summed over data shards, if it is ``real``."""
-        found = []
-        for own, ref, spread in zip(self._results, self.refs, self._spreads, strict=True):
-            if ref is not own:
-                found += scatter([_if(real, tiled(ref[...]))], [spread], lead=1)
-        return found
-
-    def keep(self, parts: Leaves) -> None:
-        """Add what was `shared_out` to what this device keeps."""
-        for (own, _), part in zip(self._in_windows, parts, strict=True):
-            # Behind a barrier: XLA for TPUs takes a reduction whose result is added to what a loop
-            # carries out of the loop, and so carries the sum whole (jaxlib 0.10.2).
-            own[...] += barrier(part)[0]
-
-    def leave(self) -> None:
-        """Clear the windows for other chunks; on every rank, so never while one needs its own."""
-        for _, ref in self._in_windows:
-            ref[...] = tiled(jnp.zeros_like(ref[...]))
-
-    @property
-    def _in_windows(self) -> list[tuple[Any, Any]]:
-        """The refs of what this device keeps and of the windows, of gradients that shards share."""
-        pairs = zip(self._results, self.refs, strict=True)
-        return [(own, ref) for own, ref in pairs if ref is not own]
-
-
-def window_totals(
-    chunks: Sequence[Leaves],
-    axes: tuple[str, ...],
-    spreads: Sequence[Sequence[Spread]],
-    places: Sequence[int],
-    added: Sequence[Any],
-) -> list[WindowTotal]:
-    """[V] totals of the gradients of each chunk.
-
-    Args:
-      chunks: [V] a gradient for each weight that is trained.
-      axes: the mesh axes over which values vary.
-      spreads: [V] where each lies.
-      places: [V] the window of each chunk. Chunks of one window whose gradients have other types
-        have refs of their own.
-      added: as of `Total`.
-    """
-
-    def cleared(chunk: int) -> Leaves:
-        return [vary_like(vary(jnp.zeros_like(x), axes), x) for x in chunks[chunk]]
-
-    shared = [list(map(shares_gradient, of)) for of in spreads]
-    windows = refs_in_windows(places, chunks, shared, cleared)
-    triples = zip(chunks, spreads, windows, strict=True)
-    return [WindowTotal(like, axes, of, refs, added) for like, of, refs in triples]
-
-
-def refs_in_windows(
-    places: Sequence[int],
-    types: Sequence[Leaves],
-    shared: Sequence[Sequence[bool]],
-    make: Callable[[int], Leaves],
-) -> list[Leaves]:
-    """[V] refs of the leaves of each chunk that data shards share, None for others.
-
-    Args:
-      places: [V] the window of each chunk.
-      types: [V] of its leaves. Chunks of one window share their refs if these are equal.
-      shared: [V] which of the leaves data shards share.
-      make: from the first chunk that needs them to what refs hold at first.
-    """
-    made: dict[Any, Leaves] = {}
-    found = []
-    for chunk, (place, of, mask) in enumerate(zip(places, types, shared, strict=True)):
-        key = place, tuple((t.shape, t.dtype, varying_in(t)) for t in of), tuple(mask)
-        if key not in made:
-            leaves = make(chunk)
-            with jax.named_scope("windows"):
-                pairs = zip(leaves, mask, strict=True)
-                made[key] = [jax.new_ref(x) if is_shared else None for x, is_shared in pairs]
-        found.append(made[key])
-    return found
+    def reduced(self, spreads: Sequence[Spread], axes: tuple[str, ...], *, lead: int = 0) -> Leaves:
+        """The totals summed over mesh axes; arguments as of `reduce_gradients`."""
+        return reduce_gradients(self.all(), spreads, axes, lead=lead)
 
 
 class TotalView:
@@ -225,10 +112,10 @@ class TotalView:
         if real is False:
             return
         for place, value in zip([*self._parts, *self._added], values, strict=True):
-            place[...] += _if(real, value)
+            place[...] += if_real(real, value)
 
 
-def _if(real: Any, value: jax.Array) -> jax.Array:
+def if_real(real: Any, value: jax.Array) -> jax.Array:
     """The value if it is real, else zeros; no select where that is known."""
     return value if real is True else jnp.where(real, value, jnp.zeros_like(value))
 

@@ -1,7 +1,7 @@
 """The weights of a rank's chunks: as devices store them, and whole, where a stage reads them.
 
 Letters: V chunks. Where data shards store parts (FSDP), a chunk's weights are made whole once for
-the step, or by every action, or for a run of actions in a window (`Windows`). Narrow copies are of
+the step, or by every action, or for a run of actions in a window (`WeightWindows`). Narrow copies are of
 leaves that stages read in a narrower dtype alone (`pipeline.core.step.casts`).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from pipeline.core.autodiff.jaxpr import scopes
 from pipeline.core.autodiff.jaxpr.primitives import barrier
 from pipeline.core.placement.placement import Spread
 from pipeline.core.placement.zero import gather
+from pipeline.core.step.stores.windows import WeightWindows
 
 
 class Lazy(Sequence[Any]):
@@ -45,7 +46,7 @@ class ChunkWeights:
       before_step: [V] the leaves before they were gathered for the step; empty if they were not.
       narrow: [V] narrow copies of leaves, None for leaves without one; sharded as leaves are if
         actions gather them. Empty if there are none.
-      windows: places for whole weights, open while a program runs that has some; else None.
+      windows: places for whole weights, open while a program runs that has some.
     """
 
     params: Sequence[Tree]
@@ -53,7 +54,7 @@ class ChunkWeights:
     gathers: bool = False
     before_step: Sequence[Leaves] = ()
     narrow: Sequence[Leaves] = ()
-    windows: Any = None
+    windows: WeightWindows = field(default_factory=WeightWindows)
 
     @functools.cached_property
     def shards(self) -> list[Leaves]:
@@ -73,9 +74,8 @@ class ChunkWeights:
         shards = pick(self.shards, chunk)
         narrow = pick(self.narrow, chunk) if self.narrow else [None] * len(shards)
         if self.gathers:
-            in_window = self.windows is not None and self.windows.are_open
             # A call for a microbatch that has a number here is only traced.
-            in_window &= not isinstance(microbatch, int)
+            in_window = self.windows.are_open and not isinstance(microbatch, int)
             whole = self.windows.read(chunk) if in_window else self.gathered(chunk, microbatch)
             narrow = [None if n is None else x for n, x in zip(narrow, whole, strict=True)]
         elif self.before_step:

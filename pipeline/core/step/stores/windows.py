@@ -14,18 +14,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from collectives import STAGE
-from pipeline.base.tree import Leaves
+from collectives import STAGE, vary
+from collectives.compat import varying_in
+from pipeline.base.tree import Leaves, vary_like
+from pipeline.core.autodiff.jaxpr.primitives import barrier
 from pipeline.core.autodiff.jaxpr.refs import tiled
-from pipeline.core.placement.zero import shares_weight
+from pipeline.core.placement.placement import Spread
+from pipeline.core.placement.zero import reduce_parts, scatter, shares_gradient, shares_weight
 from pipeline.core.step.stores.device import unwritten
-from pipeline.core.step.stores.totals import refs_in_windows
-from pipeline.core.step.stores.weights import ChunkWeights
+from pipeline.core.step.stores.totals import Total, if_real
 from schedules.lowering.needs import last_in_windows
 from schedules.lowering.program import Job, Program
+from schedules.lowering.windows import Windows
 
 
-class Windows:
+class WeightWindows:
     """Places for the whole weights that data shards share, in the dtype in which they are gathered.
 
     They are open while a program runs. Chunks of one window whose weights have other shapes or
@@ -41,7 +44,7 @@ class Windows:
         """True if actions find their weights here."""
         return bool(self._refs)
 
-    def open(self, weights: ChunkWeights, axes: tuple[str, ...], places: Sequence[int]) -> None:
+    def open(self, weights: Any, axes: tuple[str, ...], places: Sequence[int]) -> None:
         """Make places for a program, with chunk 0 in its own.
 
         Args:
@@ -62,7 +65,7 @@ class Windows:
         """End the program: from now on whoever reads weights gathers them."""
         self._weights, self._refs = None, []
 
-    def read(self, chunk: int) -> Leaves:
+    def read(self, chunk: Any) -> Leaves:
         """The weights of a chunk that is in its window."""
         pairs = zip(self._refs[chunk], self._weights.to_gather(chunk), strict=True)
         return [leaf if ref is None else tiled(ref[...]) for ref, leaf in pairs]
@@ -74,9 +77,134 @@ class Windows:
                 ref[...] = tiled(leaf)
 
 
-def start(
-    job: Job, weights: ChunkWeights, totals: Sequence[Any], microbatch: Any
-) -> Callable[[], None]:
+class WindowTotal(Total):
+    """Total of gradients of which a device keeps its part, and a window has a run's whole.
+
+    What D shards cannot share has a whole total of its own.
+
+    Args:
+      like: a gradient for each.
+      axes: the mesh axes over which values vary.
+      spreads: where each lies.
+      windows: of gradients that shards share, the refs that they are added up in; None for others.
+      added: as of `Total`.
+    """
+
+    def __init__(
+        self,
+        like: Leaves,
+        axes: tuple[str, ...],
+        spreads: Sequence[Spread],
+        windows: Leaves,
+        added: Sequence[Any] = (),
+    ) -> None:
+        self._spreads = spreads
+        # Their types alone are looked at.
+        parts = jax.eval_shape(lambda: scatter([vary(x, axes) for x in like], spreads, lead=1))
+        super().__init__(parts, axes, added)
+        self._results = self.refs
+        pairs = zip(self.refs, windows, strict=True)
+        self.refs = [own if window is None else window for own, window in pairs]
+
+    @property
+    def results(self) -> Leaves:
+        """The refs of what each device keeps."""
+        return self._results
+
+    def shared_out(self, real: Any = True) -> Leaves:
+        """This device's part of what is in windows, summed over data shards, if it is ``real``."""
+        found = []
+        for own, ref, spread in zip(self._results, self.refs, self._spreads, strict=True):
+            if ref is not own:
+                found += scatter([if_real(real, tiled(ref[...]))], [spread], lead=1)
+        return found
+
+    def keep(self, parts: Leaves) -> None:
+        """Add what was `shared_out` to what this device keeps."""
+        for (own, _), part in zip(self._in_windows, parts, strict=True):
+            # Behind a barrier: XLA for TPUs takes a reduction whose result is added to what a loop
+            # carries out of the loop, and so carries the sum whole (jaxlib 0.10.2).
+            own[...] += barrier(part)[0]
+
+    def reduced(
+        self,
+        spreads: Sequence[Spread],
+        axes: tuple[str, ...],
+        *,
+        lead: int = 0,  # noqa: ARG002
+    ) -> Leaves:
+        """The totals summed over those axes over which `shared_out` has not summed."""
+        return reduce_parts(self.all(), spreads, axes)
+
+    def leave(self) -> None:
+        """Clear the windows for other chunks; on every rank, so never while one needs its own."""
+        for _, ref in self._in_windows:
+            ref[...] = tiled(jnp.zeros_like(ref[...]))
+
+    @property
+    def _in_windows(self) -> list[tuple[Any, Any]]:
+        """The refs of what this device keeps and of the windows, of gradients that shards share."""
+        pairs = zip(self._results, self.refs, strict=True)
+        return [(own, ref) for own, ref in pairs if ref is not own]
+
+
+def chunk_totals(
+    chunks: Sequence[Leaves],
+    axes: tuple[str, ...],
+    added: Sequence[Any],
+    windows: Windows | None,
+    spreads: Sequence[Sequence[Spread]],
+) -> list[Total]:
+    """[V] totals of the gradients of each chunk.
+
+    Args:
+      chunks: [V] a gradient for each weight that is trained.
+      axes: the mesh axes over which values vary.
+      added: as of `Total`.
+      windows: the program's, if it has any. Chunks of one window whose gradients have other types
+        have refs of their own.
+      spreads: [V] where each gradient lies.
+    """
+    if windows is None:
+        return [Total(like, axes, added) for like in chunks]
+
+    def cleared(chunk: int) -> Leaves:
+        return [vary_like(vary(jnp.zeros_like(x), axes), x) for x in chunks[chunk]]
+
+    shared = [list(map(shares_gradient, of)) for of in spreads]
+    refs = refs_in_windows(windows.gradients, chunks, shared, cleared)
+    triples = zip(chunks, spreads, refs, strict=True)
+    return [WindowTotal(like, axes, of, ref, added) for like, of, ref in triples]
+
+
+def refs_in_windows(
+    places: Sequence[int],
+    types: Sequence[Leaves],
+    shared: Sequence[Sequence[bool]],
+    make: Callable[[int], Leaves],
+) -> list[Leaves]:
+    """[V] refs of the leaves of each chunk that data shards share, None for others.
+
+    Args:
+      places: [V] the window of each chunk.
+      types: [V] of its leaves. Chunks of one window share their refs if these are equal.
+      shared: [V] which of the leaves data shards share.
+      make: from the first chunk that needs them to what refs hold at first.
+    """
+    made: dict[Any, Leaves] = {}
+    found = []
+    for chunk, (place, of, mask) in enumerate(zip(places, types, shared, strict=True)):
+        key = place, tuple((t.shape, t.dtype, varying_in(t)) for t in of), tuple(mask)
+        if key not in made:
+            leaves = make(chunk)
+            with jax.named_scope("windows"):
+                pairs = zip(leaves, mask, strict=True)
+                made[key] = [jax.new_ref(x) if is_shared else None for x, is_shared in pairs]
+        found.append(made[key])
+    return found
+
+
+def start(job: Job, weights: Any, totals: Sequence[Any], microbatch: Any) -> Callable[[], None]:
     """Start a job beside an action; the result ends it, behind the action's own products.
 
     Args:
@@ -100,7 +228,7 @@ def start(
 
 @contextlib.contextmanager
 def in_windows(
-    weights: ChunkWeights, totals: Sequence[Any], axes: tuple[str, ...], program: Program
+    weights: Any, totals: Sequence[Any], axes: tuple[str, ...], program: Program
 ) -> Iterator[None]:
     """Run a program's ticks with the windows that it has; then share out what they still hold."""
     if program.windows is None:
