@@ -1,8 +1,8 @@
 """The weights of a rank's chunks: as devices store them, and whole, where a stage reads them.
 
 Letters: V chunks. Where data shards store parts (FSDP), a chunk's weights are made whole once for
-the step, or by every action, or for a run of actions in a window (`WeightWindows`). Narrow copies are of
-leaves that stages read in a narrower dtype alone (`pipeline.core.step.casts`).
+the step, or by every action, or for a run of actions in a window (`WeightWindows`). Narrow copies
+are of leaves that stages read in a narrower dtype alone (`pipeline.core.step.casts`).
 """
 
 from __future__ import annotations
