@@ -28,7 +28,7 @@ from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.calls.outputs import check_positions, check_sliced
 from pipeline.core.step.calls.rank import LossScale
 from pipeline.core.step.stores.loops import scale_in_place
-from pipeline.core.step.stores.totals import Sums, Total
+from pipeline.core.step.stores.totals import StepSums, Total
 
 Kept = tuple[list[Leaves], Leaves]  # declared state: of each chunk, and of the ends
 Gradients = tuple[tuple[Leaves, ...], Leaves]  # of each chunk, and of the ends
@@ -53,7 +53,7 @@ class Totals:
     measured: Leaves
 
 
-def totals_of(sums: Sums, plan: Plan) -> Totals:
+def totals_of(sums: StepSums, plan: Plan) -> Totals:
     """The sums of all ranks."""
     names = "loss", "weight", "metrics"
     own = [x for name in names for x in sums.scalars[name].all()]
@@ -64,7 +64,7 @@ def totals_of(sums: Sums, plan: Plan) -> Totals:
 def loss_and_metrics(
     local: LocalModel,
     plan: Plan,
-    sums: Sums,
+    sums: StepSums,
     totals: Totals,
     value: jax.Array,
 ) -> Any:
@@ -94,7 +94,7 @@ def loss_and_metrics(
     return loss, found
 
 
-def step_loss(sums: Sums, totals: Totals, scale: LossScale, *, normalise: bool) -> jax.Array:
+def step_loss(sums: StepSums, totals: Totals, scale: LossScale, *, normalise: bool) -> jax.Array:
     """The loss without added losses; divides gradients by a weight that is known only now.
 
     Args:
@@ -114,14 +114,14 @@ def step_loss(sums: Sums, totals: Totals, scale: LossScale, *, normalise: bool) 
     return value
 
 
-def divide(sums: Sums, factor: jax.Array) -> None:
+def divide(sums: StepSums, factor: jax.Array) -> None:
     """Multiply all gradients with a factor, in place."""
     totals = (*sums.chunk_grads, sums.ends_grads)
     for refs in (*(total.results for total in totals), sums.input_grads.refs):
         scale_in_place(refs, factor)
 
 
-def gradients_of(sums: Sums, model: Model, weights: Weights, plan: Plan) -> Gradients:
+def gradients_of(sums: StepSums, model: Model, weights: Weights, plan: Plan) -> Gradients:
     """The gradients of trained parameters, summed over ranks and in the parameters' dtypes."""
 
     def one(
@@ -139,7 +139,7 @@ def gradients_of(sums: Sums, model: Model, weights: Weights, plan: Plan) -> Grad
     return chunks, one(*of_ends, plan.axes.varying)
 
 
-def input_gradients(sums: Sums, plan: Plan, specs: Sequence[PartitionSpec]) -> Leaves:
+def input_gradients(sums: StepSums, plan: Plan, specs: Sequence[PartitionSpec]) -> Leaves:
     """[M * b, ...] the gradients of the inputs' float leaves.
 
     Args:
@@ -153,7 +153,7 @@ def input_gradients(sums: Sums, plan: Plan, specs: Sequence[PartitionSpec]) -> L
     return [_joined(x, plan) for x in found]
 
 
-def outputs_of(sums: Sums, plan: Plan) -> Tree:
+def outputs_of(sums: StepSums, plan: Plan) -> Tree:
     """[M * b, ...] the outputs of an inference, on every rank."""
     # Only the last rank has written results; all others hold zeros. A sum counts flags.
     found, slices = sums.results.all(), plan.schedule.num_slices
@@ -163,7 +163,7 @@ def outputs_of(sums: Sums, plan: Plan) -> Tree:
     return jax.tree.map(lambda like, x: _joined(numbers_as(like, x), plan), found, total)
 
 
-def own_logits_of(sums: Sums, plan: Plan) -> jax.Array:
+def own_logits_of(sums: StepSums, plan: Plan) -> jax.Array:
     """[n, M * b, ...] the logits of this rank's words, where all ranks share the head."""
     return jnp.moveaxis(_joined(sums.results.all(), plan), -1, 0)
 

@@ -58,7 +58,7 @@ from pipeline.core.step.run.straight import Straight
 from pipeline.core.step.run.ticks import run_ticks
 from pipeline.core.step.share import find_share
 from pipeline.core.step.stores.store import Row
-from pipeline.core.step.stores.totals import Sums
+from pipeline.core.step.stores.totals import StepSums
 from schedules.lowering.needs import without
 from schedules.lowering.program import Program
 
@@ -160,7 +160,7 @@ def evaluate(
     with, and the step counts as one that trains.
     """
 
-    def results(local: LocalModel, sums: Sums) -> Any:
+    def results(local: LocalModel, sums: StepSums) -> Any:
         totals = totals_of(sums, plan)
         value, share = mean_of(totals.loss, totals.weight)
         loss = loss_and_metrics(local, plan, sums, totals, value)
@@ -206,7 +206,7 @@ def _infer(
     weights: Weights,
     batch: Batch,
     step: StepRequest,
-    results: Callable[[LocalModel, Sums], Any],
+    results: Callable[[LocalModel, StepSums], Any],
     spec: P,
     *,
     training: bool = False,
@@ -252,7 +252,7 @@ def _train(
     step: StepRequest,
     *,
     by_table: bool,
-) -> Sums:
+) -> StepSums:
     """Run a step; returns what it has added up."""
     is_alike = not isinstance(local, GroupedModel)
     plan.facts.straight = plan.is_straight and is_alike and local.rank.declared is None

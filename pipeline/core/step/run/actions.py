@@ -28,7 +28,7 @@ from pipeline.core.autodiff.outcome import Outcome
 from pipeline.core.model.loss import logprobs_of
 from pipeline.core.step.calls import ends
 from pipeline.core.step.calls.local_model import LocalModel
-from pipeline.core.step.run.places import Places, StepRequest
+from pipeline.core.step.run.places import StepPlaces, StepRequest
 from pipeline.core.step.run.saved import SavedInput, SavedResiduals
 from pipeline.core.step.stores.device import unwritten
 from pipeline.core.step.stores.slices import WholeSequences
@@ -49,7 +49,7 @@ class Actions:
     """
 
     def __init__(
-        self, local: LocalModel, step: StepRequest, places: Places, slices: WholeSequences
+        self, local: LocalModel, step: StepRequest, places: StepPlaces, slices: WholeSequences
     ) -> None:
         self.local, self.step, self.slices = local, step, slices
         self.sums, self.stores, self.halves = places.sums, places.stores, places.halves

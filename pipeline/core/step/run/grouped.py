@@ -30,11 +30,11 @@ from pipeline.core.step.calls.groups import (
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.run.actions import Actions
 from pipeline.core.step.run.carries import make_carries
-from pipeline.core.step.run.places import Places, StepRequest, make_places
+from pipeline.core.step.run.places import StepPlaces, StepRequest, make_places
 from pipeline.core.step.stores.device import PaddedPool
 from pipeline.core.step.stores.slices import WholeSequences
 from pipeline.core.step.stores.store import Row
-from pipeline.core.step.stores.totals import Sums, TotalView
+from pipeline.core.step.stores.totals import StepSums, TotalView
 from schedules.lowering.program import Op, Program, Slot
 
 
@@ -66,7 +66,7 @@ class GroupedActions(Actions):
         local: GroupedModel,
         program: Program,
         step: StepRequest,
-        places: Places,
+        places: StepPlaces,
         slices: Sequence[WholeSequences],
     ) -> None:
         super().__init__(local, step, places, slices[0])
@@ -112,7 +112,7 @@ class GroupActions(Actions):
         group: StageGroup,
         program: Program,
         step: StepRequest,
-        places: Places,
+        places: StepPlaces,
         slices: WholeSequences,
     ) -> None:
         super().__init__(group.local, step, places, slices)
@@ -164,7 +164,7 @@ class GroupActions(Actions):
         return self.no_message() if view is None else view.fill(self.no_message(), value)
 
 
-def _places_of(places: Places, index: int, group: StageGroup, step: StepRequest) -> Places:
+def _places_of(places: StepPlaces, index: int, group: StageGroup, step: StepRequest) -> StepPlaces:
     """The places that all groups of a rank share, as one of them sees them.
 
     Args:
@@ -192,10 +192,10 @@ def _places_of(places: Places, index: int, group: StageGroup, step: StepRequest)
     if step.training:
         changes["chunk_grads"] = _own_totals(sums, group)
     sums = dataclasses.replace(sums, **changes)
-    return Places(sums, places.stores.viewed(views, own.axes), residuals, halves)
+    return StepPlaces(sums, places.stores.viewed(views, own.axes), residuals, halves)
 
 
-def _own_totals(sums: Sums, group: StageGroup) -> list[Any]:
+def _own_totals(sums: StepSums, group: StageGroup) -> list[Any]:
     """A group's sums among those of its chunk: of what is trained in any group."""
     chunk, views, own = group.seat.chunk, group.seat.views, group.local.trained
     summed = group.local.model.trained.chunks[chunk]

@@ -18,7 +18,7 @@ from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.stores.device import Pool
 from pipeline.core.step.stores.host import HostPool
 from pipeline.core.step.stores.store import Stores
-from pipeline.core.step.stores.totals import Sums, Total
+from pipeline.core.step.stores.totals import StepSums, Total
 from pipeline.core.step.stores.windows import chunk_totals
 from schedules.lowering.program import Program
 from schedules.lowering.windows import Windows
@@ -45,7 +45,7 @@ class StepRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class StepPlaces:
     """All that actions read, write and add to.
 
     Attributes:
@@ -55,13 +55,13 @@ class Places:
       halves: a stage's backward in two, if the program splits any.
     """
 
-    sums: Sums
+    sums: StepSums
     stores: Stores
     residuals: Any = None
     halves: Any = None
 
 
-def make_places(local: LocalModel, program: Program, step: StepRequest) -> Places:
+def make_places(local: LocalModel, program: Program, step: StepRequest) -> StepPlaces:
     """All places of the actions of a program; one without backward is an inference.
 
     Args:
@@ -96,7 +96,7 @@ def make_places(local: LocalModel, program: Program, step: StepRequest) -> Place
         for n, (kind, of) in enumerate(types.items())
         if values[kind].host
     }
-    return Places(sums, Stores(device, host), residuals, halves)
+    return StepPlaces(sums, Stores(device, host), residuals, halves)
 
 
 def make_sums(
@@ -104,7 +104,7 @@ def make_sums(
     step: StepRequest,
     num_microbatches: int,
     windows: Windows | None = None,
-) -> Sums:
+) -> StepSums:
     """Make the sums of a step, and the places of its inputs' gradients.
 
     Args:
@@ -133,7 +133,7 @@ def make_sums(
     ends_grads = Total(summed(local.ends_weights, trained.ends), axes, of_ends)
     floats, _ = partition(at(local.batch.inputs, 0))
     kept = Pool(floats if step.want_inputs else [], num_microbatches, axes, "kept")
-    return Sums(local.keep, scalars, added, chunk_grads, ends_grads, kept)
+    return StepSums(local.keep, scalars, added, chunk_grads, ends_grads, kept)
 
 
 def _output_types(local: LocalModel, *, logprobs: bool) -> Tree:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from collectives import vary
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.run.actions import Actions
-from pipeline.core.step.run.places import Places, StepRequest, make_sums
+from pipeline.core.step.run.places import StepPlaces, StepRequest, make_sums
 from pipeline.core.step.stores.slices import WholeSequences
 from pipeline.core.step.stores.store import Stores
 
@@ -34,7 +34,7 @@ class Straight(Actions):
     """
 
     def __init__(self, local: LocalModel, num_microbatches: int, step: StepRequest) -> None:
-        places = Places(make_sums(local, step, num_microbatches), Stores({}, {}))
+        places = StepPlaces(make_sums(local, step, num_microbatches), Stores({}, {}))
         super().__init__(local, step, places, WholeSequences())
         self._num_microbatches = num_microbatches
 

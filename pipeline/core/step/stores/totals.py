@@ -121,7 +121,7 @@ def if_real(real: Any, value: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True, eq=False)
-class Sums:
+class StepSums:
     """All that the actions of a step add up, and what they keep for its results.
 
     Attributes:
