@@ -49,7 +49,6 @@ from pipeline.core.step import differentiable, runtime
 from pipeline.core.step.limit import device_limit, types
 from pipeline.core.step.operands import Operands, check_arrays, make_operands
 from pipeline.core.step.results import Kept
-from pipeline.core.step.watched import watched
 from pipeline.lint import Lint, look_at_code
 from pipeline.processes.replicas import check_replicas
 from schedules import Report, Schedule
@@ -251,7 +250,7 @@ class Pipeline(nnx.Module):
         operands = self._operands(inputs, targets, extras, plan=plan)
         what = "logprobs() was differentiated, and it has no gradient: differentiate loss()"
         with self._step("logprobs", operands) as (model, *arrays):
-            run = functools.partial(watched, runtime.logprobs, plan, model, takes_loss=False)
+            run = functools.partial(plan.lint.run, runtime.logprobs, plan, model, takes_loss=False)
             found, kept = differentiable.without_gradient(run, what)(*arrays)
         self._keep(plan, operands[0], kept)
         mesh = self.plan.mesh
@@ -340,7 +339,9 @@ class Pipeline(nnx.Module):
             ),
         ):
             _warn_of_memory(self.plan, *operands)
-            value, grads, _, kept = watched(runtime.train, self.plan, *operands, scale=scale)
+            value, grads, _, kept = self.plan.lint.run(
+                runtime.train, self.plan, *operands, scale=scale
+            )
         self._keep(self.plan, operands[0], kept)
         value = meshes.typed(value, meshes.mesh_of_results(self.plan.mesh), PartitionSpec())
         grads = meshes.typed(grads, self.plan.home, operands[0].gradient_specs)
