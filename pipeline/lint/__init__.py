@@ -22,13 +22,6 @@ if TYPE_CHECKING:
     from pipeline.core.step.inspect import Inspected
 
 
-def look_at_code(stages: Any, **ends: Any) -> None:
-    """Warn of parameters that stages, embed, head or loss_fn read and do not hold."""
-    from pipeline.lint.outside import warn_of_parameters_read_from_outside
-
-    warn_of_parameters_read_from_outside(stages, **ends)
-
-
 class Lint:
     """The hook of the engine; its modules are loaded when it is called."""
 
