@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from pipeline.base.agreed.vocabulary import CrossEntropy
     from pipeline.config import ParallelConfig
     from pipeline.core.model.added_losses import with_losses
-    from pipeline.core.placement.report import check_sharding, describe_sharding
     from pipeline.insight.calibrate.calibration import Calibration
     from pipeline.insight.calibrate.conclude import CalibrationError
+    from pipeline.lint.sharding import check_sharding, describe_sharding
     from pipeline.models.decoding.generate import generate
     from pipeline.models.decoding.sampling import sample
     from pipeline.optimizer import make_optimizer, shard_optimizer
@@ -54,7 +54,7 @@ __all__ = [
 _HOMES = {
     "pipeline.base.added": "add_loss",
     "pipeline.config": "ParallelConfig",
-    "pipeline.core.placement.report": "check_sharding describe_sharding",
+    "pipeline.lint.sharding": "check_sharding describe_sharding",
     "pipeline.core.model.added_losses": "with_losses",
     "pipeline.models.decoding.generate": "generate",
     "pipeline.models.decoding.sampling": "sample",

@@ -21,9 +21,10 @@ from pipeline.base.arguments import ConstructorSignature, described, takes
 from pipeline.base.precision import check_dtype, keep_params_in
 from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
+from pipeline.base.warn import ModelWarning
 from pipeline.core.layers_view.layout import Layout, PipelineOrigin, check_layout, mark, types_of
 from pipeline.core.model.chunks import make_chunks, make_ends, variables_of
-from pipeline.core.model.ignored import ignoring, warn_of_attributes
+from pipeline.core.model.ignored import ignoring
 from pipeline.core.model.loss import check_has_aux
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.model.randomness import counting, with_counts
@@ -31,26 +32,22 @@ from pipeline.core.model.shared_variables import unshared
 from pipeline.core.model.signature import signature_of
 from pipeline.core.model.stage import check_kinds, count_stages, is_stacked, take_stage
 from pipeline.core.model.trained import Trained
-from pipeline.core.model.trained_copies import Copies
-from pipeline.core.model.trained_filters import trained_by, trained_lines, warn_of_frozen_parts
+from pipeline.core.model.trained_filters import trained_by, trained_lines
 from pipeline.core.model.trained_state import check_order, check_state, keep_state
 from pipeline.core.model.unlike import Overlaid
 from pipeline.core.options.checks import check_scale
-from pipeline.core.options.choose import warn_of_idle_devices
 from pipeline.core.options.compiled import PlanOfPipeline, Programs
 from pipeline.core.options.options import Arguments, Measured, ModelParts, Options
 from pipeline.core.options.plan import Plan
 from pipeline.core.options.resolve import make_plan, with_microbatches
 from pipeline.core.placement import meshes
-from pipeline.core.placement.fit import ModelWarning, warn_of_no_names, warn_of_undivided_weights
 from pipeline.core.placement.paths import Asked
 from pipeline.core.placement.placement import Placement
 from pipeline.core.step import differentiable, runtime
 from pipeline.core.step.limit import device_limit, types
 from pipeline.core.step.operands import Operands, check_arrays, make_operands
 from pipeline.core.step.results import Kept
-from pipeline.core.step.watched import watched
-from pipeline.lint import Lint, look_at_code
+from pipeline.lint import Lint
 from pipeline.processes.replicas import check_replicas
 from schedules import Report, Schedule
 
@@ -86,6 +83,11 @@ class Pipeline(nnx.Module):
 
     @takes(Arguments, "Pipeline()")
     def __init__(self, arguments: Arguments) -> None:
+        from pipeline.lint import construction as checks
+        from pipeline.lint.copies import Copies
+        from pipeline.lint.outside import warn_of_parameters_read_from_outside
+        from pipeline.lint.sharding import warn_of_undivided_weights
+
         options, stages = arguments.options, arguments.stages
         embed, head, loss_fn = arguments.embed, arguments.head, arguments.loss_fn
         was_made = hasattr(self, "plan")  # `replace` lays a pipeline out anew
@@ -114,20 +116,20 @@ class Pipeline(nnx.Module):
             stack=count if is_stacked(stages) and check_stack(stages) == "unknown" else 0,
         )
         if not was_made and options.mesh is None and meshes.default_mesh() is None:
-            warn_of_idle_devices(options.schedule, plan.mesh, count)
-        look_at_code(
+            checks.warn_of_idle_devices(options.schedule, plan.mesh, count)
+        warn_of_parameters_read_from_outside(
             [stages] if is_stacked(stages) else stages, embed=embed, head=head, loss_fn=loss_fn
         )
         stages, ends = unshared(stages, embed, head, loss_fn)
         stages, self.ignored = ignoring(stages, options.ignore)
-        warn_of_attributes(stages)
+        checks.warn_of_attributes(stages)
         given = [*([stages] if is_stacked(stages) else stages), ends.embed, ends.head, loss_fn]
         check_pieces(given, plan.mesh, plan.auto_axes)
         named, asked = options.sharding, None
         if named is not None:
             asked = Asked(named, variables_of(stages, ends))
         if not was_made:
-            warn_of_no_names(asked)
+            checks.warn_of_no_names(asked)
         placement = Placement(plan.home, plan.axes, plan.data_parallel, asked)
         self.chunks = nnx.List(make_chunks(stages, placement, plan.schedule.stages_of))
         self.ends = make_ends(ends, placement, plan.shared)
@@ -140,7 +142,7 @@ class Pipeline(nnx.Module):
         if plan.state is not None:
             check_order(plan.schedule)
         check_state(plan, self.chunks, self.ends)
-        warn_of_frozen_parts(self.trained, self.chunks, plan.schedule.stages_of)
+        checks.warn_of_frozen_parts(self.trained, self.chunks, plan.schedule.stages_of)
         watched = {} if was_made else {"embed": embed, "head": head}
         copies = Copies(self, [] if was_made else given_stages, **watched)
         self.origin = PipelineOrigin(types_of(self.chunks), copies)
@@ -251,7 +253,7 @@ class Pipeline(nnx.Module):
         operands = self._operands(inputs, targets, extras, plan=plan)
         what = "logprobs() was differentiated, and it has no gradient: differentiate loss()"
         with self._step("logprobs", operands) as (model, *arrays):
-            run = functools.partial(watched, runtime.logprobs, plan, model, takes_loss=False)
+            run = functools.partial(plan.lint.run, runtime.logprobs, plan, model, takes_loss=False)
             found, kept = differentiable.without_gradient(run, what)(*arrays)
         self._keep(plan, operands[0], kept)
         mesh = self.plan.mesh
@@ -340,7 +342,9 @@ class Pipeline(nnx.Module):
             ),
         ):
             _warn_of_memory(self.plan, *operands)
-            value, grads, _, kept = watched(runtime.train, self.plan, *operands, scale=scale)
+            value, grads, _, kept = self.plan.lint.run(
+                runtime.train, self.plan, *operands, scale=scale
+            )
         self._keep(self.plan, operands[0], kept)
         value = meshes.typed(value, meshes.mesh_of_results(self.plan.mesh), PartitionSpec())
         grads = meshes.typed(grads, self.plan.home, operands[0].gradient_specs)
@@ -518,6 +522,9 @@ class Pipeline(nnx.Module):
         Raises:
           ValueError: as `value_and_grad`, of a batch or a model that cannot run, or no loss.
         """
+        from pipeline.lint.outside import warn_of_parameters_read_from_outside
+        from pipeline.lint.sharding import warn_of_undivided_weights
+
         # A plan of its own has warned of nothing yet, and has traced nothing.
         plan = dataclasses.replace(self.plan, programs=Programs())
         compiled = plan.programs.make()
@@ -532,7 +539,7 @@ class Pipeline(nnx.Module):
                 lambda chunk, rank: chunk.stages[rank] if isinstance(chunk, Overlaid) else chunk,
                 self.chunks,
             )
-            look_at_code(modules, **ends, loss_fn=loss_fn)
+            warn_of_parameters_read_from_outside(modules, **ends, loss_fn=loss_fn)
             given = [*self.chunks, *ends.values(), loss_fn]
             warn_of_undivided_weights(self, plan.mesh, plan.axes, given, compiled.warned)
             with self._entered():
@@ -758,7 +765,9 @@ class Pipeline(nnx.Module):
         if has_aux is not None:
             check_has_aux(has_aux, shared_head="head" in self.plan.shared)
         if loss_for:
-            meshes.warn_of_untyped_weights(self.plan.home, plan.compiled.warned)
+            from pipeline.lint.construction import warn_of_untyped_weights
+
+            warn_of_untyped_weights(self.plan.home, plan.compiled.warned)
         flat = nnx.to_flat_state(nnx.state(self.chunks))
         check_layout("the pipeline", self.schedule.stages_of, self.layout, flat)
         state, wrt = (self.chunks, self.ends), self.plan.wrt if wrt is None else wrt

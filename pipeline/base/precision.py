@@ -17,6 +17,7 @@ from flax import nnx
 from pipeline.base.tree import Tree
 
 GradDtype = Any  # None, "weights" or a floating dtype
+NAN_CHECKS = {"NaN": "jax_debug_nans", "infinity": "jax_debug_infs"}  # options of JAX
 
 
 def check_dtype(name: str, dtype: Any, others: str = "None, for what the model has, or ") -> Any:
@@ -54,6 +55,11 @@ def as_computed(tree: Tree, dtype: Any) -> Tree:
     if dtype is None:
         return tree
     return jax.tree.map(lambda x: x.astype(dtype) if _is_real(x) else x, tree)
+
+
+def checks_nans() -> bool:
+    """Tell whether JAX looks for NaN or infinities."""
+    return any(getattr(jax.config, option) for option in NAN_CHECKS.values())
 
 
 def keep_params_in(module: nnx.Module, dtype: Any) -> None:

@@ -1,14 +1,19 @@
 """Faults of a model that take a trace, a search or a look at compiled code to find.
 
-All are warnings but one: a part that mixes positions of different slices is refused.
+Most are warnings. Refused are a part that mixes positions of different slices, and, where JAX looks
+for it, NaN.
 
 `pipeline.Pipeline` hands `Lint` to the engine, which calls it when it first traces a model; the
-engine imports nothing of this room. `Pipeline.check` runs all of it, and returns what it finds.
+engine imports nothing of this room. `Pipeline.check` returns the warnings.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+import jax
+
+from pipeline.base.precision import checks_nans
 
 if TYPE_CHECKING:
     from pipeline.core.options.plan import Plan
@@ -17,15 +22,23 @@ if TYPE_CHECKING:
     from pipeline.core.step.inspect import Inspected
 
 
-def look_at_code(stages: Any, **ends: Any) -> None:
-    """Warn of parameters that stages, embed, head or loss_fn read and do not hold."""
-    from pipeline.lint.outside import warn_of_parameters_read_from_outside
-
-    warn_of_parameters_read_from_outside(stages, **ends)
-
-
 class Lint:
-    """The hook of a first trace; its modules are loaded when it is called."""
+    """The hook of the engine; its modules are loaded when it is called."""
+
+    def run(
+        self, entry: Any, plan: Plan, *operands: Any, takes_loss: bool = True, **options: Any
+    ) -> Any:
+        """Run an entry point of the kernel, and look for NaN in its results if JAX does.
+
+        Raises:
+          FloatingPointError: a result is NaN, or infinite if JAX looks for that.
+        """
+        leaves = jax.tree.leaves(operands[1:])  # of weights and batch
+        if not checks_nans() or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return entry(plan, *operands, **options)
+        from pipeline.lint.nans import run_watched
+
+        return run_watched(entry, plan, *operands, takes_loss=takes_loss, **options)
 
     def parts(self, plan: Plan, rank: Rank, activations: Activations, *, take_loss: bool) -> None:
         """Look at parts that mix positions, where positions are split or cut into slices.

@@ -19,13 +19,12 @@ import inspect
 import itertools
 import sys
 import types
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flax import nnx
 
-from pipeline.core.placement.fit import ModelWarning, outside
+from pipeline.base.warn import warn
 
 _SHOWN = 4  # paths in a warning
 _DEPTH = 12  # of functions that call each other, and of containers in each other
@@ -51,7 +50,7 @@ def warn_of_parameters_read_from_outside(stages: Any, **ends: Any) -> None:
     first = next(filter(None, itertools.starmap(_message, of_stages)), "")
     for text in (first, *itertools.starmap(_message, ends.items())):
         if text:
-            warnings.warn(text, category=ModelWarning, stacklevel=outside())
+            warn(text)
 
 
 def _message(name: str, part: Any) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pipeline.base.tree import Tree, at, blank
-from pipeline.core.placement.fit import ModelWarning, outside
+from pipeline.base.warn import warn
 from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.ends import embed, finish, take_loss_of
 from pipeline.core.step.calls.forward import Forward
@@ -203,11 +202,9 @@ class _Check:
         if sums or key in self._warned:
             return
         self._warned.add(key)
-        warnings.warn(
+        warn(
             f"whether {name} mixes positions cannot be told ({why}), and {sees}: if it does, "
-            f"{remedy}, or leave slices out",
-            category=ModelWarning,
-            stacklevel=outside(),
+            f"{remedy}, or leave slices out"
         )
 
     def _followed(

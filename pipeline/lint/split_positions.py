@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +17,8 @@ import jax
 
 from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree, at, blank, signature
+from pipeline.base.warn import warn
 from pipeline.core.autodiff.outcome import SlicedInput
-from pipeline.core.placement.fit import ModelWarning, outside
 from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.ends import embed, finish, take_loss_of
 from pipeline.core.step.calls.forward import Forward
@@ -163,13 +162,11 @@ class _SplitSearch:
         axis = self._asked.axis
         if (key := ("split scale", axis)) not in self._warned:
             self._warned.add(key)
-            warnings.warn(
+            warn(
                 f"loss_fn divides a sum over positions by a number that does not grow as they do, "
                 f"and batch= splits them over {self._ranks} ranks of {axis!r}: the step takes the "
                 f"mean of the ranks' losses, which is not the loss of whole sequences: return "
-                f"(sum, weight), of which both are sums over positions, or a mean over them",
-                category=ModelWarning,
-                stacklevel=outside(),
+                f"(sum, weight), of which both are sums over positions, or a mean over them"
             )
 
     def _head(self, y: Tree) -> Tree:
@@ -233,7 +230,7 @@ class _SplitSearch:
                 f"alone, and the result is not that of whole sequences: "
             )
         remedy = _remedy(fault, axis, sums=self._asked.sums)
-        warnings.warn(f"{text}{remedy}", category=ModelWarning, stacklevel=outside())
+        warn(f"{text}{remedy}")
 
 
 def _longer(x: Any, dim: int, count: int) -> jax.ShapeDtypeStruct:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from flax import nnx
 from pipeline.base.added import Adding
 from pipeline.base.rows import DataStatistic
 from pipeline.base.variables import metadata
-from pipeline.core.placement.fit import ModelWarning, outside
+from pipeline.base.warn import warn
 from pipeline.core.step.calls.declared import Usage
 from pipeline.core.step.calls.ends import ends_paths
 from pipeline.core.step.calls.local_model import LocalModel
@@ -138,4 +137,4 @@ def warn_of_state(traced: Inspected, plan: Plan, *, training: bool) -> None:
 def _warn(text: str, warned: set[Any]) -> None:
     if text not in warned:
         warned.add(text)
-        warnings.warn(text, category=ModelWarning, stacklevel=outside())
+        warn(text)

@@ -8,7 +8,6 @@ in a pipeline it never is.
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,8 +17,8 @@ from flax import nnx
 from collectives.compat import live
 from collectives.places.sizes import CONTEXT, DATA, EXPERT, TENSOR
 from pipeline.base.axes import Axes, axes_in, spec_over
+from pipeline.base.warn import warn
 from pipeline.core.autodiff.jaxpr.primitives import held
-from pipeline.core.placement.fit import ModelWarning, outside
 from pipeline.core.step.calls.forward import Forward
 from pipeline.core.step.calls.rank import Rank
 from pipeline.lint.shards import axes_of
@@ -49,12 +48,10 @@ def warn_of_parameters_that_nobody_reads(
         return
     warned.add(key)
     more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    warnings.warn(
+    warn(
         f"parameters are read by no part of the model, so nobody trains them: "
         f"{', '.join(texts[:_SHOWN])}{more}; what acts only where a whole model is called "
-        f"(adapters put on it before it was cut) must be put on the stages, or else leave it out",
-        category=ModelWarning,
-        stacklevel=outside(),
+        f"(adapters put on it before it was cut) must be put on the stages, or else leave it out"
     )
 
 
@@ -82,13 +79,11 @@ def warn_of_idle_axes(rank: Rank, bodies: Sequence[Any], axes: Axes, warned: set
         name = _MEANT.get(axis, near[0] if near else DATA)
         hint = "" if axis in _KNOWN else f", call the axis {name!r} if it is that"
         text = f"P({', '.join(map(repr, spec))})"
-        warnings.warn(
+        warn(
             f"the mesh axis {axis!r} of size {axes.size([axis])} is in no role: batch= splits "
             f"nothing over it, no weight names it and no forward computation uses it, so its "
             f"devices all do the same work; let it split the batch, Pipeline(..., batch={text})"
-            f"{hint}, shard weights over it, or leave it out of the mesh",
-            category=ModelWarning,
-            stacklevel=outside(),
+            f"{hint}, shard weights over it, or leave it out of the mesh"
         )
 
 

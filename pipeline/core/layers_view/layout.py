@@ -20,7 +20,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipeline.base.variables import kind_text, metadata, raw, remade
-from pipeline.core.model.trained_copies import Copies
 from pipeline.core.placement.distribute import distribute
 from pipeline.core.placement.placement import LAYERS
 
@@ -56,11 +55,11 @@ class PipelineOrigin:
 
     Attributes:
       made: variables of the stages as they were placed, as types, by path.
-      copies: the modules of which the pipeline has copies.
+      copies: `pipeline.lint.copies.Copies`, the modules of which the pipeline has copies.
     """
 
     made: Mapping[Any, Any]
-    copies: Copies
+    copies: Any
 
     def __deepcopy__(self, memo: Any) -> PipelineOrigin:
         """Itself: a copy of a pipeline was made of the same modules."""

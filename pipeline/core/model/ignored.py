@@ -6,7 +6,6 @@ are not to count: within the pipeline all stages then have the value of the firs
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from pipeline.core.model.difference import difference, differences
+from pipeline.core.model.difference import difference
 from pipeline.core.model.objects import alike
-from pipeline.core.model.stage import define, is_stacked
+from pipeline.core.model.stage import is_stacked
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,25 +93,3 @@ def _with_values(stage: nnx.Module, values: Sequence[tuple[Any, str, Any]]) -> n
     for path, name, value in values:
         setattr(nodes[path], name, value)
     return stage
-
-
-def warn_of_attributes(stages: Any) -> None:
-    """Say so if stages of equal arrays all differ from each other, which is seldom meant."""
-    if is_stacked(stages) or len(stages) < _FEW:
-        return
-    if len({define(stage, "")[0] for stage in stages}) < len(stages):
-        return
-    found = [list(differences(stages[0], stage)) for stage in stages[1:]]
-    names = [name for ways in found for name, _ in ways]
-    if None in names:
-        return
-    ways = " and ".join(text for _, text in found[0])
-    warnings.warn(
-        f"stages[1] differs from stages[0] only in {ways}, and so do all {len(stages)} stages from "
-        f"each other: each is traced and compiled by itself; if what a stage computes does not "
-        f"depend on it, use Pipeline(..., ignore={tuple(dict.fromkeys(names))!r})",
-        stacklevel=3,
-    )
-
-
-_FEW = 3  # of two stages that differ both may be meant

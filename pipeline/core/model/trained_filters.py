@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,6 @@ from pipeline.core.model.overlay import Spot
 from pipeline.core.model.stage import define
 from pipeline.core.model.trained import Trained
 from pipeline.core.model.unlike import Overlaid
-from pipeline.core.placement.fit import outside
 from pipeline.core.placement.meshes import laid_as
 from pipeline.core.placement.paths import ModelPath
 from pipeline.core.placement.placement import as_before
@@ -284,20 +282,6 @@ def trained_parts(
             if is_part and any(of):
                 found["/".join(map(str, ("chunks", v, *path)))] = of
     return found
-
-
-def warn_of_frozen_parts(trained: Trained, chunks: Sequence[nnx.Module], stages: Places) -> None:
-    """Warn of arrays that an optimizer which knows nothing of stages may not leave as they are."""
-    parts = trained_parts(trained, chunks, stages)
-    if parts:
-        frozen = [k for k, mask in enumerate(trained.stages) if not any(mask)]
-        whose = f"that of stages {', '.join(map(str, frozen))}, " if frozen else ""
-        warnings.warn(
-            f"wrt freezes a part of arrays that stages share, {whose}in {len(parts)} such as "
-            f"{next(iter(parts))}; its gradients are zeros, and pipeline.make_optimizer(pipe, tx) "
-            f"leaves it as it is, where weight decay in an nnx.Optimizer would change it",
-            stacklevel=outside(),
-        )
 
 
 def leaving_frozen(

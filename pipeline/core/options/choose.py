@@ -6,7 +6,6 @@ Letters: S ranks, K stages, M microbatches.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,6 @@ from jax.sharding import Mesh
 
 from collectives import STAGE, check_mesh, make_mesh
 from pipeline.core.options.checks import Bubbles
-from pipeline.core.placement.fit import outside
 from schedules import Costs, Schedule, ScheduleError, build, check, names, simulate
 from schedules.build import options, stages_per_rank, takes_slices
 from schedules.clocks.shared import Shared
@@ -36,7 +34,7 @@ def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
     if mesh is None:
         if isinstance(schedule, Schedule):
             return make_mesh(stage=schedule.num_ranks)
-        return make_mesh(stage=_default_ranks(num_stages, len(jax.devices()), schedule))
+        return make_mesh(stage=default_ranks(num_stages, len(jax.devices()), schedule))
     check_mesh(mesh)
     ranks = mesh.shape[STAGE]
     if num_stages % ranks:
@@ -50,7 +48,7 @@ def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
     return mesh
 
 
-def _default_ranks(num_stages: int, devices: int, schedule: Any) -> int:
+def default_ranks(num_stages: int, devices: int, schedule: Any) -> int:
     """S of the default mesh."""
     each = stages_per_rank(schedule) if isinstance(schedule, str) else None
     if each is not None and num_stages % each == 0 and num_stages // each <= devices:
@@ -58,40 +56,9 @@ def _default_ranks(num_stages: int, devices: int, schedule: Any) -> int:
     return max(s for s in range(1, devices + 1) if num_stages % s == 0)
 
 
-def warn_of_idle_devices(schedule: Any, mesh: Mesh, num_stages: int) -> None:
-    """Warn of a default mesh that leaves half of the devices idle, or more.
-
-    Fewer stages than devices are no reason: then each stage has a device of its own.
-
-    Args:
-      schedule: as the user gave it; a timetable has its own number of ranks.
-      mesh: the default mesh.
-      num_stages: K.
-    """
-    devices, ranks = len(jax.devices()), mesh.shape[STAGE]
-    if isinstance(schedule, Schedule) or _is_path(schedule):
-        return
-    if ranks >= num_stages or 2 * ranks > devices:
-        return
-    most = 2 * max(num_stages, devices)
-    ideal = [k for k in range(1, most + 1) if _default_ranks(k, devices, schedule) == devices]
-    below = [k for k in ideal if k < num_stages][-1:]
-    above = [k for k in ideal if k > num_stages][:1]
-    counts = " or ".join(map(str, below + above))
-    warnings.warn(
-        f"{num_stages} stages are shared equally by {ranks} of the {devices} devices, and the "
-        f"other {devices - ranks} stay idle: every rank holds {num_stages // ranks} stages. "
-        f"{counts} stages would use all {devices} (stages need not be alike, so one may hold more "
-        f"layers than another); or give mesh=make_mesh(stage={ranks}, data={devices // ranks}), "
-        f"whose devices share the rows of a batch, or mesh=make_mesh(stage={ranks}) if this is "
-        f"meant",
-        stacklevel=outside(),
-    )
-
-
 def read(schedule: Any) -> tuple[Any, str]:
     """Read a schedule from its file if it is a path; also return its origin."""
-    if _is_path(schedule):
+    if is_path(schedule):
         return Schedule.from_csv(schedule), f"read from {os.fspath(schedule)}"
     return schedule, "given as a Schedule"
 
@@ -256,7 +223,8 @@ def _default(
     return eager, f"the default: faster than {frugal.name} in ticks of this kind, also {where}"
 
 
-def _is_path(schedule: Any) -> bool:
+def is_path(schedule: Any) -> bool:
+    """Tell whether a schedule was given as the path of a file."""
     if not isinstance(schedule, str):
         return isinstance(schedule, os.PathLike)
     return schedule not in names() and (

@@ -29,8 +29,13 @@ class Sends(TypedDict):
     delayed: bool
 
 
-class FirstTrace(Protocol):
-    """The hook that the engine calls when it traces a model (`pipeline.lint`)."""
+class ModelChecks(Protocol):
+    """The hook through which the engine has a model checked (`pipeline.lint`)."""
+
+    def run(
+        self, entry: Any, plan: Plan, *operands: Any, takes_loss: bool = True, **options: Any
+    ) -> Any:
+        """Run an entry point of the kernel, and look for NaN in its results if JAX does."""
 
     def parts(self, plan: Plan, rank: Any, activations: Any, *, take_loss: bool) -> None:
         """Look at stages, embed, head and loss one by one, before the loss is traced."""
@@ -58,7 +63,7 @@ class Plan(Options):
       costs_from: where the costs are from, in a few words.
       signature: what the model is, for costs that are measured (`pipeline.insight.calibrate`).
       options: the options as the user gave them.
-      lint: the warnings about the model.
+      lint: the checks of the model.
       stack: K, of stages that were given as one module of which nothing shows that it is a stack.
       programs: the way to the pipeline's compiled functions.
     """
@@ -75,7 +80,7 @@ class Plan(Options):
     costs_from: str = ""
     signature: Any = None
     options: Options = field(repr=False)
-    lint: FirstTrace = field(repr=False)
+    lint: ModelChecks = field(repr=False)
     stack: int = 0
     programs: Programs = field(default_factory=Programs, repr=False)
 

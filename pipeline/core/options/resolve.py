@@ -30,7 +30,7 @@ from pipeline.core.options.choose import (
 )
 from pipeline.core.options.costs import check_costs, own_costs
 from pipeline.core.options.options import Options
-from pipeline.core.options.plan import FirstTrace, Plan
+from pipeline.core.options.plan import ModelChecks, Plan
 from pipeline.core.placement.meshes import default_mesh, with_types_in_force, without_types
 from schedules import Costs, Schedule
 from schedules.clocks.shared import Shared
@@ -46,7 +46,7 @@ def make_plan(
     costs: Costs | None,
     costs_from: str,
     signature: Any,
-    lint: FirstTrace,
+    lint: ModelChecks,
     stack: int = 0,
 ) -> Plan:
     """The plan of K stages.

@@ -17,7 +17,6 @@ Nothing here does anything on meshes of Auto axes.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -30,7 +29,6 @@ from collectives import DATA, STAGE
 from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree
 from pipeline.core.placement.distribute import distribute
-from pipeline.core.placement.fit import ModelWarning
 from pipeline.core.placement.zero import kernel_spec
 
 
@@ -49,7 +47,7 @@ def default_mesh() -> Mesh | None:
     mesh = _devices_in_force() if mesh_in_force() is not None else None
     if mesh is not None and STAGE not in mesh.axis_names:
         raise ValueError(
-            f"jax.set_mesh has a mesh of {_text(mesh)}, and a pipeline runs along an axis "
+            f"jax.set_mesh has a mesh of {mesh_text(mesh)}, and a pipeline runs along an axis "
             f"{STAGE!r}: name one of its axes so, or make the pipeline outside of jax.set_mesh"
         )
     return mesh
@@ -92,14 +90,15 @@ def _check_meshes(mesh: Mesh, here: Any) -> None:
     known = _devices_in_force()
     if not same or (known is not None and not np.array_equal(known.devices, mesh.devices)):
         raise ValueError(
-            f"jax.set_mesh has a mesh of {_text(here)}, and the pipeline's is one of "
-            f"{_text(mesh)}{' of other devices' * same}; jax computes "
+            f"jax.set_mesh has a mesh of {mesh_text(here)}, and the pipeline's is one of "
+            f"{mesh_text(mesh)}{' of other devices' * same}; jax computes "
             f"with one mesh at a time: give the pipeline that mesh, Pipeline(..., mesh=mesh), or "
             f"leave jax.set_mesh before this line"
         )
 
 
-def _text(mesh: Any) -> str:
+def mesh_text(mesh: Any) -> str:
+    """The sizes and types of a mesh's axes."""
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape_tuple)
     types = dict.fromkeys(kind.name for kind in mesh.axis_types)
     return f"{axes} ({', '.join(types)})"
@@ -129,8 +128,8 @@ def entered(mesh: Mesh, home: Mesh) -> AbstractContextManager[None]:
     _check_meshes(mesh, here)
     if home.explicit_axes and home.axis_types != here.axis_types:
         raise ValueError(
-            f"jax.set_mesh has a mesh of {_text(here)}, and the pipeline was made under one of "
-            f"{_text(home)}, whose types its weights have: use one mesh for both"
+            f"jax.set_mesh has a mesh of {mesh_text(here)}, and the pipeline was made under one of "
+            f"{mesh_text(home)}, whose types its weights have: use one mesh for both"
         )
     return _entered(mesh) if here.explicit_axes else contextlib.nullcontext()
 
@@ -152,29 +151,6 @@ def _check_whole() -> None:
         )
 
 
-def warn_of_untyped_weights(home: Mesh, warned: set[Any]) -> None:
-    """Warn, once a pipeline, of gradients that no optimizer can use where a typed mesh is in force.
-
-    That is so where the pipeline was made outside of `jax.set_mesh`.
-
-    Args:
-      home: the pipeline's mesh with the axis types that its state has.
-      warned: of what was warned already, to which this is added.
-    """
-    here, key = mesh_in_force(), "untyped weights"
-    if here is None or home.explicit_axes or not here.explicit_axes or key in warned:
-        return
-    warned.add(key)
-    warnings.warn(
-        f"jax.set_mesh has a mesh of {_text(here)}, but this pipeline was made outside of it: its "
-        f"weights and gradients have no types, and under jax.set_mesh jax refuses to compute with "
-        f"them, as in an optimizer's update; make pipeline and optimizer under jax.set_mesh too, "
-        f"or train outside of it",
-        ModelWarning,
-        stacklevel=3,
-    )
-
-
 def untyped(tree: Tree, mesh: Mesh) -> Tree:
     """Arrays as the kernel takes them; no bytes move.
 
@@ -192,9 +168,9 @@ def _untyped(leaf: Any, mesh: Mesh) -> Any:
     if isinstance(leaf, jax.core.Tracer):
         if not ours:
             raise ValueError(
-                f"an array of type {jax.typeof(leaf)} lies on a mesh of {_text(found.mesh)}, and "
-                f"the pipeline's is one of {_text(mesh)}; lay inputs on the mesh that is given to "
-                f"Pipeline(..., mesh=)"
+                f"an array of type {jax.typeof(leaf)} lies on a mesh of {mesh_text(found.mesh)}, "
+                f"and the pipeline's is one of {mesh_text(mesh)}; lay inputs on the mesh that is "
+                f"given to Pipeline(..., mesh=)"
             )
         return jax.sharding.reshard(leaf, NamedSharding(mesh, PartitionSpec()))
     sharding = NamedSharding(mesh, found.spec if ours else PartitionSpec())

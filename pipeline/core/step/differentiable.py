@@ -22,6 +22,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from collectives.compat import REFS_ARE_WHOLE, custom_vjp, has_check, is_of_refs, without_refs
 from pipeline.base.masks import Mask, woven
+from pipeline.base.precision import checks_nans
 from pipeline.base.tree import Leaves, Tree, combine, partition, signature, times
 from pipeline.core.autodiff.jaxpr.evaluate import narrows
 from pipeline.core.model.loss import pairing
@@ -29,7 +30,6 @@ from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.model.trained import Trained
 from pipeline.core.options.plan import Plan
 from pipeline.core.step import runtime
-from pipeline.core.step.watched import is_watched, watched
 
 Before = Callable[..., None]  # (plan, model, weights, batch, want_inputs=...)
 
@@ -73,7 +73,7 @@ def _loss(plan: Plan, model: Model, before: Before, weights: Weights, batch: Bat
       batch: [N, ...] leaves.
     """
     del before
-    return watched(runtime.evaluate, plan, model, weights, batch)
+    return plan.lint.run(runtime.evaluate, plan, model, weights, batch)
 
 
 def _loss_forward(
@@ -82,9 +82,9 @@ def _loss_forward(
     want_inputs, model = _wants_inputs(weights, batch), _asked(model, weights)
     weights, batch = _values(weights), _values(batch)
     before(plan, model, weights, batch, want_inputs=want_inputs)
-    run = functools.partial(watched, runtime.train, plan, model, want_inputs=want_inputs)
+    run = functools.partial(plan.lint.run, runtime.train, plan, model, want_inputs=want_inputs)
     if _is_narrow(plan, model, weights, batch, run, want_inputs=want_inputs):
-        infers = functools.partial(watched, runtime.evaluate, plan, model, want_share=True)
+        infers = functools.partial(plan.lint.run, runtime.evaluate, plan, model, want_share=True)
         with refusing_twice(_TWICE):
             (value, share), held = _as_one(infers)(weights, batch)
         return (value, held), _Waiting(weights, batch, share, want_inputs, model.trained)
@@ -128,7 +128,7 @@ def _outputs(plan: Plan, model: Model, before: Before, weights: Weights, batch: 
     Arguments as of `loss`.
     """
     del before
-    return watched(runtime.outputs, plan, model, weights, batch, takes_loss=False)
+    return plan.lint.run(runtime.outputs, plan, model, weights, batch, takes_loss=False)
 
 
 def _outputs_forward(
@@ -141,7 +141,7 @@ def _outputs_forward(
         )
     want_inputs, asked = _wants_inputs(weights, batch), _asked(model, weights)
     weights, batch = _values(weights), _values(batch)
-    run = _as_one(functools.partial(watched, runtime.outputs, plan, model, takes_loss=False))
+    run = _as_one(functools.partial(plan.lint.run, runtime.outputs, plan, model, takes_loss=False))
     with refusing_twice(_TWICE):
         return run(weights, batch), (weights, batch, want_inputs, asked.trained)
 
@@ -170,7 +170,7 @@ def _cotangents(
     model = dataclasses.replace(model, has_aux=has_aux, weighed=False)
     run = functools.partial(runtime.train, want_inputs=want_inputs, normalise=False)
     with refusing_twice(_TWICE):
-        _, grads, inputs, _ = watched(run, plan, model, weights, batch, **scale)
+        _, grads, inputs, _ = plan.lint.run(run, plan, model, weights, batch, **scale)
     chunks, ends = _in_their_places(weights, model.trained, grads)
     found = _input_cotangent(batch.inputs, inputs) if want_inputs else None
     return Weights(chunks, ends, None, None), _cotangent(batch, found)
@@ -190,7 +190,7 @@ def _as_one(run: Callable[..., Any]) -> Callable[..., Any]:
     looks for NaN it must see the kernel's values, and where a stage has a check `checkify` must see
     that.
     """
-    if is_watched():
+    if checks_nans():
         return run
 
     def call(*given: Any) -> Any:

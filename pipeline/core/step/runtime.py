@@ -9,7 +9,6 @@ entry points: `train`, `evaluate`, `outputs` and `logprobs`.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -19,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE
 from pipeline.base.tree import Leaves, Tree, partition, real
+from pipeline.base.warn import warn
 from pipeline.core.model.loss import mean_of
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
-from pipeline.core.placement.fit import ModelWarning, outside
 from pipeline.core.placement.zero import constrain
 from pipeline.core.step.calls.groups import GroupedModel
 from pipeline.core.step.calls.local_model import LocalModel
@@ -276,11 +275,9 @@ def _warn_of_nothing_to_gather(warned: set[Any]) -> None:
     if key in warned:
         return
     warned.add(key)
-    warnings.warn(
+    warn(
         "remat='gathered' gathers nothing again: of what a stage's backward reads, nothing is the "
         "result of an all-gather outside of its loops, so residuals are kept as with remat=None; "
         "for sequence parallel layers in a mesh with tensor ranks call blocks in a Python loop, "
-        "not in a scan; otherwise give remat=None",
-        category=ModelWarning,
-        stacklevel=outside(),
+        "not in a scan; otherwise give remat=None"
     )

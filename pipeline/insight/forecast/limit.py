@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 from pipeline.base.tree import signature
+from pipeline.base.warn import ModelWarning
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.compiled import Programs
 from pipeline.core.options.plan import Plan
-from pipeline.core.placement.fit import ModelWarning
 from pipeline.insight.forecast.bytes import MemoryPrediction, predict
 from schedules import ScheduleError, build, names
 from schedules.build import options

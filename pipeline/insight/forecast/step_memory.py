@@ -22,11 +22,11 @@ from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.checks import check_host
 from pipeline.core.options.compiled import Programs
 from pipeline.core.placement.meshes import entered
-from pipeline.core.placement.placed import placed
 from pipeline.core.placement.placement import spread_of
 from pipeline.insight.forecast.ahead import check_optimizer, lower_step
 from pipeline.insight.forecast.bytes import MemoryPrediction, predict
 from pipeline.insight.forecast.describe_memory import host_lines, text_of_temporaries
+from pipeline.lint.placed import placed
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A text of each device's share of a model; and weights that every device holds whole."""
+"""A text of each device's share of a model; warnings of weights that every device holds whole."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any, Literal
 from flax import nnx
 from jax.sharding import Mesh
 
-from collectives import DATA
-from pipeline.core.placement.placed import Placed, placed
+from collectives import DATA, STAGE
+from pipeline.base.axes import Axes
+from pipeline.base.warn import warn
+from pipeline.lint.placed import Placed, placed
 from schedules.core.capacity import bytes_text
 
 LIMIT = 64 * 2**20  # bytes that a device may hold of what others hold too, without a word
@@ -72,14 +74,36 @@ def check_sharding(
     """
     if action not in ("warn", "raise"):
         raise ValueError(f"action={action!r}: must be 'warn' or 'raise'")
-    message = alike(placed(tree, mesh, nnx.Param), limit=limit, axes=axes, remedy=_remedy)
+    message = _alike(placed(tree, mesh, nnx.Param), limit=limit, axes=axes, remedy=_remedy_of_tree)
     if message and action == "raise":
         raise ValueError(message)
     if message:
         warnings.warn(message, stacklevel=stacklevel + 1)
 
 
-def alike(
+def warn_of_undivided_weights(
+    pipe: nnx.Module, mesh: Mesh, axes: Axes, given: Sequence[Any], warned: set[Any]
+) -> None:
+    """Warn of large weights that devices along an axis hold alike, and of an axis misspelt.
+
+    Args:
+      pipe: the pipeline, whose state is placed.
+      mesh: its mesh.
+      axes: the roles of its axes.
+      given: the stages, embed and head as the user gave them.
+      warned: of what was warned already, to which axes are added that divide nothing.
+    """
+    params = nnx.to_flat_state(nnx.state(pipe, nnx.Param))
+    # Tables that ranks share are divided, and no other axis can divide them further.
+    whole = [item for item in params if not _is_shared(*item)]
+    arrays = placed(nnx.from_flat_state(whole), mesh)
+    message = _alike(arrays, remedy=_remedy, axes={*axes.names} - {*axes.split})
+    for text in (message, _misspelt(given, arrays, mesh, axes, warned)):
+        if text:
+            warn(text)
+
+
+def _alike(
     arrays: Sequence[Placed],
     *,
     remedy: Callable[[Collection[str]], str],
@@ -105,8 +129,66 @@ def alike(
     return "\n".join([heading, *lines, remedy(missing)])
 
 
-def _remedy(_: Collection[str]) -> str:
+def _remedy_of_tree(_: Collection[str]) -> str:
     return "place them with jax.device_put and a NamedSharding of that spec, or raise the limit"
+
+
+def _remedy(missing: Collection[str]) -> str:
+    """Advise how to name axes for a pipeline."""
+    ways = []
+    if set(missing) - {STAGE}:
+        ways.append(
+            "name their axes in Pipeline(..., sharding=) or in their metadata "
+            "(nnx.with_partitioning), those of a stage without the leading 'stage'; layers must "
+            "know the axis, as those of pipeline.layers do, or leave it to the compiler by "
+            "auto_axes="
+        )
+    if STAGE in missing:
+        ways.append(
+            "divide embed and head over 'stage' by vocabulary='stage', with a VocabularyEmbedding "
+            "and a VocabularyHead of pipeline.vocabulary"
+        )
+    return "; ".join(ways)
+
+
+def _misspelt(
+    given: Sequence[Any], arrays: Sequence[Placed], mesh: Mesh, axes: Axes, warned: set[Any]
+) -> str:
+    """Warn of layers made for an axis that the mesh lacks, if one of its axes divides nothing."""
+    used = {axis for array in arrays for names in array.axes or () for axis in names}
+    idle = {
+        axis: f"{axis!r} of size {size}"
+        for axis, size in mesh.shape.items()
+        if size > 1 and axis in axes.others and axis not in used
+    }
+    wanted = dict.fromkeys(
+        axis
+        for module in given
+        if isinstance(module, nnx.Module)
+        for variable in _variables(nnx.state(module))
+        if variable.get_metadata("pieces", None) is not None
+        for axis in variable.get_metadata("out_sharding", ())
+        if axis is not None and axis not in mesh.axis_names
+    )
+    if not idle or not wanted:
+        return ""
+    warned |= {("idle", axis) for axis in idle}
+    names = " and ".join(map(repr, wanted))
+    return (
+        f"layers were made for the axis {names}, which the mesh lacks, and no weight is divided "
+        f"over its axis {' and '.join(idle.values())}, along which all devices do the same; give "
+        f"layers and mesh one name for it"
+    )
+
+
+def _variables(state: Any) -> list[Any]:
+    """List the variables of a state; plain arrays have no metadata and are left out."""
+    return [leaf for _, leaf in nnx.to_flat_state(state) if isinstance(leaf, nnx.Variable)]
+
+
+def _is_shared(path: Sequence[Any], variable: Any) -> bool:
+    """Tell whether ranks share an array by rows; no other array of the ends is over ``stage``."""
+    return path[0] == "ends" and STAGE in variable.get_metadata("out_sharding", ())
 
 
 def _by_size(arrays: Sequence[Placed], axes: Collection[str] | None) -> list[Placed]:

@@ -8,7 +8,6 @@ meant. It looks like a mistake as long as the pipeline's own weights are those t
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from flax import nnx
 
 from pipeline.base.tree import nbytes
 from pipeline.base.variables import raw
+from pipeline.base.warn import warn
 from pipeline.core.model.stage import is_stacked
-from pipeline.core.placement.fit import outside
 
 _SMALL = 1 << 24  # bytes of modules that are held until the pipeline runs
 
@@ -111,13 +110,13 @@ class Copies:
         # Else it learns, or was given weights: what is written to others is meant for them.
         self._watched, self._own, self._held = [], [], []
         if name is not None:
-            warnings.warn(
+            warn(
                 f"{name} was written after the pipeline was made, which holds copies of its "
                 f"modules and runs with the weights that it has: write to modules before "
                 f"Pipeline(...), and to a pipeline by nnx.update(pipe, pipe.from_layers(layers)), "
                 f"with layers as pipe.to_layers(nnx.state(pipe, nnx.Param)) returns them; nothing "
                 f"is wrong if the module that was written is meant to be another model",
-                stacklevel=outside(),
+                UserWarning,
             )
 
     def _written(self, pipe: Any) -> str | None:

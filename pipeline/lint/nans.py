@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives import DATA, STAGE
-from pipeline.base.precision import as_computed
+from pipeline.base.precision import NAN_CHECKS, as_computed
 from pipeline.base.tree import Leaves, Tree, combine, is_float, partition
 from pipeline.core.model.loss import LossModule, take_loss
 from pipeline.core.model.model import Batch, Model, Weights
@@ -48,7 +48,7 @@ def run_watched(
     Raises:
       FloatingPointError: a result is one.
     """
-    kinds = [k for k, on in _KINDS.items() if getattr(jax.config, on)]
+    kinds = [k for k, on in NAN_CHECKS.items() if getattr(jax.config, on)]
     with _watching(()):
         found = run(plan, model, weights, batch, **options)
         if not _bad(found, kinds):
@@ -57,9 +57,6 @@ def run_watched(
             model = dataclasses.replace(model, loss_fn=None)
         text = _Search(plan, model, weights, batch, kinds).text()
     raise FloatingPointError(text)
-
-
-_KINDS = {"NaN": "jax_debug_nans", "infinity": "jax_debug_infs"}
 
 
 @contextlib.contextmanager
@@ -103,7 +100,7 @@ class _Search:
 
     def text(self) -> str:
         """Text about the first bad value."""
-        what, option = self._kinds[0], _KINDS[self._kinds[0]]
+        what, option = self._kinds[0], NAN_CHECKS[self._kinds[0]]
         others = set(self._plan.axes.names) - {DATA, STAGE}
         if others or self._model.tables.is_used or not _is_here(self._weights):
             return (
@@ -135,7 +132,7 @@ class _Search:
 
     @property
     def _said(self) -> str:
-        return f"{self._kinds[0]} ({_KINDS[self._kinds[0]]})"
+        return f"{self._kinds[0]} ({NAN_CHECKS[self._kinds[0]]})"
 
     def _in_microbatch(self, parts: list[_NamedPart], microbatch: int) -> str:
         shards = self._plan.axes.num_rows

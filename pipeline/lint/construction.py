@@ -1,0 +1,121 @@
+"""Warnings of options and stages that a pipeline is made of; no model is traced for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from collectives import STAGE
+from pipeline.base.warn import warn
+from pipeline.core.model.difference import differences
+from pipeline.core.model.stage import define, is_stacked
+from pipeline.core.model.trained import Trained
+from pipeline.core.model.trained_filters import Places, trained_parts
+from pipeline.core.options.choose import default_ranks, is_path
+from pipeline.core.placement.meshes import mesh_in_force, mesh_text
+from pipeline.core.placement.paths import Asked
+from schedules import Schedule
+
+_FEW_STAGES = 3  # of two stages that differ both may be meant
+
+
+def warn_of_idle_devices(schedule: Any, mesh: Mesh, num_stages: int) -> None:
+    """Warn of a default mesh that leaves half of the devices idle, or more.
+
+    Fewer stages than devices are no reason: then each stage has a device of its own.
+
+    Args:
+      schedule: as the user gave it; a timetable has its own number of ranks.
+      mesh: the default mesh.
+      num_stages: K.
+    """
+    devices, ranks = len(jax.devices()), mesh.shape[STAGE]
+    if isinstance(schedule, Schedule) or is_path(schedule):
+        return
+    if ranks >= num_stages or 2 * ranks > devices:
+        return
+    most = 2 * max(num_stages, devices)
+    ideal = [k for k in range(1, most + 1) if default_ranks(k, devices, schedule) == devices]
+    below = [k for k in ideal if k < num_stages][-1:]
+    above = [k for k in ideal if k > num_stages][:1]
+    counts = " or ".join(map(str, below + above))
+    warn(
+        f"{num_stages} stages are shared equally by {ranks} of the {devices} devices, and the "
+        f"other {devices - ranks} stay idle: every rank holds {num_stages // ranks} stages. "
+        f"{counts} stages would use all {devices} (stages need not be alike, so one may hold more "
+        f"layers than another); or give mesh=make_mesh(stage={ranks}, data={devices // ranks}), "
+        f"whose devices share the rows of a batch, or mesh=make_mesh(stage={ranks}) if this is "
+        f"meant",
+        UserWarning,
+    )
+
+
+def warn_of_attributes(stages: Any) -> None:
+    """Say so if stages of equal arrays all differ from each other, which is seldom meant."""
+    if is_stacked(stages) or len(stages) < _FEW_STAGES:
+        return
+    if len({define(stage, "")[0] for stage in stages}) < len(stages):
+        return
+    found = [list(differences(stages[0], stage)) for stage in stages[1:]]
+    names = [name for ways in found for name, _ in ways]
+    if None in names:
+        return
+    ways = " and ".join(text for _, text in found[0])
+    warn(
+        f"stages[1] differs from stages[0] only in {ways}, and so do all {len(stages)} stages from "
+        f"each other: each is traced and compiled by itself; if what a stage computes does not "
+        f"depend on it, use Pipeline(..., ignore={tuple(dict.fromkeys(names))!r})",
+        UserWarning,
+    )
+
+
+def warn_of_no_names(sharding: Asked | None) -> None:
+    """Warn of a function that names the axes of no weight, after it was asked of all."""
+    if sharding is None or sharding.answers or not sharding.paths:
+        return
+    first, last = sharding.paths[0], sharding.paths[-1]
+    paths = f"{first!r}" if first == last else f"{first!r} and {last!r}"
+    warn(
+        f"sharding= returns None for all {len(sharding.paths)} variables, so it shards "
+        f"nothing; it is called with paths of the plain model, as wrt= and state= are, here of "
+        f"{paths}; correct it, or leave it out where the metadata of weights name their axes"
+    )
+
+
+def warn_of_frozen_parts(trained: Trained, chunks: Sequence[nnx.Module], stages: Places) -> None:
+    """Warn of arrays that an optimizer which knows nothing of stages may not leave as they are."""
+    parts = trained_parts(trained, chunks, stages)
+    if parts:
+        frozen = [k for k, mask in enumerate(trained.stages) if not any(mask)]
+        whose = f"that of stages {', '.join(map(str, frozen))}, " if frozen else ""
+        warn(
+            f"wrt freezes a part of arrays that stages share, {whose}in {len(parts)} such as "
+            f"{next(iter(parts))}; its gradients are zeros, and pipeline.make_optimizer(pipe, tx) "
+            f"leaves it as it is, where weight decay in an nnx.Optimizer would change it",
+            UserWarning,
+        )
+
+
+def warn_of_untyped_weights(home: Mesh, warned: set[Any]) -> None:
+    """Warn, once a pipeline, of gradients that no optimizer can use where a typed mesh is in force.
+
+    That is so where the pipeline was made outside of `jax.set_mesh`.
+
+    Args:
+      home: the pipeline's mesh with the axis types that its state has.
+      warned: of what was warned already, to which this is added.
+    """
+    here, key = mesh_in_force(), "untyped weights"
+    if here is None or home.explicit_axes or not here.explicit_axes or key in warned:
+        return
+    warned.add(key)
+    warn(
+        f"jax.set_mesh has a mesh of {mesh_text(here)}, but this pipeline was made outside of it: "
+        f"its weights and gradients have no types, and under jax.set_mesh jax refuses to compute "
+        f"with them, as in an optimizer's update; make pipeline and optimizer under jax.set_mesh "
+        f"too, or train outside of it"
+    )
