@@ -5,7 +5,7 @@ public function or a method of `Pipeline` can replace is not listed.
 """
 
 from pipeline.core.autodiff.jaxpr.evaluate import bind
-from pipeline.core.autodiff.jaxpr.primitives import held, makes_ref
+from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of, makes_ref
 from pipeline.core.layers_view.leaf import LayerLeaf, replicated
 from pipeline.core.layers_view.leaves import (
     optimizer_leaves,
@@ -27,7 +27,7 @@ __all__ = [
     "as_arrays",  # the inputs, targets and extras of a batch with NumPy's or JAX's arrays
     "bind",  # evaluate one equation of a jaxpr
     "entered",  # a context in which a pipeline's mesh is in force
-    "held",  # the jaxprs within an equation
+    "jaxprs_of",  # those within an equation
     "layer_view",  # the place of every layer's leaf in a pipeline's arrays, also of its state
     "makes_ref",  # whether a jaxpr makes a mutable array
     "optimizer_leaves",  # the leaves of a pipeline's optimizer, in layer order

@@ -18,7 +18,7 @@ from collectives.compat import live
 from collectives.places.sizes import CONTEXT, DATA, EXPERT, TENSOR
 from pipeline.base.axes import Axes, axes_in, spec_over
 from pipeline.base.warn import warn
-from pipeline.core.autodiff.jaxpr.primitives import held
+from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of
 from pipeline.core.step.calls.forward import Forward
 from pipeline.core.step.calls.rank import Rank
 from pipeline.lint.shards import axes_of
@@ -91,7 +91,7 @@ def _axes_inside(jaxpr: Any) -> Iterator[str]:
     """The mesh axes that equations of a jaxpr name, in its bodies too."""
     for eqn in jaxpr.eqns:
         yield from axes_of(eqn)
-        for inner in held(eqn):
+        for inner in jaxprs_of(eqn):
             yield from _axes_inside(inner)
 
 

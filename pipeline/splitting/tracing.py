@@ -29,7 +29,7 @@ from collectives.tensor import group_size, is_manual
 from pipeline.base.axes import axes_in
 from pipeline.base.tree import shape_text
 from pipeline.base.variables import axis_names, kind_text
-from pipeline.facade import bind, held, makes_ref
+from pipeline.facade import bind, jaxprs_of, makes_ref
 from pipeline.splitting.recording import BlockRecorder, Call, Path, dotted, mark_p, member
 
 Types = tuple[tuple[tuple[int, ...], Any], ...]  # (shape, dtype) of each input
@@ -394,7 +394,7 @@ def operations(eqn: Any) -> float:
         kernel = eqn.invars[1].aval.shape
         out = params["dimension_numbers"].rhs_spec[0]
         return 2 * made * math.prod(kernel) / kernel[out]
-    inner = [sum(map(operations, body.eqns)) for body in held(eqn)]
+    inner = [sum(map(operations, body.eqns)) for body in jaxprs_of(eqn)]
     if inner:
         times = params.get("length", 1) if name == "scan" else 1
         return float(times) * (max(inner) if name == "cond" else sum(inner))

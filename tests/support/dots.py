@@ -10,7 +10,7 @@ import jax
 from jax.interpreters import partial_eval
 from jax.stages import Compiled
 
-from pipeline.core.autodiff.jaxpr.primitives import held
+from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of
 
 
 def in_jaxpr(f: Any, *args: Any) -> int:
@@ -38,7 +38,7 @@ def _multiplications(eqn: Any) -> int:
 def _count(jaxpr: Any, measure: Any) -> int:
     total = 0
     for eqn in jaxpr.eqns:
-        inner = [_count(body, measure) for body in held(eqn)]
+        inner = [_count(body, measure) for body in jaxprs_of(eqn)]
         if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
             total += measure(eqn)
         elif eqn.primitive.name == "cond":
@@ -55,5 +55,5 @@ def find(jaxpr: Any, name: str) -> list[Any]:
         if eqn.primitive.name == name:
             found.append(eqn)
         else:
-            found += [e for body in held(eqn) for e in find(body, name)]
+            found += [e for body in jaxprs_of(eqn) for e in find(body, name)]
     return found

@@ -61,8 +61,8 @@ def check_grad_dtype(grad_dtype: Any) -> GradDtype:
     if grad_dtype is None or (isinstance(grad_dtype, str) and grad_dtype == "weights"):
         return grad_dtype
     others = "None (each weight's dtype, at least float32), 'weights' (each weight's dtype), or "
-    found: GradDtype = check_dtype("grad_dtype", grad_dtype, others)
-    return found
+    canonical: GradDtype = check_dtype("grad_dtype", grad_dtype, others)
+    return canonical
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,10 @@ class Pullback:
         x_targets = [want if want_x else skip] * x_tree.num_leaves
 
         def back(cotangent: Any, refs: Leaves) -> tuple[Leaves, Leaves]:
-            given = iter(refs)
-            targets = [want if value else next(given) for value in by_value] or skipped
-            found, dx = self.vjp.with_refs(targets, x_targets)(cotangent)
-            values = [gradient for gradient, value in zip(found, by_value, strict=False) if value]
+            queue = iter(refs)
+            targets = [want if value else next(queue) for value in by_value] or skipped
+            grads, dx = self.vjp.with_refs(targets, x_targets)(cotangent)
+            values = [gradient for gradient, value in zip(grads, by_value, strict=False) if value]
             return values, list(dx)
 
         in_place = [ref for ref, value in pairs if not value]

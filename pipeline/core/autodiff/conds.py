@@ -15,7 +15,7 @@ import jax
 from collectives import vary
 from collectives.compat import varying_in
 from pipeline.base.tree import zeros
-from pipeline.core.autodiff.halves import Given, Halve, Mask, Pieces, given_inside
+from pipeline.core.autodiff.halves import Halve, Mask, NameFacts, Pieces, facts_inside
 from pipeline.core.autodiff.jaxpr.steps import (
     Atom,
     Branches,
@@ -45,21 +45,21 @@ class _Branch:
 
 
 def split_branches(
-    step: JaxprStep, inner: Branches, mine: Mask, theirs: Mask, given: Given, halve: Halve
+    step: JaxprStep, inner: Branches, mine: Mask, theirs: Mask, facts: NameFacts, halve: Halve
 ) -> Pieces:
     """Take a `cond` apart; the arguments are those of `split_loop`."""
     reads, first, second, whole = step.reads[1:], [], [], []
     all_slots: list[Name] = []
     for block in inner.blocks:
-        halves = halve(block, mine, theirs, given_inside(block, reads, given))
+        halves = halve(block, mine, theirs, facts_inside(block, reads, facts))
         operands = dict(zip(block.inputs, reads, strict=True))
         slots = _places([n for n in halves.crossing if n not in operands], all_slots)
         crossing = [slots.get(slot) for slot in all_slots]
         outs = [a for a, m in zip(block.outs, mine, strict=True) if m]
         first.append(_Branch(block, halves.first, [*outs, *crossing], operands))
         outs = [a for a, m in zip(block.outs, theirs, strict=True) if m]
-        known = operands | {name: slot for slot, name in slots.items()}
-        second.append(_Branch(block, halves.second, outs, known))
+        late_operands = operands | {name: slot for slot, name in slots.items()}
+        second.append(_Branch(block, halves.second, outs, late_operands))
         whole += [f"in a cond: {text}" for text in halves.whole]
     early = [n for n, m in zip(step.makes, mine, strict=True) if m]
     late = [n for n, m in zip(step.makes, theirs, strict=True) if m]
@@ -70,14 +70,14 @@ def split_branches(
 
 def _places(values: Iterable[Name], slots: list[Name]) -> dict[Name, Name]:
     """A slot of the right type for each value; branches share slots, and new ones are added."""
-    found: dict[Name, Name] = {}
+    value_of: dict[Name, Name] = {}
     for value in values:
-        free = [s for s in slots if s.aval == value.aval and s not in found]
+        free = [s for s in slots if s.aval == value.aval and s not in value_of]
         slot = free[0] if free else Name(value.aval)
         if not free:
             slots.append(slot)
-        found[slot] = value
-    return found
+        value_of[slot] = value
+    return value_of
 
 
 def _switch(
@@ -93,12 +93,12 @@ def _switch(
         {n: a for n, a in b.operands.items() if n in u} for b, u in zip(branches, used, strict=True)
     ]
     inside = [s for b in branches for s in b.steps]
-    reads = list(dict.fromkeys(n for given in operands for n in names(given.values())))
+    reads = list(dict.fromkeys(n for atoms in operands for n in names(atoms.values())))
 
-    def function(branch: _Branch, given: dict[Name, Atom], outer: dict[Name, Any]) -> Any:
+    def function(branch: _Branch, atoms: dict[Name, Atom], outer: dict[Name, Any]) -> Any:
         def call() -> tuple[Any, ...]:
-            known = {n: read(outer, atom) for n, atom in given.items()}
-            env = run(branch.steps, branch.block.constants | known)
+            inputs = {n: read(outer, atom) for n, atom in atoms.items()}
+            env = run(branch.steps, branch.block.constants | inputs)
             pairs = itertools.zip_longest(branch.outs, makes)
             return tuple(_blank(n) if a is None else read(env, a) for a, n in pairs)
 

@@ -11,7 +11,7 @@ Mask = Sequence[bool]
 
 
 @dataclass(frozen=True)
-class Given:
+class NameFacts:
     """Knowledge about a block's inputs.
 
     Attributes:
@@ -55,20 +55,20 @@ class Pieces:
 
 
 # Takes a block apart, given which outputs each half makes.
-Halve = Callable[[JaxprBlock, Mask, Mask, Given], Halves]
+Halve = Callable[[JaxprBlock, Mask, Mask, NameFacts], Halves]
 
 
-def given_inside(block: JaxprBlock, reads: Sequence[Atom], given: Given) -> Given:
+def facts_inside(block: JaxprBlock, reads: Sequence[Atom], facts: NameFacts) -> NameFacts:
     """Derive the knowledge about a body's inputs."""
     pairs = list(zip(block.inputs, reads, strict=True))
 
-    def inside(known: frozenset[Name]) -> frozenset[Name]:
-        return frozenset(n for n, a in pairs if isinstance(a, Name) and a in known)
+    def inside(outside: frozenset[Name]) -> frozenset[Name]:
+        return frozenset(n for n, a in pairs if isinstance(a, Name) and a in outside)
 
     literal = frozenset(n for n, a in pairs if not isinstance(a, Name))
-    return Given(
-        refs=inside(given.refs),
-        same=inside(given.same) | literal,
-        again=inside(given.again),
-        late=inside(given.late),
+    return NameFacts(
+        refs=inside(facts.refs),
+        same=inside(facts.same) | literal,
+        again=inside(facts.again),
+        late=inside(facts.late),
     )

@@ -21,7 +21,7 @@ from jax.extend.core import Literal
 
 from collectives.compat import REFS_ARE_WHOLE
 from pipeline.base.tree import is_float
-from pipeline.core.autodiff.jaxpr.primitives import bodies, callee, held, traits
+from pipeline.core.autodiff.jaxpr.primitives import bodies, callee, jaxprs_of, traits
 
 Var = Any
 
@@ -33,12 +33,12 @@ def added_in_place(jaxpr: Any, weights: Sequence[Var]) -> set[Var]:
       jaxpr: of the function that is differentiated.
       weights: inputs of it.
     """
-    found = set(weights)
+    by_ref = set(weights)
     while True:  # whether one can depends on whether others are
-        fit = {v for v in weights if v in found and _is_fit(jaxpr, {v}, found)}
-        if fit == found:
+        fit = {v for v in weights if v in by_ref and _is_fit(jaxpr, {v}, by_ref)}
+        if fit == by_ref:
             return fit
-        found = fit
+        by_ref = fit
 
 
 def is_formed_in_a_loop(jaxpr: Any, weight: Var) -> bool:
@@ -54,12 +54,12 @@ def is_formed_in_a_loop(jaxpr: Any, weight: Var) -> bool:
         if not places:
             continue
         within = bodies(eqn)
-        if traits(eqn).loops or (held(eqn) and not within):
+        if traits(eqn).loops or (jaxprs_of(eqn) and not within):
             return True
         if traits(eqn).passes:
             same.update(eqn.outvars)
         inner = ((body.jaxpr, body.jaxpr.invars[n - body.first]) for body in within for n in places)
-        if any(is_formed_in_a_loop(*one) for one in inner):
+        if any(is_formed_in_a_loop(*pair) for pair in inner):
             return True
     return False
 
@@ -110,7 +110,7 @@ def _suits(eqn: Any, place: int, same: set[Var], by_ref: set[Var]) -> bool:
             )
             for b in bodies(eqn)
         )
-    return not held(eqn)
+    return not jaxprs_of(eqn)
 
 
 def _inner(eqn: Any, body: Any, outer: set[Var], first: int = 0) -> set[Var]:

@@ -65,7 +65,7 @@ class SlicedInput(NamedTuple):
     earlier: Tree
 
 
-def pulled(
+def outcome_and_pullback(
     f: Callable[[Leaves, Leaves], Outcome],
     weights: Leaves,
     x: Leaves,

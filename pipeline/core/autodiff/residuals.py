@@ -25,7 +25,7 @@ from pipeline.core.autodiff.accumulate import Pullback
 from pipeline.core.autodiff.jaxpr.evaluate import Var, evaluate, operands, producers
 from pipeline.core.autodiff.jaxpr.primitives import is_cheap, traits
 from pipeline.core.autodiff.min_cut import smallest_cut
-from pipeline.core.autodiff.outcome import MakeAdding, Outcome, SlicedInput, pulled
+from pipeline.core.autodiff.outcome import MakeAdding, Outcome, SlicedInput, outcome_and_pullback
 
 StageFunction = Callable[[Leaves, Tree, Tree, Tree], Outcome]  # (weights, fixed, side, x)
 
@@ -45,7 +45,7 @@ def stage_pullback(
 ) -> tuple[Outcome, Pullback]:
     """A stage's outcome, and its pullback over (weights, x's float leaves), as far as ``way``.
 
-    ``adding`` as `pulled` has it, ``late`` and ``part`` as `differentiate` has them.
+    ``adding`` as `outcome_and_pullback` has it, ``late`` and ``part`` as `differentiate` has them.
     """
     floats, others = partition(x)
     mask, want_x = (way.weights, way.x) if way else (None, True)
@@ -54,8 +54,8 @@ def stage_pullback(
         return f(w, fixed, side, combine(x, xf if want_x else floats, others))
 
     options: dict[str, Any] = {"grad_dtype": grad_dtype, "late": late, "part": part}
-    given = floats if want_x else []
-    return pulled(g, weights, given, trained=mask, adding=adding, **options)
+    inputs = floats if want_x else []
+    return outcome_and_pullback(g, weights, inputs, trained=mask, adding=adding, **options)
 
 
 class Residuals:
@@ -67,7 +67,7 @@ class Residuals:
       weights, fixed, side, x: examples, for their types.
       grad_dtype: as `pipeline.core.autodiff.accumulate.as_summed` takes it.
       way: how far its backward goes; without, all the way.
-      adding: as `pulled` has it.
+      adding: as `outcome_and_pullback` has it.
       gathers: whether the backward may gather again, from other ranks, what the forward gathered.
       part: as `Pullback` has it.
 
@@ -122,42 +122,42 @@ class Residuals:
                 return None
             return [v for v in operands(eqn) if v not in free]
 
-        self._kept = smallest_cut(wanted, before)
-        self.stashed = [v.aval for v in self._kept]
-        again = _between(self._kept, wanted, before) if gathers else ()
+        self._cut = smallest_cut(wanted, before)
+        self.stashed = [v.aval for v in self._cut]
+        again = _between(self._cut, wanted, before) if gathers else ()
         self.gathers = any(_gathers(made_by[v]) for v in again)
 
     def forward(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> tuple[Outcome, Leaves]:
         """The stage's outcome, and the values to stash."""
         arguments = jax.tree.leaves((weights, fixed, side, x))
-        known = self._constants | dict(zip(self._jaxpr.invars, arguments, strict=True))
-        found = evaluate(self._jaxpr, known, [*self._outcome, *self._kept], effects=True)
+        values = self._constants | dict(zip(self._jaxpr.invars, arguments, strict=True))
+        results = evaluate(self._jaxpr, values, [*self._outcome, *self._cut], effects=True)
         count = len(self._outcome)
-        return jax.tree.unflatten(self._outcome_tree, found[:count]), found[count:]
+        return jax.tree.unflatten(self._outcome_tree, results[:count]), results[count:]
 
     def backward(
         self, weights: Leaves, fixed: Tree, side: Tree, stash: Leaves, earlier: Tree = ()
     ) -> Pullback:
         """The stage's pullback; ``earlier`` as of `SlicedInput`, if its input is one."""
         arguments = jax.tree.leaves((weights, fixed, side, earlier))
-        known = self._constants | dict(zip(self._again, arguments, strict=True))
-        known |= dict(zip(self._kept, stash, strict=True))
-        found = evaluate(self._jaxpr, known, self._residuals)
-        return Pullback(jax.tree.unflatten(self._treedef, found), self._by_value, self._part)
+        values = self._constants | dict(zip(self._again, arguments, strict=True))
+        values |= dict(zip(self._cut, stash, strict=True))
+        residuals = evaluate(self._jaxpr, values, self._residuals)
+        return Pullback(jax.tree.unflatten(self._treedef, residuals), self._by_value, self._part)
 
 
 def _between(
-    kept: list[Var], wanted: list[Var], before: Callable[[Var], list[Var] | None]
+    cut: list[Var], wanted: list[Var], before: Callable[[Var], list[Var] | None]
 ) -> set[Var]:
     """Find the values to recompute: those wanted and not kept, and all that they are made of."""
-    found: set[Var] = set()
+    between: set[Var] = set()
     left = list(wanted)
     while left:
         var = left.pop()
-        if var not in found and var not in kept:
-            found.add(var)
+        if var not in between and var not in cut:
+            between.add(var)
             left += before(var) or []
-    return found
+    return between
 
 
 def _gathers(eqn: Any) -> bool:
@@ -165,14 +165,14 @@ def _gathers(eqn: Any) -> bool:
     return traits(eqn).hlo == "all-gather"
 
 
-def _determined(jaxpr: Any, given: set[Var]) -> set[Var]:
+def _determined(jaxpr: Any, sources: set[Var]) -> set[Var]:
     """Every variable that follows from the given ones, by whatever equations.
 
     Bodies are not looked into: what a scan over layers derives from weights alone counts as
     depending on all that the scan reads, and may be stashed.
     """
-    found = set(given)
+    variables = set(sources)
     for eqn in jaxpr.eqns:
-        if all(v in found for v in operands(eqn)):
-            found.update(eqn.outvars)
-    return found
+        if all(v in variables for v in operands(eqn)):
+            variables.update(eqn.outvars)
+    return variables

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from pipeline.core.autodiff.halves import Given, Halve, Mask, Pieces, given_inside
+from pipeline.core.autodiff.halves import Halve, Mask, NameFacts, Pieces, facts_inside
 from pipeline.core.autodiff.jaxpr.reachability import closed_mask
 from pipeline.core.autodiff.jaxpr.steps import (
     Atom,
@@ -37,7 +37,7 @@ class _Carried:
 
 
 def split_loop(
-    step: JaxprStep, loop: JaxprLoop, mine: Mask, theirs: Mask, given: Given, halve: Halve
+    step: JaxprStep, loop: JaxprLoop, mine: Mask, theirs: Mask, facts: NameFacts, halve: Halve
 ) -> Pieces:
     """Take a `scan` apart.
 
@@ -46,12 +46,12 @@ def split_loop(
       loop: its inside.
       mine: which results the first half needs.
       theirs: which results only the second half needs.
-      given: what is known of every name at hand.
+      facts: what is known of every name at hand.
       halve: takes the body apart.
     """
     body, first_xs = loop.body, loop.num_consts + loop.num_carry
-    early, _ = closed_mask(step, loop, mine, given.refs, adds=False)
-    late, _ = closed_mask(step, loop, theirs, given.refs, adds=True)
+    early, _ = closed_mask(step, loop, mine, facts.refs, adds=False)
+    late, _ = closed_mask(step, loop, theirs, facts.refs, adds=True)
     late = [b and not a for a, b in zip(early, late, strict=True)]
     carries = list(
         map(
@@ -64,9 +64,9 @@ def split_loop(
     )
     consts = dict(zip(body.inputs[: loop.num_consts], step.reads, strict=False))
     xs = dict(zip(body.inputs[first_xs:], step.reads[first_xs:], strict=True))
-    inside = given_inside(body, step.reads, given)
+    inside = facts_inside(body, step.reads, facts)
     carried = {c.inside for c in carries}
-    inside = Given(
+    inside = NameFacts(
         refs=inside.refs,
         same=inside.same - carried,
         again=inside.again - carried,
@@ -114,14 +114,14 @@ def _loop_step(
     sizes = len(consts), len(carries)
 
     def call(*values: Any) -> list[Any]:
-        known = loop.body.constants | dict(zip(consts, values, strict=False))
+        constants = loop.body.constants | dict(zip(consts, values, strict=False))
         init, rows = values[sizes[0] : sum(sizes)], values[sum(sizes) :]
 
         def body(carry: Any, row: Any) -> Any:
-            env = known | dict(zip((c.inside for c in carries), carry, strict=True))
+            env = constants | dict(zip((c.inside for c in carries), carry, strict=True))
             env = run(steps, env | dict(zip(xs, row, strict=True)))
-            found = [read(env, atom) for atom in outs]
-            return tuple(found[: len(carries)]), tuple(found[len(carries) :])
+            results = [read(env, atom) for atom in outs]
+            return tuple(results[: len(carries)]), tuple(results[len(carries) :])
 
         ends, stacks = jax.lax.scan(body, tuple(init), tuple(rows), **loop.params)
         return [*ends, *stacks]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import cast
 
 from pipeline.core.autodiff.conds import split_branches
-from pipeline.core.autodiff.halves import Given, Halves, Mask, Pieces
+from pipeline.core.autodiff.halves import Halves, Mask, NameFacts, Pieces
 from pipeline.core.autodiff.jaxpr.primitives import is_ref
 from pipeline.core.autodiff.jaxpr.reachability import adds_to, is_pinned, sources_of
 from pipeline.core.autodiff.jaxpr.steps import (
@@ -33,16 +33,16 @@ from pipeline.core.autodiff.min_cut import num_bytes, smallest_cut
 from pipeline.core.autodiff.scans import split_loop
 
 
-def halve(block: JaxprBlock, early: Mask, late: Mask, given: Given) -> Halves:
+def halve(block: JaxprBlock, early: Mask, late: Mask, facts: NameFacts) -> Halves:
     """Take a block apart.
 
     Args:
       block: steps.
       early: which outputs the first half makes.
       late: which outputs the second half makes.
-      given: what is known of the inputs.
+      facts: what is known of the inputs.
     """
-    return _Splitter(block, early, late, given).halves()
+    return _Splitter(block, early, late, facts).halves()
 
 
 class _Splitter:
@@ -50,19 +50,19 @@ class _Splitter:
 
     Attributes:
       steps: the block's, each with its half, after bodies were taken apart.
-      same, again: as in `Given`, with what follows.
+      same, again: as in `NameFacts`, with what follows.
       barred: names that the first half cannot have.
       late: names that the second half makes by heavy steps.
       maker: the step that makes a name, and whether it is the second half's.
     """
 
-    def __init__(self, block: JaxprBlock, early: Mask, late: Mask, given: Given) -> None:
-        self.block, self.given = block, given
+    def __init__(self, block: JaxprBlock, early: Mask, late: Mask, facts: NameFacts) -> None:
+        self.block, self.facts = block, facts
         self.early = [a for a, m in zip(block.outs, early, strict=True) if m]
         self.late = [a for a, m in zip(block.outs, late, strict=True) if m]
-        self.same = set(given.same) | set(block.constants)
-        self.again = set(given.again)
-        self.barred = set(given.late)
+        self.same = set(facts.same) | set(block.constants)
+        self.again = set(facts.again)
+        self.barred = set(facts.late)
         self.made_late: set[Name] = set()
         self.maker: dict[Name, tuple[JaxprStep, bool]] = {}
         self.steps: list[tuple[JaxprStep, bool]] = []
@@ -72,9 +72,9 @@ class _Splitter:
 
     def _uses(self) -> list[tuple[JaxprStep, list[bool], list[bool]]]:
         """The steps anybody needs; which results the first half needs, and only the second."""
-        refs = self.given.refs
+        refs = self.facts.refs
         first, second = set(names(self.early)), set(names(self.late))
-        found = []
+        uses = []
         for step in reversed(self.block.steps):
             mine = [n in first for n in step.makes]
             theirs = [n in second and n not in first for n in step.makes]
@@ -84,12 +84,12 @@ class _Splitter:
             if any(theirs) or adds:
                 second |= sources_of(step, theirs, refs, adds=True)
             if any(mine) or pinned or any(theirs) or adds:
-                found.append((step, mine, theirs))
-        return found[::-1]
+                uses.append((step, mine, theirs))
+        return uses[::-1]
 
     def _place(self, step: JaxprStep, mine: Mask, theirs: Mask) -> None:
         """Give a step to a half, or take it apart."""
-        refs = self.given.refs
+        refs = self.facts.refs
         pinned, adds = is_pinned(step, refs), adds_to(step, refs)
         if not any(mine) and not pinned:
             self._add(step, late=True)
@@ -115,16 +115,16 @@ class _Splitter:
 
     def _split(self, step: JaxprStep, mine: Mask, theirs: Mask) -> Pieces:
         """Take a step with a body apart, with what is known of every name made so far."""
-        given = replace(
-            self.given,
+        facts = replace(
+            self.facts,
             same=frozenset(self.same),
             again=frozenset(self.again),
             late=frozenset(self.barred),
         )
         if isinstance(step.inner, JaxprLoop):
-            return split_loop(step, step.inner, mine, theirs, given, halve)
+            return split_loop(step, step.inner, mine, theirs, facts, halve)
         inner = cast("Branches", step.inner)
-        return split_branches(step, inner, mine, theirs, given, halve)
+        return split_branches(step, inner, mine, theirs, facts, halve)
 
     def _add(self, step: JaxprStep, *, late: bool) -> None:
         self.steps.append((step, late))
@@ -144,12 +144,12 @@ class _Splitter:
 
     def _stays(self, step: JaxprStep) -> bool:
         """Tell whether a step of the second half must run there."""
-        return step.cost == Cost.HEAVY or step.effect or adds_to(step, self.given.refs)
+        return step.cost == Cost.HEAVY or step.effect or adds_to(step, self.facts.refs)
 
     def halves(self) -> Halves:
         """Choose what crosses; the steps of each half."""
-        refs = self.given.refs
-        free = self.same | self.again | self.made_late | self.given.late | refs
+        refs = self.facts.refs
+        free = self.same | self.again | self.made_late | self.facts.late | refs
         reads: list[Atom] = list(self.late)
         for step, late in self.steps:
             if late and self._stays(step):
@@ -164,7 +164,7 @@ class _Splitter:
         def size(name: Name) -> int | None:
             if is_ref(name.aval) or (name in self.barred and name in self.maker):
                 return None
-            return max(1, num_bytes(name) // self.given.shared.get(name, 1))
+            return max(1, num_bytes(name) // self.facts.shared.get(name, 1))
 
         def avoid(name: Name) -> bool:
             return name in self.maker and self.maker[name][0].moves
@@ -177,7 +177,7 @@ class _Splitter:
         self, crossing: Sequence[Name]
     ) -> tuple[tuple[JaxprStep, ...], tuple[JaxprStep, ...]]:
         """The steps each half runs."""
-        refs, inputs = self.given.refs, set(self.block.inputs) | set(self.block.constants)
+        refs, inputs = self.facts.refs, set(self.block.inputs) | set(self.block.constants)
         early = {id(step) for step, late in self.steps if not late}
         everything = [step for step, _ in self.steps]
         first = prune(

@@ -19,7 +19,7 @@ from pipeline.base.masks import Way, chosen
 from pipeline.base.precision import GradDtype
 from pipeline.base.tree import Leaves, Tree
 from pipeline.core.autodiff.accumulate import Pullback, as_summed
-from pipeline.core.autodiff.halves import Given
+from pipeline.core.autodiff.halves import NameFacts
 from pipeline.core.autodiff.jaxpr.dead_code import lean
 from pipeline.core.autodiff.jaxpr.reachability import touched
 from pipeline.core.autodiff.jaxpr.reader import read_block
@@ -53,7 +53,7 @@ class SplitBackward:
       in_place: whether the weights' gradients are added to refs, or returned.
       grad_dtype: as `pipeline.core.autodiff.accumulate.as_summed` takes it.
       way: how far the pullback goes; without, all the way.
-      adding: as `pulled` has it.
+      adding: as `outcome_and_pullback` has it.
 
     Attributes:
       crossing: types of what `weight_half` reads of `input_half`, for one microbatch.
@@ -102,8 +102,8 @@ class SplitBackward:
         early = [i < num_early for i in range(len(block.outs))]
         late = [not e for e in early]
         same = frozenset((*self._inputs.weights, *self._inputs.fixed))
-        given = Given(refs=refs_in, same=same, again=frozenset(self._inputs.side))
-        halves = halve(block, early, late, given)
+        facts = NameFacts(refs=refs_in, same=same, again=frozenset(self._inputs.side))
+        halves = halve(block, early, late, facts)
         self._first, self._second, self._crossing = halves.first, halves.second, halves.crossing
         self.crossing, self.whole = [n.aval for n in halves.crossing], halves.whole
 
@@ -129,35 +129,35 @@ class SplitBackward:
           refs: the weights' gradients; only what could not be taken apart adds to them here.
           want_x: whether to compute the gradients for the input.
         """
-        known = self._known(weights=weights, fixed=fixed, side=side, stash=stash, refs=refs)
+        values = self._values(weights=weights, fixed=fixed, side=side, stash=stash, refs=refs)
         done: set[int] = set()
         if callable(dy):
-            forward = prune(self._first, self._y, known)
-            done, known = set(map(id, forward)), run(forward, known)
-            dy = dy(jax.tree.unflatten(self._y_tree, [read(known, a) for a in self._y]))
-        known |= dict(zip(self._inputs.dy, dy, strict=True))
+            forward = prune(self._first, self._y, values)
+            done, values = set(map(id, forward)), run(forward, values)
+            dy = dy(jax.tree.unflatten(self._y_tree, [read(values, a) for a in self._y]))
+        values |= dict(zip(self._inputs.dy, dy, strict=True))
         wanted = self._dx if want_x else []
 
         def remains(step: JaxprStep) -> bool:
             return id(step) not in done and (step.effect or bool(touched(step)))
 
-        env = run(prune(self._first, [*wanted, *self._crossing], known, remains), known)
+        env = run(prune(self._first, [*wanted, *self._crossing], values, remains), values)
         return [read(env, a) for a in wanted], [env[n] for n in self._crossing]
 
     def weight_half(
         self, weights: Leaves, fixed: Tree, side: Tree, crossing: Leaves, refs: Leaves
     ) -> Leaves:
         """Add the weights' gradients to ``refs``; return them if they are not made in place."""
-        known = self._known(weights=weights, fixed=fixed, side=side, refs=refs)
-        env = run(self._second, known | dict(zip(self._crossing, crossing, strict=True)))
+        values = self._values(weights=weights, fixed=fixed, side=side, refs=refs)
+        env = run(self._second, values | dict(zip(self._crossing, crossing, strict=True)))
         return [read(env, a) for a in self._dw]
 
-    def _known(self, **groups: Tree) -> dict[Name, Any]:
+    def _values(self, **groups: Tree) -> dict[Name, Any]:
         """Constants, and values of the inputs of these groups, by the names of `_Inputs`."""
-        known = dict(self._constants)
+        values = dict(self._constants)
         for name, group in groups.items():
-            known |= zip(getattr(self._inputs, name), jax.tree.leaves(group), strict=True)
-        return known
+            values |= zip(getattr(self._inputs, name), jax.tree.leaves(group), strict=True)
+        return values
 
 
 def _new_ref(like: Any) -> Any:

@@ -50,9 +50,9 @@ def with_wide_products(f: Callable[..., tuple[Tree, Tree]], *args: Any) -> tuple
     count = len(jax.tree.leaves(like[0]))
     summed = [n < count for n in range(len(closed.jaxpr.outvars))]
     wide = _closed(closed, functools.partial(widened, summed=summed))
-    found = jaxpr_as_fun(wide)(*jax.tree.leaves(args))
-    made: tuple[Tree, Tree] = jax.tree.unflatten(jax.tree.structure(like), found)
-    return made
+    results = jaxpr_as_fun(wide)(*jax.tree.leaves(args))
+    trees: tuple[Tree, Tree] = jax.tree.unflatten(jax.tree.structure(like), results)
+    return trees
 
 
 def widened(jaxpr: Any, summed: Mask, parts: Mask = ()) -> Any:
@@ -80,9 +80,9 @@ def widened(jaxpr: Any, summed: Mask, parts: Mask = ()) -> Any:
             if inside is not eqn.params[name]:
                 changed[id(eqn)] = eqn.replace(params=eqn.params | {name: inside})
         elif eqn.outvars and eqn.outvars[0] in wanted and _widens(eqn):
-            way = _to_product(eqn, made_by, uses)
-            changed |= zip(map(id, way), _in_float32(way, eqn.outvars[0]), strict=True)
-            changed |= {id(eqn): None} if way else {}
+            path = _to_product(eqn, made_by, uses)
+            changed |= zip(map(id, path), _in_float32(path, eqn.outvars[0]), strict=True)
+            changed |= {id(eqn): None} if path else {}
     if not changed:
         return jaxpr
     eqns = [changed.get(id(eqn), eqn) for eqn in jaxpr.eqns]
@@ -98,9 +98,9 @@ def _widens(eqn: Any) -> bool:
     """Tell whether an equation casts floats of 16 bits to float32, and does nothing else."""
     if eqn.primitive.name != "convert_element_type" or isinstance(eqn.invars[0], Literal):
         return False
-    given, made = eqn.invars[0].aval, eqn.outvars[0].aval
-    is_half = jnp.issubdtype(given.dtype, jnp.floating) and given.dtype.itemsize == 2
-    return is_half and made.dtype == jnp.float32 and made == given.update(dtype=made.dtype)
+    source, result = eqn.invars[0].aval, eqn.outvars[0].aval
+    is_half = jnp.issubdtype(source.dtype, jnp.floating) and source.dtype.itemsize == 2
+    return is_half and result.dtype == jnp.float32 and result == source.update(dtype=result.dtype)
 
 
 def _to_product(cast: Any, made_by: dict[Any, Any], uses: Counter[Any]) -> list[Any]:
@@ -108,48 +108,48 @@ def _to_product(cast: Any, made_by: dict[Any, Any], uses: Counter[Any]) -> list[
 
     Nothing else reads any of their results.
     """
-    way: list[Any] = []
+    path: list[Any] = []
     var = cast.invars[0]
     while uses[var] == 1 and var in made_by:
         eqn = made_by[var]
-        way.append(eqn)
+        path.append(eqn)
         if eqn.primitive.name == "dot_general":
             is_plain = isinstance(eqn.params["precision"], (tuple, jax.lax.Precision, type(None)))
-            return way[::-1] if is_plain else []  # an algorithm says itself how it rounds
+            return path[::-1] if is_plain else []  # an algorithm says itself how it rounds
         if eqn.primitive.name not in _MOVES or len(operands(eqn)) != 1:
             break
         var = operands(eqn)[0]
     return []
 
 
-def _in_float32(way: Sequence[Any], out: Any) -> list[Any]:
+def _in_float32(path: Sequence[Any], out: Any) -> list[Any]:
     """A product and the equations that move its numbers, in float32; ``out`` is the last result."""
-    found: list[Any] = []
+    steps: list[Any] = []
     wide = jnp.dtype(jnp.float32)
-    for step in way:
-        of_step = {} if found else {"preferred_element_type": wide}
-        reads = found[-1].outvars if found else step.invars
-        made = out if step is way[-1] else Var(step.outvars[0].aval.update(dtype=wide))
+    for step in path:
+        of_step = {} if steps else {"preferred_element_type": wide}
+        reads = steps[-1].outvars if steps else step.invars
+        result = out if step is path[-1] else Var(step.outvars[0].aval.update(dtype=wide))
         params = step.params | of_step
-        found.append(step.replace(invars=list(reads), outvars=[made], params=params))
-    return found
+        steps.append(step.replace(invars=list(reads), outvars=[result], params=params))
+    return steps
 
 
-def _within(eqn: Any, held: Any, wanted: set[Any], parts: set[Any]) -> Any:
+def _within(eqn: Any, parameter: Any, wanted: set[Any], parts: set[Any]) -> Any:
     """The bodies of an equation with products widened, as its parameter holds them."""
-    found = []
-    all_held = held if isinstance(held, tuple) else (held,)
+    results = []
+    all_closed = parameter if isinstance(parameter, tuple) else (parameter,)
     loops = traits(eqn).loops
     summed = [not loops and v in wanted for v in eqn.outvars]
-    for closed, body in zip(all_held, bodies(eqn), strict=True):
-        given = eqn.invars[body.first :]
-        of_parts = [isinstance(v, Var) and v in parts for v in given]
+    for closed, body in zip(all_closed, bodies(eqn), strict=True):
+        inputs = eqn.invars[body.first :]
+        of_parts = [isinstance(v, Var) and v in parts for v in inputs]
         if eqn.primitive.name == "scan":  # a ref among its rows is a part in every trip
-            of_parts[body.carry.stop :] = [True] * len(given[body.carry.stop :])
-        found.append(_closed(closed, functools.partial(widened, summed=summed, parts=of_parts)))
-    if all(a is b for a, b in zip(found, all_held, strict=True)):
-        return held
-    return tuple(found) if isinstance(held, tuple) else found[0]
+            of_parts[body.carry.stop :] = [True] * len(inputs[body.carry.stop :])
+        results.append(_closed(closed, functools.partial(widened, summed=summed, parts=of_parts)))
+    if all(a is b for a, b in zip(results, all_closed, strict=True)):
+        return parameter
+    return tuple(results) if isinstance(parameter, tuple) else results[0]
 
 
 def _closed(jaxpr: Any, change: Callable[[Any], Any]) -> Any:

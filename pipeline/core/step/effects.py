@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from collectives.compat import has_check, may_not_repeat
-from pipeline.core.autodiff.jaxpr.primitives import held
+from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of
 from pipeline.core.step.calls.groups import GroupedModel
 from pipeline.core.step.calls.local_model import LocalModel
 
@@ -45,7 +45,7 @@ def _permuted(jaxpr: Any) -> str:
         if eqn.primitive.name == "ppermute":
             axes = eqn.params["axis_name"]
             return str(axes[0] if isinstance(axes, tuple) else axes)
-        if found := next(filter(None, map(_permuted, held(eqn))), ""):
+        if found := next(filter(None, map(_permuted, jaxprs_of(eqn))), ""):
             return found
     return ""
 

@@ -26,7 +26,7 @@ from collectives import STAGE
 from collectives.compat import live
 from pipeline.base.tree import nbytes
 from pipeline.core.autodiff.jaxpr import scopes
-from pipeline.core.autodiff.jaxpr.primitives import bodies, held, traits
+from pipeline.core.autodiff.jaxpr.primitives import bodies, jaxprs_of, traits
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.step import runtime
@@ -136,7 +136,7 @@ class _Walk:
                 branches = [branch.jaxpr for branch in bodies(eqn)]
                 self.read(max(branches, key=self._bytes), times, here, known=known)
             else:
-                for body in held(eqn):
+                for body in jaxprs_of(eqn):
                     self.read(body, times * eqn.params.get("length", 1), here, known=known)
 
     def _loop(self, eqn: Any, times: Counts, scope: str, *, known: bool) -> None:

@@ -16,7 +16,7 @@ from flax import nnx
 from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.core.autodiff.jaxpr.narrow import read_in, with_copies
-from pipeline.core.autodiff.jaxpr.primitives import held, traits
+from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of, traits
 from pipeline.core.step import inspect, runtime
 from pipeline.insight.forecast.liveness import find_shard_map
 from tests.support.close import assert_close
@@ -95,7 +95,7 @@ def casts(jaxpr: Any, *, inside: bool = False) -> Iterator[tuple[bool, int]]:
             (given,), (made,) = eqn.invars, eqn.outvars
             if (given.aval.dtype, made.aval.dtype) == (jnp.float32, jnp.bfloat16):
                 yield inside, made.aval.size
-        for body in held(eqn):
+        for body in jaxprs_of(eqn):
             yield from casts(body, inside=inside or traits(eqn).loops)
 
 
@@ -104,7 +104,7 @@ def results_of_scans(jaxpr: Any) -> Iterator[tuple[int, ...]]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan":
             yield from (v.aval.shape for v in eqn.outvars)
-        for body in held(eqn):
+        for body in jaxprs_of(eqn):
             yield from results_of_scans(body)
 
 

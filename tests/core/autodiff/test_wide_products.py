@@ -16,7 +16,7 @@ from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.core.autodiff import accumulate
 from pipeline.core.autodiff.accumulate import differentiate
-from pipeline.core.autodiff.jaxpr.primitives import held
+from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of
 from pipeline.core.autodiff.wide_products import widened
 from tests.core.autodiff.test_cast_once import HIDDEN, KINDS, WIDTH, body_of, loss_fn
 from tests.support.close import assert_close, distance
@@ -38,7 +38,7 @@ def products(jaxpr: Any) -> list[tuple[tuple[int, ...], str]]:
             (made,) = eqn.outvars
             assert eqn.params["preferred_element_type"] in (None, made.aval.dtype)
             found.append((made.aval.shape, str(made.aval.dtype)))
-        for body in held(eqn):
+        for body in jaxprs_of(eqn):
             found += products(body)
     return found
 

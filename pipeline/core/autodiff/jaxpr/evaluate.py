@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from pipeline.core.autodiff.jaxpr.primitives import held, traits
+from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of, traits
 
 Var = Any
 Eqn = Any
@@ -27,7 +27,7 @@ def operands(eqn: Eqn) -> list[Var]:
 
 def follow(
     jaxpr: Any,
-    given: Iterable[T],
+    inputs: Iterable[T],
     constants: Iterable[T],
     literal: Callable[[Any], T],
     equation: Callable[[Eqn, list[T]], Iterable[T]],
@@ -36,39 +36,39 @@ def follow(
 
     Args:
       jaxpr: an open one.
-      given: what stands for its inputs.
+      inputs: what stands for its inputs.
       constants: what stands for its constvars.
       literal: what stands for a literal.
       equation: from an equation and what stands for its operands to its results.
     """
-    env = dict(zip(jaxpr.invars, given, strict=True))
+    env = dict(zip(jaxpr.invars, inputs, strict=True))
     env.update(zip(jaxpr.constvars, constants, strict=True))
 
     def look_up(atom: Any) -> T:
         return literal(atom) if isinstance(atom, Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
-        made = equation(eqn, [look_up(atom) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, made, strict=True))
+        results = equation(eqn, [look_up(atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, results, strict=True))
     return [look_up(atom) for atom in jaxpr.outvars]
 
 
 def bind(eqn: Eqn, *values: Any) -> list[Any]:
     """The results of an equation, of values for its operands."""
     with eqn.ctx.manager:
-        found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-    return list(found) if eqn.primitive.multiple_results else [found]
+        results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def evaluate(
-    jaxpr: Any, known: dict[Var, Any], wanted: Iterable[Any], *, effects: bool = False
+    jaxpr: Any, values: dict[Var, Any], wanted: Iterable[Any], *, effects: bool = False
 ) -> list[Any]:
     """Values of some variables of a jaxpr, running only the equations they need.
 
-    ``known`` gives enough values to start from; an equation whose results are known is not run.
+    ``values`` has enough to start from; an equation whose results are known is not run.
     With ``effects`` every equation that has one (a print) is run too.
     """
-    env, wanted = dict(known), list(wanted)
+    env, wanted = dict(values), list(wanted)
     made_by = producers(jaxpr)
     needed: set[int] = set()
     frontier = [v for v in wanted if not isinstance(v, Literal)]
@@ -100,7 +100,7 @@ def narrows(jaxpr: Any) -> bool:
     What is only moved, such as inputs that are kept in float16, does not count.
     """
     for eqn in jaxpr.eqns:
-        bodies = held(eqn)
+        bodies = jaxprs_of(eqn)
         if any(map(narrows, bodies)):
             return True
         is_work = not bodies and not traits(eqn).carries

@@ -27,8 +27,8 @@ def _operands(eqn: Any) -> Sequence[int | None]:
     """For each result of an equation, the index of the operand that it is."""
     if traits(eqn).identity:
         return range(len(eqn.outvars))
-    found = [_of_body(body) for body in bodies(eqn)] or [[None] * len(eqn.outvars)]
-    return [each[0] if len(set(each)) == 1 else None for each in zip(*found, strict=True)]
+    candidates = [_of_body(body) for body in bodies(eqn)] or [[None] * len(eqn.outvars)]
+    return [each[0] if len(set(each)) == 1 else None for each in zip(*candidates, strict=True)]
 
 
 def _of_body(body: Body) -> list[int | None]:
@@ -36,6 +36,6 @@ def _of_body(body: Body) -> list[int | None]:
     stacks.
     """
     inner, carry = forwarded(body.jaxpr), body.carry
-    kept = [i if i == place else None for place, i in zip(carry, inner, strict=False)]
+    carried = [i if i == place else None for place, i in zip(carry, inner, strict=False)]
     rows = [None if i is None or i < carry.stop else i for i in inner[len(carry) :]]
-    return [None if i is None else i + body.first for i in (*kept, *rows)]
+    return [None if i is None else i + body.first for i in (*carried, *rows)]

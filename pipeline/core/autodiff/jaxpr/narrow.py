@@ -73,12 +73,12 @@ mlir.register_lowering(_narrowed, lambda _, narrow, wide: [narrow])  # noqa: ARG
 
 def read_in(jaxpr: Any) -> list[set[Any]]:
     """The dtypes to which each input of a jaxpr is cast; None among them if it is read as it is."""
-    found: list[set[Any]] = [set() for _ in jaxpr.invars]
+    dtypes: list[set[Any]] = [set() for _ in jaxpr.invars]
 
     def note(inputs: Sequence[int | None], dtype: Any = None) -> None:
         for index in inputs:
             if index is not None:
-                found[index].add(dtype)
+                dtypes[index].add(dtype)
 
     def equation(eqn: Any, inputs: list[int | None]) -> list[int | None]:
         nothing: list[int | None] = [None] * len(eqn.outvars)
@@ -92,10 +92,10 @@ def read_in(jaxpr: Any) -> list[set[Any]]:
         elif kind == "":
             note(inputs)
         else:
-            made = read(bodies(eqn)[0].jaxpr, inputs)
+            results = read(bodies(eqn)[0].jaxpr, inputs)
             if kind == "call":
-                return made
-            note(made)
+                return results
+            note(results)
         return nothing
 
     def read(jaxpr: Any, inputs: Sequence[int | None]) -> list[int | None]:
@@ -103,7 +103,7 @@ def read_in(jaxpr: Any) -> list[set[Any]]:
         return follow(jaxpr, inputs, nothing, lambda _: None, equation)
 
     note(read(jaxpr, range(len(jaxpr.invars))))
-    return found
+    return dtypes
 
 
 def with_copies(f: Callable[..., Tree], copies: Copies) -> Callable[..., Tree]:
@@ -117,9 +117,9 @@ def with_copies(f: Callable[..., Tree], copies: Copies) -> Callable[..., Tree]:
     def call(*args: Any) -> Tree:
         closed, like = jax.make_jaxpr(f, return_shape=True)(*args)
         values = jax.tree.leaves(args)
-        given = [*copies, *[None] * (len(values) - len(copies))]
-        found = _run(closed.jaxpr, closed.consts, list(zip(values, given, strict=True)))
-        return jax.tree.unflatten(jax.tree.structure(like), [value for value, _ in found])
+        all_copies = [*copies, *[None] * (len(values) - len(copies))]
+        results = _run(closed.jaxpr, closed.consts, list(zip(values, all_copies, strict=True)))
+        return jax.tree.unflatten(jax.tree.structure(like), [value for value, _ in results])
 
     return call
 
@@ -148,10 +148,10 @@ def _kind(eqn: Any, copies: Sequence[Any]) -> str:
     return ""
 
 
-def _run(jaxpr: Any, consts: Sequence[Any], given: Sequence[Pair]) -> list[Pair]:
+def _run(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Pair]) -> list[Pair]:
     """The results of a jaxpr, of inputs with their copies."""
     constants = [(value, None) for value in consts]
-    return follow(jaxpr, given, constants, lambda literal: (literal.val, None), _equation)
+    return follow(jaxpr, inputs, constants, lambda literal: (literal.val, None), _equation)
 
 
 def _equation(eqn: Any, reads: Sequence[Pair]) -> list[Pair]:
@@ -194,9 +194,9 @@ def _scanned(eqn: Any, values: Sequence[Any], copies: Copies) -> list[Any]:
 
     def trip(carry: list[Any], rows: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
         of_rows = zip(*rows, strict=True)
-        given = [*constants, *((value, None) for value in carry), *of_rows]
-        found = [value for value, _ in _run(body.jaxpr, body.consts, given)]
-        return found[:num_carry], found[num_carry:]
+        inputs = [*constants, *((value, None) for value in carry), *of_rows]
+        results = [value for value, _ in _run(body.jaxpr, body.consts, inputs)]
+        return results[:num_carry], results[num_carry:]
 
     # Copies come last: jax 0.10 adds the gradient of a row in place if those before it are added so
     # (`pipeline.core.autodiff.in_place`), and copies have none.

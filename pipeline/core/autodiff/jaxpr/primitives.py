@@ -143,15 +143,15 @@ def barrier(*values: Any) -> list[Any]:
 
     JAX makes all operands of one barrier vary alike.
     """
-    kept: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for index, value in enumerate(values):
-        kept.setdefault(varying_in(value), []).append(index)
-    held = list(values)
-    for indices in kept.values():
-        found = jax.lax.optimization_barrier([values[index] for index in indices])
-        for index, value in zip(indices, found, strict=True):
-            held[index] = value
-    return held
+        groups.setdefault(varying_in(value), []).append(index)
+    results = list(values)
+    for indices in groups.values():
+        outs = jax.lax.optimization_barrier([values[index] for index in indices])
+        for index, value in zip(indices, outs, strict=True):
+            results[index] = value
+    return results
 
 
 # --- what equations hold ---
@@ -208,7 +208,7 @@ def callee(eqn: Eqn) -> Body | None:
     return None if fixes_shardings(eqn) else body_of(eqn)
 
 
-def held(eqn: Eqn) -> list[Any]:
+def jaxprs_of(eqn: Eqn) -> list[Any]:
     """All jaxprs within an equation."""
     body = body_of(eqn)
     return list(jaxprs_in_params(eqn.params)) if body is None else [body.jaxpr]
@@ -220,7 +220,7 @@ def makes_ref(jaxpr: Any) -> bool:
     The buffers of a Pallas kernel are its operands, and made by nobody.
     """
     return any(
-        any(is_ref(var.aval) for var in eqn.outvars) or any(map(makes_ref, held(eqn)))
+        any(is_ref(var.aval) for var in eqn.outvars) or any(map(makes_ref, jaxprs_of(eqn)))
         for eqn in jaxpr.eqns
         if eqn.primitive.name != "pallas_call"
     )

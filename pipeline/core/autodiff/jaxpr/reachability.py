@@ -51,13 +51,13 @@ def sources_of(step: JaxprStep, wanted: Sequence[bool], refs: Refs, *, adds: boo
             ]
             return set(names(a for a, u in zip(step.reads, used, strict=True) if u))
         case Branches(blocks):
-            found = set(names(step.reads[:1]))
+            sources = set(names(step.reads[:1]))
             for block in blocks:
                 used = needed_inputs(
                     block, wanted, inner_refs(block, step.reads[1:], refs), adds=adds
                 )
-                found.update(names(a for a, u in zip(step.reads[1:], used, strict=True) if u))
-            return found
+                sources.update(names(a for a, u in zip(step.reads[1:], used, strict=True) if u))
+            return sources
     if step.through:
         pairs = zip(step.reads, wanted, strict=True)
         return set(names(a for a, w in pairs if w))
@@ -78,12 +78,12 @@ def needed_inputs(
     adds: bool,
 ) -> list[bool]:
     """For each input of a block, whether some of its outputs, or its effects, need it."""
-    found = set(names(a for a, w in zip(block.outs, wanted, strict=True) if w))
+    needed = set(names(a for a, w in zip(block.outs, wanted, strict=True) if w))
     for step in reversed(block.steps):
-        made = [n in found for n in step.makes]
-        if any(made) or is_pinned(step, refs) or (adds and adds_to(step, refs)):
-            found |= sources_of(step, made, refs, adds=adds)
-    return [n in found for n in block.inputs]
+        is_needed = [n in needed for n in step.makes]
+        if any(is_needed) or is_pinned(step, refs) or (adds and adds_to(step, refs)):
+            needed |= sources_of(step, is_needed, refs, adds=adds)
+    return [n in needed for n in block.inputs]
 
 
 def closed_mask(

@@ -40,11 +40,11 @@ def read_block(closed: Any, num_refs: int = 0) -> JaxprBlock:
     reader = _Reader()
     inputs = tuple(Name(var.aval) for var in closed.jaxpr.invars)
     outs = reader.inline(closed.jaxpr, closed.consts, inputs)
-    made = [(s, n) for s in reader.steps for n in s.makes if is_ref(n.aval)]
-    makers = {id(step) for step, _ in made[:num_refs]}
-    inputs += tuple(name for _, name in made[:num_refs])
-    own = {name for _, name in made[num_refs:]}
-    steps = tuple(_mark(step, own) for step in reader.steps if id(step) not in makers)
+    refs = [(s, n) for s in reader.steps for n in s.makes if is_ref(n.aval)]
+    makers = {id(step) for step, _ in refs[:num_refs]}
+    inputs += tuple(name for _, name in refs[:num_refs])
+    own_refs = {name for _, name in refs[num_refs:]}
+    steps = tuple(_mark(step, own_refs) for step in reader.steps if id(step) not in makers)
     return JaxprBlock(inputs, steps, tuple(outs), reader.constants)
 
 
@@ -61,11 +61,11 @@ class _Reader:
         self.steps: list[JaxprStep] = []
         self.constants: dict[Name, Any] = {}
 
-    def inline(self, jaxpr: Any, consts: Sequence[Any], given: Sequence[Atom]) -> list[Atom]:
+    def inline(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Atom]) -> list[Atom]:
         """Add the steps of a jaxpr; returns its outputs."""
-        made = [Name(var.aval) for var in jaxpr.constvars]
-        self.constants.update(zip(made, consts, strict=True))
-        return follow(jaxpr, given, made, lambda literal: literal, self._equation)
+        constants = [Name(var.aval) for var in jaxpr.constvars]
+        self.constants.update(zip(constants, consts, strict=True))
+        return follow(jaxpr, inputs, constants, lambda literal: literal, self._equation)
 
     def _equation(self, eqn: Any, reads: Sequence[Atom]) -> Sequence[Atom]:
         body = callee(eqn)
@@ -95,12 +95,12 @@ class _Reader:
             isinstance(a, Name) and b and not is_ref(a.aval)
             for a, b in zip(reads, apart, strict=True)
         ]
-        held = [a for a, c in zip(reads, chosen, strict=True) if c]
-        makes = [Name(a.aval) for a in held]
-        if held:
+        atoms = [a for a, c in zip(reads, chosen, strict=True) if c]
+        makes = [Name(a.aval) for a in atoms]
+        if atoms:
             self.steps.append(
                 JaxprStep(
-                    reads=tuple(held),
+                    reads=tuple(atoms),
                     makes=tuple(makes),
                     call=barrier,
                     cost=Cost.CHEAP,
@@ -109,16 +109,16 @@ class _Reader:
                     moves=True,
                 )
             )
-        made = iter(makes)
-        return [next(made) if c else a for a, c in zip(reads, chosen, strict=True)]
+        results = iter(makes)
+        return [next(results) if c else a for a, c in zip(reads, chosen, strict=True)]
 
 
 def _inner(eqn: Any) -> JaxprLoop | Branches | None:
     """Read the bodies of `scan` and `cond`."""
     if eqn.primitive.name == "scan":
         num_consts, num_carry = loop_sizes(eqn)
-        kept = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        return JaxprLoop(read_block(eqn.params["jaxpr"]), num_consts, num_carry, kept)
+        params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        return JaxprLoop(read_block(eqn.params["jaxpr"]), num_consts, num_carry, params)
     if eqn.primitive.name == "cond" and not eqn.params.get("branches_platforms"):
         return Branches(tuple(map(read_block, eqn.params["branches"])))
     return None

@@ -48,8 +48,8 @@ def write(ref: Any, value: jax.Array, *lead: Any, part: Span = None) -> None:
 @functools.partial(jax.jit, static_argnums=2)
 def _read(whole: jax.Array, lead: tuple[Any, ...], part: Span) -> jax.Array:
     starts, sizes = _window(whole, lead, part)
-    found = jax.lax.dynamic_slice(whole, starts, sizes, allow_negative_indices=False)
-    return jax.lax.squeeze(found, range(len(lead)))
+    window = jax.lax.dynamic_slice(whole, starts, sizes, allow_negative_indices=False)
+    return jax.lax.squeeze(window, range(len(lead)))
 
 
 @functools.partial(jax.jit, static_argnums=3)

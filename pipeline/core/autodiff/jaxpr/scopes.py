@@ -71,10 +71,10 @@ class Place(NamedTuple):
 def place_of_loop(scope: str) -> Place | None:
     """Find a loop's action by the name scopes at its end; None for any other loop."""
     around, _, last = scope.rpartition("/")
-    found = PLACE.search(around) if last == "while" else None
-    if found is None or found.end() != len(around):
+    match = PLACE.search(around) if last == "while" else None
+    if match is None or match.end() != len(around):
         return None
-    start, stop, slot, stages, label = found.groups()
+    start, stop, slot, stages, label = match.groups()
     return Place(int(start), int(stop), int(slot), label, numbers_of(stages) or None)
 
 
@@ -119,11 +119,11 @@ def trips(program: Program, scope: str) -> NDArray[np.int64] | None:
             return np.full(schedule.num_ranks, count, np.int64)
     for branch, op in enumerate(program.slots[index].ops, start=1):
         if op.label in names:
-            found = (program.op[part, index] == branch).sum(axis=0)
+            counts = (program.op[part, index] == branch).sum(axis=0)
             if group is not None:
                 alike = set(map(int, group[1].strip("_").split("_")))
-                found = found * [held[op.chunk] in alike for held in schedule.stages_of]
-            return np.asarray(found, np.int64)
+                counts = counts * [stages[op.chunk] in alike for stages in schedule.stages_of]
+            return np.asarray(counts, np.int64)
     return None
 
 

@@ -108,10 +108,10 @@ class JaxprStep:
         """The operands that are not literals."""
         return names(self.reads)
 
-    def sources(self, made: Name) -> list[Name]:
+    def sources(self, result: Name) -> list[Name]:
         """Names from which one result is computed."""
         if self.through:
-            return names([self.reads[self.makes.index(made)]])
+            return names([self.reads[self.makes.index(result)]])
         return self.names
 
 
@@ -134,35 +134,35 @@ def names(atoms: Iterable[Atom]) -> list[Name]:
 def prune(
     steps: Iterable[JaxprStep],
     wanted: Iterable[Atom],
-    known: Iterable[Name],
+    inputs: Iterable[Name],
     always: Callable[[JaxprStep], bool] = lambda _: False,
 ) -> tuple[JaxprStep, ...]:
     """The steps that lead from known values to wanted ones, and those that always run."""
-    known, needed, kept = set(known), set(names(wanted)), []
+    inputs, needed, path = set(inputs), set(names(wanted)), []
     for step in reversed(list(steps)):
-        made = [n in needed and n not in known for n in step.makes]
-        if not any(made) and not always(step):
+        is_needed = [n in needed and n not in inputs for n in step.makes]
+        if not any(is_needed) and not always(step):
             continue
-        if step.through and not all(made):
-            step = narrow(step, made)  # noqa: PLW2901
+        if step.through and not all(is_needed):
+            step = narrow(step, is_needed)  # noqa: PLW2901
         needed.update(step.names)
-        kept.append(step)
-    return tuple(kept[::-1])
+        path.append(step)
+    return tuple(path[::-1])
 
 
-def run(steps: Iterable[JaxprStep], known: dict[Name, Any]) -> dict[Name, Any]:
+def run(steps: Iterable[JaxprStep], values: dict[Name, Any]) -> dict[Name, Any]:
     """Values of everything that steps make, and of what was known, which is not changed."""
-    env = dict(known)
+    env = dict(values)
     for step in steps:
-        found = step.call(*(read(env, atom) for atom in step.reads))
-        for name, value in zip(step.makes, found, strict=True):
+        results = step.call(*(read(env, atom) for atom in step.reads))
+        for name, value in zip(step.makes, results, strict=True):
             env.setdefault(name, value)
     return env
 
 
-def run_block(block: JaxprBlock, given: Iterable[Any]) -> list[Any]:
+def run_block(block: JaxprBlock, inputs: Iterable[Any]) -> list[Any]:
     """The outputs of a block."""
-    env = run(block.steps, block.constants | dict(zip(block.inputs, given, strict=True)))
+    env = run(block.steps, block.constants | dict(zip(block.inputs, inputs, strict=True)))
     return [read(env, atom) for atom in block.outs]
 
 

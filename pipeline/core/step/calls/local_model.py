@@ -20,7 +20,7 @@ from pipeline.core.autodiff.jaxpr.dead_code import lean
 from pipeline.core.autodiff.jaxpr.reachability import needed_inputs
 from pipeline.core.autodiff.jaxpr.reader import read_block
 from pipeline.core.autodiff.jaxpr.steps import run_block
-from pipeline.core.autodiff.outcome import MakeAdding, Outcome, pulled
+from pipeline.core.autodiff.outcome import MakeAdding, Outcome, outcome_and_pullback
 from pipeline.core.autodiff.residuals import Residuals, stage_pullback
 from pipeline.core.autodiff.split_backward import Linearize, SplitBackward
 from pipeline.core.model.loss import LossMetrics
@@ -183,7 +183,7 @@ class LocalModel(Forward):
         return self._pulled_ends(f, floats, part)
 
     def _pulled_ends(self, f: Any, floats: Leaves, part: str) -> tuple[Outcome, Pullback]:
-        return pulled(
+        return outcome_and_pullback(
             f,
             self.ends_weights,
             floats,

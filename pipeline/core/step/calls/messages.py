@@ -12,7 +12,7 @@ import numpy as np
 
 from collectives.compat import is_ordered
 from pipeline.base.tree import Tree, path_text, shape_text
-from pipeline.core.autodiff.jaxpr.primitives import held
+from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of
 
 _OF_TRACED_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -146,7 +146,7 @@ def _constraints(body: Any) -> Iterator[jax.sharding.NamedSharding]:
         sharding = eqn.params.get("sharding")
         if eqn.primitive.name == "sharding_constraint" and hasattr(sharding, "spec"):
             yield sharding
-        for inner in held(eqn):
+        for inner in jaxprs_of(eqn):
             yield from _constraints(inner)
 
 

@@ -37,7 +37,7 @@ from collectives.vocabulary import (
 from pipeline.base.agreed.vocabulary import CrossEntropy, logits, spoil
 from pipeline.base.tree import Leaves, Tree, at, times
 from pipeline.core.autodiff.accumulate import Pullback
-from pipeline.core.autodiff.outcome import Outcome, pulled
+from pipeline.core.autodiff.outcome import Outcome, outcome_and_pullback
 from pipeline.core.placement.zero import total_over
 from pipeline.core.step.calls import ends
 from pipeline.core.step.calls.local_model import LocalModel
@@ -156,7 +156,7 @@ class VocabularyParallel:
         others = [w for n, w in enumerate(weights) if n not in tables]
         model = self.local.model
         mask = tuple(yes for n, yes in enumerate(model.trained.ends) if n not in tables)
-        outcome, pullback = pulled(
+        outcome, pullback = outcome_and_pullback(
             f, others, [y], grad_dtype=model.grad_dtype, trained=mask, part="head"
         )
         return outcome.value, pullback
