@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Way:
+class NeedsGradient:
     """Extent of a stage's backward.
 
     Attributes:
@@ -39,5 +39,5 @@ def woven(trained: Sequence[T], others: Sequence[T], mask: Mask | None) -> list[
     """All items in order: trained ones from their list, the others from ``others``."""
     if mask is None:
         return list(trained)
-    found = iter(trained)
-    return [next(found) if yes else item for item, yes in zip(others, mask, strict=True)]
+    queue = iter(trained)
+    return [next(queue) if yes else item for item, yes in zip(others, mask, strict=True)]

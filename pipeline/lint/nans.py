@@ -27,7 +27,7 @@ from pipeline.base.tree import Leaves, Tree, combine, is_float, partition
 from pipeline.core.model.loss import LossModule, take_loss
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.model.randomness import fold, split_streams
-from pipeline.core.model.stage import Definition, Seat
+from pipeline.core.model.stage import Definition, StagePosition
 from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.ends import embedded, headed, lost
 from pipeline.core.step.calls.slices import on_whole
@@ -231,7 +231,7 @@ class _Search:
 
         return [*parts, _NamedPart("head or loss_fn", last, params)]
 
-    def _stage(self, k: int, seat: Seat) -> _NamedPart:
+    def _stage(self, k: int, seat: StagePosition) -> _NamedPart:
         weights = self._weights
         params, rest = (
             jax.tree.map(lambda x: x[seat.rank], tree[seat.chunk])

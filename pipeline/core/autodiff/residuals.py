@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from pipeline.base.masks import Way
+from pipeline.base.masks import NeedsGradient
 from pipeline.base.precision import GradDtype
 from pipeline.base.tree import Leaves, Tree, combine, partition
 from pipeline.core.autodiff.accumulate import Pullback
@@ -38,17 +38,17 @@ def stage_pullback(
     x: Tree,
     *,
     grad_dtype: GradDtype = None,
-    way: Way | None = None,
+    needs: NeedsGradient | None = None,
     adding: MakeAdding | None = None,
     late: bool = False,
     part: str = "",
 ) -> tuple[Outcome, Pullback]:
-    """A stage's outcome, and its pullback over (weights, x's float leaves), as far as ``way``.
+    """A stage's outcome, and its pullback over the (weights, x's float leaves) that need one.
 
     ``adding`` as `outcome_and_pullback` has it, ``late`` and ``part`` as `differentiate` has them.
     """
     floats, others = partition(x)
-    mask, want_x = (way.weights, way.x) if way else (None, True)
+    mask, want_x = (needs.weights, needs.x) if needs else (None, True)
 
     def g(w: Leaves, xf: Leaves) -> Outcome:
         return f(w, fixed, side, combine(x, xf if want_x else floats, others))
@@ -85,7 +85,7 @@ class Residuals:
         x: Tree,
         *,
         grad_dtype: GradDtype = None,
-        way: Way | None = None,
+        needs: NeedsGradient | None = None,
         adding: MakeAdding | None = None,
         gathers: bool = False,
         part: str = "",
@@ -93,7 +93,7 @@ class Residuals:
         self._part = part
 
         def linearized(*arguments: Any) -> Any:
-            options: Any = {"grad_dtype": grad_dtype, "way": way, "adding": adding}
+            options: Any = {"grad_dtype": grad_dtype, "needs": needs, "adding": adding}
             outcome, pullback = stage_pullback(f, *arguments, **options, part=part)
             residuals, self._treedef = jax.tree.flatten(pullback.vjp)
             self._by_value = pullback.by_value

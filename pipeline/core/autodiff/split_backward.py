@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from collectives import vary, varying_axes
-from pipeline.base.masks import Way, chosen
+from pipeline.base.masks import NeedsGradient, chosen
 from pipeline.base.precision import GradDtype
 from pipeline.base.tree import Leaves, Tree
 from pipeline.core.autodiff.accumulate import Pullback, as_summed
@@ -71,10 +71,10 @@ class SplitBackward:
         *,
         in_place: bool = True,
         grad_dtype: GradDtype = None,
-        way: Way | None = None,
+        needs: NeedsGradient | None = None,
         adding: MakeAdding | None = None,
     ) -> None:
-        mask, want_x = (way.weights, way.x) if way else (None, True)
+        mask, want_x = (needs.weights, needs.x) if needs else (None, True)
         count = len(chosen(weights, mask)) + (adding is not None)  # of the refs
 
         def joint(weights: Leaves, fixed: Tree, side: Tree, stash: Tree, dy: Leaves) -> Any:

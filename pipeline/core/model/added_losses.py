@@ -76,14 +76,14 @@ def with_losses(f: Callable[..., Any]) -> Callable[..., tuple[Any, jax.Array]]:
         floats, others = partition(arguments)
 
         def run(floats: Leaves, others: Leaves, probe: jax.Array) -> Any:
-            given = combine(arguments, floats, others)
-            before = jax.tree.leaves(given)
+            inputs = combine(arguments, floats, others)
+            before = jax.tree.leaves(inputs)
             with adding_losses(Adding(jnp.ones((), real()), probe)):
-                found = f(*given)
-            after = jax.tree.leaves(given)
+                result = f(*inputs)
+            after = jax.tree.leaves(inputs)
             if [*map(id, after)] != [*map(id, before)]:
                 _check_nothing_is_written(f, arguments)
-            return found
+            return result
 
         return _with_losses(*_closed(run, floats, others))
 
@@ -100,16 +100,16 @@ def _check_nothing_is_written(f: Callable[..., Any], arguments: Tree) -> None:
     names: list[str] = []
 
     def left(*leaves: Any) -> list[Any]:
-        given = jax.tree.unflatten(treedef, leaves)
+        inputs = jax.tree.unflatten(treedef, leaves)
         with adding_losses(Adding(jnp.ones((), real()), jnp.zeros((), real()))):
-            f(*given)
-        found = jax.tree_util.tree_leaves_with_path(given)
-        names[:] = [jax.tree_util.keystr(path) for path, _ in found]
-        return [x for _, x in found]
+            f(*inputs)
+        pairs = jax.tree_util.tree_leaves_with_path(inputs)
+        names[:] = [jax.tree_util.keystr(path) for path, _ in pairs]
+        return [x for _, x in pairs]
 
-    kept = forwarded(jax.make_jaxpr(left)(*leaves).jaxpr)
+    sources = forwarded(jax.make_jaxpr(left)(*leaves).jaxpr)
     for n, name in enumerate(names):
-        if kept[n] != n:
+        if sources[n] != n:
             raise ValueError(
                 f"with_losses(f), and f writes to arguments{name}, which the caller's module never "
                 f"sees; let f take the state of nnx.split and return what nnx.state then has"
@@ -130,8 +130,8 @@ def _closed(run: Callable[..., Any], floats: Leaves, others: Leaves) -> Any:
     def call(floats: Leaves, others: Leaves, probe: jax.Array) -> Any:
         consts = combine(closed.consts, floats[number:], others[count:])
         whole = jaxpr_as_fun(closed.replace(consts=consts))
-        found = whole(*floats[:number], *others[:count], probe)
-        return jax.tree.unflatten(jax.tree.structure(like), found)
+        results = whole(*floats[:number], *others[:count], probe)
+        return jax.tree.unflatten(jax.tree.structure(like), results)
 
     return call, [*floats, *more], [*others, *rest]
 
@@ -160,13 +160,13 @@ def _with_losses(run: Callable[..., Any], floats: Leaves, others: Leaves) -> Any
         (dy, _), d = partition(ct[0]), ct[1]
 
         def scaled() -> Leaves:
-            found, _ = pullback([times(x, 1 / d) for x in dy])
-            return [times(x, d) for x in found]
+            gradients, _ = pullback([times(x, 1 / d) for x in dy])
+            return [times(x, d) for x in gradients]
 
         def without() -> Leaves:
-            found, _ = pullback(dy)
+            gradients, _ = pullback(dy)
             of_values, _ = pullback(list(map(jnp.zeros_like, dy)))
-            return [a - b for a, b in zip(found, of_values, strict=True)]
+            return [a - b for a, b in zip(gradients, of_values, strict=True)]
 
         return jax.lax.cond(d == 0, without, scaled), None, None
 

@@ -48,24 +48,24 @@ def make_chunks(
         flat = nnx.to_flat_state(state)
         return [
             _stacked(
-                graphdef, [[_row(v, k) for v in flat] for k in held], held, placement, stacked=True
+                graphdef, [[_row(v, k) for v in flat] for k in ks], ks, placement, stacked=True
             )
-            for held in zip(*stages_of, strict=True)
+            for ks in zip(*stages_of, strict=True)
         ]
-    return [_chunk(stages, held, placement) for held in zip(*stages_of, strict=True)]
+    return [_chunk(stages, ks, placement) for ks in zip(*stages_of, strict=True)]
 
 
-def _chunk(stages: Sequence[nnx.Module], held: Sequence[int], placement: Placement) -> nnx.Module:
+def _chunk(stages: Sequence[nnx.Module], ks: Sequence[int], placement: Placement) -> nnx.Module:
     """One chunk: the stages that each rank holds of it."""
-    first, *others = held
+    first, *others = ks
     for k in others:
-        if found := difference(stages[first], stages[k]):
-            why = f"stages[{k}] differs from stages[{first}] {found}"
-            chunk = Overlaid([stages[k] for k in held], held, placement, why)
+        if text := difference(stages[first], stages[k]):
+            why = f"stages[{k}] differs from stages[{first}] {text}"
+            chunk = Overlaid([stages[k] for k in ks], ks, placement, why)
             return with_streams_of(RankStreams, chunk)
     graphdef, _ = nnx.split(stages[first])
     return _stacked(
-        graphdef, [list(nnx.to_flat_state(nnx.state(stages[k]))) for k in held], held, placement
+        graphdef, [list(nnx.to_flat_state(nnx.state(stages[k]))) for k in ks], ks, placement
     )
 
 
@@ -76,7 +76,7 @@ def variables_of(stages: Any, ends: Ends) -> Iterator[tuple[ModelPath, Any]]:
         count = len(jax.tree.leaves(flat)[0])
         rows: Any = ((k, _row(item, k)) for k in range(count) for item in flat)
     else:
-        rows = ((k, v) for k, one in enumerate(stages) for v in nnx.to_flat_state(nnx.state(one)))
+        rows = ((k, v) for k, part in enumerate(stages) for v in nnx.to_flat_state(nnx.state(part)))
     for k, (path, variable) in rows:
         if isinstance(variable, nnx.Variable):
             yield of_stage(k, path), variable
@@ -99,7 +99,7 @@ def _row(item: tuple[Any, Any], k: int) -> tuple[Any, Any]:
 def _stacked(
     graphdef: Any,
     rows: list[list[Any]],
-    held: Sequence[int],
+    ks: Sequence[int],
     placement: Placement,
     *,
     stacked: bool = False,
@@ -109,9 +109,9 @@ def _stacked(
     for column in zip(*rows, strict=True):
         (path, first), lead = column[0], (STAGE,)
         placement.check_alike(
-            [(of_stage(k, path), row) for k, (_, row) in zip(held, column, strict=True)]
+            [(of_stage(k, path), row) for k, (_, row) in zip(ks, column, strict=True)]
         )
-        spread = placement.spread(of_stage(held[0], path), first, lead=lead, stacked=stacked)
+        spread = placement.spread(of_stage(ks[0], path), first, lead=lead, stacked=stacked)
         sharding = NamedSharding(placement.mesh, spread.stored)
         leaves = zip(*(jax.tree.leaves(variable) for _, variable in column), strict=True)
         stacks = [stack_rows(list(leaf), sharding) for leaf in leaves]

@@ -27,8 +27,8 @@ def differences(first: nnx.Module, other: nnx.Module) -> Iterator[tuple[str | No
     want, have = _types(state), _types(other_state)
     for path in sorted(want.keys() | have.keys()):
         if want.get(path) != have.get(path):
-            found = [types.get(path, "no such leaf") for types in (have, want)]
-            yield None, f"at {path}: {' against '.join(found)}"
+            texts = [types.get(path, "no such leaf") for types in (have, want)]
+            yield None, f"at {path}: {' against '.join(texts)}"
     trees: list[Any] = [jax.tree.structure(other_state), jax.tree.structure(state)]
     same = digest(graphdef) == digest(other_def) and alike(graphdef, other_def)
     if not same or trees[0] != trees[1]:
@@ -59,6 +59,6 @@ def _static_differences(a: Any, b: Any) -> Iterator[tuple[str | None, str]]:
             if nested or name.startswith("_"):
                 continue
             if name not in have or name not in want or not alike(have[name], want[name]):
-                found = [repr(of[name]) if name in of else "nothing" for of in (have, want)]
+                texts = [repr(of[name]) if name in of else "nothing" for of in (have, want)]
                 where = ".".join([*map(str, path), name])
-                yield name, f"attribute {where}: {' against '.join(found)}"
+                yield name, f"attribute {where}: {' against '.join(texts)}"

@@ -60,9 +60,9 @@ def find_tables(params: Tree, ends: Ends, shared: Shared) -> Tables:
     # Where they are tied, the one table is listed with the embedding.
     path_of = {id(node): path for path, node in nnx.iter_graph(ends)}
     place_of = {path: n for n, (path, _) in enumerate(flat)}
-    found = {part: place_of[path_of[id(getattr(ends, part).table)]] for part in shared}
-    paths = tuple(flat[n][0] for n in sorted(set(found.values())))
-    about: dict[str, Any] = dict(found)
+    places = {part: place_of[path_of[id(getattr(ends, part).table)]] for part in shared}
+    paths = tuple(flat[n][0] for n in sorted(set(places.values())))
+    about: dict[str, Any] = dict(places)
     for part in shared:
         end = getattr(ends, part)
         about |= {f"{part}_words": end.words, f"{part}_parts": end.sequence_parallel}
@@ -81,25 +81,25 @@ def choose_shared(mode: Any, embed: Any, head: Any, loss_fn: Any) -> Shared:
     kinds = {"embed": marked(embed, SplitEmbedding), "head": marked(head, SplitHead)}
     shared = tuple(name for name, kind in kinds.items() if kind is not None)
     if not shared:
-        given = " and ".join(f"{name} of type {type(end).__name__}" for name, end in ends.items())
+        text = " and ".join(f"{name} of type {type(end).__name__}" for name, end in ends.items())
         raise ValueError(
-            f"vocabulary='stage' with {given}: ranks can share a "
+            f"vocabulary='stage' with {text}: ranks can share a "
             f"pipeline.vocabulary.VocabularyEmbedding and a VocabularyHead; give at least one of "
             f"them, or vocabulary='ends'"
         )
     if "head" in shared and loss_fn is not None and not isinstance(loss_fn, CrossEntropy):
         what = f"of type {type(loss_fn).__name__}"
-        given = what if isinstance(loss_fn, nnx.Module) else repr(loss_fn)
+        text = what if isinstance(loss_fn, nnx.Module) else repr(loss_fn)
         raise ValueError(
-            f"vocabulary='stage' with loss_fn={given}: no rank has all logits of a row, so "
+            f"vocabulary='stage' with loss_fn={text}: no rank has all logits of a row, so "
             f"the loss is one that can be summed over ranks; give "
             f"loss_fn=pipeline.vocabulary.CrossEntropy(), with weights in the targets for what "
             f"does not count, or vocabulary='ends'"
         )
-    own: list[tuple[str, Any, Any]] = [(name, ends[name], kinds[name]) for name in shared]
+    parts: list[tuple[str, Any, Any]] = [(name, ends[name], kinds[name]) for name in shared]
     if "head" in shared and loss_fn is not None:
-        own.append(("loss_fn", loss_fn, CrossEntropy))
-    for name, end, kind in own:
+        parts.append(("loss_fn", loss_fn, CrossEntropy))
+    for name, end, kind in parts:
         if type(end).__call__ is not kind.__call__:
             raise ValueError(
                 f"vocabulary='stage': {name} of type {type(end).__name__} has a __call__ of its "
@@ -124,8 +124,8 @@ def choose_shared(mode: Any, embed: Any, head: Any, loss_fn: Any) -> Shared:
 
 def _shares(module: nnx.Module, other: Any) -> bool:
     """Tell whether a module holds the table of another."""
-    held = (variable for _, variable in nnx.iter_graph(module) if isinstance(variable, Table))
-    return any(variable is other.table for variable in held)
+    tables = (variable for _, variable in nnx.iter_graph(module) if isinstance(variable, Table))
+    return any(variable is other.table for variable in tables)
 
 
 def check_activations(activations: Sequence[Tree]) -> None:

@@ -45,28 +45,28 @@ def ignoring(stages: Any, names: Any) -> tuple[Any, Ignored]:
         )
     if is_stacked(stages) or not names:
         return stages, Ignored(())
-    own = tuple(tuple(_held(stage, k, names)) for k, stage in enumerate(stages))
+    attributes = tuple(tuple(_attributes(stage, k, names)) for k, stage in enumerate(stages))
     first: dict[Any, Any] = {}
-    for path, name, value in (item for items in own for item in items):
+    for path, name, value in (item for items in attributes for item in items):
         first.setdefault((path, name), value)
     for name in names:
         if name not in {name for _, name in first}:
-            found = [difference(stages[0], stage) for stage in stages[1:]]
-            also = [f"stages[{k}] differs from stages[0] {f}" for k, f in enumerate(found, 1) if f]
+            texts = [difference(stages[0], stage) for stage in stages[1:]]
+            also = [f"stages[{k}] differs from stages[0] {f}" for k, f in enumerate(texts, 1) if f]
             raise ValueError(
                 f"ignore={tuple(names)!r}: no stage has an attribute {name!r}; "
                 f"{also[0] if also else 'all stages are alike without it'}"
             )
     changed = []
-    for stage, items in zip(stages, own, strict=True):
+    for stage, items in zip(stages, attributes, strict=True):
         new = [(path, name, first[path, name]) for path, name, _ in items]
         if not all(map(alike, items, new)):
             stage = _with_values(nnx.merge(*nnx.split(stage)), new)  # noqa: PLW2901
         changed.append(stage)
-    return changed, Ignored(own)
+    return changed, Ignored(attributes)
 
 
-def _held(stage: nnx.Module, k: int, names: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
+def _attributes(stage: nnx.Module, k: int, names: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
     """Path, name and value of a stage's attributes of these names."""
     for path, node in nnx.iter_graph(stage):
         if not isinstance(node, nnx.Module):

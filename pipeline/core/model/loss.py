@@ -62,19 +62,19 @@ class LossMetrics:
           counted: the loss's as `Weighed` has it, if means are to come with their weights.
         """
         rest = iter(sums)
-        found: list[Any] = []
+        metrics: list[Any] = []
         for kind in self.kinds:
             total = next(rest)
             if kind == "count":
-                found.append(total)
+                metrics.append(total)
                 continue
-            own = next(rest) if kind == "pair" else weight
-            mean, _ = mean_of(total, own)
+            divisor = next(rest) if kind == "pair" else weight
+            mean, _ = mean_of(total, divisor)
             if counted is None:
-                found.append(mean)
+                metrics.append(mean)
             else:
-                found.append(Weighed(mean, own if kind == "pair" else counted))
-        return jax.tree.unflatten(self.treedef, found)
+                metrics.append(Weighed(mean, divisor if kind == "pair" else counted))
+        return jax.tree.unflatten(self.treedef, metrics)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,10 +116,10 @@ def take_loss(
       ValueError: it returned something else; or metrics that cannot be added up.
     """
     result = loss_fn(outputs, targets)
-    loss, given = result, None
+    loss, metrics = result, None
     if _is_with_aux(result) and _may_be_metrics(result[1], has_aux):
-        loss, given = result
-    if has_aux and (given is None or _is_one_metric(given)):
+        loss, metrics = result
+    if has_aux and (metrics is None or _is_one_metric(metrics)):
         raise ValueError(
             f"loss_fn returned {_describe(result)}, and has_aux=True takes (loss, metrics): a "
             f"loss, which is a float scalar or a pair (sum, weight), and a dict of metrics; return "
@@ -131,7 +131,7 @@ def take_loss(
             f"loss_fn returned {_describe(loss)}; it returns a float scalar, the mean over the "
             f"microbatch, or a pair of scalars (sum, weight): reduce it, for example with .mean()"
         )
-    if given is not None and has_aux is False:
+    if metrics is not None and has_aux is False:
         raise ValueError(
             f"loss_fn returned {_describe(result)}, a loss and metrics, which are returned if they "
             f"are asked for: value_and_grad(..., has_aux=True) or loss(..., has_aux=True); or let "
@@ -143,12 +143,12 @@ def take_loss(
         total, weight = total * share, weight * share
     if not has_aux:
         return MicrobatchLoss(total, weight, is_mean, [], None)
-    return MicrobatchLoss(total, weight, is_mean, *_summed(given, jax.lax.stop_gradient(weight)))
+    return MicrobatchLoss(total, weight, is_mean, *_summed(metrics, jax.lax.stop_gradient(weight)))
 
 
-def _summed(given: Tree, weight: jax.Array) -> tuple[Leaves, LossMetrics]:
+def _summed(metrics: Tree, weight: jax.Array) -> tuple[Leaves, LossMetrics]:
     """Metrics of one microbatch as scalars that can be added up."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(given, is_leaf=_is_pair)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(metrics, is_leaf=_is_pair)
     sums: Leaves = []
     kinds: list[Any] = []
     for path, leaf in leaves:
@@ -236,10 +236,10 @@ def same_over_others(name: str, result: Any, axes: tuple[str, ...]) -> Any:
                 "split the batch over it"
             )
             is_batch = {*others} <= {EXPERT, CONTEXT}  # the likeliest way comes first
-            ways = (batch, parts, auto) if is_batch else (parts, auto, batch)
+            remedies = (batch, parts, auto) if is_batch else (parts, auto, batch)
             raise ValueError(
                 f"{name} returned a value that differs between the ranks of axis "
-                f"{' and '.join(map(repr, others))}; {'; or, '.join(ways)}"
+                f"{' and '.join(map(repr, others))}; {'; or, '.join(remedies)}"
             )
     return result
 
@@ -285,16 +285,16 @@ def _is_with_aux(result: Any) -> bool:
     return is_two and (_is_scalar(result[0]) or _is_pair(result[0]))
 
 
-def _may_be_metrics(given: Any, has_aux: bool | None) -> bool:
+def _may_be_metrics(value: Any, has_aux: bool | None) -> bool:
     """Tell whether the second thing is not the weight of a sum, nor what should have been one."""
     if has_aux is None:  # there may be some, and nobody wants them
-        return not _is_scalar(given)
-    return has_aux or isinstance(given, Mapping)
+        return not _is_scalar(value)
+    return has_aux or isinstance(value, Mapping)
 
 
-def _is_one_metric(given: Any) -> bool:
+def _is_one_metric(metrics: Any) -> bool:
     """Tell whether metrics are one without a name, which might also be the weight of a sum."""
-    return _is_array(given) or _is_pair(given)
+    return _is_array(metrics) or _is_pair(metrics)
 
 
 def _is_float(x: Any) -> bool:

@@ -45,8 +45,8 @@ def make_batch(
             f"a tree of arrays with the batch as their leading axis, such as "
             f"extras=dict(mask=mask)"
         )
-    given = as_arrays(inputs, targets, extras)
-    parts = tuple(map(_on_devices, PARTS, given))
+    trees = as_arrays(inputs, targets, extras)
+    parts = tuple(map(_on_devices, PARTS, trees))
     batch = Batch(parts[0], parts[1], parts[2], axes.leaf_specs(*parts))
     named = [
         (name + jax.tree_util.keystr(path), leaf)
@@ -54,7 +54,7 @@ def make_batch(
         for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(batch, name))
     ]
     specs = [spec for of in batch.specs for spec in of]
-    split = [(*one, spec) for one, spec in zip(named, specs, strict=True) if spec is not None]
+    split = [(*item, spec) for item, spec in zip(named, specs, strict=True) if spec is not None]
     leaves = [(name, leaf) for name, leaf, _ in split]
     if not jax.tree.leaves(batch.inputs):
         raise ValueError("inputs has no arrays; give at least one with the batch as leading axis")
@@ -62,7 +62,7 @@ def make_batch(
         if leaf.ndim == 0:
             raise ValueError(
                 f"{name} is a scalar; every leaf has the batch as its leading axis: give it the "
-                f"shape (N, ...), or let the stage hold it{_advice(name, given, 'asarray')}"
+                f"shape (N, ...), or let the stage hold it{_advice(name, trees, 'asarray')}"
             )
     first_name, first = leaves[0]
     rows = first.shape[0]
@@ -71,7 +71,7 @@ def make_batch(
             raise ValueError(
                 f"{name} has {leaf.shape[0]} rows, {first_name} has {rows}; every leaf of inputs, "
                 f"targets and extras has the same leading axis: the batch"
-                f"{_advice(name, given, 'stack') or _advice(first_name, given, 'stack')}"
+                f"{_advice(name, trees, 'stack') or _advice(first_name, trees, 'stack')}"
             )
     _warn_of_square_masks(batch, rows)
     _check_rows(rows, num_microbatches, axes)
@@ -94,15 +94,15 @@ def map_rows(
       trees: inputs, targets and extras.
       whole: another function, of leaves without a batch axis.
     """
-    found = []
+    results = []
     for tree, specs in zip(trees, axes.leaf_specs(*trees), strict=True):
         leaves, treedef = jax.tree.flatten(tree)
         new = [
             whole(leaf) if spec is None else function(leaf)
             for leaf, spec in zip(leaves, specs, strict=True)
         ]
-        found.append(jax.tree.unflatten(treedef, new))
-    return tuple(found)
+        results.append(jax.tree.unflatten(treedef, new))
+    return tuple(results)
 
 
 def place(batch: Batch, mesh: Mesh) -> Batch:
@@ -131,7 +131,7 @@ def as_arrays(*trees: Tree) -> tuple[Tree, ...]:
       ValueError: one cannot be read as numpy's.
     """
 
-    def one(name: str, path: Any, leaf: Any) -> Any:
+    def as_numpy(name: str, path: Any, leaf: Any) -> Any:
         if isinstance(leaf, _TAKEN) or not hasattr(leaf, "__array__"):
             return leaf
         try:
@@ -143,7 +143,7 @@ def as_arrays(*trees: Tree) -> tuple[Tree, ...]:
             ) from error
 
     def taken(name: str, tree: Tree) -> Tree:
-        return jax.tree_util.tree_map_with_path(functools.partial(one, name), tree)
+        return jax.tree_util.tree_map_with_path(functools.partial(as_numpy, name), tree)
 
     return tuple(map(taken, PARTS, trees))
 
@@ -151,7 +151,7 @@ def as_arrays(*trees: Tree) -> tuple[Tree, ...]:
 def _on_devices(name: str, tree: Tree) -> Tree:
     """The tree with every leaf as an array of JAX."""
 
-    def one(path: Any, leaf: Any) -> Any:
+    def as_jax(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf  # `Pipeline.lower` runs nothing
         try:
@@ -164,10 +164,10 @@ def _on_devices(name: str, tree: Tree) -> Tree:
                 f"is not"
             ) from None
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return jax.tree_util.tree_map_with_path(as_jax, tree)
 
 
-def _advice(name: str, given: tuple[Tree, ...], how: str) -> str:
+def _advice(name: str, trees: tuple[Tree, ...], how: str) -> str:
     """Advice on a leaf of that name: an extra without a batch axis, or an element of a list."""
     outer, _, rest = name.partition("[")
     if outer == "extras":
@@ -177,7 +177,7 @@ def _advice(name: str, given: tuple[Tree, ...], how: str) -> str:
             f"every stage whole if its spec is P(): Pipeline(..., "
             f"batch=dict(extras=dict({key}=P())))"
         )
-    if not isinstance(given[PARTS.index(outer)], list):
+    if not isinstance(trees[PARTS.index(outer)], list):
         return ""
     return f"; to JAX a list is a tree of {outer}: make it one array, numpy.{how}({outer})"
 
@@ -288,7 +288,7 @@ def _check_lengths(first: str, length: int, lengths: Sequence[int], ranks: int) 
             f"{first} has {length} positions, and slices={lengths} has {sum(lengths)} together; "
             f"give lengths whose sum is {length}"
         )
-    if any(one % ranks for one in lengths):
+    if any(part % ranks for part in lengths):
         raise ValueError(
             f"slices={lengths} and {first}, whose positions {ranks} devices split: each slice is "
             f"split over them; give multiples of {ranks}"
@@ -318,7 +318,7 @@ def cut(x: jax.Array, num_slices: int, lengths: Sequence[int] = ()) -> jax.Array
 
 def local_lengths(lengths: Sequence[int], size: int) -> list[int]:
     """Compute [N] how many of so many positions, all or those of a rank, each slice has."""
-    return [one * size // sum(lengths) for one in lengths]
+    return [length * size // sum(lengths) for length in lengths]
 
 
 def dealt(

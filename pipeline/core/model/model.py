@@ -19,7 +19,7 @@ from pipeline.base.precision import GradDtype
 from pipeline.base.tree import Tree, at, signature
 from pipeline.core.model.ends import Tables
 from pipeline.core.model.loss import Loss
-from pipeline.core.model.stage import Definition, Seat
+from pipeline.core.model.stage import Definition, StagePosition
 from pipeline.core.model.trained import Trained
 from pipeline.core.placement.zero import StateLayout
 
@@ -39,15 +39,15 @@ class Weights:
     chunks_rest: Tree
     ends_rest: Tree
 
-    def code(self, seat: Seat) -> Any:
+    def code(self, position: StagePosition) -> Any:
         """Key that stages of one computation share: static half, types, and place in the chunk.
 
         It is the one answer to which stages are alike for the kernel, which runs them where they
         lie. Calibration copies whole stages to one rank, where places no longer matter, so it
         compares modules.
         """
-        states = self.chunks[seat.chunk], self.chunks_rest[seat.chunk]
-        return seat.definition, seat.views, signature(states)
+        states = self.chunks[position.chunk], self.chunks_rest[position.chunk]
+        return position.definition, position.views, signature(states)
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class Batch:
 
     def extras_of(self, microbatch: Any) -> Tree:
         """The extras of one microbatch; a leaf without a batch axis is whole in each."""
-        own = dataclasses.replace(self, inputs=(), targets=(), specs=((), (), *self.specs[2:]))
-        found = own if self.specs else dataclasses.replace(own, specs=())
-        return found.map_rows(lambda leaf: at(leaf, microbatch), lambda leaf: leaf).extras
+        extras = dataclasses.replace(self, inputs=(), targets=(), specs=((), (), *self.specs[2:]))
+        batch = extras if self.specs else dataclasses.replace(extras, specs=())
+        return batch.map_rows(lambda leaf: at(leaf, microbatch), lambda leaf: leaf).extras
 
     def spec_tree(self) -> Batch:
         """The specs in the places of their leaves, for a shard_map."""
@@ -137,7 +137,7 @@ class Model:
         `pipeline.core.options.plan.Plan`.
     """
 
-    stages: tuple[Seat, ...]
+    stages: tuple[StagePosition, ...]
     ends: Definition
     has_embed: bool
     has_head: bool

@@ -52,25 +52,25 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _parts(value: Any) -> Any:
     """Parts of a value, in a fixed order; None if they are unknown."""
-    found: Any = None
+    parts: Any = None
     match value:
         case list() | tuple():
-            found = value
+            parts = value
         case Mapping():
-            found = [part for item in value.items() for part in item]
+            parts = [part for item in value.items() for part in item]
         case types.FunctionType():
             cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]
-            own = value.__code__, id(value.__globals__), value.__defaults__, value.__kwdefaults__
-            found = [*own, *(cell.cell_contents for cell in cells)]
+            code = value.__code__, id(value.__globals__), value.__defaults__, value.__kwdefaults__
+            parts = [*code, *(cell.cell_contents for cell in cells)]
         case types.MethodType():
-            found = value.__func__, value.__self__
+            parts = value.__func__, value.__self__
         case functools.partial():
-            found = value.func, value.args, value.keywords
+            parts = value.func, value.args, value.keywords
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            found = [getattr(value, entry.name, None) for entry in dataclasses.fields(value)]
+            parts = [getattr(value, entry.name, None) for entry in dataclasses.fields(value)]
         case _ if _compares_by_identity(value) and hasattr(value, "__dict__"):
-            found = [part for item in sorted(vars(value).items(), key=_name) for part in item]
-    return found
+            parts = [part for item in sorted(vars(value).items(), key=_name) for part in item]
+    return parts
 
 
 def _compares_by_identity(value: Any) -> bool:

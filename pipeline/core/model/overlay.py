@@ -171,7 +171,7 @@ def overlay(lists: Sequence[Sequence[Leaf]]) -> tuple[list[Cell], list[tuple[Spo
         if any(leaf.column not in columns for leaves in members for leaf in leaves):
             cells.append(Cell(group, None, (max(offsets),)))
     return cells, [
-        tuple(found[leaf] for leaf in leaves) for found, leaves in zip(spots, lists, strict=True)
+        tuple(places[leaf] for leaf in leaves) for places, leaves in zip(spots, lists, strict=True)
     ]
 
 

@@ -28,19 +28,19 @@ def unshared(stages: Any, embed: Any, head: Any, loss_fn: Any = None) -> tuple[A
     if is_stacked(stages):
         return stages, Ends(embed, head, loss_fn)
     owners: dict[int, str] = {}
-    found: list[Any] = []
+    copies: list[Any] = []
     for k, stage in enumerate(stages):
-        found.append(_with_own_streams(stage, owners, k))
-        owners |= _held(stage, f"stages[{k}]", owners)
-    _held(embed, "embed", owners)
-    _held(head, "head", owners)
-    _held(loss_fn, "loss_fn", owners)
-    return found, _with_own_streams(Ends(embed, head, loss_fn), owners, len(found))  # may share
+        copies.append(_with_own_streams(stage, owners, k))
+        owners |= _owners(stage, f"stages[{k}]", owners)
+    _owners(embed, "embed", owners)
+    _owners(head, "head", owners)
+    _owners(loss_fn, "loss_fn", owners)
+    return copies, _with_own_streams(Ends(embed, head, loss_fn), owners, len(copies))  # may share
 
 
-def _held(module: Any, name: str, owners: Owners) -> dict[int, str]:
+def _owners(module: Any, name: str, owners: Owners) -> dict[int, str]:
     """Its variables, none of which is a weight of somebody before it."""
-    found = {}
+    names = {}
     for path, variable in nnx.iter_graph(module) if isinstance(module, nnx.Module) else ():
         if not isinstance(variable, nnx.Variable):
             continue
@@ -53,8 +53,8 @@ def _held(module: Any, name: str, owners: Owners) -> dict[int, str]:
                 f"every stage weights of its own (nnx.clone), or tie embed= and head=, which may "
                 f"share"
             )
-        found[id(variable)] = where
-    return found
+        names[id(variable)] = where
+    return names
 
 
 def _is_abstract(variable: Any) -> bool:

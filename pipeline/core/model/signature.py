@@ -64,8 +64,8 @@ def _part(module: Any, param_dtype: Any, *, lead: int = 0) -> str:
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         for leaf in jax.tree.leaves(raw(variable)):
             shape = np.shape(leaf)[lead:]
-            kept = param_dtype is not None and is_float(leaf) and isinstance(variable, nnx.Param)
-            dtype = jnp.dtype(param_dtype).name if kept else str(jnp.result_type(leaf))
+            is_cast = param_dtype is not None and is_float(leaf) and isinstance(variable, nnx.Param)
+            dtype = jnp.dtype(param_dtype).name if is_cast else str(jnp.result_type(leaf))
             lines.append(f"{'.'.join(map(str, path))} {dtype}{list(shape)}")
             count += math.prod(shape)
     digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:8]

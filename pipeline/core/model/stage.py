@@ -49,8 +49,8 @@ class Definition:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Definition):
             return NotImplemented
-        known = (self.label, self._hash, self.state) == (other.label, other._hash, other.state)
-        return known and alike(self.graphdef, other.graphdef)
+        is_same = (self.label, self._hash, self.state) == (other.label, other._hash, other.state)
+        return is_same and alike(self.graphdef, other.graphdef)
 
     def __hash__(self) -> int:
         return self._hash
@@ -59,7 +59,7 @@ class Definition:
     def _hash(self) -> int:
         return digest(self.graphdef)
 
-    def call(self, method: Callable[..., Any], params: Tree, rest: Tree, *given: Any) -> Any:
+    def call(self, method: Callable[..., Any], params: Tree, rest: Tree, *args: Any) -> Any:
         """Merge the module and apply ``method`` to it, and to what is given.
 
         What it writes to the state that was declared is dropped.
@@ -67,14 +67,14 @@ class Definition:
         Raises:
           ValueError: the module wrote to other state of its own, or made some.
         """
-        return self.update(method, params, rest, *given)[0]
+        return self.update(method, params, rest, *args)[0]
 
     def update(
         self,
         method: Callable[..., Any],
         params: Tree,
         rest: Tree,
-        *given: Any,
+        *args: Any,
         paths: Sequence[Any] = (),
     ) -> tuple[Any, list[list[Any]]]:
         """Call a method, and also return the leaves at declared paths after the call.
@@ -83,15 +83,15 @@ class Definition:
           ValueError: as `call`; or a variable has other shapes or dtypes than before.
         """
         module = self._merged(params, rest)
-        result = method(module, *given)
+        result = method(module, *args)
         after = nnx.state(module)
-        self._check_nothing_is_written(method, params, rest, given, after)
+        self._check_nothing_is_written(method, params, rest, args, after)
         had, now = _flat(rest), dict(nnx.to_flat_state(after)) if paths else {}
         for path in paths:
-            before, found = (raw(one[path]) for one in (had, now))
-            if signature(jax.tree.map(_bare, before)) != signature(jax.tree.map(_bare, found)):
+            before, value = (raw(state[path]) for state in (had, now))
+            if signature(jax.tree.map(_bare, before)) != signature(jax.tree.map(_bare, value)):
                 raise ValueError(
-                    f"{self.label} writes {_text(found)} to its {kind_text(had[path])} "
+                    f"{self.label} writes {_text(value)} to its {kind_text(had[path])} "
                     f"{'.'.join(map(str, path))}, which was {_text(before)}: declared state keeps "
                     f"its shape and dtype; cast what is written"
                 )
@@ -101,7 +101,7 @@ class Definition:
         return with_arrays(nnx.merge(self.graphdef, params, rest, copy=True))
 
     def _check_nothing_is_written(
-        self, method: Callable[..., Any], params: Tree, rest: Tree, given: Any, after: Tree
+        self, method: Callable[..., Any], params: Tree, rest: Tree, args: Any, after: Tree
     ) -> None:
         had, now = _flat(params, rest), dict(nnx.to_flat_state(after))
         changed = [
@@ -112,9 +112,9 @@ class Definition:
             and (path not in now or not _same(now[path], variable))
         ]
         if changed and all(path in now for path in changed):
-            key = method, signature((params, rest, given))
+            key = method, signature((params, rest, args))
             if key not in self.looked_at:
-                changed = self._computed(changed, method, params, rest, given)
+                changed = self._computed(changed, method, params, rest, args)
             if key in self.looked_at or not changed:
                 self.looked_at.add(key)
                 changed = []
@@ -134,28 +134,28 @@ class Definition:
                 )
 
     def _computed(
-        self, paths: Sequence[Any], method: Callable[..., Any], params: Tree, rest: Tree, given: Any
+        self, paths: Sequence[Any], method: Callable[..., Any], params: Tree, rest: Tree, args: Any
     ) -> list[Any]:
         """List the variables at these paths that a call computes anew, found by a trace.
 
         `nnx.jit` and `nnx.remat` hand new values back for every variable that they were given, most
         of them the same.
         """
-        found: dict[Any, Any] = {}
+        origins: dict[Any, Any] = {}
 
-        def values(params: Tree, rest: Tree, given: Any) -> list[Any]:
+        def values(params: Tree, rest: Tree, args: Any) -> list[Any]:
             module = self._merged(params, rest)
-            method(module, *given)
+            method(module, *args)
             now = dict(nnx.to_flat_state(nnx.state(module)))
             leaves = {path: jax.tree.leaves(now[path]) for path in paths}
-            found.update({path: [None] * len(of) for path, of in leaves.items()})
+            origins.update({path: [None] * len(of) for path, of in leaves.items()})
             return list(leaves.values())
 
-        sources = iter(forwarded(jax.make_jaxpr(values)(params, rest, given).jaxpr))
-        found = {path: [next(sources) for _ in of] for path, of in found.items()}
+        sources = iter(forwarded(jax.make_jaxpr(values)(params, rest, args).jaxpr))
+        origins = {path: [next(sources) for _ in of] for path, of in origins.items()}
         treedef: Any = jax.tree.structure((params, rest))
         numbers = _flat(*jax.tree.unflatten(treedef, range(treedef.num_leaves)))
-        return [path for path in paths if found[path] != jax.tree.leaves(numbers[path])]
+        return [path for path in paths if origins[path] != jax.tree.leaves(numbers[path])]
 
 
 def _flat(*parts: Tree) -> dict[Any, Any]:
@@ -195,7 +195,7 @@ def _same(now: Any, before: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Seat:
+class StagePosition:
     """A stage's place and role there.
 
     Attributes:
@@ -210,13 +210,13 @@ class Seat:
     views: Views | None
 
 
-def seats(
+def stage_positions(
     chunks: Sequence[nnx.Module],
     definitions: Sequence[Definition],
     stages_of: Sequence[Sequence[int]],
     state: Sequence[frozenset[Any]] = (),
-) -> tuple[Seat, ...]:
-    """[K] the seats of all stages, in layer order.
+) -> tuple[StagePosition, ...]:
+    """[K] the positions of all stages, in layer order.
 
     Args:
       chunks: the V chunks.
@@ -224,7 +224,7 @@ def seats(
       stages_of: [S] lists of the V stages on each rank.
       state: [K] paths of what each may write, if any may.
     """
-    found: dict[int, Seat] = {}
+    positions: dict[int, StagePosition] = {}
     for rank, stages in enumerate(stages_of):
         for v, k in enumerate(stages):
             chunk, definition, views = chunks[v], definitions[v], None
@@ -233,8 +233,8 @@ def seats(
                 views = chunk.views[rank]
             if state and state[k]:
                 definition = replace(definition, state=state[k])
-            found[k] = Seat(definition, rank, v, views)
-    return tuple(found[k] for k in range(len(found)))
+            positions[k] = StagePosition(definition, rank, v, views)
+    return tuple(positions[k] for k in range(len(positions)))
 
 
 def define(module: nnx.Module, label: str) -> tuple[Definition, Tree, Tree]:
@@ -263,14 +263,14 @@ def check_kinds(stages: Any, **ends: Any) -> None:
     parts = {"stages": stages, **ends}
     if isinstance(stages, Sequence):
         parts |= {f"stages[{k}]": stage for k, stage in enumerate(stages)}
-    found = {
+    kinds = {
         name: is_abstract(nnx.state(part))
         for name, part in parts.items()
         if isinstance(part, nnx.Module) and jax.tree.leaves(nnx.state(part))
     }
-    if len(set(found.values())) > 1:
+    if len(set(kinds.values())) > 1:
         of_types, of_arrays = (
-            next(name for name, kind in found.items() if kind is wanted) for wanted in (True, False)
+            next(name for name, kind in kinds.items() if kind is wanted) for wanted in (True, False)
         )
         raise ValueError(
             f"{of_types} is made of types (jax.ShapeDtypeStruct), {of_arrays} of arrays; make all "

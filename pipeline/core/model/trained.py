@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from pipeline.base.masks import Mask, Way
+from pipeline.base.masks import Mask, NeedsGradient
 
 
 @jax.tree_util.register_static
@@ -33,7 +33,7 @@ class Trained:
     ends: Mask
     num_embed: int
 
-    def asked(
+    def restrict(
         self, chunks: tuple[Mask, ...], ends: Mask, cells: Sequence[tuple[int, Any]]
     ) -> Trained:
         """Restrict to the leaves of the arrays whose gradients are asked for.
@@ -45,8 +45,8 @@ class Trained:
             None where they are those.
         """
 
-        def both(one: Mask, other: Sequence[bool]) -> Mask:
-            return tuple(a and b for a, b in zip(one, other, strict=True))
+        def both(mask: Mask, other: Sequence[bool]) -> Mask:
+            return tuple(a and b for a, b in zip(mask, other, strict=True))
 
         of_stages = [
             chunks[v] if own is None else [chunks[v][cell] for cell in own] for v, own in cells
@@ -68,20 +68,21 @@ class Trained:
         """True if anything is trained."""
         return any(map(any, (*self.chunks, self.ends)))
 
-    def ways(self, *, want_inputs: bool, backward: bool = True) -> tuple[Way, ...]:
+    def needs_gradients(
+        self, *, want_inputs: bool, backward: bool = True
+    ) -> tuple[NeedsGradient, ...]:
         """[K] how far each stage's backward goes.
 
-        Stage 0 is as stage 1 is, whose code it may share; that nothing comes before it is known
-        where it runs.
+        Stage 0 is as stage 1 is, whose code it may share; where it runs, it is known to be first.
 
         Args:
           want_inputs: whether inputs have gradients.
           backward: whether anything goes back at all; otherwise all stages are alike.
         """
         if not backward:
-            return tuple(Way((True,) * len(mask), x=True) for mask in self.stages)
+            return tuple(NeedsGradient((True,) * len(mask), x=True) for mask in self.stages)
         before = want_inputs or self.embed
         return tuple(
-            Way(mask, x=before or any(map(any, self.stages[: max(k, 1)])))
+            NeedsGradient(mask, x=before or any(map(any, self.stages[: max(k, 1)])))
             for k, mask in enumerate(self.stages)
         )

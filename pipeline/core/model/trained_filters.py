@@ -54,21 +54,21 @@ def find_trained(
       ValueError: it is no filter, finds nothing, or finds what has no gradient.
     """
     asks = _Asks(wrt)
-    found: dict[int, Mask] = {}
+    masks: dict[int, Mask] = {}
     unions = []
     for v, chunk in enumerate(chunks):
         union = [False] * len(_leaves(chunk))
         view = view_of(chunk)
-        for rank, held in enumerate(stages):
-            found[held[v]] = asks.mask(("stages", held[v]), *view(rank))
-            for spot, yes in zip(spots_of(chunk, rank), found[held[v]], strict=True):
+        for rank, numbers in enumerate(stages):
+            masks[numbers[v]] = asks.mask(("stages", numbers[v]), *view(rank))
+            for spot, yes in zip(spots_of(chunk, rank), masks[numbers[v]], strict=True):
                 union[spot.cell] |= yes
         unions.append(tuple(union))
     params, rest = halves_of(ends)
     of_ends = asks.mask((), params, rest)
     owners = [path[0] for path, variable in params for _ in jax.tree.leaves(variable)]
     trained = Trained(
-        tuple(found[k] for k in range(len(found))),
+        tuple(masks[k] for k in range(len(masks))),
         tuple(unions),
         of_ends,
         owners.count("embed"),
@@ -83,7 +83,7 @@ def trained_by(
     chunks: Sequence[nnx.Module],
     ends: nnx.Module,
     stages: Places,
-    known: dict[Any, Any],
+    cache: dict[Any, Any],
     structure: Any = None,
 ) -> tuple[Trained, nnx.filterlib.Filter]:
     """Find the parameters that a filter trains, and the same filter on the pipeline's own state.
@@ -95,7 +95,7 @@ def trained_by(
       chunks: [V] modules.
       ends: embed and head.
       stages: [S] lists of the V stages on each rank.
-      known: what other filters were found to train, to which this is added.
+      cache: what other filters were found to train, to which this is added.
       structure: that of their parameters, if it is at hand.
 
     Raises:
@@ -105,17 +105,17 @@ def trained_by(
         structure = jax.tree.structure([define(part, "")[1] for part in (*chunks, ends)])
     key: Any = ((tuple(wrt) if isinstance(wrt, list) else wrt), structure)
     try:
-        found = known.get(key)
+        result = cache.get(key)
     except TypeError:  # a filter without a hash
-        key, found = None, None
-    if found is None:
+        key, result = None, None
+    if result is None:
         trained = find_trained(wrt, chunks, ends, stages)
-        found = trained, own_filter(wrt, trained, chunks, ends)
+        result = trained, own_filter(wrt, trained, chunks, ends)
         if key is not None:
-            if len(known) >= MOST_FILTERS:  # of calls that make their own anew
-                del known[next(iter(known))]
-            known[key] = found
-    return found
+            if len(cache) >= MOST_FILTERS:  # of calls that make their own anew
+                del cache[next(iter(cache))]
+            cache[key] = result
+    return result
 
 
 def own_filter(
@@ -126,14 +126,14 @@ def own_filter(
         return wrt
     masks = [*trained.chunks, trained.ends]
     prefixes = [*(("chunks", v) for v in range(len(chunks))), ("ends",)]
-    found = []
+    paths = []
     for prefix, module, mask in zip(prefixes, (*chunks, ends), masks, strict=True):
         answers = iter(mask)
         for path, variable in halves_of(module)[0]:
             leaves = [next(answers) for _ in jax.tree.leaves(variable)]
             if any(leaves):
-                found.append((*prefix, *path))
-    return nnx.filterlib.PathIn(*found)
+                paths.append((*prefix, *path))
+    return nnx.filterlib.PathIn(*paths)
 
 
 class _Asks:
@@ -159,7 +159,7 @@ class _Asks:
           params: its `nnx.Param` state.
           rest: all its other state.
         """
-        found: list[bool] = []
+        answers: list[bool] = []
         for path, variable in params:
             whole = ModelPath((*prefix, *path))
             yes = self._is_default or bool(self._predicate(whole, variable))
@@ -168,12 +168,12 @@ class _Asks:
                 self._seen.append(f"{whole!r}, a {type_text(variable)}")
                 if yes and not all(map(is_float, leaves)):
                     self._refuse(whole, variable, "which holds no floats")
-            found += [yes] * len(leaves)
+            answers += [yes] * len(leaves)
         if not self._is_default:
             for path, variable in rest:
                 if self._predicate(ModelPath((*prefix, *path)), variable):
                     self._refuse((*prefix, *path), variable, "which is no nnx.Param")
-        return tuple(found)
+        return tuple(answers)
 
     def _refuse(self, path: Path, variable: Any, why: str) -> None:
         raise ValueError(
@@ -229,8 +229,8 @@ def trained_lines(
 ) -> list[str]:
     """A line on what is trained; none where everything is."""
     sizes = [(leaf.size, yes) for leaf, yes in zip(_leaves(ends), trained.ends, strict=True)]
-    for rank, held in enumerate(stages):
-        for chunk, k in zip(chunks, held, strict=True):
+    for rank, numbers in enumerate(stages):
+        for chunk, k in zip(chunks, numbers, strict=True):
             spots = spots_of(chunk, rank)
             sizes += zip((math.prod(s.shape) for s in spots), trained.stages[k], strict=True)
     if all(yes for _, yes in sizes):
@@ -265,14 +265,14 @@ def trained_parts(
       By path, ``chunks/0/kernel``, for each rank the parts that are trained, (start, stop) on the
       axis behind that of ranks.
     """
-    found: dict[str, Parts] = {}
+    parts_of: dict[str, Parts] = {}
     for v, chunk in enumerate(chunks):
         params = nnx.to_flat_state(nnx.state(chunk, nnx.Param))
         paths = [path for path, of in params for _ in jax.tree.leaves(of)]
         parts: list[Parts] = [[[] for _ in stages] for _ in paths]
         frozen = [False] * len(paths)
-        for rank, held in enumerate(stages):
-            mask = trained.stages[held[v]]
+        for rank, numbers in enumerate(stages):
+            mask = trained.stages[numbers[v]]
             for spot, yes in zip(spots_of(chunk, rank), mask, strict=True):
                 if yes:
                     parts[spot.cell][rank].append(spot.part or WHOLE)
@@ -280,8 +280,8 @@ def trained_parts(
                     frozen[spot.cell] = True
         for path, of, is_part in zip(paths, parts, frozen, strict=True):
             if is_part and any(of):
-                found["/".join(map(str, ("chunks", v, *path)))] = of
-    return found
+                parts_of["/".join(map(str, ("chunks", v, *path)))] = of
+    return parts_of
 
 
 def leaving_frozen(
@@ -299,17 +299,17 @@ def leaving_frozen(
     if not parts:
         return tx
 
-    def one(path: Any, leaf: Any) -> Any:
+    def without_frozen(path: Any, leaf: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        for own, of in parts.items():
-            if f"{name}/".startswith(f"{own}/"):
+        for prefix, of in parts.items():
+            if f"{name}/".startswith(f"{prefix}/"):
                 mask = laid_as(jnp.broadcast_to(_is_trained(of, leaf), leaf.shape), leaf)
                 return jnp.where(mask, leaf, jnp.zeros_like(leaf))
         return leaf
 
     def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
         updates, state = tx.update(grads, state, params, **extra)
-        return jax.tree_util.tree_map_with_path(one, updates), state
+        return jax.tree_util.tree_map_with_path(without_frozen, updates), state
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
@@ -320,5 +320,5 @@ def _is_trained(ranks: Parts, leaf: Any) -> jax.Array:
     bounds = jnp.asarray([[*of, *[(0, 0)] * (most - len(of))] for of in ranks])  # [S, parts, 2]
     entries = jnp.arange(leaf.shape[1] if leaf.ndim > 1 else 1)[None, None]
     within = (entries >= bounds[..., :1]) & (entries < bounds[..., 1:])
-    found = within.any(axis=1)
-    return found[:, 0] if leaf.ndim == 1 else found.reshape(*found.shape, *[1] * (leaf.ndim - 2))
+    mask = within.any(axis=1)
+    return mask[:, 0] if leaf.ndim == 1 else mask.reshape(*mask.shape, *[1] * (leaf.ndim - 2))

@@ -46,26 +46,26 @@ def find_state(
         ) from None
     # Of each chunk the leaves that hold declared variables of any of its stages: stages that are
     # not alike have theirs in cells that others share.
-    found: dict[int, frozenset[Path]] = {}
+    paths_of: dict[int, frozenset[Path]] = {}
     cells = []
     for v, chunk in enumerate(chunks):
-        view, own = view_of(chunk), set()
-        for rank, held in enumerate(stages):
+        view, of_chunk = view_of(chunk), set()
+        for rank, of_rank in enumerate(stages):
             params, rest = view(rank)
-            k = held[v]
+            k = of_rank[v]
             paths = _paths(state, predicate, ("stages", k), params, rest)
-            found[k] = frozenset(paths)
+            paths_of[k] = frozenset(paths)
             numbers = _leaf_numbers(rest)
             spots = chunk.views[rank].rest.spots if isinstance(chunk, Overlaid) else None
             for path in paths:
-                own |= {n if spots is None else spots[n].cell for n in numbers[path]}
-        cells.append(tuple(sorted(own)))
-        _check_alike(state, chunk, {held[v]: found[held[v]] for held in stages})
+                of_chunk |= {n if spots is None else spots[n].cell for n in numbers[path]}
+        cells.append(tuple(sorted(of_chunk)))
+        _check_alike(state, chunk, {of_rank[v]: paths_of[of_rank[v]] for of_rank in stages})
     params, rest = halves_of(ends)
     of_ends = _paths(state, predicate, (), params, rest)
     numbers = _leaf_numbers(rest)
     declared = Declared(
-        tuple(found[k] for k in range(len(found))),
+        tuple(paths_of[k] for k in range(len(paths_of))),
         frozenset(of_ends),
         tuple(cells),
         tuple(n for path in of_ends for n in numbers[path]),
@@ -118,10 +118,10 @@ def keep_state(
       values: of these leaves, for each module.
     """
     cells = *declared.chunk_cells, declared.ends_cells
-    for module, own, found in zip(modules, cells, values, strict=True):
-        if not own:
+    for module, numbers, of_module in zip(modules, cells, values, strict=True):
+        if not numbers:
             continue
-        of_leaf = dict(zip(own, found, strict=True))
+        of_leaf = dict(zip(numbers, of_module, strict=True))
         parts: Any = nnx.split(module, nnx.Param, ...)
         n, changed = 0, []
         for path, variable in nnx.to_flat_state(parts[2]):
@@ -163,7 +163,7 @@ def _paths(
                 f"are trained by gradients, and state is what is no nnx.Param; let the filter "
                 f"leave it out"
             )
-    found = []
+    paths = []
     for path, variable in rest:
         if predicate(ModelPath((*prefix, *path)), variable):
             if isinstance(variable, nnx.RngState):
@@ -171,24 +171,24 @@ def _paths(
                     f"state={state!r} finds {(*prefix, *path)!r}, a {type_text(variable)}: random "
                     f"streams are advanced by the pipeline itself; let the filter leave them out"
                 )
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths
 
 
 def _leaf_numbers(flat: Flat) -> dict[Path, list[int]]:
     """Number the leaves of each variable of a state."""
-    found, n = {}, 0
+    numbers, n = {}, 0
     for path, variable in flat:
         count = len(jax.tree.leaves(variable))
-        found[path] = list(range(n, n + count))
+        numbers[path] = list(range(n, n + count))
         n += count
-    return found
+    return numbers
 
 
-def _check_alike(state: Any, chunk: nnx.Module, found: dict[int, frozenset[Path]]) -> None:
+def _check_alike(state: Any, chunk: nnx.Module, paths_of: dict[int, frozenset[Path]]) -> None:
     if isinstance(chunk, Overlaid):
         return
-    (first, paths), *others = found.items()
+    (first, paths), *others = paths_of.items()
     for k, other in others:
         if other != paths:
             path = min(paths ^ other, key=str)

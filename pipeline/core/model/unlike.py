@@ -92,15 +92,15 @@ class Overlaid(nnx.Module):
             # Layers of one kind then share places whatever their number in a stage is.
             cells, spots = overlay([_by_kind(leaves) for leaves in lists])
         _check_sharded(_unplaced(lists, cells, spots, placement), why)
-        held: list[list[list[Held]]] = [[[] for _ in stages] for _ in cells]
-        for rank, (flat, found) in enumerate(zip(flats, spots, strict=True)):
-            for variable, spot in zip(flat.values(), found, strict=True):
-                held[spot.cell][rank].append((variable, spot))
+        items: list[list[list[Held]]] = [[[] for _ in stages] for _ in cells]
+        for rank, (flat, row) in enumerate(zip(flats, spots, strict=True)):
+            for variable, spot in zip(flat.values(), row, strict=True):
+                items[spot.cell][rank].append((variable, spot))
         paths = [
             _put(self, _cell_path(cell), _cell_variable(cell, ranks, placement))
-            for cell, ranks in zip(cells, held, strict=True)
+            for cell, ranks in zip(cells, items, strict=True)
         ]
-        places = [dict(zip(f, found, strict=True)) for f, found in zip(flats, spots, strict=True)]
+        places = [dict(zip(f, row, strict=True)) for f, row in zip(flats, spots, strict=True)]
         self.views = nnx.static(tuple(map(self._views, stages, places, [paths] * len(stages))))
         self.about = f"{why}; {_sizes(self, stages)}"
 
@@ -116,9 +116,9 @@ class Overlaid(nnx.Module):
             rows = [[leaf[rank] for leaf in half] for half in (params, rest)]
             return views.params.tree(rows[0]), views.rest.tree(rows[1])
 
-        held = [jax.tree.leaves(half) for half in _halve(self)]
-        found = jax.eval_shape(halves, *held) if is_abstract(held) else halves(*held)
-        return with_arrays(nnx.merge(graphdef, *found))
+        leaves = [jax.tree.leaves(half) for half in _halve(self)]
+        parts = jax.eval_shape(halves, *leaves) if is_abstract(leaves) else halves(*leaves)
+        return with_arrays(nnx.merge(graphdef, *parts))
 
 
 def _leaf(path: ModelPath, variable: Any, placement: Placement, why: str) -> Leaf:
@@ -142,7 +142,7 @@ def _leaf(path: ModelPath, variable: Any, placement: Placement, why: str) -> Lea
 def _by_kind(leaves: Sequence[Leaf]) -> list[Leaf]:
     """Leaves whose names, where they are sharded, count those of their kind in place of layers."""
     seen: dict[Any, int] = {}
-    found = []
+    result = []
     for leaf in leaves:
         group: Any = leaf.group
         if group[-1]:
@@ -150,8 +150,8 @@ def _by_kind(leaves: Sequence[Leaf]) -> list[Leaf]:
             kind = group, plain, leaf.shape[1:]
             seen[kind] = seen.get(kind, -1) + 1
             leaf = replace(leaf, name=(*plain, str(seen[kind])))  # noqa: PLW2901
-        found.append(leaf)
-    return found
+        result.append(leaf)
+    return result
 
 
 def _unplaced(
@@ -164,15 +164,15 @@ def _unplaced(
 
     An axis of one rank cuts nothing, so it is no obstacle.
     """
-    found = []
+    misfits = []
     for leaves, places in zip(lists, spots, strict=True):
         for leaf, spot in zip(leaves, places, strict=True):
             group: Any = leaf.group
             axes = group[-1]
             fits = cells[spot.cell].name is not None and not (spot.part and axes and axes[0])
             if placement.cuts(axes) and not fits:
-                found.append(leaf)
-    return found
+                misfits.append(leaf)
+    return misfits
 
 
 def _check_sharded(unplaced: Sequence[Leaf], why: str) -> None:
@@ -227,7 +227,7 @@ def _view(half: Tree, places: dict[Path, Spot], own: Tree, paths: list[Path]) ->
 
 def _cell_variable(cell: Cell, ranks: list[list[Held]], placement: Placement) -> Any:
     """[S, ...] from what each rank holds in a cell; no device holds more than its own part."""
-    like = next(variable for held in ranks for variable, _ in held)
+    like = next(variable for items in ranks for variable, _ in items)
     first = raw(like)
     if not isinstance(like, nnx.Variable):  # a plain array
         like = nnx.Variable(first)
@@ -241,8 +241,8 @@ def _cell_variable(cell: Cell, ranks: list[list[Held]], placement: Placement) ->
     sharding = NamedSharding(placement.mesh, spread.stored)
     if isinstance(first, jax.ShapeDtypeStruct):
         return label(jax.ShapeDtypeStruct(shape, first.dtype, sharding=sharding))
-    if any(isinstance(raw(variable), jax.core.Tracer) for held in ranks for variable, _ in held):
-        filled = jax.numpy.stack([_filled(cell, first, held) for held in ranks])
+    if any(isinstance(raw(variable), jax.core.Tracer) for items in ranks for variable, _ in items):
+        filled = jax.numpy.stack([_filled(cell, first, items) for items in ranks])
         return label(constrained(filled, sharding))  # made under jit
     plain: Any = jax.random.key_data if is_key(first) else np.asarray
     tail = plain(first).shape[first.ndim :]  # what a typed key is made of
@@ -250,8 +250,8 @@ def _cell_variable(cell: Cell, ranks: list[list[Held]], placement: Placement) ->
     def rows(index: Any) -> Any:
         mine = ranks[index[0]]
         out = np.zeros((len(mine), *cell.shape, *tail), plain(first).dtype)
-        for row, held in enumerate(mine):
-            for variable, spot in held:
+        for row, items in enumerate(mine):
+            for variable, spot in items:
                 part = (row,) if spot.part is None else (row, slice(*spot.part))
                 out[part] = np.reshape(plain(raw(variable)), out[part].shape)
         return out[(slice(None), *index[1:])]
@@ -262,12 +262,12 @@ def _cell_variable(cell: Cell, ranks: list[list[Held]], placement: Placement) ->
     return label(values)
 
 
-def _filled(cell: Cell, like: Any, held: list[Held]) -> Any:
+def _filled(cell: Cell, like: Any, items: list[Held]) -> Any:
     """Fill one rank's part of a cell."""
-    found = jax.numpy.broadcast_to(zeros(like).ravel()[0], cell.shape)
-    for variable, spot in held:
-        found = spot.fill(found, raw(variable))
-    return found
+    value = jax.numpy.broadcast_to(zeros(like).ravel()[0], cell.shape)
+    for variable, spot in items:
+        value = spot.fill(value, raw(variable))
+    return value
 
 
 def _sizes(chunk: Overlaid, stages: Sequence[nnx.Module]) -> str:

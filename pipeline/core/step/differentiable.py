@@ -281,7 +281,7 @@ def _asked(model: Model, weights: Any) -> Model:
         (seat.chunk, [spot.cell for spot in seat.views.params.spots] if seat.views else None)
         for seat in model.stages
     ]
-    return dataclasses.replace(model, trained=trained.asked(chunks, ends, cells))
+    return dataclasses.replace(model, trained=trained.restrict(chunks, ends, cells))
 
 
 def _in_their_places(weights: Weights, trained: Trained, grads: Any) -> tuple[Any, Any]:

@@ -19,7 +19,7 @@ from pipeline.core.model.ends import find_tables
 from pipeline.core.model.loss import LossModule
 from pipeline.core.model.microbatch import make_batch, place
 from pipeline.core.model.model import Batch, Declared, Model, Weights
-from pipeline.core.model.stage import Ends, define, seats
+from pipeline.core.model.stage import Ends, define, stage_positions
 from pipeline.core.model.trained_filters import trained_by
 from pipeline.core.model.trained_state import find_state
 from pipeline.core.options.plan import Plan
@@ -81,7 +81,7 @@ def make_operands(
     declared = _declared(plan, chunks, ends, (structure, jax.tree.structure([*rests, ends_rest])))
     definition = dataclasses.replace(definition, state=declared.ends)
     model = Model(
-        stages=seats(chunks, definitions, stages_of, declared.stages),
+        stages=stage_positions(chunks, definitions, stages_of, declared.stages),
         ends=definition,
         has_embed=ends.embed is not None,
         has_head=ends.head is not None,

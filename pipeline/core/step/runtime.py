@@ -94,7 +94,7 @@ def train(
       ``weights.ends`` that are trained; for the inputs' float leaves, [N, ...]; and declared state
       as the step has left it.
     """
-    ways = model.trained.ways(want_inputs=want_inputs)
+    ways = model.trained.needs_gradients(want_inputs=want_inputs)
     if plan.schedule.num_slices > 1:  # gradients of earlier slices come with those of inputs
         ways = tuple(dataclasses.replace(way, x=True) for way in ways)
     program = without(plan.training, [way.x for way in ways])
@@ -222,7 +222,7 @@ def _infer(
       spec: of these.
       training: whether the step counts as one that trains.
     """
-    ways = model.trained.ways(want_inputs=False, backward=False)
+    ways = model.trained.needs_gradients(want_inputs=False, backward=False)
 
     def body(tables: Row, weights: Weights, batch: Batch, _: None) -> tuple[Any, Kept]:
         rank = make_rank(plan, model, weights, batch, loss=LossScale(counts=step.take_loss))

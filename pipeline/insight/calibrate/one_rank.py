@@ -60,7 +60,7 @@ class Chain:
 def find_chain(pipe: Any) -> Chain:
     """The stages that differ in what they compute, in how far they go back, or in their place."""
     plan, kind_of, found = pipe.plan, [], []
-    ways = pipe.trained.ways(want_inputs=False)
+    needs_gradients = pipe.trained.needs_gradients(want_inputs=False)
     groups: list[Any] = []
     last = plan.schedule.num_stages - 1
     for k in range(last + 1):
@@ -68,7 +68,7 @@ def find_chain(pipe: Any) -> Chain:
         key = definition, signature((params, rest))
         if key not in groups:
             groups.append(key)
-        kind_of.append((groups.index(key), ways[k], k == 0, k == last))
+        kind_of.append((groups.index(key), needs_gradients[k], k == 0, k == last))
     for k, kind in enumerate(kind_of):
         if k == 0 or kind != kind_of[k - 1]:
             found.append((k, kind))

@@ -70,8 +70,8 @@ def predict_traffic(
     """Predict the messages of `runtime.train`, whose arguments these are, as arrays or types."""
     traced = runtime.train.trace(plan, model, weights, batch, want_inputs=want_inputs)
     ranks = plan.schedule.num_ranks
-    ways = model.trained.ways(want_inputs=want_inputs)
-    program = without(plan.training, [way.x for way in ways])
+    needs_gradients = model.trained.needs_gradients(want_inputs=want_inputs)
+    program = without(plan.training, [needs.x for needs in needs_gradients])
     walk = _Walk(program, dict(plan.mesh.shape), ranks)
     walk.read(find_shard_map(traced.jaxpr.jaxpr), np.ones(ranks), "", known=False)
     of_axis = list(plan.mesh.axis_names).index

@@ -20,7 +20,7 @@ from pipeline.base.tree import Leaves, Tree, at, blank, vary_like, zeros
 from pipeline.core.autodiff.outcome import Outcome
 from pipeline.core.model.model import Declared, Model, Weights
 from pipeline.core.model.overlay import Leaf, Spot, View, overlay
-from pipeline.core.model.stage import Definition, Seat
+from pipeline.core.model.stage import Definition, StagePosition
 from pipeline.core.model.unlike import Views
 from pipeline.core.step.calls.declared import state_spots
 from pipeline.core.step.calls.ends import embed, ends_values, finish
@@ -125,7 +125,7 @@ def make_decoder(rank: Rank, cache: Any, start: Callable[[Any], None]) -> Decode
     """
     is_cache = nnx.filterlib.to_predicate(cache)
     model, weights = rank.model, rank.weights
-    parts: list[tuple[list[Seat], Cells, Begin]] = []
+    parts: list[tuple[list[StagePosition], Cells, Begin]] = []
     for v, rest in enumerate(weights.chunks_rest):
         own = [seat for seat in model.stages if seat.chunk == v]
         if own[0].views is None:
@@ -155,7 +155,9 @@ def make_decoder(rank: Rank, cache: Any, start: Callable[[Any], None]) -> Decode
     return Decoder(decoding, (*(begin for _, _, begin in parts), ends.begin))
 
 
-def with_types_of_writes(rank: Rank, kinds: Sequence[tuple[Seat, LocalModel]]) -> Weights | None:
+def with_types_of_writes(
+    rank: Rank, kinds: Sequence[tuple[StagePosition, LocalModel]]
+) -> Weights | None:
     """A rank's weights whose caches vary over all mesh axes over which what is written does.
 
     Args:
@@ -213,17 +215,17 @@ def _with_leaves(tree: Tree, leaves: Sequence[Any]) -> Tree:
 
 
 def _ready_unlike(
-    rank: Rank, seats: Sequence[Seat], is_cache: Any, start: Callable[[Any], None]
-) -> tuple[list[Seat], Cells, Begin]:
+    rank: Rank, stages: Sequence[StagePosition], is_cache: Any, start: Callable[[Any], None]
+) -> tuple[list[StagePosition], Cells, Begin]:
     """Prepare a chunk whose stages share cells: caches get cells of their new positions."""
-    v = seats[0].chunk
+    v = stages[0].chunk
     cells = jax.tree.leaves(rank.weights.chunks_rest[v])
     ready, lists, known = [], [], []
-    for seat in seats:
-        views: Any = seat.views
+    for stage in stages:
+        views: Any = stage.views
         params = jax.eval_shape(lambda views=views: views.params.tree(rank.chunks.whole[v]))
         rest = views.rest.tree(cells)
-        one = _ready(seat.definition, params, rest, is_cache, start)
+        one = _ready(stage.definition, params, rest, is_cache, start)
         spots = jax.tree.unflatten(views.rest.treedef, range(len(views.rest.spots)))
         old = dict(nnx.to_flat_state(spots))
         now: dict[Any, Any] = {}  # of each leaf its old spot, or what it is
@@ -241,21 +243,21 @@ def _ready_unlike(
         lists.append([leaf for leaf in now.values() if isinstance(leaf, Leaf)])
     made, spots_of = overlay(lists)
     moved = []
-    for seat, one, now, added in zip(seats, ready, known, spots_of, strict=True):
+    for stage, one, now, added in zip(stages, ready, known, spots_of, strict=True):
         more = iter(replace(spot, cell=spot.cell + len(cells)) for spot in added)
         spots = tuple(spot if isinstance(spot, Spot) else next(more) for spot in now.values())
-        views = replace(cast("Views", seat.views), rest=View(jax.tree.structure(one.types), spots))
-        moved.append(replace(seat, definition=one.definition, views=views))
+        views = replace(cast("Views", stage.views), rest=View(jax.tree.structure(one.types), spots))
+        moved.append(replace(stage, definition=one.definition, views=views))
 
     def begin(rest: Tree) -> Tree:
         had = jax.tree.leaves(rest)
         now = [jnp.zeros(cell.shape, cell.group[1]) for cell in made]
         index = jax.lax.axis_index(STAGE)
-        for seat, one, old in zip(moved, ready, seats, strict=True):
-            views: Any = seat.views
+        for stage, one, old in zip(moved, ready, stages, strict=True):
+            views: Any = stage.views
             own = one.begin(cast("Any", old.views).rest.tree(had))
             filled = views.rest.fill([*had, *map(jnp.zeros_like, now)], own)[len(had) :]
-            mine = index == seat.rank
+            mine = index == stage.rank
             now = [jnp.where(mine, x, y) for x, y in zip(filled, now, strict=True)]
         return nnx.State({n: nnx.Variable(x) for n, x in enumerate([*had, *now])})
 

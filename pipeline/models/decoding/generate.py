@@ -241,8 +241,8 @@ def _with_cache_types(rank: Rank, inputs: Tree) -> Rank:
     """
     while True:
         found, made = _local_models(rank, inputs)
-        seats = found.model.stages
-        wider = with_types_of_writes(found, [(seats[own[0]], local) for own, local in made])
+        stages = found.model.stages
+        wider = with_types_of_writes(found, [(stages[own[0]], local) for own, local in made])
         if wider is None:
             return rank
         rank = replace(rank, weights=wider)
@@ -253,15 +253,15 @@ def _kinds(
 ) -> tuple[DeclaredState, list[Kind]]:
     """A rank's model for calls of one width, with caches that may hold something already."""
     rank, made = _local_models(rank, inputs)
-    seats = rank.model.stages
+    stages = rank.model.stages
     if declared is None:
         usage = {k: local.stage_usage() for own, local in made for k in own[:1]}
-        usages = [usage[own[0]] for k in range(len(seats)) for own, _ in made if k in own]
+        usages = [usage[own[0]] for k in range(len(stages)) for own, _ in made if k in own]
         usage_of_ends = ends_usage(rank, made[0][1].output, take_loss=False)
         declared = DeclaredState(rank, usages, usage_of_ends, M, again=False, each=True)
     kinds = []
     for own, local in _local_models(replace(rank, declared=declared), inputs)[1]:
-        kinds.append(Kind(local, seats[own[0]].chunk, tuple(seats[k].rank for k in own)))
+        kinds.append(Kind(local, stages[own[0]].chunk, tuple(stages[k].rank for k in own)))
     return declared, kinds
 
 
@@ -275,11 +275,11 @@ def _local_models(rank: Rank, inputs: Tree) -> tuple[Rank, list[tuple[list[int],
             "and these are not; make them so (what only the first or the last has belongs to "
             "embed= or head=)"
         )
-    seats = rank.model.stages
-    ways = rank.model.trained.ways(want_inputs=False, backward=False)
+    stages = rank.model.stages
+    needs_gradients = rank.model.trained.needs_gradients(want_inputs=False, backward=False)
 
     return rank, [
-        (own, LocalModel(rank, seats[own[0]], x, x, ways[own[0]], x))
+        (own, LocalModel(rank, stages[own[0]], x, x, needs_gradients[own[0]], x))
         for own in rank.same_stages().values()
     ]
 

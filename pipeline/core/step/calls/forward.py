@@ -22,7 +22,7 @@ from pipeline.base.tree import Index, Leaves, Tree, pick
 from pipeline.core.autodiff.jaxpr.narrow import with_copies
 from pipeline.core.autodiff.outcome import Outcome
 from pipeline.core.model.randomness import fold, own_axes, split_streams
-from pipeline.core.model.stage import Seat
+from pipeline.core.model.stage import StagePosition
 from pipeline.core.step.calls.checks import naming
 from pipeline.core.step.calls.declared import Usage, Values, state_paths, usage_of, with_values
 from pipeline.core.step.calls.ends import computed, pure, with_added
@@ -58,7 +58,7 @@ class Forward:
     def __init__(
         self,
         rank: Rank,
-        seat: Seat,
+        seat: StagePosition,
         x: Tree = None,
         y: Tree = None,
         *,

@@ -27,13 +27,13 @@ from typing import Any
 
 import jax
 
-from pipeline.base.masks import Way
+from pipeline.base.masks import NeedsGradient
 from pipeline.base.tree import Leaves, Tree, signature
 from pipeline.core.autodiff.accumulate import Pullback
 from pipeline.core.autodiff.outcome import Outcome
 from pipeline.core.autodiff.residuals import Residuals
 from pipeline.core.model.overlay import View, overlay_trees
-from pipeline.core.model.stage import Seat
+from pipeline.core.model.stage import StagePosition
 from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.calls.rank import Rank
@@ -51,7 +51,7 @@ class StageGroup:
     """
 
     stages: tuple[int, ...]
-    seat: Seat
+    seat: StagePosition
     local: LocalModel
     x_view: View | None
     y_view: View | None
@@ -65,9 +65,8 @@ class GroupedModel(LocalModel):
       groups: of all stages.
     """
 
-    def __init__(self, rank: Rank, activations: Activations, ways: Sequence[Way]) -> None:
-        found = list(zip(rank.by_slice, activations.by_slice, strict=True))
-        found = found or [(rank, activations)]
+    def __init__(self, rank: Rank, activations: Activations, ways: Sequence[NeedsGradient]) -> None:
+        found = list(zip(rank.by_slice, activations.by_slice, strict=True)) or [(rank, activations)]
         types = activations.types
         between = {signature(x): x for _, of in found for x in of.types[1:-1]}
         wire, views = overlay_trees(list(between.values()))
@@ -106,7 +105,9 @@ class GroupedModel(LocalModel):
         return SharedHalves(self, residuals, in_place=in_place)
 
 
-def make_local_model(rank: Rank, activations: Activations, ways: Sequence[Way]) -> LocalModel:
+def make_local_model(
+    rank: Rank, activations: Activations, ways: Sequence[NeedsGradient]
+) -> LocalModel:
     """A rank's part of the model: of one kind of stages, or of several groups.
 
     Args:

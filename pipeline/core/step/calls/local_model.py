@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from collectives import vary
 from pipeline.base.added import Adding, adding_losses
-from pipeline.base.masks import Way
+from pipeline.base.masks import NeedsGradient
 from pipeline.base.tree import Index, Leaves, Tree, at, blank, combine, partition, real
 from pipeline.core.autodiff.accumulate import Pullback
 from pipeline.core.autodiff.jaxpr.dead_code import lean
@@ -24,7 +24,7 @@ from pipeline.core.autodiff.outcome import MakeAdding, Outcome, outcome_and_pull
 from pipeline.core.autodiff.residuals import Residuals, stage_pullback
 from pipeline.core.autodiff.split_backward import Linearize, SplitBackward
 from pipeline.core.model.loss import LossMetrics
-from pipeline.core.model.stage import Seat
+from pipeline.core.model.stage import StagePosition
 from pipeline.core.step.calls import ends
 from pipeline.core.step.calls.forward import Forward
 from pipeline.core.step.calls.rank import Rank
@@ -51,10 +51,10 @@ class LocalModel(Forward):
     def __init__(
         self,
         rank: Rank,
-        seat: Seat,
+        seat: StagePosition,
         x: Tree,
         y: Tree,
-        way: Way,
+        way: NeedsGradient,
         wire: Tree,
         *,
         carry: Tree = (),
@@ -208,7 +208,7 @@ class LocalModel(Forward):
     def _options(self) -> dict[str, Any]:
         """The options with which a stage is differentiated."""
         adding: MakeAdding | None = self.rank.adding if self.adds else None
-        return {"grad_dtype": self.model.grad_dtype, "way": self.way, "adding": adding}
+        return {"grad_dtype": self.model.grad_dtype, "needs": self.way, "adding": adding}
 
     @property
     def part_name(self) -> str:

@@ -22,7 +22,7 @@ from pipeline.base.rows import BatchPart, find_mask
 from pipeline.base.tree import Leaves, Tree, at, real, vary_like
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.model.randomness import split_streams
-from pipeline.core.model.stage import Seat
+from pipeline.core.model.stage import StagePosition
 from pipeline.core.placement.zero import total_over
 from pipeline.core.step.stores.weights import ChunkWeights
 
@@ -240,7 +240,7 @@ class Rank:
             alike.setdefault((self.code(seat), seat.chunk, *of), []).append(k)
         return alike
 
-    def code(self, seat: Seat) -> Any:
+    def code(self, seat: StagePosition) -> Any:
         """Key that stages of one computation share, apart from their activations."""
         return self.weights.code(seat)
 
