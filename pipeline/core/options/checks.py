@@ -26,33 +26,33 @@ Vocabulary = Literal["ends", "stage"]
 
 def check_microbatches(num_microbatches: Any) -> int:
     """M; ValueError for anything else."""
-    found = integer(num_microbatches)
-    if found is None or found < 1:
+    number = integer(num_microbatches)
+    if number is None or number < 1:
         raise ValueError(
             f"num_microbatches={num_microbatches!r}: must be an integer >= 1, the number of equal "
             f"parts into which each data shard's rows are split"
         )
-    return found
+    return number
 
 
 def check_slices(slices: Any) -> int | tuple[int, ...] | None:
     """N, or [N] lengths, or None; ValueError for anything else."""
     if isinstance(slices, Sequence | np.ndarray) and not isinstance(slices, str):
-        lengths = [integer(one) for one in slices]
-        if len(lengths) < 2 or any(one is None or one < 1 for one in lengths):
+        lengths = [integer(length) for length in slices]
+        if len(lengths) < 2 or any(length is None or length < 1 for length in lengths):
             raise ValueError(
                 f"slices={slices!r}: lengths of slices must be two or more integers >= 1, the "
                 f"positions of each slice; give such, the number of equal slices, or None for "
                 f"whole sequences"
             )
-        return tuple(one for one in lengths if one is not None)
-    found = integer(slices)
-    if slices is not None and (found is None or found < 1):
+        return tuple(length for length in lengths if length is not None)
+    number = integer(slices)
+    if slices is not None and (number is None or number < 1):
         raise ValueError(
             f"slices={slices!r}: must be an integer >= 1, the number of equal parts into which "
             f"every sequence is cut, the lengths of slices, or None for whole sequences"
         )
-    return found
+    return number
 
 
 def check_sliced(
@@ -137,11 +137,11 @@ def check_scale(loss_scale: Any) -> jax.Array | None:
     fits = (is_number or is_array) and not isinstance(loss_scale, bool)
     fits = fits and jnp.result_type(loss_scale).kind in "iuf"
     if not fits or (is_number and not 0 < loss_scale < math.inf):
-        given = repr(loss_scale) if is_number else f"of type {type(loss_scale).__name__}"
+        text = repr(loss_scale) if is_number else f"of type {type(loss_scale).__name__}"
         if is_array or (hasattr(loss_scale, "dtype") and not is_number):
-            given = shape_text(loss_scale)
+            text = shape_text(loss_scale)
         raise ValueError(
-            f"loss_scale is {given}; give one real number > 0 or a scalar array, such as "
+            f"loss_scale is {text}; give one real number > 0 or a scalar array, such as "
             f"2.0**15 or the loss_scale of a jmp.DynamicLossScale, or None for no scale"
         )
     return jnp.asarray(float(loss_scale) if is_number else loss_scale, real())

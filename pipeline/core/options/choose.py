@@ -144,8 +144,8 @@ def choose_schedule(
             costs = replace(costs, embed=0.0, head=0.0)
         from schedules.search.auto import auto
 
-        found = auto(**sizes, costs=costs, clock="lockstep", **clock)
-        return replace(found.schedule, name=schedule), f"the fastest found: {found.won}"
+        search = auto(**sizes, costs=costs, clock="lockstep", **clock)
+        return replace(search.schedule, name=schedule), f"the fastest found: {search.won}"
     if isinstance(schedule, str):
         measure: dict[str, Any] = {"costs": costs} if "costs" in options(schedule) else {}
         if takes_slices(schedule):
@@ -209,8 +209,8 @@ def _default(
         # one no slower there in partner ticks; but the default is not to depend on their number.
         slots = [clock | {"pattern": name} for name in ("single", "paired")]
     spans = [
-        min(simulate(one, costs, "lockstep", **of_tick).makespan for of_tick in slots)
-        for one in (frugal, eager)
+        min(simulate(timetable, costs, "lockstep", **of_tick).makespan for of_tick in slots)
+        for timetable in (frugal, eager)
     ]
     if not clock["partners"]:
         if spans[1] <= spans[0]:

@@ -86,14 +86,14 @@ class Programs:
 
     def make(self) -> Compiled:
         """Make a `Compiled`, which lives as long as the caller keeps it."""
-        found = Compiled()
-        self._refer = weakref.ref(found)
-        return found
+        programs = Compiled()
+        self._refer = weakref.ref(programs)
+        return programs
 
     def get(self) -> Compiled:
         """Find the `Compiled` of the pipelines, or make another where none of them is left."""
-        found = self._refer()
-        return _revived(self) if found is None else found
+        programs = self._refer()
+        return _revived(self) if programs is None else programs
 
     def keep_for(self, pipe: Any) -> None:
         """Keep the `Compiled` as long as a pipeline lives; only its first one makes it."""

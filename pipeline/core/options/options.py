@@ -189,7 +189,7 @@ class Options:
 
     def to_dict(self) -> dict[str, Any]:
         """The options by name, as the constructor of `Pipeline` takes them."""
-        return {one.name: getattr(self, one.name) for one in fields(Options)}
+        return {entry.name: getattr(self, entry.name) for entry in fields(Options)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -69,8 +69,8 @@ def make_plan(
     costs = check_costs(costs, num_stages)
     # The mesh first: the rest depends on its ranks and on how they exchange messages.
     mesh = default_mesh() if options.mesh is None else options.mesh
-    given = read(options.schedule)
-    mesh = without_types(choose_mesh(mesh, num_stages, given[0]))
+    schedule_and_origin = read(options.schedule)
+    mesh = without_types(choose_mesh(mesh, num_stages, schedule_and_origin[0]))
     partners = not exchanges_are_barriers(mesh)
     axes = find_axes(mesh, options.batch, check_axes_of(mesh, tuple(options.auto_axes)))
     bubbles = choose_bubbles(options.bubbles, axes.auto, partners=partners)
@@ -84,7 +84,7 @@ def make_plan(
         "costs": costs,
         "shared": shared,
     }
-    timetable, why = _timetable(options, num_stages, given, **chosen)
+    timetable, why = _timetable(options, num_stages, schedule_and_origin, **chosen)
     chosen |= {
         "schedule": timetable,
         "why": why,
@@ -116,8 +116,8 @@ def with_microbatches(plan: Plan, num_microbatches: int) -> Plan:
     options = dataclasses.replace(plan.options, num_microbatches=num_microbatches)
     names = "mesh", "partners", "pattern", "costs", "shared"
     chosen: dict[str, Any] = {name: getattr(plan, name) for name in names}
-    given = read(options.schedule)
-    timetable, why = _timetable(options, plan.schedule.num_stages, given, **chosen)
+    schedule_and_origin = read(options.schedule)
+    timetable, why = _timetable(options, plan.schedule.num_stages, schedule_and_origin, **chosen)
     sizes: dict[str, Any] = {"num_microbatches": options.num_microbatches, "options": options}
     return dataclasses.replace(plan, schedule=timetable, why=why, **sizes)
 
@@ -125,7 +125,7 @@ def with_microbatches(plan: Plan, num_microbatches: int) -> Plan:
 def _timetable(
     options: Options,
     num_stages: int,
-    given: tuple[Any, str],
+    schedule_and_origin: tuple[Any, str],
     *,
     mesh: Mesh,
     partners: bool,
@@ -134,7 +134,7 @@ def _timetable(
     shared: Shared,
 ) -> tuple[Schedule, str]:
     """The timetable that the user asked for, or the one that is chosen; and why it runs."""
-    schedule, origin = given
+    schedule, origin = schedule_and_origin
     slices: Any = options.slices
     return choose_schedule(
         schedule,

@@ -35,9 +35,9 @@ def constrained(x: Any, sharding: Any) -> Any:
         return jax.lax.with_sharding_constraint(x, sharding)
     explicit = set(sharding.mesh.explicit_axes)
 
-    def kept(entry: Any) -> Any:
+    def explicit_axes(entry: Any) -> Any:
         names = entry if isinstance(entry, tuple) else (entry,)
         return tuple(name for name in names if name in explicit) or None
 
-    spec = PartitionSpec(*map(kept, sharding.spec))
+    spec = PartitionSpec(*map(explicit_axes, sharding.spec))
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))

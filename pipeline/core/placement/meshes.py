@@ -87,8 +87,8 @@ def _with_types(mesh: Mesh, types: Sequence[AxisType]) -> Mesh:
 
 def _check_meshes(mesh: Mesh, here: Any) -> None:
     same = mesh.shape_tuple == here.shape_tuple
-    known = _devices_in_force()
-    if not same or (known is not None and not np.array_equal(known.devices, mesh.devices)):
+    in_force = _devices_in_force()
+    if not same or (in_force is not None and not np.array_equal(in_force.devices, mesh.devices)):
         raise ValueError(
             f"jax.set_mesh has a mesh of {mesh_text(here)}, and the pipeline's is one of "
             f"{mesh_text(mesh)}{' of other devices' * same}; jax computes "
@@ -161,19 +161,19 @@ def untyped(tree: Tree, mesh: Mesh) -> Tree:
 
 
 def _untyped(leaf: Any, mesh: Mesh) -> Any:
-    found = _typed_sharding(leaf)
-    if found is None:
+    source = _typed_sharding(leaf)
+    if source is None:
         return leaf
-    ours = found.mesh.shape_tuple == mesh.shape_tuple
+    ours = source.mesh.shape_tuple == mesh.shape_tuple
     if isinstance(leaf, jax.core.Tracer):
         if not ours:
             raise ValueError(
-                f"an array of type {jax.typeof(leaf)} lies on a mesh of {mesh_text(found.mesh)}, "
+                f"an array of type {jax.typeof(leaf)} lies on a mesh of {mesh_text(source.mesh)}, "
                 f"and the pipeline's is one of {mesh_text(mesh)}; lay inputs on the mesh that is "
                 f"given to Pipeline(..., mesh=)"
             )
         return jax.sharding.reshard(leaf, NamedSharding(mesh, PartitionSpec()))
-    sharding = NamedSharding(mesh, found.spec if ours else PartitionSpec())
+    sharding = NamedSharding(mesh, source.spec if ours else PartitionSpec())
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return distribute(leaf, sharding)
@@ -181,26 +181,26 @@ def _untyped(leaf: Any, mesh: Mesh) -> Any:
 
 def laid_as(x: jax.Array, like: jax.Array) -> jax.Array:
     """An array of the shape of another, laid out as that is where that is part of its type."""
-    found = _typed_sharding(like)
-    return x if found is None else jax.sharding.reshard(x, found)
+    sharding = _typed_sharding(like)
+    return x if sharding is None else jax.sharding.reshard(x, sharding)
 
 
 def _typed_sharding(leaf: Any) -> Any:
     """The sharding of an array or a type, if it is part of its type."""
     if isinstance(leaf, jax.core.Tracer):
-        found: Any = jax.typeof(leaf).sharding
+        sharding: Any = jax.typeof(leaf).sharding
     else:
-        found = getattr(leaf, "sharding", None)
-    named = isinstance(found, NamedSharding)
-    return found if named and found.mesh.explicit_axes else None
+        sharding = getattr(leaf, "sharding", None)
+    named = isinstance(sharding, NamedSharding)
+    return sharding if named and sharding.mesh.explicit_axes else None
 
 
 def mesh_of_results(mesh: Mesh, inputs: Tree = ()) -> Mesh | None:
     """The mesh whose types results have, None for none: that in force, or else that of inputs."""
     here = mesh_in_force()
     if here is None:
-        found = filter(None, map(_typed_sharding, jax.tree.leaves(inputs)))
-        typed = (x.mesh for x in found if x.mesh.shape_tuple == mesh.shape_tuple)
+        shardings = filter(None, map(_typed_sharding, jax.tree.leaves(inputs)))
+        typed = (x.mesh for x in shardings if x.mesh.shape_tuple == mesh.shape_tuple)
         here = next(typed, None)
     return _with_types(mesh, here.axis_types) if here and here.explicit_axes else None
 
@@ -218,18 +218,18 @@ def outputs_specs(
       shared: whether they are logits that all ranks share; those stay divided over ``stage`` where
         that is even.
     """
-    found = filter(None, map(_typed_sharding, jax.tree.leaves(inputs)))
-    rows = next((x.spec[0] for x in found if len(x.spec) and x.spec[0] is not None), None)
+    shardings = filter(None, map(_typed_sharding, jax.tree.leaves(inputs)))
+    rows = next((x.spec[0] for x in shardings if len(x.spec) and x.spec[0] is not None), None)
     rows = rows or next(iter(axes.row_spec), None)
     later = tuple(axes.output_spec)[1:]  # position axes
 
-    def one(leaf: Any) -> PartitionSpec:
+    def spec_of(leaf: Any) -> PartitionSpec:
         divided = shared and leaf.shape[-1] % mesh.shape[STAGE] == 0
         if not divided or STAGE in axes_in(rows):
             return PartitionSpec(rows, *later)
         return PartitionSpec(rows, *later, *(None,) * (leaf.ndim - 2 - len(later)), STAGE)
 
-    return [one(leaf) for leaf in jax.tree.leaves(outputs)]
+    return [spec_of(leaf) for leaf in jax.tree.leaves(outputs)]
 
 
 def typed(tree: Tree, mesh: Mesh | None, specs: Any) -> Tree:
@@ -245,10 +245,10 @@ def typed(tree: Tree, mesh: Mesh | None, specs: Any) -> Tree:
     leaves, treedef = jax.tree.flatten(tree)
     if isinstance(specs, PartitionSpec):
         specs = [specs] * len(leaves)
-    found = [
+    results = [
         _typed(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, specs, strict=True)
     ]
-    return jax.tree.unflatten(treedef, found)
+    return jax.tree.unflatten(treedef, results)
 
 
 def _typed(leaf: Any, sharding: NamedSharding) -> Any:
@@ -266,11 +266,11 @@ def typed_as_they_lie(tree: Tree, mesh: Mesh) -> Tree:
         return tree
     further = frozenset(mesh.axis_names) - {DATA, STAGE}
 
-    def one(leaf: Any) -> Any:
+    def typed_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf
         lies = None if isinstance(leaf, jax.core.Tracer) else leaf.sharding
         spec = lies.spec if isinstance(lies, NamedSharding) else PartitionSpec()
         return typed(leaf, mesh, kernel_spec(spec, further))
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(typed_leaf, tree)

@@ -65,12 +65,12 @@ class Asked:
         function: Callable[[Any, Any], Any],
         items: Iterable[tuple[ModelPath, Any]],
     ) -> None:
-        self._function, self._of_text, known = function, False, [*items]
-        self.paths = [path for path, _ in known]
-        self.answers, error = self._look(known)
+        self._function, self._of_text, pairs = function, False, [*items]
+        self.paths = [path for path, _ in pairs]
+        self.answers, error = self._look(pairs)
         if not self.answers:
             self._of_text = True
-            self.answers, also = self._look(known)
+            self.answers, also = self._look(pairs)
             if error is not None and also is not None:
                 raise error
 

@@ -219,9 +219,9 @@ class Placement:
 
     def _present(self, entry: Any, without: tuple[str, ...] = ()) -> Any:
         """Reduce a dim's axes to those that the mesh has, without some."""
-        known = {*self.mesh.axis_names} - {*without}
-        found = tuple(axis for axis in axes_in(entry) if axis in known)
-        return found if len(found) > 1 else found[0] if found else None
+        names = {*self.mesh.axis_names} - {*without}
+        axes = tuple(axis for axis in axes_in(entry) if axis in names)
+        return axes if len(axes) > 1 else axes[0] if axes else None
 
     def _over_rows(self, shape: tuple[int, ...], names: Names) -> tuple[Names, tuple[str, ...]]:
         """The names with row axes at the first dim that has room for them, and those axes.
@@ -292,8 +292,8 @@ def _as_before(variable: Any) -> Any:
     if _OWN not in said:
         return remade(variable, raw(variable), said) if had else variable
     own = said.pop(_OWN)
-    kept = {key: value for key, value in said.items() if key not in _KEYS}
-    return remade(variable, raw(variable), kept | dict(own))
+    entries = {key: value for key, value in said.items() if key not in _KEYS}
+    return remade(variable, raw(variable), entries | dict(own))
 
 
 def _spec(lead: tuple[str, ...], names: Names) -> PartitionSpec:

@@ -44,13 +44,13 @@ class StateLayout:
 def kernel_spec(spec: PartitionSpec, manual: frozenset[str]) -> PartitionSpec:
     """Spec of an array for a shard_map over some of the axes."""
 
-    def kept(entry: Any) -> Any:
+    def manual_axes(entry: Any) -> Any:
         if isinstance(entry, tuple):
-            found = tuple(axis for axis in entry if axis in manual)
-            return found if len(found) > 1 else found[0] if found else None
+            axes = tuple(axis for axis in entry if axis in manual)
+            return axes if len(axes) > 1 else axes[0] if axes else None
         return entry if entry in manual else None
 
-    return PartitionSpec(*map(kept, spec))
+    return PartitionSpec(*map(manual_axes, spec))
 
 
 def gather(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leaves:
@@ -62,13 +62,13 @@ def gather(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leave
       lead: how many of the dims that the specs speak of the arrays lack.
     """
 
-    def one(leaf: Any, spread: Spread) -> Any:
+    def gathered(leaf: Any, spread: Spread) -> Any:
         dim = _dim_over(spread.zero, spread.stored)
         if dim is None:
             return leaf
         return jax.lax.all_gather(leaf, spread.zero, axis=dim - lead, tiled=True)
 
-    return [one(leaf, spread) for leaf, spread in zip(leaves, spreads, strict=True)]
+    return [gathered(leaf, spread) for leaf, spread in zip(leaves, spreads, strict=True)]
 
 
 def total_over(tree: Tree, axes: tuple[str, ...]) -> Tree:
@@ -141,11 +141,11 @@ def scatter(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leav
     Arguments are those of `reduce_gradients`.
     """
 
-    def one(gradient: Any, spread: Spread) -> Any:
+    def part(gradient: Any, spread: Spread) -> Any:
         dim = _dim_over(spread.zero, spread.gradient)
         return gradient if dim is None else _scattered(gradient, spread.zero, dim - lead)
 
-    return [one(leaf, spread) for leaf, spread in zip(leaves, spreads, strict=True)]
+    return [part(leaf, spread) for leaf, spread in zip(leaves, spreads, strict=True)]
 
 
 def shares_weight(spread: Spread) -> bool:
@@ -160,12 +160,12 @@ def shares_gradient(spread: Spread) -> bool:
 
 def totals_over(leaves: Leaves, over: Sequence[tuple[str, ...]]) -> Leaves:
     """Sums, each over axes of its own; one collective for all leaves with the same axes."""
-    found = list(leaves)
+    totals = list(leaves)
     for group in dict.fromkeys(over):
-        members = [n for n, one in enumerate(over) if one == group]
+        members = [n for n, axes in enumerate(over) if axes == group]
         for n, total in zip(members, total_over([leaves[n] for n in members], group), strict=True):
-            found[n] = total
-    return found
+            totals[n] = total
+    return totals
 
 
 def defer_reduction(tree: Tree, spreads: Sequence[Spread]) -> Tree:
@@ -191,15 +191,15 @@ def _scattered(gradient: Any, axes: tuple[str, ...], dim: int) -> Any:
 
 def _dim_over(axes: tuple[str, ...], spec: PartitionSpec) -> int | None:
     """The dim that is sharded over some axes, perhaps among others; None if none is."""
-    found = (dim for dim, entry in enumerate(spec) if axes and set(axes) <= set(axes_in(entry)))
-    return next(found, None)
+    dims = (dim for dim, entry in enumerate(spec) if axes and set(axes) <= set(axes_in(entry)))
+    return next(dims, None)
 
 
 def constrain(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
     """Tell the compiler where arrays lie, for the axes that are left to it."""
     leaves, treedef = jax.tree.flatten(tree)
-    found = [
+    results = [
         jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
         for leaf, spec in zip(leaves, jax.tree.leaves(specs), strict=True)
     ]
-    return jax.tree.unflatten(treedef, found)
+    return jax.tree.unflatten(treedef, results)
