@@ -43,7 +43,7 @@ def to_layers(pipe: Any, tree: Tree) -> Layers:
             f"as {order}; call the method of the pipeline whose tree it is"
         )
 
-    def one(ref: Ref | EndRef) -> Any:
+    def value_of(ref: Ref | EndRef) -> Any:
         if isinstance(ref, EndRef):
             end = view.ends[ref.end]
             leaf = found_in(tree, ("ends", *end.path))
@@ -66,7 +66,7 @@ def to_layers(pipe: Any, tree: Tree) -> Layers:
             return jax.ShapeDtypeStruct(slot.shape, part.dtype)
         return slot.spot.read(part)
 
-    return jax.tree.map(one, view.tree)
+    return jax.tree.map(value_of, view.tree)
 
 
 def from_layers(pipe: Any, layers: Layers) -> nnx.State[Any, Any]:
@@ -84,40 +84,40 @@ def from_layers(pipe: Any, layers: Layers) -> nnx.State[Any, Any]:
     variables, foreign = dict(nnx.to_flat_state(nnx.state(pipe))), _foreign(pipe)
     variables |= foreign
     drop_marks(pipe.layout, pipe.schedule.stages_of, foreign)
-    found = []
+    arrays = []
     for stack in view.stacks:
         if stack.path in foreign:
-            own = foreign[stack.path]
-            spread = spread_of(own, (STAGE,))
-            stack = replace(stack, row=tuple(raw(own).shape[1:]), spread=spread)  # noqa: PLW2901
+            variable = foreign[stack.path]
+            spread = spread_of(variable, (STAGE,))
+            stack = replace(stack, row=tuple(raw(variable).shape[1:]), spread=spread)  # noqa: PLW2901
         leaves = {
             (rank, slot): found_in(layers["stages"][k], path)
             for slot in stack.slots
             for rank, (k, path) in slot.names
         }
-        found.append((stack.path, _joined(pipe.mesh, view, stack, leaves)))
+        arrays.append((stack.path, _joined(pipe.mesh, view, stack, leaves)))
     for end in view.ends:
         leaf = found_in(layers, end.path)
         if getattr(leaf, "shape", None) == end.shape:
             leaf = _placed(end.fill(leaf), NamedSharding(pipe.mesh, end.spread.stored))
-        found.append((("ends", *end.path), leaf))
+        arrays.append((("ends", *end.path), leaf))
     return nnx.from_flat_state(
-        [(p, variables[p].replace(x) if hasattr(x, "shape") else x) for p, x in found]
+        [(p, variables[p].replace(x) if hasattr(x, "shape") else x) for p, x in arrays]
     )
 
 
 def _foreign(pipe: Any) -> dict[Path, Any]:
     """The pipeline's own variables, as types, in place of those of another that it was given."""
     order, ranks = layout_name(pipe.schedule.stages_of), len(pipe.schedule.stages_of)
-    found = {}
+    types = {}
     for path, variable in nnx.to_flat_state(nnx.state(pipe)):
-        own = pipe.origin.made.get(path)
-        if own is None or path[0] != "chunks":
+        original = pipe.origin.variables.get(path)
+        if original is None or path[0] != "chunks":
             continue
         shape = getattr(raw(variable), "shape", ())
         if metadata(variable).get(LAYERS, order) != order or shape[:1] != (ranks,):
-            found[path] = own
-    return found
+            types[path] = original
+    return types
 
 
 def _stored(view: LayerView) -> list[Path]:

@@ -54,11 +54,11 @@ class PipelineOrigin:
     """The modules that a pipeline was made of.
 
     Attributes:
-      made: variables of the stages as they were placed, as types, by path.
+      variables: those of the stages as they were placed, as types, by path.
       copies: `pipeline.lint.copies.Copies`, the modules of which the pipeline has copies.
     """
 
-    made: Mapping[Any, Any]
+    variables: Mapping[Any, Any]
     copies: Any
 
     def __deepcopy__(self, memo: Any) -> PipelineOrigin:
@@ -72,10 +72,10 @@ def layout_name(stages_of: Held) -> str | None:
     if V == 1:
         return None
     down = [tuple(range(v * S, (v + 1) * S)) for v in range(V)]
-    back = [one[::-1] if v % 2 else one for v, one in enumerate(down)]
-    found = list(zip(*stages_of, strict=True))
+    back = [row[::-1] if v % 2 else row for v, row in enumerate(down)]
+    columns = list(zip(*stages_of, strict=True))
     orders = "_".join(str(k) for rank in stages_of for k in rank)
-    kind = "loop" if found == down else "v" if found == back else f"stages_{orders}"
+    kind = "loop" if columns == down else "v" if columns == back else f"stages_{orders}"
     return f"{kind}_{S}x{V}"
 
 
@@ -134,13 +134,13 @@ def check_layout(
     Raises:
       ValueError: they lie as another pipeline has them, or are not of layers.
     """
-    own, S, streams = layout_name(stages_of), len(stages_of), False
+    order, S, streams = layout_name(stages_of), len(stages_of), False
     marks = {str(path[0]) for path, _ in nnx.to_flat_state(nnx.state(layout))}
-    found = {name.removesuffix("_back") for name in marks} - {own}
+    others = {name.removesuffix("_back") for name in marks} - {order}
     for path, variable in variables:
-        said, shape = metadata(variable).get(LAYERS, own), getattr(raw(variable), "shape", (S,))
-        if said != own:
-            found.add(said)
+        said, shape = metadata(variable).get(LAYERS, order), getattr(raw(variable), "shape", (S,))
+        if said != order:
+            others.add(said)
         if shape == ():  # what is stored for layers has an axis of ranks
             raise ValueError(
                 f"{what} has a variable of type {kind_text(variable)} at "
@@ -149,15 +149,15 @@ def check_layout(
                 f"are put on each stage, and not on a pipeline)"
             )
         if shape[:1] != (S,):
-            found.add(f"an array {shape} at {'.'.join(map(str, path))}")
+            others.add(f"an array {shape} at {'.'.join(map(str, path))}")
             streams |= isinstance(variable, nnx.RngState)
-    if found:
-        first, *more = sorted(found)
+    if others:
+        first, *more = sorted(others)
         text = f"{first} and {len(more)} more" if more else first
         remedy = "; random streams have no layers: make the pipeline anew first" if streams else ""
         raise ValueError(
-            f"{what} holds the layers of {S} ranks{f' as {own}' if own else ''}, and was given the "
-            f"state of a pipeline that holds them otherwise ({text}); carry "
+            f"{what} holds the layers of {S} ranks{f' as {order}' if order else ''}, and was given "
+            f"the state of a pipeline that holds them otherwise ({text}); carry "
             f"it over by layers: pipe.from_layers(other.to_layers(tree)), other being a pipeline "
             f"as that one was{remedy}"
         )

@@ -181,20 +181,20 @@ def _row_of(stack: jax.Array, rank: int) -> jax.Array:
     """A row of a stack, on the devices of its rank."""
     sharding: Any = stack.sharding
     mesh = _mesh_of_rank(sharding.mesh, rank)
-    held = {shard.device: shard.data for shard in stack.addressable_shards}
+    data = {shard.device: shard.data for shard in stack.addressable_shards}
     spec = NamedSharding(mesh, P(*tuple(sharding.spec)[1:]))
     shape = stack.shape[1:]
-    rows = [_reshaped(held[one], held[one].shape[1:]) for one in _devices(spec, shape)]
+    rows = [_reshaped(data[device], data[device].shape[1:]) for device in _devices(spec, shape)]
     return jax.make_array_from_single_device_arrays(shape, spec, rows)
 
 
 def _with_row(stack: jax.Array, row: jax.Array) -> jax.Array:
     """The stack with another row, that of the devices on which it is; the others stay."""
-    held = {shard.device: shard.data for shard in stack.addressable_shards}
+    data = {shard.device: shard.data for shard in stack.addressable_shards}
     for shard in row.addressable_shards:
         place = SingleDeviceSharding(shard.device, memory_kind=stack.sharding.memory_kind)
-        held[shard.device] = jax.device_put(_reshaped(shard.data, (1, *shard.data.shape)), place)
-    rows = [held[one] for one in _devices(stack.sharding, stack.shape)]
+        data[shard.device] = jax.device_put(_reshaped(shard.data, (1, *shard.data.shape)), place)
+    rows = [data[device] for device in _devices(stack.sharding, stack.shape)]
     return jax.make_array_from_single_device_arrays(stack.shape, stack.sharding, rows)
 
 
@@ -241,11 +241,11 @@ def _part(row: Any, *, spot: Spot, impl: str | None, out: Any) -> jax.Array:
 def _filled(row: Any, leaf: Any, *, spot: Spot, impl: str | None, out: Any) -> jax.Array:
     """A row with a leaf in it."""
     if impl is None:
-        found = spot.fill(row, leaf)
+        result = spot.fill(row, leaf)
     else:
         cell, key = (jax.random.wrap_key_data(x, impl=impl) for x in (row, leaf))
-        found = jax.random.key_data(spot.fill(cell, key))
-    return jax.lax.with_sharding_constraint(found, out)
+        result = jax.random.key_data(spot.fill(cell, key))
+    return jax.lax.with_sharding_constraint(result, out)
 
 
 # --- several processes, which write and read arrays of all of them: rows are sent ---

@@ -29,7 +29,7 @@ def _cells(
     flat: Iterable[tuple[Path, Any]], put: Callable[[Path, Any], None]
 ) -> dict[Path, LeafCell]:
     """A cell for every array, by path; a variable may hold a tree of them, or none."""
-    found: dict[Path, LeafCell] = {}
+    cells: dict[Path, LeafCell] = {}
     for path, variable in flat:
         if isinstance(variable, Mark):
             continue
@@ -40,11 +40,11 @@ def _cells(
             leaves[n] = value
             put(path, jax.tree.unflatten(treedef, leaves))
 
-        own = {"path": path, "leaves": leaves, "treedef": treedef}
+        place = {"path": path, "leaves": leaves, "treedef": treedef}
         for n, (keys, leaf) in enumerate(keyed):
             within = tuple(map(key_name, keys[isinstance(variable, nnx.Variable) :]))
-            found[(*path, *within)] = LeafCell(leaf, functools.partial(store, n=n, **own))
-    return found
+            cells[(*path, *within)] = LeafCell(leaf, functools.partial(store, n=n, **place))
+    return cells
 
 
 def _module_cells(module: Any, *filters: Any) -> dict[Path, LeafCell]:
@@ -94,17 +94,17 @@ def pipeline_leaves(pipe: Any) -> Iterator[LayerLeaf]:
     stages_of = pipe.schedule.stages_of
     for v, chunk in enumerate(pipe.chunks):
         rest = _module_cells(chunk, nnx.Not(nnx.Param))
-        for rank, held in enumerate(stages_of):
-            stage = "stages", held[v]
+        for rank, of_rank in enumerate(stages_of):
+            stage = "stages", of_rank[v]
             if not isinstance(chunk, Overlaid):
                 for path, cell in rest.items():
                     yield LayerLeaf((*stage, *path), cell, cell.value.shape[1:], rank)
                 continue
-            own, of_view = list(rest.values()), chunk.views[rank].rest
+            rest_cells, of_view = list(rest.values()), chunk.views[rank].rest
             numbers: Any = jax.tree.unflatten(of_view.treedef, range(of_view.treedef.num_leaves))
             for path, number in filled(numbers):
                 spot = of_view.spots[raw(number)]
-                cell = own[spot.cell]
+                cell = rest_cells[spot.cell]
                 more = cell.value.shape[-1:] if cell.is_key else ()
                 yield LayerLeaf((*stage, *path), cell, (*spot.shape, *more), rank, spot)
     for path, cell in _module_cells(pipe, nnx.Not(nnx.Param)).items():

@@ -44,7 +44,7 @@ def check_changes(changes: Mapping[str, Any]) -> None:
             "replace(stages=...): replace() keeps the stages with their weights; for others make "
             "another Pipeline(stages, ...)"
         )
-    check_names("replace()", changes, (*_ENDS, *(one.name for one in fields(Options))))
+    check_names("replace()", changes, (*_ENDS, *(entry.name for entry in fields(Options))))
 
 
 def refusal(name: str) -> str:
@@ -106,8 +106,8 @@ def _filled(
     for chunk, column in zip(new.chunks, picks, strict=True):
         sources = {v: had[v] for _, v in column}
         _fill(chunk, functools.partial(_rows, column), sources)
-    given = Ends(**(_held(pipe.ends) | dict(ends or {})))
-    _fill(new.ends, _resized, {0: dict(nnx.to_flat_state(nnx.state(given)))})
+    all_ends = Ends(**(_by_name(pipe.ends) | dict(ends or {})))
+    _fill(new.ends, _resized, {0: dict(nnx.to_flat_state(nnx.state(all_ends)))})
     return new
 
 
@@ -122,10 +122,10 @@ def ends_of(pipe: Any) -> dict[str, Any]:
             shape = end.words, *table.shape[1:]
             cut = jax.ShapeDtypeStruct(shape, table.dtype) if is_abstract(table) else None
             end.table.set_value(table[: end.words] if cut is None else cut)
-    return {"loss_fn": pipe.plan.loss_fn} | _held(ends)
+    return {"loss_fn": pipe.plan.loss_fn} | _by_name(ends)
 
 
-def _held(ends: Ends) -> dict[str, Any]:
+def _by_name(ends: Ends) -> dict[str, Any]:
     """Embed, head and a loss that is a module, by name."""
     return {name: getattr(ends, name) for name in _ENDS if hasattr(ends, name)}
 
@@ -143,26 +143,26 @@ def typed(module: Any) -> Any:
 def _picks(pipe: Any, new: Any) -> list[list[Pick]] | None:
     """[V] for each new chunk, where the stages of its ranks were; None if rows cannot be moved."""
     before, after = pipe.schedule.stages_of, new.schedule.stages_of
-    seats = {k: (rank, v) for rank, held in enumerate(before) for v, k in enumerate(held)}
-    picks = [[seats[k] for k in column] for column in zip(*after, strict=True)]
+    places = {k: (rank, v) for rank, numbers in enumerate(before) for v, k in enumerate(numbers)}
+    picks = [[places[k] for k in column] for column in zip(*after, strict=True)]
     if before == after and all(map(_are_alike, pipe.chunks, new.chunks)):
         return picks
-    overlaid = any(isinstance(chunk, Overlaid) for one in (pipe, new) for chunk in one.chunks)
+    overlaid = any(isinstance(chunk, Overlaid) for side in (pipe, new) for chunk in side.chunks)
     moved = list(pipe.mesh.devices.flat) != list(new.mesh.devices.flat)
-    typed = any(one.plan.home.explicit_axes for one in (pipe, new))  # whose rows jax cannot take
+    typed = any(side.plan.home.explicit_axes for side in (pipe, new))  # whose rows jax cannot take
     return None if overlaid or moved or typed else picks
 
 
 def _are_alike(chunk: nnx.Module, other: nnx.Module) -> bool:
     """Tell whether two chunks have arrays of the same shapes under the same paths."""
-    found = [
+    shapes = [
         {
             path: jax.tree.map(jnp.shape, raw(leaf))
-            for path, leaf in nnx.to_flat_state(nnx.state(one))
+            for path, leaf in nnx.to_flat_state(nnx.state(side))
         }
-        for one in (chunk, other)
+        for side in (chunk, other)
     ]
-    return found[0] == found[1]
+    return shapes[0] == shapes[1]
 
 
 def _fill(
@@ -177,12 +177,12 @@ def _fill(
     """
     flat = []
     for path, variable in nnx.to_flat_state(nnx.state(module)):
-        numbers, found = list(sources), [raw(of[path]) for of in sources.values()]
+        numbers, values = list(sources), [raw(of[path]) for of in sources.values()]
 
-        def one(like: Any, *arrays: Any, numbers: list[int] = numbers) -> jax.Array:
+        def filled(like: Any, *arrays: Any, numbers: list[int] = numbers) -> jax.Array:
             return place(like, dict(zip(numbers, arrays, strict=True)))
 
-        flat.append((path, with_value(variable, jax.tree.map(one, raw(variable), *found))))
+        flat.append((path, with_value(variable, jax.tree.map(filled, raw(variable), *values))))
     nnx.update(module, nnx.from_flat_state(flat))
 
 
@@ -202,9 +202,9 @@ def _stacked(chunks: dict[int, jax.Array], *, picks: tuple[Pick, ...], sharding:
     return jax.lax.with_sharding_constraint(rows, sharding)
 
 
-def _resized(like: Any, found: Mapping[int, jax.Array]) -> jax.Array:
+def _resized(like: Any, sources: Mapping[int, jax.Array]) -> jax.Array:
     """An array with as many rows as a type has: behind the last word of a table are zeros."""
-    x = found[0]
+    x = sources[0]
     if x.shape != like.shape:
         x = x[: like.shape[0]]
         x = jnp.pad(x, ((0, like.shape[0] - x.shape[0]), *((0, 0),) * (x.ndim - 1)))

@@ -81,7 +81,7 @@ class Rerolled:
         replicate: Callable[[Any], Any],
     ) -> None:
         self._stacks, self._rows, self._replicate = stacks, rows, replicate
-        self._made: dict[Any, Any] = {}
+        self._results: dict[Any, Any] = {}
         program = Program(closed, inputs, cuts)
         self.outputs = program.outputs
         for op in program.effects:
@@ -114,26 +114,26 @@ class Rerolled:
 
     def _need(self, key: Any) -> Any:
         """Run a task after all that it asks for; tasks may be many deep."""
-        if key in self._made:
-            return self._made[key]
+        if key in self._results:
+            return self._results[key]
         tasks = [(key, self._task(key))]
-        found: Any = None
+        result: Any = None
         while tasks:
             key, task = tasks[-1]
             try:
-                wanted = task.send(found)
+                wanted = task.send(result)
             except StopIteration as end:
-                found = self._made[key] = end.value
+                result = self._results[key] = end.value
                 tasks.pop()
                 continue
-            found = self._made.get(wanted)
-            if found is None:
+            result = self._results.get(wanted)
+            if result is None:
                 tasks.append((wanted, self._task(wanted)))
-        return found
+        return result
 
     def _task(self, key: Any) -> Task:
         tasks: dict[Any, Callable[[Any], Task]] = {
-            Value: self._one,
+            Value: self._value,
             Op: self._run,
             Template: self._all_rows,
             Wide: self._all_cells,
@@ -142,10 +142,10 @@ class Rerolled:
         }
         return tasks.get(type(key), self._packed)(key)
 
-    def _one(self, value: Value) -> Task:
+    def _value(self, value: Value) -> Task:
         """A value on all devices."""
-        if value.known is not None:
-            return value.known
+        if value.array is not None:
+            return value.array
         if value.row is None or value.is_spread:
             return (yield value.op)[value.index]
         if self._rows == 1:
@@ -164,10 +164,10 @@ class Rerolled:
             is_weight = value.row is not None and not (value.is_number or value.is_spread)
             if is_weight and self._rows > 1:
                 raise _mixed(f"its {op.eqn.primitive.name} reads {_texts(op.operands)}")
-        given = []
+        inputs = []
         for value in op.operands:
-            given.append((yield value))  # noqa: PERF401  a comprehension cannot be sent values
-        return bind(op.eqn, *given)
+            inputs.append((yield value))  # noqa: PERF401  a comprehension cannot be sent values
+        return bind(op.eqn, *inputs)
 
     def _all_rows(self, template: Template) -> Task:
         """[S, ...] what an equation makes of all rows."""
@@ -176,63 +176,63 @@ class Rerolled:
         if (number := _sums(template.op)) is not None:
             cell = yield number.wide
             return [_sum_of_part(cell, number.spot)]
-        given, axes = [], []
+        inputs, axes = [], []
         for value in template.op.operands:
             is_row = is_of(value, template.row)
-            found = yield value.template if is_row else value
-            given.append(found[value.index] if is_row else found)
+            source = yield value.template if is_row else value
+            inputs.append(source[value.index] if is_row else source)
             axes.append(0 if is_row else None)
-        return jax.vmap(functools.partial(bind, template.op.eqn), tuple(axes))(*given)
+        return jax.vmap(functools.partial(bind, template.op.eqn), tuple(axes))(*inputs)
 
     def _all_cells(self, wide: Wide) -> Task:
         """[S, ...] what an equation makes of whole cells."""
         if wide.eqn is None:
             return wide.cell
-        given = []
+        inputs = []
         for part in wide.operands:
-            given.append((yield part))  # noqa: PERF401  a comprehension cannot be sent values
-        shape = jnp.broadcast_shapes(*map(jnp.shape, given))
-        given = [jnp.broadcast_to(x, shape) for x in given]
-        return bind(wide.eqn, *given)[0]
+            inputs.append((yield part))  # noqa: PERF401  a comprehension cannot be sent values
+        shape = jnp.broadcast_shapes(*map(jnp.shape, inputs))
+        inputs = [jnp.broadcast_to(x, shape) for x in inputs]
+        return bind(wide.eqn, *inputs)[0]
 
     def _packed(self, pack: Pack) -> Task:
         """[S, ...] from a value for each row and True; or what all have in common, and False."""
-        held = [(row, v) for row, v in enumerate(pack) if v is not None]
-        _, first = held[0]
-        if all(v is first for _, v in held) and (first.row is None or first.row != held[0][0]):
+        pairs = [(row, v) for row, v in enumerate(pack) if v is not None]
+        _, first = pairs[0]
+        if all(v is first for _, v in pairs) and (first.row is None or first.row != pairs[0][0]):
             return (yield first), False
-        own = [v.row == row for row, v in held]
-        if all(own) and len({(v.template, v.index) for _, v in held}) == 1:
+        is_own = [v.row == row for row, v in pairs]
+        if all(is_own) and len({(v.template, v.index) for _, v in pairs}) == 1:
             return (yield first.template)[first.index], True
-        kinds = [_kind(row, v) for row, v in held]
+        kinds = [_kind(row, v) for row, v in pairs]
         if first.op is not None and len(set(kinds)) == 1:
             ops = _Ops(tuple(None if v is None else v.op for v in pack))
             outs, is_stack = yield ops
             return outs[first.index], is_stack
         chosen = None
         for kind in dict.fromkeys(kinds):
-            rows = {row for (row, _), one in zip(held, kinds, strict=True) if one == kind}
+            rows = {row for (row, _), other in zip(pairs, kinds, strict=True) if other == kind}
             part = tuple(v if row in rows else None for row, v in enumerate(pack))
-            found = self._repeated(*(yield part))
-            chosen = found if chosen is None else _at_rows(rows, found, chosen)
+            stack = self._repeated(*(yield part))
+            chosen = stack if chosen is None else _at_rows(rows, stack, chosen)
         return chosen, True
 
     def _merged(self, merged: _Ops) -> Task:
         """Merge alike equations into one; each takes its own row, or values without a row."""
         ops = merged.of_rows
         first = next(op for op in ops if op is not None)
-        given, axes = [], []
+        inputs, axes = [], []
         for n in range(len(first.operands)):
-            found, is_stack = yield tuple(None if op is None else op.operands[n] for op in ops)
-            given.append(found)
+            value, is_stack = yield tuple(None if op is None else op.operands[n] for op in ops)
+            inputs.append(value)
             axes.append(0 if is_stack else None)
         run = functools.partial(bind, first.eqn)
         if axes.count(None) == len(axes):
-            return run(*given), False
-        return jax.vmap(run, tuple(axes))(*given), True
+            return run(*inputs), False
+        return jax.vmap(run, tuple(axes))(*inputs), True
 
-    def _repeated(self, found: Any, is_stack: bool) -> Any:
-        return found if is_stack else jnp.broadcast_to(found, (self._rows, *jnp.shape(found)))
+    def _repeated(self, value: Any, is_stack: bool) -> Any:
+        return value if is_stack else jnp.broadcast_to(value, (self._rows, *jnp.shape(value)))
 
 
 Task = Generator[Any, Any, Any]  # yields what it asks for, is sent it, returns what it makes
@@ -262,11 +262,11 @@ def _sum_of_part(cell: Any, spot: Spot | None) -> Any:
     return cell.sum(axes)
 
 
-def _at_rows(rows: set[int], found: Any, other: Any) -> Any:
+def _at_rows(rows: set[int], stack: Any, other: Any) -> Any:
     """Some rows of one stack, the rest of another."""
     mask = np.isin(np.arange(other.shape[0]), sorted(rows))
     spread = jax.lax.broadcast_in_dim(mask, other.shape, (0,))
-    return jax.lax.select(spread, found, other)
+    return jax.lax.select(spread, stack, other)
 
 
 def _mixed(what: str) -> MixedError:

@@ -61,7 +61,7 @@ class Value:
       op: what makes it, if an equation does; index: as which of its results.
       row: of which row it is made, None if of several or none.
       template: as which of the stacks it is a row of.
-      known: the array, of an input that is no row, or of a constant; is_constant: of the latter.
+      array: the array, of an input that is no row, or of a constant; is_constant: of the latter.
       wide: the same for all of the cell of which its row is a part; spot: which part.
     """
 
@@ -70,7 +70,7 @@ class Value:
     index: int = 0
     row: int | None = None
     template: Template | None = None
-    known: Any = None
+    array: Any = None
     is_constant: bool = False
     wide: Wide | None = None
     spot: Spot | None = None
@@ -167,14 +167,14 @@ class Program:
         self._templates: dict[Any, Template] = {}
         self.effects: list[Op] = []
         invars = closed.jaxpr.invars
-        given = [self._input(var.aval, x) for var, x in zip(invars, inputs, strict=True)]
-        self.outputs = self._inline(closed.jaxpr, closed.consts, given)
+        values = [self._input(var.aval, x) for var, x in zip(invars, inputs, strict=True)]
+        self.outputs = self._inline(closed.jaxpr, closed.consts, values)
 
-    def _input(self, aval: Any, given: Any) -> Value:
-        if not isinstance(given, LeafRow):
-            return Value(aval, known=given)
-        template = self._templates.setdefault(given.stack, Template(stack=given.stack))
-        value, cut = Value(aval, row=given.row, template=template), self._cuts[given.stack]
+    def _input(self, aval: Any, source: Any) -> Value:
+        if not isinstance(source, LeafRow):
+            return Value(aval, array=source)
+        template = self._templates.setdefault(source.stack, Template(stack=source.stack))
+        value, cut = Value(aval, row=source.row, template=template), self._cuts[source.stack]
         if cut is not None:
             value.spot = cut.spot
             value.wide = self._wides.setdefault(id(cut.cell), Wide(cut.cell))
@@ -184,15 +184,15 @@ class Program:
         key: Any = id(array)
         if np.ndim(array) == 0 and not isinstance(array, jax.Array):
             key = str(aval), np.asarray(array).tobytes()
-        return self._constants.setdefault(key, Value(aval, known=array, is_constant=True))
+        return self._constants.setdefault(key, Value(aval, array=array, is_constant=True))
 
-    def _inline(self, jaxpr: Any, consts: Sequence[Any], given: Sequence[Value]) -> list[Value]:
+    def _inline(self, jaxpr: Any, consts: Sequence[Any], operands: Sequence[Value]) -> list[Value]:
         constants = map(self._constant, (var.aval for var in jaxpr.constvars), consts)
         literal = lambda atom: self._constant(atom.aval, atom.val)  # noqa: E731
-        return follow(jaxpr, given, constants, literal, self._equation)
+        return follow(jaxpr, operands, constants, literal, self._equation)
 
-    def _equation(self, eqn: Any, found: list[Value]) -> list[Value]:
-        operands = tuple(found)
+    def _equation(self, eqn: Any, values: list[Value]) -> list[Value]:
+        operands = tuple(values)
         body = callee(eqn)
         if body is not None:
             return self._inline(body.jaxpr, body.consts, operands)
@@ -237,8 +237,8 @@ class Program:
 
     def _both(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         """All branches of a conditional over several layers, and what is chosen of them."""
-        which, *given = operands
-        branches = [self._inline(b.jaxpr, b.consts, given) for b in eqn.params["branches"]]
+        which, *rest = operands
+        branches = [self._inline(b.jaxpr, b.consts, rest) for b in eqn.params["branches"]]
         return [
             self._called(jax.lax.select_n, which, *outs) if len(set(outs)) > 1 else outs[0]
             for outs in zip(*branches, strict=True)
@@ -250,12 +250,12 @@ class Program:
         num_consts, num_carry = loop_sizes(eqn)
         consts, carry = operands[:num_consts], list(operands[num_consts:][:num_carry])
         xs = operands[num_consts + num_carry :]
-        made: list[Any] = [None] * length
+        stacks: list[Any] = [None] * length
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
             parts = [self._called(functools.partial(_part, i), x) for x in xs]
-            found = self._inline(closed.jaxpr, closed.consts, [*consts, *carry, *parts])
-            carry, made[i] = found[:num_carry], found[num_carry:]
-        return carry + [self._called(_stacked, *ys) for ys in zip(*made, strict=True)]
+            results = self._inline(closed.jaxpr, closed.consts, [*consts, *carry, *parts])
+            carry, stacks[i] = results[:num_carry], results[num_carry:]
+        return carry + [self._called(_stacked, *ys) for ys in zip(*stacks, strict=True)]
 
     def _called(self, function: Callable[..., Any], *values: Value) -> Value:
         types = [jax.ShapeDtypeStruct(*v.type) for v in values]

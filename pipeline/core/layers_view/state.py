@@ -55,8 +55,8 @@ class _Part:
         leaves: list[Any] = [None] * self.treedef.num_leaves
         for stack, rows in zip(self.stacks, self.rows, strict=True):
             array = found_in(stored, stack.path)
-            for given, of_rank in zip(stack.inputs(array), rows, strict=True):
-                index = add(*given)
+            for entry, of_rank in zip(stack.inputs(array), rows, strict=True):
+                index = add(*entry)
                 for rank, n in of_rank.items():
                     leaves[n] = LeafRow(index, rank)
         for n, end in self.ends:
@@ -71,19 +71,19 @@ class _Part:
                 f"an update changed the structure of the optimizer's state from {self.treedef} to "
                 f"{treedef}; a transformation keeps what its init() made, as under jax.jit"
             )
-        found = {}
+        arrays = {}
         for stack, rows in zip(self.stacks, self.rows, strict=True):
             results = [{rank: leaves[n] for rank, n in of.items()} for of in rows]
             array = stack.collect(program, results, ranks)
-            found[stack.path] = lay(array, stack.spread.gradient)
+            arrays[stack.path] = lay(array, stack.spread.gradient)
         for n, end in self.ends:
-            found[end.path] = lay(end.fill(program.value(leaves[n])), end.spread.gradient)
-        return nnx.State(unflatten_mapping(found))
+            arrays[end.path] = lay(end.fill(program.value(leaves[n])), end.spread.gradient)
+        return nnx.State(unflatten_mapping(arrays))
 
     def specs(self) -> dict[Path, PartitionSpec]:
         """Specs of each array."""
-        held: list[Stack | End] = [*self.stacks, *(end for _, end in self.ends)]
-        return {one.path: one.spread.gradient for one in held}
+        places: list[Stack | End] = [*self.stacks, *(end for _, end in self.ends)]
+        return {place.path: place.spread.gradient for place in places}
 
 
 @dataclass(frozen=True)
@@ -107,22 +107,22 @@ class StatePlan:
           ValueError: it is another optimizer's.
         """
         items = self.treedef.flatten_up_to(stored)
-        found = [
+        trees = [
             item if part is None else part.read(item, add)
             for part, item in zip(self.parts, items, strict=True)
         ]
-        return jax.tree.unflatten(self.treedef, found)
+        return jax.tree.unflatten(self.treedef, trees)
 
     def write(self, tree: Tree, program: Rerolled, lay: Lay) -> Tree:
         """Write the stored state from a program's results."""
         items = self.treedef.flatten_up_to(tree)
-        found = [
+        trees = [
             lay(program.value(item), PartitionSpec())
             if part is None
             else part.write(item, program, self.ranks, lay)
             for part, item in zip(self.parts, items, strict=True)
         ]
-        return jax.tree.unflatten(self.treedef, found)
+        return jax.tree.unflatten(self.treedef, trees)
 
     def labelled(self, stored: Tree, variables: Mapping[Path, Any]) -> Tree:
         """Make variables for stored arrays, with the metadata of the parameters.
@@ -134,7 +134,7 @@ class StatePlan:
           variables: the parameters, by path.
         """
 
-        def one(specs: Mapping[Path, PartitionSpec], path: Any, leaf: Any) -> Any:
+        def label(specs: Mapping[Path, PartitionSpec], path: Any, leaf: Any) -> Any:
             names = tuple(map(key_name, path))
             variable = variables.get(names)
             if variable is not None and variable.shape == leaf.shape:
@@ -144,29 +144,29 @@ class StatePlan:
             return nnx.Variable(leaf, out_sharding=tuple(specs[names]), eager_sharding=False)
 
         items = self.treedef.flatten_up_to(stored)
-        found = [
+        trees = [
             item
             if part is None
-            else jax.tree_util.tree_map_with_path(functools.partial(one, part.specs()), item)
+            else jax.tree_util.tree_map_with_path(functools.partial(label, part.specs()), item)
             for part, item in zip(self.parts, items, strict=True)
         ]
-        return jax.tree.unflatten(self.treedef, found)
+        return jax.tree.unflatten(self.treedef, trees)
 
     def layered(self) -> Tree:
         """Flags in the places of the stored arrays: True for an array that belongs to layers."""
-        found: list[Any] = [
+        flags: list[Any] = [
             part is not None and nnx.State(unflatten_mapping(dict.fromkeys(part.specs(), True)))
             for part in self.parts
         ]
-        return jax.tree.unflatten(self.treedef, found)
+        return jax.tree.unflatten(self.treedef, flags)
 
     def specs(self) -> Tree:
         """Specs of the stored state, each in the place of its array."""
-        found = [
+        results = [
             PartitionSpec() if part is None else nnx.State(unflatten_mapping(part.specs()))
             for part in self.parts
         ]
-        return jax.tree.unflatten(self.treedef, found)
+        return jax.tree.unflatten(self.treedef, results)
 
 
 def plan_state(view: LayerView, types: Tree) -> StatePlan:
@@ -179,8 +179,8 @@ def plan_state(view: LayerView, types: Tree) -> StatePlan:
     num_stages = len(view.tree["stages"])
 
     def is_layers(node: Any) -> bool:
-        found = isinstance(node, dict) and node.keys() == view.tree.keys()
-        return found and isinstance(node["stages"], list) and len(node["stages"]) == num_stages
+        is_tree = isinstance(node, dict) and node.keys() == view.tree.keys()
+        return is_tree and isinstance(node["stages"], list) and len(node["stages"]) == num_stages
 
     items, treedef = jax.tree.flatten(types, is_leaf=is_layers)
     parts = tuple(_part(view, item) if is_layers(item) else None for item in items)
@@ -192,21 +192,21 @@ def _part(view: LayerView, tree: Tree) -> _Part:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     stages: dict[Name, tuple[int, Any]] = {}
     ends = []
-    known = {end.path: end for end in view.ends}
+    end_of = {end.path: end for end in view.ends}
     for n, (keys, leaf) in enumerate(leaves):
         first, *rest = map(key_name, keys)
         path = tuple(rest)
         if first == "stages":
             stages[path[0], path[1:]] = n, leaf
             continue
-        end = known.get((first, *path))
+        end = end_of.get((first, *path))
         if end is None or end.shape != leaf.shape:
             end = End((first, *path), leaf.shape, leaf.shape, _EVERYWHERE)
         ends.append((n, replace(end, path=("ends", *end.path))))
     stacks: list[Stack] = []
     rows: list[tuple[dict[int, int], ...]] = []
     for stack in view.stacks:
-        found = [
+        parts = [
             {
                 rank: name
                 for rank, name in slot.names
@@ -214,10 +214,10 @@ def _part(view: LayerView, tree: Tree) -> _Part:
             }
             for slot in stack.slots
         ]
-        names = [name for one in found for name in one.values()]
+        names = [name for part in parts for name in part.values()]
         if len({stages[name][1].dtype for name in names}) == 1:
             stacks.append(stack)
-            rows.append(tuple({r: stages[name][0] for r, name in one.items()} for one in found))
+            rows.append(tuple({r: stages[name][0] for r, name in part.items()} for part in parts))
             for name in names:
                 del stages[name]
     groups: dict[Any, dict[int, int]] = {}

@@ -130,8 +130,8 @@ class Stack:
         cell = jnp.zeros(shape, parts[0][2].aval.dtype)
         for slot, of_rank in zip(self.slots, results, strict=True):
             stack = program.stack(tuple(of_rank.get(rank) for rank in range(ranks)))
-            held = np.isin(np.arange(ranks), list(of_rank))
-            mask = jax.lax.broadcast_in_dim(held, shape, (0,))
+            is_present = np.isin(np.arange(ranks), list(of_rank))
+            mask = jax.lax.broadcast_in_dim(is_present, shape, (0,))
             cell = jnp.where(mask, slot.fill(cell, stack), cell)
         return cell
 
@@ -201,10 +201,10 @@ def layer_view(pipe: Any, *, trained: bool = False, state: Any = False) -> Layer
     state = bool(state)
     stacks: list[Stack] = []
     for v, chunk in enumerate(pipe.chunks):
-        held = [row[v] for row in stages_of]
+        numbers = [row[v] for row in stages_of]
         flat = _arrays(_half(chunk, state=state))
-        of_rank = [masks.stages[k] if trained else None for k in held]
-        slots = _slots(chunk, held, flat, of_rank, declared.stages if state else None)
+        of_rank = [masks.stages[k] if trained else None for k in numbers]
+        slots = _slots(chunk, numbers, flat, of_rank, declared.stages if state else None)
         stacks += [
             Stack(("chunks", v, *path), tuple(x.shape[1:]), here, spread_of(x, (STAGE,)))
             for (path, x), here in zip(flat, slots, strict=True)
@@ -216,16 +216,16 @@ def layer_view(pipe: Any, *, trained: bool = False, state: Any = False) -> Layer
             for rank, (k, path) in slot.names:
                 stages[k][path] = Ref(n, m, rank)
     if state:
-        found = _arrays(_half(pipe.ends, state=True))
-        shapes = {path: tuple(x.shape) for path, x in found if path in declared.ends}
-        spreads = {path: spread_of(x, ()) for path, x in found}
+        variables = _arrays(_half(pipe.ends, state=True))
+        shapes = {path: tuple(x.shape) for path, x in variables if path in declared.ends}
+        spreads = {path: spread_of(x, ()) for path, x in variables}
         ends = tuple(End(tuple(p), shape, shape, spreads[p]) for p, shape in shapes.items())
     else:
         ends = _ends(pipe, masks.ends if trained else None)
     tree = {"embed": {}, "head": {}} | unflatten_mapping(
         {e.path: EndRef(n) for n, e in enumerate(ends)}
     )
-    places = {k: (rank, v) for rank, held in enumerate(stages_of) for v, k in enumerate(held)}
+    places = {k: (rank, v) for rank, numbers in enumerate(stages_of) for v, k in enumerate(numbers)}
     return LayerView(
         len(stages_of),
         tuple(stacks),
@@ -247,14 +247,14 @@ def _arrays(state: Any) -> list[tuple[Path, Any]]:
     Raises:
       ValueError: one holds a tree of arrays.
     """
-    found = filled(state)
-    for path, variable in found:
+    arrays = filled(state)
+    for path, variable in arrays:
         if not hasattr(raw(variable), "shape"):
             raise ValueError(
                 f"{'.'.join(map(str, path))} is a {type_text(variable)}: the layer view has one "
                 f"array for each variable; give each array a variable of its own"
             )
-    return found
+    return arrays
 
 
 def _ends(pipe: Any, mask: Sequence[bool] | None) -> tuple[End, ...]:
@@ -262,18 +262,18 @@ def _ends(pipe: Any, mask: Sequence[bool] | None) -> tuple[End, ...]:
     params = nnx.state(pipe.ends, nnx.Param)
     tables = find_tables(params, pipe.ends, pipe.plan.shared)
     words = {tables.embed: tables.embed_words, tables.head: tables.head_words}
-    found = []
+    ends = []
     for n, (path, variable) in enumerate(_arrays(params)):
         shape = tuple(variable.shape)
-        own = (words[n], *shape[1:]) if n in words else shape
+        own_shape = (words[n], *shape[1:]) if n in words else shape
         if mask is None or mask[n]:
-            found.append(End(tuple(path), own, shape, spread_of(variable, ())))
-    return tuple(found)
+            ends.append(End(tuple(path), own_shape, shape, spread_of(variable, ())))
+    return tuple(ends)
 
 
 def _slots(
     chunk: nnx.Module,
-    held: Sequence[int],
+    numbers_of_stages: Sequence[int],
     flat: Sequence[tuple[Path, Any]],
     masks: Sequence[Sequence[bool] | None],
     declared: Sequence[frozenset[Path]] | None = None,
@@ -282,29 +282,29 @@ def _slots(
 
     Args:
       chunk: the chunk.
-      held: the stage of each rank.
+      numbers_of_stages: the stage of each rank.
       flat: paths and variables of the arrays.
       masks: [S] which of a stage's leaves count; None for all.
       declared: [K] paths, if it is state and no parameters: those count.
     """
-    found: list[dict[Spot | None, list[tuple[int, Name]]]] = [{} for _ in flat]
-    for rank, (k, mask) in enumerate(zip(held, masks, strict=True)):
+    names_of: list[dict[Spot | None, list[tuple[int, Name]]]] = [{} for _ in flat]
+    for rank, (k, mask) in enumerate(zip(numbers_of_stages, masks, strict=True)):
         spots: Sequence[Spot | None] = [None] * len(flat)
         cells, paths = list(range(len(flat))), [tuple(path) for path, _ in flat]
         if isinstance(chunk, Overlaid):
             view = chunk.views[rank].params if declared is None else chunk.views[rank].rest
             numbers: Any = jax.tree.unflatten(view.treedef, range(view.treedef.num_leaves))
-            own = filled(numbers)
-            spots = here = [view.spots[raw(number)] for _, number in own]
-            cells, paths = [spot.cell for spot in here], [tuple(path) for path, _ in own]
+            leaves = filled(numbers)
+            spots = here = [view.spots[raw(number)] for _, number in leaves]
+            cells, paths = [spot.cell for spot in here], [tuple(path) for path, _ in leaves]
         for n, (cell, spot, path) in enumerate(zip(cells, spots, paths, strict=True)):
             counts = mask is None or mask[n]
             if counts and (declared is None or path in declared[k]):
-                found[cell].setdefault(spot, []).append((rank, (k, path)))
+                names_of[cell].setdefault(spot, []).append((rank, (k, path)))
     shapes = [tuple(variable.shape[1:]) for _, variable in flat]
     return [
         tuple(Slot(s, shape if s is None else s.shape, tuple(names)) for s, names in cell.items())
-        for shape, cell in zip(shapes, found, strict=True)
+        for shape, cell in zip(shapes, names_of, strict=True)
     ]
 
 
@@ -316,7 +316,7 @@ def found_in(tree: Tree, path: Path) -> Any:
     """
     node = raw(tree)
     for name in path:
-        names = [one for one in (name, str(name)) if isinstance(node, Mapping) and one in node]
+        names = [key for key in (name, str(name)) if isinstance(node, Mapping) and key in node]
         if not names:
             raise ValueError(
                 f"a tree has no leaf {'.'.join(map(str, path))}; give one that is shaped like the "
