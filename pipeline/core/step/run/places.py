@@ -70,9 +70,11 @@ def make_places(plan: Plan, local: LocalModel, program: Program, step: StepReque
     """
     units, axes, values = program.schedule.num_units, local.axes, program.values
     sums = make_sums(local, step, units, program.windows)
+    # Residuals are found by tracing a stage; their types are those of the places.
     residuals: Any = None
     if step.training and program.keep == "residuals":
         residuals = local.residuals()
+    # One pool for messages of both ways (`ValueKind.pool`), and a place more that nobody reads.
     messages = Pool(local.wire, values["operand"].device + 1, axes, "messages")
     device = {"operand": messages, "gradient": messages}
     # All actions of a masked step read, whatever is there, and one more place is theirs to write.
@@ -125,7 +127,9 @@ def make_sums(
         return as_summed(chosen(weights, mask), model.grad_dtype) if step.training else []
 
     trained, of_chunks = model.trained, added.refs if local.adds else []
-    like = [summed(*of) for of in zip(local.rank.chunks.whole, trained.chunks, strict=True)]
+    # Whole weights are looked at for their types alone; nothing is gathered here.
+    chunks = local.rank.chunks.whole
+    like = jax.eval_shape(lambda: list(map(summed, chunks, trained.chunks)))
     spreads = [chosen(*of) for of in zip(model.layout.chunks, trained.chunks, strict=True)]
     windows = windows if step.training else None
     chunk_grads = chunk_totals(like, axes, of_chunks, windows, spreads)

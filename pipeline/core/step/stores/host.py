@@ -1,11 +1,11 @@
 """Stashes and crossings in host memory: pools that are carried as values, not kept in refs.
 
-JAX reads a ref in host memory as a whole into the device (0.12), or loses where it lies (0.10.2).
-So a pool in host memory is a list of arrays, which every loop around an action that reads or writes
-it carries along: `HostArrays` holds the arrays of the moment while the program is traced. XLA
-  updates
-what a loop carries in place. A value crosses by itself: it is put into host memory and written to
-its place there; a read takes it from its place and puts it into device memory.
+JAX reads a ref in host memory as a whole into the device (0.12), or forgets that it is there
+(0.10.2). So a pool in host memory is a list of arrays, which the scan over ticks carries, and every
+loop around an action that writes them: `HostArrays` holds the arrays of the moment while the
+program is traced. XLA updates in place what a loop carries. A value moves by itself: it is put into
+host memory and written to its place there; a read takes it from its place and puts it into device
+memory.
 """
 
 from __future__ import annotations
