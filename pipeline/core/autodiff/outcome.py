@@ -1,10 +1,10 @@
 """The record that every call of a part of the model returns, and its pullback.
 
 Three functions return it: `embed` and `finish` of `pipeline.core.step.calls.ends`, and
-  `Forward.stage` of
-`pipeline.core.step.calls.forward`. The caller passes the value on and hands the whole record to
-`Memory.take` (`pipeline.core.step.stores.device`), which adds up and keeps the rest. A part that
-lacks a feature leaves its field empty, and an empty field costs nothing in a compiled program.
+`Forward.stage` of `pipeline.core.step.calls.forward`. The caller passes the value on and hands the
+whole record to `StepSums.take` (`pipeline.core.step.stores.totals`), which adds up and keeps the
+rest. A part that lacks a feature leaves its field empty, and an empty field costs nothing in a
+compiled program.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The leaves of a model's whole state in layer order.
 
 Letters: K stages, V chunks. `pipeline.core.layers_view.convert` gives all layers of a tree at once.
-  A
-checkpoint wants them one by one, of weights, of other state and of an optimizer: each a `LayerLeaf`
-under its path in the model without a pipeline, ``stages.3.up`` or ``head.kernel``, whatever S, V
-and the placement.
+A checkpoint wants them one by one, of weights, of other state and of an optimizer: each a
+`LayerLeaf` under its path in the model without a pipeline, ``stages.3.up`` or ``head.kernel``,
+whatever S, V and the placement.
 """
 
 from __future__ import annotations

@@ -68,13 +68,22 @@ def make_operands(
             f"{loss_for}() needs a loss, and this pipeline was made with loss_fn=None; give "
             f"Pipeline(..., loss_fn=f) with f(outputs, targets) of one microbatch"
         )
-    stages_of, M = plan.schedule.stages_of, num_microbatches or plan.schedule.num_microbatches
+    M = num_microbatches or plan.schedule.num_microbatches
     cut: dict[str, Any] = {"num_slices": plan.schedule.num_slices, "lengths": plan.lengths}
     cut = {} if num_microbatches else cut
     batch = make_batch(inputs, targets, extras, num_microbatches=M, axes=axes or plan.axes, **cut)
     batch = place(untyped(batch, plan.mesh), plan.mesh)
+    model, weights = _model_and_weights(plan, chunks, ends, wrt)
+    return dataclasses.replace(model, has_aux=has_aux, weighed=weighed), weights, batch
+
+
+def _model_and_weights(
+    plan: Plan, chunks: Sequence[nnx.Module], ends: Ends, wrt: Any
+) -> tuple[Model, Weights]:
+    """The static half of the modules, and their state."""
     # Modules are split anew in every call, for their arrays; what is asked of their static halves
     # is remembered by the structure of their state.
+    stages_of = plan.schedule.stages_of
     definitions, params, rests = zip(*(define(chunk, "a stage") for chunk in chunks), strict=True)
     definition, ends_params, ends_rest = define(ends, _ENDS[isinstance(plan.loss_fn, LossModule)])
     structure = jax.tree.structure([*params, ends_params])
@@ -93,12 +102,10 @@ def make_operands(
         compute_dtype=plan.compute_dtype,
         grad_dtype=plan.grad_dtype,
         tables=find_tables(ends_params, ends, plan.shared),
-        has_aux=has_aux,
-        weighed=weighed,
         declared=declared,
         stack=plan.stack,
     )
-    return model, Weights(params, ends_params, rests, ends_rest), batch
+    return model, Weights(params, ends_params, rests, ends_rest)
 
 
 def _declared(plan: Plan, chunks: Sequence[nnx.Module], ends: Ends, structure: Any) -> Declared:

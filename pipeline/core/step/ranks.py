@@ -105,9 +105,14 @@ def input_specs(batch: Batch) -> list[P]:
     return [spec for leaf, spec in pairs if spec is not None and is_float(leaf)]
 
 
-def gradient_specs(spreads: Sequence[Spread], mask: Mask) -> list[P]:
-    """The specs of the gradients of what is trained."""
-    return [spread.gradient for spread in chosen(spreads, mask)]
+def gradient_specs(model: Model) -> tuple[tuple[list[P], ...], list[P]]:
+    """The specs of the gradients of what is trained: of each chunk, and of the ends."""
+    layout, trained = model.layout, model.trained
+
+    def one(spreads: Sequence[Spread], mask: Mask) -> list[P]:
+        return [spread.gradient for spread in chosen(spreads, mask)]
+
+    return tuple(map(one, layout.chunks, trained.chunks)), one(layout.ends, trained.ends)
 
 
 def manual(plan: Plan, specs: Tree) -> Tree:

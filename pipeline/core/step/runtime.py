@@ -107,9 +107,7 @@ def train(
         loss = find_share(plan, traced, normalise=normalise)
         declared = traced.declared_state(plan, training=True)
         local = traced.local(loss=loss, declared=declared)
-        step = StepRequest(
-            training=True, take_loss=True, want_inputs=want_inputs, masked=plan.is_masked
-        )
+        step = StepRequest(training=True, take_loss=True, want_inputs=want_inputs)
         sums = _train(local, plan, program, tables, step, by_table=runs is not None)
         totals = totals_of(sums, plan)
         value = step_loss(sums, totals, loss, normalise=normalise)
@@ -118,11 +116,7 @@ def train(
         value = loss_and_metrics(local, plan, sums, totals, value)
         return value, grads, inputs, state_after(local, weights, plan, training=True)
 
-    layout, trained = model.layout, model.trained
-    specs = (
-        tuple(map(gradient_specs, layout.chunks, trained.chunks)),
-        gradient_specs(layout.ends, trained.ends),
-    )
+    specs = gradient_specs(model)
     out_specs = P(), manual(plan, specs), of_inputs, manual(plan, model.state_specs)
     run = run_on_ranks(plan, model, program, body, out_specs, runs)
     loss, grads, inputs, kept = run(weights, batch, scale)
@@ -231,7 +225,7 @@ def _infer(
             check_outputs(traced.local(), traced.rank)
         local = traced.local(declared=traced.declared_state(plan, training=training))
         check_effects(local, again=False, masked=plan.is_masked)
-        actions = make_actions(local, plan.forward, step)
+        actions = make_actions(plan, local, plan.forward, step)
         run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
         kept = state_after(local, weights, plan, training=training)
         return results(local, actions.sums), kept
@@ -260,7 +254,7 @@ def _train(
         straight.run()
         return straight.sums
     check_effects(local, again=plan.keep == "input", masked=plan.is_masked)
-    actions = make_actions(local, program, step)
+    actions = make_actions(plan, local, program, step)
     if plan.remat == "gathered" and not actions.saved.residuals.gathers:
         _warn_of_nothing_to_gather(plan.compiled.warned)
     halves = actions.halves

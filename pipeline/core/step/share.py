@@ -90,7 +90,7 @@ def of_outputs(local: LocalModel, plan: Plan) -> tuple[jax.Array, jax.Array]:
     if program.shared:
         tables |= {name: jnp.asarray(table) for name, table in program.common._asdict().items()}
     check_effects(local, again=True, masked=plan.is_masked)
-    actions = make_actions(local, program, StepRequest(training=False, take_loss=True))
+    actions = make_actions(plan, local, program, StepRequest(training=False, take_loss=True))
     run_ticks(actions, program, tables, masked=plan.is_masked)
     totals = totals_of(actions.sums, plan)
     mean, share = mean_of(totals.loss, totals.weight)

@@ -2,8 +2,7 @@
 
 Letters: V chunks per rank, M microbatches. `Forward` knows neither schedule nor memory. Weights are
 given to each function, so that it can be differentiated: `pipeline.core.step.calls.local_model` has
-  the
-ways back, and `pipeline.core.step.calls.ends` embed, head and loss.
+the ways back, and `pipeline.core.step.calls.ends` embed, head and loss.
 """
 
 from __future__ import annotations

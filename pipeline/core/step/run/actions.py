@@ -33,7 +33,7 @@ from pipeline.core.step.run.saved import SavedInput, SavedResiduals
 from pipeline.core.step.stores.device import unwritten
 from pipeline.core.step.stores.slices import WholeSequences
 from pipeline.core.step.stores.store import Row
-from pipeline.core.step.stores.windows import in_windows, start
+from pipeline.core.step.stores.windows import in_windows, start_job
 from schedules.core.costs import is_last_forward_free
 from schedules.lowering.program import Op, Program, Slot
 
@@ -68,6 +68,9 @@ class Actions:
 
     def run_slot(self, slot: Slot, row: Row, message: Tree) -> Tree:
         """Do the slot's action, if this rank has one; returns its message, or else ``message``."""
+        # Each op is a loop of at most one trip, not a branch of one switch: XLA copies what a
+        # conditional writes in place. All data shards of a rank have one row, so they take the
+        # same branch, and an op may hold collectives over their axes.
         for branch, op in enumerate(slot.ops, start=1):
             if not (self._does_anything(op) or op.jobs):
                 continue
@@ -77,9 +80,10 @@ class Actions:
         return message
 
     def _run(self, op: Op, row: Row) -> Tree:
-        # What is for other actions starts before this one's products and is awaited behind them.
+        # Jobs are for other actions. They start before this one's products and end behind them, so
+        # that a compiler may run both at a time; nothing depends on anything between.
         chunks, totals = self.local.rank.chunks, self.sums.chunk_grads
-        ends_of_jobs = [start(job, chunks, totals, row["microbatch"]) for job in op.jobs]
+        ends_of_jobs = [start_job(job, chunks, totals, row["microbatch"]) for job in op.jobs]
         message = self._act(op, row) if self._does_anything(op) else self.no_message()
         for end in ends_of_jobs:
             end()
@@ -106,20 +110,25 @@ class Actions:
     def _forward(self, op: Op, row: Row) -> Tree:
         microbatch = row["microbatch"]
         self.saved.begin(op, row)
+        # The last stage's F of a step that recomputes: its B, the next action, does it all again.
+        # What embed writes is written now.
         if self._leaves_nothing(op):
             if op.first and self.local.rank.declared is not None:
                 self.operand(op, row, now=True)
             return self.no_message()
+        # Beside its value a call leaves sums, declared state, and what later slices read.
         x = self.slices.input(row, self.operand(op, row, now=True))
         outcome = self.saved.forward(op, row, x)
         self.sums.take(outcome, microbatch, op.chunk)
-        self.slices.leave(row, outcome.carry)
+        self.slices.keep(row, outcome.carry)
         if op.last and not self.step.training:
             self._finish(outcome.value, microbatch)
         return self.sent(outcome.value)
 
     def _backward(self, op: Op, row: Row) -> Tree:
-        y, pullback = self.saved.backward(op, row)
+        # The pullback is rebuilt, of residuals or by a second forward; then the gradients for its
+        # results are found, and those of weights are added to refs in place.
+        y, pullback = self.saved.pullback(op, row)
         dy = self._output_gradient(op, row, y)
         if not self.goes_on:
             return self.no_message()
@@ -132,6 +141,7 @@ class Actions:
         if not self.goes_on:  # the last stage's, for what the head has to sum
             self._loss_gradient(self.saved.output(row, saved, arguments), row["microbatch"])
             return self.no_message()
+        # Only the last stage needs its own output: the loss is taken of it within I.
         take = functools.partial(self._output_gradient, op, row)
         given = *arguments, *self.saved.of_half(op, row, saved, take)
         dx, crossing = self.halves.input_half(
@@ -141,6 +151,7 @@ class Actions:
         return self._upstream(op, row, self.slices.back(row, dx))
 
     def _weight_half(self, op: Op, row: Row) -> Tree:
+        # W reads no operand, no stash and no message: those places are free since its I.
         arguments = self.local.stage_arguments(op.chunk, row["microbatch"])
         crossing = self.stores.read("crossing", op, row)
         self.halves.weight_half(*arguments, crossing, self._gradients(op))
@@ -215,6 +226,7 @@ class Actions:
         """Send the gradient of a stage's input upstream: into a message, or through embed."""
         if not op.first:
             return self.as_message(dx) if self.local.way.x else self.no_message()
+        # Stage 0's input came from embed, whose pullback runs here and now; nothing is sent.
         if self.wants_upstream:
             _, embed = self.local.embed_pullback(row["microbatch"])
             of_inputs = embed(dx, self.sums.ends_grads.targets, want_x=self.step.want_inputs)

@@ -21,6 +21,7 @@ from pipeline.base.masks import chosen
 from pipeline.base.tree import Leaves, Tree
 from pipeline.core.autodiff.jaxpr import scopes
 from pipeline.core.model.overlay import Spot, View
+from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.groups import (
     GroupedModel,
     SharedHalves,
@@ -38,9 +39,9 @@ from pipeline.core.step.stores.totals import StepSums, TotalView
 from schedules.lowering.program import Op, Program, Slot
 
 
-def make_actions(local: LocalModel, program: Program, step: StepRequest) -> Actions:
+def make_actions(plan: Plan, local: LocalModel, program: Program, step: StepRequest) -> Actions:
     """The actions of a rank, whose stages may be alike or not."""
-    places = make_places(local, program, step)
+    places = make_places(plan, local, program, step)
     slices = make_carries(local, program, training=step.training)
     if isinstance(local, GroupedModel):
         return GroupedActions(local, program, step, places, slices)

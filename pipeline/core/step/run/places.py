@@ -13,6 +13,7 @@ from pipeline.base.masks import Mask, chosen
 from pipeline.base.tree import Leaves, Tree, at, blank, partition, real, zeros
 from pipeline.core.autodiff.accumulate import as_summed
 from pipeline.core.autodiff.jaxpr.scopes import HOST_POOLS
+from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.ends import finish
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.stores.device import Pool
@@ -33,15 +34,12 @@ class StepRequest:
       take_loss: whether a forward's results are losses rather than outputs.
       want_inputs: whether gradients for the inputs' float leaves are kept.
       logprobs: whether a forward's results are the log-probabilities of targets.
-      masked: whether everything is computed unconditionally: stashes and crossings then need a
-        discard place, and gradients are formed by value.
     """
 
     training: bool
     take_loss: bool
     want_inputs: bool = False
     logprobs: bool = False
-    masked: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,31 +59,35 @@ class StepPlaces:
     halves: Any = None
 
 
-def make_places(local: LocalModel, program: Program, step: StepRequest) -> StepPlaces:
+def make_places(plan: Plan, local: LocalModel, program: Program, step: StepRequest) -> StepPlaces:
     """All places of the actions of a program; one without backward is an inference.
 
     Args:
+      plan: the options of the pipeline.
       local: the rank's part of the model.
       program: what runs.
       step: what is wanted of the step.
     """
     units, axes, values = program.schedule.num_units, local.axes, program.values
     sums = make_sums(local, step, units, program.windows)
+    # Residuals are found by tracing a stage; their types are those of the places.
     residuals: Any = None
     if step.training and program.keep == "residuals":
         residuals = local.residuals()
+    # One pool for messages of both ways (`ValueKind.pool`), and a place more that nobody reads.
     messages = Pool(local.wire, values["operand"].device + 1, axes, "messages")
     device = {"operand": messages, "gradient": messages}
     # All actions of a masked step read, whatever is there, and one more place is theirs to write.
-    places = values["stash"].device + step.masked
+    masked = plan.is_masked
+    places = values["stash"].device + masked
     stashed = residuals.stashed if residuals and places else []
-    device["stash"] = Pool(stashed, places, axes, "stashes", cleared=step.masked)
+    device["stash"] = Pool(stashed, places, axes, "stashes", cleared=masked)
     halves: Any = None
     if any(op.kind in "IW" for slot in program.slots for op in slot.ops):
-        halves = local.split_backward(residuals, in_place=not step.masked)
-    places = values["crossing"].device + step.masked
+        halves = local.split_backward(residuals, in_place=not masked)
+    places = values["crossing"].device + masked
     crossing = halves.crossing if halves and places else []
-    device["crossing"] = Pool(crossing, places, axes, "crossings", cleared=step.masked)
+    device["crossing"] = Pool(crossing, places, axes, "crossings", cleared=masked)
     outputs = [] if step.take_loss else _output_types(local, logprobs=step.logprobs)
     sums = dataclasses.replace(sums, results=Pool(outputs, units, axes, "kept"))
     # Without residuals a stash in host memory holds the stage's input, as it is in a message.
@@ -125,7 +127,9 @@ def make_sums(
         return as_summed(chosen(weights, mask), model.grad_dtype) if step.training else []
 
     trained, of_chunks = model.trained, added.refs if local.adds else []
-    like = [summed(*of) for of in zip(local.rank.chunks.whole, trained.chunks, strict=True)]
+    # Whole weights are looked at for their types alone; nothing is gathered here.
+    chunks = local.rank.chunks.whole
+    like = jax.eval_shape(lambda: list(map(summed, chunks, trained.chunks)))
     spreads = [chosen(*of) for of in zip(model.layout.chunks, trained.chunks, strict=True)]
     windows = windows if step.training else None
     chunk_grads = chunk_totals(like, axes, of_chunks, windows, spreads)

@@ -62,8 +62,8 @@ class SavedInput:
         x = self.stores.read("stash", op, row) if stashed else self.operand(op, row)
         return self.slices.input(row, x)
 
-    def backward(self, op: Op, row: Row) -> tuple[Tree, Pullback]:
-        """The output of a stage, and its pullback."""
+    def pullback(self, op: Op, row: Row) -> tuple[Tree, Pullback]:
+        """The output of a stage, None where nobody needs it, and the stage's pullback."""
         x = self.read(op, row)
         again, pullback = self.local.stage_pullback(op.chunk, row["microbatch"], x)
         return again.value, pullback
@@ -106,15 +106,19 @@ class SavedResiduals(SavedInput):
         """What a backward starts from: the residuals."""
         return self.stores.read("stash", op, row)
 
-    def backward(self, op: Op, row: Row) -> tuple[Tree, Pullback]:
-        """The output of a stage, and its pullback."""
+    def pullback(self, op: Op, row: Row) -> tuple[Tree, Pullback]:
+        """The output of the last stage, None of others, and the stage's pullback."""
         arguments = self.local.stage_arguments(op.chunk, row["microbatch"])
         stash = self.read(op, row)
+        # Arguments of a stage are not stashed: weights, keys and extras are passed again, and so
+        # are the carries of earlier slices.
         pullback = self.residuals.backward(*arguments, stash, self.slices.earlier(row))
-        return self.output(row, stash, arguments), pullback
+        return self.output(row, stash, arguments) if op.last else None, pullback
 
     def output(self, row: Row, saved: Tree, arguments: Any) -> Tree:  # noqa: ARG002
         """The last stage's output, in the place where others find the gradient that has arrived."""
+        # On the last stage the place of the gradient holds the output that it is made of. Where no
+        # message has the output's type, it is stashed beside the residuals.
         if isinstance(self.residuals, WithOutput):
             return self.residuals.output(saved)
         return self.stores.device["gradient"][row["gradient"]]

@@ -42,6 +42,8 @@ def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) 
 def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) -> None:
     """Run every tick, with weights where actions find them."""
     delayed, run = program.delayed, runner(actions, masked=masked)
+    # Operands and gradients share one pool: whatever a channel brings is stored there. It is refs,
+    # which a scan closes over; only arrays in host memory have to be carried.
     messages, carried = actions.stores.device["operand"], actions.stores.carried
     common = None
     if program.shared:
@@ -52,34 +54,40 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool
     def tick(
         part: tuple[int, int], uses: tuple[int, ...], busy: Any, carry: tuple[Tree, Any], rows: Row
     ) -> tuple[tuple[Tree, Any], None]:
-        held, arrays = carry
+        delayed_message, arrays = carry
         carried.put(arrays)
-        spent = None  # the last message that has been exchanged
+        exchanged = None  # the last message that has been exchanged, whose memory is free
         for index in np.flatnonzero(uses).tolist():
+            # Only what some tick of this loop does in the slot is compiled. If that is not all,
+            # branches have other numbers than the program's.
             need, row = needed(program, index, *part), {name: rows[name][index] for name in rows}
             if need.is_part:
                 row["op"] = jnp.asarray(need.branch)[row["op"]]
-            abroad = [channel for _, channel in need.channels if channel.shift]
-            # Delayed sends stand before the work and need nothing of it.
-            brought = {c: exchange(held, c.edges, STAGE) for c in abroad if delayed}
+            # A delayed exchange comes before the work and needs nothing of it.
+            between_ranks = [channel for _, channel in need.channels if channel.shift]
+            early = {c: exchange(delayed_message, c.edges, STAGE) for c in between_ranks if delayed}
             with jax.named_scope(scopes.of_slot(index)):
                 if common:
                     common.before(row, busy[index])
-                message = actions.no_message() if spent is None else spent
+                # A rank without an action sends something too: every rank takes part in an
+                # exchange, and who has no use for what arrives stores it in the discard place.
+                message = actions.no_message() if exchanged is None else exchanged
                 if uses[index] == WORK:
                     message = run(need.slot, row, message)
                 if common:
                     message = common.after(row, busy[index], message)
             for column, channel in need.channels:
-                arrived = brought.get(channel, message)
+                arrived = early.get(channel, message)
                 if channel.shift and not delayed:
                     arrived = exchange(message, channel.edges, STAGE)
                 messages[row["arrival"][column]] = arrived
-            spent, held = (held, message) if delayed else (message, None)
-        return (held, carried.get()), None
+            delayed_message, exchanged = (message, delayed_message) if delayed else (None, message)
+        return (delayed_message, carried.get()), None
 
+    # A rank has its own column of most tables; what all ranks do together is the same everywhere.
     local = {name: table if name in COMMON else table[0] for name, table in tables.items()}
     carry = actions.no_message() if delayed else None, carried.get()
+    # One scan for each run of ticks in which the same things happen (see above).
     for start, stop, uses in segments(program, split=masked):
         busy = busy_in(program, start, stop)
         with jax.named_scope(scopes.of_ticks(start, stop)):
@@ -96,12 +104,12 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool
 
 def _once(body: Any, carry: tuple[Tree, Any], row: Row) -> tuple[Tree, Any]:
     """The carry after one tick; XLA aliases its arrays in host memory, as those of a loop."""
-    held, arrays = carry
+    message, arrays = carry
 
     def update(value: tuple[Tree, Any]) -> tuple[Tree, Any]:
-        return body((held, value[1]), row)[0]
+        return body((message, value[1]), row)[0]
 
-    return run_once(update, (held, arrays))
+    return run_once(update, (message, arrays))
 
 
 def was_sent(program: Program, runs: jax.Array) -> jax.Array:
@@ -112,6 +120,7 @@ def was_sent(program: Program, runs: jax.Array) -> jax.Array:
       runs: [T, slots, S] the entries of its table that do.
     """
     num_slots, num_ranks, num_channels = program.arrival.shape[1:]
+    # Of every entry of `arrival` the rank that sent it, and whether it left a slot earlier.
     source = np.zeros((num_slots, num_ranks, num_channels), np.int32)
     late = np.zeros(source.shape, bool)
     for index, slot in enumerate(program.slots):

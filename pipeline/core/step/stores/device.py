@@ -138,3 +138,27 @@ class PoolView:
             return blank(self._types, self._axes)
         found = [Part(self._pool.refs[spot.cell], spot, place)[...] for spot in self._view.spots]
         return jax.tree.unflatten(self._view.treedef, found)
+
+
+class WholeView:
+    """A store as one kind of value sees it, whose places are read and written as a whole.
+
+    Args:
+      store: the shared store, with the types of what its places hold.
+      view: how a value lies in a place; None where none ever does.
+      types: a tree of types, one value.
+      axes: the mesh axes over which values vary.
+    """
+
+    def __init__(self, store: Any, view: View | None, types: Tree, axes: Any) -> None:
+        self._store, self._view, self._types, self._axes = store, view, types, axes
+
+    def __setitem__(self, place: Any, value: Tree) -> None:
+        if self._view is not None:
+            cells, treedef = jax.tree.flatten(unwritten(self._store.types, self._axes))
+            self._store[place] = jax.tree.unflatten(treedef, self._view.fill(cells, value))
+
+    def __getitem__(self, place: Any) -> Tree:
+        if self._view is None:
+            return blank(self._types, self._axes)
+        return self._view.tree(jax.tree.leaves(self._store[place]))

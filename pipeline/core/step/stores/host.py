@@ -1,11 +1,11 @@
 """Stashes and crossings in host memory: pools that are carried as values, not kept in refs.
 
-JAX reads a ref in host memory as a whole into the device (0.12), or loses where it lies (0.10.2).
-So a pool in host memory is a list of arrays, which every loop around an action that reads or writes
-it carries along: `HostArrays` holds the arrays of the moment while the program is traced. XLA
-  updates
-what a loop carries in place. A value crosses by itself: it is put into host memory and written to
-its place there; a read takes it from its place and puts it into device memory.
+JAX reads a ref in host memory as a whole into the device (0.12), or forgets that it is there
+(0.10.2). So a pool in host memory is a list of arrays, which the scan over ticks carries, and every
+loop around an action that writes them: `HostArrays` holds the arrays of the moment while the
+program is traced. XLA updates in place what a loop carries. A value moves by itself: it is put into
+host memory and written to its place there; a read takes it from its place and puts it into device
+memory.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from jax.interpreters import ad, batching, mlir
 
 from collectives import vary
 from collectives.compat import is_gpu, platform, to_device, to_host, varying_in
-from pipeline.base.tree import Leaves, Tree, blank, is_key, zeros
+from pipeline.base.tree import Leaves, Tree, is_key, zeros
 from pipeline.core.autodiff.jaxpr.refs import tiled
 from pipeline.core.model.overlay import View
-from pipeline.core.step.stores.device import Pool, unwritten
+from pipeline.core.step.stores.device import Pool, WholeView
 from pipeline.core.step.stores.loops import at_most_once, updated
 
 Arrays = list[Leaves]
@@ -44,7 +44,7 @@ class HostPool:
     def __init__(
         self, types: Tree, places: int, first: int, axes: tuple[str, ...], name: str
     ) -> None:
-        self._types, self._axes, self._first = types, axes, first
+        self.types, self._axes, self._first = types, axes, first
         leaves, self._treedef = jax.tree.flatten(types)
         with jax.named_scope(name):
             self.arrays = [_pool(t, places, varying_in(t, otherwise=axes)) for t in leaves]
@@ -58,7 +58,7 @@ class HostPool:
 
     def __getitem__(self, place: Any) -> Tree:
         place = place - self._first
-        types = jax.tree.leaves(self._types)
+        types = jax.tree.leaves(self.types)
         found = [
             _shaped(tiled(_read(pool, place)), t) if pool.size else zeros(t)
             for pool, t in zip(self.arrays, types, strict=True)
@@ -74,41 +74,13 @@ class HostPool:
         """
         if platform() != "cpu":
             return value
-        between = Pool(self._types, 2, self._axes, "between")
+        between = Pool(self.types, 2, self._axes, "between")
         between[0] = value
         return jax.tree.unflatten(jax.tree.structure(value), jax.tree.leaves(between[0]))
 
-    def seen(self, view: View | None, types: Tree, axes: tuple[str, ...]) -> HostView:
+    def seen(self, view: View | None, types: Tree, axes: tuple[str, ...]) -> WholeView:
         """These places as one kind of value sees them, of several that share them."""
-        return HostView(self, view, types, axes)
-
-    def unwritten(self) -> Tree:
-        """A value of its types that nobody reads."""
-        return unwritten(self._types, self._axes)
-
-
-class HostView:
-    """A pool in host memory as one kind of value sees it, of several that share its places.
-
-    Args:
-      pool: the shared pool.
-      view: how a value lies in a place; None where none ever does.
-      types: a tree of types, one value.
-      axes: the mesh axes over which values vary.
-    """
-
-    def __init__(self, pool: HostPool, view: View | None, types: Tree, axes: Any) -> None:
-        self._pool, self._view, self._types, self._axes = pool, view, types, axes
-
-    def __setitem__(self, place: Any, value: Tree) -> None:
-        if self._view is not None:
-            cells, treedef = jax.tree.flatten(self._pool.unwritten())
-            self._pool[place] = jax.tree.unflatten(treedef, self._view.fill(cells, value))
-
-    def __getitem__(self, place: Any) -> Tree:
-        if self._view is None:
-            return blank(self._types, self._axes)
-        return self._view.tree(jax.tree.leaves(self._pool[place]))
+        return WholeView(self, view, types, axes)
 
 
 class HostArrays:

@@ -34,7 +34,7 @@ class WholeSequences:
         """The carries of earlier slices."""
         return ()
 
-    def leave(self, row: Any, carry: Tree) -> None:
+    def keep(self, row: Any, carry: Tree) -> None:
         """Keep what a slice leaves."""
 
     def cotangent(self, row: Any, dy: Leaves) -> Leaves:  # noqa: ARG002
@@ -88,7 +88,7 @@ class Carries(WholeSequences):
         """The carries of earlier slices."""
         return self.input(row, ()).earlier
 
-    def leave(self, row: Any, carry: Tree) -> None:
+    def keep(self, row: Any, carry: Tree) -> None:
         """Keep what a slice leaves."""
         self.values[row["carry"][self._part(row)]] = padded(carry, self.types)
 

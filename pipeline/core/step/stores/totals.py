@@ -48,7 +48,7 @@ class Total:
         return self.refs
 
     @property
-    def whole(self) -> Total:
+    def of_chunk(self) -> Total:
         """The totals of which these are a part: these."""
         return self
 
@@ -82,7 +82,7 @@ class TotalView:
     """
 
     def __init__(self, total: Total, spots: tuple[Spot, ...], added: Leaves) -> None:
-        self._added, self.whole = added, total
+        self._added, self.of_chunk = added, total
         self._parts = [Part(total.refs[spot.cell], spot) for spot in spots]
         self._own = [spot.part is None for spot in spots]
         self._refs = [total.refs[spot.cell] for spot in spots]

@@ -39,6 +39,9 @@ class Lazy(Sequence[Any]):
 class ChunkWeights:
     """The parameters of a rank's chunks.
 
+    A call whose microbatch is a Python integer is only traced, before the first tick; in a tick it
+    is an array. A traced call finds no window and gathers; what it gathers nobody computes with.
+
     Attributes:
       params: [V] trees of parameters; of a rank that gathers in its actions, of their shards.
       spreads: [V] where each of their leaves is stored.

@@ -80,7 +80,8 @@ class WeightWindows:
 class WindowTotal(Total):
     """Total of gradients of which a device keeps its part, and a window has a run's whole.
 
-    What D shards cannot share has a whole total of its own.
+    What D shards cannot share has a whole total of its own. `refs`, to which pullbacks add, are the
+    windows, and `results` the parts that the device keeps.
 
     Args:
       like: a gradient for each.
@@ -119,7 +120,7 @@ class WindowTotal(Total):
                 found += scatter([if_real(real, tiled(ref[...]))], [spread], lead=1)
         return found
 
-    def keep(self, parts: Leaves) -> None:
+    def add_parts(self, parts: Leaves) -> None:
         """Add what was `shared_out` to what this device keeps."""
         for (own, _), part in zip(self._in_windows, parts, strict=True):
             # Behind a barrier: XLA for TPUs takes a reduction whose result is added to what a loop
@@ -136,8 +137,8 @@ class WindowTotal(Total):
         """The totals summed over those axes over which `shared_out` has not summed."""
         return reduce_parts(self.all(), spreads, axes)
 
-    def leave(self) -> None:
-        """Clear the windows for other chunks; on every rank, so never while one needs its own."""
+    def clear(self) -> None:
+        """Clear the windows for the next chunk; this rank adds to them again only after that."""
         for _, ref in self._in_windows:
             ref[...] = tiled(jnp.zeros_like(ref[...]))
 
@@ -204,7 +205,7 @@ def refs_in_windows(
     return found
 
 
-def start(job: Job, weights: Any, totals: Sequence[Any], microbatch: Any) -> Callable[[], None]:
+def start_job(job: Job, weights: Any, totals: Sequence[Any], microbatch: Any) -> Callable[[], None]:
     """Start a job beside an action; the result ends it, behind the action's own products.
 
     Args:
@@ -213,15 +214,17 @@ def start(job: Job, weights: Any, totals: Sequence[Any], microbatch: Any) -> Cal
       totals: [V] of their gradients.
       microbatch: that of the action.
     """
+    # Whoever starts a job ends it behind its own work, so that the collective may run beside that.
+    # All data shards are in the same branch, since tables differ between ranks of `stage` alone.
     if job.name == "gather":
         whole = weights.gathered(job.chunk, microbatch)
         return lambda: weights.windows.write(job.chunk, whole)
-    total = totals[job.chunk].whole
+    total = totals[job.chunk].of_chunk
     parts = total.shared_out()
 
     def end() -> None:
-        total.keep(parts)
-        total.leave()
+        total.add_parts(parts)
+        total.clear()
 
     return end
 
@@ -237,7 +240,9 @@ def in_windows(
     weights.windows.open(weights, axes, program.windows.weights)
     yield
     weights.windows.close()
+    # Ranks end with gradients of different chunks in their windows, and all of a mesh meet in this
+    # reduction: who has none of a chunk gives zeros. Nothing is added to windows any more.
     rank = jax.lax.axis_index(STAGE)
     for chunk, on_ranks in last_in_windows(program).items():
         is_there: Any = True if all(on_ranks) else jnp.asarray(on_ranks)[rank]
-        totals[chunk].keep(totals[chunk].shared_out(is_there))
+        totals[chunk].add_parts(totals[chunk].shared_out(is_there))
