@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 Mask = tuple[bool, ...]
+Needs = tuple["NeedsGradient", ...]  # of all stages, in layer order
 T = TypeVar("T")
 
 

@@ -38,7 +38,7 @@ def stage_pullback(
     x: Tree,
     *,
     grad_dtype: GradDtype = None,
-    needs: NeedsGradient | None = None,
+    need: NeedsGradient | None = None,
     adding: MakeAdding | None = None,
     late: bool = False,
     part: str = "",
@@ -48,7 +48,7 @@ def stage_pullback(
     ``adding`` as `outcome_and_pullback` has it, ``late`` and ``part`` as `differentiate` has them.
     """
     floats, others = partition(x)
-    mask, want_x = (needs.weights, needs.x) if needs else (None, True)
+    mask, want_x = (need.weights, need.x) if need else (None, True)
 
     def g(w: Leaves, xf: Leaves) -> Outcome:
         return f(w, fixed, side, combine(x, xf if want_x else floats, others))
@@ -85,7 +85,7 @@ class Residuals:
         x: Tree,
         *,
         grad_dtype: GradDtype = None,
-        needs: NeedsGradient | None = None,
+        need: NeedsGradient | None = None,
         adding: MakeAdding | None = None,
         gathers: bool = False,
         part: str = "",
@@ -93,7 +93,7 @@ class Residuals:
         self._part = part
 
         def linearized(*arguments: Any) -> Any:
-            options: Any = {"grad_dtype": grad_dtype, "needs": needs, "adding": adding}
+            options: Any = {"grad_dtype": grad_dtype, "need": need, "adding": adding}
             outcome, pullback = stage_pullback(f, *arguments, **options, part=part)
             residuals, self._treedef = jax.tree.flatten(pullback.vjp)
             self._by_value = pullback.by_value

@@ -71,10 +71,10 @@ class SplitBackward:
         *,
         in_place: bool = True,
         grad_dtype: GradDtype = None,
-        needs: NeedsGradient | None = None,
+        need: NeedsGradient | None = None,
         adding: MakeAdding | None = None,
     ) -> None:
-        mask, want_x = (needs.weights, needs.x) if needs else (None, True)
+        mask, want_x = (need.weights, need.x) if need else (None, True)
         count = len(chosen(weights, mask)) + (adding is not None)  # of the refs
 
         def joint(weights: Leaves, fixed: Tree, side: Tree, stash: Tree, dy: Leaves) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from pipeline.base.masks import Mask, NeedsGradient
+from pipeline.base.masks import Mask, Needs, NeedsGradient
 
 
 @jax.tree_util.register_static
@@ -68,9 +68,7 @@ class Trained:
         """True if anything is trained."""
         return any(map(any, (*self.chunks, self.ends)))
 
-    def needs_gradients(
-        self, *, want_inputs: bool, backward: bool = True
-    ) -> tuple[NeedsGradient, ...]:
+    def needs_gradients(self, *, want_inputs: bool, backward: bool = True) -> Needs:
         """[K] how far each stage's backward goes.
 
         Stage 0 is as stage 1 is, whose code it may share; where it runs, it is known to be first.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.base.added import Adding
-from pipeline.base.masks import NeedsGradient
+from pipeline.base.masks import Needs
 from pipeline.core.autodiff.jaxpr.primitives import makes_ref
 from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.activations import Activations, follow
@@ -41,7 +41,7 @@ class Inspected:
 
     rank: Rank
     activations: Activations
-    ways: Sequence[NeedsGradient]
+    ways: Needs
     ends_body: Any = None
     adding: Mapping[str, Adding] = field(default_factory=dict)
     usage: Sequence[tuple[Sequence[int], LocalModel, Usage]] = ()
@@ -75,7 +75,7 @@ class Inspected:
 def inspect(
     plan: Plan,
     rank: Rank,
-    ways: Sequence[NeedsGradient],
+    ways: Needs,
     *,
     take_loss: bool = True,
     reaches: bool = True,

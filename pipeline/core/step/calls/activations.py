@@ -90,30 +90,30 @@ def follow(rank: Rank) -> tuple[Rank, Activations]:
         rank = rank.with_facts(embed_axes=own)
     while True:
         # Caches go by function, so each trial has one of its own.
-        found = _follow(rank, jax.eval_shape(functools.partial(first, rank)))
-        joined = join(found.types)
-        if joined is None or all(signature(x) == signature(joined) for x in found.types):
+        activations = _follow(rank, jax.eval_shape(functools.partial(first, rank)))
+        joined = join(activations.types)
+        if joined is None or all(signature(x) == signature(joined) for x in activations.types):
             break
         if rank.facts.widest is not None and signature(rank.facts.widest) == signature(joined):
             break
         rank = rank.with_facts(widest=joined)
     if model.stack > 1:
-        _check_that_it_is_a_stack(rank, found.types)
+        _check_that_it_is_a_stack(rank, activations.types)
     if model.tables.is_used:
-        check_activations(found.types)
+        check_activations(activations.types)
     rank = rank.with_facts(
-        has_checks=rank.facts.has_checks or any(has_check(b.effects) for b in found.bodies),
-        has_refs=rank.facts.has_refs or any(makes_ref(body) for body in found.bodies),
-        adding_stages=tuple(adding.is_used for adding in found.adding),
-        stage_sums=found.sums,
+        has_checks=rank.facts.has_checks or any(has_check(b.effects) for b in activations.bodies),
+        has_refs=rank.facts.has_refs or any(makes_ref(body) for body in activations.bodies),
+        adding_stages=tuple(adding.is_used for adding in activations.adding),
+        stage_sums=activations.sums,
     )
     if rank.slices.lengths:
         of = tuple(
-            found if one is rank else _follow(one, _first_type(one), found.carries)
-            for one in rank.by_slice
+            activations if each is rank else _follow(each, _first_type(each), activations.carries)
+            for each in rank.by_slice
         )
-        found = dataclasses.replace(found, by_slice=of)
-    return rank, found
+        activations = dataclasses.replace(activations, by_slice=of)
+    return rank, activations
 
 
 def _first_type(rank: Rank) -> Tree:
@@ -130,21 +130,21 @@ def _follow(rank: Rank, x: Tree, earlier: Sequence[Tree] | None = None) -> Activ
       x: the type of activation 0.
       earlier: [K] types of the carries of the longest slice, if this is another.
     """
-    found, bodies, adding, known = [x], [], [], {}
+    types, bodies, adding, outcomes = [x], [], [], {}
     sums: dict[str, list[Any]] = {}
     carries = []
-    for k, seat in enumerate(rank.model.stages):
-        key = rank.code(seat), signature(x)
-        if key not in known:
-            known[key] = _output(rank, k, found, earlier and earlier[k])
-        outcome, body, adds = known[key]
+    for k, position in enumerate(rank.model.stages):
+        key = rank.code(position), signature(x)
+        if key not in outcomes:
+            outcomes[key] = _output(rank, k, types, earlier and earlier[k])
+        outcome, body, adds = outcomes[key]
         x = outcome.value
         sums |= outcome.sums
         bodies.append(body)
         adding.append(adds)
         carries.append(outcome.carry)
-        found.append(x)
-    return Activations(found, bodies, tuple(adding), sums, tuple(carries))
+        types.append(x)
+    return Activations(types, bodies, tuple(adding), sums, tuple(carries))
 
 
 def _output(
@@ -188,8 +188,8 @@ def _output(
             weights = jax.eval_shape(lambda: stage.weights[stage.home])
             taken = _taken(run, [*before[k - 1 :: -1], *_changes(before[k], weights)])
         if taken is None:
-            given = f"what stages[{k - 1}] returns: " if k else ""
-            error.add_note(f"stages[{k}] was given {given}{types_text(before[k])}")
+            source = f"what stages[{k - 1}] returns: " if k else ""
+            error.add_note(f"stages[{k}] was given {source}{types_text(before[k])}")
             raise
         raise ValueError(
             f"stages[{k}] takes {_difference(taken, before[k], f'stages[{k - 1}]')} (per "
@@ -229,10 +229,10 @@ def _check_that_it_is_a_stack(rank: Rank, types: list[Tree]) -> None:
 
     try:
         with jax.numpy_rank_promotion("allow"):
-            found = jax.eval_shape(run)
+            outputs = jax.eval_shape(run)
     except Exception:  # noqa: BLE001  as it should be
         return
-    if [y.shape for y in jax.tree.leaves(found)] == [
+    if [y.shape for y in jax.tree.leaves(outputs)] == [
         (rows, *y.shape[1:]) for y in jax.tree.leaves(types[1])
     ]:
         raise ValueError(
@@ -291,8 +291,8 @@ def _difference(taken: Tree, returned: Tree, neighbour: str) -> str:
         return (
             f"an activation of structure {structures[0]}, but {neighbour} returns {structures[1]}"
         )
-    given = jax.tree_util.tree_leaves_with_path(taken)
-    for (path, a), b in zip(given, jax.tree.leaves(returned), strict=True):
+    pairs = jax.tree_util.tree_leaves_with_path(taken)
+    for (path, a), b in zip(pairs, jax.tree.leaves(returned), strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             return (
                 f"{shape_text(a)} as {path_text(path)} of its activation, but {neighbour} returns "

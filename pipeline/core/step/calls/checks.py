@@ -50,9 +50,9 @@ def naming(run: Callable[..., Any], where: tuple[jax.Array, jax.Array]) -> Calla
       where: int32 scalars, its number and the microbatch that it is given.
     """
 
-    def call(*given: Any) -> Any:
-        error, found = checkify.checkify(run, errors=checkify.user_checks)(*given)
+    def call(*args: Any) -> Any:
+        error, result = checkify.checkify(run, errors=checkify.user_checks)(*args)
         checkify.check_error(renamed_errors(error, where, StageCheckError))
-        return found
+        return result
 
     return call

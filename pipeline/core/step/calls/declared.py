@@ -58,14 +58,14 @@ class DeclaredState:
         self._rests = [jax.tree.leaves(rest) for rest in rank.weights.chunks_rest]
         self._ends = jax.tree.leaves(rank.weights.ends_rest)
         self.writes: dict[tuple[int, int], bool] = {}  # of a stage, by its rank and chunk
-        kept: set[Place] = set()
-        for seat, (written, read) in zip(self._model.stages, usages, strict=True):
-            self.writes[seat.rank, seat.chunk] = any(written)
-            for spot, a, b in zip(state_spots(rank, seat), written, read, strict=True):
-                kept |= {(seat.chunk, spot.cell)} if a and b else set()
+        reread: set[Place] = set()
+        for stage, (written, read) in zip(self._model.stages, usages, strict=True):
+            self.writes[stage.rank, stage.chunk] = any(written)
+            for spot, a, b in zip(state_spots(rank, stage), written, read, strict=True):
+                reread |= {(stage.chunk, spot.cell)} if a and b else set()
         declared = self._model.declared
         for n, a, b in zip(declared.ends_cells, *ends, strict=True):
-            kept |= {(None, n)} if a and b else set()
+            reread |= {(None, n)} if a and b else set()
         self.writes_ends = any(ends[0])
         places: list[Place] = [(v, n) for v, of in enumerate(declared.chunk_cells) for n in of]
         places += [(None, n) for n in declared.ends_cells]
@@ -77,14 +77,14 @@ class DeclaredState:
                 if each:
                     first = jnp.broadcast_to(first[None], (num_microbatches, *first.shape))
                 self._now[place] = jax.new_ref(first)
-                if again and place in kept:
+                if again and place in reread:
                     many = vary_like(zeros(first, lead=(num_microbatches,)), first)
                     self._then[place] = jax.new_ref(vary(many, rank.axes))
 
     def _first(self, place: Place) -> jax.Array:
         chunk, n = place
-        found: jax.Array = self._ends[n] if chunk is None else self._rests[chunk][n]
-        return found
+        value: jax.Array = self._ends[n] if chunk is None else self._rests[chunk][n]
+        return value
 
     def leaves(self, chunk: int | None, microbatch: Any, *, now: bool) -> Leaves:
         """Read a chunk's non-parameter state, or that of the ends, as a microbatch must see it.
@@ -94,45 +94,45 @@ class DeclaredState:
           microbatch: its index.
           now: as they are, or else as its forward has read them.
         """
-        found = list(self._ends if chunk is None else self._rests[chunk])
-        for n in range(len(found)):
+        values = list(self._ends if chunk is None else self._rests[chunk])
+        for n in range(len(values)):
             if now and (chunk, n) in self._now:
-                found[n] = self._now[chunk, n][microbatch if self._each else ...]
+                values[n] = self._now[chunk, n][microbatch if self._each else ...]
             elif (chunk, n) in self._then:
-                found[n] = self._then[chunk, n][microbatch]
-        return found
+                values[n] = self._then[chunk, n][microbatch]
+        return values
 
     def keep(
-        self, part: str, seat: Any, chunk: Any, microbatch: Any, values: Values, real: Any
+        self, part: str, stage: Any, chunk: Any, microbatch: Any, values: Values, real: Any
     ) -> None:
         """Keep the state that an `Outcome` has for a part: "stage", "embed" or "finish".
 
         Args:
           part: the part.
-          seat: that of a stage of its kind, if it is one.
+          stage: a stage of its kind, if it is one.
           chunk: the stage's, perhaps traced.
           microbatch: its index.
           values: of the part's declared variables, in the order of its state.
           real: whether they are to be kept, perhaps traced.
         """
         if part == "stage":
-            self.write(seat, chunk, microbatch, values, real=real)
+            self.write(stage, chunk, microbatch, values, real=real)
         else:
             self.write_ends(_OWNERS[part], microbatch, values, real)
 
     def write(
-        self, seat: Any, chunk: Any, microbatch: Any, values: Values, *, real: Any = True
+        self, stage: Any, chunk: Any, microbatch: Any, values: Values, *, real: Any = True
     ) -> None:
         """Leave what a stage has written.
 
         Args:
-          seat: that of a stage of its kind.
+          stage: a stage of its kind.
           chunk: which, perhaps traced.
           microbatch: its index.
           values: of its declared variables, in the order of its state.
           real: whether it is to be left, perhaps traced.
         """
-        spots = state_spots(self._rank, seat)
+        spots = state_spots(self._rank, stage)
         leaves = [leaf for of in values for leaf in of]
         for v in range(len(self._rests)) if not isinstance(chunk, int) else [chunk]:
             yes = real if isinstance(chunk, int) else (chunk == v) & real
@@ -171,12 +171,12 @@ class DeclaredState:
     ) -> tuple[list[Leaves], Leaves]:
         """Return the state after the step: of each chunk, and of the ends.
 
-        Ranks along row and position axes have seen parts of the batch: of floats the result is
+        Ranks along row and stage axes have seen parts of the batch: of floats the result is
         their mean, of others what it was and what all of them have added.
 
         Args:
           schedule: the timetable.
-          axes: row and position axes.
+          axes: row and stage axes.
           hook: what is called with every stage, if anything.
         """
         declared, layout, parts = self._model.declared, self._model.layout, axes
@@ -218,39 +218,39 @@ class DeclaredState:
         """Give every stage with state to the user's function, once."""
         rank = jax.lax.axis_index(STAGE)
         for members in self._rank.same_stages().values():
-            seat = self._model.stages[members[0]]
-            if not seat.definition.state:
+            stage = self._model.stages[members[0]]
+            if not stage.definition.state:
                 continue
             ranks = sorted(schedule.placement[k] for k in members)
             mine: Any = True
             if len(ranks) < schedule.num_ranks:
                 mine = jnp.asarray(np.isin(np.arange(schedule.num_ranks), ranks))[rank]
-            rest_leaves = self.leaves(seat.chunk, 0, now=True)
-            chunk = self._rank.chunks.whole[seat.chunk]
-            if seat.views is None:
+            rest_leaves = self.leaves(stage.chunk, 0, now=True)
+            chunk = self._rank.chunks.whole[stage.chunk]
+            if stage.views is None:
                 weights = self._rank.weights
-                params = jax.tree.unflatten(jax.tree.structure(weights.chunks[seat.chunk]), chunk)
+                params = jax.tree.unflatten(jax.tree.structure(weights.chunks[stage.chunk]), chunk)
                 rest = jax.tree.unflatten(
-                    jax.tree.structure(weights.chunks_rest[seat.chunk]), rest_leaves
+                    jax.tree.structure(weights.chunks_rest[stage.chunk]), rest_leaves
                 )
             else:
-                params, rest = seat.views.params.tree(chunk), seat.views.rest.tree(rest_leaves)
-            paths = state_paths(rest, seat.definition.state)
-            _, values = seat.definition.update(hook, params, rest, paths=paths)
-            self.write(seat, seat.chunk, 0, values, real=mine)
+                params, rest = stage.views.params.tree(chunk), stage.views.rest.tree(rest_leaves)
+            paths = state_paths(rest, stage.definition.state)
+            _, values = stage.definition.update(hook, params, rest, paths=paths)
+            self.write(stage, stage.chunk, 0, values, real=mine)
 
 
-def state_spots(rank: Rank, seat: Any) -> list[Spot]:
+def state_spots(rank: Rank, stage: Any) -> list[Spot]:
     """The places of the leaves of a stage's declared variables, in the order of its state."""
-    rest = rank.weights.chunks_rest[seat.chunk]
-    if seat.views is None:
+    rest = rank.weights.chunks_rest[stage.chunk]
+    if stage.views is None:
         spots = [Spot(n, None, x.shape) for n, x in enumerate(jax.tree.leaves(rest))]
         numbers = jax.tree.unflatten(jax.tree.structure(rest), range(len(spots)))
     else:
-        spots = list(seat.views.rest.spots)
-        numbers = jax.tree.unflatten(seat.views.rest.treedef, range(len(spots)))
+        spots = list(stage.views.rest.spots)
+        numbers = jax.tree.unflatten(stage.views.rest.treedef, range(len(spots)))
     flat = nnx.to_flat_state(numbers)
-    declared = [of for path, of in flat if path in seat.definition.state]
+    declared = [of for path, of in flat if path in stage.definition.state]
     return [spots[n] for of in declared for n in jax.tree.leaves(of)]
 
 
@@ -261,10 +261,10 @@ def state_paths(rest: Tree, declared: frozenset[Any]) -> list[Any]:
 
 def with_values(flat: dict[Any, Any], paths: Sequence[Any], values: Values) -> Tree:
     """A state, by path, with other values of some variables."""
-    found = dict(flat)
+    state = dict(flat)
     for path, leaves in zip(paths, values, strict=True):
-        found[path] = jax.tree.unflatten(jax.tree.structure(flat[path]), leaves)
-    return nnx.from_flat_state(found)
+        state[path] = jax.tree.unflatten(jax.tree.structure(flat[path]), leaves)
+    return nnx.from_flat_state(state)
 
 
 def usage_of(run: Callable[[Values], tuple[Tree, Values]], values: Values) -> Usage:

@@ -61,14 +61,14 @@ def embed(
     paths = ends_paths(rank) if values is not None or (now and _writes(rank)) else []
 
     method: Any = embedded
-    given = inputs
+    argument = inputs
     if rank.slices.count > 1:
-        method, given = embedded_slice, (inputs, slice_of(rank, microbatch))
+        method, argument = embedded_slice, (inputs, slice_of(rank, microbatch))
 
     def run(weights: Leaves) -> tuple[Tree, Values]:
         own = rank.facts.embed_axes
         y, after = _call(
-            rank, weights, microbatch, method, given, own, now=now, paths=paths, values=values
+            rank, weights, microbatch, method, argument, own, now=now, paths=paths, values=values
         )
         return checked("embed", y), after
 
@@ -118,9 +118,9 @@ def _outputs(
         return Outcome(y)
     own, paths = own_axes(y, rank.axes), _paths(rank, values)
     with noted("head", y, rank.batch.extras):
-        found, after = _call(rank, weights, microbatch, headed, y, own, paths=paths, values=values)
-        found = vary(checked("head", found, "its outputs"), rank.axes)
-    return Outcome(found, state={"finish": after} if paths else {})
+        value, after = _call(rank, weights, microbatch, headed, y, own, paths=paths, values=values)
+        value = vary(checked("head", value, "its outputs"), rank.axes)
+    return Outcome(value, state={"finish": after} if paths else {})
 
 
 def _finish(
@@ -159,10 +159,10 @@ def take_loss_of(
     def of_module(outputs: Tree, targets: Tree) -> Any:
         nonlocal after
         own, paths = own_axes(outputs, rank.axes), _paths(rank, values)
-        given = outputs, targets
-        found, left = _call(rank, weights, microbatch, lost, given, own, paths=paths, values=values)
+        pair = outputs, targets
+        loss, left = _call(rank, weights, microbatch, lost, pair, own, paths=paths, values=values)
         after = left if paths else None
-        return found
+        return loss
 
     is_module = isinstance(rank.model.loss_fn, LossModule)
     loss_fn = of_module if is_module else cast("LossFn", rank.model.loss_fn)
@@ -194,14 +194,14 @@ def metrics_of(rank: Rank, y: Tree) -> tuple[Leaves, LossMetrics | None]:
     """
     if not rank.model.has_aux:
         return [], None
-    found = list[LossMetrics | None]()
+    kinds = list[LossMetrics | None]()
 
     def measured() -> Leaves:
         outcome, metrics = _finish(rank, rank.ends, blank(y, rank.axes), 0)
-        found.append(metrics)
+        kinds.append(metrics)
         return outcome.sums["metrics"]
 
-    return jax.eval_shape(measured), found[0]
+    return jax.eval_shape(measured), kinds[0]
 
 
 def features(rank: Rank, weights: Leaves, y: Tree, microbatch: Any) -> jax.Array:
@@ -219,7 +219,7 @@ def _call(
     weights: Leaves,
     microbatch: Any,
     method: Any,
-    given: Tree,
+    argument: Tree,
     own: tuple[str, ...],
     *,
     now: bool = True,
@@ -232,8 +232,8 @@ def _call(
       rank: the rank's.
       weights: of embed and head.
       microbatch: its index.
-      method: a function of the module of the ends and of ``given``.
-      given: its argument.
+      method: a function of the module of the ends and of ``argument``.
+      argument: its argument.
       own: axes over which its random streams differ.
       now: whether declared state is read as it is, or else as the microbatch's forward read it.
       paths: of declared variables.
@@ -249,10 +249,10 @@ def _call(
         fixed = with_values(dict(nnx.to_flat_state(fixed)), paths, values)
     rest = nnx.merge_state(fold(streams, microbatch, rank.axes, own), fixed)
     with batch_part_of(rank.part_of(microbatch)) as asking:
-        found, after = rank.model.ends.update(method, params, rest, given, paths=paths)
+        result, after = rank.model.ends.update(method, params, rest, argument, paths=paths)
     if asking.read_mask:
         rank.facts.mask_readers.add(_PART_OF.get(method.__name__, "embed"))
-    return found, vary(after, rank.axes)
+    return result, vary(after, rank.axes)
 
 
 # --- declared state ---
@@ -291,13 +291,13 @@ def ends_usage(rank: Rank, y: Tree, *, take_loss: bool) -> Usage:
         return outcome.value, outcome.state["embed"]
 
     def last(values: Values) -> tuple[Tree, Values]:
-        given = rank.ends, blank(y, rank.axes), 0
-        outcome = finish(rank, *given, take_loss=take_loss, values=values)
+        arguments = rank.ends, blank(y, rank.axes), 0
+        outcome = finish(rank, *arguments, take_loss=take_loss, values=values)
         return (outcome.value, outcome.sums), outcome.state.get("finish", values)
 
-    found = [usage_of(first, values)] if rank.model.has_embed else []
-    found.append(usage_of(last, values))
-    for a, b in found:
+    usages = [usage_of(first, values)] if rank.model.has_embed else []
+    usages.append(usage_of(last, values))
+    for a, b in usages:
         written = [x or y for x, y in zip(written, a, strict=True)]
         read = [x or y for x, y in zip(read, b, strict=True)]
     return tuple(written), tuple(read)
@@ -345,9 +345,9 @@ def headed(ends: Any, y: Tree) -> Tree:
     return ends.head(y)
 
 
-def lost(ends: Any, given: tuple[Tree, Tree]) -> Any:
+def lost(ends: Any, pair: tuple[Tree, Tree]) -> Any:
     """The result of a loss that is a module, on outputs and targets."""
-    return ends.loss_fn(*given)
+    return ends.loss_fn(*pair)
 
 
 def featured(ends: Any, y: Tree) -> Tree:

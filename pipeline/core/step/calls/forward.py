@@ -57,7 +57,7 @@ class Forward:
     def __init__(
         self,
         rank: Rank,
-        seat: StagePosition,
+        position: StagePosition,
         x: Tree = None,
         y: Tree = None,
         *,
@@ -65,9 +65,9 @@ class Forward:
         earlier: Tree = None,
         adds: bool = False,
     ) -> None:
-        self.rank, self._seat = rank, seat
+        self.rank, self._position = rank, position
         self.model, self.batch, self.axes = rank.model, rank.batch, rank.axes
-        self.home, self.num_chunks = seat.chunk, rank.num_chunks
+        self.home, self.num_chunks = position.chunk, rank.num_chunks
         self.reads_mask = False
         self.activation, self.output, self.adds = x, y, adds
         self.carry, self.earlier = carry, carry if earlier is None else earlier
@@ -76,13 +76,13 @@ class Forward:
         self.streams: Sequence[Tree]
         self.fixed: Sequence[Tree]
         self.params_tree: Any
-        if seat.views is None:
-            self.params_tree = jax.tree.structure(rank.weights.chunks[seat.chunk])
+        if position.views is None:
+            self.params_tree = jax.tree.structure(rank.weights.chunks[position.chunk])
             self.weights = rank.chunks.whole
             self.streams = [streams for streams, _ in rank.streams]
             self.fixed = [fixed for _, fixed in rank.streams]
             return
-        params, rest = seat.views.params, seat.views.rest
+        params, rest = position.views.params, position.views.rest
 
         def others(chunk: int) -> tuple[Tree, Tree]:
             return split_streams(rest.tree(jax.tree.leaves(rank.weights.chunks_rest[chunk])))
@@ -119,10 +119,10 @@ class Forward:
         def run(weights: Leaves, x: Tree) -> Outcome:
             params = jax.tree.unflatten(self.params_tree, computed(self.rank, weights))
             rest = nnx.merge_state(streams, others)
-            method, given = call_of(x, part, extras)
+            method, args = call_of(x, part, extras)
             with batch_part_of(batch_part) as asking:
-                update = self._seat.definition.update
-                (y, carry), after = update(method, params, rest, *given, paths=paths)
+                update = self._position.definition.update
+                (y, carry), after = update(method, params, rest, *args, paths=paths)
             self.reads_mask |= asking.read_mask
             carry = checked("a stage", carry, "the carry of a slice")
             state = {"stage": after} if paths else {}
@@ -136,9 +136,9 @@ class Forward:
             run = jax.checkpoint(run, policy=self.model.policy)
 
         def call() -> Outcome:
-            found: Outcome = run(weights, x)
-            y, axes = computed(self.rank, found.value), self.axes
-            state, sums, carry = vary((found.state, found.sums, found.carry), axes)
+            outcome: Outcome = run(weights, x)
+            y, axes = computed(self.rank, outcome.value), self.axes
+            state, sums, carry = vary((outcome.state, outcome.sums, outcome.carry), axes)
             return Outcome(self.rank.varied(y), state=state, sums=sums, carry=carry)
 
         return with_added(self.rank, call, adds=self.adds)
@@ -146,7 +146,7 @@ class Forward:
     @property
     def definition(self) -> Any:
         """The static half of a stage of this kind."""
-        return self._seat.definition
+        return self._position.definition
 
     @property
     def blank(self) -> Tree:
@@ -164,7 +164,7 @@ class Forward:
         extras = self.batch.extras_of(microbatch)
         side = streams, extras, part, batch_part, *self._where(chunk, microbatch)
         fixed = self.fixed if self.rank.declared is None else self._declared(microbatch, now)
-        fixed, views = pick(fixed, chunk), self._seat.views
+        fixed, views = pick(fixed, chunk), self._position.views
         whole, narrow = self.rank.chunks.read(chunk, microbatch)
         if views is None:
             return whole, (fixed, narrow), side
@@ -177,10 +177,10 @@ class Forward:
         """The numbers of stage and microbatch for the errors of checks, if there are any."""
         if not self.rank.facts.has_checks:
             return []
-        seats = self.model.stages
-        numbers = np.zeros((len(seats) // self.num_chunks, self.num_chunks), np.int32)
-        for stage, seat in enumerate(seats):
-            numbers[seat.rank, seat.chunk] = stage
+        stages = self.model.stages
+        numbers = np.zeros((len(stages) // self.num_chunks, self.num_chunks), np.int32)
+        for stage, position in enumerate(stages):
+            numbers[position.rank, position.chunk] = stage
         number = jnp.asarray(numbers)[jax.lax.axis_index(STAGE), chunk]
         return [(number, jnp.asarray(microbatch, jnp.int32))]
 
@@ -189,13 +189,13 @@ class Forward:
     @property
     def state_paths(self) -> list[Any]:
         """The paths of a stage's declared variables, in the order of its state."""
-        return state_paths(self.fixed[self.home], self._seat.definition.state)
+        return state_paths(self.fixed[self.home], self._position.definition.state)
 
     @property
     def writes(self) -> bool:
         """True if a stage's forward writes any of it."""
         declared = self.rank.declared
-        return declared is not None and declared.writes[self._seat.rank, self._seat.chunk]
+        return declared is not None and declared.writes[self._position.rank, self._position.chunk]
 
     def stage_usage(self) -> Usage:
         """Find how a stage uses the state that it may write."""
@@ -203,9 +203,9 @@ class Forward:
         paths, flat = self.state_paths, dict(nnx.to_flat_state(fixed))
 
         def run(values: Values) -> tuple[Tree, Values]:
-            found = with_values(flat, paths, values)
+            state = with_values(flat, paths, values)
             x = blank_input(self.rank, self.activation, self.earlier, ())
-            outcome = self.stage(weights, (found, narrow), side, x, paths=paths)
+            outcome = self.stage(weights, (state, narrow), side, x, paths=paths)
             return outcome.value, outcome.state.get("stage", [])
 
         return usage_of(run, [jax.tree.leaves(flat[path]) for path in paths])
@@ -215,15 +215,15 @@ class Forward:
     ) -> None:
         """Keep the state of an `Outcome`: of a stage of this kind, or of the ends."""
         for part, values in state.items():
-            self.rank.declared.keep(part, self._seat, chunk, microbatch, values, real)
+            self.rank.declared.keep(part, self._position, chunk, microbatch, values, real)
 
     def _declared(self, microbatch: Any, now: bool) -> Sequence[Tree]:
         """[V] as `fixed`, with the state that a microbatch is to see."""
 
         def others(chunk: int) -> Tree:
             leaves = self.rank.declared.leaves(chunk, microbatch, now=now)
-            if self._seat.views is not None:
-                return split_streams(self._seat.views.rest.tree(leaves))[1]
+            if self._position.views is not None:
+                return split_streams(self._position.views.rest.tree(leaves))[1]
             structure = jax.tree.structure(self.rank.weights.chunks_rest[chunk])
             return split_streams(jax.tree.unflatten(structure, leaves))[1]
 

@@ -21,13 +21,13 @@ backward needs of it is stashed beside its residuals.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from pipeline.base.masks import NeedsGradient
+from pipeline.base.masks import Needs
 from pipeline.base.tree import Leaves, Tree, signature
 from pipeline.core.autodiff.accumulate import Pullback
 from pipeline.core.autodiff.outcome import Outcome
@@ -51,7 +51,7 @@ class StageGroup:
     """
 
     stages: tuple[int, ...]
-    seat: StagePosition
+    position: StagePosition
     local: LocalModel
     x_view: View | None
     y_view: View | None
@@ -65,26 +65,26 @@ class GroupedModel(LocalModel):
       groups: of all stages.
     """
 
-    def __init__(self, rank: Rank, activations: Activations, ways: Sequence[NeedsGradient]) -> None:
-        found = list(zip(rank.by_slice, activations.by_slice, strict=True)) or [(rank, activations)]
+    def __init__(self, rank: Rank, activations: Activations, needs: Needs) -> None:
+        pairs = list(zip(rank.by_slice, activations.by_slice, strict=True)) or [(rank, activations)]
         types = activations.types
-        between = {signature(x): x for _, of in found for x in of.types[1:-1]}
+        between = {signature(x): x for _, of in pairs for x in of.types[1:-1]}
         wire, views = overlay_trees(list(between.values()))
-        super().__init__(rank, rank.model.stages[0], types[0], types[-1], ways[0], wire)
+        super().__init__(rank, rank.model.stages[0], types[0], types[-1], needs[0], wire)
         view_of = dict(zip(between, views, strict=True))
 
         def groups(rank: Rank, own: Activations) -> Iterator[StageGroup]:
             all_ends = list(itertools.pairwise(map(signature, own.types)))
-            for (_, _, ends, way), stages in rank.same_stages(all_ends, ways).items():
+            for (_, _, ends, need), stages in rank.same_stages(all_ends, needs).items():
                 k = stages[0]
-                seat = self.model.stages[k]
-                of = rank, seat, own.types[k], own.types[k + 1], way, wire
+                position = self.model.stages[k]
+                of = rank, position, own.types[k], own.types[k + 1], need, wire
                 more = {"carry": own.carries[k], "earlier": activations.carries[k]}
                 local = LocalModel(*of, **more, adds=rank.facts.adding_stages[k])
                 x_view, y_view = map(view_of.get, ends)
-                yield StageGroup(tuple(stages), seat, local, x_view, y_view, rank.slices.number)
+                yield StageGroup(tuple(stages), position, local, x_view, y_view, rank.slices.number)
 
-        self.groups = tuple(group for one in found for group in groups(*one))
+        self.groups = tuple(group for pair in pairs for group in groups(*pair))
 
     def weight_of_targets(self) -> jax.Array | None:
         """The weight of all losses, also where slices have lengths of their own."""
@@ -92,9 +92,9 @@ class GroupedModel(LocalModel):
             return super().weight_of_targets()
         last = len(self.model.stages) - 1
         ends = [group.local for group in self.groups if last in group.stages]
-        found = [local.weight_of_targets() for local in ends]
-        known = [one for one in found if one is not None]
-        return sum(known[1:], known[0]) if len(known) == len(found) else None
+        weights = [local.weight_of_targets() for local in ends]
+        addends = [weight for weight in weights if weight is not None]
+        return sum(addends[1:], addends[0]) if len(addends) == len(weights) else None
 
     def residuals(self) -> Any:
         """The pullbacks of all groups."""
@@ -105,24 +105,22 @@ class GroupedModel(LocalModel):
         return SharedHalves(self, residuals, in_place=in_place)
 
 
-def make_local_model(
-    rank: Rank, activations: Activations, ways: Sequence[NeedsGradient]
-) -> LocalModel:
+def make_local_model(rank: Rank, activations: Activations, needs: Needs) -> LocalModel:
     """A rank's part of the model: of one kind of stages, or of several groups.
 
     Args:
       rank: what the rank holds.
       activations: what passes between the stages.
-      ways: [K] how far each stage's backward goes.
+      needs: [K] how far each stage's backward goes.
     """
     types, stages = activations.types, rank.model.stages
     codes = set(map(rank.code, stages))
-    is_alike = len(codes) == len(set(map(signature, types))) == len(set(ways)) == 1
+    is_alike = len(codes) == len(set(map(signature, types))) == len(set(needs)) == 1
     if is_alike and not rank.slices.lengths:
         (x, *_), adds = types, any(rank.facts.adding_stages)
         carry = activations.carries[0]
-        return LocalModel(rank, stages[0], x, x, ways[0], x, carry=carry, adds=adds)
-    return GroupedModel(rank, activations, ways)
+        return LocalModel(rank, stages[0], x, x, needs[0], x, carry=carry, adds=adds)
+    return GroupedModel(rank, activations, needs)
 
 
 class WithOutput:

@@ -51,28 +51,28 @@ class LocalModel(Forward):
     def __init__(
         self,
         rank: Rank,
-        seat: StagePosition,
+        position: StagePosition,
         x: Tree,
         y: Tree,
-        way: NeedsGradient,
+        need: NeedsGradient,
         wire: Tree,
         *,
         carry: Tree = (),
         earlier: Tree = None,
         adds: bool = False,
     ) -> None:
-        super().__init__(rank, seat, x, y, carry=carry, earlier=earlier, adds=adds)
-        self.trained, self.wire, self.way = way.weights, wire, way
+        super().__init__(rank, position, x, y, carry=carry, earlier=earlier, adds=adds)
+        self.trained, self.wire, self.need = need.weights, wire, need
 
     @property
     def goes_back(self) -> bool:
         """True if such a stage's backward has anything to do."""
-        return self.way.is_any or self.adds
+        return self.need.is_any or self.adds
 
     @property
     def sums_weights(self) -> bool:
         """True if it adds anything to sums: gradients of weights, or losses."""
-        return any(self.way.weights) or self.adds
+        return any(self.need.weights) or self.adds
 
     @functools.cached_property
     def metrics(self) -> tuple[Leaves, LossMetrics | None]:
@@ -89,7 +89,7 @@ class LocalModel(Forward):
           ValueError: the loss itself does.
         """
         rank = self.rank
-        found: list[Any] = []
+        results: list[Any] = []
 
         def probe(weights: Leaves) -> Any:
             y = blank(self.output, self.axes)
@@ -104,11 +104,11 @@ class LocalModel(Forward):
                 )
             with adding_losses(Adding()) as of_embed:
                 embedded = ends.embed(rank, weights, at(self.batch.inputs, 0), 0).value
-            found.extend([taken.is_mean, of_embed, of_head])
+            results.extend([taken.is_mean, of_embed, of_head])
             return embedded, taken.total, taken.weight
 
         body = jax.make_jaxpr(probe)(self.ends_weights).jaxpr
-        is_mean, of_embed, of_head = found
+        is_mean, of_embed, of_head = results
         return is_mean, body, of_embed, of_head
 
     def weight_has_gradient(self) -> bool:
@@ -144,12 +144,12 @@ class LocalModel(Forward):
             return jax.lax.stop_gradient(self._weight(self.ends_weights, y, 0, targets=of_one))
 
         block = lean(read_block(jax.make_jaxpr(weigh)(y, at(targets, 0))), [True], ())
-        given = jax.tree.leaves(y)
-        if any(needed_inputs(block, [True], (), adds=False)[: len(given)]):
+        leaves = jax.tree.leaves(y)
+        if any(needed_inputs(block, [True], (), adds=False)[: len(leaves)]):
             return None
 
         def add(total: jax.Array, of_one: Tree) -> tuple[jax.Array, None]:
-            return total + run_block(block, [*given, *jax.tree.leaves(of_one)])[0], None
+            return total + run_block(block, [*leaves, *jax.tree.leaves(of_one)])[0], None
 
         return jax.lax.scan(add, vary(jnp.zeros((), real()), self.axes), targets)[0]
 
@@ -167,8 +167,8 @@ class LocalModel(Forward):
         floats, others = partition(inputs)
 
         def f(weights: Leaves, leaves: Leaves) -> Outcome:
-            given = combine(inputs, leaves, others)
-            return ends.embed(self.rank, weights, given, microbatch)
+            whole = combine(inputs, leaves, others)
+            return ends.embed(self.rank, weights, whole, microbatch)
 
         return self._pulled_ends(f, floats, "embed")
 
@@ -208,12 +208,12 @@ class LocalModel(Forward):
     def _options(self) -> dict[str, Any]:
         """The options with which a stage is differentiated."""
         adding: MakeAdding | None = self.rank.adding if self.adds else None
-        return {"grad_dtype": self.model.grad_dtype, "needs": self.way, "adding": adding}
+        return {"grad_dtype": self.model.grad_dtype, "need": self.need, "adding": adding}
 
     @property
     def part_name(self) -> str:
         """The name of the first stage of this kind."""
-        k = next(k for k, seat in enumerate(self.model.stages) if seat is self._seat)
+        k = next(k for k, position in enumerate(self.model.stages) if position is self._position)
         return f"stages[{k}]"
 
     def residuals(self) -> Any:

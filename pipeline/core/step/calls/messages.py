@@ -30,12 +30,12 @@ _SENT = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 @contextlib.contextmanager
-def noted(part: str, given: Tree, extras: Mapping[str, Tree]) -> Iterator[None]:
+def noted(part: str, argument: Tree, extras: Mapping[str, Tree]) -> Iterator[None]:
     """Note on every exception which part of the model raised it, and what that was given.
 
     Args:
       part: embed, head or loss_fn.
-      given: its types.
+      argument: its types.
       extras: of the step, which none of these three is called with.
 
     Raises:
@@ -44,8 +44,8 @@ def noted(part: str, given: Tree, extras: Mapping[str, Tree]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        check_static(part, given, error)
-        error.add_note(f"{part} was given {types_text(given)}")
+        check_static(part, argument, error)
+        error.add_note(f"{part} was given {types_text(argument)}")
         if isinstance(error, TypeError) and re.search("missing .* argument", str(error)):
             names = f"extras {', '.join(map(repr, extras))}" if extras else "extras"
             error.add_note(f"{names} go to stages alone, by name; {_WITHOUT_EXTRAS[part]}")
@@ -73,12 +73,12 @@ def checked(part: str, y: Tree, what: str = "its activation") -> Tree:
     return y
 
 
-def check_static(part: str, given: Tree, error: Exception) -> None:
+def check_static(part: str, argument: Tree, error: Exception) -> None:
     """Tell of an error of JAX about traced values that a number in an activation is one.
 
     Args:
       part: of the model, which raised it.
-      given: its types; a loss is given a pair, outputs and targets.
+      argument: its types; a loss is given a pair, outputs and targets.
       error: as it was raised.
 
     Raises:
@@ -90,9 +90,9 @@ def check_static(part: str, given: Tree, error: Exception) -> None:
         return
     what = "its activation"
     if part == "loss_fn":
-        given, what = given[0], "the outputs"
-    found = jax.tree_util.tree_leaves_with_path(given)
-    numbers: list[Any] = [(path, leaf) for path, leaf in found if leaf.shape == ()]
+        argument, what = argument[0], "the outputs"
+    leaves = jax.tree_util.tree_leaves_with_path(argument)
+    numbers: list[Any] = [(path, leaf) for path, leaf in leaves if leaf.shape == ()]
     if numbers:
         path, leaf = numbers[0]
         raise ValueError(

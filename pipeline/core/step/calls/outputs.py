@@ -32,9 +32,9 @@ def check_outputs(last: Forward, rank: Rank) -> None:
     """
     who = "head" if rank.model.has_head else "the last stage"
     rows = jax.tree.leaves(at(rank.batch.inputs, 0))[0].shape[0]
-    found = same_over_others(who, _outputs(last), last.axes)
-    bad = [leaf for leaf in jax.tree.leaves(found) if leaf.shape[:1] != (rows,)]
-    bad = bad or _unlike_with_another_row(found, rank)
+    outputs = same_over_others(who, _outputs(last), last.axes)
+    bad = [leaf for leaf in jax.tree.leaves(outputs) if leaf.shape[:1] != (rows,)]
+    bad = bad or _unlike_with_another_row(outputs, rank)
     if bad:
         raise ValueError(
             f"{who} returned {shape_text(bad[0])} of a microbatch of {rows} rows; microbatches are "
@@ -87,11 +87,11 @@ def check_sliced(results: Tree, num_slices: int) -> None:
 
 def _outputs(last: Forward) -> Tree:
     y = blank(last.output, last.axes)
-    given = last.rank, last.ends_weights, y, 0
-    return jax.eval_shape(lambda: finish(*given, take_loss=False).value)
+    arguments = last.rank, last.ends_weights, y, 0
+    return jax.eval_shape(lambda: finish(*arguments, take_loss=False).value)
 
 
-def _unlike_with_another_row(found: Tree, rank: Rank) -> list[Any]:
+def _unlike_with_another_row(outputs: Tree, rank: Rank) -> list[Any]:
     """Outputs whose leading axis does not grow with the rows, or another one does."""
 
     def grown(x: jax.Array) -> jax.Array:
@@ -101,9 +101,9 @@ def _unlike_with_another_row(found: Tree, rank: Rank) -> list[Any]:
         rank, activations = follow(
             dataclasses.replace(rank, batch=rank.batch.map_rows(grown, lambda x: x))
         )
-        seat = rank.model.stages[-1]
-        more = _outputs(Forward(rank, seat, *activations.types[-2:]))
+        position = rank.model.stages[-1]
+        more = _outputs(Forward(rank, position, *activations.types[-2:]))
     except Exception:  # noqa: BLE001  a model may be written for so many rows
         return []
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(more), strict=True)
+    pairs = zip(jax.tree.leaves(outputs), jax.tree.leaves(more), strict=True)
     return [a for a, b in pairs if b.shape != (a.shape[0] + 1, *a.shape[1:])]

@@ -156,7 +156,7 @@ class Rank:
             cuts = x.ndim > 2 and x.shape[2] > 1
             return x[:, :, : x.shape[2] * length // longest] if cuts else x
 
-        def one(number: int, length: int) -> Rank:
+        def of_slice(number: int, length: int) -> Rank:
             if number == self.slices.number:
                 return self
             batch = self.batch.map_rows(lambda x: cropped(x, length), lambda x: x)
@@ -164,7 +164,7 @@ class Rank:
                 self, slices=dataclasses.replace(self.slices, number=number), batch=batch
             )
 
-        return [one(*numbered) for numbered in enumerate(lengths)]
+        return [of_slice(*numbered) for numbered in enumerate(lengths)]
 
     def mask(self, unit: Any) -> jax.Array | None:
         """The rows or positions of a unit that are data, as of `find_mask`."""
@@ -236,13 +236,13 @@ class Rank:
           others: [K] each, what such stages have in common beside their code.
         """
         alike: dict[Any, list[int]] = {}
-        for k, (seat, *of) in enumerate(zip(self.model.stages, *others, strict=True)):
-            alike.setdefault((self.code(seat), seat.chunk, *of), []).append(k)
+        for k, (position, *of) in enumerate(zip(self.model.stages, *others, strict=True)):
+            alike.setdefault((self.code(position), position.chunk, *of), []).append(k)
         return alike
 
-    def code(self, seat: StagePosition) -> Any:
+    def code(self, position: StagePosition) -> Any:
         """Key that stages of one computation share, apart from their activations."""
-        return self.weights.code(seat)
+        return self.weights.code(position)
 
     def with_facts(self, **facts: Any) -> Rank:
         """The rank, of which more is known."""

@@ -78,23 +78,23 @@ def on_slice(stage: Any, x: SlicedInput, part: Any, extras: dict[str, Tree]) -> 
     """
     if not hasattr(stage, CALL_SLICE):
         return on_whole(stage, x.x, extras)
-    found = stage.call_slice(x.x, x.earlier, part, **extras)
-    if not (isinstance(found, tuple) and len(found) == 2):
+    result = stage.call_slice(x.x, x.earlier, part, **extras)
+    if not (isinstance(result, tuple) and len(result) == 2):
         raise ValueError(
-            f"call_slice of {type(stage).__name__} returned a {type(found).__name__}: return a "
+            f"call_slice of {type(stage).__name__} returned a {type(result).__name__}: return a "
             f"pair (y, own), the output of this slice and a pytree of arrays that later slices of "
             f"the sequence read as earlier"
         )
-    return found
+    return result
 
 
-def embedded_slice(ends: Any, given: tuple[Tree, Any]) -> Tree:
+def embedded_slice(ends: Any, argument: tuple[Tree, Any]) -> Tree:
     """The input of stage 0 for one slice.
 
     Raises:
       ValueError: embed leaves something for later slices.
     """
-    inputs, part = given
+    inputs, part = argument
     if not hasattr(ends.embed, CALL_SLICE):
         return ends.embed(inputs)
     y, own = ends.embed.call_slice(inputs, None, part)

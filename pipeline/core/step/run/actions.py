@@ -143,9 +143,9 @@ class Actions:
             return self.no_message()
         # Only the last stage needs its own output: the loss is taken of it within I.
         take = functools.partial(self._output_gradient, op, row)
-        given = *arguments, *self.saved.of_half(op, row, saved, take)
+        operands = *arguments, *self.saved.of_half(op, row, saved, take)
         dx, crossing = self.halves.input_half(
-            *given, self._gradients(op), want_x=self._wants_given(op)
+            *operands, self._gradients(op), want_x=self._wants_given(op)
         )
         self.stores.write("crossing", op, row, crossing)
         return self._upstream(op, row, self.slices.back(row, dx))
@@ -181,7 +181,7 @@ class Actions:
 
     def _wants_x(self, op: Op) -> bool:
         """Tell whether the gradient for a stage's input is needed."""
-        return self.local.way.x and (not op.first or self.wants_upstream)
+        return self.local.need.x and (not op.first or self.wants_upstream)
 
     def _wants_given(self, op: Op) -> bool:
         """Tell whether a pullback is to give the gradients for all that a stage was given."""
@@ -225,7 +225,7 @@ class Actions:
     def _upstream(self, op: Op, row: Row, dx: Leaves) -> Tree:
         """Send the gradient of a stage's input upstream: into a message, or through embed."""
         if not op.first:
-            return self.as_message(dx) if self.local.way.x else self.no_message()
+            return self.as_message(dx) if self.local.need.x else self.no_message()
         # Stage 0's input came from embed, whose pullback runs here and now; nothing is sent.
         if self.wants_upstream:
             _, embed = self.local.embed_pullback(row["microbatch"])

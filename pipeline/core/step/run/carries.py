@@ -54,7 +54,7 @@ def _check_lengths(model: LocalModel) -> None:
       ValueError: it has other leaves, or a larger one.
     """
     pairs = list(itertools.zip_longest(*map(jax.tree.leaves, (model.carry, model.earlier))))
-    trees: list[Any] = [jax.tree.structure(one) for one in (model.carry, model.earlier)]
+    trees: list[Any] = [jax.tree.structure(carry) for carry in (model.carry, model.earlier)]
     fits = trees[0] == trees[1] and all(
         (a.dtype, a.ndim) == (b.dtype, b.ndim)
         and all(x <= y for x, y in zip(a.shape, b.shape, strict=True))

@@ -78,22 +78,22 @@ class GroupedActions(Actions):
 
     def run_slot(self, slot: Slot, row: Row, message: Tree) -> Tree:
         """Do the slot's action, group by group; returns its message, or else ``message``."""
-        for one in self.groups:
-            part, here = one.share(slot, row)
+        for actions in self.groups:
+            part, here = actions.share(slot, row)
             if part.ops:
-                with jax.named_scope(scopes.of_stages(one.group.stages)):
-                    message = one.run_slot(part, here, message)
+                with jax.named_scope(scopes.of_stages(actions.group.stages)):
+                    message = actions.run_slot(part, here, message)
         return message
 
     def run_masked(self, slot: Slot, row: Row, message: Tree) -> Tree:
         """Run a slot without conditionals: every rank computes every group."""
         from pipeline.core.step.run.masked import run_masked
 
-        for one in self.groups:
-            part, here = one.share(slot, row)
+        for actions in self.groups:
+            part, here = actions.share(slot, row)
             if part.ops:
-                found, real = run_masked(one, part, here, message), here["op"] != 0
-                message = jax.tree.map(lambda a, b, r=real: jnp.where(r, a, b), found, message)
+                sent, real = run_masked(actions, part, here, message), here["op"] != 0
+                message = jax.tree.map(lambda a, b, r=real: jnp.where(r, a, b), sent, message)
         return message
 
 
@@ -198,13 +198,13 @@ def _places_of(places: StepPlaces, index: int, group: StageGroup, step: StepRequ
 
 def _own_totals(sums: StepSums, group: StageGroup) -> list[Any]:
     """A group's sums among those of its chunk: of what is trained in any group."""
-    chunk, views, own = group.seat.chunk, group.seat.views, group.local.trained
+    chunk, views, own = group.position.chunk, group.position.views, group.local.trained
     summed = group.local.model.trained.chunks[chunk]
-    found, total = list(sums.chunk_grads), sums.chunk_grads[chunk]
+    totals, total = list(sums.chunk_grads), sums.chunk_grads[chunk]
     added = sums.added.refs if group.local.adds else []
     if views is None and own == summed:
-        found[chunk] = total.beside(added)
-        return found
+        totals[chunk] = total.beside(added)
+        return totals
     place = {cell: n for n, cell in enumerate(np.flatnonzero(summed).tolist())}
     if views is None:
         refs = {n: total.refs[place[n]] for n in np.flatnonzero(own).tolist()}
@@ -212,5 +212,5 @@ def _own_totals(sums: StepSums, group: StageGroup) -> list[Any]:
     else:
         spots = chosen(views.params.spots, own)
         mine = [dataclasses.replace(spot, cell=place[spot.cell]) for spot in spots]
-    found[chunk] = TotalView(total, tuple(mine), added)
-    return found
+    totals[chunk] = TotalView(total, tuple(mine), added)
+    return totals

@@ -126,7 +126,7 @@ def _backward(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> Tree:
     if facts.first is not False and facts.for_input is not False and actions.wants_upstream:
         real = facts.first & facts.for_input
         _embed_gradient(actions, real, dx, row["microbatch"])
-    return actions.as_message(dx) if actions.local.way.x else actions.no_message()
+    return actions.as_message(dx) if actions.local.need.x else actions.no_message()
 
 
 def _at_once(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> tuple[Leaves, Leaves]:
@@ -157,7 +157,7 @@ def _halves(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> tuple[Leav
         else:
             stash = actions.stores.device["stash"][row["stash"]]
             dy = dy(actions.saved.output(row, stash, arguments))
-        dx, crossing = halves.input_half(*arguments, stash, dy, [], want_x=actions.local.way.x)
+        dx, crossing = halves.input_half(*arguments, stash, dy, [], want_x=actions.local.need.x)
         crossings = actions.stores.device["crossing"]
         crossings[jnp.where(facts.leaves, row["crossing"], crossings.places - 1)] = crossing
     if facts.for_weights is not False:
@@ -181,16 +181,16 @@ def _loss_gradient(
     outcome, pullback = actions.local.loss_pullback(y, microbatch)
     real = facts.last & facts.for_input
     actions.sums.take(outcome, microbatch, real=real)
-    dw, found = pullback.values([actions.loss_cotangent()])
+    dw, of_loss = pullback.values([actions.loss_cotangent()])
     actions.sums.ends_grads.add(dw, real)
-    chosen: Leaves = _select(facts.last, found, dy)
+    chosen: Leaves = _select(facts.last, of_loss, dy)
     return chosen
 
 
 def _embed_gradient(actions: Actions, real: Any, dx: Leaves, microbatch: Any) -> None:
     _, pullback = actions.local.embed_pullback(microbatch)
-    dw, found = pullback.values(dx)
+    dw, gradients = pullback.values(dx)
     actions.sums.ends_grads.add(dw, real)
     if actions.step.want_inputs:
         before = actions.sums.input_grads[microbatch]
-        actions.sums.input_grads[microbatch] = _select(real, found, before)
+        actions.sums.input_grads[microbatch] = _select(real, gradients, before)

@@ -136,14 +136,14 @@ def make_sums(
     of_ends = added.refs if local.rank.facts.adding_ends else []
     ends_grads = Total(summed(local.ends_weights, trained.ends), axes, of_ends)
     floats, _ = partition(at(local.batch.inputs, 0))
-    kept = Pool(floats if step.want_inputs else [], num_microbatches, axes, "kept")
-    return StepSums(local.keep, scalars, added, chunk_grads, ends_grads, kept)
+    input_grads = Pool(floats if step.want_inputs else [], num_microbatches, axes, "kept")
+    return StepSums(local.keep, scalars, added, chunk_grads, ends_grads, input_grads)
 
 
 def _output_types(local: LocalModel, *, logprobs: bool) -> Tree:
     if logprobs:
         targets = at(local.batch.targets, 0)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), targets)
-    given = local.rank, local.ends_weights, blank(local.output, local.axes), 0
+    arguments = local.rank, local.ends_weights, blank(local.output, local.axes), 0
     # Their shapes are seen by `check_outputs`.
-    return jax.eval_shape(lambda: finish(*given, take_loss=False).value)
+    return jax.eval_shape(lambda: finish(*arguments, take_loss=False).value)

@@ -62,10 +62,10 @@ class Straight(Actions):
             pullbacks.append(pullback)
         dx = self._loss_gradient(outcome.value, microbatch)
         for chunk, pullback in reversed(list(enumerate(pullbacks))) if self.goes_on else ():
-            want_x = local.way.x and (chunk > 0 or self.wants_upstream)
+            want_x = local.need.x and (chunk > 0 or self.wants_upstream)
             dx = pullback(dx, self.sums.chunk_grads[chunk].targets, want_x=want_x)
         if embed is not None:
             refs = self.sums.ends_grads.targets
-            found = embed(dx, refs, want_x=self.step.want_inputs)
+            gradients = embed(dx, refs, want_x=self.step.want_inputs)
             if self.step.want_inputs:
-                self.sums.input_grads[microbatch] = found
+                self.sums.input_grads[microbatch] = gradients

@@ -75,13 +75,13 @@ class VocabularyParallel:
             self._when("scatter", row, lambda _, m, real: self._scatter(message, m, real), None)
         return self._when("head", row, self._head, message) if busy["head"] else message
 
-    def _when(self, table: str, row: Row, work: Any, given: Tree) -> Tree:
+    def _when(self, table: str, row: Row, work: Any, value: Tree) -> Tree:
         """Work on a table's microbatch, if any: ``work(given, microbatch, whether it is real)``."""
         microbatch, real = row[table], row[table] >= 0
         if self.masked:
-            return work(given, jnp.maximum(microbatch, 0), real)
+            return work(value, jnp.maximum(microbatch, 0), real)
         with jax.named_scope(table):
-            return updated(real, lambda given: work(given, microbatch, True), given)
+            return updated(real, lambda value: work(value, microbatch, True), value)
 
     # --- embedding ---
 
@@ -121,9 +121,9 @@ class VocabularyParallel:
             ids = _only(at(local.batch.targets, microbatch)).astype(jnp.int32)
             ids = _own(ids, parts=self.tables.head_parts)
             lost = losses_of(*_whole(z, self._place(ids, z)))
-            found = self._joined(-mask_losses(lost, ids, self.tables.head_words, IGNORED), -1)
+            logprobs = self._joined(-mask_losses(lost, ids, self.tables.head_words, IGNORED), -1)
             # Every rank knows it; one says it.
-            self._leave(found, microbatch, (self.rank == self.last) & real)
+            self._leave(logprobs, microbatch, (self.rank == self.last) & real)
             return message
         if not actions.step.take_loss:
             self._leave(self._joined(z, -2), microbatch, real)
@@ -165,10 +165,10 @@ class VocabularyParallel:
         """Join a value of this rank's positions over all ranks."""
         return join_sequence(x, sequence_axis=sequence_axis) if self.tables.head_parts else x
 
-    def _leave(self, found: jax.Array, microbatch: Any, real: Any) -> None:
+    def _leave(self, value: jax.Array, microbatch: Any, real: Any) -> None:
         """Leave what the user sees of a microbatch."""
         results = self.actions.sums.results
-        results[microbatch] = found if real is True else jnp.where(real, found, results[microbatch])
+        results[microbatch] = value if real is True else jnp.where(real, value, results[microbatch])
 
     def _place(self, ids: jax.Array, z: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The columns of words among this rank's, and whether they are there."""
@@ -230,10 +230,10 @@ def look_up(local: LocalModel, table: jax.Array, ids: jax.Array) -> jax.Array:
     part = jnp.where(is_mine[..., None], rows, jnp.zeros_like(rows))
     x = total_over(part, (STAGE,))
     is_word = (ids >= 0) & (ids < local.model.tables.embed_words)
-    found: jax.Array = local.rank.varied(
+    vectors: jax.Array = local.rank.varied(
         jnp.where(is_word[..., None], x, jnp.full_like(x, jnp.nan))
     )
-    return found
+    return vectors
 
 
 def own_logits(local: LocalModel, h: jax.Array, table: jax.Array) -> jax.Array:
@@ -269,5 +269,5 @@ def _own(of_tokens: jax.Array, *, parts: bool) -> jax.Array:
 
 def _only(tree: Tree) -> jax.Array:
     (leaf,) = jax.tree.leaves(tree)
-    found: jax.Array = leaf
-    return found
+    array: jax.Array = leaf
+    return array

@@ -61,8 +61,8 @@ class Pool:
                 write(ref, tiled(leaf), place)
 
     def __getitem__(self, place: Any) -> Tree:
-        found = [tiled(read(ref, place)) if ref.size else ref[...][0] for ref in self.refs]
-        return jax.tree.unflatten(self._treedef, found)
+        leaves = [tiled(read(ref, place)) if ref.size else ref[...][0] for ref in self.refs]
+        return jax.tree.unflatten(self._treedef, leaves)
 
     def seen(self, view: View | None, types: Tree, axes: tuple[str, ...]) -> PoolView:
         """These places as one kind of value sees them, of several that share them."""
@@ -136,8 +136,8 @@ class PoolView:
     def __getitem__(self, place: Any) -> Tree:
         if self._view is None:
             return blank(self._types, self._axes)
-        found = [Part(self._pool.refs[spot.cell], spot, place)[...] for spot in self._view.spots]
-        return jax.tree.unflatten(self._view.treedef, found)
+        leaves = [Part(self._pool.refs[spot.cell], spot, place)[...] for spot in self._view.spots]
+        return jax.tree.unflatten(self._view.treedef, leaves)
 
 
 class WholeView:

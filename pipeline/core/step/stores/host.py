@@ -59,11 +59,11 @@ class HostPool:
     def __getitem__(self, place: Any) -> Tree:
         place = place - self._first
         types = jax.tree.leaves(self.types)
-        found = [
+        leaves = [
             _shaped(tiled(_read(pool, place)), t) if pool.size else zeros(t)
             for pool, t in zip(self.arrays, types, strict=True)
         ]
-        return jax.tree.unflatten(self._treedef, found)
+        return jax.tree.unflatten(self._treedef, leaves)
 
     def _stored(self, value: Tree) -> Tree:
         """The value, on CPU out of a place on the device that it was written to.
@@ -151,8 +151,8 @@ def _written(pool: Any, leaf: Any, place: Any) -> Any:
 def _read(pool: Any, place: Any) -> Any:
     """The leaf in a place of a pool, in device memory."""
     starts, sizes = [place, *(jnp.zeros_like(place) for _ in pool.shape[1:])], (1, *pool.shape[1:])
-    found = jax.lax.dynamic_slice(pool, starts, sizes, allow_negative_indices=False)
-    return jax.lax.squeeze(to_device(found), (0,))
+    row = jax.lax.dynamic_slice(pool, starts, sizes, allow_negative_indices=False)
+    return jax.lax.squeeze(to_device(row), (0,))
 
 
 def _refuse(*_: Any) -> Any:

@@ -73,12 +73,12 @@ class Carries(WholeSequences):
         """The input of a stage: an activation, and the carries of earlier slices."""
         part, N = self._part(row), self.num_slices
         count = N - 1 if self.part is None else self.part
-        found = [jax.tree.leaves(self.values[row["carry"][n]]) for n in range(count)]
+        carries = [jax.tree.leaves(self.values[row["carry"][n]]) for n in range(count)]
         leaves = []
         for number, t in enumerate(jax.tree.leaves(self.types)):
             nothing = vary(zeros(t), varying_in(t, otherwise=self.axes))
             # What lies in a place that nobody wrote may be NaN: it is replaced, not multiplied.
-            own = [found[n][number] for n in range(count)]
+            own = [carries[n][number] for n in range(count)]
             if self.part is None:
                 own = [jnp.where(n < part, own[n], nothing) for n in range(count)]
             leaves.append(jnp.stack([*own, *[nothing] * (N - count)]))
@@ -95,13 +95,13 @@ class Carries(WholeSequences):
     def cotangent(self, row: Any, dy: Leaves) -> Leaves:
         """The gradients for a stage's output and, complete when its backward runs, its carry."""
         part = self._part(row)
-        found = self.gradients[row["carry_gradient"][part]]
+        gradients = self.gradients[row["carry_gradient"][part]]
         floats, _ = partition(self.own)
         is_last = part == self.num_slices - 1
-        found = cropped(found, floats)
+        gradients = cropped(gradients, floats)
         of_carry = [
             jnp.where(is_last, jnp.zeros_like(g), g).astype(t.dtype)
-            for g, t in zip(found, floats, strict=True)
+            for g, t in zip(gradients, floats, strict=True)
         ]
         return [*dy, *of_carry]
 

@@ -61,9 +61,9 @@ class Total:
 
     def beside(self, added: Leaves) -> Total:
         """These totals, for pullbacks that sum up added losses as said."""
-        found = copy.copy(self)
-        found._added = added  # noqa: SLF001  its own
-        return found
+        totals = copy.copy(self)
+        totals._added = added  # noqa: SLF001  its own
+        return totals
 
     def all(self) -> Leaves:
         """The totals."""

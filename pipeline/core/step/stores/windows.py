@@ -114,11 +114,11 @@ class WindowTotal(Total):
 
     def shared_out(self, real: Any = True) -> Leaves:
         """This device's part of what is in windows, summed over data shards, if it is ``real``."""
-        found = []
+        parts = []
         for own, ref, spread in zip(self._results, self.refs, self._spreads, strict=True):
             if ref is not own:
-                found += scatter([if_real(real, tiled(ref[...]))], [spread], lead=1)
-        return found
+                parts += scatter([if_real(real, tiled(ref[...]))], [spread], lead=1)
+        return parts
 
     def add_parts(self, parts: Leaves) -> None:
         """Add what was `shared_out` to what this device keeps."""
@@ -192,17 +192,17 @@ def refs_in_windows(
       shared: [V] which of the leaves data shards share.
       make: from the first chunk that needs them to what refs hold at first.
     """
-    made: dict[Any, Leaves] = {}
-    found = []
+    refs_of: dict[Any, Leaves] = {}
+    refs = []
     for chunk, (place, of, mask) in enumerate(zip(places, types, shared, strict=True)):
         key = place, tuple((t.shape, t.dtype, varying_in(t)) for t in of), tuple(mask)
-        if key not in made:
+        if key not in refs_of:
             leaves = make(chunk)
             with jax.named_scope("windows"):
                 pairs = zip(leaves, mask, strict=True)
-                made[key] = [jax.new_ref(x) if is_shared else None for x, is_shared in pairs]
-        found.append(made[key])
-    return found
+                refs_of[key] = [jax.new_ref(x) if is_shared else None for x, is_shared in pairs]
+        refs.append(refs_of[key])
+    return refs
 
 
 def start_job(job: Job, weights: Any, totals: Sequence[Any], microbatch: Any) -> Callable[[], None]:
