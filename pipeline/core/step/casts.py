@@ -34,10 +34,10 @@ def cast_once(rank: Rank, bodies: Sequence[Any]) -> ChunkWeights:
     wide = chunks.before_step or chunks.shards
     dtypes_of: list[list[set[Any]]] = [[set() for _ in leaves] for leaves in wide]
     reads = {key: read_in(body) for key, body in {id(body): body for body in bodies}.items()}
-    for seat, body in zip(rank.model.stages, bodies, strict=True):
-        spots = seat.views.params.spots if seat.views else None
+    for position, body in zip(rank.model.stages, bodies, strict=True):
+        spots = position.views.params.spots if position.views else None
         for n, dtypes in enumerate(reads[id(body)]):
-            dtypes_of[seat.chunk][spots[n].cell if spots else n] |= dtypes
+            dtypes_of[position.chunk][spots[n].cell if spots else n] |= dtypes
 
     def copy(v: int, n: int) -> Any:
         leaf, dtypes = wide[v][n], dtypes_of[v][n]

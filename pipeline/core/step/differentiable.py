@@ -79,20 +79,20 @@ def _loss(plan: Plan, model: Model, before: Before, weights: Weights, batch: Bat
 def _loss_forward(
     plan: Plan, model: Model, before: Before, weights: Any, batch: Any
 ) -> tuple[Any, Any]:
-    want_inputs, model = _wants_inputs(weights, batch), _asked(model, weights)
+    want_inputs, model = _wants_inputs(weights, batch), _restrict(model, weights)
     weights, batch = _values(weights), _values(batch)
     before(plan, model, weights, batch, want_inputs=want_inputs)
     run = functools.partial(plan.lint.run, runtime.train, plan, model, want_inputs=want_inputs)
     if _is_narrow(plan, model, weights, batch, run, want_inputs=want_inputs):
         infers = functools.partial(plan.lint.run, runtime.evaluate, plan, model, want_share=True)
         with refusing_twice(_TWICE):
-            (value, share), held = _as_one(infers)(weights, batch)
-        return (value, held), _Waiting(weights, batch, share, want_inputs, model.trained)
+            (value, share), state = _as_one(infers)(weights, batch)
+        return (value, state), _Waiting(weights, batch, share, want_inputs, model.trained)
     with refusing_twice(_TWICE):
-        value, grads, inputs, held = _as_one(run)(weights, batch)
+        value, grads, inputs, state = _as_one(run)(weights, batch)
     grads = _in_their_places(weights, model.trained, grads)
-    found = _input_cotangent(batch.inputs, inputs) if want_inputs else None
-    return (value, held), (grads, _cotangent(batch, found))
+    of_inputs = _input_cotangent(batch.inputs, inputs) if want_inputs else None
+    return (value, state), (grads, _cotangent(batch, of_inputs))
 
 
 def _is_narrow(
@@ -100,20 +100,20 @@ def _is_narrow(
 ) -> bool:
     """Tell whether a step computes in floats in which gradients vanish or overflow, seen once."""
     key = plan, model, signature((weights, batch)), *wanted.values()
-    known = plan.compiled.narrow
-    if key not in known:
+    cache = plan.compiled.narrow
+    if key not in cache:
         # No more work than to run it: JAX keeps the trace of the kernel.
-        known[key] = narrows(jax.make_jaxpr(run)(weights, batch).jaxpr)
-    return known[key]
+        cache[key] = narrows(jax.make_jaxpr(run)(weights, batch).jaxpr)
+    return cache[key]
 
 
-def _loss_backward(plan: Plan, model: Model, _: Before, kept: Any, ct: Any) -> tuple[Any, Any]:
+def _loss_backward(plan: Plan, model: Model, _: Before, residuals: Any, ct: Any) -> tuple[Any, Any]:
     ct = _instantiate(jax.tree.leaves(ct[0], is_leaf=_is_zero)[0])  # weight and metrics have none
-    if isinstance(kept, _Waiting):
-        model = dataclasses.replace(model, trained=kept.trained)
-        run = functools.partial(_cotangents, plan, model, kept.weights, kept.batch)
-        return run(want_inputs=kept.want_inputs, scale=(ct * kept.share, ct))
-    grads, batch = kept
+    if isinstance(residuals, _Waiting):
+        model = dataclasses.replace(model, trained=residuals.trained)
+        run = functools.partial(_cotangents, plan, model, residuals.weights, residuals.batch)
+        return run(want_inputs=residuals.want_inputs, scale=(ct * residuals.share, ct))
+    grads, batch = residuals
     scale = lambda g: g if g.dtype == jax.dtypes.float0 else times(g, ct)  # noqa: E731
     (chunks, ends), batch = jax.tree.map(scale, (grads, batch))
     return Weights(chunks, ends, None, None), batch
@@ -139,24 +139,24 @@ def _outputs_forward(
             "outputs of a pipeline with vocabulary='stage' are differentiated, of which no rank "
             "has a whole row; differentiate pipe.loss, or use vocabulary='ends'"
         )
-    want_inputs, asked = _wants_inputs(weights, batch), _asked(model, weights)
+    want_inputs, restricted = _wants_inputs(weights, batch), _restrict(model, weights)
     weights, batch = _values(weights), _values(batch)
     run = _as_one(functools.partial(plan.lint.run, runtime.outputs, plan, model, takes_loss=False))
     with refusing_twice(_TWICE):
-        return run(weights, batch), (weights, batch, want_inputs, asked.trained)
+        return run(weights, batch), (weights, batch, want_inputs, restricted.trained)
 
 
 def _outputs_backward(
-    plan: Plan, model: Model, before: Before, kept: Any, ct: Tree
+    plan: Plan, model: Model, before: Before, residuals: Any, ct: Tree
 ) -> tuple[Any, Any]:
-    weights, batch, want_inputs, trained = kept
+    weights, batch, want_inputs, trained = residuals
     cotangents, _ = partition(jax.tree.map(_instantiate, ct[0], is_leaf=_is_zero))
     model = dataclasses.replace(model, loss_fn=pairing, has_aux=False, trained=trained)
     specs = batch.specs[0], (plan.axes.output_spec,) * len(cotangents), batch.specs[2]
     paired = dataclasses.replace(batch, targets=cotangents, specs=specs)
     before(plan, model, weights, paired, want_inputs=want_inputs)
-    of_weights, found = _cotangents(plan, model, weights, paired, want_inputs=want_inputs)
-    return of_weights, _cotangent(batch, found.inputs)
+    of_weights, of_batch = _cotangents(plan, model, weights, paired, want_inputs=want_inputs)
+    return of_weights, _cotangent(batch, of_batch.inputs)
 
 
 outputs = custom_vjp(_outputs, _outputs_forward, _outputs_backward, nondiff_argnums=(0, 1, 2))
@@ -172,8 +172,8 @@ def _cotangents(
     with refusing_twice(_TWICE):
         _, grads, inputs, _ = plan.lint.run(run, plan, model, weights, batch, **scale)
     chunks, ends = _in_their_places(weights, model.trained, grads)
-    found = _input_cotangent(batch.inputs, inputs) if want_inputs else None
-    return Weights(chunks, ends, None, None), _cotangent(batch, found)
+    of_inputs = _input_cotangent(batch.inputs, inputs) if want_inputs else None
+    return Weights(chunks, ends, None, None), _cotangent(batch, of_inputs)
 
 
 def _cotangent(batch: Batch, inputs: Tree | None) -> Batch:
@@ -193,13 +193,13 @@ def _as_one(run: Callable[..., Any]) -> Callable[..., Any]:
     if checks_nans():
         return run
 
-    def call(*given: Any) -> Any:
-        closed = jax.make_jaxpr(run)(*given)  # the kernel is traced once: JAX keeps it
+    def call(*args: Any) -> Any:
+        closed = jax.make_jaxpr(run)(*args)  # the kernel is traced once: JAX keeps it
         if has_check(closed.effects):
-            return run(*given)
-        one = run if REFS_ARE_WHOLE else without_refs(run)
+            return run(*args)
+        kernel = run if REFS_ARE_WHOLE else without_refs(run)
         with jax.disable_jit(False):
-            return jax.custom_batching.sequential_vmap(one)(*given)
+            return jax.custom_batching.sequential_vmap(kernel)(*args)
 
     return call
 
@@ -250,7 +250,7 @@ def _wants_inputs(weights: Any, batch: Any) -> bool:
     return _perturbed(batch.inputs)
 
 
-def _asked(model: Model, weights: Any) -> Model:
+def _restrict(model: Model, weights: Any) -> Model:
     """The model with gradients for those parameters only that are differentiated.
 
     Raises:
@@ -258,9 +258,9 @@ def _asked(model: Model, weights: Any) -> Model:
     """
 
     def mask(tree: Any, trained: Mask, where: str) -> Mask:
-        found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_primal)
-        asked = tuple(_perturbed(leaf) for _, leaf in found)
-        for (path, _), yes, has in zip(found, asked, trained, strict=True):
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_primal)
+        flags = tuple(_perturbed(leaf) for _, leaf in leaves)
+        for (path, _), yes, has in zip(leaves, flags, trained, strict=True):
             if yes and not has:
                 name = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
                 raise ValueError(
@@ -269,7 +269,7 @@ def _asked(model: Model, weights: Any) -> Model:
                     f"nnx.value_and_grad(f, argnums=nnx.DiffState(0, pipe.wrt)), or make the "
                     f"pipeline with wrt=nnx.Param"
                 )
-        return asked
+        return flags
 
     trained = model.trained
     chunks = tuple(
@@ -278,8 +278,8 @@ def _asked(model: Model, weights: Any) -> Model:
     )
     ends = mask(weights.ends, trained.ends, "ends")
     cells = [
-        (seat.chunk, [spot.cell for spot in seat.views.params.spots] if seat.views else None)
-        for seat in model.stages
+        (stage.chunk, [spot.cell for spot in stage.views.params.spots] if stage.views else None)
+        for stage in model.stages
     ]
     return dataclasses.replace(model, trained=trained.restrict(chunks, ends, cells))
 
@@ -287,12 +287,12 @@ def _asked(model: Model, weights: Any) -> Model:
 def _in_their_places(weights: Weights, trained: Trained, grads: Any) -> tuple[Any, Any]:
     """Gradients in the structures of parameters, None for those that are not trained."""
 
-    def one(tree: Tree, mask: Mask, found: Leaves) -> Tree:
+    def unflatten(tree: Tree, mask: Mask, gradients: Leaves) -> Tree:
         leaves, treedef = jax.tree.flatten(tree)
-        return jax.tree.unflatten(treedef, woven(found, [None] * len(leaves), mask))
+        return jax.tree.unflatten(treedef, woven(gradients, [None] * len(leaves), mask))
 
     chunks, ends = grads
-    return tuple(map(one, weights.chunks, trained.chunks, chunks)), one(
+    return tuple(map(unflatten, weights.chunks, trained.chunks, chunks)), unflatten(
         weights.ends, trained.ends, ends
     )
 

@@ -45,8 +45,8 @@ def _permuted(jaxpr: Any) -> str:
         if eqn.primitive.name == "ppermute":
             axes = eqn.params["axis_name"]
             return str(axes[0] if isinstance(axes, tuple) else axes)
-        if found := next(filter(None, map(_permuted, jaxprs_of(eqn))), ""):
-            return found
+        if axis := next(filter(None, map(_permuted, jaxprs_of(eqn))), ""):
+            return axis
     return ""
 
 
@@ -64,9 +64,9 @@ def check_effects(local: LocalModel, *, again: bool, masked: bool) -> None:
     if not (again or masked):
         return
     kinds = [g.local for g in local.groups] if isinstance(local, GroupedModel) else [local]
-    for one in kinds:
-        arguments = *one.stage_arguments(one.home, 0), one.blank
-        effects = jax.make_jaxpr(one.stage)(*arguments).effects
+    for kind in kinds:
+        arguments = *kind.stage_arguments(kind.home, 0), kind.blank
+        effects = jax.make_jaxpr(kind.stage)(*arguments).effects
         if masked and has_check(effects):
             raise ValueError(
                 'a stage has a check (checkify.check), and with bubbles="masked" it also runs in '

@@ -32,7 +32,7 @@ class Inspected:
     Attributes:
       rank: with all facts.
       activations: the types between its stages.
-      ways: [K] how far each stage's backward goes.
+      needs: [K] how far each stage's backward goes.
       ends_body: the jaxpr of embed, head and loss; None if no loss is taken.
       adding: losses that embed and head add, by name.
       usage: for each kind of stage, the declared state that it writes.
@@ -41,7 +41,7 @@ class Inspected:
 
     rank: Rank
     activations: Activations
-    ways: Needs
+    needs: Needs
     ends_body: Any = None
     adding: Mapping[str, Adding] = field(default_factory=dict)
     usage: Sequence[tuple[Sequence[int], LocalModel, Usage]] = ()
@@ -50,7 +50,7 @@ class Inspected:
     def local(self, **changes: Any) -> LocalModel:
         """The rank's part of the model; ``changes`` are fields of the rank."""
         rank = dataclasses.replace(self.rank, **changes)
-        return make_local_model(rank, self.activations, self.ways)
+        return make_local_model(rank, self.activations, self.needs)
 
     @property
     def writes(self) -> bool:
@@ -75,7 +75,7 @@ class Inspected:
 def inspect(
     plan: Plan,
     rank: Rank,
-    ways: Needs,
+    needs: Needs,
     *,
     take_loss: bool = True,
     reaches: bool = True,
@@ -87,7 +87,7 @@ def inspect(
     Args:
       plan: the options of the pipeline.
       rank: its arrays.
-      ways: [K] how far each stage's backward goes.
+      needs: [K] how far each stage's backward goes.
       take_loss: whether a loss is taken.
       reaches: whether gradients go back to embed.
       training: whether the step counts as one that trains.
@@ -100,7 +100,7 @@ def inspect(
     plan.lint.parts(plan, rank, activations, take_loss=take_loss)
     rank = dataclasses.replace(rank, chunks=cast_once(rank, activations.bodies))
     _check_meetings(plan, activations.bodies)
-    traced = Inspected(rank, activations, ways)
+    traced = Inspected(rank, activations, needs)
     if take_loss:
         traced = _with_ends(plan, traced, reaches=reaches)
     if rank.model.declared.is_anything:

@@ -36,11 +36,11 @@ class PerPlan:
         **options: Any,
     ) -> Any:
         """As `jax.jit` calls it."""
-        given: tuple[Any, ...] = scale, runs
-        while given and given[-1] is None:
-            given = given[:-1]
+        extra: tuple[Any, ...] = scale, runs
+        while extra and extra[-1] is None:
+            extra = extra[:-1]
         with jax.disable_jit(False):  # refs and collectives have no meaning outside of a program
-            return self._of(plan, model, options)(weights, batch, *given)
+            return self._of(plan, model, options)(weights, batch, *extra)
 
     def trace(
         self, plan: Plan, model: Model, weights: Weights, batch: Batch, **options: Any
@@ -59,8 +59,8 @@ class PerPlan:
         functions = plan.compiled.functions
         if key not in functions:
 
-            def run(*given: Any) -> Any:
-                return self._run(plan, model, *given, **options)
+            def run(*args: Any) -> Any:
+                return self._run(plan, model, *args, **options)
 
             run.__name__ = run.__qualname__ = self._run.__name__  # as HLO and profiles show it
             functions[key] = jax.jit(run)

@@ -13,8 +13,8 @@ def device_limit(plan: Plan) -> int | None:
     if plan.memory_limit is not None:
         return plan.memory_limit
     mine = [d for d in plan.mesh.devices.flat if d.process_index == jax.process_index()]
-    known = [limit for limit in map(reported_limit, mine) if limit is not None]
-    return min(known, default=None)
+    limits = [limit for limit in map(reported_limit, mine) if limit is not None]
+    return min(limits, default=None)
 
 
 def reported_limit(device: jax.Device) -> int | None:

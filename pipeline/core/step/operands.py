@@ -110,11 +110,11 @@ def _model_and_weights(
 
 def _declared(plan: Plan, chunks: Sequence[nnx.Module], ends: Ends, structure: Any) -> Declared:
     """The state that may be written; remembered, as what is trained is."""
-    known = plan.compiled.states
-    if structure not in known:
-        known[structure] = find_state(plan.state, chunks, ends, plan.schedule.stages_of)
-    found: Declared = known[structure]
-    return found
+    cache = plan.compiled.states
+    if structure not in cache:
+        cache[structure] = find_state(plan.state, chunks, ends, plan.schedule.stages_of)
+    declared: Declared = cache[structure]
+    return declared
 
 
 def check_arrays(method: str, operands: Operands) -> Operands:

@@ -77,8 +77,8 @@ def _dealt(plan: Plan, batch: Batch) -> Batch:
         return batch
     specs = [spec for of in batch.specs for spec in of]
     leaves, treedef = jax.tree.flatten(batch)
-    found = [in_order(plan, leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
-    return jax.tree.unflatten(treedef, found)
+    results = [in_order(plan, leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+    return jax.tree.unflatten(treedef, results)
 
 
 def in_order(plan: Plan, leaf: Any, spec: P | None, *, back: bool = False) -> Any:
@@ -92,11 +92,11 @@ def in_order(plan: Plan, leaf: Any, spec: P | None, *, back: bool = False) -> An
 def _state_specs(chunks: Tree, ends: Tree, of_chunks: Any, of_ends: Any) -> Any:
     """The specs of a state's leaves, each in the place of its leaf."""
 
-    def one(state: Tree, spreads: Any) -> Tree:
+    def specs_of(state: Tree, spreads: Any) -> Tree:
         specs = [spread.stored for spread in spreads]
         return jax.tree.unflatten(jax.tree.structure(state), specs)
 
-    return tuple(map(one, chunks, of_chunks)), one(ends, of_ends)
+    return tuple(map(specs_of, chunks, of_chunks)), specs_of(ends, of_ends)
 
 
 def input_specs(batch: Batch) -> list[P]:
@@ -109,10 +109,10 @@ def gradient_specs(model: Model) -> tuple[tuple[list[P], ...], list[P]]:
     """The specs of the gradients of what is trained: of each chunk, and of the ends."""
     layout, trained = model.layout, model.trained
 
-    def one(spreads: Sequence[Spread], mask: Mask) -> list[P]:
+    def specs_of(spreads: Sequence[Spread], mask: Mask) -> list[P]:
         return [spread.gradient for spread in chosen(spreads, mask)]
 
-    return tuple(map(one, layout.chunks, trained.chunks)), one(layout.ends, trained.ends)
+    return tuple(map(specs_of, layout.chunks, trained.chunks)), specs_of(layout.ends, trained.ends)
 
 
 def manual(plan: Plan, specs: Tree) -> Tree:

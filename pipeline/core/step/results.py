@@ -90,8 +90,8 @@ def loss_and_metrics(
         loss = Weighed(value, counted)
     if metrics is None:
         return loss
-    found = metrics.of(totals.measured, totals.weight, counted)
-    return loss, found
+    values = metrics.of(totals.measured, totals.weight, counted)
+    return loss, values
 
 
 def step_loss(sums: StepSums, totals: Totals, scale: LossScale, *, normalise: bool) -> jax.Array:
@@ -124,7 +124,7 @@ def divide(sums: StepSums, factor: jax.Array) -> None:
 def gradients_of(sums: StepSums, model: Model, weights: Weights, plan: Plan) -> Gradients:
     """The gradients of trained parameters, summed over ranks and in the parameters' dtypes."""
 
-    def one(
+    def reduced(
         total: Total, like: Tree, spreads: Any, mask: Mask, axes: tuple[str, ...], lead: int = 0
     ) -> Leaves:
         # Over row and position axes once, here, and not once per microbatch.
@@ -134,9 +134,9 @@ def gradients_of(sums: StepSums, model: Model, weights: Weights, plan: Plan) -> 
 
     layout, trained, split = model.layout, model.trained, plan.axes.split
     of_chunks = zip(sums.chunk_grads, weights.chunks, layout.chunks, trained.chunks, strict=True)
-    chunks = tuple([g[None] for g in one(*given, split, lead=1)] for given in of_chunks)
+    chunks = tuple([g[None] for g in reduced(*arguments, split, lead=1)] for arguments in of_chunks)
     of_ends = sums.ends_grads, weights.ends, layout.ends, trained.ends
-    return chunks, one(*of_ends, plan.axes.varying)
+    return chunks, reduced(*of_ends, plan.axes.varying)
 
 
 def input_gradients(sums: StepSums, plan: Plan, specs: Sequence[PartitionSpec]) -> Leaves:
@@ -149,18 +149,18 @@ def input_gradients(sums: StepSums, plan: Plan, specs: Sequence[PartitionSpec]) 
     """
     # Of an input that is whole over a position axis each rank there has an addend.
     over = [(STAGE, *plan.axes.missing_in(spec)) for spec in specs]
-    found = totals_over(sums.input_grads.all(), over)
-    return [_joined(x, plan) for x in found]
+    totals = totals_over(sums.input_grads.all(), over)
+    return [_joined(x, plan) for x in totals]
 
 
 def outputs_of(sums: StepSums, plan: Plan) -> Tree:
     """[M * b, ...] the outputs of an inference, on every rank."""
     # Only the last rank has written results; all others hold zeros. A sum counts flags.
-    found, slices = sums.results.all(), plan.schedule.num_slices
-    check_positions(found, plan.axes.output_spec)
-    check_sliced(found, slices)
-    total = total_over(jax.tree.map(as_numbers, found), (STAGE,))
-    return jax.tree.map(lambda like, x: _joined(numbers_as(like, x), plan), found, total)
+    results, slices = sums.results.all(), plan.schedule.num_slices
+    check_positions(results, plan.axes.output_spec)
+    check_sliced(results, slices)
+    total = total_over(jax.tree.map(as_numbers, results), (STAGE,))
+    return jax.tree.map(lambda like, x: _joined(numbers_as(like, x), plan), results, total)
 
 
 def own_logits_of(sums: StepSums, plan: Plan) -> jax.Array:
@@ -185,8 +185,8 @@ def _joined(x: jax.Array, plan: Plan) -> jax.Array:
     N = plan.schedule.num_slices
     if plan.lengths and N > 1:
         most, size = max(plan.lengths), x.shape[2]
-        own = [one * size // most if size > 1 else 1 for one in plan.lengths]
-        parts = [x[n::N, :, :length] for n, length in enumerate(own)]
+        lengths = [whole * size // most if size > 1 else 1 for whole in plan.lengths]
+        parts = [x[n::N, :, :length] for n, length in enumerate(lengths)]
         x = jnp.concatenate(parts, axis=2)
     elif N > 1:
         x = x.reshape(-1, N, *x.shape[1:])

@@ -94,16 +94,16 @@ def train(
       ``weights.ends`` that are trained; for the inputs' float leaves, [N, ...]; and declared state
       as the step has left it.
     """
-    ways = model.trained.needs_gradients(want_inputs=want_inputs)
+    needs = model.trained.needs_gradients(want_inputs=want_inputs)
     if plan.schedule.num_slices > 1:  # gradients of earlier slices come with those of inputs
-        ways = tuple(dataclasses.replace(way, x=True) for way in ways)
-    program = without(plan.training, [way.x for way in ways])
+        needs = tuple(dataclasses.replace(need, x=True) for need in needs)
+    program = without(plan.training, [need.x for need in needs])
     of_inputs = input_specs(batch) if want_inputs else []
 
     def body(tables: Row, weights: Weights, batch: Batch, scale: Any) -> Any:
         rank = make_rank(plan, model, weights, batch, loss=_loss_scale(plan, scale))
         facts = {"reaches": want_inputs or model.trained.embed, "unread": normalise}
-        traced = inspect(plan, rank, ways, training=True, **facts)
+        traced = inspect(plan, rank, needs, training=True, **facts)
         loss = find_share(plan, traced, normalise=normalise)
         declared = traced.declared_state(plan, training=True)
         local = traced.local(loss=loss, declared=declared)
@@ -119,10 +119,10 @@ def train(
     specs = gradient_specs(model)
     out_specs = P(), manual(plan, specs), of_inputs, manual(plan, model.state_specs)
     run = run_on_ranks(plan, model, program, body, out_specs, runs)
-    loss, grads, inputs, kept = run(weights, batch, scale)
+    loss, grads, inputs, state = run(weights, batch, scale)
     if plan.auto_axes:
         grads = constrain(grads, specs, plan.mesh)
-    return loss, grads, _in_place(plan, inputs, of_inputs, batch), kept
+    return loss, grads, _in_place(plan, inputs, of_inputs, batch), state
 
 
 def _loss_scale(plan: Plan, scale: Any) -> LossScale:
@@ -166,31 +166,31 @@ def evaluate(
 @PerPlan
 def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, Kept]:
     """Run forward actions: [N, ...] outputs on every rank, and declared state."""
-    given, lie = (plan, model, weights, batch), plan.axes.output_spec
+    arguments, lie = (plan, model, weights, batch), plan.axes.output_spec
     step = StepRequest(training=False, take_loss=False)
     if "head" in plan.shared:  # of each row, every rank has the logits of its words
         own = lambda _, sums: own_logits_of(sums, plan)  # noqa: E731
-        found, kept = _infer(*given, step, own, P(STAGE, *lie))
-        found = jnp.moveaxis(found, 0, -1)[..., : model.tables.head_words]
-        return in_order(plan, found, lie, back=True), kept
-    found = _infer(*given, step, lambda _, sums: outputs_of(sums, plan), lie)
-    return _ordered_outputs(found, plan)
+        values, state = _infer(*arguments, step, own, P(STAGE, *lie))
+        values = jnp.moveaxis(values, 0, -1)[..., : model.tables.head_words]
+        return in_order(plan, values, lie, back=True), state
+    values = _infer(*arguments, step, lambda _, sums: outputs_of(sums, plan), lie)
+    return _ordered_outputs(values, plan)
 
 
 @PerPlan
 def logprobs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, Kept]:
     """Run forward actions: [N, ...] float32 log-probabilities of targets, and declared state."""
-    given, lie = (plan, model, weights, batch), plan.axes.output_spec
+    arguments, lie = (plan, model, weights, batch), plan.axes.output_spec
     step = StepRequest(training=False, take_loss=False, logprobs=True)
-    found = _infer(*given, step, lambda _, sums: outputs_of(sums, plan), lie)
-    return _ordered_outputs(found, plan)
+    results = _infer(*arguments, step, lambda _, sums: outputs_of(sums, plan), lie)
+    return _ordered_outputs(results, plan)
 
 
 def _ordered_outputs(results: tuple[Tree, Kept], plan: Plan) -> tuple[Tree, Kept]:
     """Outputs with their positions in order."""
-    found, kept = results
+    values, state = results
     spec = plan.axes.output_spec
-    return jax.tree.map(lambda x: in_order(plan, x, spec, back=True), found), kept
+    return jax.tree.map(lambda x: in_order(plan, x, spec, back=True), values), state
 
 
 def _infer(
@@ -216,19 +216,19 @@ def _infer(
       spec: of these.
       training: whether the step counts as one that trains.
     """
-    ways = model.trained.needs_gradients(want_inputs=False, backward=False)
+    needs = model.trained.needs_gradients(want_inputs=False, backward=False)
 
     def body(tables: Row, weights: Weights, batch: Batch, _: None) -> tuple[Any, Kept]:
         rank = make_rank(plan, model, weights, batch, loss=LossScale(counts=step.take_loss))
-        traced = inspect(plan, rank, ways, take_loss=step.take_loss, training=training)
+        traced = inspect(plan, rank, needs, take_loss=step.take_loss, training=training)
         if not (step.take_loss or step.logprobs):
             check_outputs(traced.local(), traced.rank)
         local = traced.local(declared=traced.declared_state(plan, training=training))
         check_effects(local, again=False, masked=plan.is_masked)
         actions = make_actions(plan, local, plan.forward, step)
         run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
-        kept = state_after(local, weights, plan, training=training)
-        return results(local, actions.sums), kept
+        state = state_after(local, weights, plan, training=training)
+        return results(local, actions.sums), state
 
     out_specs = spec, manual(plan, model.state_specs)
     return cast(
