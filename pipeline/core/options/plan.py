@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict
 
 from jax.sharding import Mesh
 
 from pipeline.base.axes import Axes
+from pipeline.base.checks import ModelChecks
 from pipeline.core.model.loss import Loss
 from pipeline.core.options.compiled import Compiled, Programs, StepFacts
 from pipeline.core.options.costs import own_costs
@@ -27,21 +28,6 @@ class Sends(TypedDict):
 
     partners: bool
     delayed: bool
-
-
-class ModelChecks(Protocol):
-    """The hook through which the engine has a model checked (`pipeline.lint`)."""
-
-    def run(
-        self, entry: Any, plan: Plan, *operands: Any, takes_loss: bool = True, **options: Any
-    ) -> Any:
-        """Run an entry point of the kernel, and look for NaN in its results if JAX does."""
-
-    def parts(self, plan: Plan, rank: Any, activations: Any, *, take_loss: bool) -> None:
-        """Look at stages, embed, head and loss one by one, before the loss is traced."""
-
-    def whole(self, plan: Plan, traced: Any, *, training: bool, unread: bool = False) -> None:
-        """Look at the whole model, once it is traced."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

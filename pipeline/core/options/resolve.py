@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from collectives import STAGE
 from pipeline.base.axes import find_axes
+from pipeline.base.checks import ModelChecks
 from pipeline.base.precision import check_dtype
 from pipeline.core.autodiff.accumulate import check_grad_dtype
 from pipeline.core.model.ends import choose_shared
@@ -30,7 +31,7 @@ from pipeline.core.options.choose import (
 )
 from pipeline.core.options.costs import check_costs, own_costs
 from pipeline.core.options.options import Options
-from pipeline.core.options.plan import ModelChecks, Plan
+from pipeline.core.options.plan import Plan
 from pipeline.core.placement.meshes import default_mesh, with_types_in_force, without_types
 from schedules import Costs, Schedule
 from schedules.clocks.shared import Shared

@@ -117,7 +117,7 @@ def _outputs(
     if not rank.model.has_head:
         return Outcome(y)
     own, paths = own_axes(y, rank.axes), _paths(rank, values)
-    with noted("head", y, rank.batch.extras):
+    with noted(rank, "head", y):
         found, after = _call(rank, weights, microbatch, headed, y, own, paths=paths, values=values)
         found = vary(checked("head", found, "its outputs"), rank.axes)
     return Outcome(found, state={"finish": after} if paths else {})
@@ -166,7 +166,7 @@ def take_loss_of(
 
     is_module = isinstance(rank.model.loss_fn, LossModule)
     loss_fn = of_module if is_module else cast("LossFn", rank.model.loss_fn)
-    with noted("loss_fn", (outputs, targets), rank.batch.extras):
+    with noted(rank, "loss_fn", (outputs, targets)):
         options: dict[str, Any] = {"has_aux": rank.model.has_aux, "share": rank.slices.share}
         taken = take_loss(loss_fn, outputs, targets, **options)
     return taken, after
