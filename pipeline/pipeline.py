@@ -44,8 +44,7 @@ from pipeline.core.placement import meshes
 from pipeline.core.placement.paths import Asked
 from pipeline.core.placement.placement import Placement
 from pipeline.core.step import differentiable, runtime
-from pipeline.core.step.limit import device_limit, types
-from pipeline.core.step.operands import Operands, check_arrays, make_operands
+from pipeline.core.step.operands import Operands, check_arrays, device_limit, make_operands, types
 from pipeline.core.step.results import Kept
 from pipeline.lint import Lint
 from pipeline.processes.replicas import check_replicas

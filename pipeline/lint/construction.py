@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from collectives import STAGE
 from pipeline.base.warn import warn
-from pipeline.core.model.difference import differences
+from pipeline.core.model.objects import differences
 from pipeline.core.model.stage import define, is_stacked
 from pipeline.core.model.trained import Trained
 from pipeline.core.model.trained_filters import Places, trained_parts

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 
 from pipeline.base.rows import BatchPart
 from pipeline.base.stacks import REMEDY
-from pipeline.base.tree import Tree, blank, path_text, shape_text
+from pipeline.base.tree import Tree, blank, path_text, shape_text, types_text
 from pipeline.core.model.model import Batch
 from pipeline.core.step.calls.forward import Forward
-from pipeline.core.step.calls.messages import types_text
 from pipeline.core.step.calls.rank import Rank
 from pipeline.lint.effects import check_constraint_error
 

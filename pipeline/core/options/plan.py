@@ -12,10 +12,10 @@ from pipeline.base.axes import Axes
 from pipeline.base.checks import ModelChecks
 from pipeline.core.model.loss import Loss
 from pipeline.core.options.compiled import Compiled, Programs, StepFacts
-from pipeline.core.options.costs import own_costs
 from pipeline.core.options.options import Options
 from schedules import Costs
 from schedules.clocks.shared import Shared
+from schedules.core.costs import is_last_forward_free
 from schedules.families.accumulation import is_accumulation
 from schedules.lowering.hosted import Keep
 from schedules.lowering.lower import lower
@@ -180,3 +180,25 @@ class Plan(Options):
         """Its forward actions alone, for which a slot of one kind is the best pattern."""
         forward = self.schedule.forward()
         return lower(forward, shared=self.shared, gathers=self.has_windows, **self.sends)
+
+
+def own_costs(num_stages: int, remat: Any, shared: Shared = (), state: Any = None) -> Costs:
+    """Durations of K equal stages, in units of a forward pass.
+
+    F, I and W take as long as each other. Where a backward runs its forward again, B takes both,
+    and of halves I does; the last stage's own F may then compute nothing (`is_last_forward_free`).
+    The costs of embed and head are not known before there is a batch.
+
+    Args:
+      num_stages: K.
+      remat: what a forward keeps for its backward.
+      shared: which of embed and head all ranks share.
+      state: a filter of declared state, or None. Whether the last stage has any, and writes it, is
+        not known before it is traced, so a stage that may write counts as one that does.
+    """
+    if remat != "stage":
+        return Costs()
+    is_free = is_last_forward_free(
+        recomputes=True, shares_head="head" in shared, writes=state is not None
+    )
+    return Costs(f=(1.0,) * (num_stages - 1) + (0.0 if is_free else 1.0,), i=2.0, w=1.0)

@@ -17,6 +17,7 @@ from pipeline.core.model.ends import choose_shared
 from pipeline.core.model.loss import LossFn, LossModule
 from pipeline.core.options.checks import (
     check_axes_of,
+    check_costs,
     check_host,
     check_sliced,
     check_windows,
@@ -29,9 +30,8 @@ from pipeline.core.options.choose import (
     exchanges_are_barriers,
     read,
 )
-from pipeline.core.options.costs import check_costs, own_costs
 from pipeline.core.options.options import Options
-from pipeline.core.options.plan import Plan
+from pipeline.core.options.plan import Plan, own_costs
 from pipeline.core.placement.meshes import default_mesh, with_types_in_force, without_types
 from schedules import Costs, Schedule
 from schedules.clocks.shared import Shared

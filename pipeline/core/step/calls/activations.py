@@ -21,9 +21,8 @@ from pipeline.core.autodiff.jaxpr.primitives import makes_ref
 from pipeline.core.autodiff.outcome import Outcome, SlicedInput
 from pipeline.core.model.ends import check_activations, check_words
 from pipeline.core.model.randomness import own_axes
-from pipeline.core.step.calls.ends import embed
+from pipeline.core.step.calls.ends import embed, noted
 from pipeline.core.step.calls.forward import Forward
-from pipeline.core.step.calls.messages import noted
 from pipeline.core.step.calls.rank import Rank
 from pipeline.core.step.calls.slices import blank_input
 
