@@ -16,7 +16,8 @@ from collectives.compat import has_host_memory
 from collectives.places.sizes import integer, is_size
 from pipeline.base.arguments import linen_remedy
 from pipeline.base.tree import real, shape_text
-from schedules import Costs, ScheduleError
+from schedules.core.action import ScheduleError
+from schedules.core.costs import Costs
 from schedules.orders.schedule import Schedule
 
 Remat = Literal["stage", "gathered"] | Callable[..., Any] | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
@@ -13,9 +14,8 @@ from pipeline.base.checks import ModelChecks
 from pipeline.core.model.loss import Loss
 from pipeline.core.options.compiled import Compiled, Programs, StepFacts
 from pipeline.core.options.options import Options
-from schedules import Costs
 from schedules.clocks.shared import Shared
-from schedules.core.costs import is_last_forward_free
+from schedules.core.costs import Costs, is_last_forward_free
 from schedules.families.accumulation import is_accumulation
 from schedules.lowering.hosted import Keep
 from schedules.lowering.lower import lower
@@ -77,6 +77,10 @@ class Plan(Options):
     def compiled(self) -> Compiled:
         """The compiled functions of the pipeline, and what is known of them."""
         return self.programs.get()
+
+    def anew(self, **changes: Any) -> Plan:
+        """A plan of which nothing is compiled or known yet, perhaps with other options."""
+        return dataclasses.replace(self, programs=Programs(), **changes)
 
     @property
     def facts(self) -> StepFacts:

@@ -33,8 +33,9 @@ from pipeline.core.options.choose import (
 from pipeline.core.options.options import Options
 from pipeline.core.options.plan import Plan, own_costs
 from pipeline.core.placement.meshes import default_mesh, with_types_in_force, without_types
-from schedules import Costs, Schedule
 from schedules.clocks.shared import Shared
+from schedules.core.costs import Costs
+from schedules.orders.schedule import Schedule
 
 
 def make_plan(
