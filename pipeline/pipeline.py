@@ -48,11 +48,11 @@ from pipeline.core.step.results import Kept
 from pipeline.lint import Lint
 from pipeline.processes.replicas import check_replicas
 from schedules.orders.schedule import Schedule
-from schedules.timing.report import Report
 
 if TYPE_CHECKING:
     from pipeline.insight.calibrate.calibration import Calibration
     from pipeline.insight.calibrate.efficiency import Efficiency
+    from schedules.timing.report import Report
 
 
 class Pipeline(nnx.Module):
