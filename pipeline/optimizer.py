@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -31,7 +32,7 @@ from pipeline.core.layers_view.reroll import Rerolled
 from pipeline.core.layers_view.rows import Cut, LeafRow
 from pipeline.core.layers_view.state import Lay, StatePlan, key_name, plan_state
 from pipeline.core.layers_view.view import EndRef, LayerView, Ref, found_in, layer_view
-from pipeline.core.model.trained_filters import leaving_frozen, trained_parts
+from pipeline.core.model.trained_filters import Parts, trained_parts
 from pipeline.core.placement import meshes
 from pipeline.core.placement.distribute import distribute
 from pipeline.core.placement.placement import LAYERS
@@ -239,7 +240,7 @@ class _Layered:
         self._view, self._mesh = layer_view(pipe, trained=True), pipe.plan.mesh
         own = optax.GradientTransformationExtraArgs(self.init, self.update)
         parts = trained_parts(pipe.trained, pipe.chunks, pipe.schedule.stages_of)
-        self.transformation = leaving_frozen(own, parts)
+        self.transformation = _leaving_frozen(own, parts)
         self._plans: dict[Any, StatePlan] = {}
         self._jitted = jax.jit(self._update, inline=True), jax.jit(self._init, inline=True)
 
@@ -429,3 +430,43 @@ def _at(found: Mapping[tuple[Any, ...], Any], path: Any) -> Any:
     """Find the value for a leaf by its path; the value of a variable may have a key of its own."""
     names = tuple(map(key_name, path))
     return found[names if names in found else names[:-1]]
+
+
+def _leaving_frozen(
+    tx: optax.GradientTransformation, parts: Mapping[str, Parts]
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that changes nothing of what is frozen in arrays that are trained in part.
+
+    Their gradients are zeros there, but weight decay would change them.
+
+    Args:
+      tx: any optax transformation of a pipeline's parameters.
+      parts: as of `trained_parts`.
+    """
+    tx = optax.with_extra_args_support(tx)
+    if not parts:
+        return tx
+
+    def without_frozen(path: Any, leaf: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        for prefix, of in parts.items():
+            if f"{name}/".startswith(f"{prefix}/"):
+                mask = meshes.laid_as(jnp.broadcast_to(_is_trained(of, leaf), leaf.shape), leaf)
+                return jnp.where(mask, leaf, jnp.zeros_like(leaf))
+        return leaf
+
+    def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
+        updates, state = tx.update(grads, state, params, **extra)
+        return jax.tree_util.tree_map_with_path(without_frozen, updates), state
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _is_trained(ranks: Parts, leaf: Any) -> jax.Array:
+    """[S, n, 1, ...] for each entry of a leaf whether it is trained."""
+    most = max(map(len, ranks))
+    bounds = jnp.asarray([[*of, *[(0, 0)] * (most - len(of))] for of in ranks])  # [S, parts, 2]
+    entries = jnp.arange(leaf.shape[1] if leaf.ndim > 1 else 1)[None, None]
+    within = (entries >= bounds[..., :1]) & (entries < bounds[..., 1:])
+    mask = within.any(axis=1)
+    return mask[:, 0] if leaf.ndim == 1 else mask.reshape(*mask.shape, *[1] * (leaf.ndim - 2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import os
@@ -36,7 +35,7 @@ from pipeline.core.model.trained_filters import trained_by, trained_lines
 from pipeline.core.model.trained_state import check_order, check_state, keep_state
 from pipeline.core.model.unlike import Overlaid
 from pipeline.core.options.checks import check_scale
-from pipeline.core.options.compiled import PlanOfPipeline, Programs
+from pipeline.core.options.compiled import PlanOfPipeline
 from pipeline.core.options.options import Arguments, Measured, ModelParts, Options
 from pipeline.core.options.plan import Plan
 from pipeline.core.options.resolve import make_plan, with_microbatches
@@ -44,16 +43,16 @@ from pipeline.core.placement import meshes
 from pipeline.core.placement.paths import Asked
 from pipeline.core.placement.placement import Placement
 from pipeline.core.step import differentiable, runtime
-from pipeline.core.step.limit import device_limit, types
-from pipeline.core.step.operands import Operands, check_arrays, make_operands
+from pipeline.core.step.operands import Operands, check_arrays, device_limit, make_operands, types
 from pipeline.core.step.results import Kept
 from pipeline.lint import Lint
 from pipeline.processes.replicas import check_replicas
-from schedules import Report, Schedule
+from schedules.orders.schedule import Schedule
 
 if TYPE_CHECKING:
     from pipeline.insight.calibrate.calibration import Calibration
     from pipeline.insight.calibrate.efficiency import Efficiency
+    from schedules.timing.report import Report
 
 
 class Pipeline(nnx.Module):
@@ -526,7 +525,7 @@ class Pipeline(nnx.Module):
         from pipeline.lint.sharding import warn_of_undivided_weights
 
         # A plan of its own has warned of nothing yet, and has traced nothing.
-        plan = dataclasses.replace(self.plan, programs=Programs())
+        plan = self.plan.anew()
         compiled = plan.programs.make()
         ends = {"embed": self.embed, "head": self.head}
         loss_fn = getattr(self.ends, "loss_fn", None) or self.plan.loss_fn

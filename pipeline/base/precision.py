@@ -12,11 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from pipeline.base.tree import Tree
 
 GradDtype = Any  # None, "weights" or a floating dtype
+TINY, MOST = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 NAN_CHECKS = {"NaN": "jax_debug_nans", "infinity": "jax_debug_infs"}  # options of JAX
 
 

@@ -135,6 +135,11 @@ def shape_text(leaf: Any) -> str:
     return f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]"
 
 
+def types_text(tree: Tree) -> Tree:
+    """A tree of types in words."""
+    return jax.tree.map(shape_text, tree)
+
+
 def path_text(path: Any) -> str:
     """A readable path of a leaf; the leaf itself when the tree is a single array."""
     return jax.tree_util.keystr(path) or "the array"

@@ -1,22 +1,32 @@
 """The engine: options, placement of arrays, one rank's model, backward passes, the kernel.
 
-Private. The front (`FRONT`) assembles a pipeline of the engine's parts, or hands its names on, and
-the rooms of `WITHIN` read or run them: these may import all. Rooms outside import the names of
-`pipeline.facade`. `GUESTS` are the other modules that import the engine, and `DOORS` the modules
-that they import. Nothing here imports a public room or `pipeline.insight`.
+Private. The front (`FRONT`) assembles a pipeline of the engine's parts, or hands its names on.
+Rooms outside import the names of `pipeline.facade`; those of `DOORS` import the modules listed
+there. Nothing here imports a public room, `pipeline.insight` or `pipeline.lint`.
 """
 
 FRONT = "pipeline", "pipeline.facade", "pipeline.optimizer", "pipeline.pipeline"
-WITHIN = "pipeline.insight", "pipeline.lint", "pipeline.models.decoding"
-
-DOORS = (
-    "pipeline.core.layers_view.layout",  # the mark of the order of layers in a state
-    "pipeline.core.layers_view.view",  # the layer view
-    "pipeline.core.placement.distribute",  # an array from host to devices
-    "pipeline.core.placement.meshes",  # the mesh in force
-)
-GUESTS = (
-    "pipeline.models.weights.biases",
-    "pipeline.models.weights.load",
-    "pipeline.models.weights.save",
-)
+DOORS = {
+    "pipeline.insight": """
+        autodiff.accumulate autodiff.jaxpr.evaluate autodiff.jaxpr.primitives
+        autodiff.jaxpr.scopes layers_view.replace model.microbatch model.model model.objects
+        model.signature model.stage model.trained model.unlike options.checks options.plan
+        placement.meshes placement.placement step.operands step.runtime
+    """,
+    "pipeline.lint": """
+        autodiff.jaxpr.primitives autodiff.outcome model.loss model.model model.objects
+        model.randomness model.stage model.trained model.trained_filters options.choose
+        options.plan placement.meshes placement.paths step.calls.activations
+        step.calls.declared step.calls.ends step.calls.forward step.calls.groups
+        step.calls.local_model step.calls.rank step.calls.slices step.inspect
+    """,
+    "pipeline.models.decoding": """
+        autodiff.outcome layers_view.replace model.model model.overlay model.stage
+        model.unlike options.plan placement.meshes step.calls.activations step.calls.declared
+        step.calls.ends step.calls.local_model step.calls.rank step.jitted step.operands
+        step.ranks step.run.vocabulary step.stores.device step.stores.loops
+    """,
+    "pipeline.models.weights": """
+        layers_view.layout layers_view.view placement.distribute placement.meshes
+    """,
+}

@@ -1,7 +1,7 @@
 """Faults of a model that take a trace, a search or a look at compiled code to find.
 
-Most are warnings. Refused are a part that mixes positions of different slices, and, where JAX looks
-for it, NaN.
+Warnings, refusals of what the kernel cannot run, and the reasons of failures: why a part of the
+model cannot be traced, and which is the first to compute NaN.
 
 `pipeline.Pipeline` hands `Lint` to the engine, which calls it when it first traces a model; the
 engine imports nothing of this room. `Pipeline.check` returns the warnings.
@@ -16,8 +16,11 @@ import jax
 from pipeline.base.precision import checks_nans
 
 if TYPE_CHECKING:
+    from pipeline.base.tree import Tree
     from pipeline.core.options.plan import Plan
     from pipeline.core.step.calls.activations import Activations
+    from pipeline.core.step.calls.forward import Forward
+    from pipeline.core.step.calls.local_model import LocalModel
     from pipeline.core.step.calls.rank import Rank
     from pipeline.core.step.inspect import Inspected
 
@@ -40,12 +43,45 @@ class Lint:
 
         return run_watched(entry, plan, *operands, takes_loss=takes_loss, **options)
 
+    def explain_stage(
+        self, rank: Rank, k: int, types: list[Tree], run: Any, error: Exception
+    ) -> None:
+        """Say why stage k does not run on the last of the types of activations 0..k."""
+        from pipeline.lint.failures import explain_stage
+
+        explain_stage(rank, k, types, run, error)
+
+    def explain_part(self, rank: Rank, part: str, given: Tree, error: Exception) -> None:
+        """Say why embed, head or loss_fn does not run on what it is given."""
+        from pipeline.lint.failures import explain_part
+
+        explain_part(rank, part, given, error)
+
+    def followed(self, rank: Rank, activations: Activations) -> None:
+        """Refuse one stage that was given as a stack, ordered callbacks, and constraints.
+
+        Raises:
+          ValueError: a stage is or has one of these.
+        """
+        from pipeline.lint.effects import check_constraints, check_order
+
+        for k, body in enumerate(activations.bodies):
+            check_order(f"stages[{k}]", body.effects)
+            check_constraints(f"stages[{k}]", body)
+        if rank.model.stack > 1:
+            from pipeline.lint.failures import check_that_it_is_a_stack
+
+            check_that_it_is_a_stack(rank, activations.types)
+
     def parts(self, plan: Plan, rank: Rank, activations: Activations, *, take_loss: bool) -> None:
         """Look at parts that mix positions, where positions are split or cut into slices.
 
         Raises:
-          ValueError: a part mixes positions of different slices.
+          ValueError: a part mixes positions of different slices, or calls `ppermute`.
         """
+        from pipeline.lint.effects import check_meetings
+
+        check_meetings(plan, activations.bodies)
         if rank.slices.count > 1:
             from pipeline.lint.slices import check_slices
 
@@ -67,14 +103,36 @@ class Lint:
         """
         from pipeline.lint import statistics
         from pipeline.lint import unread as parameters
+        from pipeline.lint.effects import check_meetings
 
         rank, warned = traced.rank, plan.compiled.warned
         bodies = traced.activations.bodies
         statistics.warn_of_state(traced, plan, training=training)
         if traced.ends_body is None:
             return
+        check_meetings(plan, [traced.ends_body])
         parameters.warn_of_idle_axes(rank, [*bodies, traced.ends_body], plan.axes, warned)
         adding = {f"stages[{k}]": one for k, one in enumerate(traced.activations.adding)}
         statistics.warn_of_losses_of_padding(adding | dict(traced.adding), warned)
         if unread:
             parameters.warn_of_parameters_that_nobody_reads(rank, bodies, traced.ends_body, warned)
+
+    def outputs(self, last: Forward, rank: Rank) -> None:
+        """Check that the leading axis of outputs is the batch.
+
+        Raises:
+          ValueError: that of one is not.
+        """
+        from pipeline.lint.outputs import check_outputs
+
+        check_outputs(last, rank)
+
+    def effects(self, plan: Plan, local: LocalModel, *, again: bool) -> None:
+        """Refuse side effects of stages that run more often than their microbatches say.
+
+        Raises:
+          ValueError: a stage has one.
+        """
+        from pipeline.lint.effects import check_effects
+
+        check_effects(local, again=again, masked=plan.is_masked)

@@ -11,14 +11,14 @@ from jax.sharding import Mesh
 
 from collectives import STAGE
 from pipeline.base.warn import warn
-from pipeline.core.model.difference import differences
+from pipeline.core.model.objects import differences
 from pipeline.core.model.stage import define, is_stacked
 from pipeline.core.model.trained import Trained
 from pipeline.core.model.trained_filters import Places, trained_parts
 from pipeline.core.options.choose import default_ranks, is_path
 from pipeline.core.placement.meshes import mesh_in_force, mesh_text
 from pipeline.core.placement.paths import Asked
-from schedules import Schedule
+from schedules.orders.schedule import Schedule
 
 _FEW_STAGES = 3  # of two stages that differ both may be meant
 

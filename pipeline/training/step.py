@@ -29,6 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from collectives.compat import HOST_MEMORY, is_on_host, to_device, to_host
 from pipeline.base.arguments import is_whole
+from pipeline.base.precision import MOST, TINY
 from pipeline.base.tree import shape_text, times
 from pipeline.base.variables import Placeholder
 from pipeline.facade import Weighed, as_arrays
@@ -39,7 +40,6 @@ from pipeline.training.experts import balance_of
 
 Tree = Any
 Extras = dict[str, Any] | None
-TINY, MOST = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 _COMPILED = jax.disable_jit(False)  # a step is a program, also under `jax.disable_jit()`
 
 

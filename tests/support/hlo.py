@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from collectives import STAGE
-from pipeline.core.autodiff.jaxpr import scopes
+from pipeline.core.autodiff.jaxpr.scopes import ONCE
 from pipeline.insight.forecast.traffic import share
+from pipeline.insight.scopes import trips as trips_of
 from schedules.lowering.program import Program
 
 MEETINGS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
@@ -141,10 +142,10 @@ class Sent:
             return times * int(counted[1])
         named = re.search(r'op_name="([^"]*)"', line)
         scope = named[1] if named else ""
-        trips = scopes.trips(self._program, scope)
+        trips = trips_of(self._program, scope)
         if trips is not None:
             return trips[self._stage]
-        if scopes.ONCE not in scope.split("/"):
+        if ONCE not in scope.split("/"):
             assert not self._meets(body), f"nobody knows how often this runs: {line}"
         return times
 

@@ -33,7 +33,7 @@ from pipeline.base.tree import (
     real,
     times,
 )
-from pipeline.core.autodiff.jaxpr.forwarded import forwarded
+from pipeline.core.autodiff.jaxpr.evaluate import forwarded
 
 __all__ = ["Adding", "add_loss", "adding_losses", "counted", "with_losses"]
 

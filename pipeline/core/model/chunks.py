@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from collectives import STAGE
 from pipeline.base.tree import is_key, row_of
 from pipeline.base.variables import metadata, raw, remade
-from pipeline.core.model.difference import difference
 from pipeline.core.model.ends import find_tables
+from pipeline.core.model.objects import difference
 from pipeline.core.model.randomness import RankStreams, with_streams_of
 from pipeline.core.model.stage import Ends, is_stacked
 from pipeline.core.model.unlike import Overlaid

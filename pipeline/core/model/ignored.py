@@ -13,8 +13,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from pipeline.core.model.difference import difference
-from pipeline.core.model.objects import alike
+from pipeline.core.model.objects import alike, difference
 from pipeline.core.model.stage import is_stacked
 
 

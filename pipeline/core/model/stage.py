@@ -21,7 +21,7 @@ from pipeline.base.rows import DataStatistic
 from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, row_of, shape_text, signature
 from pipeline.base.variables import kind_text, raw, with_arrays
-from pipeline.core.autodiff.jaxpr.forwarded import forwarded
+from pipeline.core.autodiff.jaxpr.evaluate import forwarded
 from pipeline.core.model.objects import alike, digest
 from pipeline.core.model.randomness import with_streams_of
 from pipeline.core.model.unlike import Overlaid, Views

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 from pipeline.base.masks import Mask
@@ -27,7 +25,6 @@ from pipeline.core.model.overlay import Spot
 from pipeline.core.model.stage import define
 from pipeline.core.model.trained import Trained
 from pipeline.core.model.unlike import Overlaid
-from pipeline.core.placement.meshes import laid_as
 from pipeline.core.placement.paths import ModelPath
 from pipeline.core.placement.placement import as_before
 
@@ -282,43 +279,3 @@ def trained_parts(
             if is_part and any(of):
                 parts_of["/".join(map(str, ("chunks", v, *path)))] = of
     return parts_of
-
-
-def leaving_frozen(
-    tx: optax.GradientTransformation, parts: Mapping[str, Parts]
-) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that changes nothing of what is frozen in arrays that are trained in part.
-
-    Their gradients are zeros there, but weight decay would change them.
-
-    Args:
-      tx: any optax transformation of a pipeline's parameters.
-      parts: as of `trained_parts`.
-    """
-    tx = optax.with_extra_args_support(tx)
-    if not parts:
-        return tx
-
-    def without_frozen(path: Any, leaf: Any) -> Any:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        for prefix, of in parts.items():
-            if f"{name}/".startswith(f"{prefix}/"):
-                mask = laid_as(jnp.broadcast_to(_is_trained(of, leaf), leaf.shape), leaf)
-                return jnp.where(mask, leaf, jnp.zeros_like(leaf))
-        return leaf
-
-    def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
-        updates, state = tx.update(grads, state, params, **extra)
-        return jax.tree_util.tree_map_with_path(without_frozen, updates), state
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def _is_trained(ranks: Parts, leaf: Any) -> jax.Array:
-    """[S, n, 1, ...] for each entry of a leaf whether it is trained."""
-    most = max(map(len, ranks))
-    bounds = jnp.asarray([[*of, *[(0, 0)] * (most - len(of))] for of in ranks])  # [S, parts, 2]
-    entries = jnp.arange(leaf.shape[1] if leaf.ndim > 1 else 1)[None, None]
-    within = (entries >= bounds[..., :1]) & (entries < bounds[..., 1:])
-    mask = within.any(axis=1)
-    return mask[:, 0] if leaf.ndim == 1 else mask.reshape(*mask.shape, *[1] * (leaf.ndim - 2))

@@ -17,7 +17,7 @@ from pipeline.core.model.model import Declared
 from pipeline.core.model.trained_filters import Flat, Path, Places, halves_of, view_of
 from pipeline.core.model.unlike import Overlaid
 from pipeline.core.placement.paths import ModelPath
-from schedules import Schedule
+from schedules.orders.schedule import Schedule
 
 
 def find_state(

@@ -16,6 +16,8 @@ from collectives.compat import has_host_memory
 from collectives.places.sizes import integer, is_size
 from pipeline.base.arguments import linen_remedy
 from pipeline.base.tree import real, shape_text
+from schedules.core.action import ScheduleError
+from schedules.core.costs import Costs
 from schedules.orders.schedule import Schedule
 
 Remat = Literal["stage", "gathered"] | Callable[..., Any] | None
@@ -237,3 +239,21 @@ def check_limit(memory_limit: Any) -> int | None:
             f"hold, or None for what its runtime reports"
         )
     return integer(memory_limit)
+
+
+def check_costs(costs: Any, num_stages: int) -> Costs | None:
+    """The durations of a pipeline's actions, or None.
+
+    Raises:
+      ValueError: something else, or durations of another number of stages.
+    """
+    if costs is None:
+        return None
+    if not isinstance(costs, Costs):
+        raise ScheduleError(
+            f"costs={costs!r}: must be schedules.Costs(f=..., i=..., w=..., b=...), what "
+            f"pipe.calibrate(inputs, targets) has found, or None for what follows from the "
+            f"pipeline's own program"
+        )
+    costs.table(num_stages)
+    return costs

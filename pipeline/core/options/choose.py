@@ -15,12 +15,15 @@ from jax.sharding import Mesh
 
 from collectives import STAGE, check_mesh, make_mesh
 from pipeline.core.options.checks import Bubbles
-from schedules import Costs, Schedule, ScheduleError, build, check, names, simulate
-from schedules.build import options, stages_per_rank, takes_slices
+from schedules.build import build, names, options, stages_per_rank, takes_slices
+from schedules.checks.check import check
 from schedules.clocks.shared import Shared
+from schedules.core.action import ScheduleError
+from schedules.core.costs import Costs
 from schedules.families import SLICED
 from schedules.families.accumulation import accumulation
 from schedules.families.constructions.sizes import StagesPerRankError
+from schedules.orders.schedule import Schedule
 
 
 def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
@@ -202,6 +205,8 @@ def _default(
     joined: str = "1f1b",
 ) -> tuple[Schedule, str]:
     """Choose the default schedule: one for barriers, one for partners."""
+    from schedules.timing.simulate import simulate
+
     eager, frugal = build(barriers, **sizes), build(joined, **sizes)
     slots = [clock]
     if not clock["partners"] and clock["pattern"] is None:

@@ -37,10 +37,11 @@ from pipeline.core.options.checks import (
     check_word,
 )
 from pipeline.core.placement.placement import Sharding
-from schedules import Costs, Schedule
 from schedules.clocks.ticks import check_pattern
 from schedules.core.arguments import need
+from schedules.core.costs import Costs
 from schedules.lowering.hosted import check_offload
+from schedules.orders.schedule import Schedule
 
 
 @runtime_checkable

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict
 
 from jax.sharding import Mesh
 
 from pipeline.base.axes import Axes
+from pipeline.base.checks import ModelChecks
 from pipeline.core.model.loss import Loss
 from pipeline.core.options.compiled import Compiled, Programs, StepFacts
-from pipeline.core.options.costs import own_costs
 from pipeline.core.options.options import Options
-from schedules import Costs
 from schedules.clocks.shared import Shared
+from schedules.core.costs import Costs, is_last_forward_free
 from schedules.families.accumulation import is_accumulation
 from schedules.lowering.hosted import Keep
 from schedules.lowering.lower import lower
@@ -27,21 +28,6 @@ class Sends(TypedDict):
 
     partners: bool
     delayed: bool
-
-
-class ModelChecks(Protocol):
-    """The hook through which the engine has a model checked (`pipeline.lint`)."""
-
-    def run(
-        self, entry: Any, plan: Plan, *operands: Any, takes_loss: bool = True, **options: Any
-    ) -> Any:
-        """Run an entry point of the kernel, and look for NaN in its results if JAX does."""
-
-    def parts(self, plan: Plan, rank: Any, activations: Any, *, take_loss: bool) -> None:
-        """Look at stages, embed, head and loss one by one, before the loss is traced."""
-
-    def whole(self, plan: Plan, traced: Any, *, training: bool, unread: bool = False) -> None:
-        """Look at the whole model, once it is traced."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -91,6 +77,10 @@ class Plan(Options):
     def compiled(self) -> Compiled:
         """The compiled functions of the pipeline, and what is known of them."""
         return self.programs.get()
+
+    def anew(self, **changes: Any) -> Plan:
+        """A plan of which nothing is compiled or known yet, perhaps with other options."""
+        return dataclasses.replace(self, programs=Programs(), **changes)
 
     @property
     def facts(self) -> StepFacts:
@@ -194,3 +184,25 @@ class Plan(Options):
         """Its forward actions alone, for which a slot of one kind is the best pattern."""
         forward = self.schedule.forward()
         return lower(forward, shared=self.shared, gathers=self.has_windows, **self.sends)
+
+
+def own_costs(num_stages: int, remat: Any, shared: Shared = (), state: Any = None) -> Costs:
+    """Durations of K equal stages, in units of a forward pass.
+
+    F, I and W take as long as each other. Where a backward runs its forward again, B takes both,
+    and of halves I does; the last stage's own F may then compute nothing (`is_last_forward_free`).
+    The costs of embed and head are not known before there is a batch.
+
+    Args:
+      num_stages: K.
+      remat: what a forward keeps for its backward.
+      shared: which of embed and head all ranks share.
+      state: a filter of declared state, or None. Whether the last stage has any, and writes it, is
+        not known before it is traced, so a stage that may write counts as one that does.
+    """
+    if remat != "stage":
+        return Costs()
+    is_free = is_last_forward_free(
+        recomputes=True, shares_head="head" in shared, writes=state is not None
+    )
+    return Costs(f=(1.0,) * (num_stages - 1) + (0.0 if is_free else 1.0,), i=2.0, w=1.0)

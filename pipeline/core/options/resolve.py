@@ -10,12 +10,14 @@ from jax.sharding import Mesh
 
 from collectives import STAGE
 from pipeline.base.axes import find_axes
+from pipeline.base.checks import ModelChecks
 from pipeline.base.precision import check_dtype
 from pipeline.core.autodiff.accumulate import check_grad_dtype
 from pipeline.core.model.ends import choose_shared
 from pipeline.core.model.loss import LossFn, LossModule
 from pipeline.core.options.checks import (
     check_axes_of,
+    check_costs,
     check_host,
     check_sliced,
     check_windows,
@@ -28,12 +30,12 @@ from pipeline.core.options.choose import (
     exchanges_are_barriers,
     read,
 )
-from pipeline.core.options.costs import check_costs, own_costs
 from pipeline.core.options.options import Options
-from pipeline.core.options.plan import ModelChecks, Plan
+from pipeline.core.options.plan import Plan, own_costs
 from pipeline.core.placement.meshes import default_mesh, with_types_in_force, without_types
-from schedules import Costs, Schedule
 from schedules.clocks.shared import Shared
+from schedules.core.costs import Costs
+from schedules.orders.schedule import Schedule
 
 
 def make_plan(

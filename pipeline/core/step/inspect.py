@@ -22,7 +22,6 @@ from pipeline.core.step.calls.groups import GroupedModel, make_local_model
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.calls.rank import Rank
 from pipeline.core.step.casts import cast_once
-from pipeline.core.step.effects import check_permutes
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +98,6 @@ def inspect(
     rank, activations = follow(rank)
     plan.lint.parts(plan, rank, activations, take_loss=take_loss)
     rank = dataclasses.replace(rank, chunks=cast_once(rank, activations.bodies))
-    _check_meetings(plan, activations.bodies)
     traced = Inspected(rank, activations, needs)
     if take_loss:
         traced = _with_ends(plan, traced, reaches=reaches)
@@ -112,7 +110,6 @@ def inspect(
 def _with_ends(plan: Plan, traced: Inspected, *, reaches: bool) -> Inspected:
     """Trace embed, head and loss: whether the loss is a mean, and which losses they add."""
     is_mean, body, of_embed, of_head = traced.local().loss_is_mean()
-    _check_meetings(plan, [body])
     if of_head.is_used and "head" in plan.shared:
         raise ValueError(
             "the head calls add_loss, and all ranks share it (vocabulary='stage'), so that no one "
@@ -144,9 +141,3 @@ def _with_usage(traced: Inspected, *, take_loss: bool) -> Inspected:
     usage = [(stages, kind, kind.stage_usage()) for stages, kind in kinds]
     of_ends = ends_usage(local.rank, local.output, take_loss=take_loss)
     return dataclasses.replace(traced, usage=usage, usage_of_ends=of_ends)
-
-
-def _check_meetings(plan: Plan, bodies: Sequence[Any]) -> None:
-    """Check that ranks whose devices meet in a collective of a stage run the same action."""
-    if plan.schedule.num_ranks > 1 and not plan.partners and not plan.is_masked:
-        check_permutes(bodies)

@@ -172,6 +172,7 @@ def make_rank(
         local,
         store,
         batch,
+        plan.lint,
         axes,
         slices,
         BatchPart(plan.axes.rows, plan.axes.positions, slices.count),

@@ -90,8 +90,7 @@ def loss_and_metrics(
         loss = Weighed(value, counted)
     if metrics is None:
         return loss
-    values = metrics.of(totals.measured, totals.weight, counted)
-    return loss, values
+    return loss, metrics.of(totals.measured, totals.weight, counted)
 
 
 def step_loss(sums: StepSums, totals: Totals, scale: LossScale, *, normalise: bool) -> jax.Array:
@@ -149,8 +148,7 @@ def input_gradients(sums: StepSums, plan: Plan, specs: Sequence[PartitionSpec]) 
     """
     # Of an input that is whole over a position axis each rank there has an addend.
     over = [(STAGE, *plan.axes.missing_in(spec)) for spec in specs]
-    totals = totals_over(sums.input_grads.all(), over)
-    return [_joined(x, plan) for x in totals]
+    return [_joined(x, plan) for x in totals_over(sums.input_grads.all(), over)]
 
 
 def outputs_of(sums: StepSums, plan: Plan) -> Tree:

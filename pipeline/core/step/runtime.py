@@ -25,9 +25,7 @@ from pipeline.core.options.plan import Plan
 from pipeline.core.placement.zero import constrain
 from pipeline.core.step.calls.groups import GroupedModel
 from pipeline.core.step.calls.local_model import LocalModel
-from pipeline.core.step.calls.outputs import check_outputs
 from pipeline.core.step.calls.rank import LossScale
-from pipeline.core.step.effects import check_effects
 from pipeline.core.step.inspect import inspect
 from pipeline.core.step.jitted import PerPlan
 from pipeline.core.step.ranks import (
@@ -222,9 +220,9 @@ def _infer(
         rank = make_rank(plan, model, weights, batch, loss=LossScale(counts=step.take_loss))
         traced = inspect(plan, rank, needs, take_loss=step.take_loss, training=training)
         if not (step.take_loss or step.logprobs):
-            check_outputs(traced.local(), traced.rank)
+            plan.lint.outputs(traced.local(), traced.rank)
         local = traced.local(declared=traced.declared_state(plan, training=training))
-        check_effects(local, again=False, masked=plan.is_masked)
+        plan.lint.effects(plan, local, again=False)
         actions = make_actions(plan, local, plan.forward, step)
         run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
         state = state_after(local, weights, plan, training=training)
@@ -253,7 +251,7 @@ def _train(
         straight = Straight(local, plan.schedule.num_microbatches, step)
         straight.run()
         return straight.sums
-    check_effects(local, again=plan.keep == "input", masked=plan.is_masked)
+    plan.lint.effects(plan, local, again=plan.keep == "input")
     actions = make_actions(plan, local, program, step)
     if plan.remat == "gathered" and not actions.saved.residuals.gathers:
         _warn_of_nothing_to_gather(plan.compiled.warned)

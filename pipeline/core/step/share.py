@@ -24,7 +24,6 @@ from pipeline.core.options.plan import Plan
 from pipeline.core.placement.zero import total_over
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.calls.rank import LossScale
-from pipeline.core.step.effects import check_effects
 from pipeline.core.step.inspect import Inspected
 from pipeline.core.step.results import calls_of, totals_of
 from pipeline.core.step.run.grouped import make_actions
@@ -89,7 +88,7 @@ def of_outputs(local: LocalModel, plan: Plan) -> tuple[jax.Array, jax.Array]:
         tables[name] = jnp.moveaxis(jnp.asarray(table), 2, 0)[rank][None]
     if program.shared:
         tables |= {name: jnp.asarray(table) for name, table in program.common._asdict().items()}
-    check_effects(local, again=True, masked=plan.is_masked)
+    plan.lint.effects(plan, local, again=True)
     actions = make_actions(plan, local, program, StepRequest(training=False, take_loss=True))
     run_ticks(actions, program, tables, masked=plan.is_masked)
     totals = totals_of(actions.sums, plan)

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline.core.model.signature import ModelSignature
-from schedules import Costs, ScheduleError
-from schedules.core.action import shorten
+from schedules.core.action import ScheduleError, shorten
+from schedules.core.costs import Costs
 from schedules.files.costs import costs_of, costs_record, read_object
 from schedules.files.whole import replace, shown
 

@@ -52,8 +52,7 @@ from pipeline.insight.calibrate.one_rank import (
     partial_step,
     rows_of,
 )
-from schedules import Costs
-from schedules.core.costs import is_last_forward_free
+from schedules.core.costs import Costs, is_last_forward_free
 
 EXCHANGES = 100  # that are timed at once
 FIRST = "first"  # names the step of the first microbatch alone

@@ -32,7 +32,7 @@ NAMES = ("messages", "stashes", "crossings", "carries", "kept", "windows", "tota
 
 
 @dataclass(frozen=True)
-class Places:
+class PlaceBytes:
     """Equal places for one kind of value.
 
     Attributes:
@@ -79,17 +79,17 @@ class MemoryPrediction:
     batch: int
     returned: int
     totals: int
-    messages: Places
-    stashes: Places
-    crossings: Places
+    messages: PlaceBytes
+    stashes: PlaceBytes
+    crossings: PlaceBytes
     kept: int
     workspace: int
     casts: int = 0
     lent: int = 0
     carries: int = 0
     windows: int = 0
-    host_stashes: Places = Places()
-    host_crossings: Places = Places()
+    host_stashes: PlaceBytes = PlaceBytes()
+    host_crossings: PlaceBytes = PlaceBytes()
 
     @property
     def host(self) -> int:
@@ -133,7 +133,7 @@ class MemoryPrediction:
         return max(parts.items(), key=lambda item: item[1])
 
 
-def _text(what: str, places: Places) -> str:
+def _text(what: str, places: PlaceBytes) -> str:
     head, *tail = what.split(" of ")
     plural = f"{head}es" if head.endswith("sh") else f"{head}s"
     name = " of ".join([plural if places.count != 1 else head, *tail])
@@ -167,26 +167,26 @@ def predict(
     sizes = [nbytes(var.aval) for var in body.invars]
     count = len(jax.tree.leaves(batch))
     first = len(sizes) - count - len(jax.tree.leaves(weights))
-    found: dict[str, Places] = {}
+    found: dict[str, PlaceBytes] = {}
     for ref, eqn in walk.refs.items():
         name, var = _name(eqn), eqn.outvars[0]
         places = var.aval.shape[0] if name in NAMES[:3] else 1
-        before = found.get(name, Places()).each
+        before = found.get(name, PlaceBytes()).each
         size = ref.size // 2 if var in halved else ref.size
-        found[name] = Places(places, before + size // places)
+        found[name] = PlaceBytes(places, before + size // places)
     held, casts = sum(ref.size for ref in walk.refs), _cast_before(body)
-    totals = found.get("totals", Places()).size
+    totals = found.get("totals", PlaceBytes()).size
     return MemoryPrediction(
         weights=sum(sizes[first : len(sizes) - count]),
         batch=sum(sizes[len(sizes) - count :]),
         returned=returned,
         totals=totals,
-        messages=found.get("messages", Places()),
-        stashes=found.get("stashes", Places()),
-        crossings=found.get("crossings", Places()),
-        carries=found.get("carries", Places()).size,
-        windows=found.get("windows", Places()).size,
-        kept=found.get("kept", Places()).size,
+        messages=found.get("messages", PlaceBytes()),
+        stashes=found.get("stashes", PlaceBytes()),
+        crossings=found.get("crossings", PlaceBytes()),
+        carries=found.get("carries", PlaceBytes()).size,
+        windows=found.get("windows", PlaceBytes()).size,
+        kept=found.get("kept", PlaceBytes()).size,
         workspace=max(0, walk.peak - held - casts),
         casts=casts + (cast_once(body) if compiler.rounds else 0),
         lent=min(returned, totals) if compiler.lends else 0,
@@ -206,14 +206,14 @@ def _cast_before(body: Any) -> int:
     return sum(nbytes(var.aval) for var in made if var not in between)
 
 
-def _on_host(made: Iterable[Any]) -> dict[str, Places]:
+def _on_host(made: Iterable[Any]) -> dict[str, PlaceBytes]:
     """The pools in host memory, by name, of the equations that make them."""
-    found: dict[str, Places] = {}
+    found: dict[str, PlaceBytes] = {}
     for eqn in made:
         stack, aval = str(eqn.source_info.name_stack).split("/"), eqn.outvars[0].aval
         name = next(scope for scope in stack if scope in HOST_POOLS)
-        count, before = aval.shape[0], found.get(name, Places()).each
-        found[name] = Places(count, before + nbytes(aval) // count)
+        count, before = aval.shape[0], found.get(name, PlaceBytes()).each
+        found[name] = PlaceBytes(count, before + nbytes(aval) // count)
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from flax import nnx
 
 from collectives import DATA
-from pipeline.core.model.difference import difference
+from pipeline.core.model.objects import difference
 from pipeline.core.model.unlike import Overlaid
 from pipeline.core.options.plan import Plan
 from schedules import simulate

@@ -14,7 +14,7 @@ from pipeline.core.model.trained import Trained
 from pipeline.core.options.plan import Plan
 from pipeline.core.step import runtime
 from pipeline.insight.forecast import traffic
-from pipeline.insight.forecast.bytes import MemoryPrediction, Places, predict
+from pipeline.insight.forecast.bytes import MemoryPrediction, PlaceBytes, predict
 from pipeline.insight.forecast.traffic import PERMUTE, Axes, Traffic
 
 
@@ -139,7 +139,7 @@ def known_line(plan: Plan, chunks: nnx.Module, ends: nnx.Module, trained: Traine
     )
 
 
-def _places(name: str, places: Places) -> str:
+def _places(name: str, places: PlaceBytes) -> str:
     return f"{places.count} {name} of {places.each:,}" if places.size else ""
 
 

@@ -16,7 +16,6 @@ import jax
 from pipeline.base.tree import signature
 from pipeline.base.warn import ModelWarning
 from pipeline.core.model.model import Batch, Model, Weights
-from pipeline.core.options.compiled import Programs
 from pipeline.core.options.plan import Plan
 from pipeline.insight.forecast.bytes import MemoryPrediction, predict
 from schedules import ScheduleError, build, names
@@ -58,9 +57,9 @@ def alternatives(
     schedule = plan.schedule
     if plan.remat != "stage":
         frugal = dataclasses.replace(model, policy=None, gathers_again=False)
-        yield 'remat="stage"', _replace(plan, remat="stage"), frugal
+        yield 'remat="stage"', plan.anew(remat="stage"), frugal
     if plan.is_masked and (plan.partners or not plan.auto_axes):
-        yield 'bubbles="skip"', _replace(plan, bubbles="skip"), model
+        yield 'bubbles="skip"', plan.anew(bubbles="skip"), model
     sizes = {
         "num_ranks": schedule.num_ranks,
         "num_microbatches": schedule.num_microbatches,
@@ -71,13 +70,13 @@ def alternatives(
     for name in names():
         other = None if options(name) or name == schedule.name else _build(name, sizes)
         if other and (alike or other.placement == schedule.placement):
-            yield f'schedule="{name}"', _replace(plan, schedule=other), model
+            yield f'schedule="{name}"', plan.anew(schedule=other), model
     double = 2 * schedule.num_microbatches
     rows = jax.tree.leaves(batch)[0].shape[0] // plan.axes.num_rows
     known = schedule.name in names() and rows % double == 0
     other = _build(schedule.name, {**sizes, "num_microbatches": double}) if known else None
     if other:
-        changed = _replace(plan, schedule=other, num_microbatches=double)
+        changed = plan.anew(schedule=other, num_microbatches=double)
         yield f"num_microbatches={double}", changed, model
 
 
@@ -87,10 +86,6 @@ def _build(name: str, sizes: dict[str, Any]) -> Any:
         return build(name, **sizes)
     except ScheduleError:
         return None
-
-
-def _replace(plan: Plan, **changes: Any) -> Plan:
-    return dataclasses.replace(plan, programs=Programs(), **changes)
 
 
 def _message(

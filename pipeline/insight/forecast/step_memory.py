@@ -20,7 +20,6 @@ from collectives.compat import HOST_MEMORY
 from collectives.places.sizes import is_size
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.checks import check_host
-from pipeline.core.options.compiled import Programs
 from pipeline.core.placement.meshes import entered
 from pipeline.core.placement.placement import spread_of
 from pipeline.insight.forecast.ahead import check_optimizer, lower_step
@@ -140,7 +139,7 @@ def _held(
     step = None if optimizer is None else predict_step(pipe, optimizer, *operands)
 
     def predicted(share: float | None) -> MemoryPrediction | StepPrediction:
-        plan = dataclasses.replace(pipe.plan, offload=share, programs=Programs())
+        plan = pipe.plan.anew(offload=share)
         compiled = plan.programs.make()  # goes again with this call
         with entered(plan.mesh, plan.home):
             found = predict(plan, *operands, used=step is not None)

@@ -25,12 +25,13 @@ from numpy.typing import NDArray
 from collectives import STAGE
 from collectives.compat import live
 from pipeline.base.tree import nbytes
-from pipeline.core.autodiff.jaxpr import scopes
 from pipeline.core.autodiff.jaxpr.primitives import bodies, jaxprs_of, traits
+from pipeline.core.autodiff.jaxpr.scopes import ONCE
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.step import runtime
 from pipeline.insight.forecast.liveness import find_shard_map
+from pipeline.insight.scopes import trips as trips_of
 from schedules.lowering.needs import without
 from schedules.lowering.program import Program
 
@@ -70,8 +71,8 @@ def predict_traffic(
     """Predict the messages of `runtime.train`, whose arguments these are, as arrays or types."""
     traced = runtime.train.trace(plan, model, weights, batch, want_inputs=want_inputs)
     ranks = plan.schedule.num_ranks
-    needs_gradients = model.trained.needs_gradients(want_inputs=want_inputs)
-    program = without(plan.training, [needs.x for needs in needs_gradients])
+    needs = model.trained.needs_gradients(want_inputs=want_inputs)
+    program = without(plan.training, [need.x for need in needs])
     walk = _Walk(program, dict(plan.mesh.shape), ranks)
     walk.read(find_shard_map(traced.jaxpr.jaxpr), np.ones(ranks), "", known=False)
     of_axis = list(plan.mesh.axis_names).index
@@ -142,11 +143,11 @@ class _Walk:
     def _loop(self, eqn: Any, times: Counts, scope: str, *, known: bool) -> None:
         """A loop that ends when its condition says so."""
         (body,) = (body.jaxpr for body in bodies(eqn))
-        trips = None if known else scopes.trips(self._program, scope)
+        trips = None if known else trips_of(self._program, scope)
         if trips is not None:
             self.read(body, trips.astype(float), scope, known=True)
             return
-        if scopes.ONCE not in scope.split("/") and self._bytes(body):
+        if ONCE not in scope.split("/") and self._bytes(body):
             self.is_least = True
         self.read(body, times, scope, known=known)
 

@@ -1,6 +1,6 @@
 """The loops of a compiled step that are actions, found in its optimised HLO.
 
-An action is a loop of at most one trip (`pipeline.core.autodiff.jaxpr.scopes`), and its name scope,
+An action is a loop of at most one trip (`pipeline.insight.scopes`), and its name scope,
 which the compiler keeps with each instruction, says which action's it is.
 """
 
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pipeline.core.autodiff.jaxpr.scopes import Place, place_of_loop
+from pipeline.insight.scopes import Place, place_of_loop
 
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|branch_computations)=\{?([^,{}\s]+)")
 _CALL = re.compile(r" call\(.*to_apply=([^,{}\s]+)")

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from pipeline.insight.profile.loops import Loop
 from pipeline.insight.profile.read import Event
-from schedules import Action, Costs, Report
-from schedules.core.action import KINDS
+from schedules.core.action import KINDS, Action
+from schedules.core.costs import Costs
 from schedules.core.flat import flatten
 from schedules.lowering.program import Program
-from schedules.timing.report import sum_up
+from schedules.timing.report import Report, sum_up
 
 SECOND = 1e9
 

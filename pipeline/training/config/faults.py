@@ -9,6 +9,7 @@ import numpy as np
 
 from pipeline.base.arguments import hint_at
 from pipeline.base.chips import CHIPS
+from pipeline.base.precision import MOST, TINY
 from pipeline.models.decoders.config import as_float
 from pipeline.training.config.functions import (
     rate_with,
@@ -19,7 +20,6 @@ from pipeline.training.config.functions import (
     wrong_values,
 )
 from pipeline.training.config.tables import PipelineOptions, RunTables
-from pipeline.training.step import MOST, TINY
 from schedules import Costs, ScheduleError
 from schedules.files.costs import NAMES
 

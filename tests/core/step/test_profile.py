@@ -17,8 +17,8 @@ import pytest
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.core.autodiff.jaxpr.scopes import Place, place_of_loop
 from pipeline.insight import profile
+from pipeline.insight.scopes import Place, place_of_loop
 from schedules import Costs, lower, simulate
 from schedules.drawing.draw import save_timeline
 from schedules.drawing.page import save_page

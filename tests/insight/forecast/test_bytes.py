@@ -16,7 +16,7 @@ from flax import nnx
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.core.step import limit as core_limit
+from pipeline.core.step import operands
 from pipeline.insight.forecast import limit
 from pipeline.insight.forecast.bytes import predict
 from pipeline.insight.forecast.liveness import Walk
@@ -337,10 +337,10 @@ def test_it_is_told_wherever_a_step_trains_and_changes_nothing(monkeypatch):
 def test_a_device_that_says_its_limit(monkeypatch):
     monkeypatch.setattr(limit, "alternatives", lambda *_: [])
     pipe, x, t = small()
-    monkeypatch.setattr(core_limit, "reported_limit", lambda device: 1000 + device.id)
+    monkeypatch.setattr(operands, "reported_limit", lambda device: 1000 + device.id)
     (text,) = told(pipe, x, t)
     assert " on each device, and its runtime allows 1,000; " in text
-    monkeypatch.setattr(core_limit, "reported_limit", lambda device: 10**9 if device.id else None)
+    monkeypatch.setattr(operands, "reported_limit", lambda device: 10**9 if device.id else None)
     assert told(small()[0], x, t) == []
 
 

@@ -9,8 +9,9 @@ from flax import nnx
 
 from collectives import TENSOR, make_mesh, vary
 from pipeline import Pipeline
-from pipeline.core.autodiff.jaxpr import scopes
+from pipeline.core.autodiff.jaxpr.scopes import of_stages
 from pipeline.insight.forecast import traffic
+from pipeline.insight.scopes import trips
 from schedules import build, lower
 from schedules.lowering.program import COMMON
 from tests.support import models
@@ -50,30 +51,28 @@ def test_every_action_is_counted_once(family, V, options):
     for index, slot in enumerate(program.slots):
         for op in slot.ops:
             scope = f"jit(train)/ticks0_{T}/while/body/slot{index}/{op.label}"
-            whole = scopes.trips(program, scope)
+            whole = trips(program, scope)
             halves = [
-                scopes.trips(program, f"ticks{a}_{b}/slot{index}/{op.label}/while")
+                trips(program, f"ticks{a}_{b}/slot{index}/{op.label}/while")
                 for a, b in ((0, T // 2), (T // 2, T))
             ]
             assert (whole == sum(halves)).all()
             own = [
-                scopes.trips(program, f"ticks0_{T}/{scopes.of_stages([k])}/slot{index}/{op.label}")
+                trips(program, f"ticks0_{T}/{of_stages([k])}/slot{index}/{op.label}")
                 for k in range(S * V)
             ]
             assert (whole == sum(own)).all()
             total = total + whole
     assert total.tolist() == [len(order) for order in program.schedule.orders]
     for name in COMMON if "shared" in options else ():
-        found = [
-            scopes.trips(program, f"ticks0_{T}/slot{n}/{name}") for n in range(len(program.slots))
-        ]
+        found = [trips(program, f"ticks0_{T}/slot{n}/{name}") for n in range(len(program.slots))]
         assert sum(found).tolist() == [8] * S
 
 
 def test_other_loops_are_not_known():
     program = lower(build("1f1b", num_ranks=2, num_microbatches=4))
     for scope in ("", "while", "slot0/F0", "ticks0_4/F0", "ticks0_4/slot0", "ticks0_4/slot0/X0"):
-        assert scopes.trips(program, scope) is None
+        assert trips(program, scope) is None
 
 
 # --- what is in the step ---

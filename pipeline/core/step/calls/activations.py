@@ -2,46 +2,29 @@
 
 Letters: K stages. Activation k, 0 <= k <= K, is the input of stage k; activation K is the last
 stage's output. Nobody declares their types: they follow from tracing one stage after the other.
-So a stage that cannot take what it is given fails somewhere inside, and what it does take is
-found by trial: the types of other boundaries, then changes of one leaf towards its weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from collectives.compat import has_check
 from pipeline.base.added import Adding, adding_losses
-from pipeline.base.rows import BatchPart
-from pipeline.base.stacks import REMEDY
-from pipeline.base.tree import Tree, at, blank, join, path_text, shape_text, signature
+from pipeline.base.tree import Tree, at, blank, join, signature
 from pipeline.core.autodiff.jaxpr.primitives import makes_ref
 from pipeline.core.autodiff.outcome import Outcome, SlicedInput
 from pipeline.core.model.ends import check_activations, check_words
-from pipeline.core.model.model import Batch
 from pipeline.core.model.randomness import own_axes
-from pipeline.core.step.calls.ends import embed
+from pipeline.core.step.calls.ends import embed, noted
 from pipeline.core.step.calls.forward import Forward
-from pipeline.core.step.calls.messages import (
-    check_constraint_error,
-    check_constraints,
-    check_order,
-    check_static,
-    noted,
-    types_text,
-)
 from pipeline.core.step.calls.rank import Rank
 from pipeline.core.step.calls.slices import blank_input
-
-_REFUSALS = (TypeError, ValueError, LookupError, AttributeError)
-_MOST_TRIALS = 200
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +65,7 @@ def follow(rank: Rank) -> tuple[Rank, Activations]:
         check_words(inputs)
 
     def first(rank: Rank) -> Tree:
-        with noted("embed", inputs, rank.batch.extras):
+        with noted(rank, "embed", inputs):
             return embed(rank, rank.ends, inputs, 0).value
 
     if model.has_embed and jax.tree.leaves(rank.ends_streams[0]):
@@ -97,8 +80,7 @@ def follow(rank: Rank) -> tuple[Rank, Activations]:
         if rank.facts.widest is not None and signature(rank.facts.widest) == signature(joined):
             break
         rank = rank.with_facts(widest=joined)
-    if model.stack > 1:
-        _check_that_it_is_a_stack(rank, activations.types)
+    rank.lint.followed(rank, activations)
     if model.tables.is_used:
         check_activations(activations.types)
     rank = rank.with_facts(
@@ -174,128 +156,6 @@ def _output(
         with adding_losses(Adding()) as adding:
             outcome, body = run(before[k])
     except Exception as error:
-        check_static(f"stages[{k}]", before[k], error)
-        check_constraint_error(f"stages[{k}]", error)
-        if rank.model.stack > 1 and isinstance(error, TypeError | ValueError):
-            first = str(error).partition("\n")[0]
-            raise ValueError(
-                f"stages[{k}] cannot run on {types_text(before[k])} ({first}); stages is one "
-                f"module whose arrays all have a leading axis of {rank.model.stack}: {REMEDY}"
-            ) from error
-        _note_what_is_tracked(error, rank.axes)
-        taken = None
-        if k > 0 and isinstance(error, _REFUSALS):
-            weights = jax.eval_shape(lambda: stage.weights[stage.home])
-            taken = _taken(run, [*before[k - 1 :: -1], *_changes(before[k], weights)])
-        if taken is None:
-            source = f"what stages[{k - 1}] returns: " if k else ""
-            error.add_note(f"stages[{k}] was given {source}{types_text(before[k])}")
-            raise
-        raise ValueError(
-            f"stages[{k}] takes {_difference(taken, before[k], f'stages[{k - 1}]')} (per "
-            f"microbatch and data shard); neighbours agree on the activation between them: change "
-            f"either stage"
-        ) from error
-    check_order(f"stages[{k}]", body.effects)
-    check_constraints(f"stages[{k}]", body)
+        rank.lint.explain_stage(rank, k, before, run, error)
+        raise
     return outcome, body, adding
-
-
-def _check_that_it_is_a_stack(rank: Rank, types: list[Tree]) -> None:
-    """Check that stages given as one module are not one stage.
-
-    Raises:
-      ValueError: with whole arrays in place of their rows it computes a stage's output too, of rows
-        that are no multiple of K.
-    """
-    K = rank.model.stack
-    stage, rows = Forward(rank, rank.model.stages[0]), 2 * K + 1
-
-    def whole(leaf: Any) -> Any:
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return leaf if is_key else jnp.broadcast_to(leaf, (K, *leaf.shape))
-
-    def resized(leaf: Any) -> Any:
-        return jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype)
-
-    def run() -> Tree:
-        weights, fixed, (streams, extras, part, _, *where) = stage.stage_arguments(stage.home, 0)
-        batch = Batch((), (), extras, rank.batch.specs and ((), (), rank.batch.specs[2]))
-        extras = batch.map_rows(resized, lambda leaf: leaf).extras
-        side = streams, extras, part, BatchPart(), *where
-        x = jax.tree.map(resized, blank(types[0], ()))
-        weights, fixed = list(map(whole, weights)), jax.tree.map(whole, fixed)
-        return stage.stage(weights, fixed, side, x).value
-
-    try:
-        with jax.numpy_rank_promotion("allow"):
-            outputs = jax.eval_shape(run)
-    except Exception:  # noqa: BLE001  as it should be
-        return
-    if [y.shape for y in jax.tree.leaves(outputs)] == [
-        (rows, *y.shape[1:]) for y in jax.tree.leaves(types[1])
-    ]:
-        raise ValueError(
-            f"stages is one module whose arrays all have a leading axis of {K}; it is taken for "
-            f"{K} stages, and computes the same shapes as one stage: {REMEDY}"
-        )
-
-
-def _note_what_is_tracked(error: Exception, varying: tuple[str, ...]) -> None:
-    """Tell whoever reads an error that values have types here which they lack under `jax.jit`."""
-    manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-    axes = sorted(manual - {*varying})
-    if axes:
-        error.add_note(
-            f"the mesh has the axis {' and '.join(map(repr, axes))}, so a stage runs as under "
-            f"jax.shard_map(check_vma=True): where fresh arrays meet values that vary over mesh "
-            f"axes (the carry of a loop, a branch, a Pallas kernel), wrap what holds no collective "
-            f"in collectives.local, or mark the fresh array with collectives.vary; a weight whose "
-            f"metadata or sharding= names the axis is here its rank's part: if the layers know "
-            f"nothing of that, leave the axis to the compiler by auto_axes={tuple(axes)!r}"
-        )
-
-
-def _taken(run: Callable[[Tree], Any], candidates: list[Tree]) -> Tree | None:
-    """The first candidate that a stage can run on."""
-    for x in candidates[:_MOST_TRIALS]:
-        try:
-            run(x)
-        except _REFUSALS:
-            continue
-        return x
-    return None
-
-
-def _changes(x: Tree, weights: list[Any]) -> Iterator[Tree]:
-    """Activations that differ from ``x`` in the dtype or in one size of one leaf."""
-    leaves, treedef = jax.tree.flatten(x)
-    sizes = sorted({size for w in weights for size in w.shape})
-    dtypes = list(dict.fromkeys([*(w.dtype for w in weights), jnp.dtype("int32")]))
-    for n, leaf in enumerate(leaves):
-        changed = [(leaf.shape, dtype) for dtype in dtypes]
-        for axis in reversed(range(1, leaf.ndim)):
-            changed += [
-                ((*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]), leaf.dtype) for size in sizes
-            ]
-        for shape, dtype in changed:
-            if (shape, dtype) != (leaf.shape, leaf.dtype):
-                new = leaf.update(shape=shape, dtype=dtype)
-                yield jax.tree.unflatten(treedef, [*leaves[:n], new, *leaves[n + 1 :]])
-
-
-def _difference(taken: Tree, returned: Tree, neighbour: str) -> str:
-    """``float32[2,8] as the array of its activation, but stages[0] returns float32[2,4]``."""
-    structures: list[Any] = [jax.tree.structure(taken), jax.tree.structure(returned)]
-    if structures[0] != structures[1]:
-        return (
-            f"an activation of structure {structures[0]}, but {neighbour} returns {structures[1]}"
-        )
-    pairs = jax.tree_util.tree_leaves_with_path(taken)
-    for (path, a), b in zip(pairs, jax.tree.leaves(returned), strict=True):
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            return (
-                f"{shape_text(a)} as {path_text(path)} of its activation, but {neighbour} returns "
-                f"{shape_text(b)}"
-            )
-    return "another activation"

@@ -19,7 +19,7 @@ from flax import nnx
 from collectives import STAGE, vary
 from collectives.compat import live
 from pipeline.base.tree import Leaves, Tree, vary_like, zeros
-from pipeline.core.autodiff.jaxpr.forwarded import forwarded
+from pipeline.core.autodiff.jaxpr.evaluate import forwarded
 from pipeline.core.model.overlay import Part, Spot
 from pipeline.core.placement.zero import several, total_over
 from pipeline.core.step.calls.rank import Rank

@@ -7,11 +7,13 @@ be differentiated; all else is read from the rank's state.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
+import numpy as np
 from flax import nnx
 
 from collectives import vary
@@ -19,7 +21,7 @@ from collectives.compat import without_refs
 from pipeline.base.added import adding_losses
 from pipeline.base.precision import as_computed
 from pipeline.base.rows import batch_part_of
-from pipeline.base.tree import Leaves, Tree, at, blank
+from pipeline.base.tree import Leaves, Tree, at, blank, path_text
 from pipeline.core.autodiff.outcome import Outcome
 from pipeline.core.model.added_losses import counted
 from pipeline.core.model.loss import (
@@ -32,9 +34,10 @@ from pipeline.core.model.loss import (
 )
 from pipeline.core.model.randomness import fold, own_axes, split_streams
 from pipeline.core.step.calls.declared import Usage, Values, state_paths, usage_of, with_values
-from pipeline.core.step.calls.messages import checked, noted
 from pipeline.core.step.calls.rank import Rank
 from pipeline.core.step.calls.slices import embedded_slice, slice_of
+
+_SENT = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def embed(
@@ -117,7 +120,7 @@ def _outputs(
     if not rank.model.has_head:
         return Outcome(y)
     own, paths = own_axes(y, rank.axes), _paths(rank, values)
-    with noted("head", y, rank.batch.extras):
+    with noted(rank, "head", y):
         value, after = _call(rank, weights, microbatch, headed, y, own, paths=paths, values=values)
         value = vary(checked("head", value, "its outputs"), rank.axes)
     return Outcome(value, state={"finish": after} if paths else {})
@@ -166,7 +169,7 @@ def take_loss_of(
 
     is_module = isinstance(rank.model.loss_fn, LossModule)
     loss_fn = of_module if is_module else cast("LossFn", rank.model.loss_fn)
-    with noted("loss_fn", (outputs, targets), rank.batch.extras):
+    with noted(rank, "loss_fn", (outputs, targets)):
         options: dict[str, Any] = {"has_aux": rank.model.has_aux, "share": rank.slices.share}
         taken = take_loss(loss_fn, outputs, targets, **options)
     return taken, after
@@ -353,3 +356,35 @@ def lost(ends: Any, pair: tuple[Tree, Tree]) -> Any:
 def featured(ends: Any, y: Tree) -> Tree:
     """The features of which a shared head makes its logits."""
     return ends.head.features(y)
+
+
+@contextlib.contextmanager
+def noted(rank: Rank, part: str, argument: Tree) -> Iterator[None]:
+    """Say of every exception which part of the model raised it, and what that was given.
+
+    Args:
+      rank: the rank.
+      part: embed, head or loss_fn.
+      argument: its types; a loss is given a pair, outputs and targets.
+    """
+    try:
+        yield
+    except Exception as error:
+        rank.lint.explain_part(rank, part, argument, error)
+        raise
+
+
+def checked(part: str, y: Tree, what: str = "its activation") -> Tree:
+    """Check the value that a part of the model returned, to be sent to another rank or joined.
+
+    Raises:
+      ValueError: a leaf is neither an array nor a number.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(y):
+        if not isinstance(leaf, _SENT):
+            raise ValueError(
+                f"{part} returned {leaf!r} as {path_text(path)} of {what}; what passes between "
+                f"stages, and to the loss, is arrays and numbers: give what says how to compute to "
+                f"the constructors of the stages"
+            )
+    return y

@@ -7,25 +7,25 @@ the ways back, and `pipeline.core.step.calls.ends` embed, head and loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import checkify
 
 from collectives import STAGE, vary
+from collectives.compat import CheckError, renamed_errors
 from pipeline.base.rows import batch_part_of
 from pipeline.base.tree import Index, Leaves, Tree, pick
 from pipeline.core.autodiff.jaxpr.narrow import with_copies
 from pipeline.core.autodiff.outcome import Outcome
 from pipeline.core.model.randomness import fold, own_axes, split_streams
 from pipeline.core.model.stage import StagePosition
-from pipeline.core.step.calls.checks import naming
 from pipeline.core.step.calls.declared import Usage, Values, state_paths, usage_of, with_values
-from pipeline.core.step.calls.ends import computed, pure, with_added
-from pipeline.core.step.calls.messages import checked
+from pipeline.core.step.calls.ends import checked, computed, pure, with_added
 from pipeline.core.step.calls.rank import Rank
 from pipeline.core.step.calls.slices import blank_input, call_of, slice_of
 from pipeline.core.step.stores.weights import Lazy
@@ -128,7 +128,7 @@ class Forward:
             state = {"stage": after} if paths else {}
             return Outcome(checked("a stage", y), state=state, carry=carry)
 
-        run = naming(run, *where) if where else run
+        run = _naming(run, *where) if where else run
         run = pure(self.rank, run)
         if any(copy is not None for copy in narrow):
             run = with_copies(run, narrow)
@@ -228,3 +228,50 @@ class Forward:
             return split_streams(jax.tree.unflatten(structure, leaves))[1]
 
         return Lazy(self.num_chunks, others)
+
+
+class StageCheckError(CheckError):
+    """A failed check of `checkify` within a stage, and where.
+
+    Args:
+      where: int32 scalars, the stage and the microbatch.
+      failed: the check's own error.
+    """
+
+    def __init__(self, where: Any, failed: Exception) -> None:
+        super().__init__(getattr(failed, "traceback_info", None))  # type: ignore[no-untyped-call]
+        self.where, self.failed = where, failed
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        """Both, as jax flattens exceptions."""
+        return (self.where, self.failed), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, payload: Any) -> StageCheckError:
+        """The inverse."""
+        return cls(*payload)
+
+    def __str__(self) -> str:
+        stage, microbatch = self.where
+        return f"stage {stage}, microbatch {microbatch}: {self.failed}"
+
+
+def _naming(run: Callable[..., Any], where: tuple[jax.Array, jax.Array]) -> Callable[..., Any]:
+    """``run``, with ``where`` in the errors of its checks (`checkify`).
+
+    `checkify` turns a program's checks into values, one for each device, and knows devices alone.
+    So a stage's are turned into values where the stage is called, and raised again there with its
+    number: whoever runs `checkify` around a step reads of the stage, whatever loops the check
+    stands in.
+
+    Args:
+      run: a stage.
+      where: int32 scalars, its number and the microbatch that it is given.
+    """
+
+    def call(*args: Any) -> Any:
+        error, result = checkify.checkify(run, errors=checkify.user_checks)(*args)
+        checkify.check_error(renamed_errors(error, where, StageCheckError))
+        return result
+
+    return call

@@ -5,43 +5,11 @@ Letters: b rows of a microbatch on one data shard.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pipeline.base.axes import axes_in
-from pipeline.base.tree import Tree, at, blank, shape_text
-from pipeline.core.model.loss import same_over_others
-from pipeline.core.step.calls.activations import follow
-from pipeline.core.step.calls.ends import finish
-from pipeline.core.step.calls.forward import Forward
-from pipeline.core.step.calls.rank import Rank
-
-
-def check_outputs(last: Forward, rank: Rank) -> None:
-    """Check that the leading axis of all outputs is the batch.
-
-    An axis may have the size b by chance (b is 1, or as many words, or heads), so the model is
-    traced once more, with b + 1 rows.
-
-    Raises:
-      ValueError: that of one is not; or one differs between ranks of a further axis.
-    """
-    who = "head" if rank.model.has_head else "the last stage"
-    rows = jax.tree.leaves(at(rank.batch.inputs, 0))[0].shape[0]
-    outputs = same_over_others(who, _outputs(last), last.axes)
-    bad = [leaf for leaf in jax.tree.leaves(outputs) if leaf.shape[:1] != (rows,)]
-    bad = bad or _unlike_with_another_row(outputs, rank)
-    if bad:
-        raise ValueError(
-            f"{who} returned {shape_text(bad[0])} of a microbatch of {rows} rows; microbatches are "
-            f"joined by the leading axis, which is the batch: let every output have it, [{rows}, "
-            f"...], such as by jnp.moveaxis, or return what is reduced over rows as a metric of "
-            f"loss_fn (has_aux=True)"
-        )
+from pipeline.base.tree import Tree, shape_text
 
 
 def check_positions(results: Tree, spec: PartitionSpec) -> None:
@@ -83,27 +51,3 @@ def check_sliced(results: Tree, num_slices: int) -> None:
                 f"it; return [rows, positions, ...], or take what is reduced over positions as a "
                 f"loss or a metric of loss_fn (has_aux=True)"
             )
-
-
-def _outputs(last: Forward) -> Tree:
-    y = blank(last.output, last.axes)
-    arguments = last.rank, last.ends_weights, y, 0
-    return jax.eval_shape(lambda: finish(*arguments, take_loss=False).value)
-
-
-def _unlike_with_another_row(outputs: Tree, rank: Rank) -> list[Any]:
-    """Outputs whose leading axis does not grow with the rows, or another one does."""
-
-    def grown(x: jax.Array) -> jax.Array:
-        return jnp.concatenate([x, x[:, :1]], axis=1)
-
-    try:
-        rank, activations = follow(
-            dataclasses.replace(rank, batch=rank.batch.map_rows(grown, lambda x: x))
-        )
-        position = rank.model.stages[-1]
-        more = _outputs(Forward(rank, position, *activations.types[-2:]))
-    except Exception:  # noqa: BLE001  a model may be written for so many rows
-        return []
-    pairs = zip(jax.tree.leaves(outputs), jax.tree.leaves(more), strict=True)
-    return [a for a, b in pairs if b.shape != (a.shape[0] + 1, *a.shape[1:])]

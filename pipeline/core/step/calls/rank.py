@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from collectives import vary
 from pipeline.base.added import Adding
+from pipeline.base.checks import ModelChecks
 from pipeline.base.rows import BatchPart, find_mask
 from pipeline.base.tree import Leaves, Tree, at, real, vary_like
 from pipeline.core.model.model import Batch, Model, Weights
@@ -118,6 +119,7 @@ class Rank:
       weights: this rank's state, without the leading axis of chunks.
       chunks: the parameters of its chunks, wherever they are whole.
       batch: this data shard's microbatches; with slices, their units.
+      lint: the checks of the model.
       axes: the mesh axes over which everything varies. Over others (``tensor``) only that varies
         which is sharded over them, and what follows from it.
       slices: how sequences are cut.
@@ -133,6 +135,7 @@ class Rank:
     weights: Weights
     chunks: ChunkWeights
     batch: Batch
+    lint: ModelChecks
     axes: tuple[str, ...]
     slices: Slices = field(default_factory=Slices)
     batch_part: BatchPart = field(default_factory=BatchPart)

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from collectives import vary
 from collectives.compat import varying_in
 from pipeline.base.agreed.slices import FixedSlice, SequenceSlice
-from pipeline.base.tree import Tree, blank, zeros
+from pipeline.base.tree import Tree, blank, types_text, zeros
 from pipeline.core.autodiff.outcome import SlicedInput
-from pipeline.core.step.calls.messages import types_text
 from pipeline.core.step.calls.rank import Rank
 
 CALL_SLICE = "call_slice"  # the method of stages and embed that know of slices

@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 
-from pipeline.base.tree import Leaves, Tree, partition, vary_like, zeros
+from pipeline.base.tree import Leaves, Tree, partition, types_text, vary_like, zeros
 from pipeline.core.autodiff.accumulate import as_summed
 from pipeline.core.model.overlay import overlay_trees
 from pipeline.core.step.calls.groups import GroupedModel
 from pipeline.core.step.calls.local_model import LocalModel
-from pipeline.core.step.calls.messages import types_text
 from pipeline.core.step.stores.device import Pool, PoolView
 from pipeline.core.step.stores.slices import Carries, WholeSequences
 from schedules.lowering.program import Program

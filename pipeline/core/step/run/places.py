@@ -145,5 +145,5 @@ def _output_types(local: LocalModel, *, logprobs: bool) -> Tree:
         targets = at(local.batch.targets, 0)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), targets)
     arguments = local.rank, local.ends_weights, blank(local.output, local.axes), 0
-    # Their shapes are seen by `check_outputs`.
+    # Their shapes are seen by `pipeline.lint.outputs`.
     return jax.eval_shape(lambda: finish(*arguments, take_loss=False).value)

@@ -60,10 +60,10 @@ class BlockRule(Rule):
         return k, v
 
 
-AXES = 1, 3, 3  # of a block's queries in `Sums`
+AXES = 1, 3, 3  # of a block's queries in `KeySums`
 
 
-class Sums(NamedTuple):
+class KeySums(NamedTuple):
     """Sums over the keys that were read so far, of every query.
 
     Attributes:
@@ -238,20 +238,20 @@ def _forward(
     start = _start(rule, index, length)
     like = functools.partial(_like, q)
     _, v = jax.eval_shape(rule.keys, weights, [x[0] for x in kv])
-    sums = Sums(
+    sums = KeySums(
         like(jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32)),
         like(jnp.full((q.shape[0], b, *heads, n), HIDDEN)),
         like(jnp.zeros((q.shape[0], b, *heads, n))),
     )
     here = start + _places(context, n, group_rank(context.axis))
 
-    def add(i: Any, kv: Any, there: Any, of_keys: Any, sums: Sums) -> Sums:
+    def add(i: Any, kv: Any, there: Any, of_keys: Any, sums: KeySums) -> KeySums:
         wanted = here[i], there, *(x[i] for x in segments), *of_keys
-        had = Sums(*(x[i] for x in sums))
+        had = KeySums(*(x[i] for x in sums))
         found = _read_block(rule, wide[i], *rule.keys(weights, kv), wanted, had)
-        return Sums(*(x.at[i].set(y) for x, y in zip(sums, found, strict=True)))
+        return KeySums(*(x.at[i].set(y) for x, y in zip(sums, found, strict=True)))
 
-    def meet(step: Any, held: Any, sums: Sums) -> Sums:
+    def meet(step: Any, held: Any, sums: KeySums) -> KeySums:
         """Read the keys of one rank."""
         (kv, of_keys), before = held
         rank = group_rank(context.axis)
@@ -260,13 +260,13 @@ def _forward(
         for i, j in _pairs(context, step, rank, other):
             sums = add(i, [x[j] for x in kv], there[j], [x[j] for x in of_keys], sums)
 
-        def read(_: Any, slot: Any, places: Any, sums: Sums) -> Sums:
+        def read(_: Any, slot: Any, places: Any, sums: KeySums) -> KeySums:
             kv, of_keys = slot
             for i in range(q.shape[0]):
                 sums = add(i, kv, places, of_keys, sums)
             return sums
 
-        return cast("Sums", _each_before(rule, index, before, length, other, read, sums))
+        return cast("KeySums", _each_before(rule, index, before, length, other, read, sums))
 
     held = (kv, segments), before
     sums = meet(0, held, sums)
@@ -402,11 +402,11 @@ def _seen(rule: Rule, wanted: Any) -> jax.Array:
 
 
 def _read_block(
-    rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, wanted: Any, had: Sums
+    rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, wanted: Any, had: KeySums
 ) -> Any:
     """Add what queries `[b, n, k, g, c]` read of a block of keys to their sums."""
 
-    def some(q: jax.Array, wanted: Any, had: Sums) -> Sums:
+    def some(q: jax.Array, wanted: Any, had: KeySums) -> KeySums:
         seen, scores = _seen(rule, wanted), rule.scores(q, k)
         scores = jnp.where(seen, scores, HIDDEN)
         largest = jnp.maximum(had.largest, scores.max(axis=-1))
@@ -414,7 +414,7 @@ def _read_block(
         before = jnp.exp(had.largest - largest)
         more = jnp.einsum("bkgts,bskw->btkgw", weights, v.astype(jnp.float32))
         values = had.values * jnp.moveaxis(before, -1, 1)[..., None] + more
-        return Sums(values, largest, had.total * before + weights.sum(axis=-1))
+        return KeySums(values, largest, had.total * before + weights.sum(axis=-1))
 
     t = q.shape[1]
     size = rule.query_chunk or chunk_of(t, k.shape[1])
@@ -422,15 +422,15 @@ def _read_block(
         return some(q, wanted, had)
     places, of_keys, *segments = wanted
     mine = [cut(x, size, 1) for x in segments[:1]]
-    sums = Sums(*(cut(x, size, axis) for x, axis in zip(had, AXES, strict=True)))
+    sums = KeySums(*(cut(x, size, axis) for x, axis in zip(had, AXES, strict=True)))
     parts = cut(q, size, 1), cut(places, size, 0), mine, sums
 
-    def one(part: Any) -> Sums:
+    def one(part: Any) -> KeySums:
         q, places, mine, had = part
         return some(q, (places, of_keys, *mine, *segments[1:]), had)
 
     found = jax.lax.map(one, parts)
-    return Sums(*(join(x, t, axis) for x, axis in zip(found, AXES, strict=True)))
+    return KeySums(*(join(x, t, axis) for x, axis in zip(found, AXES, strict=True)))
 
 
 def _unread(rule: BlockRule, weights: Any, of_queries: Any, kv: Any, wanted: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Effects of a stage beside its results, which have to happen once for each microbatch.
+"""Effects and collectives of a stage that a kernel cannot run, or not once for each microbatch.
 
 A print may be repeated, as under `jax.checkpoint`. A callback to the host that counts, logs or
 writes must not, and nobody would notice that it is. A check of `checkify` may be repeated on
@@ -7,29 +7,33 @@ the same data, and must not be made on none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from collectives.compat import has_check, may_not_repeat
+from collectives.compat import has_check, is_ordered, may_not_repeat
 from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of
+from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.groups import GroupedModel
 from pipeline.core.step.calls.local_model import LocalModel
 
 
-def check_permutes(bodies: Sequence[Any]) -> None:
+def check_meetings(plan: Plan, bodies: Sequence[Any]) -> None:
     """Refuse `jax.lax.ppermute` in a stage where all virtual CPU devices meet in it.
 
     Ranks of other stages run other actions meanwhile: they would not come, or with a permute of
     their own, and numbers would get mixed.
 
     Args:
+      plan: the options of the pipeline.
       bodies: the jaxprs of stages, or of embed, head and loss.
 
     Raises:
       ValueError: there is one.
     """
+    if plan.schedule.num_ranks == 1 or plan.partners or plan.is_masked:
+        return
     for axis in filter(None, map(_permuted, bodies)):
         raise ValueError(
             f"a stage calls jax.lax.ppermute over the axis {axis!r}; virtual CPU devices of one "
@@ -48,6 +52,73 @@ def _permuted(jaxpr: Any) -> str:
         if axis := next(filter(None, map(_permuted, jaxprs_of(eqn))), ""):
             return axis
     return ""
+
+
+def check_order(stage: str, effects: Iterable[Any]) -> None:
+    """Refuse callbacks with an order, which JAX keeps on one device alone.
+
+    Raises:
+      ValueError: a stage has one, on more devices.
+    """
+    if is_ordered(effects) and jax.sharding.get_abstract_mesh().size > 1:
+        raise ValueError(
+            f"{stage} has a callback with ordered=True (io_callback, jax.debug.callback or print), "
+            f"and JAX keeps the order of callbacks on one device alone; leave ordered=True out, "
+            f"and let the callback say of which microbatch it is"
+        )
+
+
+def check_constraints(stage: str, body: Any) -> None:
+    """Refuse constraints of arrays over axes of which a stage sees its rank's part.
+
+    Args:
+      stage: its name.
+      body: its jaxpr.
+
+    Raises:
+      ValueError: there is one.
+    """
+    own = jax.sharding.get_abstract_mesh()
+    for sharding in _constraints(body):
+        if sharding.mesh.size != own.size:
+            sizes = ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
+            raise ValueError(
+                f"{stage} constrains an array (with_sharding_constraint) to a mesh of its own, "
+                f"{sizes}, and runs on a mesh of {own.size} devices: build the module with the "
+                f"pipeline's mesh, or leave the constraint out"
+            )
+        if set(jax.tree.leaves(tuple(sharding.spec))) & set(own.manual_axes):
+            raise _of_constraint(stage)
+
+
+def _constraints(body: Any) -> Iterator[jax.sharding.NamedSharding]:
+    """Each sharding over a mesh that a jaxpr constrains an array to."""
+    for eqn in body.eqns:
+        sharding = eqn.params.get("sharding")
+        if eqn.primitive.name == "sharding_constraint" and hasattr(sharding, "spec"):
+            yield sharding
+        for inner in jaxprs_of(eqn):
+            yield from _constraints(inner)
+
+
+def check_constraint_error(stage: str, error: Exception) -> None:
+    """Tell of JAX's error of such a constraint.
+
+    Raises:
+      ValueError: it is one.
+    """
+    if "with_sharding_constraint" in str(error) and isinstance(error, ValueError):
+        raise _of_constraint(stage) from error
+
+
+def _of_constraint(stage: str) -> ValueError:
+    axes = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
+    return ValueError(
+        f"{stage} constrains an array (with_sharding_constraint) over a mesh axis of which each "
+        f"rank computes its own part, {' or '.join(map(repr, axes))}: a stage sees one microbatch "
+        f"of one data shard, and nothing of it is to be placed; leave the constraint out, or give "
+        f"the axis that it names to the compiler, Pipeline(..., auto_axes=(name,))"
+    )
 
 
 def check_effects(local: LocalModel, *, again: bool, masked: bool) -> None:

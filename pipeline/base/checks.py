@@ -1,0 +1,45 @@
+"""The checks of a model that the engine calls without knowing them (`pipeline.lint`)."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from pipeline.base.tree import Tree
+
+
+class ModelChecks(Protocol):
+    """The hook through which the engine has a model checked.
+
+    Any method may raise ValueError.
+    """
+
+    def run(
+        self, entry: Any, plan: Any, *operands: Any, takes_loss: bool = True, **options: Any
+    ) -> Any:
+        """Run an entry point of the kernel, and look for NaN in its results if JAX does."""
+
+    def explain_stage(
+        self, rank: Any, k: int, types: list[Tree], run: Any, error: Exception
+    ) -> None:
+        """Say why stage k does not run on the last of the types of activations 0..k.
+
+        Notes it on the error, or raises another from it; ``run(x)`` traces the stage on a type.
+        """
+
+    def explain_part(self, rank: Any, part: str, given: Tree, error: Exception) -> None:
+        """Say why embed, head or loss_fn does not run on what it is given, likewise."""
+
+    def followed(self, rank: Any, activations: Any) -> None:
+        """Check stages that have been traced one after the other."""
+
+    def parts(self, plan: Any, rank: Any, activations: Any, *, take_loss: bool) -> None:
+        """Look at stages, embed, head and loss one by one, before the loss is traced."""
+
+    def whole(self, plan: Any, traced: Any, *, training: bool, unread: bool = False) -> None:
+        """Look at the whole model, once it is traced."""
+
+    def outputs(self, last: Any, rank: Any) -> None:
+        """Check that the leading axis of outputs is the batch."""
+
+    def effects(self, plan: Any, local: Any, *, again: bool) -> None:
+        """Check stages that run more often than once per microbatch."""

@@ -1,0 +1,228 @@
+"""Reasons why a part of a model cannot be traced on what it is given.
+
+Letters: K stages. Activation k, 0 <= k <= K, is the input of stage k. A stage that cannot take what
+it is given fails somewhere inside, and what it does take is found by trial: the types of other
+boundaries, then changes of one leaf towards its weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pipeline.base.rows import BatchPart
+from pipeline.base.stacks import REMEDY
+from pipeline.base.tree import Tree, blank, path_text, shape_text, types_text
+from pipeline.core.model.model import Batch
+from pipeline.core.step.calls.forward import Forward
+from pipeline.core.step.calls.rank import Rank
+from pipeline.lint.effects import check_constraint_error
+
+_REFUSALS = (TypeError, ValueError, LookupError, AttributeError)
+_MOST_TRIALS = 200
+_OF_TRACED_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.TracerArrayConversionError,
+)
+_OF_TYPES = ("concrete values", "unhashable type: 'DynamicJaxprTracer'")
+_WITHOUT_EXTRAS = {
+    "embed": "give embed such an array as a part of inputs, a dictionary or a tuple",
+    "head": "let the last stage use such an array (pool there, for example), or return it beside "
+    "its output, which is what the head is given",
+    "loss_fn": "give the loss such an array as a part of targets, a dictionary or a tuple",
+}
+
+
+def explain_part(rank: Rank, part: str, argument: Tree, error: Exception) -> None:
+    """Note on an exception which part of the model raised it, and what that was given.
+
+    Args:
+      rank: the rank.
+      part: embed, head or loss_fn.
+      argument: its types.
+      error: as it was raised.
+
+    Raises:
+      ValueError: as `_check_static` does.
+    """
+    _check_static(part, argument, error)
+    error.add_note(f"{part} was given {types_text(argument)}")
+    if isinstance(error, TypeError) and re.search("missing .* argument", str(error)):
+        extras = rank.batch.extras
+        names = f"extras {', '.join(map(repr, extras))}" if extras else "extras"
+        error.add_note(f"{names} go to stages alone, by name; {_WITHOUT_EXTRAS[part]}")
+
+
+def explain_stage(
+    rank: Rank, k: int, before: list[Tree], run: Callable[[Tree], Any], error: Exception
+) -> None:
+    """Note on an exception of a stage what the stage was given.
+
+    Args:
+      rank: the rank.
+      k: the stage.
+      before: types of activations 0..k.
+      run: traces the stage on an activation of a type.
+      error: as it was raised.
+
+    Raises:
+      ValueError: a clearer text, if there is one.
+    """
+    _check_static(f"stages[{k}]", before[k], error)
+    check_constraint_error(f"stages[{k}]", error)
+    if rank.model.stack > 1 and isinstance(error, TypeError | ValueError):
+        first = str(error).partition("\n")[0]
+        raise ValueError(
+            f"stages[{k}] cannot run on {types_text(before[k])} ({first}); stages is one "
+            f"module whose arrays all have a leading axis of {rank.model.stack}: {REMEDY}"
+        ) from error
+    _note_what_is_tracked(error, rank.axes)
+    taken = None
+    if k > 0 and isinstance(error, _REFUSALS):
+        stage = Forward(rank, rank.model.stages[k])
+        weights = jax.eval_shape(lambda: stage.weights[stage.home])
+        taken = _taken(run, [*before[k - 1 :: -1], *_changes(before[k], weights)])
+    if taken is None:
+        source = f"what stages[{k - 1}] returns: " if k else ""
+        error.add_note(f"stages[{k}] was given {source}{types_text(before[k])}")
+        return
+    raise ValueError(
+        f"stages[{k}] takes {_difference(taken, before[k], f'stages[{k - 1}]')} (per "
+        f"microbatch and data shard); neighbours agree on the activation between them: change "
+        f"either stage"
+    ) from error
+
+
+def _check_static(part: str, argument: Tree, error: Exception) -> None:
+    """Tell of an error of JAX about traced values that a number in an activation is one.
+
+    Args:
+      part: of the model, which raised it.
+      argument: its types; a loss is given a pair, outputs and targets.
+      error: as it was raised.
+
+    Raises:
+      ValueError: it is about that, and an activation has such a number.
+    """
+    is_traced = isinstance(error, _OF_TRACED_VALUES)
+    of_type = isinstance(error, TypeError) and any(text in str(error) for text in _OF_TYPES)
+    if not (is_traced or of_type):
+        return
+    what = "its activation"
+    if part == "loss_fn":
+        argument, what = argument[0], "the outputs"
+    leaves = jax.tree_util.tree_leaves_with_path(argument)
+    numbers: list[Any] = [(path, leaf) for path, leaf in leaves if leaf.shape == ()]
+    if numbers:
+        path, leaf = numbers[0]
+        raise ValueError(
+            f"{part} needs a value while it is traced, and was given {shape_text(leaf)} as "
+            f"{path_text(path)} of {what}: activations are sent as arrays, so a Python "
+            f"bool or number in one is traced in the next stage; give what says how to compute to "
+            f"the constructors of the stages, or choose by jnp.where or jax.lax.cond"
+        ) from error
+
+
+def check_that_it_is_a_stack(rank: Rank, types: list[Tree]) -> None:
+    """Check that stages given as one module are not one stage.
+
+    Raises:
+      ValueError: with whole arrays in place of their rows it computes a stage's output too, of rows
+        that are no multiple of K.
+    """
+    K = rank.model.stack
+    stage, rows = Forward(rank, rank.model.stages[0]), 2 * K + 1
+
+    def whole(leaf: Any) -> Any:
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return leaf if is_key else jnp.broadcast_to(leaf, (K, *leaf.shape))
+
+    def resized(leaf: Any) -> Any:
+        return jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype)
+
+    def run() -> Tree:
+        weights, fixed, (streams, extras, part, _, *where) = stage.stage_arguments(stage.home, 0)
+        batch = Batch((), (), extras, rank.batch.specs and ((), (), rank.batch.specs[2]))
+        extras = batch.map_rows(resized, lambda leaf: leaf).extras
+        side = streams, extras, part, BatchPart(), *where
+        x = jax.tree.map(resized, blank(types[0], ()))
+        weights, fixed = list(map(whole, weights)), jax.tree.map(whole, fixed)
+        return stage.stage(weights, fixed, side, x).value
+
+    try:
+        with jax.numpy_rank_promotion("allow"):
+            outputs = jax.eval_shape(run)
+    except Exception:  # noqa: BLE001  as it should be
+        return
+    if [y.shape for y in jax.tree.leaves(outputs)] == [
+        (rows, *y.shape[1:]) for y in jax.tree.leaves(types[1])
+    ]:
+        raise ValueError(
+            f"stages is one module whose arrays all have a leading axis of {K}; it is taken for "
+            f"{K} stages, and computes the same shapes as one stage: {REMEDY}"
+        )
+
+
+def _note_what_is_tracked(error: Exception, varying: tuple[str, ...]) -> None:
+    """Tell whoever reads an error that values have types here which they lack under `jax.jit`."""
+    manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    axes = sorted(manual - {*varying})
+    if axes:
+        error.add_note(
+            f"the mesh has the axis {' and '.join(map(repr, axes))}, so a stage runs as under "
+            f"jax.shard_map(check_vma=True): where fresh arrays meet values that vary over mesh "
+            f"axes (the carry of a loop, a branch, a Pallas kernel), wrap what holds no collective "
+            f"in collectives.local, or mark the fresh array with collectives.vary; a weight whose "
+            f"metadata or sharding= names the axis is here its rank's part: if the layers know "
+            f"nothing of that, leave the axis to the compiler by auto_axes={tuple(axes)!r}"
+        )
+
+
+def _taken(run: Callable[[Tree], Any], candidates: list[Tree]) -> Tree | None:
+    """The first candidate that a stage can run on."""
+    for x in candidates[:_MOST_TRIALS]:
+        try:
+            run(x)
+        except _REFUSALS:
+            continue
+        return x
+    return None
+
+
+def _changes(x: Tree, weights: list[Any]) -> Iterator[Tree]:
+    """Activations that differ from ``x`` in the dtype or in one size of one leaf."""
+    leaves, treedef = jax.tree.flatten(x)
+    sizes = sorted({size for w in weights for size in w.shape})
+    dtypes = list(dict.fromkeys([*(w.dtype for w in weights), jnp.dtype("int32")]))
+    for n, leaf in enumerate(leaves):
+        changed = [(leaf.shape, dtype) for dtype in dtypes]
+        for axis in reversed(range(1, leaf.ndim)):
+            changed += [
+                ((*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]), leaf.dtype) for size in sizes
+            ]
+        for shape, dtype in changed:
+            if (shape, dtype) != (leaf.shape, leaf.dtype):
+                new = leaf.update(shape=shape, dtype=dtype)
+                yield jax.tree.unflatten(treedef, [*leaves[:n], new, *leaves[n + 1 :]])
+
+
+def _difference(taken: Tree, returned: Tree, neighbour: str) -> str:
+    """``float32[2,8] as the array of its activation, but stages[0] returns float32[2,4]``."""
+    structures: list[Any] = [jax.tree.structure(taken), jax.tree.structure(returned)]
+    if structures[0] != structures[1]:
+        return (
+            f"an activation of structure {structures[0]}, but {neighbour} returns {structures[1]}"
+        )
+    pairs = jax.tree_util.tree_leaves_with_path(taken)
+    for (path, a), b in zip(pairs, jax.tree.leaves(returned), strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return (
+                f"{shape_text(a)} as {path_text(path)} of its activation, but {neighbour} returns "
+                f"{shape_text(b)}"
+            )
+    return "another activation"
