@@ -10,7 +10,7 @@ from pipeline.base.tree import Tree
 class ModelChecks(Protocol):
     """The hook through which the engine has a model checked.
 
-    Any method may raise ValueError.
+    Any method may raise ValueError, and `run` FloatingPointError.
     """
 
     def run(
@@ -36,7 +36,14 @@ class ModelChecks(Protocol):
         """Look at stages, embed, head and loss one by one, before the loss is traced."""
 
     def whole(self, plan: Any, traced: Any, *, training: bool, unread: bool = False) -> None:
-        """Look at the whole model, once it is traced."""
+        """Look at the whole model, once it is traced.
+
+        Args:
+          plan: the options of the pipeline.
+          traced: the model as it was traced.
+          training: whether the step counts as one that trains.
+          unread: whether gradients are taken of all parameters.
+        """
 
     def outputs(self, last: Any, rank: Any) -> None:
         """Check that the leading axis of outputs is the batch."""
