@@ -29,7 +29,7 @@ class ModelChecks(Protocol):
     def explain_part(self, rank: Any, part: str, given: Tree, error: Exception) -> None:
         """Say why embed, head or loss_fn does not run on what it is given, likewise."""
 
-    def followed(self, rank: Any, activations: Any) -> None:
+    def stages(self, rank: Any, activations: Any) -> None:
         """Check stages that have been traced one after the other."""
 
     def parts(self, plan: Any, rank: Any, activations: Any, *, take_loss: bool) -> None:

@@ -53,7 +53,7 @@ class Lint:
 
         explain_part(rank, part, given, error)
 
-    def followed(self, rank: Rank, activations: Activations) -> None:
+    def stages(self, rank: Rank, activations: Activations) -> None:
         """Refuse ordered callbacks, constraints, and one stage that was given as a stack."""
         from pipeline.lint.effects import check_constraints, check_order
 
