@@ -80,7 +80,7 @@ def follow(rank: Rank) -> tuple[Rank, Activations]:
         if rank.facts.widest is not None and signature(rank.facts.widest) == signature(joined):
             break
         rank = rank.with_facts(widest=joined)
-    rank.lint.followed(rank, found)
+    rank.lint.stages(rank, found)
     if model.tables.is_used:
         check_activations(found.types)
     rank = rank.with_facts(
