@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from pipeline.base.added import add_loss
     from pipeline.base.agreed.vocabulary import CrossEntropy
     from pipeline.config import ParallelConfig
-    from pipeline.core.model.added_losses import with_losses
     from pipeline.insight.calibrate.calibration import Calibration
     from pipeline.insight.calibrate.conclude import CalibrationError
     from pipeline.lint.sharding import check_sharding, describe_sharding
+    from pipeline.losses import with_losses
     from pipeline.models.decoding.generate import generate
     from pipeline.models.decoding.sampling import sample
     from pipeline.optimizer import make_optimizer, shard_optimizer
@@ -55,7 +55,7 @@ _HOMES = {
     "pipeline.base.added": "add_loss",
     "pipeline.config": "ParallelConfig",
     "pipeline.lint.sharding": "check_sharding describe_sharding",
-    "pipeline.core.model.added_losses": "with_losses",
+    "pipeline.losses": "with_losses",
     "pipeline.models.decoding.generate": "generate",
     "pipeline.models.decoding.sampling": "sample",
     "pipeline.insight.calibrate.calibration": "Calibration",

@@ -28,7 +28,6 @@ from pipeline.core.model.loss import check_has_aux
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.model.randomness import counting, with_counts
 from pipeline.core.model.shared_variables import unshared
-from pipeline.core.model.signature import signature_of
 from pipeline.core.model.stage import check_kinds, count_stages, is_stacked, take_stage
 from pipeline.core.model.trained import Trained
 from pipeline.core.model.trained_filters import trained_by, trained_lines
@@ -82,6 +81,7 @@ class Pipeline(nnx.Module):
 
     @takes(Arguments, "Pipeline()")
     def __init__(self, arguments: Arguments) -> None:
+        from pipeline.insight.calibrate.signature import signature_of
         from pipeline.lint import construction as checks
         from pipeline.lint.copies import Copies
         from pipeline.lint.outside import warn_of_parameters_read_from_outside

@@ -1,13 +1,22 @@
-"""Adding a loss where it arises: `add_loss`, and what it does in a part of a model that is traced.
+"""Losses that arise within a stage: balance of experts, z-losses, penalties.
 
-Letters: M microbatches, D data shards. `pipeline.core.model.added_losses` reads the added
-losses.
+Letters: M microbatches, D data shards.
+
+What a stage adds need not travel with its activation to the last stage, and its gradient not back.
+`add_loss` returns what it is given, and leaves the value's cotangent in the backward pass where it
+stands (as Megatron-LM's and DeepSeek's auxiliary losses do). So it costs no message, works within
+`nnx.scan`, `nnx.remat`, `jax.jit`, `jax.vmap` and `jax.lax.cond`, and is the same for every
+schedule.
+
+What the values sum up to comes out the same way: as the gradient for a *probe*, a zero on which
+nothing depends and whose cotangent is the value. Whoever differentiates a stage adds it up with
+the gradients of weights, once for each microbatch, however often forward passes are repeated.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +26,16 @@ import jax.numpy as jnp
 from collectives import vary
 from collectives.compat import varying_in
 from pipeline.base.rows import counts_padding
-from pipeline.base.tree import is_array, is_float, real, shape_text
+from pipeline.base.tree import (
+    Leaves,
+    Tree,
+    combine,
+    is_array,
+    is_float,
+    partition,
+    real,
+    shape_text,
+)
 
 T = TypeVar("T")
 
@@ -133,3 +151,22 @@ def adding_losses(adding: Adding) -> Iterator[Adding]:
             yield adding
     finally:
         adding.share = adding.probe = None  # JAX remembers contexts, and a tracer its trace
+
+
+def counted(call: Callable[[jax.Array], Tree], probe: jax.Array) -> tuple[Tree, jax.Array]:
+    """Return ``call(probe)`` and the sum of its added losses, without other gradients.
+
+    Args:
+      call: of a zero, that of an `Adding`.
+      probe: a zero.
+    """
+    like: Tree = None
+
+    def floats_of(probe: jax.Array) -> tuple[Leaves, Leaves]:
+        nonlocal like
+        like = call(probe)
+        return partition(like)
+
+    floats, pullback, others = jax.vjp(floats_of, probe, has_aux=True)
+    (added,) = pullback([vary(jnp.zeros_like(x), varying_in(x)) for x in floats])
+    return combine(like, floats, others), added

@@ -10,7 +10,7 @@ from pipeline.base.tree import Tree
 class ModelChecks(Protocol):
     """The hook through which the engine has a model checked.
 
-    Any method may raise ValueError.
+    Any method may raise ValueError, and `run` FloatingPointError.
     """
 
     def run(
@@ -29,14 +29,21 @@ class ModelChecks(Protocol):
     def explain_part(self, rank: Any, part: str, given: Tree, error: Exception) -> None:
         """Say why embed, head or loss_fn does not run on what it is given, likewise."""
 
-    def followed(self, rank: Any, activations: Any) -> None:
+    def stages(self, rank: Any, activations: Any) -> None:
         """Check stages that have been traced one after the other."""
 
     def parts(self, plan: Any, rank: Any, activations: Any, *, take_loss: bool) -> None:
         """Look at stages, embed, head and loss one by one, before the loss is traced."""
 
     def whole(self, plan: Any, traced: Any, *, training: bool, unread: bool = False) -> None:
-        """Look at the whole model, once it is traced."""
+        """Look at the whole model, once it is traced.
+
+        Args:
+          plan: the options of the pipeline.
+          traced: the model as it was traced.
+          training: whether the step counts as one that trains.
+          unread: whether gradients are taken of all parameters.
+        """
 
     def outputs(self, last: Any, rank: Any) -> None:
         """Check that the leading axis of outputs is the batch."""

@@ -10,8 +10,8 @@ DOORS = {
     "pipeline.insight": """
         autodiff.accumulate autodiff.jaxpr.evaluate autodiff.jaxpr.primitives
         autodiff.jaxpr.scopes layers_view.replace model.microbatch model.model model.objects
-        model.signature model.stage model.trained model.unlike options.checks options.plan
-        placement.meshes placement.placement step.operands step.runtime
+        model.stage model.trained model.unlike options.checks options.plan placement.meshes
+        placement.placement step.operands step.runtime
     """,
     "pipeline.lint": """
         autodiff.jaxpr.primitives autodiff.outcome model.loss model.model model.objects

@@ -4,7 +4,7 @@
 public function or a method of `Pipeline` can replace is not listed.
 """
 
-from pipeline.core.autodiff.jaxpr.evaluate import bind
+from pipeline.core.autodiff.jaxpr.evaluate import bind, forwarded
 from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of, makes_ref
 from pipeline.core.layers_view.leaf import LayerLeaf, replicated
 from pipeline.core.layers_view.leaves import (
@@ -27,6 +27,7 @@ __all__ = [
     "as_arrays",  # the inputs, targets and extras of a batch with NumPy's or JAX's arrays
     "bind",  # evaluate one equation of a jaxpr
     "entered",  # a context in which a pipeline's mesh is in force
+    "forwarded",  # the operands that a jaxpr returns unchanged
     "jaxprs_of",  # those within an equation
     "layer_view",  # the place of every layer's leaf in a pipeline's arrays, also of its state
     "makes_ref",  # whether a jaxpr makes a mutable array

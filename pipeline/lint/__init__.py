@@ -31,11 +31,7 @@ class Lint:
     def run(
         self, entry: Any, plan: Plan, *operands: Any, takes_loss: bool = True, **options: Any
     ) -> Any:
-        """Run an entry point of the kernel, and look for NaN in its results if JAX does.
-
-        Raises:
-          FloatingPointError: a result is NaN, or infinite if JAX looks for that.
-        """
+        """Run an entry point of the kernel, and look for NaN in its results if JAX does."""
         leaves = jax.tree.leaves(operands[1:])  # of weights and batch
         if not checks_nans() or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return entry(plan, *operands, **options)
@@ -57,12 +53,8 @@ class Lint:
 
         explain_part(rank, part, given, error)
 
-    def followed(self, rank: Rank, activations: Activations) -> None:
-        """Refuse one stage that was given as a stack, ordered callbacks, and constraints.
-
-        Raises:
-          ValueError: a stage is or has one of these.
-        """
+    def stages(self, rank: Rank, activations: Activations) -> None:
+        """Refuse ordered callbacks, constraints, and one stage that was given as a stack."""
         from pipeline.lint.effects import check_constraints, check_order
 
         for k, body in enumerate(activations.bodies):
@@ -74,11 +66,7 @@ class Lint:
             check_that_it_is_a_stack(rank, activations.types)
 
     def parts(self, plan: Plan, rank: Rank, activations: Activations, *, take_loss: bool) -> None:
-        """Look at parts that mix positions, where positions are split or cut into slices.
-
-        Raises:
-          ValueError: a part mixes positions of different slices, or calls `ppermute`.
-        """
+        """Refuse `ppermute`; look at parts that mix positions which are split or sliced."""
         from pipeline.lint.effects import check_meetings
 
         check_meetings(plan, activations.bodies)
@@ -93,14 +81,7 @@ class Lint:
             warn_of_split_positions(rank, activations, *of_plan, take_loss=take_loss)
 
     def whole(self, plan: Plan, traced: Inspected, *, training: bool, unread: bool = False) -> None:
-        """Look at axes without work, padding in statistics, and parameters that nobody reads.
-
-        Args:
-          plan: the options of the pipeline.
-          traced: the model as it was traced.
-          training: whether the step counts as one that trains.
-          unread: whether gradients are taken of all parameters.
-        """
+        """Look at axes without work, padding in statistics, and parameters that nobody reads."""
         from pipeline.lint import statistics
         from pipeline.lint import unread as parameters
         from pipeline.lint.effects import check_meetings
@@ -118,21 +99,13 @@ class Lint:
             parameters.warn_of_parameters_that_nobody_reads(rank, bodies, traced.ends_body, warned)
 
     def outputs(self, last: Forward, rank: Rank) -> None:
-        """Check that the leading axis of outputs is the batch.
-
-        Raises:
-          ValueError: that of one is not.
-        """
+        """Check that the leading axis of outputs is the batch."""
         from pipeline.lint.outputs import check_outputs
 
         check_outputs(last, rank)
 
     def effects(self, plan: Plan, local: LocalModel, *, again: bool) -> None:
-        """Refuse side effects of stages that run more often than their microbatches say.
-
-        Raises:
-          ValueError: a stage has one.
-        """
+        """Refuse side effects of stages that run more often than their microbatches say."""
         from pipeline.lint.effects import check_effects
 
         check_effects(local, again=again, masked=plan.is_masked)

@@ -24,12 +24,7 @@ from pipeline.core.step.calls.ends import embed, finish, take_loss_of
 from pipeline.core.step.calls.forward import Forward
 from pipeline.core.step.calls.rank import Rank
 from pipeline.core.step.calls.slices import blank_input
-from pipeline.lint.positions import (
-    NOT_FOLLOWED,
-    Sequences,
-    follow_positions,
-    varying,
-)
+from pipeline.lint.positions import NOT_FOLLOWED, Sequences, follow_positions, varying
 from pipeline.lint.shards import Fault, Shard, Split, follow_shards
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.core.model.signature import ModelSignature
+from pipeline.insight.calibrate.signature import ModelSignature
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.costs import Costs
 from schedules.files.costs import costs_of, costs_record, read_object

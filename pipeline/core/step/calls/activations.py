@@ -80,7 +80,7 @@ def follow(rank: Rank) -> tuple[Rank, Activations]:
         if rank.facts.widest is not None and signature(rank.facts.widest) == signature(joined):
             break
         rank = rank.with_facts(widest=joined)
-    rank.lint.followed(rank, activations)
+    rank.lint.stages(rank, activations)
     if model.tables.is_used:
         check_activations(activations.types)
     rank = rank.with_facts(

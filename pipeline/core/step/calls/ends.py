@@ -18,12 +18,11 @@ from flax import nnx
 
 from collectives import vary
 from collectives.compat import without_refs
-from pipeline.base.added import adding_losses
+from pipeline.base.added import adding_losses, counted
 from pipeline.base.precision import as_computed
 from pipeline.base.rows import batch_part_of
 from pipeline.base.tree import Leaves, Tree, at, blank, path_text
 from pipeline.core.autodiff.outcome import Outcome
-from pipeline.core.model.added_losses import counted
 from pipeline.core.model.loss import (
     LossFn,
     LossMetrics,

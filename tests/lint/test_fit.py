@@ -18,7 +18,7 @@ from pipeline import Pipeline
 from pipeline.layers import ColumnLinear, RowLinear
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from llama import LlamaConfig, build, loss_fn
 
 LARGE = 8192  # with as many: 256 MiB

@@ -1,17 +1,4 @@
-"""Losses that arise within a stage: balance of experts, z-losses, penalties.
-
-Letters: M microbatches, D data shards.
-
-What a stage adds need not travel with its activation to the last stage, and its gradient not back.
-`add_loss` returns what it is given, and leaves the value's cotangent in the backward pass where it
-stands (as Megatron-LM's and DeepSeek's auxiliary losses do). So it costs no message, works within
-`nnx.scan`, `nnx.remat`, `jax.jit`, `jax.vmap` and `jax.lax.cond`, and is the same for every
-schedule.
-
-What the values sum up to comes out the same way: as the gradient for a *probe*, a zero on which
-nothing depends and whose cotangent is the value. Whoever differentiates a stage adds it up with
-the gradients of weights, once for each microbatch, however often forward passes are repeated.
-"""
+"""`with_losses`: the sum of what `add_loss` adds within a function, without a pipeline."""
 
 from __future__ import annotations
 
@@ -22,39 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from collectives import vary
-from collectives.compat import varying_in
-from pipeline.base.added import Adding, add_loss, adding_losses
-from pipeline.base.tree import (
-    Leaves,
-    Tree,
-    combine,
-    partition,
-    real,
-    times,
-)
-from pipeline.core.autodiff.jaxpr.evaluate import forwarded
-
-__all__ = ["Adding", "add_loss", "adding_losses", "counted", "with_losses"]
-
-
-def counted(call: Callable[[jax.Array], Tree], probe: jax.Array) -> tuple[Tree, jax.Array]:
-    """Return ``call(probe)`` and the sum of its added losses, without other gradients.
-
-    Args:
-      call: of a zero, that of an `Adding`.
-      probe: a zero.
-    """
-    like: Tree = None
-
-    def floats_of(probe: jax.Array) -> tuple[Leaves, Leaves]:
-        nonlocal like
-        like = call(probe)
-        return partition(like)
-
-    floats, pullback, others = jax.vjp(floats_of, probe, has_aux=True)
-    (added,) = pullback([vary(jnp.zeros_like(x), varying_in(x)) for x in floats])
-    return combine(like, floats, others), added
+from pipeline.base.added import Adding, adding_losses, counted
+from pipeline.base.tree import Leaves, Tree, combine, partition, real, times
+from pipeline.facade import forwarded
 
 
 def with_losses(f: Callable[..., Any]) -> Callable[..., tuple[Any, jax.Array]]:
