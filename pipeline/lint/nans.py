@@ -212,7 +212,7 @@ class _Search:
             self._caller(model.ends, rest, method, computes=method is not lost)
             for method in (embedded, headed, lost)
         )
-        parts = [self._stage(k, seat) for k, seat in enumerate(model.stages)]
+        parts = [self._stage(k, position) for k, position in enumerate(model.stages)]
         if model.has_embed:
             call = lambda p, x, _, m: embed(p, m, x)  # noqa: E731
             parts.insert(0, _NamedPart("embed", call, params))
@@ -231,16 +231,16 @@ class _Search:
 
         return [*parts, _NamedPart("head or loss_fn", last, params)]
 
-    def _stage(self, k: int, seat: StagePosition) -> _NamedPart:
+    def _stage(self, k: int, position: StagePosition) -> _NamedPart:
         weights = self._weights
         params, rest = (
-            jax.tree.map(lambda x: x[seat.rank], tree[seat.chunk])
+            jax.tree.map(lambda x: x[position.rank], tree[position.chunk])
             for tree in (weights.chunks, weights.chunks_rest)
         )
-        if seat.views is not None:
-            params = seat.views.params.tree(jax.tree.leaves(params))
-            rest = seat.views.rest.tree(jax.tree.leaves(rest))
-        run = self._caller(seat.definition, rest, on_whole)
+        if position.views is not None:
+            params = position.views.params.tree(jax.tree.leaves(params))
+            rest = position.views.rest.tree(jax.tree.leaves(rest))
+        run = self._caller(position.definition, rest, on_whole)
         call = lambda p, x, batch, m: run(p, m, x, batch.extras)[0]  # noqa: E731
         return _NamedPart(f"stages[{k}]", call, params)
 

@@ -71,9 +71,9 @@ def check_slices(
     extras = jax.eval_shape(lambda: rank.batch.extras_of(0))
     check = _Check(t, rank.slices.count, rank.slices.lengths, warned)
     done = set()
-    for k, seat in enumerate(rank.model.stages):
-        stage = Forward(rank, seat)
-        if (key := rank.code(seat)) in done or knows_slices(stage):
+    for k, position in enumerate(rank.model.stages):
+        stage = Forward(rank, position)
+        if (key := rank.code(position)) in done or knows_slices(stage):
             continue
         done.add(key)
 

@@ -97,9 +97,9 @@ class _SplitSearch:
             run = lambda x: embed(rank, rank.ends, x, 0).value  # noqa: E731
             x = self._follow("embed", run, unit[:1], x)
         known: dict[Any, list[Shard]] = {}
-        for k, seat in enumerate(rank.model.stages):
+        for k, position in enumerate(rank.model.stages):
             x = self._again(x, types[k])
-            key = rank.code(seat), signature(types[k]), tuple(x)
+            key = rank.code(position), signature(types[k]), tuple(x)
             if key not in known:
                 given = types[k], unit[1]
                 known[key] = self._follow(f"stages[{k}]", self._stage(k), given, [*x, *extras])

@@ -100,10 +100,10 @@ def _unread_in_stages(rank: Rank, bodies: Sequence[Any]) -> list[str]:
     had: dict[str, list[int]] = {}
     read: set[str] = set()
     used: dict[int, list[bool]] = {}  # stages that are alike have one jaxpr
-    for k, (seat, body) in enumerate(zip(rank.model.stages, bodies, strict=True)):
+    for k, (position, body) in enumerate(zip(rank.model.stages, bodies, strict=True)):
         if id(body) not in used:
             used[id(body)] = _used(body)
-        for path, is_read in _paths(Forward(rank, seat).params_tree, used[id(body)]):
+        for path, is_read in _paths(Forward(rank, position).params_tree, used[id(body)]):
             had.setdefault(path, []).append(k)
             read |= {path} if is_read else set()
     return [

@@ -66,7 +66,7 @@ class Residuals:
         weights), ``side`` is not (extras, dropout keys).
       weights, fixed, side, x: examples, for their types.
       grad_dtype: as `pipeline.core.autodiff.accumulate.as_summed` takes it.
-      way: how far its backward goes; without, all the way.
+      need: how far its backward goes; without, all the way.
       adding: as `outcome_and_pullback` has it.
       gathers: whether the backward may gather again, from other ranks, what the forward gathered.
       part: as `Pullback` has it.

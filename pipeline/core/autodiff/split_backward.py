@@ -52,7 +52,7 @@ class SplitBackward:
       dy: an example of the gradients for the float leaves of the stage's output.
       in_place: whether the weights' gradients are added to refs, or returned.
       grad_dtype: as `pipeline.core.autodiff.accumulate.as_summed` takes it.
-      way: how far the pullback goes; without, all the way.
+      need: how far the pullback goes; without, all the way.
       adding: as `outcome_and_pullback` has it.
 
     Attributes:

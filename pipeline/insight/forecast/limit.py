@@ -66,7 +66,7 @@ def alternatives(
         "num_stages": schedule.num_stages,
     }
     kinds = zip(model.stages, model.trained.stages, strict=True)
-    alike = len({(weights.code(seat), mask) for seat, mask in kinds}) == 1
+    alike = len({(weights.code(position), mask) for position, mask in kinds}) == 1
     for name in names():
         other = None if options(name) or name == schedule.name else _build(name, sizes)
         if other and (alike or other.placement == schedule.placement):

@@ -127,11 +127,11 @@ def make_decoder(rank: Rank, cache: Any, start: Callable[[Any], None]) -> Decode
     model, weights = rank.model, rank.weights
     parts: list[tuple[list[StagePosition], Cells, Begin]] = []
     for v, rest in enumerate(weights.chunks_rest):
-        own = [seat for seat in model.stages if seat.chunk == v]
+        own = [position for position in model.stages if position.chunk == v]
         if own[0].views is None:
             one = _ready(own[0].definition, weights.chunks[v], rest, is_cache, start)
             parts.append(
-                ([replace(seat, definition=one.definition) for seat in own], one.cells, one.begin)
+                ([replace(stage, definition=one.definition) for stage in own], one.cells, one.begin)
             )
         else:
             parts.append(_ready_unlike(rank, own, is_cache, start))
@@ -143,10 +143,10 @@ def make_decoder(rank: Rank, cache: Any, start: Callable[[Any], None]) -> Decode
             f"modules that need one a method start_decoding(rows, length) that makes nnx.Cache "
             f"variables, or pass start="
         )
-    found = {(seat.rank, seat.chunk): seat for of, _, _ in parts for seat in of}
-    stages = tuple(found[seat.rank, seat.chunk] for seat in model.stages)
+    found = {(position.rank, position.chunk): position for of, _, _ in parts for position in of}
+    stages = tuple(found[position.rank, position.chunk] for position in model.stages)
     declared = Declared(
-        tuple(seat.definition.state for seat in stages),
+        tuple(position.definition.state for position in stages),
         ends.definition.state,
         tuple(cells for _, cells, _ in parts),
         ends.cells,
@@ -162,7 +162,7 @@ def with_types_of_writes(
 
     Args:
       rank: what the rank holds, caches among it.
-      kinds: its model of each kind of stages, with the seat of one of them.
+      kinds: its model of each kind of stages, with the position of one of them.
 
     Returns:
       None if they do so already.
@@ -171,8 +171,8 @@ def with_types_of_writes(
     chunks = [jax.tree.leaves(rest) for rest in weights.chunks_rest]
     ends = jax.tree.leaves(weights.ends_rest)
     before = [*map(varying_in, (*itertools.chain(*chunks), *ends))]
-    for seat, local in kinds:
-        spots, v = state_spots(rank, seat), seat.chunk
+    for position, local in kinds:
+        spots, v = state_spots(rank, position), position.chunk
         for spot, written in zip(spots, _stage_writes(local), strict=True):
             chunks[v][spot.cell] = vary_like(chunks[v][spot.cell], written)
     for leaves in _ends_writes(kinds[0][1]) if declared.ends_cells else ():

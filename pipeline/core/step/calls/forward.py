@@ -36,7 +36,7 @@ class Forward:
 
     Args:
       rank: the rank's arrays.
-      seat: that of a stage of this kind.
+      position: that of a stage of this kind.
       x: a tree of types, such a stage's input; None as long as that is not known.
       y: the type of its output, or None.
       carry: types of what a slice leaves for later ones.

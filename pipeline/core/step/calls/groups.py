@@ -44,7 +44,7 @@ class StageGroup:
     """Stages of one chunk that share their code.
 
     Attributes:
-      stages: their indices; seat: that of the first.
+      stages: their indices; position: that of the first.
       local: their functions.
       x_view, y_view: their input and output as messages, None where no message has that type.
       part: the slice of sequences that it runs, if not all.

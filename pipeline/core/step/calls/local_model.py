@@ -35,10 +35,10 @@ class LocalModel(Forward):
 
     Args:
       rank: what the rank holds.
-      seat: that of a stage of this kind.
+      position: that of a stage of this kind.
       x: a tree of types, such a stage's input.
       y: the type of its output.
-      way: how far its backward goes.
+      need: how far its backward goes.
       wire: a tree of types, a message; where all stages are alike, that is x.
       carry: types of what a slice leaves for later ones.
       earlier: as of `Forward`.
