@@ -151,8 +151,8 @@ def differentiate(
     backend then has x's, for which others wait, made before those of weights. It costs no memory
     where the compiler orders what is one piece; a loop's would be held whole.
     """
-    own = chosen(weights, trained)
-    dtypes, summed = [w.dtype for w in own], as_summed(own, grad_dtype)
+    targets = chosen(weights, trained)
+    dtypes, summed = [w.dtype for w in targets], as_summed(targets, grad_dtype)
 
     def g(ws: Leaves, xs: Leaves) -> tuple[Any, Any]:
         cast = [w.astype(d) for w, d in zip(ws, dtypes, strict=True)]
@@ -172,8 +172,8 @@ def _formed_by_value(f: Function, weights: Leaves, x: Leaves, *, late: bool) -> 
     if not weights:
         return ()
     jaxpr = jax.make_jaxpr(f)(weights, x).jaxpr
-    own = jaxpr.invars[: len(weights)]
-    by_value = [late and not is_formed_in_a_loop(jaxpr, v) for v in own]
-    by_ref = [v for v, is_value in zip(own, by_value, strict=True) if not is_value]
+    variables = jaxpr.invars[: len(weights)]
+    by_value = [late and not is_formed_in_a_loop(jaxpr, v) for v in variables]
+    by_ref = [v for v, is_value in zip(variables, by_value, strict=True) if not is_value]
     fit = added_in_place(jaxpr, by_ref)
-    return tuple(v not in fit for v in own)
+    return tuple(v not in fit for v in variables)

@@ -114,9 +114,9 @@ def drop_marks(layout: Layout, stages_of: Held, foreign: Mapping[Any, Any]) -> N
       stages_of: [S] lists of the V stages on each rank.
       foreign: such variables; while the pipeline has them, they say themselves what they are.
     """
-    own = layout_name(stages_of)
+    order = layout_name(stages_of)
     for name in [name for name, value in vars(layout).items() if isinstance(value, Mark)]:
-        if foreign and name.removesuffix("_back") != own:
+        if foreign and name.removesuffix("_back") != order:
             delattr(layout, name)
 
 

@@ -106,7 +106,7 @@ class Overlaid(nnx.Module):
 
     def _views(self, stage: nnx.Module, places: dict[Path, Spot], paths: list[Path]) -> Views:
         halves = zip(_halve(stage), _halve(self), strict=True)
-        return Views(*(_view(half, places, own, paths) for half, own in halves))
+        return Views(*(_view(half, places, stage_half, paths) for half, stage_half in halves))
 
     def stage(self, rank: int) -> nnx.Module:
         """A rank's stage, whole."""
@@ -133,8 +133,8 @@ def _leaf(path: ModelPath, variable: Any, placement: Placement, why: str) -> Lea
     kind = type(variable) if isinstance(variable, nnx.Variable) else nnx.Variable
     deferred = metadata(variable).get(DEFERRED)
     is_matrix = kind is nnx.Param and len(variable.shape) > 1
-    _, _, *own = path
-    name = (*map(str, own),)
+    _, _, *inner = path
+    name = (*map(str, inner),)
     axes = placement.names_of(path, variable)
     return Leaf((kind, variable.dtype, is_matrix, deferred, axes), name, variable.shape)
 
@@ -217,9 +217,9 @@ def _halve(module: nnx.Module) -> tuple[Tree, Tree]:
     return split[1], split[2]
 
 
-def _view(half: Tree, places: dict[Path, Spot], own: Tree, paths: list[Path]) -> View:
+def _view(half: Tree, places: dict[Path, Spot], stage_half: Tree, paths: list[Path]) -> View:
     """A stage's state within its chunk's, whose cells lie at ``paths``."""
-    order = {path: index for index, (path, _) in enumerate(filled(own))}
+    order = {path: index for index, (path, _) in enumerate(filled(stage_half))}
     spots = (places[path] for path, _ in filled(half))
     moved = (Spot(order[paths[s.cell]], s.part, s.shape) for s in spots)
     return View(jax.tree.structure(half), tuple(moved))

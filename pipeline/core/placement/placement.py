@@ -167,11 +167,11 @@ class Placement:
         is_plain = "out_sharding" not in said and lies == {PartitionSpec(*lead)}
         if is_plain and not lead:
             return with_value(variable, value)
-        own = tuple((key, said.pop(key)) for key in _KEYS if key in said)
+        entries = tuple((key, said.pop(key)) for key in _KEYS if key in said)
         if is_plain:  # or flax lays out an optimizer's state so, also of shapes that it cannot
-            own += tuple((key, said[key]) for key in ("eager_sharding",) if key in said)
+            entries += tuple((key, said[key]) for key in ("eager_sharding",) if key in said)
             said["eager_sharding"] = False
-        said |= {_OWN: own, "out_sharding": tuple(spread.stored), "mesh": self.mesh}
+        said |= {_OWN: entries, "out_sharding": tuple(spread.stored), "mesh": self.mesh}
         if spread.gradient != spread.stored:
             said["optimizer_sharding"] = tuple(spread.gradient)
         if spread.zero not in ((), (DATA,)):
@@ -228,8 +228,8 @@ class Placement:
 
         All that the array does not name itself, or else as many as find room.
         """
-        own = {axis for entry in names for axis in axes_in(entry)}
-        free = tuple(a for a in self.axes.rows if a not in own and self.axes.size((a,)) > 1)
+        named = {axis for entry in names for axis in axes_in(entry)}
+        free = tuple(a for a in self.axes.rows if a not in named and self.axes.size((a,)) > 1)
         if self.data_parallel == "replicated":
             return names, ()
         names = names + (None,) * (len(shape) - len(names))
@@ -291,9 +291,9 @@ def _as_before(variable: Any) -> Any:
     had = said.pop(LAYERS, None) is not None
     if _OWN not in said:
         return remade(variable, raw(variable), said) if had else variable
-    own = said.pop(_OWN)
+    original = said.pop(_OWN)
     entries = {key: value for key, value in said.items() if key not in _KEYS}
-    return remade(variable, raw(variable), entries | dict(own))
+    return remade(variable, raw(variable), entries | dict(original))
 
 
 def _spec(lead: tuple[str, ...], names: Names) -> PartitionSpec:

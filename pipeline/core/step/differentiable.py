@@ -273,8 +273,8 @@ def _restrict(model: Model, weights: Any) -> Model:
 
     trained = model.trained
     chunks = tuple(
-        mask(chunk, own, f"chunks.{v}")
-        for v, (chunk, own) in enumerate(zip(weights.chunks, trained.chunks, strict=True))
+        mask(chunk, own_mask, f"chunks.{v}")
+        for v, (chunk, own_mask) in enumerate(zip(weights.chunks, trained.chunks, strict=True))
     )
     ends = mask(weights.ends, trained.ends, "ends")
     cells = [

@@ -56,8 +56,8 @@ class Totals:
 def totals_of(sums: StepSums, plan: Plan) -> Totals:
     """The sums of all ranks."""
     names = "loss", "weight", "metrics"
-    own = [x for name in names for x in sums.scalars[name].all()]
-    loss, weight, *measured = total_over(own, plan.axes.varying)
+    scalars = [x for name in names for x in sums.scalars[name].all()]
+    loss, weight, *measured = total_over(scalars, plan.axes.varying)
     return Totals(loss, weight, measured)
 
 

@@ -167,8 +167,8 @@ def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[T
     arguments, lie = (plan, model, weights, batch), plan.axes.output_spec
     step = StepRequest(training=False, take_loss=False)
     if "head" in plan.shared:  # of each row, every rank has the logits of its words
-        own = lambda _, sums: own_logits_of(sums, plan)  # noqa: E731
-        values, state = _infer(*arguments, step, own, P(STAGE, *lie))
+        logits_of = lambda _, sums: own_logits_of(sums, plan)  # noqa: E731
+        values, state = _infer(*arguments, step, logits_of, P(STAGE, *lie))
         values = jnp.moveaxis(values, 0, -1)[..., : model.tables.head_words]
         return in_order(plan, values, lie, back=True), state
     values = _infer(*arguments, step, lambda _, sums: outputs_of(sums, plan), lie)

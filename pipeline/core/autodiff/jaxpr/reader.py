@@ -48,9 +48,9 @@ def read_block(closed: Any, num_refs: int = 0) -> JaxprBlock:
     return JaxprBlock(inputs, steps, tuple(outs), reader.constants)
 
 
-def _mark(step: JaxprStep, own: set[Name]) -> JaxprStep:
+def _mark(step: JaxprStep, own_refs: set[Name]) -> JaxprStep:
     """A step that touches a ref made within its block has an effect there."""
-    touches = any(n in own for n in (*step.names, *step.makes))
+    touches = any(n in own_refs for n in (*step.names, *step.makes))
     return replace(step, effect=True) if touches else step
 
 

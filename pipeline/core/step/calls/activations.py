@@ -69,8 +69,8 @@ def follow(rank: Rank) -> tuple[Rank, Activations]:
             return embed(rank, rank.ends, inputs, 0).value
 
     if model.has_embed and jax.tree.leaves(rank.ends_streams[0]):
-        own = own_axes(jax.eval_shape(functools.partial(first, rank)), rank.axes)
-        rank = rank.with_facts(embed_axes=own)
+        axes = own_axes(jax.eval_shape(functools.partial(first, rank)), rank.axes)
+        rank = rank.with_facts(embed_axes=axes)
     while True:
         # Caches go by function, so each trial has one of its own.
         activations = _follow(rank, jax.eval_shape(functools.partial(first, rank)))
@@ -137,17 +137,17 @@ def _output(
 
     def run(x: Tree) -> tuple[Outcome, Any]:
         weights, fixed, side = stage.stage_arguments(stage.home, 0)
-        own: Tree = ()
+        carry: Tree = ()
         if earlier is not None:
-            own = earlier
+            carry = earlier
         elif rank.slices.count > 1:
             first = lambda: stage.stage(  # noqa: E731
                 weights, fixed, side, SlicedInput(blank(x, ()), None)
             )
-            own = jax.eval_shape(first).carry
+            carry = jax.eval_shape(first).carry
         # Made inside: not every release takes a type that says over which axes it varies.
         call = lambda weights: stage.stage(  # noqa: E731
-            weights, fixed, side, blank_input(rank, x, own, ())
+            weights, fixed, side, blank_input(rank, x, carry, ())
         )
         closed, outcome = jax.make_jaxpr(call, return_shape=True)(weights)
         return outcome, closed.jaxpr

@@ -73,13 +73,13 @@ class GroupedModel(LocalModel):
         super().__init__(rank, rank.model.stages[0], types[0], types[-1], needs[0], wire)
         view_of = dict(zip(between, views, strict=True))
 
-        def groups(rank: Rank, own: Activations) -> Iterator[StageGroup]:
-            all_ends = list(itertools.pairwise(map(signature, own.types)))
+        def groups(rank: Rank, of_slice: Activations) -> Iterator[StageGroup]:
+            all_ends = list(itertools.pairwise(map(signature, of_slice.types)))
             for (_, _, ends, need), stages in rank.same_stages(all_ends, needs).items():
                 k = stages[0]
                 position = self.model.stages[k]
-                of = rank, position, own.types[k], own.types[k + 1], need, wire
-                more = {"carry": own.carries[k], "earlier": activations.carries[k]}
+                of = rank, position, of_slice.types[k], of_slice.types[k + 1], need, wire
+                more = {"carry": of_slice.carries[k], "earlier": activations.carries[k]}
                 local = LocalModel(*of, **more, adds=rank.facts.adding_stages[k])
                 x_view, y_view = map(view_of.get, ends)
                 yield StageGroup(tuple(stages), position, local, x_view, y_view, rank.slices.number)
@@ -140,8 +140,8 @@ class WithOutput:
         self, weights: Leaves, fixed: Tree, side: Tree, stash: Leaves, earlier: Tree = ()
     ) -> Pullback:
         """The stage's pullback."""
-        own = stash[: len(self._residuals.stashed)]
-        return self._residuals.backward(weights, fixed, side, own, earlier)
+        stashed = stash[: len(self._residuals.stashed)]
+        return self._residuals.backward(weights, fixed, side, stashed, earlier)
 
     def output(self, stash: Leaves) -> Tree:
         """The stage's output, out of its stash."""

@@ -179,8 +179,8 @@ class Rank:
         if part.sequences is None:
             return part
         microbatch = unit // self.slices.count
-        own = {name: at(getattr(part, name), microbatch) for name in ("sequences", "microbatch")}
-        return dataclasses.replace(part, mask=self.mask(unit), **own)
+        counts = {name: at(getattr(part, name), microbatch) for name in ("sequences", "microbatch")}
+        return dataclasses.replace(part, mask=self.mask(unit), **counts)
 
     def with_padding(self, units: int, calls: int) -> Rank:
         """Add the counts of real rows and positions, if the batch has padding.
@@ -194,8 +194,8 @@ class Rank:
         rows, positions = self.batch_part.rows, self.batch_part.positions
         masks: Any = jax.vmap(self.mask)(jnp.arange(units))
         masks = masks.reshape(-1, self.slices.count, *masks.shape[1:]).astype(jnp.float32)
-        own = masks[:, 0] if masks.ndim == 3 else masks.sum((1, 3))  # [M, b]
-        sequences = own if masks.ndim == 3 else total_over(own, positions)
+        counts = masks[:, 0] if masks.ndim == 3 else masks.sum((1, 3))  # [M, b]
+        sequences = counts if masks.ndim == 3 else total_over(counts, positions)
         microbatch, with_data = total_over((sequences.sum(1), (sequences > 0).sum()), rows)
         entries = total_over(masks.sum(), rows + positions)
         part = dataclasses.replace(

@@ -96,10 +96,10 @@ def embedded_slice(ends: Any, argument: tuple[Tree, Any]) -> Tree:
     inputs, part = argument
     if not hasattr(ends.embed, CALL_SLICE):
         return ends.embed(inputs)
-    y, own = ends.embed.call_slice(inputs, None, part)
-    if jax.tree.leaves(own):
+    y, carry = ends.embed.call_slice(inputs, None, part)
+    if jax.tree.leaves(carry):
         raise ValueError(
-            f"call_slice of embed returned a carry, {types_text(own)}: only stages keep values of "
-            f"earlier slices; return (y, ()), and move what mixes positions into the first stage"
+            f"call_slice of embed returned a carry, {types_text(carry)}: only stages keep values "
+            f"of earlier slices; return (y, ()), and move what mixes positions into the first stage"
         )
     return y

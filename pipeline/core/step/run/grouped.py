@@ -140,8 +140,8 @@ class GroupActions(Actions):
         mine = jnp.asarray(table)[jax.lax.axis_index(STAGE)]
         chosen_op = mine[row["op"]]
         if self.group.part is not None:
-            own = row["microbatch"] % schedule.num_slices == self.group.part
-            chosen_op = jnp.where(own, chosen_op, 0)
+            is_mine = row["microbatch"] % schedule.num_slices == self.group.part
+            chosen_op = jnp.where(is_mine, chosen_op, 0)
         return part, {**row, "op": chosen_op}
 
     def _run(self, op: Op, row: Row) -> Tree:
@@ -174,43 +174,43 @@ def _places_of(places: StepPlaces, index: int, group: StageGroup, step: StepRequ
       group: the group.
       step: what is wanted of the step.
     """
-    own, sums = group.local, places.sums
+    local, sums = group.local, places.sums
     residuals, halves = places.residuals, places.halves
     # By kind the view of its values, and their types; None for those of cells.
     views: dict[str, tuple[View | None, Any]] = {
-        "operand": (group.x_view, own.activation),
-        "gradient": (group.y_view, own.output),
-        "stash": (group.x_view, own.activation),
+        "operand": (group.x_view, local.activation),
+        "gradient": (group.y_view, local.output),
+        "stash": (group.x_view, local.activation),
     }
     if isinstance(residuals, SharedResiduals):
         residuals, views["stash"] = residuals.of[index], (residuals.views[index], None)
     if isinstance(halves, SharedHalves):
         halves, views["crossing"] = halves.of[index], (halves.views[index], None)
-    changes: dict[str, Any] = {"keep": own.keep}
+    changes: dict[str, Any] = {"keep": local.keep}
     if group.part is not None:
         changes["results"] = PaddedPool(sums.results)
         changes["input_grads"] = PaddedPool(sums.input_grads)
     if step.training:
         changes["chunk_grads"] = _own_totals(sums, group)
     sums = dataclasses.replace(sums, **changes)
-    return StepPlaces(sums, places.stores.viewed(views, own.axes), residuals, halves)
+    return StepPlaces(sums, places.stores.viewed(views, local.axes), residuals, halves)
 
 
 def _own_totals(sums: StepSums, group: StageGroup) -> list[Any]:
     """A group's sums among those of its chunk: of what is trained in any group."""
-    chunk, views, own = group.position.chunk, group.position.views, group.local.trained
+    chunk, views, trained = group.position.chunk, group.position.views, group.local.trained
     summed = group.local.model.trained.chunks[chunk]
     totals, total = list(sums.chunk_grads), sums.chunk_grads[chunk]
     added = sums.added.refs if group.local.adds else []
-    if views is None and own == summed:
+    if views is None and trained == summed:
         totals[chunk] = total.beside(added)
         return totals
     place = {cell: n for n, cell in enumerate(np.flatnonzero(summed).tolist())}
     if views is None:
-        refs = {n: total.refs[place[n]] for n in np.flatnonzero(own).tolist()}
+        refs = {n: total.refs[place[n]] for n in np.flatnonzero(trained).tolist()}
         mine = [Spot(place[n], None, ref.shape) for n, ref in refs.items()]
     else:
-        spots = chosen(views.params.spots, own)
+        spots = chosen(views.params.spots, trained)
         mine = [dataclasses.replace(spot, cell=place[spot.cell]) for spot in spots]
     totals[chunk] = TotalView(total, tuple(mine), added)
     return totals

@@ -107,7 +107,7 @@ class VocabularyParallel:
 
     def _ids(self, microbatch: Any) -> jax.Array:
         ids = _only(at(self.local.batch.inputs, microbatch)).astype(jnp.int32)
-        return _own(ids, parts=self.tables.embed_parts)
+        return _own_part(ids, parts=self.tables.embed_parts)
 
     # --- head ---
 
@@ -119,7 +119,7 @@ class VocabularyParallel:
         z = own_logits(local, h, table)
         if actions.step.logprobs:
             ids = _only(at(local.batch.targets, microbatch)).astype(jnp.int32)
-            ids = _own(ids, parts=self.tables.head_parts)
+            ids = _own_part(ids, parts=self.tables.head_parts)
             lost = losses_of(*_whole(z, self._place(ids, z)))
             logprobs = self._joined(-mask_losses(lost, ids, self.tables.head_words, IGNORED), -1)
             # Every rank knows it; one says it.
@@ -179,7 +179,7 @@ class VocabularyParallel:
         """Sum and weight of the loss, and the gradient for this rank's logits."""
         loss_fn = cast("CrossEntropy", self.local.model.loss_fn)
         of_tokens = loss_fn.tokens(at(self.local.batch.targets, microbatch))
-        ids, weights = (_own(x, parts=self.tables.head_parts) for x in of_tokens)
+        ids, weights = (_own_part(x, parts=self.tables.head_parts) for x in of_tokens)
         place = self._place(ids, z)
         top, total, picked = _whole(z, place)
         counts = spoil(ids, weights, self.tables.head_words)
@@ -262,7 +262,7 @@ def _whole(z: jax.Array, place: tuple[jax.Array, jax.Array]) -> tuple[jax.Array,
     return top, (totals * jnp.exp(largest - top[None])).sum(axis=0), picked.sum(axis=0)
 
 
-def _own(of_tokens: jax.Array, *, parts: bool) -> jax.Array:
+def _own_part(of_tokens: jax.Array, *, parts: bool) -> jax.Array:
     """Cut a value of each token to this rank's positions, where ranks have parts."""
     return split_sequence(of_tokens, sequence_axis=-1) if parts else of_tokens
 

@@ -78,10 +78,10 @@ class Carries(WholeSequences):
         for number, t in enumerate(jax.tree.leaves(self.types)):
             nothing = vary(zeros(t), varying_in(t, otherwise=self.axes))
             # What lies in a place that nobody wrote may be NaN: it is replaced, not multiplied.
-            own = [carries[n][number] for n in range(count)]
+            parts = [carries[n][number] for n in range(count)]
             if self.part is None:
-                own = [jnp.where(n < part, own[n], nothing) for n in range(count)]
-            leaves.append(jnp.stack([*own, *[nothing] * (N - count)]))
+                parts = [jnp.where(n < part, parts[n], nothing) for n in range(count)]
+            leaves.append(jnp.stack([*parts, *[nothing] * (N - count)]))
         return SlicedInput(x, jax.tree.unflatten(jax.tree.structure(self.types), leaves))
 
     def earlier(self, row: Any) -> Tree:

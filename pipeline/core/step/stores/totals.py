@@ -84,21 +84,21 @@ class TotalView:
     def __init__(self, total: Total, spots: tuple[Spot, ...], added: Leaves) -> None:
         self._added, self.of_chunk = added, total
         self._parts = [Part(total.refs[spot.cell], spot) for spot in spots]
-        self._own = [spot.part is None for spot in spots]
+        self._is_whole = [spot.part is None for spot in spots]
         self._refs = [total.refs[spot.cell] for spot in spots]
         self.refs: Leaves = []
 
     def begin(self) -> None:
         """Make `refs` for the gradients of one action."""
         self.refs = [
-            ref if own else jax.new_ref(vary(jnp.zeros(part.shape, ref.dtype), varying_in(ref)))
-            for ref, part, own in zip(self._refs, self._parts, self._own, strict=True)
+            ref if whole else jax.new_ref(vary(jnp.zeros(part.shape, ref.dtype), varying_in(ref)))
+            for ref, part, whole in zip(self._refs, self._parts, self._is_whole, strict=True)
         ]
 
     def end(self, *, changed: bool) -> None:
         """Add what was summed, if anything."""
-        for ref, part, own in zip(self.refs, self._parts, self._own, strict=True):
-            if changed and not own:
+        for ref, part, whole in zip(self.refs, self._parts, self._is_whole, strict=True):
+            if changed and not whole:
                 part[...] += ref[...]
         self.refs = []
 

@@ -105,7 +105,7 @@ class WindowTotal(Total):
         super().__init__(parts, axes, added)
         self._results = self.refs
         pairs = zip(self.refs, windows, strict=True)
-        self.refs = [own if window is None else window for own, window in pairs]
+        self.refs = [result if window is None else window for result, window in pairs]
 
     @property
     def results(self) -> Leaves:
@@ -115,17 +115,17 @@ class WindowTotal(Total):
     def shared_out(self, real: Any = True) -> Leaves:
         """This device's part of what is in windows, summed over data shards, if it is ``real``."""
         parts = []
-        for own, ref, spread in zip(self._results, self.refs, self._spreads, strict=True):
-            if ref is not own:
+        for result, ref, spread in zip(self._results, self.refs, self._spreads, strict=True):
+            if ref is not result:
                 parts += scatter([if_real(real, tiled(ref[...]))], [spread], lead=1)
         return parts
 
     def add_parts(self, parts: Leaves) -> None:
         """Add what was `shared_out` to what this device keeps."""
-        for (own, _), part in zip(self._in_windows, parts, strict=True):
+        for (result, _), part in zip(self._in_windows, parts, strict=True):
             # Behind a barrier: XLA for TPUs takes a reduction whose result is added to what a loop
             # carries out of the loop, and so carries the sum whole (jaxlib 0.10.2).
-            own[...] += barrier(part)[0]
+            result[...] += barrier(part)[0]
 
     def reduced(
         self,
@@ -146,7 +146,7 @@ class WindowTotal(Total):
     def _in_windows(self) -> list[tuple[Any, Any]]:
         """The refs of what this device keeps and of the windows, of gradients that shards share."""
         pairs = zip(self._results, self.refs, strict=True)
-        return [(own, ref) for own, ref in pairs if ref is not own]
+        return [(result, ref) for result, ref in pairs if ref is not result]
 
 
 def chunk_totals(
