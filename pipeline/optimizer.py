@@ -31,7 +31,7 @@ from pipeline.core.layers_view.layout import Layout, check_layout
 from pipeline.core.layers_view.reroll import Rerolled
 from pipeline.core.layers_view.rows import Cut, LeafRow
 from pipeline.core.layers_view.state import Lay, StatePlan, key_name, plan_state
-from pipeline.core.layers_view.view import EndRef, LayerView, Ref, found_in, layer_view
+from pipeline.core.layers_view.view import EndRef, LayerView, Ref, layer_view, value_at
 from pipeline.core.model.trained_filters import Parts, trained_parts
 from pipeline.core.placement import meshes
 from pipeline.core.placement.distribute import distribute
@@ -303,9 +303,9 @@ class _Layered:
         def one(ref: Ref | EndRef) -> Any:
             if isinstance(ref, Ref):
                 stack = view.stacks[ref.stack]
-                return found_in(params, stack.path).dtype, stack.slots[ref.slot].shape
+                return value_at(params, stack.path).dtype, stack.slots[ref.slot].shape
             end = view.ends[ref.end]
-            return found_in(params, ("ends", *end.path)).dtype, end.shape
+            return value_at(params, ("ends", *end.path)).dtype, end.shape
 
         types = jax.tree.map(lambda ref: jax.ShapeDtypeStruct(*reversed(one(ref))), view.tree)
         key = tuple(leaf.dtype for leaf in jax.tree.leaves(types))
@@ -397,7 +397,7 @@ class _LayerInputs:
         view = self.view
         indices = []
         for stack in view.stacks:
-            array = found_in(tree, stack.path)
+            array = value_at(tree, stack.path)
             array = array if lay is None else lay(array, stack.spread.gradient)
             indices.append([self.add(*given) for given in stack.inputs(array)])
 
@@ -405,7 +405,7 @@ class _LayerInputs:
             if isinstance(ref, Ref):
                 return LeafRow(indices[ref.stack][ref.slot], ref.rank)
             end = view.ends[ref.end]
-            array = found_in(tree, ("ends", *end.path))
+            array = value_at(tree, ("ends", *end.path))
             return end.cut(array if lay is None else lay(array, end.spread.gradient))
 
         return jax.tree.map(one, view.tree)

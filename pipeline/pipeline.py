@@ -43,7 +43,7 @@ from pipeline.core.placement.paths import Asked
 from pipeline.core.placement.placement import Placement
 from pipeline.core.step import differentiable, runtime
 from pipeline.core.step.operands import Operands, check_arrays, device_limit, make_operands, types
-from pipeline.core.step.results import Kept
+from pipeline.core.step.results import StateLeaves
 from pipeline.lint import Lint
 from pipeline.processes.replicas import check_replicas
 from schedules.orders.schedule import Schedule
@@ -773,7 +773,7 @@ class Pipeline(nnx.Module):
         given = inputs, targets, extras, loss_for
         return make_operands(plan, *state, *given, wrt=wrt, has_aux=has_aux, weighed=weighed)
 
-    def _keep(self, plan: Plan, model: Model, kept: Kept) -> None:
+    def _keep(self, plan: Plan, model: Model, kept: StateLeaves) -> None:
         """Take over the state that a step has written, if it has written any."""
         if (model.stages, model.ends) in plan.compiled.writes:
             specs = jax.tree.leaves(model.state_specs)

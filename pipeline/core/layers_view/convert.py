@@ -23,8 +23,8 @@ from pipeline.core.layers_view.view import (
     Ref,
     Slot,
     Stack,
-    found_in,
     layer_view,
+    value_at,
 )
 from pipeline.core.model.chunks import stack_rows
 from pipeline.core.placement.distribute import distribute
@@ -46,10 +46,10 @@ def to_layers(pipe: Any, tree: Tree) -> Layers:
     def value_of(ref: Ref | EndRef) -> Any:
         if isinstance(ref, EndRef):
             end = view.ends[ref.end]
-            leaf = found_in(tree, ("ends", *end.path))
+            leaf = value_at(tree, ("ends", *end.path))
             return end.cut(leaf) if getattr(leaf, "shape", None) == end.stored else leaf
         stack = view.stacks[ref.stack]
-        slot, leaf = stack.slots[ref.slot], found_in(tree, stack.path)
+        slot, leaf = stack.slots[ref.slot], value_at(tree, stack.path)
         if not hasattr(leaf, "shape"):  # a label, of all that lies there
             return leaf
         shape = tuple(leaf.shape)
@@ -91,13 +91,13 @@ def from_layers(pipe: Any, layers: Layers) -> nnx.State[Any, Any]:
             spread = spread_of(variable, (STAGE,))
             stack = replace(stack, row=tuple(raw(variable).shape[1:]), spread=spread)  # noqa: PLW2901
         leaves = {
-            (rank, slot): found_in(layers["stages"][k], path)
+            (rank, slot): value_at(layers["stages"][k], path)
             for slot in stack.slots
             for rank, (k, path) in slot.names
         }
         arrays.append((stack.path, _joined(pipe.mesh, view, stack, leaves)))
     for end in view.ends:
-        leaf = found_in(layers, end.path)
+        leaf = value_at(layers, end.path)
         if getattr(leaf, "shape", None) == end.shape:
             leaf = _placed(end.fill(leaf), NamedSharding(pipe.mesh, end.spread.stored))
         arrays.append((("ends", *end.path), leaf))
@@ -138,7 +138,7 @@ def _has_all(tree: Tree, paths: Iterable[Path]) -> bool:
     """Tell whether a tree has leaves at all of some paths."""
     try:
         for path in paths:
-            found_in(tree, path)
+            value_at(tree, path)
     except ValueError:
         return False
     return True

@@ -23,7 +23,7 @@ from pipeline.base.variables import kind_text, metadata, raw, remade
 from pipeline.core.placement.distribute import distribute
 from pipeline.core.placement.placement import LAYERS
 
-Held = Sequence[Sequence[int]]  # [S] lists of the V stages on each rank
+StagesOf = Sequence[Sequence[int]]  # [S] lists of the V stages on each rank
 
 
 class Mark(nnx.Variable[Any]):
@@ -40,7 +40,7 @@ class Layout(nnx.Module):
       loop: whether a loop has a mark too.
     """
 
-    def __init__(self, stages_of: Held, mesh: Mesh, *, types: bool, loop: bool = False) -> None:
+    def __init__(self, stages_of: StagesOf, mesh: Mesh, *, types: bool, loop: bool = False) -> None:
         everywhere = NamedSharding(mesh, PartitionSpec())
         for name in _marks(stages_of, loop=loop):
             value: Any = jax.ShapeDtypeStruct((), np.int32, sharding=everywhere)
@@ -66,7 +66,7 @@ class PipelineOrigin:
         return self
 
 
-def layout_name(stages_of: Held) -> str | None:
+def layout_name(stages_of: StagesOf) -> str | None:
     """The order of layers, ``loop_2x2`` of S = V = 2; None for V = 1, where there is but one."""
     S, V = len(stages_of), len(stages_of[0])
     if V == 1:
@@ -79,14 +79,14 @@ def layout_name(stages_of: Held) -> str | None:
     return f"{kind}_{S}x{V}"
 
 
-def _marks(stages_of: Held, *, loop: bool) -> list[str]:
+def _marks(stages_of: StagesOf, *, loop: bool) -> list[str]:
     name = layout_name(stages_of)
     if name is None:
         return []
     return [name] * loop if name.startswith("loop") else [name, f"{name}_back"]
 
 
-def mark(chunks: Iterable[nnx.Module], stages_of: Held) -> None:
+def mark(chunks: Iterable[nnx.Module], stages_of: StagesOf) -> None:
     """Write the order of layers into the metadata of all parameters of some chunks."""
     name = layout_name(stages_of)
     for chunk in chunks:
@@ -106,7 +106,7 @@ def types_of(chunks: nnx.Module) -> dict[Any, Any]:
     return {("chunks", *path): leaf for path, leaf in flat if isinstance(leaf, nnx.Variable)}
 
 
-def drop_marks(layout: Layout, stages_of: Held, foreign: Mapping[Any, Any]) -> None:
+def drop_marks(layout: Layout, stages_of: StagesOf, foreign: Mapping[Any, Any]) -> None:
     """Forget marks of other orders, where variables of stages say that their order is another.
 
     Args:
@@ -121,7 +121,7 @@ def drop_marks(layout: Layout, stages_of: Held, foreign: Mapping[Any, Any]) -> N
 
 
 def check_layout(
-    what: str, stages_of: Held, layout: Layout, variables: Iterable[tuple[Any, Any]]
+    what: str, stages_of: StagesOf, layout: Layout, variables: Iterable[tuple[Any, Any]]
 ) -> None:
     """Check that a state's layers lie as a pipeline has them.
 

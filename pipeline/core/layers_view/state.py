@@ -27,7 +27,7 @@ from collectives import STAGE
 from pipeline.base.tree import Tree
 from pipeline.core.layers_view.reroll import Rerolled
 from pipeline.core.layers_view.rows import Cut, LeafRow
-from pipeline.core.layers_view.view import End, LayerView, Name, Path, Slot, Stack, found_in
+from pipeline.core.layers_view.view import End, LayerView, Name, Path, Slot, Stack, value_at
 from pipeline.core.placement.placement import Spread
 
 Add = Callable[[Any, Cut | None], int]  # a stack, to its index among a program's
@@ -54,13 +54,13 @@ class _Part:
         """The tree of layers, whose leaves are rows, and arrays of embed and head."""
         leaves: list[Any] = [None] * self.treedef.num_leaves
         for stack, rows in zip(self.stacks, self.rows, strict=True):
-            array = found_in(stored, stack.path)
+            array = value_at(stored, stack.path)
             for entry, of_rank in zip(stack.inputs(array), rows, strict=True):
                 index = add(*entry)
                 for rank, n in of_rank.items():
                     leaves[n] = LeafRow(index, rank)
         for n, end in self.ends:
-            leaves[n] = end.cut(found_in(stored, end.path))
+            leaves[n] = end.cut(value_at(stored, end.path))
         return jax.tree.unflatten(self.treedef, leaves)
 
     def write(self, tree: Tree, program: Rerolled, ranks: int, lay: Lay) -> Tree:

@@ -308,7 +308,7 @@ def _slots(
     ]
 
 
-def found_in(tree: Tree, path: Path) -> Any:
+def value_at(tree: Tree, path: Path) -> Any:
     """Find the value at a path of a tree of mappings, taken out of its variable if it has one.
 
     Raises:

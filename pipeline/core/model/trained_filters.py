@@ -71,7 +71,7 @@ def find_trained(
         owners.count("embed"),
     )
     if not trained.is_anything:
-        asks.check_found()
+        asks.check_any()
     return trained
 
 
@@ -179,7 +179,7 @@ class _Asks:
             f"nnx.All(nnx.Param, ...) does with all state that is no parameter"
         )
 
-    def check_found(self) -> None:
+    def check_any(self) -> None:
         """Refuse a filter that found nothing; by default a model may have no parameters."""
         if self._is_default:
             return

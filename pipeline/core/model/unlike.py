@@ -37,7 +37,7 @@ from pipeline.core.placement.paths import ModelPath, of_stage
 from pipeline.core.placement.placement import DEFERRED, Placement, unnamed
 
 Path = tuple[Any, ...]
-Held = tuple[Any, Spot]  # a variable, and where its value lies in a cell
+VariableSpot = tuple[Any, Spot]  # a variable, and where its value lies in a cell
 
 
 class Group(nnx.Module):
@@ -92,7 +92,7 @@ class Overlaid(nnx.Module):
             # Layers of one kind then share places whatever their number in a stage is.
             cells, spots = overlay([_by_kind(leaves) for leaves in lists])
         _check_sharded(_unplaced(lists, cells, spots, placement), why)
-        items: list[list[list[Held]]] = [[[] for _ in stages] for _ in cells]
+        items: list[list[list[VariableSpot]]] = [[[] for _ in stages] for _ in cells]
         for rank, (flat, row) in enumerate(zip(flats, spots, strict=True)):
             for variable, spot in zip(flat.values(), row, strict=True):
                 items[spot.cell][rank].append((variable, spot))
@@ -225,7 +225,7 @@ def _view(half: Tree, places: dict[Path, Spot], stage_half: Tree, paths: list[Pa
     return View(jax.tree.structure(half), tuple(moved))
 
 
-def _cell_variable(cell: Cell, ranks: list[list[Held]], placement: Placement) -> Any:
+def _cell_variable(cell: Cell, ranks: list[list[VariableSpot]], placement: Placement) -> Any:
     """[S, ...] from what each rank holds in a cell; no device holds more than its own part."""
     like = next(variable for items in ranks for variable, _ in items)
     first = raw(like)
@@ -262,7 +262,7 @@ def _cell_variable(cell: Cell, ranks: list[list[Held]], placement: Placement) ->
     return label(values)
 
 
-def _filled(cell: Cell, like: Any, items: list[Held]) -> Any:
+def _filled(cell: Cell, like: Any, items: list[VariableSpot]) -> Any:
     """Fill one rank's part of a cell."""
     value = jax.numpy.broadcast_to(zeros(like).ravel()[0], cell.shape)
     for variable, spot in items:

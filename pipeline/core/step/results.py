@@ -30,7 +30,7 @@ from pipeline.core.step.calls.rank import LossScale
 from pipeline.core.step.stores.loops import scale_in_place
 from pipeline.core.step.stores.totals import StepSums, Total
 
-Kept = tuple[list[Leaves], Leaves]  # declared state: of each chunk, and of the ends
+StateLeaves = tuple[list[Leaves], Leaves]  # declared state: of each chunk, and of the ends
 Gradients = tuple[tuple[Leaves, ...], Leaves]  # of each chunk, and of the ends
 
 
@@ -166,7 +166,7 @@ def own_logits_of(sums: StepSums, plan: Plan) -> jax.Array:
     return jnp.moveaxis(_joined(sums.results.all(), plan), -1, 0)
 
 
-def state_after(local: LocalModel, weights: Weights, plan: Plan, *, training: bool) -> Kept:
+def state_after(local: LocalModel, weights: Weights, plan: Plan, *, training: bool) -> StateLeaves:
     """The declared state after a step, as the step returns it."""
     state, declared = local.rank.declared, local.model.declared
     if state is not None:

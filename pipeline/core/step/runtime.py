@@ -38,7 +38,7 @@ from pipeline.core.step.ranks import (
 )
 from pipeline.core.step.results import (
     Gradients,
-    Kept,
+    StateLeaves,
     calls_of,
     gradients_of,
     input_gradients,
@@ -71,7 +71,7 @@ def train(
     *,
     want_inputs: bool = False,
     normalise: bool = True,
-) -> tuple[Any, Gradients, Leaves, Kept]:
+) -> tuple[Any, Gradients, Leaves, StateLeaves]:
     """Run a schedule, forward and backward.
 
     Args:
@@ -144,7 +144,7 @@ def _in_place(plan: Plan, gradients: Leaves, specs: list[P], batch: Batch) -> Le
 @PerPlan
 def evaluate(
     plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_share: bool = False
-) -> tuple[Any, Kept]:
+) -> tuple[Any, StateLeaves]:
     """Run forward actions: the loss, or (loss, metrics), on every rank, and declared state.
 
     With ``want_share`` these come with the share of a microbatch, to multiply gradients of sums
@@ -162,7 +162,7 @@ def evaluate(
 
 
 @PerPlan
-def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, Kept]:
+def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, StateLeaves]:
     """Run forward actions: [N, ...] outputs on every rank, and declared state."""
     arguments, lie = (plan, model, weights, batch), plan.axes.output_spec
     step = StepRequest(training=False, take_loss=False)
@@ -176,7 +176,7 @@ def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[T
 
 
 @PerPlan
-def logprobs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, Kept]:
+def logprobs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, StateLeaves]:
     """Run forward actions: [N, ...] float32 log-probabilities of targets, and declared state."""
     arguments, lie = (plan, model, weights, batch), plan.axes.output_spec
     step = StepRequest(training=False, take_loss=False, logprobs=True)
@@ -184,7 +184,7 @@ def logprobs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[
     return _ordered_outputs(results, plan)
 
 
-def _ordered_outputs(results: tuple[Tree, Kept], plan: Plan) -> tuple[Tree, Kept]:
+def _ordered_outputs(results: tuple[Tree, StateLeaves], plan: Plan) -> tuple[Tree, StateLeaves]:
     """Outputs with their positions in order."""
     values, state = results
     spec = plan.axes.output_spec
@@ -201,7 +201,7 @@ def _infer(
     spec: P,
     *,
     training: bool = False,
-) -> tuple[Any, Kept]:
+) -> tuple[Any, StateLeaves]:
     """Run forward actions; returns their results, and declared state.
 
     Args:
@@ -216,7 +216,7 @@ def _infer(
     """
     needs = model.trained.needs_gradients(want_inputs=False, backward=False)
 
-    def body(tables: Row, weights: Weights, batch: Batch, _: None) -> tuple[Any, Kept]:
+    def body(tables: Row, weights: Weights, batch: Batch, _: None) -> tuple[Any, StateLeaves]:
         rank = make_rank(plan, model, weights, batch, loss=LossScale(counts=step.take_loss))
         traced = inspect(plan, rank, needs, take_loss=step.take_loss, training=training)
         if not (step.take_loss or step.logprobs):
@@ -230,7 +230,7 @@ def _infer(
 
     out_specs = spec, manual(plan, model.state_specs)
     return cast(
-        "tuple[Any, Kept]",
+        "tuple[Any, StateLeaves]",
         run_on_ranks(plan, model, plan.forward, body, out_specs)(weights, batch),
     )
 

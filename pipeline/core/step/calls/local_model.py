@@ -170,7 +170,7 @@ class LocalModel(Forward):
             whole = combine(inputs, leaves, others)
             return ends.embed(self.rank, weights, whole, microbatch)
 
-        return self._pulled_ends(f, floats, "embed")
+        return self._ends_pullback(f, floats, "embed")
 
     def loss_pullback(self, y: Tree, microbatch: Any) -> tuple[Outcome, Pullback]:
         """The loss, as of `finish`; over the ends' weights and the last stage's output."""
@@ -180,9 +180,9 @@ class LocalModel(Forward):
             return ends.finish(self.rank, weights, combine(y, leaves, others), microbatch)
 
         part = "head, or loss_fn," if self.model.has_head else "loss_fn"
-        return self._pulled_ends(f, floats, part)
+        return self._ends_pullback(f, floats, part)
 
-    def _pulled_ends(self, f: Any, floats: Leaves, part: str) -> tuple[Outcome, Pullback]:
+    def _ends_pullback(self, f: Any, floats: Leaves, part: str) -> tuple[Outcome, Pullback]:
         return outcome_and_pullback(
             f,
             self.ends_weights,
