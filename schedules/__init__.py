@@ -10,14 +10,14 @@ from schedules.core.costs import Costs
 from schedules.lowering.lower import lower
 from schedules.lowering.program import Program
 from schedules.orders.schedule import Schedule, from_orders
-from schedules.timing.report import Explanation, Report
-from schedules.timing.simulate import simulate
 
 if TYPE_CHECKING:
     from schedules.lowering.check_program import check_program
     from schedules.search.auto import Choice, auto
     from schedules.timing.cuts import equal_time
     from schedules.timing.differences import Difference, differences
+    from schedules.timing.report import Explanation, Report
+    from schedules.timing.simulate import simulate
 
 __all__ = [
     "Action",
@@ -42,14 +42,17 @@ __all__ = [
     "simulate",
 ]
 
-# Names that nobody needs to build, time and lower a schedule: loaded when they are used.
+# Names that nobody needs to build and lower a schedule: loaded when they are used.
 _LATER = {
     "Choice": "search.auto",
     "Difference": "timing.differences",
+    "Explanation": "timing.report",
+    "Report": "timing.report",
     "auto": "search.auto",
     "check_program": "lowering.check_program",
     "differences": "timing.differences",
     "equal_time": "timing.cuts",
+    "simulate": "timing.simulate",
 }
 _MODULES = {home.partition(".")[0] for home in _LATER.values()}
 

@@ -74,7 +74,10 @@ class Residuals:
     Attributes:
       stashed: the types of what must be stashed for one microbatch.
       gathers: whether the backward does gather something again.
+      holds_output: whether the stash has the stage's output too, to be read by `output`.
     """
+
+    holds_output = False
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE, vary
@@ -23,7 +24,6 @@ from pipeline.core.options.plan import Plan
 from pipeline.core.placement.placement import Spread
 from pipeline.core.placement.zero import defer_reduction, gather, kernel_spec
 from pipeline.core.step.calls.rank import LossScale, Rank, Slices
-from pipeline.core.step.run.ticks import was_sent
 from pipeline.core.step.stores.weights import ChunkWeights
 from schedules.lowering.program import COMMON, Program
 
@@ -45,7 +45,7 @@ def run_on_ranks(
     if runs is not None:
         columns["op"] = jnp.where(runs, columns["op"], 0)
         discard = program.values["operand"].discard
-        columns["arrival"] = jnp.where(was_sent(program, runs), columns["arrival"], discard)
+        columns["arrival"] = jnp.where(_was_sent(program, runs), columns["arrival"], discard)
     tables = {name: jnp.moveaxis(table, 2, 0) for name, table in columns.items()}
     of_tables = dict.fromkeys(tables, P(STAGE))
     if program.shared:
@@ -185,3 +185,24 @@ def make_rank(
 def _squeeze(tree: Tree) -> Tree:
     """Drop the leading axis of length 1 that a sharded [S, ...] leaf has on its rank."""
     return jax.tree.map(lambda x: x[0], tree)
+
+
+def _was_sent(program: Program, runs: jax.Array) -> jax.Array:
+    """[T, slots, S, C] whether what a channel brings is from an entry that runs.
+
+    Args:
+      program: any.
+      runs: [T, slots, S] the entries of its table that do.
+    """
+    num_slots, num_ranks, num_channels = program.arrival.shape[1:]
+    # Of every entry of `arrival` the rank that sent it, and whether it left a slot earlier.
+    source = np.zeros((num_slots, num_ranks, num_channels), np.int32)
+    late = np.zeros(source.shape, bool)
+    for index, slot in enumerate(program.slots):
+        for column, channel in enumerate(slot.channels):
+            late[index, :, column] = program.delayed and channel.shift != 0
+            for rank, destination in channel.edges:
+                source[index, destination, column] = rank
+    slots = np.arange(num_slots)[:, None, None]
+    before = jnp.roll(runs.reshape(-1, num_ranks), 1, axis=0).reshape(runs.shape)
+    return jnp.where(late, before[:, slots, source], runs[:, slots, source])

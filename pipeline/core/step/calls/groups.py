@@ -126,6 +126,8 @@ def make_local_model(rank: Rank, activations: Activations, needs: Needs) -> Loca
 class WithOutput:
     """Residuals whose stash also holds the stage's output."""
 
+    holds_output = True
+
     def __init__(self, residuals: Residuals, y: Tree) -> None:
         self._residuals, self._y_tree = residuals, jax.tree.structure(y)
         self.stashed = [*residuals.stashed, *jax.tree.leaves(y)]

@@ -14,7 +14,6 @@ from typing import Any
 from pipeline.base.tree import Leaves, Tree
 from pipeline.core.autodiff.accumulate import Pullback
 from pipeline.core.autodiff.outcome import Outcome
-from pipeline.core.step.calls.groups import WithOutput
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.stores.slices import WholeSequences
 from pipeline.core.step.stores.store import Row, Stores
@@ -119,7 +118,7 @@ class SavedResiduals(SavedInput):
         """The last stage's output, in the place where others find the gradient that has arrived."""
         # On the last stage the place of the gradient holds the output that it is made of. Where no
         # message has the output's type, it is stashed beside the residuals.
-        if isinstance(self.residuals, WithOutput):
+        if self.residuals.holds_output:
             return self.residuals.output(saved)
         return self.stores.device["gradient"][row["gradient"]]
 

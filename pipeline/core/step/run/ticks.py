@@ -110,24 +110,3 @@ def _once(body: Any, carry: tuple[Tree, Any], row: Row) -> tuple[Tree, Any]:
         return body((message, value[1]), row)[0]
 
     return run_once(update, (message, arrays))
-
-
-def was_sent(program: Program, runs: jax.Array) -> jax.Array:
-    """[T, slots, S, C] whether what a channel brings is from an entry that runs.
-
-    Args:
-      program: any.
-      runs: [T, slots, S] the entries of its table that do.
-    """
-    num_slots, num_ranks, num_channels = program.arrival.shape[1:]
-    # Of every entry of `arrival` the rank that sent it, and whether it left a slot earlier.
-    source = np.zeros((num_slots, num_ranks, num_channels), np.int32)
-    late = np.zeros(source.shape, bool)
-    for index, slot in enumerate(program.slots):
-        for column, channel in enumerate(slot.channels):
-            late[index, :, column] = program.delayed and channel.shift != 0
-            for rank, destination in channel.edges:
-                source[index, destination, column] = rank
-    slots = np.arange(num_slots)[:, None, None]
-    before = jnp.roll(runs.reshape(-1, num_ranks), 1, axis=0).reshape(runs.shape)
-    return jnp.where(late, before[:, slots, source], runs[:, slots, source])
