@@ -170,3 +170,21 @@ def test_rooms_stand_above_those_that_they_import_from(
         for one in sorted(graph[name] & set(floor) - {name})
         if floor[one] <= floor[name]
     ] == []
+
+
+def test_the_files_that_a_feature_touches_are_counted() -> None:
+    """Rows of the record, computed: by room the files that name a feature."""
+    rows = PAGE.partition("## What a feature touches\n")[2].partition("\n## ")[0].splitlines()
+    table = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if "` |" in row]
+    counted = []
+    for feature, words, *_ in table:
+        names = "|".join(map(re.escape, re.findall(r"`(.+?)`", words)))
+        known = re.compile(rf"(?<!\w)(?:{names})(?!\w)")
+        count = dict.fromkeys(("pipeline.core.step", "pipeline.core", "schedules", ""), 0)
+        for name, file in MODULES.items():
+            if known.search(file.read_text(encoding="utf-8")):
+                count[
+                    next(room for room in count if f"{name}.".startswith(f"{room}.") or not room)
+                ] += 1
+        counted.append([feature, words, *map(str, count.values())])
+    assert table == counted
