@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from collectives import make_mesh
 from examples import gpt
 from pipeline import Pipeline
-from pipeline.insight.forecast.bytes import MemoryPrediction, Places, predict
+from pipeline.insight.forecast.bytes import MemoryPrediction, PlaceBytes, predict
 from pipeline.insight.forecast.fusion import Compiler
 from pipeline.insight.forecast.liveness import Walk
 from tests.support import chips, models
@@ -97,7 +97,7 @@ def test_exponentials_on_a_gpu_are_computed_by_each_reader():
 
 def test_results_on_a_gpu_lend_their_memory_to_all_but_stashes():
     sizes = {"weights": 8, "batch": 1, "returned": 4, "totals": 8, "kept": 1, "workspace": 5}
-    places = {"messages": Places(2, 1), "stashes": Places(3, 2), "crossings": Places()}
+    places = {"messages": PlaceBytes(2, 1), "stashes": PlaceBytes(3, 2), "crossings": PlaceBytes()}
     assert MemoryPrediction(**sizes, **places).temporaries == 8 + 6 + 8
     assert MemoryPrediction(**sizes, **places, lent=4).temporaries == 8 + 6 + 4
     assert MemoryPrediction(**sizes, **places, lent=9).temporaries == 8 + 6
