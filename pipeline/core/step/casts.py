@@ -1,4 +1,4 @@
-"""Weights that stages read in a narrower dtype alone, cast once before the ticks.
+"""Casts of weights before the first tick, where stages read them in one narrower dtype only.
 
 Letters: V chunks. A stage with float32 weights that computes in bfloat16 casts them in every
 action. Here they are cast before the first one, and gathered, if they are, in the narrow dtype:
@@ -22,15 +22,17 @@ from pipeline.core.step.stores.weights import ChunkWeights
 
 
 def cast_once(rank: Rank, bodies: Sequence[Any]) -> ChunkWeights:
-    """The rank's weights, with narrow copies of those that stages read in one narrower dtype alone.
+    """The rank's weights, with narrow copies of those that stages read in one narrower dtype.
 
     Args:
-      rank: whose model was traced.
+      rank: the rank, whose model was traced.
       bodies: [K] the jaxpr of each stage, a function of its weights.
     """
     chunks = rank.chunks
     if rank.facts.has_refs or rank.facts.has_checks:
         return chunks
+    # A leaf of a chunk is read by all of its stages, in cells perhaps by different weights of them:
+    # it has a copy only if all of these are cast to the same dtype.
     wide = chunks.before_step or chunks.shards
     dtypes_of: list[list[set[Any]]] = [[set() for _ in leaves] for leaves in wide]
     reads = {key: read_in(body) for key, body in {id(body): body for body in bodies}.items()}
@@ -46,6 +48,8 @@ def cast_once(rank: Rank, bodies: Sequence[Any]) -> ChunkWeights:
             return None
         with jax.named_scope(scopes.CASTS):
             narrow = leaf.astype(dtype)
+            # Weights that are gathered for the step have been gathered wide, for the trace. Here
+            # the narrow part is gathered too; XLA drops the wide gather, whose result nobody reads.
             if chunks.before_step:
                 (narrow,) = gather([narrow], [chunks.spreads[v][n]], lead=1)
             return vary_like(narrow, chunks.shards[v][n])

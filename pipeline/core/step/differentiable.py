@@ -41,11 +41,11 @@ _TWICE = (
 
 @dataclasses.dataclass(frozen=True)
 class _Waiting:
-    """Residuals of a loss whose gradients are computed when its cotangent is known.
+    """Residuals of a loss whose timetable runs in the backward pass, scaled by the cotangent.
 
     Attributes:
       weights, batch: operands of the step.
-      share: what a sum's gradients are to be multiplied with, a scalar.
+      share: 1 / W, the factor of a sum's gradients, a scalar.
       want_inputs: whether the inputs are differentiated.
       trained: which parameters are.
     """
@@ -68,7 +68,7 @@ def _loss(plan: Plan, model: Model, before: Before, weights: Weights, batch: Bat
     Args:
       plan: the options of the pipeline.
       model: the user's model.
-      before: what is called before the timetable runs, which it does where this is differentiated.
+      before: a function that is called before the timetable runs, so only under a derivative.
       weights: [S, ...] leaves of chunks, and leaves of the ends.
       batch: [N, ...] leaves.
     """
@@ -79,10 +79,16 @@ def _loss(plan: Plan, model: Model, before: Before, weights: Weights, batch: Bat
 def _loss_forward(
     plan: Plan, model: Model, before: Before, weights: Any, batch: Any
 ) -> tuple[Any, Any]:
+    # This rule runs only under a derivative, so the caller wants gradients: one run of the
+    # timetable gives them with the loss. To run it in the backward would repeat all forwards, or
+    # keep every microbatch's residuals until then. The gradient is linear in the cotangent, a
+    # scalar, so the backward scales what is kept.
     want_inputs, model = _wants_inputs(weights, batch), _restrict(model, weights)
     weights, batch = _values(weights), _values(batch)
     before(plan, model, weights, batch, want_inputs=want_inputs)
     run = functools.partial(plan.lint.run, runtime.train, plan, model, want_inputs=want_inputs)
+    # In float16, small gradients would already be 0 when a loss scale reaches them as the
+    # cotangent. So only forwards run here, and the backward runs the timetable on the scaled loss.
     if _is_narrow(plan, model, weights, batch, run, want_inputs=want_inputs):
         infers = functools.partial(plan.lint.run, runtime.evaluate, plan, model, want_share=True)
         with refusing_twice(_TWICE):
@@ -99,6 +105,7 @@ def _is_narrow(
     plan: Plan, model: Model, weights: Any, batch: Any, run: Callable[..., Any], **wanted: bool
 ) -> bool:
     """Tell whether a step computes in floats in which gradients vanish or overflow, seen once."""
+    # Read off the trace, since a user's stage may cast to float16 by itself.
     key = plan, model, signature((weights, batch)), *wanted.values()
     cache = plan.compiled.narrow
     if key not in cache:
@@ -114,6 +121,7 @@ def _loss_backward(plan: Plan, model: Model, _: Before, residuals: Any, ct: Any)
         run = functools.partial(_cotangents, plan, model, residuals.weights, residuals.batch)
         return run(want_inputs=residuals.want_inputs, scale=(ct * residuals.share, ct))
     grads, batch = residuals
+    # Integers have cotangents of dtype float0, which no product takes.
     scale = lambda g: g if g.dtype == jax.dtypes.float0 else times(g, ct)  # noqa: E731
     (chunks, ends), batch = jax.tree.map(scale, (grads, batch))
     return Weights(chunks, ends, None, None), batch
@@ -150,6 +158,8 @@ def _outputs_backward(
     plan: Plan, model: Model, before: Before, residuals: Any, ct: Tree
 ) -> tuple[Any, Any]:
     weights, batch, want_inputs, trained = residuals
+    # Outputs have no scalar cotangent. The timetable runs on the loss <outputs, cotangents>, whose
+    # gradients are the wanted ones: the cotangents take the place of targets.
     cotangents, _ = partition(jax.tree.map(_instantiate, ct[0], is_leaf=_is_zero))
     model = dataclasses.replace(model, loss_fn=pairing, has_aux=False, trained=trained)
     specs = batch.specs[0], (plan.axes.output_spec,) * len(cotangents), batch.specs[2]
@@ -166,6 +176,7 @@ def _cotangents(
     plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool, **scale: Any
 ) -> tuple[Weights, Batch]:
     """Run the timetable in a backward pass: what the operands of a pipeline have as cotangents."""
+    # Neither metrics nor a weight of the loss are wanted: the forward has returned them.
     has_aux = None if model.has_aux else model.has_aux
     model = dataclasses.replace(model, has_aux=has_aux, weighed=False)
     run = functools.partial(runtime.train, want_inputs=want_inputs, normalise=False)
@@ -198,6 +209,8 @@ def _as_one(run: Callable[..., Any]) -> Callable[..., Any]:
         if has_check(closed.effects):
             return run(*args)
         kernel = run if REFS_ARE_WHOLE else without_refs(run)
+        # A function under `sequential_vmap` is one call to JAX's partial evaluation, which leaves
+        # it whole.
         with jax.disable_jit(False):
             return jax.custom_batching.sequential_vmap(kernel)(*args)
 
@@ -259,6 +272,7 @@ def _restrict(model: Model, weights: Any) -> Model:
 
     def mask(tree: Any, trained: Mask, where: str) -> Mask:
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_primal)
+        # Symbolic zeros say which parameters are differentiated; others are frozen in this call.
         flags = tuple(_perturbed(leaf) for _, leaf in leaves)
         for (path, _), yes, has in zip(leaves, flags, trained, strict=True):
             if yes and not has:

@@ -1,7 +1,8 @@
 """A rank's model, traced once: the facts that a step needs before its first tick.
 
-Nothing here computes: parts of the model are traced on the types of one microbatch. What a step
-then runs is made of the result, `Inspected.local`.
+Nothing here computes: parts of the model are traced on the types of one microbatch. Its index is
+the Python integer 0, which tells a trace from an action in a tick, where the index is an array of
+the table. The step then runs the functions of `Inspected.local`.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Inspected:
             return None
         model = self.rank.model
         plan.compiled.writes.add((model.stages, model.ends))
+        # By stage, since a chunk may hold stages of several kinds.
         usage_of = {k: usage for stages, _, usage in self.usage for k in stages}
         usages = [usage_of[k] for k in range(len(usage_of))]
         count = plan.schedule.num_units
@@ -95,6 +97,8 @@ def inspect(
     Raises:
       ValueError: a head adds losses that all ranks share, or an embed that no gradient reaches.
     """
+    # Each trace needs the facts of those before it: types of activations, then the casts that the
+    # bodies of stages show, then head and loss on the last activation, then state.
     rank, activations = follow(rank)
     plan.lint.parts(plan, rank, activations, take_loss=take_loss)
     rank = dataclasses.replace(rank, chunks=cast_once(rank, activations.bodies))
@@ -120,6 +124,8 @@ def _with_ends(plan: Plan, traced: Inspected, *, reaches: bool) -> Inspected:
             "embed calls add_loss, and wrt= trains nothing in it, so that no gradient goes back to "
             "it; train embed too, or let it add nothing"
         )
+    # Facts change how a part is called: refs become values, and a call that adds losses returns
+    # their sum. So they are in the rank before it makes the functions that run.
     rank = traced.rank.with_facts(
         has_refs=traced.rank.facts.has_refs or makes_ref(body),
         adding_ends=of_embed.is_used or of_head.is_used,
@@ -133,6 +139,7 @@ def _with_ends(plan: Plan, traced: Inspected, *, reaches: bool) -> Inspected:
 def _with_usage(traced: Inspected, *, take_loss: bool) -> Inspected:
     """Trace which declared state each part writes, and which makes a difference."""
     local = traced.local()
+    # How state is used decides what the step keeps of it, so one trace of each kind of stage.
     kinds: list[tuple[Sequence[int], LocalModel]]
     if isinstance(local, GroupedModel):
         kinds = [(group.stages, group.local) for group in local.groups]

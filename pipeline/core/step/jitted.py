@@ -36,6 +36,8 @@ class PerPlan:
         **options: Any,
     ) -> Any:
         """As `jax.jit` calls it."""
+        # Without the operands at the end that are None, a plain call has the signature of `trace`
+        # and `lower`, and JAX finds their trace again.
         extra: tuple[Any, ...] = scale, runs
         while extra and extra[-1] is None:
             extra = extra[:-1]
@@ -55,6 +57,9 @@ class PerPlan:
         return self._of(plan, model, options).lower(weights, batch)
 
     def _of(self, plan: Plan, model: Model, options: dict[str, Any]) -> Any:
+        # A closure for each key, not `static_argnums`: JAX keeps static arguments as long as the
+        # function, and these functions go with their pipeline (`pipeline.core.options.compiled`).
+        # Plans are compared by identity; models by value, since they are made anew in every call.
         key = FunctionKey(plan, self._run.__name__, model, frozenset(options.items()))
         functions = plan.compiled.functions
         if key not in functions:

@@ -1,4 +1,4 @@
-"""The kernel's arguments of one step, from a pipeline's modules and the user's arguments.
+"""The arguments of the kernel for one step, from a pipeline's modules and the user's batch.
 
 Letters: N rows of a batch.
 """
@@ -53,10 +53,10 @@ def make_operands(
       inputs: [N, ...] leaves.
       targets: [N, ...] leaves.
       extras: None, or a dict of trees of such leaves.
-      loss_for: the method that takes a loss, if one does.
-      wrt: a filter, what is trained.
-      has_aux: as `Model` has it.
-      weighed: as `Model` has it.
+      loss_for: the name of the method that needs a loss, "" if none is needed.
+      wrt: a filter of the parameters that are trained.
+      has_aux: as of `Model`.
+      weighed: as of `Model`.
       num_microbatches: M, if not that of the schedule.
       axes: the roles of mesh axes, if not those of the plan.
 
@@ -68,6 +68,7 @@ def make_operands(
             f"{loss_for}() needs a loss, and this pipeline was made with loss_fn=None; give "
             f"Pipeline(..., loss_fn=f) with f(outputs, targets) of one microbatch"
         )
+    # A run that is not by the schedule (with its own M) works on whole sequences.
     M = num_microbatches or plan.schedule.num_microbatches
     cut: dict[str, Any] = {"num_slices": plan.schedule.num_slices, "lengths": plan.lengths}
     cut = {} if num_microbatches else cut
@@ -81,8 +82,8 @@ def _model_and_weights(
     plan: Plan, chunks: Sequence[nnx.Module], ends: Ends, wrt: Any
 ) -> tuple[Model, Weights]:
     """The static half of the modules, and their state."""
-    # Modules are split anew in every call, for their arrays; what is asked of their static halves
-    # is remembered by the structure of their state.
+    # Modules are split in every call, since their arrays may have changed. Searches through their
+    # static halves (what is trained, what is declared) are cached by the structure of their state.
     stages_of = plan.schedule.stages_of
     definitions, params, rests = zip(*(define(chunk, "a stage") for chunk in chunks), strict=True)
     definition, ends_params, ends_rest = define(ends, _ENDS[isinstance(plan.loss_fn, LossModule)])
@@ -136,6 +137,7 @@ def device_limit(plan: Plan) -> int | None:
     """Bytes that each device of the mesh may hold; None if neither option nor runtime says."""
     if plan.memory_limit is not None:
         return plan.memory_limit
+    # Devices of other processes do not report their memory.
     mine = [d for d in plan.mesh.devices.flat if d.process_index == jax.process_index()]
     limits = [limit for limit in map(reported_limit, mine) if limit is not None]
     return min(limits, default=None)

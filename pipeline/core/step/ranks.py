@@ -1,4 +1,4 @@
-"""The `shard_map` of a step: what every rank gets of the tables, the weights and the batch.
+"""The `shard_map` of a step: every rank's part of the tables, the weights and the batch.
 
 Letters: S ranks, M microbatches, N = M * b * D rows of the batch on D data shards.
 """
@@ -38,10 +38,15 @@ def run_on_ranks(
 ) -> Any:
     """The body on every device, given its rank's tables, weights and shard of the batch.
 
-    A last operand, if it is not None, is the same on all. ``runs`` are the entries of tables that
-    are not idle, if not all.
+    A last operand, if it is not None, is the same on all devices. ``runs``, [T, slots, S], are the
+    entries of tables that run, to time them; None for all.
     """
+    # Tables are split over `stage` alone: all devices of a rank, along `data` and other axes, read
+    # the same row. So they take the same branch, and a branch may hold collectives over these axes;
+    # over `stage` it may not, and ranks meet there only in the exchanges after a slot.
     columns = {name: jnp.asarray(table) for name, table in program.rank_tables.items()}
+    # An entry that does not run becomes idle, and its message must not be stored: the sender then
+    # sends a placeholder.
     if runs is not None:
         columns["op"] = jnp.where(runs, columns["op"], 0)
         discard = program.values["operand"].discard
@@ -53,6 +58,8 @@ def run_on_ranks(
         of_tables |= dict.fromkeys(COMMON, P())
 
     def run(weights: Weights, batch: Batch, same: Tree = None) -> Any:
+        # Specs name axes of the mesh that are left to the compiler (`auto_axes`) too: `manual`
+        # drops these.
         layout, batch = model.layout, _dealt(plan, batch)
         params = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends)
         rests = weights.chunks_rest, weights.ends_rest
@@ -72,7 +79,7 @@ def run_on_ranks(
 
 
 def _dealt(plan: Plan, batch: Batch) -> Batch:
-    """The batch with its positions in the order in which a position axis is to split slices."""
+    """The batch with positions in such an order that a position axis splits every slice."""
     if plan.schedule.num_slices == 1 or not plan.axes.positions:
         return batch
     specs = [spec for of in batch.specs for spec in of]
@@ -82,7 +89,7 @@ def _dealt(plan: Plan, batch: Batch) -> Batch:
 
 
 def in_order(plan: Plan, leaf: Any, spec: P | None, *, back: bool = False) -> Any:
-    """A leaf whose dim 1 is split by a spec, in the order of slices; or back in its own."""
+    """A leaf whose dim 1 a spec splits, in the order of `_dealt`; with ``back``, undo that."""
     ranks = plan.axes.size(axes_in(spec[1])) if spec is not None and len(spec) > 1 else 1
     if plan.schedule.num_slices == 1 or ranks == 1:
         return leaf
@@ -130,7 +137,7 @@ def make_rank(
 ) -> Rank:
     """Make a rank of its shards, on the devices.
 
-    With ``num_microbatches``, of a run beside the schedule, sequences are whole.
+    With ``num_microbatches`` the run does not follow the schedule, and sequences are whole.
     """
     layout, rests = model.layout, (_squeeze(weights.chunks_rest), weights.ends_rest)
 
@@ -138,9 +145,11 @@ def make_rank(
         leaves, treedef = jax.tree.flatten(tree)
         return jax.tree.unflatten(treedef, gather(leaves, spreads, lead=lead))
 
-    # Weights, whole from the start unless actions gather them.
+    # Weights are whole from the start, unless actions gather them.
     chunks = _squeeze(weights.chunks)
     before: tuple[Leaves, ...] = ()
+    # The parts before the gather are kept, for casts that are to be gathered narrow (`cast_once`);
+    # without any part they are the leaves themselves.
     if plan.gather == "step":
         stored = tuple(map(jax.tree.leaves, chunks))
         chunks = tuple(
@@ -163,6 +172,10 @@ def make_rank(
         x = x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
         return x if slices.count == 1 else cut(x, slices.count, plan.lengths)
 
+    # From here on all values vary over the axes of rows, positions and stages, and `vary` marks
+    # every new one so. A weight that did not vary would have its gradient summed over ranks in each
+    # backward (the transpose of `vary` is a sum), and refs, carries and results of branches have to
+    # agree in their axes. Where types are not tracked, `vary` does nothing.
     axes = plan.axes.varying
     local, batch = vary(local, axes), vary(batch.map_rows(split, lambda x: x), axes)
     gathers = plan.gather != "step"
@@ -192,7 +205,7 @@ def _was_sent(program: Program, runs: jax.Array) -> jax.Array:
 
     Args:
       program: any.
-      runs: [T, slots, S] the entries of its table that do.
+      runs: [T, slots, S] the entries of its table that run.
     """
     num_slots, num_ranks, num_channels = program.arrival.shape[1:]
     # Of every entry of `arrival` the rank that sent it, and whether it left a slot earlier.

@@ -77,14 +77,17 @@ def loss_and_metrics(
       totals: those of all ranks.
       value: the loss without added losses.
     """
+    # Added losses are means over all calls, whatever the weight of the loss is.
     for added in total_over(sums.added.all(), plan.axes.varying):
         value += added.astype(value.dtype) / calls_of(plan)
     loss: Any = value
     counted, (_, metrics) = None, local.metrics
     if local.model.weighed:
         batch = local.batch
+        # To be averaged with other batches, a loss that is a mean counts its rows, another its
+        # weight.
         rows = jax.tree.leaves((batch.inputs, batch.targets))[0].shape[1]  # of a microbatch
-        # Each part of the positions has counted the rows, and each slice.
+        # Every call had weight 1, also of each slice and of each part of the positions.
         share = rows / (plan.axes.num_positions * plan.schedule.num_slices)
         counted = totals.weight * share if local.rank.loss.is_mean else totals.weight
         loss = Weighed(value, counted)
@@ -99,15 +102,18 @@ def step_loss(sums: StepSums, totals: Totals, scale: LossScale, *, normalise: bo
     Args:
       sums: the sums of this rank.
       totals: those of all ranks.
-      scale: what losses were multiplied with.
+      scale: the factors of losses.
       normalise: whether it is a mean over the step, or a sum.
     """
     loss, weight = totals.loss, totals.weight
+    # Gradients are those of the mean already. With a caller's scale or a weight that may be 0, the
+    # loss is divided as the share was (`mean_of`).
     if scale.share is not None:
         is_plain = scale.of_caller is None and scale.is_mean
         return loss / weight if is_plain else mean_of(loss, weight)[0]
     if not normalise:
         return loss
+    # Only now the weight is known: one division of all gradients, in their own memory.
     value, divisor = mean_of(loss, weight)
     divide(sums, divisor)
     return value
@@ -131,6 +137,9 @@ def gradients_of(sums: StepSums, model: Model, weights: Weights, plan: Plan) -> 
         leaves = chosen(jax.tree.leaves(like), mask)
         return [g.astype(w.dtype) for g, w in zip(summed, leaves, strict=True)]
 
+    # A chunk's gradients belong to one rank of `stage`, so they are summed over the parts of the
+    # batch alone, and get back the leading axis that `shard_map` joins. Ends are replicated over
+    # `stage`, where other ranks have added zeros.
     layout, trained, split = model.layout, model.trained, plan.axes.split
     of_chunks = zip(sums.chunk_grads, weights.chunks, layout.chunks, trained.chunks, strict=True)
     chunks = tuple([g[None] for g in reduced(*arguments, split, lead=1)] for arguments in of_chunks)
@@ -168,6 +177,7 @@ def own_logits_of(sums: StepSums, plan: Plan) -> jax.Array:
 
 def state_after(local: LocalModel, weights: Weights, plan: Plan, *, training: bool) -> StateLeaves:
     """The declared state after a step, as the step returns it."""
+    # A step that writes no state returns the state that it got, so that its results have one type.
     state, declared = local.rank.declared, local.model.declared
     if state is not None:
         hook = plan.after_step if training else None
@@ -181,6 +191,7 @@ def state_after(local: LocalModel, weights: Weights, plan: Plan, *, training: bo
 def _joined(x: jax.Array, plan: Plan) -> jax.Array:
     """[M, b, ...] to [M * b, ...]; of N slices [M N, b, t, ...] to [M * b, T, ...]."""
     N = plan.schedule.num_slices
+    # Units of shorter slices are padded to the longest: crop each before joining them.
     if plan.lengths and N > 1:
         most, size = max(plan.lengths), x.shape[2]
         lengths = [whole * size // most if size > 1 else 1 for whole in plan.lengths]

@@ -92,19 +92,22 @@ def train(
       ``weights.ends`` that are trained; for the inputs' float leaves, [N, ...]; and declared state
       as the step has left it.
     """
+    # Extents of backwards, by what is trained, decide which messages are sent; all of it is static.
     needs = model.trained.needs_gradients(want_inputs=want_inputs)
-    if plan.schedule.num_slices > 1:  # gradients of earlier slices come with those of inputs
+    if plan.schedule.num_slices > 1:  # one pullback returns gradients of carries and of the input
         needs = tuple(dataclasses.replace(need, x=True) for need in needs)
     program = without(plan.training, [need.x for need in needs])
     of_inputs = input_specs(batch) if want_inputs else []
 
     def body(tables: Row, weights: Weights, batch: Batch, scale: Any) -> Any:
+        # Before the ticks: the rank's arrays, a trace of its model, and the factor of its losses.
         rank = make_rank(plan, model, weights, batch, loss=_loss_scale(plan, scale))
         facts = {"reaches": want_inputs or model.trained.embed, "unread": normalise}
         traced = inspect(plan, rank, needs, training=True, **facts)
         loss = find_share(plan, traced, normalise=normalise)
         declared = traced.declared_state(plan, training=True)
         local = traced.local(loss=loss, declared=declared)
+        # The ticks, and after them all reductions over mesh axes.
         step = StepRequest(training=True, take_loss=True, want_inputs=want_inputs)
         sums = _train(local, plan, program, tables, step, by_table=runs is not None)
         totals = totals_of(sums, plan)
@@ -118,25 +121,27 @@ def train(
     out_specs = P(), manual(plan, specs), of_inputs, manual(plan, model.state_specs)
     run = run_on_ranks(plan, model, program, body, out_specs, runs)
     loss, grads, inputs, state = run(weights, batch, scale)
+    # The kernel's specs lack the axes that are left to the compiler; here it is told how gradients
+    # are sharded over these.
     if plan.auto_axes:
         grads = constrain(grads, specs, plan.mesh)
     return loss, grads, _in_place(plan, inputs, of_inputs, batch), state
 
 
 def _loss_scale(plan: Plan, scale: Any) -> LossScale:
-    """What losses are multiplied with, before any weight is known."""
+    """The factors of losses that are known before any weight is."""
     of_caller, of_added = scale if isinstance(scale, tuple) else (scale, scale)
     added = 1 if of_added is None else of_added.astype(real())
     return LossScale(of_caller=of_caller, of_added=added / calls_of(plan))
 
 
 def _in_place(plan: Plan, gradients: Leaves, specs: list[P], batch: Batch) -> Leaves:
-    """Gradients of inputs with their positions in order."""
+    """Gradients of inputs in the shapes of inputs, with positions in their order."""
     pairs = zip(gradients, specs, strict=True)
     ordered = [in_order(plan, leaf, spec, back=True) for leaf, spec in pairs]
     if not ordered or plan.schedule.num_slices == 1:
         return ordered
-    # Of one entry in all slices they are a sum.
+    # An input with one entry for all positions was read by every slice: its gradient is the sum.
     whole = zip(ordered, partition(batch.inputs)[0], strict=True)
     return [g if g.shape == x.shape else g.sum(1, keepdims=True) for g, x in whole]
 
@@ -210,14 +215,15 @@ def _infer(
       weights: [S, ...] leaves of chunks, and leaves of the ends.
       batch: [N, ...] leaves.
       step: what is wanted.
-      results: makes the results.
-      spec: of these.
+      results: makes the results from the rank's model and sums.
+      spec: the spec of the results.
       training: whether the step counts as one that trains.
     """
     needs = model.trained.needs_gradients(want_inputs=False, backward=False)
 
     def body(tables: Row, weights: Weights, batch: Batch, _: None) -> tuple[Any, StateLeaves]:
         rank = make_rank(plan, model, weights, batch, loss=LossScale(counts=step.take_loss))
+        # No backward, but the same traces, so that a stage is called as in a step that trains.
         traced = inspect(plan, rank, needs, take_loss=step.take_loss, training=training)
         if not (step.take_loss or step.logprobs):
             plan.lint.outputs(traced.local(), traced.rank)
@@ -244,7 +250,9 @@ def _train(
     *,
     by_table: bool,
 ) -> StepSums:
-    """Run a step; returns what it has added up."""
+    """Run a step; returns its sums."""
+    # One rank without a timetable to follow needs no tables (`Straight`), but to time entries of a
+    # table (`runs`) it has to run them.
     is_alike = not isinstance(local, GroupedModel)
     plan.facts.straight = plan.is_straight and is_alike and local.rank.declared is None
     if plan.facts.straight and not by_table:

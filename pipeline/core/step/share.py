@@ -32,11 +32,11 @@ from pipeline.core.step.run.ticks import run_ticks
 
 
 def find_share(plan: Plan, traced: Inspected, *, normalise: bool) -> LossScale:
-    """What losses are multiplied with, as far as the step needs it before it runs.
+    """The factors of losses that are known, or must be known, before the ticks run.
 
     Args:
       plan: the options of the pipeline.
-      traced: the rank, with what its losses are scaled by.
+      traced: the rank, with the caller's scale of its losses.
       normalise: whether gradients are those of the step's loss, and not of a sum.
 
     Raises:
@@ -45,6 +45,8 @@ def find_share(plan: Plan, traced: Inspected, *, normalise: bool) -> LossScale:
     """
     scale, local = traced.rank.loss, traced.local()
     share, mean = _share_and_mean(plan, local, scale)
+    # To know the loss, all forwards have run once. In the step they run again, and would write
+    # state a second time.
     if mean is not None and traced.writes:
         raise ValueError(
             "stages write declared state, and loss_fn's weight follows from their outputs: where "
@@ -61,7 +63,9 @@ def find_share(plan: Plan, traced: Inspected, *, normalise: bool) -> LossScale:
 
 
 def _share_and_mean(plan: Plan, local: LocalModel, scale: LossScale) -> tuple[Any, Any]:
-    """The share of a microbatch and the step's loss, None for what need not be known before."""
+    """The share of a microbatch and the step's loss; None for one that may be found after it."""
+    # Only a weight with a gradient, a caller's scale or added losses need a share before the ticks
+    # that is not known from the start.
     if scale.is_mean:
         return 1 / calls_of(plan), None
     # d(S / W) = (dS - S / W dW) / W.
@@ -84,6 +88,8 @@ def of_outputs(local: LocalModel, plan: Plan) -> tuple[jax.Array, jax.Array]:
     """Share and loss where they follow from outputs: all forward actions run first."""
     program, rank = plan.forward, jax.lax.axis_index(STAGE)
     tables: dict[str, Any] = {}
+    # This runs within the shard_map of the step, whose operands are the tables of another program:
+    # a rank takes its column of these itself.
     for name, table in program.rank_tables.items():
         tables[name] = jnp.moveaxis(jnp.asarray(table), 2, 0)[rank][None]
     if program.shared:

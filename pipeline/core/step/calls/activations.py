@@ -50,16 +50,18 @@ class Activations:
 
 
 def follow(rank: Rank) -> tuple[Rank, Activations]:
-    """The activations of a model, and the state with what they say of the axes that vary.
+    """The activations of a model, and the rank with the facts that their types show.
 
-    Where activations differ in the axes they vary over, they are widened to one type. So stages
-    that are alike stay so, if one of them starts what the others go on with (activations of which
-    each rank of ``tensor`` has its part).
+    Where activations differ only in the axes they vary over, they are widened to one type. So
+    stages that are alike share their code also if the first one splits activations over ``tensor``
+    and the others take and return parts.
 
     Raises:
       ValueError: a stage does not take what the one before it returns; or activations do not fit
         what all ranks do with them.
     """
+    # Everything here is traced on microbatch 0, which stands for all: their types are the same. Its
+    # index is a Python integer, by which `ChunkWeights.read` knows a trace.
     model, inputs = rank.model, at(rank.batch.inputs, 0)
     if model.tables.embed >= 0:
         check_words(inputs)
@@ -68,11 +70,15 @@ def follow(rank: Rank) -> tuple[Rank, Activations]:
         with noted(rank, "embed", inputs):
             return embed(rank, rank.ends, inputs, 0).value
 
+    # Random keys of embed differ between ranks that have parts of its output, and the type of the
+    # output tells whether they do. So a first trace finds the axes for all later ones.
     if model.has_embed and jax.tree.leaves(rank.ends_streams[0]):
         axes = own_axes(jax.eval_shape(functools.partial(first, rank)), rank.axes)
         rank = rank.with_facts(embed_axes=axes)
     while True:
-        # Caches go by function, so each trial has one of its own.
+        # A wider input may widen the output of a stage, so trace again until the joined type stays
+        # the same. Axes are only ever added, so it does. JAX caches traces by function: each trial
+        # needs a new one.
         activations = _follow(rank, jax.eval_shape(functools.partial(first, rank)))
         joined = join(activations.types)
         if joined is None or all(signature(x) == signature(joined) for x in activations.types):
@@ -89,6 +95,7 @@ def follow(rank: Rank) -> tuple[Rank, Activations]:
         adding_stages=tuple(adding.is_used for adding in activations.adding),
         stage_sums=activations.sums,
     )
+    # Each slice has activations of its length, and reads carries that are padded to the longest's.
     if rank.slices.lengths:
         of = tuple(
             activations if each is rank else _follow(each, _first_type(each), activations.carries)
@@ -110,7 +117,7 @@ def _follow(rank: Rank, x: Tree, earlier: Sequence[Tree] | None = None) -> Activ
     Args:
       rank: the rank's.
       x: the type of activation 0.
-      earlier: [K] types of the carries of the longest slice, if this is another.
+      earlier: [K] types of the carries of the longest slice, if this is another slice.
     """
     types, bodies, adding, outcomes = [x], [], [], {}
     sums: dict[str, list[Any]] = {}
@@ -137,6 +144,7 @@ def _output(
 
     def run(x: Tree) -> tuple[Outcome, Any]:
         weights, fixed, side = stage.stage_arguments(stage.home, 0)
+        # A stage reads carries that it has itself made: their types come from a call without any.
         carry: Tree = ()
         if earlier is not None:
             carry = earlier
@@ -145,7 +153,8 @@ def _output(
                 weights, fixed, side, SlicedInput(blank(x, ()), None)
             )
             carry = jax.eval_shape(first).carry
-        # Made inside: not every release takes a type that says over which axes it varies.
+        # The input is made within the trace: not every release of JAX takes a type that says over
+        # which axes it varies as an argument.
         call = lambda weights: stage.stage(  # noqa: E731
             weights, fixed, side, blank_input(rank, x, carry, ())
         )

@@ -1,9 +1,10 @@
-"""The declared state of a rank during a step: what it is now, and what each microbatch read of it.
+"""The declared state of a rank during a step: current values, and the values microbatches read.
 
-Letters: V chunks per rank, M microbatches. A forward action reads what the one before it has left
-and leaves its own; nothing else writes. A backward that runs a forward again must see what that
-has seen: of what is both written and made a difference by, the value that each microbatch read is
-kept, [M, ...]. Batch statistics are not among that: in training nothing reads them.
+Letters: V chunks per rank, M microbatches. A forward action reads the values that the forward
+before it has written, and writes new ones; nothing else writes. A backward must see the values that
+its forward read. So for each leaf that is written and also changes a result, the value that every
+microbatch read is kept, [M, ...]. Batch statistics need no such copy: in training no result depends
+on them.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from pipeline.core.step.calls.rank import Rank
 Values = list[Leaves]  # of variables, the leaves of each
 Place = tuple[int | None, int]  # a chunk, None for the ends, and a leaf of its other state
 _OWNERS = {"embed": ("embed",), "finish": ("head", "loss_fn")}
-Usage = tuple[Any, Any]  # of the leaves of state: which are written, and which make a difference
+Usage = tuple[Any, Any]  # masks over leaves of state: those written, and those results depend on
 
 
 class DeclaredState:
     """State that a step writes.
 
     Args:
-      rank: what the rank holds.
-      usages: [K] of each stage's declared leaves, in the order of its own state: `Usage`.
-      ends: the same of the ends' declared leaves, for the methods of embed and of head and loss.
+      rank: the rank's arrays.
+      usages: [K] the `Usage` of each stage's declared leaves, in the order of its state.
+      ends: the `Usage` of the ends' declared leaves by embed, head and loss.
       num_microbatches: M.
-      again: whether a backward may run a forward again.
-      each: whether every microbatch has state of its own, as caches of a decoder are, [M, ...];
-        else one reads what another has left.
+      again: whether backwards follow, which read state as their forwards did.
+      each: whether every microbatch has state of its own, [M, ...], such as the caches of a
+        decoder; else a microbatch reads the values that the one before it has written.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class DeclaredState:
         self._rests = [jax.tree.leaves(rest) for rest in rank.weights.chunks_rest]
         self._ends = jax.tree.leaves(rank.weights.ends_rest)
         self.writes: dict[tuple[int, int], bool] = {}  # of a stage, by its rank and chunk
+        # Only a leaf that is written changes during the step, and only one that a result depends on
+        # makes a backward differ from its forward. Others need no copy for each microbatch.
         reread: set[Place] = set()
         for stage, (written, read) in zip(self._model.stages, usages, strict=True):
             self.writes[stage.rank, stage.chunk] = any(written)
@@ -67,8 +70,11 @@ class DeclaredState:
         for n, a, b in zip(declared.ends_cells, *ends, strict=True):
             reread |= {(None, n)} if a and b else set()
         self.writes_ends = any(ends[0])
+        # A place is a leaf of a chunk's arrays, not of a stage: unlike stages share leaves.
         places: list[Place] = [(v, n) for v, of in enumerate(declared.chunk_cells) for n in of]
         places += [(None, n) for n in declared.ends_cells]
+        # `_now` has the values that the next forward reads. `_then` has, by microbatch, those that
+        # its forward read: a pullback is given state again, also where it starts from residuals.
         self._now: dict[Place, Any] = {}
         self._then: dict[Place, Any] = {}
         with jax.named_scope("kept"):
@@ -92,7 +98,7 @@ class DeclaredState:
         Args:
           chunk: None for the ends.
           microbatch: its index.
-          now: as they are, or else as its forward has read them.
+          now: whether to read the current values, or else those that its forward read.
         """
         values = list(self._ends if chunk is None else self._rests[chunk])
         for n in range(len(values)):
@@ -123,34 +129,36 @@ class DeclaredState:
     def write(
         self, stage: Any, chunk: Any, microbatch: Any, values: Values, *, real: Any = True
     ) -> None:
-        """Leave what a stage has written.
+        """Write the state that a stage has returned.
 
         Args:
           stage: a stage of its kind.
-          chunk: which, perhaps traced.
+          chunk: its chunk, perhaps traced.
           microbatch: its index.
           values: of its declared variables, in the order of its state.
-          real: whether it is to be left, perhaps traced.
+          real: whether it is to be written, perhaps traced.
         """
         spots = state_spots(self._rank, stage)
         leaves = [leaf for of in values for leaf in of]
+        # A traced chunk, in a masked step: every chunk is written, with its old value but for one.
         for v in range(len(self._rests)) if not isinstance(chunk, int) else [chunk]:
             yes = real if isinstance(chunk, int) else (chunk == v) & real
             for spot, leaf in zip(spots, leaves, strict=True):
                 self._put((v, spot.cell), spot, microbatch, leaf, yes)
 
     def write_ends(self, names: Sequence[str], microbatch: Any, values: Values, real: Any) -> None:
-        """Leave what embed, or head and loss, have written.
+        """Write the state that embed, or head and loss, have returned.
 
         Args:
-          names: of whose it is.
+          names: the parts that own it.
           microbatch: its index.
           values: of all declared variables of the ends, in the order of their state.
-          real: whether it is to be left.
+          real: whether it is to be written.
         """
         leaves = [leaf for of in values for leaf in of]
         owners = self._owners()
         for n, leaf in zip(self._model.declared.ends_cells, leaves, strict=True):
+            # A call returns the state of all ends, and may write that of its own parts.
             if owners[n] in names:
                 self._put((None, n), Spot(n, None, leaf.shape), microbatch, leaf, real)
 
@@ -161,6 +169,7 @@ class DeclaredState:
     def _put(self, place: Any, spot: Spot, microbatch: Any, leaf: Any, real: Any) -> None:
         part = Part(self._now[place], spot, *([microbatch] if self._each else []))
         before = part[...]
+        # The value before the write is what this microbatch has read.
         if place in self._then:
             then = Part(self._then[place], spot, microbatch)
             then[...] = before if real is True else jnp.where(real, before, then[...])
@@ -171,20 +180,21 @@ class DeclaredState:
     ) -> tuple[list[Leaves], Leaves]:
         """Return the state after the step: of each chunk, and of the ends.
 
-        Ranks along row and stage axes have seen parts of the batch: of floats the result is
-        their mean, of others what it was and what all of them have added.
+        Ranks along row and stage axes have seen parts of the batch. The result for floats is the
+        mean over ranks, for flags whether any rank has set them, and for integers the value before
+        the step plus the changes of all ranks (counts).
 
         Args:
           schedule: the timetable.
           axes: row and stage axes.
-          hook: what is called with every stage, if anything.
+          hook: a function that is called with every stage, or None.
         """
         declared, layout, parts = self._model.declared, self._model.layout, axes
 
         def over_parts(place: Any) -> jax.Array:
             (v, n), value = place, self._now[place][...]
             spread = layout.ends_rest[n] if v is None else layout.chunks_rest[v][n]
-            # What names an axis itself is a part of its own there, as the counts of experts are.
+            # A leaf that names an axis differs along it on purpose, as the counts of experts do.
             axes = tuple(axis for axis in parts if axis not in spread.own)
             if not several(axes, value):
                 return value
@@ -195,11 +205,13 @@ class DeclaredState:
             first = jax.lax.pmax(self._first(place), axes)  # the same everywhere, now by its type
             return first + jax.lax.psum(value - first, axes).astype(value.dtype)
 
-        # Of a type that does not vary over shards, as the results.
+        # New refs: the results do not vary over the axes of parts, and a ref's type is fixed.
         self._now = {place: jax.new_ref(over_parts(place)) for place in self._now}
         if hook is not None:
             self._run(hook, schedule)
         first, last = schedule.placement[0], schedule.placement[-1]
+        # Ends are replicated over `stage`, but embed's state is written on the first rank alone and
+        # that of head and loss on the last: these ranks send it to all.
         rank, owners = jax.lax.axis_index(STAGE), self._owners()
 
         def everywhere(n: int) -> jax.Array:
@@ -215,9 +227,11 @@ class DeclaredState:
         return chunks, [everywhere(n) for n in declared.ends_cells]
 
     def _run(self, hook: Callable[..., Any], schedule: Any) -> None:
-        """Give every stage with state to the user's function, once."""
+        """Call the user's function once with every stage that has state."""
         rank = jax.lax.axis_index(STAGE)
         for members in self._rank.same_stages().values():
+            # One call for all stages of one computation: each rank runs it on its own stage. The
+            # ranks of other stages drop the result.
             stage = self._model.stages[members[0]]
             if not stage.definition.state:
                 continue
@@ -275,6 +289,8 @@ def usage_of(run: Callable[[Values], tuple[Tree, Values]], values: Values) -> Us
       values: the state before it.
     """
     closed, shapes = jax.make_jaxpr(run, return_shape=True)(values)
+    # Written is a leaf that the call does not return as it was. Whether results depend on a leaf is
+    # seen without the state among the results, where every unwritten leaf would count as read.
     count = len(jax.tree.leaves(shapes[0]))
     same = forwarded(closed.jaxpr)[count:]
     written = tuple(source != n for n, source in enumerate(same))

@@ -2,7 +2,7 @@
 
 Letters: M microbatches, b rows of a microbatch on one data shard. `embed` runs before the first
 stage, `finish` after the last; both return an `Outcome`. Weights are arguments, so that a call can
-be differentiated; all else is read from the rank's state.
+be differentiated; everything else is read from the rank.
 """
 
 from __future__ import annotations
@@ -55,11 +55,13 @@ def embed(
       weights: of embed and head.
       inputs: [b, ...] leaves of the microbatch.
       microbatch: its index.
-      now: whether this is the forward that writes declared state, and so reads it as it is.
-      values: of all declared variables before the call, if not those of the rank's state.
+      now: whether this is the forward that writes declared state, and so reads current values.
+      values: of all declared variables before the call, if not those of the rank.
     """
     if not rank.model.has_embed:
         return Outcome(rank.varied(computed(rank, inputs)))
+    # State is returned by the forward that writes it, or by a trace that gives values. A backward's
+    # repetition returns none, so XLA drops what it computes for state.
     paths = ends_paths(rank) if values is not None or (now and _writes(rank)) else []
 
     method: Any = embedded
@@ -99,7 +101,7 @@ def finish(
       microbatch: its index.
       take_loss: whether the value is the loss. Then the outcome's sums are the loss, its weight,
         and the sums that metrics are made of.
-      values: of all declared variables before the call, if not those of the rank's state.
+      values: of all declared variables before the call, if not those of the rank.
     """
 
     def call() -> Outcome:
@@ -128,16 +130,21 @@ def _outputs(
 def _finish(
     rank: Rank, weights: Leaves, y: Tree, microbatch: Any, values: Values | None = None
 ) -> tuple[Outcome, LossMetrics | None]:
-    """Head and loss, one after the other; also how metrics are made of the sums."""
+    """The outcome of head and loss, and the function from sums to metrics."""
     outputs = _outputs(rank, weights, y, microbatch, values)
     written = dict(outputs.state)
+    # The loss may be a module that reads or writes state too: it sees the values that the head has
+    # just returned.
     before = written.get("finish", values)
     taken, after = take_loss_of(rank, weights, outputs.value, microbatch, values=before)
     if after is not None:
         written = {"finish": after}
+    # The weight is counted without a gradient. `taken.weight - weight` is 0 and has the weight's
+    # gradient, from which the value gets the second term of d(S / W).
     weight = jax.lax.stop_gradient(taken.weight)
     value = _over_weight(rank, taken.total, taken.weight - weight)
     sums = {"loss": [taken.total], "weight": [weight], "metrics": taken.sums}
+    # Ranks of `tensor` share one loss: if theirs differed, each would count another.
     value, sums = same_over_others("loss_fn", vary((value, sums), rank.axes), rank.axes)
     return Outcome(value, state=written, sums=sums), taken.metrics
 
@@ -175,12 +182,12 @@ def take_loss_of(
 
 
 def _over_weight(rank: Rank, total: jax.Array, change: jax.Array) -> jax.Array:
-    """The sum, with the gradient of sum / weight times the weight, if that has a gradient too.
+    """The sum S of a microbatch, with the gradient of dS - mean * dW where W has a gradient.
 
     Args:
-      rank: the rank's.
-      total: of a microbatch.
-      change: that of its weight: 0, with the weight's gradient.
+      rank: the rank; its scale has the mean of the step, if that is needed.
+      total: S of the microbatch.
+      change: a zero whose gradient is that of its weight W.
     """
     if rank.loss.mean is None:
         return total
@@ -188,7 +195,7 @@ def _over_weight(rank: Rank, total: jax.Array, change: jax.Array) -> jax.Array:
 
 
 def metrics_of(rank: Rank, y: Tree) -> tuple[Leaves, LossMetrics | None]:
-    """The types of the sums that metrics are made of, and how; found by a trace.
+    """The types of the sums that metrics are made of, and the function from them, by a trace.
 
     Args:
       rank: the rank's.
@@ -228,7 +235,7 @@ def _call(
     paths: Sequence[Any] = (),
     values: Values | None = None,
 ) -> tuple[Tree, Values]:
-    """The result of a method of the ends, and the variables at some paths as it leaves them.
+    """The result of a method of the ends, and the variables at some paths after the call.
 
     Args:
       rank: the rank's.
@@ -236,11 +243,13 @@ def _call(
       microbatch: its index.
       method: a function of the module of the ends and of ``argument``.
       argument: its argument.
-      own: axes over which its random streams differ.
-      now: whether declared state is read as it is, or else as the microbatch's forward read it.
+      own: further axes whose ranks have random keys of their own.
+      now: whether declared state is read as it is now, or as the microbatch's forward read it.
       paths: of declared variables.
       values: of these before the call, if not those of the rank's state.
     """
+    # All state besides parameters is put together for this microbatch: declared state as the
+    # microbatch must see it, and random keys that do not depend on the order of calls.
     params = jax.tree.unflatten(jax.tree.structure(rank.weights.ends), computed(rank, weights))
     streams, fixed = rank.ends_streams
     if rank.declared is not None:
@@ -252,6 +261,7 @@ def _call(
     rest = nnx.merge_state(fold(streams, microbatch, rank.axes, own), fixed)
     with batch_part_of(rank.part_of(microbatch)) as asking:
         result, after = rank.model.ends.update(method, params, rest, argument, paths=paths)
+    # Noted while tracing, for `pipeline.lint`: which parts leave padding out by themselves.
     if asking.read_mask:
         rank.facts.mask_readers.add(_PART_OF.get(method.__name__, "embed"))
     return result, vary(after, rank.axes)
@@ -319,7 +329,8 @@ def computed(rank: Rank, tree: Tree) -> Tree:
 
 
 def with_added(rank: Rank, call: Callable[[], Outcome], *, adds: bool) -> Outcome:
-    """The outcome of a call; in an evaluation with the sum of the losses that it adds."""
+    """The outcome of a call; in an evaluation also the sum of the losses that it adds."""
+    # In training the pullback of the call returns this sum (`Outcome.added`).
     if not (adds and rank.loss.counts):
         return call()
 
@@ -359,7 +370,7 @@ def featured(ends: Any, y: Tree) -> Tree:
 
 @contextlib.contextmanager
 def noted(rank: Rank, part: str, argument: Tree) -> Iterator[None]:
-    """Say of every exception which part of the model raised it, and what that was given.
+    """A context that adds to an exception which part of the model raised it, on which argument.
 
     Args:
       rank: the rank.

@@ -1,8 +1,8 @@
 """The stages of one kind on a rank, as a function of their weights.
 
 Letters: V chunks per rank, M microbatches. `Forward` knows neither schedule nor memory. Weights are
-given to each function, so that it can be differentiated: `pipeline.core.step.calls.local_model` has
-the ways back, and `pipeline.core.step.calls.ends` embed, head and loss.
+arguments of each function, so that it can be differentiated: `pipeline.core.step.calls.local_model`
+has the pullbacks, and `pipeline.core.step.calls.ends` embed, head and loss.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Forward:
         self.activation, self.output, self.adds = x, y, adds
         self.carry, self.earlier = carry, carry if earlier is None else earlier
         self.ends_weights = rank.ends
+        # Alike stages fill the arrays of their chunk; unlike ones (below) are cut out of cells.
         self.weights: Sequence[Leaves]
         self.streams: Sequence[Tree]
         self.fixed: Sequence[Tree]
@@ -82,6 +83,7 @@ class Forward:
             self.streams = [streams for streams, _ in rank.streams]
             self.fixed = [fixed for _, fixed in rank.streams]
             return
+        # Cut when they are read, so within the branch of an action of such a stage.
         params, rest = position.views.params, position.views.rest
 
         def others(chunk: int) -> tuple[Tree, Tree]:
@@ -110,7 +112,7 @@ class Forward:
           side: its random streams and extras for one microbatch, the `SequenceSlice` if there are
             several, and the `BatchPart`; with checks also where it is.
           x: its input; of a slice a `SlicedInput`.
-          paths: of the declared variables that the outcome has; those that it writes unless given.
+          paths: of the declared variables to return; without, those that a stage writes.
         """
         (streams, extras, part, batch_part, *where), (others, narrow) = side, fixed
         if paths is None:
@@ -128,6 +130,8 @@ class Forward:
             state = {"stage": after} if paths else {}
             return Outcome(checked("a stage", y), state=state, carry=carry)
 
+        # Wrapped from the inside out: the policy must see the call as it is differentiated, with
+        # named checks, values for refs and narrow copies for casts.
         run = _naming(run, *where) if where else run
         run = pure(self.rank, run)
         if any(copy is not None for copy in narrow):
@@ -135,6 +139,8 @@ class Forward:
         if self.model.policy is not None:
             run = jax.checkpoint(run, policy=self.model.policy)
 
+        # Whatever leaves a call varies over all axes, also a constant that the stage returns:
+        # places, sums and cotangents have such types.
         def call() -> Outcome:
             outcome: Outcome = run(weights, x)
             y, axes = computed(self.rank, outcome.value), self.axes
@@ -157,6 +163,8 @@ class Forward:
         self, chunk: Index, microbatch: Any, *, now: bool = False
     ) -> tuple[Leaves, tuple[Tree, Leaves], Tree]:
         """The arguments of `stage` before its input; ``now`` for the forward that writes state."""
+        # Keys depend on the microbatch and on the rank's place, never on the order of calls, so
+        # that a repetition in the backward draws the same (`pipeline.core.model.randomness`).
         own = own_axes(self.activation, self.axes)
         streams = fold(pick(self.streams, chunk), microbatch, self.axes, own)
         part = slice_of(self.rank, microbatch)
@@ -165,6 +173,7 @@ class Forward:
         side = streams, extras, part, batch_part, *self._where(chunk, microbatch)
         fixed = self.fixed if self.rank.declared is None else self._declared(microbatch, now)
         fixed, views = pick(fixed, chunk), self._position.views
+        # Weights are read here, within the action: from arrays, from a window, or by a gather.
         whole, narrow = self.rank.chunks.read(chunk, microbatch)
         if views is None:
             return whole, (fixed, narrow), side
@@ -178,6 +187,7 @@ class Forward:
         if not self.rank.facts.has_checks:
             return []
         stages = self.model.stages
+        # One body runs on all ranks, so a check learns its stage from the rank and the chunk.
         numbers = np.zeros((len(stages) // self.num_chunks, self.num_chunks), np.int32)
         for stage, position in enumerate(stages):
             numbers[position.rank, position.chunk] = stage
@@ -204,6 +214,8 @@ class Forward:
 
         def run(values: Values) -> tuple[Tree, Values]:
             state = with_values(flat, paths, values)
+            # Made within the trace, and not an argument of it: only state is to be seen as an
+            # input.
             x = blank_input(self.rank, self.activation, self.earlier, ())
             outcome = self.stage(weights, (state, narrow), side, x, paths=paths)
             return outcome.value, outcome.state.get("stage", [])
@@ -248,7 +260,7 @@ class StageCheckError(CheckError):
 
     @classmethod
     def tree_unflatten(cls, _: None, payload: Any) -> StageCheckError:
-        """The inverse."""
+        """Undo `tree_flatten`."""
         return cls(*payload)
 
     def __str__(self) -> str:

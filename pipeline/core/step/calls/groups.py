@@ -70,11 +70,14 @@ class GroupedModel(LocalModel):
         types = activations.types
         between = {signature(x): x for _, of in pairs for x in of.types[1:-1]}
         wire, views = overlay_trees(list(between.values()))
+        # As a `LocalModel` it has the functions of the ends: stage 0's input and the last output.
         super().__init__(rank, rank.model.stages[0], types[0], types[-1], needs[0], wire)
         view_of = dict(zip(between, views, strict=True))
 
         def groups(rank: Rank, of_slice: Activations) -> Iterator[StageGroup]:
             all_ends = list(itertools.pairwise(map(signature, of_slice.types)))
+            # Stages of a group also agree in the types at both ends and in what is trained: either
+            # changes the code of a backward.
             for (_, _, ends, need), stages in rank.same_stages(all_ends, needs).items():
                 k = stages[0]
                 position = self.model.stages[k]
@@ -90,6 +93,8 @@ class GroupedModel(LocalModel):
         """The weight of all losses, also where slices have lengths of their own."""
         if not self.rank.slices.lengths:
             return super().weight_of_targets()
+        # Each slice length has a loss of its own shape, so that each sums the weights of its
+        # slices.
         last = len(self.model.stages) - 1
         ends = [group.local for group in self.groups if last in group.stages]
         weights = [local.weight_of_targets() for local in ends]
@@ -114,6 +119,8 @@ def make_local_model(rank: Rank, activations: Activations, needs: Needs) -> Loca
       needs: [K] how far each stage's backward goes.
     """
     types, stages = activations.types, rank.model.stages
+    # Alike are stages of one code, one type of all activations and one extent of backwards: then
+    # those of a chunk differ in their arrays alone, and need no groups.
     codes = set(map(rank.code, stages))
     is_alike = len(codes) == len(set(map(signature, types))) == len(set(needs)) == 1
     if is_alike and not rank.slices.lengths:
@@ -164,6 +171,8 @@ class SharedResiduals:
         self.of: list[Any] = []
         for group in model.groups:
             residuals = group.local.residuals()
+            # The loss is taken of the last stage's output, which waits in a message's place. If no
+            # message has its type, it is stashed with the residuals.
             kept_elsewhere = last not in group.stages or group.y_view is not None
             if not kept_elsewhere:
                 residuals = WithOutput(residuals, group.local.output)

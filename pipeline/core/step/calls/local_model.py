@@ -1,6 +1,6 @@
-"""A rank's part of the model with its ways back: what of it is differentiated, and how.
+"""A rank's part of the model with its pullbacks: stages, embed, head and loss, differentiated.
 
-The ways back are over (weights, float leaves of what is given).
+All pullbacks are over (weights, float leaves of the input).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LocalModel(Forward):
     """The stages of one kind on a rank, with their pullbacks and those of embed, head and loss.
 
     Args:
-      rank: what the rank holds.
-      position: that of a stage of this kind.
+      rank: the rank's arrays.
+      position: the position of a stage of this kind.
       x: a tree of types, such a stage's input.
       y: the type of its output.
       need: how far its backward goes.
@@ -76,7 +76,7 @@ class LocalModel(Forward):
 
     @functools.cached_property
     def metrics(self) -> tuple[Leaves, LossMetrics | None]:
-        """The types of the sums that metrics are made of, and how."""
+        """The types of the sums that metrics are made of, and the function from them to metrics."""
         return ends.metrics_of(self.rank, self.output)
 
     def loss_is_mean(self) -> tuple[bool, Any, Adding, Adding]:
@@ -86,8 +86,11 @@ class LocalModel(Forward):
         the losses that embed adds, and that the head does.
 
         Raises:
-          ValueError: the loss itself does.
+          ValueError: loss_fn calls `add_loss`.
         """
+        # One trace of all parts: the jaxpr shows which weights are read, and records collect who
+        # calls `add_loss`. Each part has a record, since a loss that a head adds is treated unlike
+        # embed's.
         rank = self.rank
         results: list[Any] = []
 
@@ -112,9 +115,9 @@ class LocalModel(Forward):
         return is_mean, body, of_embed, of_head
 
     def weight_has_gradient(self) -> bool:
-        """Tell whether the weight of a loss (sum, weight) has a gradient; found by a trace.
+        """Tell by a trace whether the weight of a loss (sum, weight) has a gradient.
 
-        That of a count, or of what follows from targets alone, has none.
+        A count has none, nor has a weight that follows from targets alone.
         """
         y = blank(self.output, self.axes)
         floats, others = partition(y)
@@ -127,6 +130,8 @@ class LocalModel(Forward):
             return jax.vjp(ends.pure(self.rank, weigh), *primals)[1](ct)
 
         ct = vary(jnp.zeros((), real()), self.axes)
+        # A pullback without a gradient is one whose results do not depend on the cotangent: what is
+        # left without dead code does not read its last input.
         closed = jax.make_jaxpr(back)(primals, ct)
         wanted = [True] * len(closed.jaxpr.outvars)
         return needed_inputs(lean(read_block(closed), wanted, ()), wanted, (), adds=False)[-1]
@@ -136,6 +141,8 @@ class LocalModel(Forward):
 
         Of one slice of every microbatch, if slices have lengths of their own.
         """
+        # `pipeline.core.step.share` says when the weight must be known before the step. It can be
+        # summed without running a stage if it does not read their outputs.
         targets, y = self.batch.targets, blank(self.output, self.axes)
         if (part := self.rank.slices.number) is not None:
             targets = jax.tree.map(lambda x: x[part :: self.rank.slices.count], targets)
@@ -143,6 +150,7 @@ class LocalModel(Forward):
         def weigh(y: Tree, of_one: Tree) -> jax.Array:
             return jax.lax.stop_gradient(self._weight(self.ends_weights, y, 0, targets=of_one))
 
+        # The head runs in this trace, and is dead code in it if the weight does not read outputs.
         block = lean(read_block(jax.make_jaxpr(weigh)(y, at(targets, 0))), [True], ())
         leaves = jax.tree.leaves(y)
         if any(needed_inputs(block, [True], (), adds=False)[: len(leaves)]):
@@ -162,7 +170,7 @@ class LocalModel(Forward):
         return taken.weight
 
     def embed_pullback(self, microbatch: Any) -> tuple[Outcome, Pullback]:
-        """Stage 0's input; over the ends' weights and the inputs."""
+        """The outcome of embed, and its pullback over the ends' weights and the inputs."""
         inputs = at(self.batch.inputs, microbatch)
         floats, others = partition(inputs)
 
@@ -173,7 +181,7 @@ class LocalModel(Forward):
         return self._ends_pullback(f, floats, "embed")
 
     def loss_pullback(self, y: Tree, microbatch: Any) -> tuple[Outcome, Pullback]:
-        """The loss, as of `finish`; over the ends' weights and the last stage's output."""
+        """The outcome of `finish`, and its pullback over the ends' weights and the last output."""
         floats, others = partition(y)
 
         def f(weights: Leaves, leaves: Leaves) -> Outcome:
@@ -196,11 +204,11 @@ class LocalModel(Forward):
     def stage_pullback(
         self, chunk: Index, microbatch: Any, x: Tree, *, late: bool = False
     ) -> tuple[Outcome, Pullback]:
-        """A stage's outcome; over its weights and its input; ``late`` as `differentiate` has it."""
+        """A stage's outcome, and its pullback; ``late`` as of `differentiate`."""
         return self._linearize(*self.stage_arguments(chunk, microbatch), x, late=late)
 
     def _linearize(self, *arguments: Any, late: bool = False) -> tuple[Outcome, Pullback]:
-        # The forward has kept the state that the stage writes.
+        # Without paths, it returns no state: F has written that already.
         stage = functools.partial(self.stage, paths=())
         return stage_pullback(stage, *arguments, **self._options, late=late, part=self.part_name)
 
@@ -226,6 +234,8 @@ class LocalModel(Forward):
 
     def split_backward(self, residuals: Any, *, in_place: bool) -> Any:
         """A stage's backward in two halves, from residuals or from the stage's input."""
+        # The examples are traced for types alone. With slices a stage's input includes earlier
+        # carries, which are not stashed, so residuals and carries come as a pair.
         stash, home = self.blank, self.home
         (dy, _) = partition((blank(self.output, self.axes), blank(self.carry, self.axes)))
         linearize: Linearize = self._linearize

@@ -1,4 +1,4 @@
-"""Outputs of microbatches as they are joined: by their leading axis, the batch.
+"""Checks of outputs before microbatches are joined along the batch.
 
 Letters: b rows of a microbatch on one data shard.
 """
@@ -17,7 +17,7 @@ def check_positions(results: Tree, spec: PartitionSpec) -> None:
 
     Args:
       results: [M, b, ...] leaves of one rank.
-      spec: how outputs lie.
+      spec: the mesh axes of outputs.
 
     Raises:
       ValueError: one has fewer dims, and whether its ranks agree on it cannot be told.

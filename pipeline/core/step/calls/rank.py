@@ -1,8 +1,9 @@
-"""One rank: its arrays, what a trace of its model has shown, and what its losses are scaled by.
+"""One rank: its arrays, the facts that a trace of its model shows, and the scale of its losses.
 
 Letters: V chunks per rank, M microbatches, N slices, b rows of a microbatch on one data shard. All
 of this is inside `jax.shard_map`: every array is a rank's local one and varies over all axes the
-pipeline uses, so that no gradient is reduced before the end of the step.
+pipeline uses. So no backward reduces a gradient over them; that is done once, at the end of the
+step.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ class Slices:
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """What tracing the parts of a model shows (`pipeline.core.step.inspect`).
+    """Facts that tracing the parts of a model shows (`pipeline.core.step.inspect`).
 
     Attributes:
-      embed_axes: axes of which each rank has its own part of what embed gives.
+      embed_axes: axes of which each rank has its own part of embed's output.
       widest: a tree of types that vary as all activations do, None if the rank's axes say it.
       has_checks: whether a stage has checks of `checkify`.
       has_refs: whether a stage, embed, head or loss makes refs (`jax.new_ref`).
@@ -84,10 +85,11 @@ class Facts:
 
 @dataclass(frozen=True, eq=False)
 class LossScale:
-    """What the losses of a step are multiplied with, to be differentiated.
+    """The factors of the losses of a step, as they are differentiated.
 
     S and W are the sums of a loss (sum, weight) and of its weight over all calls of a step, whose
-    loss is S / W.
+    loss is S / W. A factor that is known before the ticks goes into the cotangent of each
+    microbatch, at no cost. One that is not divides all gradients afterwards.
 
     Attributes:
       of_caller: a scalar that the caller multiplies S / W or S with, or None.
@@ -112,7 +114,7 @@ class LossScale:
 
 @dataclass(frozen=True, eq=False)
 class Rank:
-    """What one rank has in a step.
+    """The arrays of one rank in a step, and all that is known of them.
 
     Attributes:
       model: the static half of the user's model.
@@ -126,7 +128,7 @@ class Rank:
       batch_part: the `BatchPart` of all calls: fields that differ between microbatches have a
         leading axis M.
       facts: what tracing the model has shown so far.
-      loss: what its losses are multiplied with.
+      loss: the factors of its losses.
       declared: the declared state while it is written (`pipeline.core.step.calls.declared`), None
         if nothing is.
     """
@@ -154,6 +156,8 @@ class Rank:
         lengths = self.slices.lengths
         longest = max(lengths, default=0)
 
+        # The batch is cut to the longest slice. On a rank of a position axis a slice is shorter
+        # than its length says, by the same factor for all.
         def cropped(x: jax.Array, length: int) -> jax.Array:
             """[M N, b, t, ...] of the longest slice; what has one entry for all is whole."""
             cuts = x.ndim > 2 and x.shape[2] > 1
@@ -189,8 +193,13 @@ class Rank:
           units: M N, of this rank.
           calls: of the loss in the step, on all ranks.
         """
+        # Whether a batch has padding is a matter of types: its targets then are records with
+        # counts.
         if jax.eval_shape(lambda: self.mask(0)) is None:
             return self
+        # Means over real tokens need counts of the whole step, over all ranks, before its first
+        # call. A mask [b] says of a sequence that it is data, the same in each slice; one [b, t]
+        # has counts to be added over slices and over ranks of position axes.
         rows, positions = self.batch_part.rows, self.batch_part.positions
         masks: Any = jax.vmap(self.mask)(jnp.arange(units))
         masks = masks.reshape(-1, self.slices.count, *masks.shape[1:]).astype(jnp.float32)
@@ -208,7 +217,7 @@ class Rank:
         return dataclasses.replace(self, batch_part=vary(part, self.axes))
 
     def adding(self) -> Adding:
-        """The share of an added loss, and a zero whose cotangent is the sum of those of a call."""
+        """The cotangent of an added loss, and a zero whose cotangent is the sum of a call's."""
         share = vary(jnp.asarray(self.loss.of_added, real()), self.axes)
         return Adding(share, vary(jnp.zeros((), real()), self.axes), weight=self.slices.share)
 
@@ -228,15 +237,15 @@ class Rank:
         return split_streams(self.weights.ends_rest)
 
     def varied(self, x: Tree) -> Tree:
-        """Make all of an activation vary over every axis over which any of it does."""
+        """Make all leaves of an activation vary over every axis over which one of them does."""
         x = vary(x, self.axes)
         return x if self.facts.widest is None else vary_like(x, self.facts.widest)
 
     def same_stages(self, *others: Sequence[Any]) -> dict[Any, list[int]]:
-        """Numbers of the stages of one chunk that are one computation, by what they have in common.
+        """Numbers of the stages that share a chunk and a computation, by a key for each such group.
 
         Args:
-          others: [K] each, what such stages have in common beside their code.
+          others: [K] each, further parts of the key.
         """
         alike: dict[Any, list[int]] = {}
         for k, (position, *of) in enumerate(zip(self.model.stages, *others, strict=True)):
@@ -248,5 +257,5 @@ class Rank:
         return self.weights.code(position)
 
     def with_facts(self, **facts: Any) -> Rank:
-        """The rank, of which more is known."""
+        """The rank with further facts."""
         return dataclasses.replace(self, facts=dataclasses.replace(self.facts, **facts))

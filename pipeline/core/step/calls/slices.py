@@ -1,4 +1,4 @@
-"""Calls of parts of a model on slices of sequences: their inputs, and what they leave.
+"""Calls of parts of a model on slices of sequences: their inputs, and the carries they return.
 
 Letters: N slices of a microbatch. A stage that knows of slices has a method `call_slice`, which
 also reads the carries of earlier slices (keys and values) and leaves its own.
@@ -25,6 +25,7 @@ def slice_of(rank: Rank, unit: Any) -> Any:
     """The place of a unit in its sequence; () where sequences are whole."""
     if rank.slices.count == 1:
         return ()
+    # Of slices with lengths every one has a trace of its own, in which its number is static.
     if rank.slices.number is not None:
         return FixedSlice(rank.slices.number, rank.slices.count, rank.slices.lengths)
     index = jnp.asarray(unit, jnp.int32) % rank.slices.count

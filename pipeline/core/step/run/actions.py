@@ -72,6 +72,8 @@ class Actions:
         # conditional writes in place. All data shards of a rank have one row, so they take the
         # same branch, and an op may hold collectives over their axes.
         for branch, op in enumerate(slot.ops, start=1):
+            # A W of a frozen stage does nothing, nor does a backward up to which nothing is
+            # trained: they get no branch.
             if not (self._does_anything(op) or op.jobs):
                 continue
             action = functools.partial(self._run, op, row)
@@ -80,8 +82,9 @@ class Actions:
         return message
 
     def _run(self, op: Op, row: Row) -> Tree:
-        # Jobs are for other actions. They start before this one's products and end behind them, so
-        # that a compiler may run both at a time; nothing depends on anything between.
+        # Jobs serve other actions: they gather weights or reduce gradients of another chunk. They
+        # start before this action's products and end after them, and neither reads a result of the
+        # other, so the compiler may overlap them.
         chunks, totals = self.local.rank.chunks, self.sums.chunk_grads
         ends_of_jobs = [start_job(job, chunks, totals, row["microbatch"]) for job in op.jobs]
         message = self._act(op, row) if self._does_anything(op) else self.no_message()
@@ -109,27 +112,33 @@ class Actions:
 
     def _forward(self, op: Op, row: Row) -> Tree:
         microbatch = row["microbatch"]
+        # First of all, and also where this F computes nothing: with `offload` the input's place is
+        # free after F, and the backward reads the copy.
         self.saved.begin(op, row)
-        # The last stage's F of a step that recomputes: its B, the next action, does it all again.
-        # What embed writes is written now.
+        # The last stage's F of a step that recomputes: its B, the next action, runs the
+        # stage again. State that embed writes is written here all the same: only an F writes state.
         if self._leaves_nothing(op):
             if op.first and self.local.rank.declared is not None:
                 self.operand(op, row, now=True)
             return self.no_message()
-        # Beside its value a call leaves sums, declared state, and what later slices read.
+        # A call returns more than its value: sums, declared state, and the carry that later slices
+        # read.
         x = self.slices.input(row, self.operand(op, row, now=True))
         outcome = self.saved.forward(op, row, x)
         self.sums.take(outcome, microbatch, op.chunk)
         self.slices.keep(row, outcome.carry)
+        # In a step that trains, the backward takes the loss, since it needs the pullback of head
+        # and loss too.
         if op.last and not self.step.training:
             self._finish(outcome.value, microbatch)
         return self.sent(outcome.value)
 
     def _backward(self, op: Op, row: Row) -> Tree:
-        # The pullback is rebuilt, of residuals or by a second forward; then the gradients for its
-        # results are found, and those of weights are added to refs in place.
+        # The pullback is rebuilt from residuals, or by a second forward. It is applied to the
+        # gradient of the output, and adds the gradients of weights to refs in place.
         y, pullback = self.saved.pullback(op, row)
         dy = self._output_gradient(op, row, y)
+        # Nothing is trained up to this last stage, but its backward takes the loss of the step.
         if not self.goes_on:
             return self.no_message()
         dx = pullback(dy, self._gradients(op), want_x=self._wants_given(op))
@@ -138,10 +147,11 @@ class Actions:
     def _input_half(self, op: Op, row: Row) -> Tree:
         arguments = self.local.stage_arguments(op.chunk, row["microbatch"])
         saved = self.saved.read(op, row)
-        if not self.goes_on:  # the last stage's, for what the head has to sum
+        if not self.goes_on:  # the last stage, frozen with all before it: loss and head alone
             self._loss_gradient(self.saved.output(row, saved, arguments), row["microbatch"])
             return self.no_message()
-        # Only the last stage needs its own output: the loss is taken of it within I.
+        # The loss is taken within the last stage's I, which therefore needs the stage's output.
+        # Other stages have the gradient from a message, and never form the output.
         take = functools.partial(self._output_gradient, op, row)
         operands = *arguments, *self.saved.of_half(op, row, saved, take)
         dx, crossing = self.halves.input_half(
@@ -172,6 +182,8 @@ class Actions:
 
     def _leaves_nothing(self, op: Op) -> bool:
         """Tell whether a forward is not needed: its backward, the next action, runs it again."""
+        # The repetition in the backward keeps only the value of a call. State, sums and carries
+        # come from F, so a stage that has any of them runs its F.
         leaves = self.local.writes or bool(self.local.rank.facts.stage_sums)
         leaves = leaves or self.slices.has_carries
         # Where all ranks share the head, no op is last: its input is a message.
@@ -184,25 +196,30 @@ class Actions:
         return self.local.need.x and (not op.first or self.wants_upstream)
 
     def _wants_given(self, op: Op) -> bool:
-        """Tell whether a pullback is to give the gradients for all that a stage was given."""
+        """Tell whether a pullback returns gradients for the stage's input and earlier carries."""
         return self.slices.has_carries or self._wants_x(op)
 
-    # --- before the first stage, and behind the last ---
+    # --- before the first stage, and after the last ---
 
     def operand(self, op: Op, row: Row, *, now: bool = False) -> Tree:
-        """A stage's input: its message, or made from the user's inputs.
+        """A stage's input: its message, or for stage 0 the value of embed.
 
-        ``now`` where a forward takes it, and with it all else that embed leaves.
+        Args:
+          op: the action.
+          row: the rank's entries of the tables.
+          now: whether a forward reads it; then embed's sums and state are kept too.
         """
         if not op.first:
             return self.stores.read("operand", op, row)
         outcome = self.embed(row["microbatch"], now=now)
+        # A backward that runs embed again must neither add its sums nor write its state a second
+        # time.
         if now:
             self.sums.take(outcome, row["microbatch"])
         return outcome.value
 
     def embed(self, microbatch: Any, *, now: bool = False) -> Outcome:
-        """The outcome of embed; ``now`` in a forward."""
+        """The outcome of embed; ``now`` if a forward calls it, which may write state."""
         rank = self.local.rank
         return ends.embed(rank, rank.ends, at(rank.batch.inputs, microbatch), microbatch, now=now)
 
@@ -225,8 +242,11 @@ class Actions:
     def _upstream(self, op: Op, row: Row, dx: Leaves) -> Tree:
         """Send the gradient of a stage's input upstream: into a message, or through embed."""
         if not op.first:
+            # Where no stage before this one is trained, nobody reads the gradient:
+            # `schedules.lowering.needs.without` has dropped its exchange from the program.
             return self.as_message(dx) if self.local.need.x else self.no_message()
-        # Stage 0's input came from embed, whose pullback runs here and now; nothing is sent.
+        # Stage 0's input came from embed on this rank. Nothing of embed is stashed: its pullback is
+        # formed anew and applied here, and no message is sent.
         if self.wants_upstream:
             _, embed = self.local.embed_pullback(row["microbatch"])
             of_inputs = embed(dx, self.sums.ends_grads.targets, want_x=self.step.want_inputs)
@@ -235,9 +255,9 @@ class Actions:
         return self.no_message()
 
     def _output_gradient(self, op: Op, row: Row, y: Tree) -> Leaves:
-        """The gradients for all that a stage returned: of the loss, or as the next stage sent them.
+        """The gradients for a stage's output and carry, from the loss or the next stage's message.
 
-        ``y`` is its output, which only the last stage's needs.
+        ``y`` is the stage's output; only the last stage reads it.
         """
         if op.last:
             dy = self._loss_gradient(y, row["microbatch"])
@@ -252,10 +272,11 @@ class Actions:
 
     def loss_cotangent(self) -> jax.Array:
         """Cotangent of a microbatch's loss."""
+        # A cotangent has the type of its value, and the loss varies over all axes of the rank.
         return vary(jnp.full((), self.local.rank.loss.of_loss), self.local.axes)
 
     def _loss_gradient(self, y: Tree, microbatch: Any) -> Leaves:
-        """The gradient for the last stage's output; counts the loss itself."""
+        """The gradient for the last stage's output; adds the loss to the step's sums."""
         outcome, pullback = self.local.loss_pullback(y, microbatch)
         self.sums.take(outcome, microbatch)
         refs = self.sums.ends_grads.targets

@@ -23,17 +23,21 @@ def make_carries(local: LocalModel, program: Program, *, training: bool) -> list
     Args:
       local: the rank's part of the model.
       program: what runs.
-      training: whether anything goes back.
+      training: whether the program has backwards, and so gradients of carries.
     """
     N, axes = program.schedule.num_slices, local.axes
     is_grouped = isinstance(local, GroupedModel)
     models = [group.local for group in local.groups] if is_grouped else [local]  # type: ignore[attr-defined]
     if N == 1:
         return [WholeSequences() for _ in models]
+    # With slices of several lengths all carries have the shape of the longest slice's, so that a
+    # place fits any of them.
     types = [model.earlier for model in models]
     for model in models:
         _check_lengths(model)
     sums = [_sums(own) if training else [] for own in types]
+    # Groups of unlike stages share one pool, each through a view of its carry. The place that is
+    # added is for values that nobody reads.
     pools = []
     for trees, name in ((types, "carry"), (sums, "carry_gradient")):
         cells, views = overlay_trees(trees) if is_grouped else (trees[0], [None])

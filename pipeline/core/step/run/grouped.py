@@ -1,8 +1,8 @@
 """A rank's actions where stages are not alike: those of each group, in one memory.
 
 Letters: S ranks. A group's actions are those of a pipeline whose stages are all like the group's;
-what differs is only where they find things. Which group's a rank runs in a slot follows from the
-slot's branch and from the groups of the rank's own stages.
+only the places of their values differ. Which group's action a rank runs in a slot follows from the
+slot's branch and from the groups of the stages on the rank.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def runner(actions: Actions, *, masked: bool) -> Callable[[Slot, Row, Tree], Tre
     """Make the function that runs a slot for a rank and returns its message, or the placeholder."""
     if not masked:
         return actions.run_slot
+    # Imported where it is used: a pipeline that branches does not load it.
     from pipeline.core.step.run.masked import run_masked
 
     if isinstance(actions, GroupedActions):
@@ -79,6 +80,8 @@ class GroupedActions(Actions):
     def run_slot(self, slot: Slot, row: Row, message: Tree) -> Tree:
         """Do the slot's action, group by group; returns its message, or else ``message``."""
         for actions in self.groups:
+            # Every group in turn sees the slot with its own ops alone. At most one of them has this
+            # rank's action, so the message passes through the others unchanged.
             part, here = actions.share(slot, row)
             if part.ops:
                 with jax.named_scope(scopes.of_stages(actions.group.stages)):
@@ -122,6 +125,8 @@ class GroupActions(Actions):
     def share(self, slot: Slot, row: Row) -> tuple[Slot, Row]:
         """Restrict a slot to this group: its ops, and the row with their branch, or idle."""
         schedule = self._program.schedule
+        # One op may belong to several groups: chunk 0 can be of one group on rank 0 and of another
+        # on rank 1. So each group needs the ranks on which it runs an op.
         doers: dict[Op, list[int]] = {op: [] for op in slot.ops}
         for k in self.group.stages:
             for op in slot.ops:
@@ -130,6 +135,9 @@ class GroupActions(Actions):
                     *self._program.ends_of(k),
                 ):
                     doers[op].append(schedule.placement[k])
+        # The program's branch numbers are mapped to the group's, which has a branch 0 too, and for
+        # every op of the other groups. All ranks trace this, so a rank looks up its line of the
+        # map.
         ops = tuple(op for op, ranks in doers.items() if ranks)
         table = np.zeros((schedule.num_ranks, len(slot.ops) + 1), np.int32)
         for branch, op in enumerate(ops, start=1):
@@ -139,12 +147,16 @@ class GroupActions(Actions):
             return part, row
         mine = jnp.asarray(table)[jax.lax.axis_index(STAGE)]
         chosen_op = mine[row["op"]]
+        # With slices of several lengths a group also runs one slice alone. Which slice an action
+        # has is known only in the tick.
         if self.group.part is not None:
             is_mine = row["microbatch"] % schedule.num_slices == self.group.part
             chosen_op = jnp.where(is_mine, chosen_op, 0)
         return part, {**row, "op": chosen_op}
 
     def _run(self, op: Op, row: Row) -> Tree:
+        # Gradients that share a cell with those of other groups are summed in refs of one action
+        # first. F adds to none, and I only those that could not be split off for W.
         total = self.sums.chunk_grads[op.chunk]
         if op.kind == "F" or not isinstance(total, TotalView):
             return super()._run(op, row)
@@ -155,6 +167,7 @@ class GroupActions(Actions):
 
     def sent(self, y: Tree) -> Tree:
         """An output as a message."""
+        # The model's last output may fit no message; nobody sends it.
         return self._message(y, self.group.y_view)
 
     def as_message(self, floats: Leaves) -> Tree:
@@ -202,6 +215,8 @@ def _own_totals(sums: StepSums, group: StageGroup) -> list[Any]:
     summed = group.local.model.trained.chunks[chunk]
     totals, total = list(sums.chunk_grads), sums.chunk_grads[chunk]
     added = sums.added.refs if group.local.adds else []
+    # Refs exist for leaves that any stage of the chunk trains. A group that trains all of them, in
+    # places of their own, adds to them directly; others need a map from their leaves.
     if views is None and trained == summed:
         totals[chunk] = total.beside(added)
         return totals

@@ -38,6 +38,8 @@ class SlotFacts:
         self.for_input = self._holds(lambda op: op.kind in ("B", "I"))
         self.for_weights = self._holds(lambda op: op.kind in ("B", "W"))
         self.splits = any(op.kind in ("I", "W") for op in slot.ops)
+        # Only I writes a crossing to its place, and only B adds weight gradients from a crossing of
+        # the same slot.
         self.leaves = self._holds(lambda op: op.kind == "I")
         self.both = self._holds(lambda op: op.kind == "B")
         self.first = self._holds(lambda op: op.first)
@@ -45,6 +47,7 @@ class SlotFacts:
         chunks = {op.chunk for op in slot.ops}
         self.chunk = self._look_up(lambda op: op.chunk) if len(chunks) > 1 else max(chunks)
 
+    # A fact that is known while tracing spares a select, or a whole computation.
     def _holds(self, fact: Callable[[Op], bool]) -> Any:
         """Tell whether a fact holds: a Python bool where all ops and idleness agree."""
         return self._look_up(fact) if any(map(fact, self._ops)) else False
@@ -58,13 +61,15 @@ class SlotFacts:
 def run_masked(actions: Actions, slot: Slot, row: Row, message: Tree) -> Tree:
     """Compute every kind of action the slot may hold, keep what is real; returns the message.
 
-    That of a rank which does nothing is whatever it has computed, and never ``message``.
+    A rank that does nothing returns the message of whatever it has computed, never ``message``.
     """
     del message
     facts = SlotFacts(slot, row)
     writes = actions.local.rank.declared is not None
     if facts.backward is False:
         return _forward(actions, facts, row, _operand(actions, facts, row, now=True))
+    # Where state is written, the backward's call reads the state that its microbatch's F read and
+    # F's call reads the current one, so they are two calls.
     x = _operand(actions, facts, row)
     gradient = _backward(actions, facts, row, x)
     if facts.forward is False:
@@ -85,6 +90,8 @@ def _operand(actions: Actions, facts: SlotFacts, row: Row, *, now: bool = False)
     received, microbatch = actions.stores.device["operand"][row["operand"]], row["microbatch"]
     if facts.first is False:
         return received
+    # Stage 0's input comes from embed and that of others from a message; on a rank with both kinds
+    # of chunks a select decides.
     outcome = actions.embed(microbatch, now=now)
     if now:
         actions.sums.take(outcome, microbatch, real=facts.forward & facts.first)
@@ -99,6 +106,8 @@ def _forward(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> Tree:
     else:
         outcome, stash = actions.saved.residuals.forward(*arguments)
         stashes = actions.stores.device["stash"]
+        # A rank with a backward in this slot computes a forward too, and its row names the stash
+        # that the backward reads. The bubble's stash goes to the last place instead.
         stashes[jnp.where(facts.forward, row["stash"], stashes.places - 1)] = stash
     actions.sums.take(outcome, microbatch, facts.chunk, real=facts.forward)
     if not actions.step.training and facts.last is not False:
@@ -119,6 +128,8 @@ def _backward(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> Tree:
     for chunk, total in enumerate(actions.sums.chunk_grads):
         if facts.for_weights is False:
             continue
+        # Where a slot holds several chunks, the gradients belong to a chunk that only the row
+        # knows: each total takes them or adds zeros.
         if not isinstance(facts.chunk, int):
             total.add(dw, facts.for_weights & (facts.chunk == chunk))
         elif facts.chunk == chunk:
@@ -148,10 +159,13 @@ def _halves(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> tuple[Leav
     """Compute the gradients by the two halves of a split backward."""
     halves = actions.halves
     arguments = actions.local.stage_arguments(facts.chunk, row["microbatch"])
+    # A slot with W alone returns zeros for the input's gradient, which it does not compute.
     dx, _ = partition(blank(actions.local.activation, actions.local.axes))
     dw, crossing = [], None
     if facts.for_input is not False:
         dy: Any = functools.partial(_output_gradient, actions, facts, row)
+        # I repeats the stage anyway, and takes the loss of that output; from residuals the last
+        # stage's output is read from its place first.
         if actions.saved.recomputes:
             stash = x
         else:
@@ -159,6 +173,7 @@ def _halves(actions: Actions, facts: SlotFacts, row: Row, x: Tree) -> tuple[Leav
             dy = dy(actions.saved.output(row, stash, arguments))
         dx, crossing = halves.input_half(*arguments, stash, dy, [], want_x=actions.local.need.x)
         crossings = actions.stores.device["crossing"]
+        # The crossing of a B is read below, in the same slot, and needs no place.
         crossings[jnp.where(facts.leaves, row["crossing"], crossings.places - 1)] = crossing
     if facts.for_weights is not False:
         left = actions.stores.device["crossing"][row["crossing"]]

@@ -27,10 +27,10 @@ from schedules.lowering.windows import Windows
 
 @dataclass(frozen=True, eq=False)
 class StepRequest:
-    """Results wanted of a step, beside those that its program names.
+    """The results that a step returns, which its program does not determine.
 
     Attributes:
-      training: whether anything goes back.
+      training: whether backwards run.
       take_loss: whether a forward's results are losses rather than outputs.
       want_inputs: whether gradients for the inputs' float leaves are kept.
       logprobs: whether a forward's results are the log-probabilities of targets.
@@ -68,26 +68,32 @@ def make_places(plan: Plan, local: LocalModel, program: Program, step: StepReque
       program: what runs.
       step: what is wanted of the step.
     """
+    # A chunk's gradients are summed in a window where the program has windows, else whole for the
+    # step.
     units, axes, values = program.schedule.num_units, local.axes, program.values
     sums = make_sums(local, step, units, program.windows)
-    # Residuals are found by tracing a stage; their types are those of the places.
+    # Tracing a stage shows its residuals, and so the types of the places that keep them.
     residuals: Any = None
     if step.training and program.keep == "residuals":
         residuals = local.residuals()
-    # One pool for messages of both ways (`ValueKind.pool`), and a place more that nobody reads.
+    # Messages of both directions share one pool (`ValueKind.pool`). The place that is added is the
+    # discard place: a rank stores there what it receives and does not need, without a condition.
     messages = Pool(local.wire, values["operand"].device + 1, axes, "messages")
     device = {"operand": messages, "gradient": messages}
-    # All actions of a masked step read, whatever is there, and one more place is theirs to write.
+    # In a masked step also bubbles read and write. They read any place, so places are cleared
+    # first; they write to one place more.
     masked = plan.is_masked
     places = values["stash"].device + masked
     stashed = residuals.stashed if residuals and places else []
     device["stash"] = Pool(stashed, places, axes, "stashes", cleared=masked)
     halves: Any = None
+    # To split a backward is to trace it, so that is done only for a program with I and W.
     if any(op.kind in "IW" for slot in program.slots for op in slot.ops):
         halves = local.split_backward(residuals, in_place=not masked)
     places = values["crossing"].device + masked
     crossing = halves.crossing if halves and places else []
     device["crossing"] = Pool(crossing, places, axes, "crossings", cleared=masked)
+    # Outputs have a place for each microbatch, since all of them leave the step.
     outputs = [] if step.take_loss else _output_types(local, logprobs=step.logprobs)
     sums = dataclasses.replace(sums, results=Pool(outputs, units, axes, "kept"))
     # Without residuals a stash in host memory holds the stage's input, as it is in a message.
@@ -133,6 +139,8 @@ def make_sums(
     spreads = [chosen(*of) for of in zip(model.layout.chunks, trained.chunks, strict=True)]
     windows = windows if step.training else None
     chunk_grads = chunk_totals(like, axes, of_chunks, windows, spreads)
+    # A pullback returns the sum of added losses after the gradients of weights: its ref is the last
+    # of the targets.
     of_ends = added.refs if local.rank.facts.adding_ends else []
     ends_grads = Total(summed(local.ends_weights, trained.ends), axes, of_ends)
     floats, _ = partition(at(local.batch.inputs, 0))

@@ -1,4 +1,4 @@
-"""What a forward leaves for its backward: nothing but its input, or residuals that it stashes.
+"""The values that a backward starts from: the stage's input, or residuals that F stashes.
 
 A backward that has the stage's input (``keep="input"``) runs the forward again, so the last stage's
 forward, whose output only its own backward needs, does nothing. With ``keep="residuals"`` it starts
@@ -56,13 +56,14 @@ class SavedInput:
         )
 
     def read(self, op: Op, row: Row) -> Tree:
-        """What a backward starts from: the stage's input."""
+        """The value that a backward starts from: the stage's input."""
         stashed = self.stores.stashes_input(op)
         x = self.stores.read("stash", op, row) if stashed else self.operand(op, row)
+        # Carries of earlier slices have places of their own, and are never stashed with the input.
         return self.slices.input(row, x)
 
     def pullback(self, op: Op, row: Row) -> tuple[Tree, Pullback]:
-        """The output of a stage, None where nobody needs it, and the stage's pullback."""
+        """The output of a stage and the stage's pullback, by a second forward."""
         x = self.read(op, row)
         again, pullback = self.local.stage_pullback(op.chunk, row["microbatch"], x)
         return again.value, pullback
@@ -73,7 +74,9 @@ class SavedInput:
         return self.local.stage(weights, fixed, side, saved).value
 
     def of_half(self, op: Op, row: Row, saved: Tree, take: TakeCotangent) -> tuple[Tree, Any]:  # noqa: ARG002
-        """What I starts from, and its cotangent; on the last stage a function of its output."""
+        """The values that I starts from, and its cotangent or, on the last stage, ``take``."""
+        # I runs the stage again, so the last stage's output appears within it: the cotangent is a
+        # function of that output, which spares a forward for the loss alone.
         return saved, take if op.last else take(None)
 
 
@@ -82,7 +85,7 @@ class SavedResiduals(SavedInput):
 
     Args:
       residuals: the stage's pullback, taken apart.
-      others: as above.
+      others: the arguments of `SavedInput`.
     """
 
     recomputes = False
@@ -92,7 +95,7 @@ class SavedResiduals(SavedInput):
         self.residuals = residuals
 
     def begin(self, op: Op, row: Row) -> None:
-        """Nothing: what is stashed is made by the forward."""
+        """Do nothing: the forward itself makes the residuals that are stashed."""
 
     def forward(self, op: Op, row: Row, x: Tree) -> Outcome:
         """The outcome of a stage, whose residuals are stashed."""
@@ -102,7 +105,7 @@ class SavedResiduals(SavedInput):
         return outcome
 
     def read(self, op: Op, row: Row) -> Tree:
-        """What a backward starts from: the residuals."""
+        """The values that a backward starts from: the residuals."""
         return self.stores.read("stash", op, row)
 
     def pullback(self, op: Op, row: Row) -> tuple[Tree, Pullback]:
@@ -115,14 +118,15 @@ class SavedResiduals(SavedInput):
         return self.output(row, stash, arguments) if op.last else None, pullback
 
     def output(self, row: Row, saved: Tree, arguments: Any) -> Tree:  # noqa: ARG002
-        """The last stage's output, in the place where others find the gradient that has arrived."""
-        # On the last stage the place of the gradient holds the output that it is made of. Where no
-        # message has the output's type, it is stashed beside the residuals.
+        """The last stage's output."""
+        # No gradient arrives at the last stage, so the place of its gradient holds the output: F
+        # stores it there by a channel of shift 0. Where no message has the output's type, the
+        # output is stashed with the residuals.
         if self.residuals.holds_output:
             return self.residuals.output(saved)
         return self.stores.device["gradient"][row["gradient"]]
 
     def of_half(self, op: Op, row: Row, saved: Tree, take: TakeCotangent) -> tuple[Tree, Any]:
-        """What I starts from, with slices also the carries of earlier ones, and its cotangent."""
+        """The values that I starts from, carries of earlier slices included, and its cotangent."""
         dy = take(self.output(row, saved, ()) if op.last else None)
         return (saved, self.slices.earlier(row)) if self.slices.has_carries else saved, dy

@@ -25,7 +25,7 @@ from pipeline.core.step.stores.store import Stores
 class Straight(Actions):
     """A step of such a rank (`is_accumulation` of `schedules.families.accumulation`).
 
-    Totals are those of `Actions`; it needs no other memory.
+    It needs no memory but the totals: a microbatch is done before the next one starts.
 
     Args:
       local: the rank's part of the model, whose stages are alike.
@@ -45,6 +45,8 @@ class Straight(Actions):
             self._microbatch(vary(microbatch, self.local.axes))
             return carry, None
 
+        # A scan, so that a microbatch is compiled once; all results go to refs, which it closes
+        # over.
         jax.lax.scan(body, None, jnp.arange(self._num_microbatches))
 
     def _microbatch(self, microbatch: jax.Array) -> None:
@@ -54,12 +56,16 @@ class Straight(Actions):
         else:
             outcome = self.embed(microbatch)
         self.sums.take(outcome, microbatch)
+        # Forward through all chunks. Gradients of weights are added late: with all in one piece of
+        # code, XLA's CPU backend otherwise makes them before the input's gradient, for which the
+        # next pullback waits.
         pullbacks = []
         for chunk in range(local.num_chunks):
             x = outcome.value
             outcome, pullback = local.stage_pullback(chunk, microbatch, x, late=True)
             self.sums.take(outcome, microbatch, chunk)
             pullbacks.append(pullback)
+        # Back through all chunks, and then through embed if it or the inputs have gradients.
         dx = self._loss_gradient(outcome.value, microbatch)
         for chunk, pullback in reversed(list(enumerate(pullbacks))) if self.goes_on else ():
             want_x = local.need.x and (chunk > 0 or self.wants_upstream)

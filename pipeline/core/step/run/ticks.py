@@ -57,6 +57,8 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool
         delayed_message, arrays = carry
         carried.put(arrays)
         exchanged = None  # the last message that has been exchanged, whose memory is free
+        # Slots that no tick of this loop uses are left out: an exchange costs its bytes whoever
+        # reads them.
         for index in np.flatnonzero(uses).tolist():
             # Only what some tick of this loop does in the slot is compiled. If that is not all,
             # branches have other numbers than the program's.
@@ -72,10 +74,13 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool
                 # A rank without an action sends something too: every rank takes part in an
                 # exchange, and who has no use for what arrives stores it in the discard place.
                 message = actions.no_message() if exchanged is None else exchanged
+                # With delayed sends a message may arrive in a slot in which no rank has an action.
                 if uses[index] == WORK:
                     message = run(need.slot, row, message)
                 if common:
                     message = common.after(row, busy[index], message)
+            # Whatever arrives is stored in one pool; tables of `arrival` name the discard place
+            # where this rank reads nothing.
             for column, channel in need.channels:
                 arrived = early.get(channel, message)
                 if channel.shift and not delayed:
@@ -84,13 +89,19 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool
             delayed_message, exchanged = (message, delayed_message) if delayed else (None, message)
         return (delayed_message, carried.get()), None
 
-    # A rank has its own column of most tables; what all ranks do together is the same everywhere.
+    # The shard_map leaves a rank its column of most tables, under an axis of length 1. The tables
+    # of work that all ranks share have no such axis.
     local = {name: table if name in COMMON else table[0] for name, table in tables.items()}
+    # All else is in refs, which the scan closes over. Carried are the message that waits for its
+    # exchange in the next slot, and arrays in host memory: a ref there JAX would copy whole to the
+    # device (`pipeline.core.step.stores.host`).
     carry = actions.no_message() if delayed else None, carried.get()
     # One scan for each run of ticks in which the same things happen (see above).
     for start, stop, uses in segments(program, split=masked):
         busy = busy_in(program, start, stop)
         with jax.named_scope(scopes.of_ticks(start, stop)):
+            # A scan of one trip would be inlined, and XLA would copy the stashes that it updates
+            # (`run_once`).
             if stop - start == 1:
                 row = {name: table[start] for name, table in local.items()}
                 body = functools.partial(tick, (start, stop), uses, busy)
@@ -103,7 +114,7 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool
 
 
 def _once(body: Any, carry: tuple[Tree, Any], row: Row) -> tuple[Tree, Any]:
-    """The carry after one tick; XLA aliases its arrays in host memory, as those of a loop."""
+    """The carry after one tick, by a loop of one trip: XLA updates its arrays in place."""
     message, arrays = carry
 
     def update(value: tuple[Tree, Any]) -> tuple[Tree, Any]:

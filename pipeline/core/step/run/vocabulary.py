@@ -3,8 +3,8 @@
 Letters: S ranks, N words, n = ceil(N / S) of them on each rank, d width; R rows of a microbatch. A
 rank has the rows r n .. (r + 1) n - 1 of a table and computes with those alone:
 
-* lookup: a word's vector is on one rank, the others add zeros; [R, d] go to all, who may need it is
-  the first stage's rank;
+* lookup: a word's vector is on one rank, the others add zeros; all ranks get the sum, [R, d], and
+  the first stage's rank reads it;
 * head: the last stage's output goes to all ranks, each has its [R, n] logits and tells the others
   three numbers a row, the largest logit, the sum of exponentials below it, and the target's logit
   if it has it. From these follow the loss and the gradient of its own logits; the gradients for the
@@ -61,6 +61,8 @@ class VocabularyParallel:
         self.tables = actions.local.model.tables
         placement = program.schedule.placement
         self.first, self.last = placement[0], placement[-1]
+        # Every rank gets the embedding and only the first stage's rank reads it; others store
+        # theirs in the discard place.
         self.discard = program.values["operand"].discard
         self.rank = jax.lax.axis_index(STAGE)
 
@@ -71,12 +73,16 @@ class VocabularyParallel:
 
     def after(self, row: Row, busy: Mapping[str, bool], message: Tree) -> Tree:
         """Do the shared work after a slot's actions; return the message that the rank sends."""
+        # Nothing to add where embed is frozen. Scatter comes before the head, which replaces the
+        # message by the gradient it has made.
         if busy["scatter"] and self._total(self.tables.embed) is not None:
             self._when("scatter", row, lambda _, m, real: self._scatter(message, m, real), None)
         return self._when("head", row, self._head, message) if busy["head"] else message
 
     def _when(self, table: str, row: Row, work: Any, value: Tree) -> Tree:
         """Work on a table's microbatch, if any: ``work(given, microbatch, whether it is real)``."""
+        # All ranks read the same entry, so all enter the loop and meet in its collectives. In a
+        # masked step there is no branch: the work is done on microbatch 0 and dropped.
         microbatch, real = row[table], row[table] >= 0
         if self.masked:
             return work(value, jnp.maximum(microbatch, 0), real)
@@ -96,12 +102,15 @@ class VocabularyParallel:
     def _scatter(self, message: Tree, microbatch: Any, real: Any) -> None:
         total = self._total(self.tables.embed)
         dx = self._from(self.first, message)
+        # Words of other ranks add zeros to row 0, so every rank adds an array of one shape.
         row_of, is_mine = _mine(self._ids(microbatch), total)
         part = jnp.where((is_mine & real)[..., None], dx, jnp.zeros_like(dx)).astype(total.dtype)
         total[...] = total[...].at[row_of].add(part)
 
     def _from(self, rank: int, message: Tree) -> jax.Array:
         """Broadcast one rank's message to all; values of other ranks, NaN included, do not leak."""
+        # A select, not a product with 0: messages of other ranks are placeholders, which may be
+        # NaN.
         x = _only(message)
         return total_over(jnp.where(self.rank == rank, x, jnp.zeros_like(x)), (STAGE,))
 
@@ -113,16 +122,19 @@ class VocabularyParallel:
 
     def _head(self, message: Tree, microbatch: Any, real: Any) -> Tree:
         local, actions, index = self.local, self.actions, self.tables.head
+        # The last stage's output goes to all ranks, and each makes the logits of its words.
         y = vary(self._from(self.last, message), local.axes)
         h, pullback = self._features(y, microbatch)
         table = local.ends_weights[index]
         z = own_logits(local, h, table)
+        # An inference without a loss ends here, with log-probabilities of targets or with the
+        # logits of this rank's words.
         if actions.step.logprobs:
             ids = _only(at(local.batch.targets, microbatch)).astype(jnp.int32)
             ids = _own_part(ids, parts=self.tables.head_parts)
             lost = losses_of(*_whole(z, self._place(ids, z)))
             logprobs = self._joined(-mask_losses(lost, ids, self.tables.head_words, IGNORED), -1)
-            # Every rank knows it; one says it.
+            # Every rank knows them, and results of ranks are summed: one rank keeps them.
             self._leave(logprobs, microbatch, (self.rank == self.last) & real)
             return message
         if not actions.step.take_loss:
@@ -130,18 +142,23 @@ class VocabularyParallel:
             return message
         lost, weight, dz = self._loss(z, microbatch)
         here = (self.rank == self.last) & real
-        # Every rank knows the loss; one counts it.
+        # Every rank knows the loss, and losses of ranks are summed: one rank counts it.
         outcome = Outcome(lost, sums={"loss": [lost], "weight": [weight]})
         actions.sums.take(outcome, microbatch, real=here)
         if not actions.step.training:
             return message
         share = self.local.rank.loss.of_loss
-        if isinstance(share, jax.Array):  # a scale; such a loss is never a mean
+        # This loss is a sum with a weight, so the factor is the number 1 unless the caller scales
+        # the loss, or the weight was summed before the step.
+        if isinstance(share, jax.Array):
             dz = times(dz, share)
         dh = self._accumulate(dz.astype(h.dtype), h, table, real)
-        # So that what follows is counted once.
+        # All ranks have the same gradient, and all run the pullback of the features below. Its
+        # gradients are summed over ranks, so it starts from zeros on all ranks but one.
         dh = vary(jnp.where(here, dh, jnp.zeros_like(dh)), local.axes)
         dy = self._pull(pullback, dh, real)
+        # The last stage's rank stores this as the gradient of its output (a channel of shift 0);
+        # other ranks send what they were sending.
         return jax.tree.map(lambda sent: jnp.where(here, dy, sent), message)
 
     def _features(self, y: jax.Array, microbatch: Any) -> tuple[jax.Array, Pullback]:
@@ -153,6 +170,8 @@ class VocabularyParallel:
             whole = [w if n in tables else next(rest) for n, w in enumerate(weights)]
             return Outcome(ends.features(self.local.rank, whole, leaves[0], microbatch))
 
+        # Tables have their gradients from `_accumulate` and `_scatter`; the pullback is over the
+        # rest.
         others = [w for n, w in enumerate(weights) if n not in tables]
         model = self.local.model
         mask = tuple(yes for n, yes in enumerate(model.trained.ends) if n not in tables)
@@ -173,7 +192,7 @@ class VocabularyParallel:
     def _place(self, ids: jax.Array, z: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The columns of words among this rank's, and whether they are there."""
         row_of, mine = find_rows(ids, z.shape[-1], first=self.rank * z.shape[-1])
-        return row_of, mine & (ids < self.tables.head_words)  # behind the last word is padding
+        return row_of, mine & (ids < self.tables.head_words)  # rows after the last word are padding
 
     def _loss(self, z: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Sum and weight of the loss, and the gradient for this rank's logits."""
@@ -185,6 +204,7 @@ class VocabularyParallel:
         counts = spoil(ids, weights, self.tables.head_words)
         lost = losses_of(top, total, picked) * counts
         sums = lost.sum(), weights.sum()
+        # Where ranks of `tensor` have parts of the positions, each has summed its own.
         if self.tables.head_parts and is_manual(TENSOR):
             sums = total_over(sums, (TENSOR,))
         return *sums, logit_gradient(z, *place, top, total, counts)
@@ -199,7 +219,7 @@ class VocabularyParallel:
         return total_over(dh, (STAGE,))
 
     def _pull(self, pullback: Pullback, dh: jax.Array, real: Any) -> jax.Array:
-        """The gradient for the last stage's output; adds those of what lies before the table."""
+        """The gradient for the last stage's output; adds those of the head's other weights."""
         refs = [
             self._total(n)
             for n, yes in enumerate(self.local.model.trained.ends)
@@ -208,6 +228,7 @@ class VocabularyParallel:
         if real is True:
             (dy,) = pullback([dh], refs, want_x=True)
             return dy
+        # In a masked step the gradients are selected first: a bubble's may be NaN.
         dw, (dy,) = pullback.values([dh])
         for ref, value in zip(refs, dw, strict=True):
             ref[...] += jnp.where(real, value, jnp.zeros_like(value))
@@ -229,6 +250,7 @@ def look_up(local: LocalModel, table: jax.Array, ids: jax.Array) -> jax.Array:
     rows = table[row_of].astype(dtype)
     part = jnp.where(is_mine[..., None], rows, jnp.zeros_like(rows))
     x = total_over(part, (STAGE,))
+    # A number that is no word gives NaN, and not silently a vector of zeros.
     is_word = (ids >= 0) & (ids < local.model.tables.embed_words)
     vectors: jax.Array = local.rank.varied(
         jnp.where(is_word[..., None], x, jnp.full_like(x, jnp.nan))
@@ -241,13 +263,15 @@ def own_logits(local: LocalModel, h: jax.Array, table: jax.Array) -> jax.Array:
     z, words, each = logits(h, table), local.model.tables.head_words, table.shape[0]
     if axis_size(STAGE) * each == words:
         return z
+    # The last rank's table is padded to the size of the others; its padding must not count in the
+    # softmax.
     first = jax.lax.axis_index(STAGE) * each
     is_word = first + jnp.arange(each, dtype=jnp.int32) < words
     return jnp.where(is_word.reshape((1,) * (z.ndim - 1) + (-1,)), z, -jnp.inf)
 
 
 def _mine(ids: jax.Array, table: Any) -> tuple[jax.Array, jax.Array]:
-    """The rows of words on this rank, and whether they are there."""
+    """Rows of words in this rank's table, and whether it has them; row 0 for other words."""
     row_of = ids - jax.lax.axis_index(STAGE) * table.shape[0]
     is_mine = (row_of >= 0) & (row_of < table.shape[0])
     return jnp.where(is_mine, row_of, 0), is_mine

@@ -1,7 +1,7 @@
 """Places for values in device memory: refs (`jax.new_ref`) that actions write in place.
 
-They write from inside a branch, and the scan over ticks carries nothing of it. How many places
-there are, and which value is in which, the program says.
+Actions write them from inside a branch, and the scan over ticks need not carry them. The program
+says how many places there are, and which value is in which place.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ class Pool:
       types: a tree of shapes and dtypes, one value.
       places: how many.
       axes: the mesh axes over which values vary whose types do not say it themselves.
-      name: what `pipeline.insight.forecast.bytes` calls them; it stands in the name stack of their
-        refs.
-      cleared: whether they are zeros before anything is written. If whatever is read was written,
-        they need not be: on a TPU clearing what 8B stashes takes 2% of a step (docs/tpu.md).
+      name: the name of the places in `pipeline.insight.forecast.bytes`, which reads it in the name
+        stack of their refs.
+      cleared: whether they are zeros at first. They need not be if no action reads a place before
+        another has written it: on a TPU clearing the stashes of 8B takes 2% of a step
+        (docs/tpu.md).
 
     Raises:
-      ValueError: a value lies in host memory.
+      ValueError: the type of a value says that it is in host memory.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class Pool:
         self.places = places
         leaves, self._treedef = jax.tree.flatten(types)
         _check_no_host(leaves, name)
+        # A ref's type is fixed when it is made: places vary over all axes over which any later
+        # value may. The place is an index of a leading axis, since only the tick's row knows it.
         make = zeros if cleared else _uncleared
         with jax.named_scope(name):
             self.refs = [
@@ -65,7 +68,7 @@ class Pool:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def seen(self, view: View | None, types: Tree, axes: tuple[str, ...]) -> PoolView:
-        """These places as one kind of value sees them, of several that share them."""
+        """A view of these places for one of several kinds of values that share them."""
         return PoolView(self, view, types, axes)
 
     def all(self) -> Tree:
@@ -74,7 +77,7 @@ class Pool:
 
 
 def _check_no_host(types: Leaves, name: str) -> None:
-    """Refuse to keep values of types that lie in host memory."""
+    """Refuse places for values that are in host memory."""
     for t in types:
         if is_on_host(t):
             raise ValueError(
@@ -87,22 +90,22 @@ def _check_no_host(types: Leaves, name: str) -> None:
 
 
 def unwritten(types: Tree, axes: tuple[str, ...]) -> Tree:
-    """A value of a tree's types, varying as they do and over ``axes``, that nobody reads.
+    """A placeholder that nobody reads, of a tree's types, varying as they do and over ``axes``.
 
-    On a TPU zeros for it in every slot take 2% of a step (8B on v6e, docs/tpu.md).
+    On a TPU, zeros in its place in every slot take 2% of a step (8B on v6e, docs/tpu.md).
     """
     return vary_like(vary(jax.tree.map(_uncleared, types), axes), types)
 
 
 def _uncleared(t: Any, lead: tuple[int, ...] = ()) -> jax.Array:
-    """Memory as it lies, where a platform gives it so; elsewhere zeros."""
+    """Allocate an array: uninitialised on TPU, zeros elsewhere and for random keys."""
     if platform() != "tpu" or is_key(t):
         return zeros(t, lead=lead)
     return jax.lax.empty((*lead, *t.shape), t.dtype)
 
 
 class PaddedPool:
-    """A pool as slices see it that are shorter than the longest: what is written gets zeros."""
+    """A pool for slices shorter than the longest: a value is padded with zeros as it is written."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -114,12 +117,12 @@ class PaddedPool:
 
 
 class PoolView:
-    """A pool whose places values of several kinds share, as one kind sees it.
+    """A view of a pool for one of several kinds of values that share its places.
 
     Args:
       pool: the shared pool.
-      view: how a value lies in a place; None where none ever does, and what is read is a value
-        that nobody uses.
+      view: the position of a value's leaves in a place; None if no place ever holds such a value:
+        then writes are dropped, and a read returns zeros that nobody uses.
       types: a tree of types, one value.
       axes: the mesh axes over which values vary.
     """
@@ -141,11 +144,11 @@ class PoolView:
 
 
 class WholeView:
-    """A store as one kind of value sees it, whose places are read and written as a whole.
+    """A view of a store, as `PoolView`, whose places are read and written as a whole.
 
     Args:
-      store: the shared store, with the types of what its places hold.
-      view: how a value lies in a place; None where none ever does.
+      store: the shared store, with the types of its places.
+      view: the position of a value's leaves in a place; None if no place ever holds such a value.
       types: a tree of types, one value.
       axes: the mesh axes over which values vary.
     """
@@ -155,6 +158,8 @@ class WholeView:
 
     def __setitem__(self, place: Any, value: Tree) -> None:
         if self._view is not None:
+            # A place in host memory is transferred whole, so cells that this value lacks get
+            # placeholders.
             cells, treedef = jax.tree.flatten(unwritten(self._store.types, self._axes))
             self._store[place] = jax.tree.unflatten(treedef, self._view.fill(cells, value))
 

@@ -1,11 +1,11 @@
 """Stashes and crossings in host memory: pools that are carried as values, not kept in refs.
 
 JAX reads a ref in host memory as a whole into the device (0.12), or forgets that it is there
-(0.10.2). So a pool in host memory is a list of arrays, which the scan over ticks carries, and every
-loop around an action that writes them: `HostArrays` holds the arrays of the moment while the
-program is traced. XLA updates in place what a loop carries. A value moves by itself: it is put into
-host memory and written to its place there; a read takes it from its place and puts it into device
-memory.
+(0.10.2). So a pool in host memory is a list of arrays. The scan over ticks carries them, and so
+does every loop around an action that writes them: `HostArrays` holds the current arrays while the
+program is traced. XLA updates in place what a loop carries. One value is transferred at a time: a
+write puts it into host memory and then into its place; a read takes it from its place and puts it
+into device memory.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class HostPool:
     Args:
       types: a tree of shapes and dtypes, one value.
       places: how many.
-      first: the number of the first place; those before it lie on the device.
+      first: the number of the first place; places with lower numbers are on the device.
       axes: the mesh axes over which values vary whose types do not say it themselves.
-      name: stands in the name stack of its arrays, for `pipeline.insight.forecast.bytes`.
+      name: in the name stack of its arrays, for `pipeline.insight.forecast.bytes`.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class HostPool:
             self.arrays = [_pool(t, places, varying_in(t, otherwise=axes)) for t in leaves]
 
     def __setitem__(self, place: Any, value: Tree) -> None:
+        # Places of a kind are numbered through both memories, first those on the device.
         leaves, place = jax.tree.leaves(self._stored(value)), place - self._first
         self.arrays = [
             _written(pool, tiled(_plain(leaf)), place) if leaf.size else pool
@@ -66,25 +67,26 @@ class HostPool:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def _stored(self, value: Tree) -> Tree:
-        """The value, on CPU out of a place on the device that it was written to.
+        """The value; on CPU it is written to a place on the device and read back first.
 
-        XLA for CPU rounds a product and a sum in one fusion once, and what it fuses with the
-        arithmetic behind a value depends on how the value is stored. So it is stored as without
-        `offload`, and gradients are the same bit by bit. XLA would drop a write to a single place.
+        XLA for CPU rounds a product and a sum in one fusion once, and which arithmetic it fuses
+        depends on how a value is stored. So the value is stored as without `offload`, and gradients
+        are the same bit by bit.
         """
         if platform() != "cpu":
             return value
+        # Two places, of which one is used: XLA would drop the write to a pool of one.
         between = Pool(self.types, 2, self._axes, "between")
         between[0] = value
         return jax.tree.unflatten(jax.tree.structure(value), jax.tree.leaves(between[0]))
 
     def seen(self, view: View | None, types: Tree, axes: tuple[str, ...]) -> WholeView:
-        """These places as one kind of value sees them, of several that share them."""
+        """A view of these places for one of several kinds of values that share them."""
         return WholeView(self, view, types, axes)
 
 
 class HostArrays:
-    """All pools of a rank in host memory, and the arrays that they have at this point of a trace.
+    """All pools of a rank in host memory, with their arrays at the current point of a trace.
 
     Args:
       pools: those whose programs have places in host memory.
@@ -94,11 +96,11 @@ class HostArrays:
         self._pools = tuple(pools)
 
     def get(self) -> Arrays:
-        """The arrays of the moment, to be carried into a loop."""
+        """The current arrays, to be carried into a loop."""
         return [pool.arrays for pool in self._pools]
 
     def put(self, arrays: Arrays) -> None:
-        """Go on with the arrays that a loop carries, or has returned."""
+        """Replace the current arrays by those that a loop carries or has returned."""
         for pool, own in zip(self._pools, arrays, strict=True):
             pool.arrays = own
 
@@ -107,6 +109,8 @@ class HostArrays:
         if not self._pools:
             return at_most_once(wanted, action, otherwise)
 
+        # The loop carries the arrays of all pools. While its body is traced they are the current
+        # ones; after it the results are, since a tracer of the body must not be used outside.
         def update(carry: tuple[Tree, Arrays]) -> tuple[Tree, Arrays]:
             self.put(carry[1])
             return action(), self.get()
@@ -129,7 +133,7 @@ def _shaped(leaf: Any, like: Any) -> Any:
 
 
 def _pool(like: Any, places: int, axes: tuple[str, ...]) -> Any:
-    """[places, ...] in host memory, of which nothing is read that was not written.
+    """[places, ...] in host memory; no place is read before it is written.
 
     XLA for GPUs (jax 0.10.2) makes zeros on the device, all of them, and copies them to the host.
     XLA for TPUs drops them by itself.
@@ -142,6 +146,7 @@ def _pool(like: Any, places: int, axes: tuple[str, ...]) -> Any:
 @functools.partial(jax.jit, inline=True)
 def _written(pool: Any, leaf: Any, place: Any) -> Any:
     """The pool with a leaf in a place."""
+    # The leaf goes to the host first, so that the update takes place there.
     starts = [place, *(jnp.zeros_like(place) for _ in leaf.shape)]
     value = _in_host_memory.bind(to_host(jax.lax.expand_dims(leaf, (0,))))
     return jax.lax.dynamic_update_slice(pool, value, starts, allow_negative_indices=False)
@@ -151,6 +156,7 @@ def _written(pool: Any, leaf: Any, place: Any) -> Any:
 def _read(pool: Any, place: Any) -> Any:
     """The leaf in a place of a pool, in device memory."""
     starts, sizes = [place, *(jnp.zeros_like(place) for _ in pool.shape[1:])], (1, *pool.shape[1:])
+    # The slice is taken in host memory, so that only one place is transferred.
     row = jax.lax.dynamic_slice(pool, starts, sizes, allow_negative_indices=False)
     return jax.lax.squeeze(to_device(row), (0,))
 

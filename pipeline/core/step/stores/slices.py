@@ -1,10 +1,10 @@
-"""Carries of slices: what a slice leaves for the later slices of its microbatch, and its gradient.
+"""Carries of slices: values that later slices of a microbatch read, and the gradients for them.
 
 Letters: N slices of a microbatch, unit u = slice u mod N of microbatch u // N. A stage reads the
 carries of earlier slices as one tree of [N, ...] leaves. Its backward gives a gradient for each of
 them; they are added up in at least float32, and read by the backward of the slice that left the
-carry. The table says where they lie (`schedules.lowering.kinds`). Where slices have lengths of
-their own, all carries are as long as those of the longest slice, with zeros at their ends.
+carry. Tables name their places (`schedules.lowering.kinds`). Where slices have lengths of their
+own, all carries are as long as those of the longest slice, with zeros at their ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeline.core.autodiff.outcome import SlicedInput
 
 
 class WholeSequences:
-    """No slices: a stage is given an activation alone, and leaves nothing for later ones."""
+    """No slices: a stage reads its activation alone, and returns no carry."""
 
     has_carries = False
 
@@ -35,28 +35,28 @@ class WholeSequences:
         return ()
 
     def keep(self, row: Any, carry: Tree) -> None:
-        """Keep what a slice leaves."""
+        """Keep the carry of a slice: there is none."""
 
     def cotangent(self, row: Any, dy: Leaves) -> Leaves:  # noqa: ARG002
-        """The gradients for all that a stage returned."""
+        """The gradients for all results of a stage: those for its output."""
         return dy
 
     def back(self, row: Any, dx: Leaves) -> Leaves:  # noqa: ARG002
-        """The gradients for the activation, of those for all that a stage was given."""
+        """The gradients for the activation, out of those for all inputs of a stage."""
         return dx
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Carries(WholeSequences):
-    """The carries that stages of one kind read and leave.
+    """The carries that stages of one kind read and write.
 
     Attributes:
-      types: of one carry, of the longest slice.
-      own: of a carry of the slice whose actions these are.
-      part: its number, if slices have lengths of their own.
+      types: the types of a carry of the longest slice.
+      own: the types of a carry of the slice whose actions these are.
+      part: the number of that slice, if slices have lengths of their own; else None.
       axes: the mesh axes over which carries vary whose types do not say it.
       num_slices: N.
-      values, gradients: by place; gradients of float leaves alone.
+      values, gradients: the places of carries, and of gradients for their float leaves.
     """
 
     types: Tree
@@ -72,12 +72,15 @@ class Carries(WholeSequences):
     def input(self, row: Any, x: Tree) -> SlicedInput:
         """The input of a stage: an activation, and the carries of earlier slices."""
         part, N = self._part(row), self.num_slices
+        # With lengths, each slice is traced by itself and reads exactly the carries of earlier
+        # slices. Without, all slices share one trace, which reads N - 1 places and masks those not
+        # yet written.
         count = N - 1 if self.part is None else self.part
         carries = [jax.tree.leaves(self.values[row["carry"][n]]) for n in range(count)]
         leaves = []
         for number, t in enumerate(jax.tree.leaves(self.types)):
             nothing = vary(zeros(t), varying_in(t, otherwise=self.axes))
-            # What lies in a place that nobody wrote may be NaN: it is replaced, not multiplied.
+            # A place that this microbatch has not written may hold NaN: select, do not multiply.
             parts = [carries[n][number] for n in range(count)]
             if self.part is None:
                 parts = [jnp.where(n < part, parts[n], nothing) for n in range(count)]
@@ -89,14 +92,16 @@ class Carries(WholeSequences):
         return self.input(row, ()).earlier
 
     def keep(self, row: Any, carry: Tree) -> None:
-        """Keep what a slice leaves."""
+        """Put the carry of a slice into its place."""
         self.values[row["carry"][self._part(row)]] = padded(carry, self.types)
 
     def cotangent(self, row: Any, dy: Leaves) -> Leaves:
-        """The gradients for a stage's output and, complete when its backward runs, its carry."""
+        """The gradients for a stage's output and carry; later slices have added to the carry's."""
         part = self._part(row)
         gradients = self.gradients[row["carry_gradient"][part]]
         floats, _ = partition(self.own)
+        # No slice reads the carry of the last one, whose place was never written: its gradient is
+        # zero.
         is_last = part == self.num_slices - 1
         gradients = cropped(gradients, floats)
         of_carry = [
@@ -109,6 +114,8 @@ class Carries(WholeSequences):
         """The gradients for the activation; those for earlier carries, [N, ...] each, are added."""
         count = len(dx) - len(partition(self.types)[0])
         dx, gradients = dx[:count], dx[count:]
+        # Backwards run from the last slice to the first. The last one's finds gradients of an
+        # earlier microbatch in the places, and replaces them; the others add.
         is_last = self._part(row) == self.num_slices - 1
         for n in range(self.num_slices - 1 if self.part is None else self.part):
             place = row["carry_gradient"][n]

@@ -1,8 +1,8 @@
-"""The seam: a store has numbered places for values of one kind, `Stores` all kinds of a rank.
+"""The seam: a store has numbered places for values of one kind, `Stores` those of all kinds.
 
-Which kinds there are, `schedules.lowering.kinds` says; which value is in which place, and in which
-memory, the program. So an action names a kind, and never asks where a value is. A new store is a
-class with these two methods, and the line of `pipeline.core.step.run.places` that makes it.
+`schedules.lowering.kinds` lists the kinds. The program says in which place, and in which memory, a
+value is. So an action names a kind, and never asks where a value is. A new store is a class with
+these two methods, and the line of `pipeline.core.step.run.places` that makes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Store(Protocol):
     """Numbered places for values of one kind."""
 
     def __getitem__(self, place: Any) -> Tree:
-        """The value in a place; any value where nobody wrote, or the place is the discard."""
+        """The value in a place; any value if nothing was written there, or in the discard place."""
 
     def __setitem__(self, place: Any, value: Tree) -> None:
         """Put a value into a place."""
@@ -47,33 +47,38 @@ class Stores:
         self.carried = HostArrays(tuple(host.values())) if carried is None else carried
 
     def read(self, kind: str, op: Op, row: Row) -> Tree:
-        """The value of a kind that an action finds."""
+        """The value of a kind that an action reads."""
+        # The memory is a property of the op, known while tracing; the place is the row's.
         store: Store = (self.host if kind in op.host else self.device)[kind]
         return store[row[kind]]
 
     def write(self, kind: str, op: Op, row: Row, value: Tree) -> None:
-        """Put the value that an action leaves where others find it."""
+        """Put a value of a kind into the place that the action's row names."""
         store: Store = (self.host if kind in op.host else self.device)[kind]
         store[row[kind]] = value
 
     def stashes_input(self, op: Op) -> bool:
-        """Tell whether, without residuals, an action's input is stashed and its buffer free."""
+        """Tell whether F copies its input into a stash, so that the input's place is free."""
+        # Without residuals a backward reads the message itself. A stash in host memory is then the
+        # only reason to copy it.
         return "stash" in op.host
 
     def viewed(self, views: Mapping[str, tuple[Any, Tree]], axes: tuple[str, ...]) -> Stores:
-        """These places as values of one kind of stages see them.
+        """Views of these places for the values of one group of stages.
 
         Args:
-          views: by name of a kind, how a value lies in a place, and its types.
+          views: by name of a kind, the position of a value's leaves in a place, and its types.
           axes: the mesh axes over which values vary.
         """
         device = {kind: self.device[kind].seen(*of, axes) for kind, of in views.items()}
         host = {kind: pool.seen(*views[kind], axes) for kind, pool in self.host.items()}
+        # Groups share the pools, so they share the record of their current arrays too.
         return Stores(device, host, self.carried)
 
     def at_most_once(
         self, op: Op, wanted: Any, action: Callable[[], Tree], otherwise: Tree
     ) -> Tree:
         """The result of an action that may use these stores if it is wanted, else ``otherwise``."""
+        # Only an action that uses host memory needs its arrays in the loop around it.
         once = self.carried.at_most_once if op.host else at_most_once
         return once(wanted, action, otherwise)

@@ -23,18 +23,19 @@ from pipeline.core.placement.zero import reduce_gradients
 
 
 class Total:
-    """Scalars or gradients that are added up, in the order they come.
+    """Refs in which scalars or gradients are added up.
 
     Args:
       like: a value for each.
       axes: the mesh axes over which values vary.
-      added: refs of the total of added losses, if a pullback that gives these gradients sums up
-        such losses too.
+      added: refs of the total of added losses, if a pullback returns these gradients and the sum
+        of such losses.
     """
 
     def __init__(self, like: Leaves, axes: tuple[str, ...], added: Sequence[Any] = ()) -> None:
         self._added = list(added)
         with jax.named_scope("totals"):
+            # Sums of ranks differ until they are reduced, once, after the last tick.
             self.refs = [jax.new_ref(vary_like(vary(jnp.zeros_like(x), axes), x)) for x in like]
 
     @property
@@ -49,7 +50,7 @@ class Total:
 
     @property
     def of_chunk(self) -> Total:
-        """The totals of which these are a part: these."""
+        """The total of the whole chunk, which a view is a part of: itself."""
         return self
 
     def add(self, values: Leaves, real: Any = True) -> None:
@@ -60,7 +61,7 @@ class Total:
             ref[...] += if_real(real, value).astype(ref.dtype)
 
     def beside(self, added: Leaves) -> Total:
-        """These totals, for pullbacks that sum up added losses as said."""
+        """These totals with other refs for added losses."""
         totals = copy.copy(self)
         totals._added = added  # noqa: SLF001  its own
         return totals
@@ -75,14 +76,15 @@ class Total:
 
 
 class TotalView:
-    """Totals of one stage's gradients, within those that several share.
+    """Totals of one stage's gradients, in refs that stages of several groups share.
 
-    Gradients are added in place where they have a ref of their own. Those that are a part of one
-    are summed beside it first, from `begin` to `end`. ``added`` as of `Total`.
+    Gradients are added in place where they fill a ref. Gradients that are a part of a ref are first
+    summed in refs of their own, from `begin` to `end`. ``added`` as of `Total`.
     """
 
     def __init__(self, total: Total, spots: tuple[Spot, ...], added: Leaves) -> None:
         self._added, self.of_chunk = added, total
+        # A pullback adds to refs (`with_refs`), and a `Part` of one is no ref.
         self._parts = [Part(total.refs[spot.cell], spot) for spot in spots]
         self._is_whole = [spot.part is None for spot in spots]
         self._refs = [total.refs[spot.cell] for spot in spots]
@@ -96,7 +98,7 @@ class TotalView:
         ]
 
     def end(self, *, changed: bool) -> None:
-        """Add what was summed, if anything."""
+        """Add the sums to the parts of their refs; not if the action has ``changed`` nothing."""
         for ref, part, whole in zip(self.refs, self._parts, self._is_whole, strict=True):
             if changed and not whole:
                 part[...] += ref[...]
@@ -117,15 +119,16 @@ class TotalView:
 
 def if_real(real: Any, value: jax.Array) -> jax.Array:
     """The value if it is real, else zeros; no select where that is known."""
+    # By a select, not a product: the value of a bubble may be NaN.
     return value if real is True else jnp.where(real, value, jnp.zeros_like(value))
 
 
 @dataclass(frozen=True, eq=False)
 class StepSums:
-    """All that the actions of a step add up, and what they keep for its results.
+    """The sums of a step, and the values that actions keep for its results.
 
     Attributes:
-      keep: `Forward.keep` of the stages whose actions these are.
+      keep: the method `Forward.keep` of the stages whose actions these are.
       scalars: by name, totals of the sums of outcomes: the loss, its weight, the sums that metrics
         are made of, and those of stages.
       added: the total of losses that stages and ends add, if any does.
@@ -146,7 +149,7 @@ class StepSums:
     def take(
         self, outcome: Outcome, microbatch: Any, chunk: Any = None, *, real: Any = True
     ) -> None:
-        """Add up and keep all that a forward call leaves beside its value.
+        """Add up or keep all fields of an outcome but its value and its carry.
 
         Args:
           outcome: of embed, of a stage, or of head and loss.

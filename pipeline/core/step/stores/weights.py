@@ -1,4 +1,4 @@
-"""The weights of a rank's chunks: as devices store them, and whole, where a stage reads them.
+"""The weights of a rank's chunks: parts as devices store them, and whole as stages read them.
 
 Letters: V chunks. Where data shards store parts (FSDP), a chunk's weights are made whole once for
 the step, or by every action, or for a run of actions in a window (`WeightWindows`). Narrow copies
@@ -23,7 +23,7 @@ from pipeline.core.step.stores.windows import WeightWindows
 
 
 class Lazy(Sequence[Any]):
-    """A list whose elements are made when somebody asks, which is inside their branch."""
+    """A list whose elements are made when they are read, so within the branch that reads them."""
 
     def __init__(self, length: int, make: Callable[[int], Any]) -> None:
         self._length, self._make = length, make
@@ -39,13 +39,13 @@ class Lazy(Sequence[Any]):
 class ChunkWeights:
     """The parameters of a rank's chunks.
 
-    A call whose microbatch is a Python integer is only traced, before the first tick; in a tick it
-    is an array. A traced call finds no window and gathers; what it gathers nobody computes with.
+    In a tick the index of a microbatch is an array. A call with a Python integer is only traced for
+    its types, before the first tick, when no window is open: it gathers, and XLA drops the result.
 
     Attributes:
-      params: [V] trees of parameters; of a rank that gathers in its actions, of their shards.
+      params: [V] trees of parameters; of their shards, if actions gather them.
       spreads: [V] where each of their leaves is stored.
-      gathers: whether an action that finds no whole weights in a window gathers them.
+      gathers: whether an action gathers weights, unless a window has them whole.
       before_step: [V] the leaves before they were gathered for the step; empty if they were not.
       narrow: [V] narrow copies of leaves, None for leaves without one; sharded as leaves are if
         actions gather them. Empty if there are none.
@@ -77,7 +77,7 @@ class ChunkWeights:
         shards = pick(self.shards, chunk)
         narrow = pick(self.narrow, chunk) if self.narrow else [None] * len(shards)
         if self.gathers:
-            # A call for a microbatch that has a number here is only traced.
+            # With a Python integer the call is traced for its types, and no window may be open.
             in_window = self.windows.are_open and not isinstance(microbatch, int)
             whole = self.windows.read(chunk) if in_window else self.gathered(chunk, microbatch)
             narrow = [None if n is None else x for n, x in zip(narrow, whole, strict=True)]
@@ -85,12 +85,13 @@ class ChunkWeights:
             whole = self.to_gather(chunk)
         else:
             return shards, narrow
-        # Nothing reads the numbers of a wide leaf that has a copy, so compilers drop it.
+        # A stage is a function of wide leaves, whose gradients it has, but the numbers of a leaf
+        # with a copy are read from the copy: compilers drop the cast back.
         with jax.named_scope(scopes.UNREAD):
             return [x.astype(w.dtype) for x, w in zip(whole, shards, strict=True)], narrow
 
     def to_gather(self, chunk: Index) -> Leaves:
-        """A chunk's leaves as they are to be gathered; of those with narrow copies, the copies."""
+        """A chunk's leaves before they are gathered; of a leaf with a narrow copy, the copy."""
         shards = pick(self.shards, chunk)
         if not self.narrow:
             return shards
@@ -103,7 +104,8 @@ class ChunkWeights:
 
     def _gathered(self, shards: Leaves, chunk: Index, microbatch: Any) -> Leaves:
         if not isinstance(microbatch, int):
-            # The same in every tick, but not to be gathered once and kept.
+            # The gather has the same operands in every tick, so XLA would move it out of the loop
+            # and keep the result. A barrier ties it to the microbatch of the tick.
             ties = [vary_like(microbatch, shard) for shard in shards]
             shards = [barrier(shard, tie)[0] for shard, tie in zip(shards, ties, strict=True)]
         return gather(shards, self.spreads[chunk if isinstance(chunk, int) else 0], lead=1)

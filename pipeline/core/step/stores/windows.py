@@ -1,8 +1,8 @@
 """Windows: whole weights, and whole gradients, of the chunks that a rank works on.
 
-Letters: V chunks. Devices store parts of both. Which chunk is in which window when, the program
-says (`schedules.lowering.windows`): chunk 0 from the start. Jobs beside actions gather the weights
-of the next chunk, and reduce the gradients of the one before.
+Letters: V chunks. Devices store parts of both. The program says when which chunk is in which window
+(`schedules.lowering.windows`); chunk 0 is in its own from the start. Jobs that run during other
+actions gather the weights of the next chunk, and reduce the gradients of the one before.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from schedules.lowering.windows import Windows
 class WeightWindows:
     """Places for the whole weights that data shards share, in the dtype in which they are gathered.
 
-    They are open while a program runs. Chunks of one window whose weights have other shapes or
-    dtypes, or vary over other axes, have arrays of their own.
+    They are open while a program runs. Chunks of one window have separate arrays if their weights
+    differ in shapes, dtypes or the axes over which they vary.
     """
 
     def __init__(self) -> None:
@@ -52,6 +52,8 @@ class WeightWindows:
           axes: the mesh axes over which they vary.
           places: [V] the window of each chunk.
         """
+        # Chunk 0 is gathered before the first tick, since a job can only serve a later action. The
+        # windows of other chunks start as placeholders: a gather writes them before they are read.
         self._weights, chunks = weights, range(len(places))
         types = [jax.eval_shape(lambda v=v: weights.gathered(v, 0)) for v in chunks]
         shared = [list(map(shares_weight, weights.spreads[v])) for v in chunks]
@@ -62,11 +64,12 @@ class WeightWindows:
         self._refs = refs_in_windows(places, types, shared, first)
 
     def close(self) -> None:
-        """End the program: from now on whoever reads weights gathers them."""
+        """Close the windows at the end of a program: later reads of weights gather."""
         self._weights, self._refs = None, []
 
     def read(self, chunk: Any) -> Leaves:
         """The weights of a chunk that is in its window."""
+        # Leaves that data shards cannot share are whole on each of them, and in no window.
         pairs = zip(self._refs[chunk], self._weights.to_gather(chunk), strict=True)
         return [leaf if ref is None else tiled(ref[...]) for ref, leaf in pairs]
 
@@ -78,16 +81,17 @@ class WeightWindows:
 
 
 class WindowTotal(Total):
-    """Total of gradients of which a device keeps its part, and a window has a run's whole.
+    """Totals of a chunk's gradients that data shards share: whole in a window, parts for the step.
 
-    What D shards cannot share has a whole total of its own. `refs`, to which pullbacks add, are the
-    windows, and `results` the parts that the device keeps.
+    A pullback adds whole gradients to `refs`, the window. A reduce job sums them over data shards,
+    and adds this device's part to `results`, which are the step's. A gradient that D shards cannot
+    share has one whole total, which is both.
 
     Args:
       like: a gradient for each.
       axes: the mesh axes over which values vary.
-      spreads: where each lies.
-      windows: of gradients that shards share, the refs that they are added up in; None for others.
+      spreads: how each is sharded.
+      windows: the refs in a window of gradients that shards share; None for others.
       added: as of `Total`.
     """
 
@@ -100,7 +104,7 @@ class WindowTotal(Total):
         added: Sequence[Any] = (),
     ) -> None:
         self._spreads = spreads
-        # Their types alone are looked at.
+        # A trace, for the types of the parts.
         parts = jax.eval_shape(lambda: scatter([vary(x, axes) for x in like], spreads, lead=1))
         super().__init__(parts, axes, added)
         self._results = self.refs
@@ -113,7 +117,7 @@ class WindowTotal(Total):
         return self._results
 
     def shared_out(self, real: Any = True) -> Leaves:
-        """This device's part of what is in windows, summed over data shards, if it is ``real``."""
+        """This device's part of the gradients in windows, summed over data shards, if ``real``."""
         parts = []
         for result, ref, spread in zip(self._results, self.refs, self._spreads, strict=True):
             if ref is not result:
@@ -121,7 +125,7 @@ class WindowTotal(Total):
         return parts
 
     def add_parts(self, parts: Leaves) -> None:
-        """Add what was `shared_out` to what this device keeps."""
+        """Add the parts that `shared_out` returned to the totals that this device keeps."""
         for (result, _), part in zip(self._in_windows, parts, strict=True):
             # Behind a barrier: XLA for TPUs takes a reduction whose result is added to what a loop
             # carries out of the loop, and so carries the sum whole (jaxlib 0.10.2).
@@ -144,7 +148,7 @@ class WindowTotal(Total):
 
     @property
     def _in_windows(self) -> list[tuple[Any, Any]]:
-        """The refs of what this device keeps and of the windows, of gradients that shards share."""
+        """The refs of parts and of windows, of gradients that shards share."""
         pairs = zip(self._results, self.refs, strict=True)
         return [(result, ref) for result, ref in pairs if ref is not result]
 
@@ -164,7 +168,7 @@ def chunk_totals(
       added: as of `Total`.
       windows: the program's, if it has any. Chunks of one window whose gradients have other types
         have refs of their own.
-      spreads: [V] where each gradient lies.
+      spreads: [V] how each gradient is sharded.
     """
     if windows is None:
         return [Total(like, axes, added) for like in chunks]
@@ -190,11 +194,13 @@ def refs_in_windows(
       places: [V] the window of each chunk.
       types: [V] of its leaves. Chunks of one window share their refs if these are equal.
       shared: [V] which of the leaves data shards share.
-      make: from the first chunk that needs them to what refs hold at first.
+      make: from the first chunk of a window to the initial values of the refs.
     """
     refs_of: dict[Any, Leaves] = {}
     refs = []
     for chunk, (place, of, mask) in enumerate(zip(places, types, shared, strict=True)):
+        # A ref has one type: chunks share those of their window only if all leaves have the same
+        # types.
         key = place, tuple((t.shape, t.dtype, varying_in(t)) for t in of), tuple(mask)
         if key not in refs_of:
             leaves = make(chunk)
@@ -206,7 +212,7 @@ def refs_in_windows(
 
 
 def start_job(job: Job, weights: Any, totals: Sequence[Any], microbatch: Any) -> Callable[[], None]:
-    """Start a job beside an action; the result ends it, behind the action's own products.
+    """Start a job during an action; returns a function that ends it, to be called after the action.
 
     Args:
       job: what to do.
@@ -214,8 +220,9 @@ def start_job(job: Job, weights: Any, totals: Sequence[Any], microbatch: Any) ->
       totals: [V] of their gradients.
       microbatch: that of the action.
     """
-    # Whoever starts a job ends it behind its own work, so that the collective may run beside that.
-    # All data shards are in the same branch, since tables differ between ranks of `stage` alone.
+    # The collective starts here, and its result is first used in `end`: the compiler may overlap it
+    # with the action between. All data shards of a rank are in this branch and meet in it, since
+    # tables differ between ranks of `stage` alone.
     if job.name == "gather":
         whole = weights.gathered(job.chunk, microbatch)
         return lambda: weights.windows.write(job.chunk, whole)
@@ -233,15 +240,15 @@ def start_job(job: Job, weights: Any, totals: Sequence[Any], microbatch: Any) ->
 def in_windows(
     weights: Any, totals: Sequence[Any], axes: tuple[str, ...], program: Program
 ) -> Iterator[None]:
-    """Run a program's ticks with the windows that it has; then share out what they still hold."""
+    """Run a program's ticks with its windows open; then reduce the gradients still in them."""
     if program.windows is None:
         yield
         return
     weights.windows.open(weights, axes, program.windows.weights)
     yield
     weights.windows.close()
-    # Ranks end with gradients of different chunks in their windows, and all of a mesh meet in this
-    # reduction: who has none of a chunk gives zeros. Nothing is added to windows any more.
+    # Ranks end with gradients of different chunks in their windows. All ranks run this reduction,
+    # outside of branches: a rank whose windows have none of the chunk gives zeros.
     rank = jax.lax.axis_index(STAGE)
     for chunk, on_ranks in last_in_windows(program).items():
         is_there: Any = True if all(on_ranks) else jnp.asarray(on_ranks)[rank]
