@@ -24,7 +24,6 @@ from pipeline.base.masks import Mask, chosen, woven
 from pipeline.base.precision import GradDtype, check_dtype
 from pipeline.base.tree import Leaves
 from pipeline.core.autodiff.in_place import added_in_place, is_formed_in_a_loop
-from pipeline.core.autodiff.wide_products import with_wide_products
 
 Function = Callable[[Leaves, Leaves], tuple[Any, Any]]  # (weights, x) -> (value, auxiliary)
 
@@ -105,6 +104,8 @@ class Pullback:
         in_place = [ref for ref, value in pairs if not value]
         with _noted(self.part):
             if refs and is_gpu():  # elsewhere a product and its sum are one kernel anyhow
+                from pipeline.core.autodiff.wide_products import with_wide_products
+
                 values, dx = with_wide_products(back, cotangent, in_place)
             else:
                 values, dx = back(cotangent, in_place)

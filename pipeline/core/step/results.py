@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from collectives import STAGE
+from pipeline.base.axes import axes_in
 from pipeline.base.masks import Mask, chosen
-from pipeline.base.tree import Leaves, Tree, as_numbers, numbers_as
+from pipeline.base.tree import Leaves, Tree, as_numbers, numbers_as, shape_text
 from pipeline.core.model.loss import Weighed, mean_of
 from pipeline.core.model.model import Model, Weights
 from pipeline.core.options.plan import Plan
@@ -25,7 +26,6 @@ from pipeline.core.placement.zero import (
     totals_over,
 )
 from pipeline.core.step.calls.local_model import LocalModel
-from pipeline.core.step.calls.outputs import check_positions, check_sliced
 from pipeline.core.step.calls.rank import LossScale
 from pipeline.core.step.stores.loops import scale_in_place
 from pipeline.core.step.stores.totals import StepSums, Total
@@ -164,8 +164,8 @@ def outputs_of(sums: StepSums, plan: Plan) -> Tree:
     """[M * b, ...] the outputs of an inference, on every rank."""
     # Only the last rank has written results; all others hold zeros. A sum counts flags.
     results, slices = sums.results.all(), plan.schedule.num_slices
-    check_positions(results, plan.axes.output_spec)
-    check_sliced(results, slices)
+    _check_positions(results, plan.axes.output_spec)
+    _check_sliced(results, slices)
     total = total_over(jax.tree.map(as_numbers, results), (STAGE,))
     return jax.tree.map(lambda like, x: _joined(numbers_as(like, x), plan), results, total)
 
@@ -201,3 +201,44 @@ def _joined(x: jax.Array, plan: Plan) -> jax.Array:
         x = x.reshape(-1, N, *x.shape[1:])
         x = jnp.moveaxis(x, 1, 2).reshape(x.shape[0], x.shape[2], -1, *x.shape[4:])
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _check_positions(results: Tree, spec: PartitionSpec) -> None:
+    """Check that outputs have the dims that position axes split, by which they are joined.
+
+    Args:
+      results: [M, b, ...] leaves of one rank.
+      spec: the mesh axes of outputs.
+
+    Raises:
+      ValueError: one has fewer dims, and whether its ranks agree on it cannot be told.
+    """
+    for leaf in jax.tree.leaves(results):
+        if leaf.ndim - 1 < len(spec):
+            raise ValueError(
+                f"outputs have {leaf.ndim - 1} dims, {shape_text(leaf)} of all microbatches on one "
+                f"device, and batch= splits dim {len(spec) - 1} over "
+                f"{' x '.join(map(repr, axes_in(spec[-1])))}: outputs are joined along it; return "
+                f"[rows, positions, ...], or take what is reduced over positions as a loss or a "
+                f"metric of loss_fn (has_aux=True)"
+            )
+
+
+def _check_sliced(results: Tree, num_slices: int) -> None:
+    """Check that the outputs of slices have positions, by which they are joined.
+
+    Args:
+      results: [M N, b, ...] leaves of one rank.
+      num_slices: N.
+
+    Raises:
+      ValueError: one has none.
+    """
+    for leaf in jax.tree.leaves(results):
+        if num_slices > 1 and leaf.ndim < 3:
+            raise ValueError(
+                f"outputs of slices={num_slices} are {shape_text(leaf)} of all slices on one "
+                f"device, without a dim of positions behind their rows: slices are joined along "
+                f"it; return [rows, positions, ...], or take what is reduced over positions as a "
+                f"loss or a metric of loss_fn (has_aux=True)"
+            )

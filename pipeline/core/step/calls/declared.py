@@ -124,20 +124,12 @@ class DeclaredState:
         if part == "stage":
             self.write(stage, chunk, microbatch, values, real=real)
         else:
-            self.write_ends(_OWNERS[part], microbatch, values, real)
+            self._write_ends(_OWNERS[part], microbatch, values, real)
 
     def write(
         self, stage: Any, chunk: Any, microbatch: Any, values: Values, *, real: Any = True
     ) -> None:
-        """Write the state that a stage has returned.
-
-        Args:
-          stage: a stage of its kind.
-          chunk: its chunk, perhaps traced.
-          microbatch: its index.
-          values: of its declared variables, in the order of its state.
-          real: whether it is to be written, perhaps traced.
-        """
+        """Write the state that a stage has returned; arguments as of `keep`."""
         spots = state_spots(self._rank, stage)
         leaves = [leaf for of in values for leaf in of]
         # A traced chunk, in a masked step: every chunk is written, with its old value but for one.
@@ -146,15 +138,8 @@ class DeclaredState:
             for spot, leaf in zip(spots, leaves, strict=True):
                 self._put((v, spot.cell), spot, microbatch, leaf, yes)
 
-    def write_ends(self, names: Sequence[str], microbatch: Any, values: Values, real: Any) -> None:
-        """Write the state that embed, or head and loss, have returned.
-
-        Args:
-          names: the parts that own it.
-          microbatch: its index.
-          values: of all declared variables of the ends, in the order of their state.
-          real: whether it is to be written.
-        """
+    def _write_ends(self, names: Sequence[str], microbatch: Any, values: Values, real: Any) -> None:
+        """Write the state of all ends that embed, or head and loss, the ``names``, returned."""
         leaves = [leaf for of in values for leaf in of]
         owners = self._owners()
         for n, leaf in zip(self._model.declared.ends_cells, leaves, strict=True):
@@ -180,13 +165,13 @@ class DeclaredState:
     ) -> tuple[list[Leaves], Leaves]:
         """Return the state after the step: of each chunk, and of the ends.
 
-        Ranks along row and stage axes have seen parts of the batch. The result for floats is the
+        Ranks along row and position axes have seen parts of the batch. The result for floats is the
         mean over ranks, for flags whether any rank has set them, and for integers the value before
         the step plus the changes of all ranks (counts).
 
         Args:
           schedule: the timetable.
-          axes: row and stage axes.
+          axes: row and position axes.
           hook: a function that is called with every stage, or None.
         """
         declared, layout, parts = self._model.declared, self._model.layout, axes
