@@ -45,7 +45,7 @@ class ModelChecks(Protocol):
           unread: whether gradients are taken of all parameters.
         """
 
-    def outputs(self, last: Any, rank: Any) -> None:
+    def outputs(self, last: Any) -> None:
         """Check that the leading axis of outputs is the batch."""
 
     def effects(self, plan: Any, local: Any, *, again: bool) -> None:

@@ -17,7 +17,7 @@ DOORS = {
         autodiff.jaxpr.primitives autodiff.outcome model.loss model.model model.objects
         model.randomness model.stage model.trained model.trained_filters options.choose
         options.plan placement.meshes placement.paths step.calls.activations
-        step.calls.declared step.calls.ends step.calls.forward step.calls.groups
+        step.calls.declared step.calls.ends step.calls.forward
         step.calls.local_model step.calls.rank step.calls.slices step.inspect
     """,
     "pipeline.models.decoding": """

@@ -32,8 +32,9 @@ class Lint:
         self, entry: Any, plan: Plan, *operands: Any, takes_loss: bool = True, **options: Any
     ) -> Any:
         """Run an entry point of the kernel, and look for NaN in its results if JAX does."""
-        leaves = jax.tree.leaves(operands[1:])  # of weights and batch
-        if not checks_nans() or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if not checks_nans() or any(
+            isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands[1:])
+        ):
             return entry(plan, *operands, **options)
         from pipeline.lint.nans import run_watched
 
@@ -98,11 +99,11 @@ class Lint:
         if unread:
             parameters.warn_of_parameters_that_nobody_reads(rank, bodies, traced.ends_body, warned)
 
-    def outputs(self, last: Forward, rank: Rank) -> None:
+    def outputs(self, last: Forward) -> None:
         """Check that the leading axis of outputs is the batch."""
         from pipeline.lint.outputs import check_outputs
 
-        check_outputs(last, rank)
+        check_outputs(last)
 
     def effects(self, plan: Plan, local: LocalModel, *, again: bool) -> None:
         """Refuse side effects of stages that run more often than their microbatches say."""

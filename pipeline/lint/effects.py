@@ -15,7 +15,6 @@ import jax
 from collectives.compat import has_check, is_ordered, may_not_repeat
 from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of
 from pipeline.core.options.plan import Plan
-from pipeline.core.step.calls.groups import GroupedModel
 from pipeline.core.step.calls.local_model import LocalModel
 
 
@@ -134,8 +133,7 @@ def check_effects(local: LocalModel, *, again: bool, masked: bool) -> None:
     """
     if not (again or masked):
         return
-    kinds = [g.local for g in local.groups] if isinstance(local, GroupedModel) else [local]
-    for kind in kinds:
+    for _, kind in local.kinds:
         arguments = *kind.stage_arguments(kind.home, 0), kind.blank
         effects = jax.make_jaxpr(kind.stage)(*arguments).effects
         if masked and has_check(effects):

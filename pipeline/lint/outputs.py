@@ -19,7 +19,7 @@ from pipeline.core.step.calls.forward import Forward
 from pipeline.core.step.calls.rank import Rank
 
 
-def check_outputs(last: Forward, rank: Rank) -> None:
+def check_outputs(last: Forward) -> None:
     """Check that the leading axis of all outputs is the batch.
 
     An axis may have the size b by chance (b is 1, or as many words, or heads), so the model is
@@ -28,6 +28,7 @@ def check_outputs(last: Forward, rank: Rank) -> None:
     Raises:
       ValueError: that of one is not; or one differs between ranks of a further axis.
     """
+    rank = last.rank
     who = "head" if rank.model.has_head else "the last stage"
     rows = jax.tree.leaves(at(rank.batch.inputs, 0))[0].shape[0]
     outputs = same_over_others(who, _outputs(last), last.axes)
@@ -56,7 +57,7 @@ def _unlike_with_another_row(outputs: Tree, rank: Rank) -> list[Any]:
 
     try:
         rank, activations = follow(
-            dataclasses.replace(rank, batch=rank.batch.map_rows(grown, lambda x: x))
+            dataclasses.replace(rank, batch=rank.batch.map_rows(grown, lambda x: x), batches=())
         )
         position = rank.model.stages[-1]
         more = _outputs(Forward(rank, position, *activations.types[-2:]))

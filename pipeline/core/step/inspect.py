@@ -1,8 +1,9 @@
 """A rank's model, traced once: the facts that a step needs before its first tick.
 
-Nothing here computes: parts of the model are traced on the types of one microbatch. Its index is
-the Python integer 0, which tells a trace from an action in a tick, where the index is an array of
-the table. The step then runs the functions of `Inspected.local`.
+Parts of the model are traced on the types of one microbatch. Its index is the Python integer 0,
+which tells a trace from an action in a tick, where the index is an array of the table. What all
+actions share is made here once: narrow copies of weights, and the batch of each slice. The step
+then runs the functions of `Inspected.local`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.activations import Activations, follow
 from pipeline.core.step.calls.declared import DeclaredState, Usage
 from pipeline.core.step.calls.ends import ends_usage
-from pipeline.core.step.calls.groups import GroupedModel, make_local_model
+from pipeline.core.step.calls.groups import make_local_model
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.calls.rank import Rank
 from pipeline.core.step.casts import cast_once
@@ -52,17 +53,17 @@ class Inspected:
         rank = dataclasses.replace(self.rank, **changes)
         return make_local_model(rank, self.activations, self.needs)
 
-    @property
-    def writes(self) -> bool:
-        """True if a call writes declared state."""
+    def writes_state(self, plan: Plan, *, training: bool) -> bool:
+        """Tell whether a call of a part, or the user's hook after the step, writes state."""
         if self.usage_of_ends is None:
             return False
-        return any(self.usage_of_ends[0]) or any(any(usage[0]) for _, _, usage in self.usage)
+        hook = plan.after_step is not None and training
+        calls = any(self.usage_of_ends[0]) or any(any(usage[0]) for _, _, usage in self.usage)
+        return hook or calls
 
-    def declared_state(self, plan: Plan, *, training: bool) -> DeclaredState | None:
+    def make_declared_state(self, plan: Plan, *, training: bool) -> DeclaredState | None:
         """Make places for the declared state that a step writes; None if it writes none."""
-        hook = self.usage_of_ends is not None and plan.after_step is not None and training
-        if self.usage_of_ends is None or not (hook or self.writes):
+        if self.usage_of_ends is None or not self.writes_state(plan, training=training):
             return None
         model = self.rank.model
         plan.compiled.writes.add((model.stages, model.ends))
@@ -80,8 +81,6 @@ def inspect(
     *,
     take_loss: bool = True,
     reaches: bool = True,
-    training: bool = False,
-    unread: bool = False,
 ) -> Inspected:
     """Trace the parts of a rank's model.
 
@@ -91,8 +90,6 @@ def inspect(
       needs: [K] how far each stage's backward goes.
       take_loss: whether a loss is taken.
       reaches: whether gradients go back to embed.
-      training: whether the step counts as one that trains.
-      unread: whether gradients are taken of all parameters, so that one may be read by nobody.
 
     Raises:
       ValueError: a head adds losses that all ranks share, or an embed that no gradient reaches.
@@ -102,12 +99,13 @@ def inspect(
     rank, activations = follow(rank)
     plan.lint.parts(plan, rank, activations, take_loss=take_loss)
     rank = dataclasses.replace(rank, chunks=cast_once(rank, activations.bodies))
+    # Cut once: each model of the rank below would cut its own.
+    rank = dataclasses.replace(rank, batches=tuple(one.batch for one in rank.by_slice))
     traced = Inspected(rank, activations, needs)
     if take_loss:
         traced = _with_ends(plan, traced, reaches=reaches)
     if rank.model.declared.is_anything:
         traced = _with_usage(traced, take_loss=take_loss)
-    plan.lint.whole(plan, traced, training=training, unread=unread)
     return traced
 
 
@@ -140,11 +138,6 @@ def _with_usage(traced: Inspected, *, take_loss: bool) -> Inspected:
     """Trace which declared state each part writes, and which makes a difference."""
     local = traced.local()
     # How state is used decides what the step keeps of it, so one trace of each kind of stage.
-    kinds: list[tuple[Sequence[int], LocalModel]]
-    if isinstance(local, GroupedModel):
-        kinds = [(group.stages, group.local) for group in local.groups]
-    else:
-        kinds = [(range(len(local.model.stages)), local)]
-    usage = [(stages, kind, kind.stage_usage()) for stages, kind in kinds]
+    usage = [(stages, kind, kind.stage_usage()) for stages, kind in local.kinds]
     of_ends = ends_usage(local.rank, local.output, take_loss=take_loss)
     return dataclasses.replace(traced, usage=usage, usage_of_ends=of_ends)

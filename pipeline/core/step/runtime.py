@@ -51,7 +51,6 @@ from pipeline.core.step.results import (
 )
 from pipeline.core.step.run.grouped import make_actions
 from pipeline.core.step.run.places import StepRequest
-from pipeline.core.step.run.straight import Straight
 from pipeline.core.step.run.ticks import run_ticks
 from pipeline.core.step.share import find_share
 from pipeline.core.step.stores.store import Row
@@ -101,11 +100,12 @@ def train(
 
     def body(tables: Row, weights: Weights, batch: Batch, scale: Any) -> Any:
         # Before the ticks: the rank's arrays, a trace of its model, and the factor of its losses.
-        rank = make_rank(plan, model, weights, batch, loss=_loss_scale(plan, scale))
-        facts = {"reaches": want_inputs or model.trained.embed, "unread": normalise}
-        traced = inspect(plan, rank, needs, training=True, **facts)
+        rank = make_rank(plan, model, weights, batch)
+        rank = dataclasses.replace(rank, loss=_loss_scale(plan, scale))
+        traced = inspect(plan, rank, needs, reaches=want_inputs or model.trained.embed)
         loss = find_share(plan, traced, normalise=normalise)
-        declared = traced.declared_state(plan, training=True)
+        plan.lint.whole(plan, traced, training=True, unread=normalise)
+        declared = traced.make_declared_state(plan, training=True)
         local = traced.local(loss=loss, declared=declared)
         # The ticks, and after them all reductions over mesh axes.
         step = StepRequest(training=True, take_loss=True, want_inputs=want_inputs)
@@ -224,10 +224,11 @@ def _infer(
     def body(tables: Row, weights: Weights, batch: Batch, _: None) -> tuple[Any, StateLeaves]:
         rank = make_rank(plan, model, weights, batch, loss=LossScale(counts=step.take_loss))
         # No backward, but the same traces, so that a stage is called as in a step that trains.
-        traced = inspect(plan, rank, needs, take_loss=step.take_loss, training=training)
+        traced = inspect(plan, rank, needs, take_loss=step.take_loss)
         if not (step.take_loss or step.logprobs):
-            plan.lint.outputs(traced.local(), traced.rank)
-        local = traced.local(declared=traced.declared_state(plan, training=training))
+            plan.lint.outputs(traced.local())
+        plan.lint.whole(plan, traced, training=training)
+        local = traced.local(declared=traced.make_declared_state(plan, training=training))
         plan.lint.effects(plan, local, again=False)
         actions = make_actions(plan, local, plan.forward, step)
         run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
@@ -256,6 +257,8 @@ def _train(
     is_alike = not isinstance(local, GroupedModel)
     plan.facts.straight = plan.is_straight and is_alike and local.rank.declared is None
     if plan.facts.straight and not by_table:
+        from pipeline.core.step.run.straight import Straight
+
         straight = Straight(local, plan.schedule.num_microbatches, step)
         straight.run()
         return straight.sums

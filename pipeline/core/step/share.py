@@ -47,16 +47,15 @@ def find_share(plan: Plan, traced: Inspected, *, normalise: bool) -> LossScale:
     share, mean = _share_and_mean(plan, local, scale)
     # To know the loss, all forwards have run once. In the step they run again, and would write
     # state a second time.
-    if mean is not None and traced.writes:
+    if mean is not None and traced.writes_state(plan, training=True):
         raise ValueError(
             "stages write declared state, and loss_fn's weight follows from their outputs: where "
             "it has a gradient, or stages call add_loss, a step then knows it too late; let the "
             "weight follow from targets, as the number of those that count, or declare no state"
         )
     # Where the share is known, gradients of the mean are summed, else those of the sum.
-    of_loss = share = share if normalise else None
-    if share is None:
-        of_loss = 1.0
+    share = share if normalise else None
+    of_loss = 1.0 if share is None else share
     if scale.of_caller is not None:
         of_loss = scale.of_caller.astype(real()) * of_loss
     return dataclasses.replace(scale, share=share, of_loss=of_loss, mean=mean)

@@ -21,7 +21,7 @@ backward needs of it is stashed beside its residuals.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,11 @@ class GroupedModel(LocalModel):
                 yield StageGroup(tuple(stages), position, local, x_view, y_view, rank.slices.number)
 
         self.groups = tuple(group for pair in pairs for group in groups(*pair))
+
+    @property
+    def kinds(self) -> list[tuple[Sequence[int], LocalModel]]:
+        """The numbers of the stages of each group, and the group's model."""
+        return [(group.stages, group.local) for group in self.groups]
 
     def weight_of_targets(self) -> jax.Array | None:
         """The weight of all losses, also where slices have lengths of their own."""

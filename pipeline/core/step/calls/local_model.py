@@ -6,6 +6,7 @@ All pullbacks are over (weights, float leaves of the input).
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -63,6 +64,11 @@ class LocalModel(Forward):
     ) -> None:
         super().__init__(rank, position, x, y, carry=carry, earlier=earlier, adds=adds)
         self.trained, self.wire, self.need = need.weights, wire, need
+
+    @property
+    def kinds(self) -> list[tuple[Sequence[int], LocalModel]]:
+        """The numbers of the stages of each kind, and the model of such a stage: this one."""
+        return [(range(len(self.model.stages)), self)]
 
     @property
     def goes_back(self) -> bool:

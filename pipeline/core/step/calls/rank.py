@@ -65,6 +65,7 @@ class Facts:
       adding_ends: whether embed or head does, and adding_embed: whether embed.
       stage_sums: by name, the types of the sums of a stage's outcome.
       mask_readers: embed, head and loss_fn if a traced call of it has read which rows are data.
+        Every trace adds to this set, and all copies of a rank share it.
     """
 
     embed_axes: tuple[str, ...] = ()
@@ -119,7 +120,8 @@ class Rank:
     Attributes:
       model: the static half of the user's model.
       weights: this rank's state, without the leading axis of chunks.
-      chunks: the parameters of its chunks, wherever they are whole.
+      chunks: the parameters of its chunks, wherever they are whole; made of those in ``weights``,
+        and to be replaced with them.
       batch: this data shard's microbatches; with slices, their units.
       lint: the checks of the model.
       axes: the mesh axes over which everything varies. Over others (``tensor``) only that varies
@@ -131,6 +133,7 @@ class Rank:
       loss: the factors of its losses.
       declared: the declared state while it is written (`pipeline.core.step.calls.declared`), None
         if nothing is.
+      batches: [N] the batch of each slice, of lengths alone; empty before they are cut.
     """
 
     model: Model
@@ -144,6 +147,7 @@ class Rank:
     facts: Facts = field(default_factory=Facts)
     loss: LossScale = field(default_factory=LossScale)
     declared: Any = None
+    batches: tuple[Batch, ...] = ()
 
     @property
     def num_chunks(self) -> int:
@@ -166,10 +170,10 @@ class Rank:
         def of_slice(number: int, length: int) -> Rank:
             if number == self.slices.number:
                 return self
-            batch = self.batch.map_rows(lambda x: cropped(x, length), lambda x: x)
-            return dataclasses.replace(
-                self, slices=dataclasses.replace(self.slices, number=number), batch=batch
-            )
+            cut = functools.partial(cropped, length=length)
+            batch = self.batches[number] if self.batches else self.batch.map_rows(cut, lambda x: x)
+            slices = dataclasses.replace(self.slices, number=number)
+            return dataclasses.replace(self, slices=slices, batch=batch)
 
         return [of_slice(*numbered) for numbered in enumerate(lengths)]
 

@@ -27,7 +27,7 @@ def make_carries(local: LocalModel, program: Program, *, training: bool) -> list
     """
     N, axes = program.schedule.num_slices, local.axes
     is_grouped = isinstance(local, GroupedModel)
-    models = [group.local for group in local.groups] if is_grouped else [local]  # type: ignore[attr-defined]
+    models = [model for _, model in local.kinds]
     if N == 1:
         return [WholeSequences() for _ in models]
     # With slices of several lengths all carries have the shape of the longest slice's, so that a

@@ -1,8 +1,9 @@
 """The seam: a store has numbered places for values of one kind, `Stores` those of all kinds.
 
 `schedules.lowering.kinds` lists the kinds. The program says in which place, and in which memory, a
-value is. So an action names a kind, and never asks where a value is. A new store is a class with
-these two methods, and the line of `pipeline.core.step.run.places` that makes it.
+value is. So F, B, I and W name a kind and do not ask where a value is. A new store is a class with
+the methods of `Store`, and the line of `pipeline.core.step.run.places` that makes it. Channels,
+masked steps and the vocabulary that ranks share write to places by number.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ class Store(Protocol):
 
     def __setitem__(self, place: Any, value: Tree) -> None:
         """Put a value into a place."""
+
+    def seen(self, view: Any, types: Tree, axes: tuple[str, ...]) -> Store:
+        """A view of these places for one of several kinds of values that share them."""
 
 
 class Stores:

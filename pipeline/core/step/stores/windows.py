@@ -245,8 +245,10 @@ def in_windows(
         yield
         return
     weights.windows.open(weights, axes, program.windows.weights)
-    yield
-    weights.windows.close()
+    try:
+        yield
+    finally:
+        weights.windows.close()
     # Ranks end with gradients of different chunks in their windows. All ranks run this reduction,
     # outside of branches: a rank whose windows have none of the chunk gives zeros.
     rank = jax.lax.axis_index(STAGE)
