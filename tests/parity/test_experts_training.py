@@ -232,6 +232,7 @@ def test_capacity_over_ranks_drops_what_a_loop_over_tokens_drops(S, E, D, M):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the mesh axis 'tensor'")  # which does the same work
 @pytest.mark.parametrize("options", [{}, {"shared_hidden": 8}, {"balance_weight": 0.2}], ids=str)
 def test_every_rank_of_a_tensor_axis_computes_its_experts_whole(options):
     M, E = 3, 2
