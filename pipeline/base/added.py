@@ -128,7 +128,7 @@ class Adding:
       probe: a zero whose cotangent is their sum; without, the cotangent of values is 1.
       is_used: whether any loss was added; counts_padding: whether one by a layer that leaves no
         padding out, and the batch has some.
-      weight: of values, 1 but for slices of several lengths (`Rank.share`).
+      weight: of values, 1 but for slices of several lengths (`Slices.share`).
     """
 
     share: Any = None

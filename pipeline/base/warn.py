@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from typing import Any
 
 _OURS = ("pipeline", "flax", "jax", "contextlib")
 
@@ -18,3 +19,11 @@ def warn(text: str, category: type[Warning] = ModelWarning) -> None:
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, category=category, stacklevel=level + 1)
+
+
+def warn_once(text: str, warned: set[Any], key: Any = None) -> None:
+    """Warn unless ``key``, by default the text, is in ``warned``, to which it is added."""
+    key = text if key is None else key
+    if key not in warned:
+        warned.add(key)
+        warn(text)

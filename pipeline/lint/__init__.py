@@ -82,7 +82,7 @@ class Lint:
             warn_of_split_positions(rank, activations, *of_plan, take_loss=take_loss)
 
     def whole(self, plan: Plan, traced: Inspected, *, training: bool, unread: bool = False) -> None:
-        """Look at axes without work, padding in statistics, and parameters that nobody reads."""
+        """Refuse `ppermute`; look at idle axes, padding in statistics, and unread parameters."""
         from pipeline.lint import statistics
         from pipeline.lint import unread as parameters
         from pipeline.lint.effects import check_meetings

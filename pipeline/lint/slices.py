@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pipeline.base.tree import Tree, at, blank
-from pipeline.base.warn import warn
+from pipeline.base.warn import warn_once
 from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.ends import embed, finish, take_loss_of
 from pipeline.core.step.calls.forward import Forward
@@ -60,8 +60,6 @@ def check_slices(
     Raises:
       ValueError: a part mixes positions.
     """
-    if rank.slices.count == 1:
-        return
     unit = jax.eval_shape(lambda: (at(rank.batch.inputs, 0), at(rank.batch.targets, 0)))
     inputs, targets = unit
     # A leaf of one entry in dim 1 is the same in every slice, and may be the first.
@@ -198,14 +196,13 @@ class _Check:
             if any(self._spread(leaf).dim is not None for leaf in jax.tree.leaves(given[0])):
                 return
             why = f"no array that it is given is [rows, {self._t}, ...]"
-        key = "positions", name
-        if sums or key in self._warned:
-            return
-        self._warned.add(key)
-        warn(
-            f"whether {name} mixes positions cannot be told ({why}), and {sees}: if it does, "
-            f"{remedy}, or leave slices out"
-        )
+        if not sums:
+            warn_once(
+                f"whether {name} mixes positions cannot be told ({why}), and {sees}: if it does, "
+                f"{remedy}, or leave slices out",
+                self._warned,
+                ("positions", name),
+            )
 
     def _followed(
         self, run: Callable[..., Tree], given: Sequence[Tree], count: int, *, sums: bool

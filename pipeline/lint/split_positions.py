@@ -17,7 +17,7 @@ import jax
 
 from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree, at, blank, signature
-from pipeline.base.warn import warn
+from pipeline.base.warn import warn_once
 from pipeline.core.autodiff.outcome import SlicedInput
 from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.ends import embed, finish, take_loss_of
@@ -155,14 +155,14 @@ class _SplitSearch:
         if all(math.isclose(a, b, rel_tol=1e-3) for a in own for b in wanted):
             return
         axis = self._asked.axis
-        if (key := ("split scale", axis)) not in self._warned:
-            self._warned.add(key)
-            warn(
-                f"loss_fn divides a sum over positions by a number that does not grow as they do, "
-                f"and batch= splits them over {self._ranks} ranks of {axis!r}: the step takes the "
-                f"mean of the ranks' losses, which is not the loss of whole sequences: return "
-                f"(sum, weight), of which both are sums over positions, or a mean over them"
-            )
+        warn_once(
+            f"loss_fn divides a sum over positions by a number that does not grow as they do, and "
+            f"batch= splits them over {self._ranks} ranks of {axis!r}: the step takes the mean of "
+            f"the ranks' losses, which is not the loss of whole sequences: return (sum, weight), "
+            f"of which both are sums over positions, or a mean over them",
+            self._warned,
+            ("split scale", axis),
+        )
 
     def _head(self, y: Tree) -> Tree:
         return finish(self._rank, self._rank.ends, y, 0, take_loss=False).value
@@ -208,10 +208,6 @@ class _SplitSearch:
 
     def _warn(self, name: str, fault: Fault) -> None:
         axis, ranks = self._asked.axis, self._ranks
-        key = "split positions", name, axis
-        if key in self._warned:
-            return
-        self._warned.add(key)
         at = f", {fault.line}" if fault.line else ""
         split = f"batch= splits them over {ranks} ranks of {axis!r}"
         if not fault.is_known:
@@ -225,7 +221,7 @@ class _SplitSearch:
                 f"alone, and the result is not that of whole sequences: "
             )
         remedy = _remedy(fault, axis, sums=self._asked.sums)
-        warn(f"{text}{remedy}")
+        warn_once(f"{text}{remedy}", self._warned, ("split positions", name, axis))
 
 
 def _longer(x: Any, dim: int, count: int) -> jax.ShapeDtypeStruct:

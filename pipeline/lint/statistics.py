@@ -15,7 +15,7 @@ from flax import nnx
 from pipeline.base.added import Adding
 from pipeline.base.rows import DataStatistic
 from pipeline.base.variables import metadata
-from pipeline.base.warn import warn
+from pipeline.base.warn import warn_once
 from pipeline.core.step.calls.declared import Usage
 from pipeline.core.step.calls.ends import ends_paths
 from pipeline.core.step.calls.local_model import LocalModel
@@ -41,7 +41,7 @@ def warn_of_losses_of_padding(parts: Mapping[str, Adding], warned: set[Any]) -> 
     """
     for name, adding in parts.items():
         if adding.counts_padding:
-            _warn(f"{name} calls add_loss, and {_REMEDY}", warned)
+            warn_once(f"{name} calls add_loss, and {_REMEDY}", warned)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,24 +117,18 @@ def warn_of_state(traced: Inspected, plan: Plan, *, training: bool) -> None:
             counting.setdefault(one.part, []).append(f"{one.path} ({kind.__name__})")
         function = metadata(one.variable).get("after_step") if training else None
         if function and not is_of_stage:
-            _warn(
+            warn_once(
                 f"{one.path} of {one.part} changes after a step only, and after_step= runs on "
                 f"stages only: call {function}(pipe) after each update, or move the layer into a "
                 f"stage",
                 warned,
             )
         elif function and plan.after_step is None:
-            _warn(
+            warn_once(
                 f"{one.path} of {one.part} changes after a step only, and the pipeline has no "
                 f"after_step=: give it after_step={function}; if your loop calls that itself, "
                 f"give it after_step=lambda stage: None",
                 warned,
             )
     for part, texts in counting.items() if has_padding else ():
-        _warn(f"{part} writes {', '.join(texts)}, and {_REMEDY}", warned)
-
-
-def _warn(text: str, warned: set[Any]) -> None:
-    if text not in warned:
-        warned.add(text)
-        warn(text)
+        warn_once(f"{part} writes {', '.join(texts)}, and {_REMEDY}", warned)

@@ -17,7 +17,7 @@ from flax import nnx
 from collectives.compat import live
 from collectives.places.sizes import CONTEXT, DATA, EXPERT, TENSOR
 from pipeline.base.axes import Axes, axes_in, spec_over
-from pipeline.base.warn import warn
+from pipeline.base.warn import warn_once
 from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of
 from pipeline.core.step.calls.forward import Forward
 from pipeline.core.step.calls.rank import Rank
@@ -43,15 +43,15 @@ def warn_of_parameters_that_nobody_reads(
       warned: of what was warned already, to which this is added.
     """
     texts = [*_unread_in_stages(rank, bodies), *_unread_in_ends(rank, ends_body)]
-    key = "unread", *texts
-    if not texts or key in warned:
+    if not texts:
         return
-    warned.add(key)
     more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    warn(
+    warn_once(
         f"parameters are read by no part of the model, so nobody trains them: "
         f"{', '.join(texts[:_SHOWN])}{more}; what acts only where a whole model is called "
-        f"(adapters put on it before it was cut) must be put on the stages, or else leave it out"
+        f"(adapters put on it before it was cut) must be put on the stages, or else leave it out",
+        warned,
+        ("unread", *texts),
     )
 
 
@@ -69,21 +69,21 @@ def warn_of_idle_axes(rank: Rank, bodies: Sequence[Any], axes: Axes, warned: set
     used = {a for part in parts for of in part for entry in of.stored for a in axes_in(entry)}
     used |= {axis for body in bodies for axis in _axes_inside(body)}
     for axis in axes.shared:
-        key = "idle", axis
-        if axes.size([axis]) == 1 or axis in used or key in warned:
+        if axes.size([axis]) == 1 or axis in used:
             continue
-        warned.add(key)
         rows = axes.rows or (DATA,)
         spec = spec_over(rows, [axis]) if axis == CONTEXT else spec_over((*axes.rows, axis))
         near = difflib.get_close_matches(axis, _KNOWN, n=1, cutoff=0.5)
         name = _MEANT.get(axis, near[0] if near else DATA)
         hint = "" if axis in _KNOWN else f", call the axis {name!r} if it is that"
         text = f"P({', '.join(map(repr, spec))})"
-        warn(
+        warn_once(
             f"the mesh axis {axis!r} of size {axes.size([axis])} is in no role: batch= splits "
             f"nothing over it, no weight names it and no forward computation uses it, so its "
             f"devices all do the same work; let it split the batch, Pipeline(..., batch={text})"
-            f"{hint}, shard weights over it, or leave it out of the mesh"
+            f"{hint}, shard weights over it, or leave it out of the mesh",
+            warned,
+            ("idle", axis),
         )
 
 

@@ -48,7 +48,7 @@ def check_program(program: Program, *, ascending: bool = False) -> Program:
 
 
 class _Entry(NamedTuple):
-    """What actions name of a kind of values: one place or, of carries, one for each slice.
+    """The places of a kind of values that actions name; of carries, those of one slice.
 
     Attributes:
       kind: the kind.

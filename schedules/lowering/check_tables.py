@@ -12,7 +12,7 @@ import numpy as np
 
 from schedules.core.action import KINDS, ScheduleError
 from schedules.lowering.hosted import Keep
-from schedules.lowering.kinds import VALUE_KINDS, kinds_of
+from schedules.lowering.kinds import HOSTABLE, kinds_of
 from schedules.lowering.program import COMMON, JOBS, Op, Program
 
 Place = tuple[int, int, int]  # tick, slot, rank
@@ -88,11 +88,9 @@ def _check_ops(program: Program, slot: int) -> None:
                 f"slot {slot} has {op}: expected kinds {kinds!r} and chunks 0..{num_chunks - 1}",
             )
         # An op has each name once and in one order: its label must be unique in its slot.
-        names = [kind.name for kind in VALUE_KINDS if kind.can_be_on_host]
-        if op.host != tuple(name for name in names if name in op.host):
-            fail(
-                program, f"slot {slot} has {op}: expected of host {', '.join(names)} in this order"
-            )
+        if op.host != tuple(name for name in HOSTABLE if name in op.host):
+            rule = f"expected of host {', '.join(HOSTABLE)} in this order"
+            fail(program, f"slot {slot} has {op}: {rule}")
         jobs = dict(op.jobs)
         if program.windows is None:
             is_legal, rule = not op.jobs, "no jobs: there are no windows"

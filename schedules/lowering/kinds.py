@@ -48,6 +48,9 @@ VALUE_KINDS = (
 )
 
 
+HOSTABLE = tuple(kind.name for kind in VALUE_KINDS if kind.can_be_on_host)
+
+
 def kinds_of(num_slices: int) -> tuple[ValueKind, ...]:
     """The kinds that a schedule has; carries only where there are slices."""
     return tuple(kind for kind in VALUE_KINDS if num_slices > 1 or not kind.per_slice)

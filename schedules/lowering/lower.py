@@ -20,7 +20,7 @@ from schedules.core.arguments import need
 from schedules.core.costs import Costs, of_unit_length_by_default
 from schedules.core.flat import Ints, flatten
 from schedules.lowering.hosted import Keep, Offload, check_keep, check_offload, hosted, moves
-from schedules.lowering.kinds import VALUE_KINDS
+from schedules.lowering.kinds import HOSTABLE
 from schedules.lowering.places import Values, joined, place, values
 from schedules.lowering.program import JOBS, Channel, Job, Op, Placement, Program, Slot, Table
 from schedules.lowering.windows import Windows, windows
@@ -167,8 +167,7 @@ def _ops(
     columns = [slot, flat.kind, np.array([kinds.index(s) for s in stages])[flat.stage]]
     sizes = [ticks.width, len(KINDS), len(kinds)]
     # then the values in host memory,
-    names = [kind.name for kind in VALUE_KINDS if kind.can_be_on_host]
-    for name in names:
+    for name in HOSTABLE:
         rows, device, host = placements[name]
         numbers = rows.reshape(-1, schedule.num_ranks)[ticks.times, flat.rank]
         columns.append((numbers >= device) & (numbers < device + host))
@@ -184,8 +183,8 @@ def _ops(
     fields = np.stack(np.unravel_index(code, sizes), axis=1)
     ops: list[list[Op]] = [[] for _ in range(ticks.width)]
     for n, kind, stage, *rest in fields.tolist():
-        host_names = tuple(name for name, is_there in zip(names, rest, strict=False) if is_there)
-        chunks = zip(JOBS, rest[len(names) :], strict=False)
+        host_names = tuple(name for name, is_there in zip(HOSTABLE, rest, strict=False) if is_there)
+        chunks = zip(JOBS, rest[len(HOSTABLE) :], strict=False)
         beside = tuple(Job(name, chunk - 1) for name, chunk in chunks if chunk > 0)
         chunk, is_first, is_last = kinds[stage]
         ops[n].append(Op(KINDS[kind], chunk, is_first, is_last, host_names, beside))

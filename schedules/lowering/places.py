@@ -46,7 +46,7 @@ class Values(NamedTuple):
         return last
 
     def chosen(self, mask: Mask) -> Values:
-        """Those for which a mask [n] is true."""
+        """The values for which a mask [n] is true."""
         columns: Any = (column[..., mask] for column in self)
         return Values(*columns)
 

@@ -23,7 +23,7 @@ from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement.placement import Spread
 from pipeline.core.placement.zero import defer_reduction, gather, kernel_spec
-from pipeline.core.step.calls.rank import LossScale, Rank, Slices
+from pipeline.core.step.calls.rank import Rank, Slices
 from pipeline.core.step.stores.weights import ChunkWeights
 from schedules.lowering.program import COMMON, Program
 
@@ -133,7 +133,6 @@ def make_rank(
     weights: Weights,
     batch: Batch,
     num_microbatches: int | None = None,
-    loss: LossScale | None = None,
 ) -> Rank:
     """Make a rank of its shards, on the devices.
 
@@ -189,7 +188,6 @@ def make_rank(
         axes,
         slices,
         BatchPart(plan.axes.rows, plan.axes.positions, slices.count),
-        loss=loss or LossScale(),
     )
     units = num_microbatches * slices.count
     return rank.with_padding(units, units * plan.axes.num_parts)

@@ -21,10 +21,7 @@ from pipeline.base.tree import Leaves, Tree, as_numbers, numbers_as, shape_text
 from pipeline.core.model.loss import Weighed, mean_of
 from pipeline.core.model.model import Model, Weights
 from pipeline.core.options.plan import Plan
-from pipeline.core.placement.zero import (
-    total_over,
-    totals_over,
-)
+from pipeline.core.placement.zero import total_over, totals_over
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.calls.rank import LossScale
 from pipeline.core.step.stores.loops import scale_in_place

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE
 from pipeline.base.tree import Leaves, Tree, partition, real
-from pipeline.base.warn import warn
+from pipeline.base.warn import warn_once
 from pipeline.core.model.loss import mean_of
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
@@ -57,6 +57,13 @@ from pipeline.core.step.stores.store import Row
 from pipeline.core.step.stores.totals import StepSums
 from schedules.lowering.needs import without
 from schedules.lowering.program import Program
+
+_NOTHING_TO_GATHER = (
+    "remat='gathered' gathers nothing again: of what a stage's backward reads, nothing is the "
+    "result of an all-gather outside of its loops, so residuals are kept as with remat=None; "
+    "for sequence parallel layers in a mesh with tensor ranks call blocks in a Python loop, "
+    "not in a scan; otherwise give remat=None"
+)
 
 
 @PerPlan
@@ -222,7 +229,8 @@ def _infer(
     needs = model.trained.needs_gradients(want_inputs=False, backward=False)
 
     def body(tables: Row, weights: Weights, batch: Batch, _: None) -> tuple[Any, StateLeaves]:
-        rank = make_rank(plan, model, weights, batch, loss=LossScale(counts=step.take_loss))
+        rank = make_rank(plan, model, weights, batch)
+        rank = dataclasses.replace(rank, loss=LossScale(counts=step.take_loss))
         # No backward, but the same traces, so that a stage is called as in a step that trains.
         traced = inspect(plan, rank, needs, take_loss=step.take_loss)
         if not (step.take_loss or step.logprobs):
@@ -265,22 +273,8 @@ def _train(
     plan.lint.effects(plan, local, again=plan.keep == "input")
     actions = make_actions(plan, local, program, step)
     if plan.remat == "gathered" and not actions.saved.residuals.gathers:
-        _warn_of_nothing_to_gather(plan.compiled.warned)
+        warn_once(_NOTHING_TO_GATHER, plan.compiled.warned, "gathered")
     halves = actions.halves
     plan.facts.unsplit = tuple(halves.whole) if halves else ()
     run_ticks(actions, program, tables, masked=plan.is_masked)
     return actions.sums
-
-
-def _warn_of_nothing_to_gather(warned: set[Any]) -> None:
-    """Warn, once, that ``remat="gathered"`` is ``remat=None`` here."""
-    key = "gathered"
-    if key in warned:
-        return
-    warned.add(key)
-    warn(
-        "remat='gathered' gathers nothing again: of what a stage's backward reads, nothing is the "
-        "result of an all-gather outside of its loops, so residuals are kept as with remat=None; "
-        "for sequence parallel layers in a mesh with tensor ranks call blocks in a Python loop, "
-        "not in a scan; otherwise give remat=None"
-    )

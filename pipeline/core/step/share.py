@@ -43,8 +43,8 @@ def find_share(plan: Plan, traced: Inspected, *, normalise: bool) -> LossScale:
       ValueError: the step is to be added to others, and its gradient needs the loss of them all; or
         it needs its loss before it runs, and writes state.
     """
-    scale, local = traced.rank.loss, traced.local()
-    share, mean = _share_and_mean(plan, local, scale)
+    scale = traced.rank.loss
+    share, mean = _share_and_mean(plan, traced)
     # To know the loss, all forwards have run once. In the step they run again, and would write
     # state a second time.
     if mean is not None and traced.writes_state(plan, training=True):
@@ -61,12 +61,14 @@ def find_share(plan: Plan, traced: Inspected, *, normalise: bool) -> LossScale:
     return dataclasses.replace(scale, share=share, of_loss=of_loss, mean=mean)
 
 
-def _share_and_mean(plan: Plan, local: LocalModel, scale: LossScale) -> tuple[Any, Any]:
+def _share_and_mean(plan: Plan, traced: Inspected) -> tuple[Any, Any]:
     """The share of a microbatch and the step's loss; None for one that may be found after it."""
     # Only a weight with a gradient, a caller's scale or added losses need a share before the ticks
     # that is not known from the start.
+    scale = traced.rank.loss
     if scale.is_mean:
         return 1 / calls_of(plan), None
+    local = traced.local()
     # d(S / W) = (dS - S / W dW) / W.
     if "head" not in plan.shared and local.weight_has_gradient():
         _check_that_it_is_all(local.model)

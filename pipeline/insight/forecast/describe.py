@@ -21,11 +21,13 @@ _STRAIGHT = (
     "is the compiler's to keep"
 )
 
-_PLACES = {  # by kind of value, names of its places on the device and in host memory
-    "operand": ("message buffers", "message buffers in host memory"),
-    "stash": ("residual stashes", "stashes in host memory"),
-    "crossing": ("stashes of what I leaves for W", "in host memory of what I leaves for W"),
-}
+_PLACES = (  # of a kind of values, in a memory, and what they are called
+    ("operand", "device", "message buffers"),
+    ("stash", "device", "residual stashes"),
+    ("crossing", "device", "stashes of what I leaves for W"),
+    ("stash", "host", "stashes in host memory"),
+    ("crossing", "host", "in host memory of what I leaves for W"),
+)
 
 
 def summary(pipe: Any) -> dict[str, str]:
@@ -168,11 +170,9 @@ def _repeats(plan: Plan) -> str:
 
 def _places(program: Program) -> str:
     """Describe the places that a rank's memory is divided into."""
-    counts = [program.values[name].device for name in _PLACES]
-    counts += [program.values[name].host for name in _PLACES]
-    texts = [text for memory in zip(*_PLACES.values(), strict=True) for text in memory]
-    pairs = enumerate(zip(counts, texts, strict=True))
-    return ", ".join(f"{count} {text}" for n, (count, text) in pairs if count or n < 2)
+    counts = [getattr(program.values[kind], memory) for kind, memory, _ in _PLACES]
+    rows = enumerate(zip(counts, _PLACES, strict=True))
+    return ", ".join(f"{count} {text}" for n, (count, (*_, text)) in rows if count or n < 2)
 
 
 def _is_offloading(program: Program) -> bool:

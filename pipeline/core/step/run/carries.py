@@ -12,7 +12,7 @@ from pipeline.core.autodiff.accumulate import as_summed
 from pipeline.core.model.overlay import overlay_trees
 from pipeline.core.step.calls.groups import GroupedModel
 from pipeline.core.step.calls.local_model import LocalModel
-from pipeline.core.step.stores.device import Pool, PoolView
+from pipeline.core.step.stores.device import Pool
 from pipeline.core.step.stores.slices import Carries, WholeSequences
 from schedules.lowering.program import Program
 
@@ -40,10 +40,10 @@ def make_carries(local: LocalModel, program: Program, *, training: bool) -> list
     # added is for values that nobody reads.
     pools = []
     for trees, name in ((types, "carry"), (sums, "carry_gradient")):
-        cells, views = overlay_trees(trees) if is_grouped else (trees[0], [None])
+        cells, views = overlay_trees(trees) if is_grouped else (trees[0], [])
         pool = Pool(cells, program.values[name].device + 1, axes, "carries")
-        own = [PoolView(pool, view, tree, axes) for view, tree in zip(views, trees, strict=True)]
-        pools.append(own if is_grouped else [pool])
+        seen = [pool.seen(view, tree, axes) for view, tree in zip(views, trees, strict=False)]
+        pools.append(seen if is_grouped else [pool])
     return [
         Carries(model.earlier, model.carry, model.rank.slices.number, axes, N, *pair)
         for model, *pair in zip(models, *pools, strict=True)

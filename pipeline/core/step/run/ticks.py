@@ -4,8 +4,8 @@ Letters: S ranks, T ticks. For every slot of a tick a rank runs what its row of 
 sends the message along the slot's channels and stores what arrives where the table says. Where
 sends are delayed the scan carries the message of the slot before, whose exchange then depends on
 nothing that the slot computes: the compiler may run both at a time. A message takes the place of
-the last that has been exchanged, so that of two slots each has a place of its own. It also carries
-the pools that lie in host memory (`pipeline.core.step.stores.host`).
+the last that has been exchanged, so that of two slots each has a place of its own. The scan also
+carries the arrays in host memory (`pipeline.core.step.stores.host`).
 
 A loop over ticks compiles all that any of them does, and in each exchanges in all directions that
 any of them needs. An idle action costs nothing, an exchange its bytes, whoever reads them. Where
@@ -34,7 +34,7 @@ from schedules.lowering.program import COMMON, Program
 
 
 def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) -> None:
-    """Run every tick; results are left in the memory of ``actions``."""
+    """Run every tick; its results are in the sums of ``actions``."""
     with actions.opened(program):
         _scan_ticks(actions, program, tables, masked=masked)
 
@@ -42,8 +42,7 @@ def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) 
 def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) -> None:
     """Run every tick, with weights where actions find them."""
     delayed, run = program.delayed, runner(actions, masked=masked)
-    # Operands and gradients share one pool: whatever a channel brings is stored there. It is refs,
-    # which a scan closes over; only arrays in host memory have to be carried.
+    # Operands and gradients share one pool: whatever a channel brings is stored there.
     messages, carried = actions.stores.device["operand"], actions.stores.carried
     common = None
     if program.shared:
@@ -79,8 +78,7 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool
                     message = run(need.slot, row, message)
                 if common:
                     message = common.after(row, busy[index], message)
-            # Whatever arrives is stored in one pool; tables of `arrival` name the discard place
-            # where this rank reads nothing.
+            # Tables of `arrival` name the discard place where this rank reads nothing.
             for column, channel in need.channels:
                 arrived = early.get(channel, message)
                 if channel.shift and not delayed:
@@ -98,17 +96,15 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool
     carry = actions.no_message() if delayed else None, carried.get()
     # One scan for each run of ticks in which the same things happen (see above).
     for start, stop, uses in segments(program, split=masked):
-        busy = busy_in(program, start, stop)
+        body = functools.partial(tick, (start, stop), uses, busy_in(program, start, stop))
         with jax.named_scope(scopes.of_ticks(start, stop)):
             # A scan of one trip would be inlined, and XLA would copy the stashes that it updates
             # (`run_once`).
             if stop - start == 1:
                 row = {name: table[start] for name, table in local.items()}
-                body = functools.partial(tick, (start, stop), uses, busy)
                 carry = _once(body, carry, row)
                 continue
             rows = {name: table[start:stop] for name, table in local.items()}
-            body = functools.partial(tick, (start, stop), uses, busy)
             carry, _ = jax.lax.scan(body, carry, rows)
     carried.put(carry[1])
 

@@ -25,7 +25,7 @@ from pipeline.base.tree import Leaves, Tree, is_key, zeros
 from pipeline.core.autodiff.jaxpr.refs import tiled
 from pipeline.core.model.overlay import View
 from pipeline.core.step.stores.device import Pool, WholeView
-from pipeline.core.step.stores.loops import at_most_once, updated
+from pipeline.core.step.stores.loops import updated
 
 Arrays = list[Leaves]
 
@@ -89,10 +89,10 @@ class HostArrays:
     """All pools of a rank in host memory, with their arrays at the current point of a trace.
 
     Args:
-      pools: those whose programs have places in host memory.
+      pools: those of the kinds of values that have places there.
     """
 
-    def __init__(self, pools: Sequence[HostPool] = ()) -> None:
+    def __init__(self, pools: Sequence[HostPool]) -> None:
         self._pools = tuple(pools)
 
     def get(self) -> Arrays:
@@ -106,8 +106,6 @@ class HostArrays:
 
     def at_most_once(self, wanted: Any, action: Callable[[], Tree], otherwise: Tree) -> Tree:
         """The action's result if it is wanted, else ``otherwise``; the action may use the pools."""
-        if not self._pools:
-            return at_most_once(wanted, action, otherwise)
 
         # The loop carries the arrays of all pools. While its body is traced they are the current
         # ones; after it the results are, since a tracer of the body must not be used outside.

@@ -52,14 +52,16 @@ class Stores:
 
     def read(self, kind: str, op: Op, row: Row) -> Tree:
         """The value of a kind that an action reads."""
-        # The memory is a property of the op, known while tracing; the place is the row's.
-        store: Store = (self.host if kind in op.host else self.device)[kind]
-        return store[row[kind]]
+        return self._store(kind, op)[row[kind]]
 
     def write(self, kind: str, op: Op, row: Row, value: Tree) -> None:
         """Put a value of a kind into the place that the action's row names."""
+        self._store(kind, op)[row[kind]] = value
+
+    def _store(self, kind: str, op: Op) -> Store:
+        # The memory is a property of the op, known while tracing; the place is the row's.
         store: Store = (self.host if kind in op.host else self.device)[kind]
-        store[row[kind]] = value
+        return store
 
     def stashes_input(self, op: Op) -> bool:
         """Tell whether F copies its input into a stash, so that the input's place is free."""
