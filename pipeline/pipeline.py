@@ -112,6 +112,7 @@ class Pipeline(nnx.Module):
             costs_from=costs_from,
             signature=model,
             lint=Lint(),
+            entries=_entries_of(options.engine),
             stack=count if is_stacked(stages) and check_stack(stages) == "unknown" else 0,
         )
         if not was_made and options.mesh is None and meshes.default_mesh() is None:
@@ -252,7 +253,9 @@ class Pipeline(nnx.Module):
         operands = self._operands(inputs, targets, extras, plan=plan)
         what = "logprobs() was differentiated, and it has no gradient: differentiate loss()"
         with self._step("logprobs", operands) as (model, *arrays):
-            run = functools.partial(plan.lint.run, runtime.logprobs, plan, model, takes_loss=False)
+            run = functools.partial(
+                plan.lint.run, plan.entries.logprobs, plan, model, takes_loss=False
+            )
             found, kept = differentiable.without_gradient(run, what)(*arrays)
         self._keep(plan, operands[0], kept)
         mesh = self.plan.mesh
@@ -342,7 +345,7 @@ class Pipeline(nnx.Module):
         ):
             _warn_of_memory(self.plan, *operands)
             value, grads, _, kept = self.plan.lint.run(
-                runtime.train, self.plan, *operands, scale=scale
+                self.plan.entries.train, self.plan, *operands, scale=scale
             )
         self._keep(self.plan, operands[0], kept)
         value = meshes.typed(value, meshes.mesh_of_results(self.plan.mesh), PartitionSpec())
@@ -802,6 +805,15 @@ _ARGUMENTS = described(ModelParts, Options)
 Pipeline.__doc__ = inspect.cleandoc(Pipeline.__doc__ or "").replace(
     "\n\nAttributes:", "\n".join(["\n\nArgs:", *_ARGUMENTS.values(), "\nAttributes:"])
 )
+
+
+def _entries_of(engine: str) -> Any:
+    """The entry points of an engine."""
+    if engine == "scan":
+        return runtime
+    from pipeline.core.programs import runtime as programs
+
+    return programs
 
 
 def _warn_of_memory(

@@ -22,6 +22,7 @@ from schedules.orders.schedule import Schedule
 
 Remat = Literal["stage", "gathered"] | Callable[..., Any] | None
 Bubbles = Literal["skip", "masked"]
+Engine = Literal["scan", "programs"]
 Gather = Literal["step", "repeat", "action"]
 Vocabulary = Literal["ends", "stage"]
 

@@ -23,6 +23,7 @@ from pipeline.core.autodiff.accumulate import check_grad_dtype
 from pipeline.core.model.loss import LossFn
 from pipeline.core.options.checks import (
     Bubbles,
+    Engine,
     Gather,
     Remat,
     Vocabulary,
@@ -81,6 +82,9 @@ class Options:
       ignore: names of attributes that make no difference to what a stage computes, such as
         ("layer_index",): stages that differ in nothing else are alike. Within the pipeline all
         have the value of the first; `stages()` gives each its own back.
+      engine: "scan" runs the timetable as one program, in which all ranks keep step; "programs"
+        runs each action as a program of its rank's own devices, which waits for its data alone.
+        Such a step cannot be a part of another program: `jax.jit` the optimizer's update alone.
       pattern: the slots of a tick, "single", "paired", "unit" or "partner" (`schedules.lower`); by
         default the fastest on this mesh.
       delayed: whether a message between ranks travels beside the work of the slot after its own,
@@ -144,6 +148,7 @@ class Options:
     after_step: Callable[[Any], None] | None = None
     ignore: Sequence[str] = ()
     # The time of a step.
+    engine: Engine = "scan"
     pattern: str | None = None
     delayed: bool = False
     bubbles: Bubbles = "skip"
@@ -175,6 +180,7 @@ class Options:
         object.__setattr__(self, "memory_limit", check_limit(self.memory_limit))
         object.__setattr__(self, "slices", check_slices(self.slices))
         check_remat(self.remat)
+        check_word("engine", self.engine, ("scan", "programs"))
         check_word("bubbles", self.bubbles, ("skip", "masked"))
         if self.pattern is not None:
             check_pattern(self.pattern)

@@ -50,6 +50,7 @@ class Plan(Options):
       signature: what the model is, for costs that are measured (`pipeline.insight.calibrate`).
       options: the options as the user gave them.
       lint: the checks of the model.
+      entries: the module of the engine's entry points.
       stack: K, of stages that were given as one module of which nothing shows that it is a stack.
       programs: the way to the pipeline's compiled functions.
     """
@@ -67,6 +68,7 @@ class Plan(Options):
     signature: Any = None
     options: Options = field(repr=False)
     lint: ModelChecks = field(repr=False)
+    entries: Any = field(repr=False)
     stack: int = 0
     programs: Programs = field(default_factory=Programs, repr=False)
 

@@ -49,6 +49,7 @@ def make_plan(
     costs_from: str,
     signature: Any,
     lint: ModelChecks,
+    entries: Any,
     stack: int = 0,
 ) -> Plan:
     """The plan of K stages.
@@ -63,6 +64,7 @@ def make_plan(
       costs_from: where they are from.
       signature: the model, for costs that are measured.
       lint: the warnings about the model.
+      entries: the module of the engine's entry points.
       stack: K, if the stages are one module of which nothing shows that it is a stack.
 
     Raises:
@@ -99,6 +101,7 @@ def make_plan(
         "costs_from": costs_from,
         "signature": signature,
         "lint": lint,
+        "entries": entries,
         "stack": stack,
         "options": options,
     }

@@ -29,7 +29,6 @@ from pipeline.core.model.loss import pairing
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.model.trained import Trained
 from pipeline.core.options.plan import Plan
-from pipeline.core.step import runtime
 
 Before = Callable[..., None]  # (plan, model, weights, batch, want_inputs=...)
 
@@ -73,7 +72,7 @@ def _loss(plan: Plan, model: Model, before: Before, weights: Weights, batch: Bat
       batch: [N, ...] leaves.
     """
     del before
-    return plan.lint.run(runtime.evaluate, plan, model, weights, batch)
+    return plan.lint.run(plan.entries.evaluate, plan, model, weights, batch)
 
 
 def _loss_forward(
@@ -86,16 +85,18 @@ def _loss_forward(
     want_inputs, model = _wants_inputs(weights, batch), _restrict(model, weights)
     weights, batch = _values(weights), _values(batch)
     before(plan, model, weights, batch, want_inputs=want_inputs)
-    run = functools.partial(plan.lint.run, runtime.train, plan, model, want_inputs=want_inputs)
+    run = functools.partial(plan.lint.run, plan.entries.train, plan, model, want_inputs=want_inputs)
     # In float16, small gradients would already be 0 when a loss scale reaches them as the
     # cotangent. So only forwards run here, and the backward runs the timetable on the scaled loss.
     if _is_narrow(plan, model, weights, batch, run, want_inputs=want_inputs):
-        infers = functools.partial(plan.lint.run, runtime.evaluate, plan, model, want_share=True)
+        infers = functools.partial(
+            plan.lint.run, plan.entries.evaluate, plan, model, want_share=True
+        )
         with refusing_twice(_TWICE):
-            (value, share), state = _as_one(infers)(weights, batch)
+            (value, share), state = _as_one(plan, infers)(weights, batch)
         return (value, state), _Waiting(weights, batch, share, want_inputs, model.trained)
     with refusing_twice(_TWICE):
-        value, grads, inputs, state = _as_one(run)(weights, batch)
+        value, grads, inputs, state = _as_one(plan, run)(weights, batch)
     grads = _in_their_places(weights, model.trained, grads)
     of_inputs = _input_cotangent(batch.inputs, inputs) if want_inputs else None
     return (value, state), (grads, _cotangent(batch, of_inputs))
@@ -110,7 +111,10 @@ def _is_narrow(
     cache = plan.compiled.narrow
     if key not in cache:
         # No more work than to run it: JAX keeps the trace of the kernel.
-        cache[key] = narrows(jax.make_jaxpr(run)(weights, batch).jaxpr)
+        if plan.engine == "programs":
+            cache[key] = plan.entries.narrows_train(plan, model, weights, batch, **wanted)
+        else:
+            cache[key] = narrows(jax.make_jaxpr(run)(weights, batch).jaxpr)
     return cache[key]
 
 
@@ -136,7 +140,7 @@ def _outputs(plan: Plan, model: Model, before: Before, weights: Weights, batch: 
     Arguments as of `loss`.
     """
     del before
-    return plan.lint.run(runtime.outputs, plan, model, weights, batch, takes_loss=False)
+    return plan.lint.run(plan.entries.outputs, plan, model, weights, batch, takes_loss=False)
 
 
 def _outputs_forward(
@@ -149,7 +153,9 @@ def _outputs_forward(
         )
     want_inputs, restricted = _wants_inputs(weights, batch), _restrict(model, weights)
     weights, batch = _values(weights), _values(batch)
-    run = _as_one(functools.partial(plan.lint.run, runtime.outputs, plan, model, takes_loss=False))
+    run = _as_one(
+        plan, functools.partial(plan.lint.run, plan.entries.outputs, plan, model, takes_loss=False)
+    )
     with refusing_twice(_TWICE):
         return run(weights, batch), (weights, batch, want_inputs, restricted.trained)
 
@@ -179,7 +185,7 @@ def _cotangents(
     # Neither metrics nor a weight of the loss are wanted: the forward has returned them.
     has_aux = None if model.has_aux else model.has_aux
     model = dataclasses.replace(model, has_aux=has_aux, weighed=False)
-    run = functools.partial(runtime.train, want_inputs=want_inputs, normalise=False)
+    run = functools.partial(plan.entries.train, want_inputs=want_inputs, normalise=False)
     with refusing_twice(_TWICE):
         _, grads, inputs, _ = plan.lint.run(run, plan, model, weights, batch, **scale)
     chunks, ends = _in_their_places(weights, model.trained, grads)
@@ -192,7 +198,7 @@ def _cotangent(batch: Batch, inputs: Tree | None) -> Batch:
     return dataclasses.replace(batch, inputs=inputs, targets=None, extras=None)
 
 
-def _as_one(run: Callable[..., Any]) -> Callable[..., Any]:
+def _as_one(plan: Plan, run: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel as something that JAX does not take apart.
 
     Where a scan is differentiated whose body runs a pipeline, what does not depend on the scan's
@@ -201,7 +207,7 @@ def _as_one(run: Callable[..., Any]) -> Callable[..., Any]:
     looks for NaN it must see the kernel's values, and where a stage has a check `checkify` must see
     that.
     """
-    if checks_nans():
+    if checks_nans() or plan.engine == "programs":
         return run
 
     def call(*args: Any) -> Any:

@@ -48,6 +48,12 @@ class Inspected:
     usage: Sequence[tuple[Sequence[int], LocalModel, Usage]] = ()
     usage_of_ends: Usage | None = None
 
+    def on(self, rank: Rank) -> Inspected:
+        """The same for other arrays of the rank, in another trace: no part is traced anew."""
+        loss = dataclasses.replace(rank.loss, is_mean=self.rank.loss.is_mean)
+        rank = dataclasses.replace(rank, facts=self.rank.facts, loss=loss)
+        return dataclasses.replace(self, rank=_prepared(rank, self.activations))
+
     def local(self, **changes: Any) -> LocalModel:
         """The rank's part of the model; ``changes`` are fields of the rank."""
         rank = dataclasses.replace(self.rank, **changes)
@@ -98,15 +104,19 @@ def inspect(
     # bodies of stages show, then head and loss on the last activation, then state.
     rank, activations = follow(rank)
     plan.lint.parts(plan, rank, activations, take_loss=take_loss)
-    rank = dataclasses.replace(rank, chunks=cast_once(rank, activations.bodies))
-    # Cut once: each model of the rank below would cut its own.
-    rank = dataclasses.replace(rank, batches=tuple(one.batch for one in rank.by_slice))
-    traced = Inspected(rank, activations, needs)
+    traced = Inspected(_prepared(rank, activations), activations, needs)
     if take_loss:
         traced = _with_ends(plan, traced, reaches=reaches)
     if rank.model.declared.is_anything:
         traced = _with_usage(traced, take_loss=take_loss)
     return traced
+
+
+def _prepared(rank: Rank, activations: Activations) -> Rank:
+    """The rank with what all of its actions share."""
+    rank = dataclasses.replace(rank, chunks=cast_once(rank, activations.bodies))
+    # Cut once: each model of the rank would cut its own.
+    return dataclasses.replace(rank, batches=tuple(one.batch for one in rank.by_slice))
 
 
 def _with_ends(plan: Plan, traced: Inspected, *, reaches: bool) -> Inspected:

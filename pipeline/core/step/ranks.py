@@ -58,17 +58,11 @@ def run_on_ranks(
         of_tables |= dict.fromkeys(COMMON, P())
 
     def run(weights: Weights, batch: Batch, same: Tree = None) -> Any:
-        # Specs name axes of the mesh that are left to the compiler (`auto_axes`) too: `manual`
-        # drops these.
-        layout, batch = model.layout, _dealt(plan, batch)
-        params = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends)
-        rests = weights.chunks_rest, weights.ends_rest
-        others = _state_specs(*rests, layout.chunks_rest, layout.ends_rest)
-        of_weights = Weights(*manual(plan, (*params, *others)))
+        batch = _dealt(plan, batch)
         sharded = jax.shard_map(
             body,
             mesh=plan.mesh,
-            in_specs=(of_tables, of_weights, batch.spec_tree(), P()),
+            in_specs=(of_tables, weight_specs(plan, model, weights), batch.spec_tree(), P()),
             out_specs=out_specs,
             axis_names=plan.axes.manual,
             check_vma=plan.tracks_varying,
@@ -76,6 +70,16 @@ def run_on_ranks(
         return sharded(tables, weights, batch, same)
 
     return run
+
+
+def weight_specs(plan: Plan, model: Model, weights: Weights) -> Weights:
+    """The specs of a pipeline's state, each in the place of its leaf."""
+    # Layouts name axes of the mesh that are left to the compiler (`auto_axes`) too: `manual` drops
+    # these.
+    layout, rests = model.layout, (weights.chunks_rest, weights.ends_rest)
+    params = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends)
+    others = _state_specs(*rests, layout.chunks_rest, layout.ends_rest)
+    return Weights(*manual(plan, (*params, *others)))
 
 
 def _dealt(plan: Plan, batch: Batch) -> Batch:

@@ -58,6 +58,41 @@ def totals_of(sums: StepSums, plan: Plan) -> Totals:
     return Totals(loss, weight, measured)
 
 
+def training_results(
+    local: LocalModel,
+    plan: Plan,
+    sums: StepSums,
+    weights: Weights,
+    of_inputs: Sequence[PartitionSpec],
+    *,
+    normalise: bool,
+) -> tuple[Any, Gradients, Leaves, StateLeaves]:
+    """The results of a step that trains, as `pipeline.core.step.runtime.train` has them.
+
+    Args:
+      local: the rank's part of the model, with the factors of its losses.
+      plan: the options of the pipeline.
+      sums: the sums of this rank.
+      weights: its state.
+      of_inputs: the specs of the inputs' float leaves.
+      normalise: divide by the total weight of the loss.
+    """
+    totals = totals_of(sums, plan)
+    value = step_loss(sums, totals, local.rank.loss, normalise=normalise)
+    grads = gradients_of(sums, local.model, weights, plan)
+    inputs = input_gradients(sums, plan, of_inputs)
+    value = loss_and_metrics(local, plan, sums, totals, value)
+    return value, grads, inputs, state_after(local, weights, plan, training=True)
+
+
+def evaluation_results(local: LocalModel, plan: Plan, sums: StepSums, *, want_share: bool) -> Any:
+    """The loss of an evaluation, as `pipeline.core.step.runtime.evaluate` has it."""
+    totals = totals_of(sums, plan)
+    value, share = mean_of(totals.loss, totals.weight)
+    loss = loss_and_metrics(local, plan, sums, totals, value)
+    return (loss, share) if want_share else loss
+
+
 def loss_and_metrics(
     local: LocalModel,
     plan: Plan,

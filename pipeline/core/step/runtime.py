@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 from collectives import STAGE
 from pipeline.base.tree import Leaves, Tree, partition, real
 from pipeline.base.warn import warn_once
-from pipeline.core.model.loss import mean_of
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement.zero import constrain
@@ -40,14 +39,11 @@ from pipeline.core.step.results import (
     Gradients,
     StateLeaves,
     calls_of,
-    gradients_of,
-    input_gradients,
-    loss_and_metrics,
+    evaluation_results,
     outputs_of,
     own_logits_of,
     state_after,
-    step_loss,
-    totals_of,
+    training_results,
 )
 from pipeline.core.step.run.grouped import make_actions
 from pipeline.core.step.run.places import StepRequest
@@ -108,7 +104,7 @@ def train(
     def body(tables: Row, weights: Weights, batch: Batch, scale: Any) -> Any:
         # Before the ticks: the rank's arrays, a trace of its model, and the factor of its losses.
         rank = make_rank(plan, model, weights, batch)
-        rank = dataclasses.replace(rank, loss=_loss_scale(plan, scale))
+        rank = dataclasses.replace(rank, loss=loss_scale(plan, scale))
         traced = inspect(plan, rank, needs, reaches=want_inputs or model.trained.embed)
         loss = find_share(plan, traced, normalise=normalise)
         plan.lint.whole(plan, traced, training=True, unread=normalise)
@@ -117,12 +113,7 @@ def train(
         # The ticks, and after them all reductions over mesh axes.
         step = StepRequest(training=True, take_loss=True, want_inputs=want_inputs)
         sums = _train(local, plan, program, tables, step, by_table=runs is not None)
-        totals = totals_of(sums, plan)
-        value = step_loss(sums, totals, loss, normalise=normalise)
-        grads = gradients_of(sums, model, weights, plan)
-        inputs = input_gradients(sums, plan, of_inputs)
-        value = loss_and_metrics(local, plan, sums, totals, value)
-        return value, grads, inputs, state_after(local, weights, plan, training=True)
+        return training_results(local, plan, sums, weights, of_inputs, normalise=normalise)
 
     specs = gradient_specs(model)
     out_specs = P(), manual(plan, specs), of_inputs, manual(plan, model.state_specs)
@@ -132,17 +123,17 @@ def train(
     # are sharded over these.
     if plan.auto_axes:
         grads = constrain(grads, specs, plan.mesh)
-    return loss, grads, _in_place(plan, inputs, of_inputs, batch), state
+    return loss, grads, ordered_inputs(plan, inputs, of_inputs, batch), state
 
 
-def _loss_scale(plan: Plan, scale: Any) -> LossScale:
+def loss_scale(plan: Plan, scale: Any) -> LossScale:
     """The factors of losses that are known before any weight is."""
     of_caller, of_added = scale if isinstance(scale, tuple) else (scale, scale)
     added = 1 if of_added is None else of_added.astype(real())
     return LossScale(of_caller=of_caller, of_added=added / calls_of(plan))
 
 
-def _in_place(plan: Plan, gradients: Leaves, specs: list[P], batch: Batch) -> Leaves:
+def ordered_inputs(plan: Plan, gradients: Leaves, specs: list[P], batch: Batch) -> Leaves:
     """Gradients of inputs in the shapes of inputs, with positions in their order."""
     pairs = zip(gradients, specs, strict=True)
     ordered = [in_order(plan, leaf, spec, back=True) for leaf, spec in pairs]
@@ -164,10 +155,7 @@ def evaluate(
     """
 
     def results(local: LocalModel, sums: StepSums) -> Any:
-        totals = totals_of(sums, plan)
-        value, share = mean_of(totals.loss, totals.weight)
-        loss = loss_and_metrics(local, plan, sums, totals, value)
-        return (loss, share) if want_share else loss
+        return evaluation_results(local, plan, sums, want_share=want_share)
 
     step = StepRequest(training=False, take_loss=True)
     return _infer(plan, model, weights, batch, step, results, P(), training=want_share)
@@ -184,7 +172,7 @@ def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[T
         values = jnp.moveaxis(values, 0, -1)[..., : model.tables.head_words]
         return in_order(plan, values, lie, back=True), state
     values = _infer(*arguments, step, lambda _, sums: outputs_of(sums, plan), lie)
-    return _ordered_outputs(values, plan)
+    return ordered_outputs(values, plan)
 
 
 @PerPlan
@@ -193,10 +181,10 @@ def logprobs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[
     arguments, lie = (plan, model, weights, batch), plan.axes.output_spec
     step = StepRequest(training=False, take_loss=False, logprobs=True)
     results = _infer(*arguments, step, lambda _, sums: outputs_of(sums, plan), lie)
-    return _ordered_outputs(results, plan)
+    return ordered_outputs(results, plan)
 
 
-def _ordered_outputs(results: tuple[Tree, StateLeaves], plan: Plan) -> tuple[Tree, StateLeaves]:
+def ordered_outputs(results: tuple[Tree, StateLeaves], plan: Plan) -> tuple[Tree, StateLeaves]:
     """Outputs with their positions in order."""
     values, state = results
     spec = plan.axes.output_spec

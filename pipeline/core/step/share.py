@@ -11,6 +11,7 @@ by W once, after the step.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,21 +31,30 @@ from pipeline.core.step.run.grouped import make_actions
 from pipeline.core.step.run.places import StepRequest
 from pipeline.core.step.run.ticks import run_ticks
 
+RunForwards = Callable[[LocalModel, Plan], tuple[jax.Array, jax.Array]]
 
-def find_share(plan: Plan, traced: Inspected, *, normalise: bool) -> LossScale:
+
+def find_share(
+    plan: Plan,
+    traced: Inspected,
+    *,
+    normalise: bool,
+    run_forwards: RunForwards | None = None,
+) -> LossScale:
     """The factors of losses that are known, or must be known, before the ticks run.
 
     Args:
       plan: the options of the pipeline.
       traced: the rank, with the caller's scale of its losses.
       normalise: whether gradients are those of the step's loss, and not of a sum.
+      run_forwards: gives share and loss where they follow from outputs; `of_outputs` by default.
 
     Raises:
       ValueError: the step is to be added to others, and its gradient needs the loss of them all; or
         it needs its loss before it runs, and writes state.
     """
     scale = traced.rank.loss
-    share, mean = _share_and_mean(plan, traced)
+    share, mean = _share_and_mean(plan, traced, run_forwards or of_outputs)
     # To know the loss, all forwards have run once. In the step they run again, and would write
     # state a second time.
     if mean is not None and traced.writes_state(plan, training=True):
@@ -61,7 +71,7 @@ def find_share(plan: Plan, traced: Inspected, *, normalise: bool) -> LossScale:
     return dataclasses.replace(scale, share=share, of_loss=of_loss, mean=mean)
 
 
-def _share_and_mean(plan: Plan, traced: Inspected) -> tuple[Any, Any]:
+def _share_and_mean(plan: Plan, traced: Inspected, run_forwards: RunForwards) -> tuple[Any, Any]:
     """The share of a microbatch and the step's loss; None for one that may be found after it."""
     # Only a weight with a gradient, a caller's scale or added losses need a share before the ticks
     # that is not known from the start.
@@ -72,7 +82,7 @@ def _share_and_mean(plan: Plan, traced: Inspected) -> tuple[Any, Any]:
     # d(S / W) = (dS - S / W dW) / W.
     if "head" not in plan.shared and local.weight_has_gradient():
         _check_that_it_is_all(local.model)
-        return of_outputs(local, plan)
+        return run_forwards(local, plan)
     # A scale is chosen for gradients of the mean, and those of a sum might overflow. Losses that
     # stages add are not divided by a loss's weight, and no gradient can be afterwards.
     adds = local.rank.facts.adds
@@ -80,7 +90,7 @@ def _share_and_mean(plan: Plan, traced: Inspected) -> tuple[Any, Any]:
         return None, None
     weight = local.weight_of_targets()
     if weight is None:
-        return of_outputs(local, plan) if adds else (None, None)
+        return run_forwards(local, plan) if adds else (None, None)
     total = total_over(weight, plan.axes.split)
     return mean_of(jnp.zeros_like(weight), total)[1], None
 

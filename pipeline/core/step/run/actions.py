@@ -33,6 +33,7 @@ from pipeline.core.step.run.saved import SavedInput, SavedResiduals
 from pipeline.core.step.stores.device import unwritten
 from pipeline.core.step.stores.slices import WholeSequences
 from pipeline.core.step.stores.store import Row
+from pipeline.core.step.stores.totals import TotalView
 from pipeline.core.step.stores.windows import in_windows, start_job
 from schedules.core.costs import is_last_forward_free
 from schedules.lowering.program import Op, Program, Slot
@@ -74,20 +75,32 @@ class Actions:
         for branch, op in enumerate(slot.ops, start=1):
             # A W of a frozen stage does nothing, nor does a backward up to which nothing is
             # trained: they get no branch.
-            if not (self._does_anything(op) or op.jobs):
+            if not (self.does_anything(op) or op.jobs):
                 continue
-            action = functools.partial(self._run, op, row)
+            action = functools.partial(self.run_op, op, row)
             with jax.named_scope(op.label):
                 message = self.stores.at_most_once(op, row["op"] == branch, action, message)
         return message
 
-    def _run(self, op: Op, row: Row) -> Tree:
+    def run_op(self, op: Op, row: Row) -> Tree:
+        """Do an action and its jobs; returns its message."""
+        # Gradients that share a cell with those of unlike stages are summed in refs of one action
+        # first. F adds to none, and I only those that could not be split off for W.
+        total = self.sums.chunk_grads[op.chunk] if op.kind != "F" else None
+        if not isinstance(total, TotalView):
+            return self._with_jobs(op, row)
+        total.begin()
+        message = self._with_jobs(op, row)
+        total.end(changed=op.kind != "I" or bool(self.halves.whole))
+        return message
+
+    def _with_jobs(self, op: Op, row: Row) -> Tree:
         # Jobs serve other actions: they gather weights or reduce gradients of another chunk. They
         # start before this action's products and end after them, and neither reads a result of the
         # other, so the compiler may overlap them.
         chunks, totals = self.local.rank.chunks, self.sums.chunk_grads
         ends_of_jobs = [start_job(job, chunks, totals, row["microbatch"]) for job in op.jobs]
-        message = self._act(op, row) if self._does_anything(op) else self.no_message()
+        message = self._act(op, row) if self.does_anything(op) else self.no_message()
         for end in ends_of_jobs:
             end()
         return message
@@ -117,7 +130,7 @@ class Actions:
         self.saved.begin(op, row)
         # The last stage's F of a step that recomputes: its B, the next action, runs the
         # stage again. State that embed writes is written here all the same: only an F writes state.
-        if self._leaves_nothing(op):
+        if self.leaves_nothing(op):
             if op.first and self.local.rank.declared is not None:
                 self.operand(op, row, now=True)
             return self.no_message()
@@ -174,13 +187,13 @@ class Actions:
         """True if the gradient for a stage's output is needed."""
         return self.local.goes_back
 
-    def _does_anything(self, op: Op) -> bool:
+    def does_anything(self, op: Op) -> bool:
         """Tell whether an action computes anything; a backward of the last stage takes the loss."""
         if op.kind == "W":
             return self.local.sums_weights
-        return op.kind == "F" or op.last or self._wants_x(op) or self.local.sums_weights
+        return op.kind == "F" or op.last or self.wants_x(op) or self.local.sums_weights
 
-    def _leaves_nothing(self, op: Op) -> bool:
+    def leaves_nothing(self, op: Op) -> bool:
         """Tell whether a forward is not needed: its backward, the next action, runs it again."""
         # The repetition in the backward keeps only the value of a call. State, sums and carries
         # come from F, so a stage that has any of them runs its F.
@@ -191,13 +204,13 @@ class Actions:
             recomputes=self.saved.recomputes, shares_head=not op.last, writes=leaves
         )
 
-    def _wants_x(self, op: Op) -> bool:
+    def wants_x(self, op: Op) -> bool:
         """Tell whether the gradient for a stage's input is needed."""
         return self.local.need.x and (not op.first or self.wants_upstream)
 
     def _wants_given(self, op: Op) -> bool:
         """Tell whether a pullback returns gradients for the stage's input and earlier carries."""
-        return self.slices.has_carries or self._wants_x(op)
+        return self.slices.has_carries or self.wants_x(op)
 
     # --- before the first stage, and after the last ---
 

@@ -154,17 +154,6 @@ class GroupActions(Actions):
             chosen_op = jnp.where(is_mine, chosen_op, 0)
         return part, {**row, "op": chosen_op}
 
-    def _run(self, op: Op, row: Row) -> Tree:
-        # Gradients that share a cell with those of other groups are summed in refs of one action
-        # first. F adds to none, and I only those that could not be split off for W.
-        total = self.sums.chunk_grads[op.chunk]
-        if op.kind == "F" or not isinstance(total, TotalView):
-            return super()._run(op, row)
-        total.begin()
-        message = super()._run(op, row)
-        total.end(changed=op.kind != "I" or bool(self.halves.whole))
-        return message
-
     def sent(self, y: Tree) -> Tree:
         """An output as a message."""
         # The model's last output may fit no message; nobody sends it.
@@ -204,12 +193,12 @@ def _places_of(places: StepPlaces, index: int, group: StageGroup, step: StepRequ
         changes["results"] = PaddedPool(sums.results)
         changes["input_grads"] = PaddedPool(sums.input_grads)
     if step.training:
-        changes["chunk_grads"] = _own_totals(sums, group)
+        changes["chunk_grads"] = own_totals(sums, group)
     sums = dataclasses.replace(sums, **changes)
     return StepPlaces(sums, places.stores.viewed(views, local.axes), residuals, halves)
 
 
-def _own_totals(sums: StepSums, group: StageGroup) -> list[Any]:
+def own_totals(sums: StepSums, group: StageGroup) -> list[Any]:
     """A group's sums among those of its chunk: of what is trained in any group."""
     chunk, views, trained = group.position.chunk, group.position.views, group.local.trained
     summed = group.local.model.trained.chunks[chunk]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,9 +92,6 @@ def make_places(plan: Plan, local: LocalModel, program: Program, step: StepReque
     places = values["crossing"].device + masked
     crossing = halves.crossing if halves and places else []
     device["crossing"] = Pool(crossing, places, axes, "crossings", cleared=masked)
-    # Outputs have a place for each microbatch, since all of them leave the step.
-    outputs = [] if step.take_loss else _output_types(local, logprobs=step.logprobs)
-    sums = dataclasses.replace(sums, results=Pool(outputs, units, axes, "kept"))
     # Without residuals a stash in host memory holds the stage's input, as it is in a message.
     stash = local.wire if residuals is None else residuals.stashed
     types = {"stash": stash, "crossing": halves.crossing if halves else []}
@@ -145,7 +141,10 @@ def make_sums(
     ends_grads = Total(summed(local.ends_weights, trained.ends), axes, of_ends)
     floats, _ = partition(at(local.batch.inputs, 0))
     input_grads = Pool(floats if step.want_inputs else [], num_microbatches, axes, "kept")
-    return StepSums(local.keep, scalars, added, chunk_grads, ends_grads, input_grads)
+    # Outputs have a place for each microbatch, since all of them leave the step.
+    outputs = [] if step.take_loss else _output_types(local, logprobs=step.logprobs)
+    results = Pool(outputs, num_microbatches, axes, "kept")
+    return StepSums(local.keep, scalars, added, chunk_grads, ends_grads, input_grads, results)
 
 
 def _output_types(local: LocalModel, *, logprobs: bool) -> Tree:

@@ -146,6 +146,14 @@ class StepSums:
     input_grads: Any
     results: Any = None
 
+    @property
+    def refs(self) -> dict[str, Leaves]:
+        """All refs, by what they are sums of."""
+        chunks = {f"chunk{v}": total.refs for v, total in enumerate(self.chunk_grads)}
+        scalars = {name: total.refs for name, total in self.scalars.items()}
+        kept = {"inputs": self.input_grads.refs, "results": self.results.refs}
+        return chunks | scalars | kept | {"ends": self.ends_grads.refs, "added": self.added.refs}
+
     def take(
         self, outcome: Outcome, microbatch: Any, chunk: Any = None, *, real: Any = True
     ) -> None:

@@ -1,0 +1,166 @@
+"""The meshes of ranks, and arrays that pass between them and the mesh of the pipeline.
+
+Letters: S ranks. A rank's mesh has the axes of the pipeline's, of which ``stage`` has one entry. So
+parts of the model find every axis that they name, and all ranks have one abstract mesh: what is
+alike is traced and lowered once for all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from collectives import STAGE
+from collectives.compat import varying_in
+from pipeline.base.axes import axes_in
+from pipeline.base.tree import Tree
+from pipeline.core.options.plan import Plan
+
+
+class RankMeshes:
+    """The meshes of a pipeline's ranks.
+
+    Args:
+      plan: the options of the pipeline.
+
+    Attributes:
+      ranks: [S] meshes.
+      abstract: the abstract mesh of each.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._mesh, self._tracks = plan.mesh, plan.tracks_varying
+        names = plan.mesh.axis_names
+        rows = range(plan.mesh.shape[STAGE])
+        of = [plan.mesh.devices.take([rank], names.index(STAGE)) for rank in rows]
+        self.ranks = [Mesh(devices, names) for devices in of]
+        self.abstract: AbstractMesh = self.ranks[0].abstract_mesh
+
+    def devices(self, rank: int) -> tuple[Any, ...]:
+        """The devices of a rank, in the order of its mesh."""
+        return tuple(self.ranks[rank].devices.flat)
+
+    # --- state and batch: arrays of the pipeline's mesh ---
+
+    def split(self, tree: Tree, specs: Tree) -> list[Tree]:
+        """[S] the parts of a tree that ranks hold; nothing is copied that is where it belongs.
+
+        Args:
+          tree: arrays.
+          specs: their specs on the pipeline's mesh, a tree of the same structure.
+        """
+        leaves, treedef = jax.tree.flatten(tree)
+        pairs = zip(leaves, jax.tree.leaves(specs), strict=True)
+        columns = [self._split(leaf, spec) for leaf, spec in pairs]
+        return [
+            jax.tree.unflatten(treedef, [column[rank] for column in columns])
+            for rank in range(len(self.ranks))
+        ]
+
+    def _split(self, leaf: Any, spec: P) -> list[jax.Array]:
+        sharding = NamedSharding(self._mesh, spec)
+        if not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(
+            sharding, leaf.ndim
+        ):
+            leaf = jax.device_put(leaf, sharding)
+        shard_on = {shard.device: shard.data for shard in leaf.addressable_shards}
+        shape = self.part_shape(leaf.shape, spec)
+        return [
+            jax.make_array_from_single_device_arrays(
+                shape, NamedSharding(mesh, spec), [shard_on[d] for d in mesh.devices.flat]
+            )
+            for mesh in self.ranks
+        ]
+
+    def part_shape(self, shape: Sequence[int], spec: P) -> tuple[int, ...]:
+        """The shape of a rank's part of an array."""
+        named = [STAGE in axes_in(entry) for entry in spec]
+        named += [False] * (len(shape) - len(named))
+        size = len(self.ranks)
+        return tuple(n // size if has else n for n, has in zip(shape, named, strict=True))
+
+    def types(self, tree: Tree, specs: Tree) -> Tree:
+        """The types of a rank's part of a tree, on the abstract mesh."""
+        leaves, treedef = jax.tree.flatten(tree)
+        pairs = zip(leaves, jax.tree.leaves(specs), strict=True)
+        return jax.tree.unflatten(
+            treedef,
+            [self._type(self.part_shape(x.shape, spec), x.dtype, spec) for x, spec in pairs],
+        )
+
+    def _type(self, shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.abstract, spec))
+
+    def same(self, rank: int, tree: Tree) -> Tree:
+        """A tree of arrays or numbers, whole on every device of a rank."""
+        return jax.device_put(tree, NamedSharding(self.ranks[rank], P()))
+
+    # --- values between actions: each device has its own ---
+
+    def value_specs(self, types: Tree) -> Tree:
+        """The specs of values between programs, whose types inside are given.
+
+        Such a value has a leading axis, which is split over the mesh axes over which the value
+        varies: each device has its own.
+        """
+        return jax.tree.map(self._value_spec, types)
+
+    def _value_spec(self, t: Any) -> P:
+        names = self._mesh.axis_names
+        varying = varying_in(t) if self._tracks else names
+        return P(tuple(axis for axis in names if axis in varying))
+
+    def value_types(self, types: Tree) -> Tree:
+        """The types of such values between programs, on the abstract mesh."""
+
+        def value_type(t: Any) -> jax.ShapeDtypeStruct:
+            spec = self._value_spec(t)
+            lead = math.prod(self.abstract.shape[axis] for axis in axes_in(spec[0]))
+            return self._type((lead, *t.shape), t.dtype, spec)
+
+        return jax.tree.map(value_type, types)
+
+    def sent(self, tree: Tree, rank: int) -> Tree:
+        """Values on the devices of another rank."""
+        return jax.device_put(tree, self._shardings(rank, tree))
+
+    def _shardings(self, rank: int, tree: Tree) -> Tree:
+        return jax.tree.map(lambda x: self._sharding(rank, x.sharding.spec), tree)
+
+    @functools.cache  # noqa: B019  as long as the engine lives, for some hundred entries
+    def _sharding(self, rank: int, spec: P) -> NamedSharding:
+        return NamedSharding(self.ranks[rank], spec)
+
+    def join(self, trees: Sequence[Tree]) -> Tree:
+        """The values of all ranks as one tree of arrays on the pipeline's mesh.
+
+        Args:
+          trees: [S] of each rank, of one structure and of the same types.
+        """
+
+        def joined(*leaves: jax.Array) -> jax.Array:
+            spec = leaves[0].sharding.spec
+            lead, *rest = leaves[0].shape
+            count = len(leaves) if STAGE in axes_in(spec[0]) else 1
+            sharding = NamedSharding(self._mesh, spec)
+            shards = [shard.data for leaf in leaves for shard in leaf.addressable_shards]
+            shape = (lead * count, *rest)
+            return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+        return jax.tree.map(joined, *trees)
+
+
+def entered(tree: Tree) -> Tree:
+    """Values as a program has them inside."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def left(tree: Tree) -> Tree:
+    """Values as they leave a program."""
+    return jax.tree.map(lambda x: x[None], tree)

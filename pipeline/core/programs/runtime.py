@@ -1,0 +1,139 @@
+"""The entry points of the engine of programs, which `pipeline.core.step.runtime` has for the scan.
+
+Letters: S ranks, M microbatches, N = M * b * D rows of the batch on D data shards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from pipeline.base.tree import Leaves, Tree, signature
+from pipeline.core.autodiff.jaxpr.evaluate import narrows
+from pipeline.core.model.model import Batch, Model, Weights
+from pipeline.core.options.compiled import FunctionKey
+from pipeline.core.options.plan import Plan
+from pipeline.core.programs.program import find_operands, trace_model
+from pipeline.core.programs.run import Programs
+from pipeline.core.programs.traced import StepKind
+from pipeline.core.step.ranks import gradient_specs, input_specs, manual
+from pipeline.core.step.results import (
+    Gradients,
+    StateLeaves,
+    evaluation_results,
+    outputs_of,
+    state_after,
+    training_results,
+)
+from pipeline.core.step.run.places import StepRequest
+
+_TRACED = (
+    "engine='programs' calls a compiled function for each action, which no jax.jit, jax.vmap or "
+    "jax.lax.scan around the call can hold: call the pipeline outside of them, and jit what "
+    "follows, such as the optimizer's update; or use engine='scan'"
+)
+
+
+def train(
+    plan: Plan,
+    model: Model,
+    weights: Weights,
+    batch: Batch,
+    scale: Any = None,
+    *,
+    want_inputs: bool = False,
+    normalise: bool = True,
+) -> tuple[Any, Gradients, Leaves, StateLeaves]:
+    """As `pipeline.core.step.runtime.train`."""
+    request = StepRequest(training=True, take_loss=True, want_inputs=want_inputs)
+    kind = StepKind(plan, model, request, counts=True, normalise=normalise)
+    of_inputs = input_specs(batch) if want_inputs else []
+
+    def results(local: Any, sums: Any, weights: Weights) -> Any:
+        return training_results(local, plan, sums, weights, of_inputs, normalise=normalise)
+
+    specs = manual(plan, gradient_specs(model)), of_inputs, manual(plan, model.state_specs)
+    return _programs(kind, "train", weights, batch, scale, results, (P(), *specs))(
+        weights, batch, scale
+    )
+
+
+def narrows_train(plan: Plan, model: Model, weights: Weights, batch: Batch, **wanted: bool) -> bool:
+    """Tell whether a step computes in floats in which gradients vanish or overflow."""
+    request = StepRequest(training=True, take_loss=True, **wanted)
+    kind = StepKind(plan, model, request, counts=True)
+    inspected = trace_model(kind, find_operands(kind, weights, batch, None)).inspected
+    return any(map(narrows, [*inspected.activations.bodies, inspected.ends_body]))
+
+
+def evaluate(
+    plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_share: bool = False
+) -> tuple[Any, StateLeaves]:
+    """As `pipeline.core.step.runtime.evaluate`."""
+    request = StepRequest(training=False, take_loss=True)
+    results = lambda local, sums: evaluation_results(local, plan, sums, want_share=want_share)  # noqa: E731
+    return _infer(plan, model, weights, batch, request, results, P(), counts=want_share)
+
+
+def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, StateLeaves]:
+    """As `pipeline.core.step.runtime.outputs`."""
+    request = StepRequest(training=False, take_loss=False)
+    results = lambda _, sums: outputs_of(sums, plan)  # noqa: E731
+    return _infer(plan, model, weights, batch, request, results, plan.axes.output_spec)
+
+
+def logprobs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, StateLeaves]:
+    """As `pipeline.core.step.runtime.logprobs`."""
+    request = StepRequest(training=False, take_loss=False, logprobs=True)
+    results = lambda _, sums: outputs_of(sums, plan)  # noqa: E731
+    return _infer(plan, model, weights, batch, request, results, plan.axes.output_spec)
+
+
+def _infer(
+    plan: Plan,
+    model: Model,
+    weights: Weights,
+    batch: Batch,
+    request: StepRequest,
+    results: Callable[..., Any],
+    spec: P,
+    *,
+    counts: bool = False,
+) -> Any:
+    """Run forward actions; returns their results, and declared state."""
+    kind = StepKind(plan, model, request, counts=counts, normalise=False)
+
+    def whole(local: Any, sums: Any, weights: Weights) -> Any:
+        return results(local, sums), state_after(local, weights, plan, training=counts)
+
+    out_specs = spec, manual(plan, model.state_specs)
+    run = _programs(kind, "infer", weights, batch, None, whole, out_specs)
+    return run(weights, batch, None)
+
+
+def _programs(
+    kind: StepKind,
+    name: str,
+    weights: Weights,
+    batch: Batch,
+    scale: Any,
+    results: Callable[..., Any],
+    out_specs: Any,
+) -> Callable[..., Any]:
+    """The programs of a step, compiled at its first call on operands of these types."""
+    operands = weights, batch, scale
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
+        raise ValueError(_TRACED)
+    request = dataclasses.astuple(kind.request)
+    options = frozenset(
+        {"types": signature(operands), "kind": (*request, kind.counts, kind.normalise)}.items()
+    )
+    key = FunctionKey(kind.plan, f"programs.{name}", kind.model, options)
+    functions = kind.plan.compiled.functions
+    if key not in functions:
+        functions[key] = Programs(kind, weights, batch, scale, results, out_specs)
+    return functions[key]
