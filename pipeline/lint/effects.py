@@ -31,14 +31,15 @@ def check_meetings(plan: Plan, bodies: Sequence[Any]) -> None:
     Raises:
       ValueError: there is one.
     """
-    if plan.schedule.num_ranks == 1 or plan.partners or plan.is_masked:
+    alone = plan.schedule.num_ranks == 1 or plan.engine == "programs"
+    if alone or plan.partners or plan.is_masked:
         return
     for axis in filter(None, map(_permuted, bodies)):
         raise ValueError(
             f"a stage calls jax.lax.ppermute over the axis {axis!r}; virtual CPU devices of one "
             f"process all meet in it, those of other stages too, which run other actions "
             f"meanwhile; use collectives.exchange or collectives.ring_shift, in which the ranks of "
-            f'{axis!r} alone meet, or bubbles="masked" on CPU (GPUs and TPUs need neither)'
+            f'{axis!r} alone meet, or engine="programs" on CPU (GPUs and TPUs need neither)'
         )
 
 

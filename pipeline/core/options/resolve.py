@@ -16,9 +16,11 @@ from pipeline.core.autodiff.accumulate import check_grad_dtype
 from pipeline.core.model.ends import choose_shared
 from pipeline.core.model.loss import LossFn, LossModule
 from pipeline.core.options.checks import (
+    Bubbles,
     check_axes_of,
     check_costs,
     check_host,
+    check_programs,
     check_sliced,
     check_windows,
 )
@@ -77,7 +79,9 @@ def make_plan(
     mesh = without_types(choose_mesh(mesh, num_stages, schedule_and_origin[0]))
     partners = not exchanges_are_barriers(mesh)
     axes = find_axes(mesh, options.batch, check_axes_of(mesh, tuple(options.auto_axes)))
-    bubbles = choose_bubbles(options.bubbles, axes.auto, partners=partners)
+    bubbles: Bubbles = "skip"  # programs have no idle slots
+    if options.engine == "scan":
+        bubbles = choose_bubbles(options.bubbles, axes.auto, partners=partners)
     shared = choose_shared(options.vocabulary, embed, head, loss_fn)
     if mesh.shape[STAGE] == 1:  # one rank holds the whole vocabulary
         shared = ()
@@ -105,6 +109,8 @@ def make_plan(
         "stack": stack,
         "options": options,
     }
+    if options.engine == "programs":
+        check_programs(options, timetable.num_slices, shared)
     check_host(options.offload, mesh, timetable, masked=bubbles == "masked")
     check_windows(options.gather, masked=bubbles == "masked")
     also: dict[str, Any] = {"offload": options.offload, "vocabulary": options.vocabulary}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -37,6 +37,7 @@ class RankMeshes:
     def __init__(self, plan: Plan) -> None:
         self._mesh, self._tracks = plan.mesh, plan.tracks_varying
         names = plan.mesh.axis_names
+        self._manual = tuple(axis for axis in names if axis in plan.axes.manual)
         rows = range(plan.mesh.shape[STAGE])
         of = [plan.mesh.devices.take([rank], names.index(STAGE)) for rank in rows]
         self.ranks = [Mesh(devices, names) for devices in of]
@@ -112,9 +113,8 @@ class RankMeshes:
         return jax.tree.map(self._value_spec, types)
 
     def _value_spec(self, t: Any) -> P:
-        names = self._mesh.axis_names
-        varying = varying_in(t) if self._tracks else names
-        return P(tuple(axis for axis in names if axis in varying))
+        varying = varying_in(t) if self._tracks else self._manual
+        return P(tuple(axis for axis in self._manual if axis in varying))
 
     def value_types(self, types: Tree) -> Tree:
         """The types of such values between programs, on the abstract mesh."""
@@ -145,7 +145,7 @@ class RankMeshes:
         """
 
         def joined(*leaves: jax.Array) -> jax.Array:
-            spec = leaves[0].sharding.spec
+            spec = cast("NamedSharding", leaves[0].sharding).spec
             lead, *rest = leaves[0].shape
             count = len(leaves) if STAGE in axes_in(spec[0]) else 1
             sharding = NamedSharding(self._mesh, spec)

@@ -6,14 +6,17 @@ Letters: S ranks, K stages, M microbatches.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
+from pipeline.core.model.loss import mean_of
 from pipeline.core.model.model import Batch, Weights
 from pipeline.core.programs.meshes import entered
 from pipeline.core.programs.program import (
@@ -25,11 +28,13 @@ from pipeline.core.programs.program import (
     sums_of,
     trace_model,
 )
-from pipeline.core.programs.traced import StepKind, Traced
+from pipeline.core.programs.traced import Factors, StepKind, Traced
 from pipeline.core.step.calls.local_model import LocalModel
-from pipeline.core.step.run.places import make_sums
+from pipeline.core.step.results import totals_of
+from pipeline.core.step.run.places import StepRequest
 from pipeline.core.step.stores.totals import StepSums
-from schedules.core.events import run as starts_of_actions
+from schedules.core.events import run as start_times
+from schedules.lowering.program import Op
 
 Key = tuple[str, int, int]  # a kind of value, the stage that reads it, a microbatch
 Results = Callable[[LocalModel, StepSums, Weights], Any]
@@ -40,19 +45,20 @@ class Dispatch:
     """An action, and where its values come from and go to.
 
     Attributes:
-      rank: of its stage; program: a key of the compiled functions.
+      rank: that runs it.
+      program: the op, and the first stage that has the same one.
       microbatch: its number.
-      reads: by kind, the values that it reads, and whether it is the last to do so.
-      leaves: by name, the values that it leaves, and the rank that reads each.
-      sums: names of the sums that it adds to.
+      sums: names of what it adds to.
+      reads: by kind the values that it reads, and whether it is the last to do so.
+      leaves: by kind the values that it leaves, and the rank that reads each.
     """
 
     rank: int
-    program: Any
+    program: tuple[Op, int]
     microbatch: int
+    sums: tuple[str, ...]
     reads: Mapping[str, tuple[Key, bool]]
     leaves: Mapping[str, tuple[Key, int]]
-    sums: tuple[str, ...]
 
 
 class Programs:
@@ -60,8 +66,10 @@ class Programs:
 
     Args:
       kind: the step.
-      weights, batch, scale: its operands, or their types.
-      results: makes the results of the step from the sums of each rank, on the pipeline's mesh.
+      weights: its state, or their types.
+      batch: its batch, or types.
+      given: by the caller.
+      results: makes the results of the step from the sums of a rank, on the pipeline's mesh.
       out_specs: the specs of the results.
     """
 
@@ -70,30 +78,36 @@ class Programs:
         kind: StepKind,
         weights: Weights,
         batch: Batch,
-        scale: Any,
+        given: Factors,
         results: Results,
         out_specs: Any,
     ) -> None:
-        self.operands = find_operands(kind, weights, batch, scale)
+        self._ratio: Programs | None = None
+        self.operands = find_operands(kind, weights, batch, given)
+        self.traced = trace_model(self.operands)
+        if self.traced.needs_ratio:
+            # The step needs its loss before it runs: all forwards run first, for that alone.
+            self._ratio = _of_outputs(kind, weights, batch)
+            number = jax.ShapeDtypeStruct((), np.float32)
+            given = replace(given, ratio=(number, number))
+            self.operands = find_operands(kind, weights, batch, given)
+            self.traced = trace_model(self.operands)
+        kind.plan.facts.unsplit, kind.plan.facts.straight = self.traced.unsplit, False
         self.meshes = self.operands.meshes
-        self.traced = trace_model(kind, self.operands)
         self.order = make_order(self.traced)
-        self._compiled = self._compile()
+        self.compiled = self._compile()
         self._finish = self._make_finish(results, out_specs)
-        counts = range(kind.plan.schedule.num_units)
-        numbers = [np.int32(m) for m in counts]
+        numbers = list(np.arange(kind.plan.schedule.num_units, dtype=np.int32))
         self._numbers = [self.meshes.same(rank, numbers) for rank in range(len(self.meshes.ranks))]
 
     def _compile(self) -> dict[tuple[Any, int], Any]:
-        """The functions of all ranks, compiled by as many threads as there are cores."""
-        lowered = {"begin": lower_begin(self.traced, self.operands)}
-        wanted = [("begin", rank) for rank in range(len(self.meshes.ranks))]
+        """The functions of each rank, compiled by as many threads as there are cores."""
+        lowered: dict[Any, Any] = {"begin": lower_begin(self.traced, self.operands)}
+        wanted: dict[Any, None] = {("begin", r): None for r in range(len(self.meshes.ranks))}
         for one in self.order:
-            op, stage, _ = one.program
             if one.program not in lowered:
-                lowered[one.program] = lower_action(self.traced, self.operands, op, stage)
-            wanted.append((one.program, one.rank))
-        wanted = list(dict.fromkeys(wanted))
+                lowered[one.program] = lower_action(self.traced, self.operands, *one.program)
+            wanted[one.program, one.rank] = None
 
         def compiled(key: tuple[Any, int]) -> Any:
             program, rank = key
@@ -106,97 +120,95 @@ class Programs:
         """The program after the last action, on the mesh of the pipeline."""
         traced, plan = self.traced, self.traced.kind.plan
 
-        def body(weights: Weights, batch: Batch, factors: Any, arrays: Any) -> Any:
-            inspected = traced.on_rank(weights, batch, entered(factors))
-            local = inspected.local()
-            sums = make_sums(local, traced.kind.request, plan.schedule.num_units)
-            for name, refs in sums.refs.items():
-                for ref, array in zip(refs, entered(arrays[name]), strict=True):
-                    ref[...] = array
-            return results(local, sums, weights)
+        def finish(weights: Weights, batch: Batch, sums: Any, factors: Any) -> Any:
+            step = traced.opened(weights, batch, entered(factors))
+            step.put(entered(sums))
+            return results(step.inspected.local(), step.sums, weights)
 
-        of_values = self.meshes.value_specs((traced.factors, traced.sums))
+        of_values = self.meshes.value_specs((traced.sums, traced.factors))
         run = jax.shard_map(
-            body,
+            finish,
             mesh=plan.mesh,
-            in_specs=(*self.operands.specs[:2], *of_values),
+            in_specs=(*self.operands.manual[:2], *of_values),
             out_specs=out_specs,
             axis_names=plan.axes.manual,
             check_vma=plan.tracks_varying,
         )
-        return jax.jit(run, donate_argnums=3)
+        return jax.jit(run, donate_argnums=2)
 
-    def __call__(self, weights: Weights, batch: Batch, scale: Any) -> Any:
-        """Run the step; nothing waits for a result."""
-        meshes, compiled = self.meshes, self._compiled
-        specs = self.operands.specs
-        parts = map(meshes.split, (weights, batch, scale), specs)
+    def __call__(self, weights: Weights, batch: Batch, given: Factors) -> Any:
+        """Run the step. No program waits but for its data, and nothing here for a result."""
+        if self._ratio is not None:
+            given = replace(given, ratio=self._ratio(weights, batch, Factors()))
+        meshes, compiled = self.meshes, self.compiled
+        parts = map(meshes.split, (weights, batch, given), self.operands.specs)
         operands = list(zip(*parts, strict=True))
         began = [compiled["begin", rank](*of) for rank, of in enumerate(operands)]
-        factors, sums = [of for of, _ in began], [of for _, of in began]
+        sums, factors = map(list, zip(*began, strict=True))
         values: dict[Key, Any] = {}
         for one in self.order:
             rank = one.rank
-            given = {
-                name: values.pop(key) if is_last else values[key]
-                for name, (key, is_last) in one.reads.items()
+            reads = {
+                kind: values.pop(key) if is_last else values[key]
+                for kind, (key, is_last) in one.reads.items()
             }
-            mine = {name: sums[rank].pop(name) for name in one.sums}
-            of_weights, of_batch, _ = operands[rank]
-            number = self._numbers[rank][one.microbatch]
-            added, made = compiled[one.program, rank](
-                mine, given, number, of_weights, of_batch, factors[rank]
-            )
+            added = {name: sums[rank][name] for name in one.sums}
+            number, (of_weights, of_batch, _) = self._numbers[rank][one.microbatch], operands[rank]
+            arguments = added, reads, number, of_weights, of_batch, factors[rank]
+            added, left = compiled[one.program, rank](*arguments)
             sums[rank] |= added
-            for name, (key, reader) in one.leaves.items():
-                values[key] = made[name] if reader == rank else meshes.sent(made[name], reader)
-        return self._finish(weights, batch, meshes.join(factors), meshes.join(sums))
+            for kind, (key, reader) in one.leaves.items():
+                values[key] = left[kind] if reader == rank else meshes.sent(left[kind], reader)
+        with warnings.catch_warnings():
+            # Of sums that are reduced the memory is of no use.
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            return self._finish(weights, batch, meshes.join(sums), meshes.join(factors))
+
+
+def _of_outputs(kind: StepKind, weights: Weights, batch: Batch) -> Programs:
+    """Forward actions alone, for the share of a microbatch's loss and the mean."""
+    model = replace(kind.model, has_aux=None if kind.model.has_aux else kind.model.has_aux)
+    forward = StepKind(kind.plan, model, StepRequest(training=False, take_loss=True))
+
+    def results(_: LocalModel, sums: StepSums, __: Weights) -> tuple[jax.Array, jax.Array]:
+        totals = totals_of(sums, kind.plan)
+        mean, share = mean_of(totals.loss, totals.weight)
+        return share, mean
+
+    return Programs(forward, weights, batch, Factors(), results, (P(), P()))
 
 
 def make_order(traced: Traced) -> list[Dispatch]:
-    """The actions of all ranks as they start under the event clock, which leaves out none's data.
+    """The actions of all ranks, in the order in which they start under the event clock.
 
-    What computes nothing is not dispatched: a W of a frozen stage, or the last stage's F where its
+    So each rank has its own order, and no action comes before those that it has its data from. What
+    computes nothing is not dispatched: a W of a frozen stage, or the last stage's F where its
     backward runs it again.
     """
-    kind = traced.kind
-    schedule = kind.schedule
-    starts = starts_of_actions(schedule)
-    actions = [
-        (float(start), rank, n, action)
+    kind, schedule = traced.kind, traced.kind.schedule
+    starts = start_times(schedule)
+    actions = sorted(
+        (float(starts[rank][n]), rank, n, action)
         for rank, order in enumerate(schedule.orders)
-        for n, (start, action) in enumerate(zip(starts[rank], order, strict=True))
-    ]
+        for n, action in enumerate(order)
+    )
     order = []
-    for _, rank, _, action in sorted(actions, key=lambda one: one[:3]):
-        stage, microbatch = action.stage, action.microbatch
-        types, op = traced.stages[stage], kind.op(action.kind, stage)
-        if action.kind not in types.work:
+    for _, rank, _, (stage, name, microbatch) in actions:
+        types, op = traced.stages[stage], kind.op(name, stage)
+        if name not in types.work:
             continue
-        reads = {name: (name, stage, microbatch) for name in reads_of(traced, op)}
-        leaves = {}
-        for name in leaves_of(traced, op, stage):
-            if name == "sent":
-                to, key = stage + 1, "operand"
-            elif name == "operand":
-                to, key = stage - 1, "gradient"
-            else:
-                to, key = stage, name
-            leaves[name] = (key, to, microbatch), schedule.placement[to]
-        program = op, traced.stages.index(types), types.code
+        reads = {of: ((of, stage, microbatch), False) for of in reads_of(traced, op)}
+        leaves = {
+            of: ((of, to, microbatch), schedule.placement[to])
+            for of, to in leaves_of(traced, op, stage).items()
+        }
         sums = sums_of(traced, op)
-        order.append((rank, program, microbatch, reads, leaves, sums))
-    return _with_lives(order)
-
-
-def _with_lives(order: list[Any]) -> list[Dispatch]:
-    """The actions with the last reader of each value; what nobody reads is dropped."""
-    reader: dict[Key, int] = {}
-    for n, (_, _, _, reads, _, _) in enumerate(order):
-        reader |= dict.fromkeys(reads.values(), n)
+        order.append(Dispatch(rank, (op, types.first), microbatch, sums, reads, leaves))
+    # A value is given up by its last reader, and what nobody reads is dropped.
+    last = {key: n for n, one in enumerate(order) for key, _ in one.reads.values()}
     results = []
-    for n, (rank, program, microbatch, reads, leaves, sums) in enumerate(order):
-        of_reads = {name: (key, reader[key] == n) for name, key in reads.items()}
-        of_leaves = {name: pair for name, pair in leaves.items() if pair[0] in reader}
-        results.append(Dispatch(rank, program, microbatch, of_reads, of_leaves, sums))
+    for n, one in enumerate(order):
+        reads = {of: (key, last[key] == n) for of, (key, _) in one.reads.items()}
+        leaves = {of: pair for of, pair in one.leaves.items() if pair[0] in last}
+        results.append(replace(one, reads=reads, leaves=leaves))
     return results

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pipeline.base.tree import Leaves, Tree, signature
@@ -19,7 +20,7 @@ from pipeline.core.options.compiled import FunctionKey
 from pipeline.core.options.plan import Plan
 from pipeline.core.programs.program import find_operands, trace_model
 from pipeline.core.programs.run import Programs
-from pipeline.core.programs.traced import StepKind
+from pipeline.core.programs.traced import Factors, StepKind
 from pipeline.core.step.ranks import gradient_specs, input_specs, manual
 from pipeline.core.step.results import (
     Gradients,
@@ -57,16 +58,22 @@ def train(
         return training_results(local, plan, sums, weights, of_inputs, normalise=normalise)
 
     specs = manual(plan, gradient_specs(model)), of_inputs, manual(plan, model.state_specs)
-    return _programs(kind, "train", weights, batch, scale, results, (P(), *specs))(
-        weights, batch, scale
-    )
+    run = _programs(kind, "train", weights, batch, Factors(scale), results, (P(), *specs))
+    loss, grads, inputs, state = run(weights, batch, Factors(scale))
+    if plan.auto_axes:
+        grads = jax.tree.map(
+            lambda x, spec: jax.device_put(x, NamedSharding(plan.mesh, spec)),
+            grads,
+            gradient_specs(model),
+        )
+    return loss, grads, inputs, state
 
 
 def narrows_train(plan: Plan, model: Model, weights: Weights, batch: Batch, **wanted: bool) -> bool:
     """Tell whether a step computes in floats in which gradients vanish or overflow."""
     request = StepRequest(training=True, take_loss=True, **wanted)
     kind = StepKind(plan, model, request, counts=True)
-    inspected = trace_model(kind, find_operands(kind, weights, batch, None)).inspected
+    inspected = trace_model(find_operands(kind, weights, batch, Factors())).inspected
     return any(map(narrows, [*inspected.activations.bodies, inspected.ends_body]))
 
 
@@ -111,8 +118,8 @@ def _infer(
         return results(local, sums), state_after(local, weights, plan, training=counts)
 
     out_specs = spec, manual(plan, model.state_specs)
-    run = _programs(kind, "infer", weights, batch, None, whole, out_specs)
-    return run(weights, batch, None)
+    run = _programs(kind, "infer", weights, batch, Factors(), whole, out_specs)
+    return run(weights, batch, Factors())
 
 
 def _programs(
@@ -120,20 +127,18 @@ def _programs(
     name: str,
     weights: Weights,
     batch: Batch,
-    scale: Any,
+    given: Factors,
     results: Callable[..., Any],
     out_specs: Any,
 ) -> Callable[..., Any]:
     """The programs of a step, compiled at its first call on operands of these types."""
-    operands = weights, batch, scale
+    operands = weights, batch, given
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
         raise ValueError(_TRACED)
     request = dataclasses.astuple(kind.request)
-    options = frozenset(
-        {"types": signature(operands), "kind": (*request, kind.counts, kind.normalise)}.items()
-    )
-    key = FunctionKey(kind.plan, f"programs.{name}", kind.model, options)
+    options = {"types": signature(operands), "kind": (*request, kind.counts, kind.normalise)}
+    key = FunctionKey(kind.plan, name, kind.model, frozenset(options.items()))
     functions = kind.plan.compiled.functions
     if key not in functions:
-        functions[key] = Programs(kind, weights, batch, scale, results, out_specs)
+        functions[key] = Programs(kind, weights, batch, given, results, out_specs)
     return functions[key]

@@ -1,14 +1,14 @@
 """A pipeline's model, traced once on one rank, for all programs of its ranks.
 
 Letters: K stages, V chunks. A program is traced by itself, so that no arrays of a trace are of use
-in another. What they share is what the trace has shown: facts, and the types of the values that
-pass between programs.
+in another. What they share is what the first trace has shown: facts, and the types of the values
+that pass between programs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,13 +37,13 @@ from schedules.orders.schedule import Schedule
 
 @dataclass(frozen=True, eq=False)
 class StepKind:
-    """What a step returns, static.
+    """What a step does, static.
 
     Attributes:
       plan, model: the pipeline's.
       request: the results that actions keep.
-      counts: whether the step counts as one that trains, and `normalise`: as of
-        `pipeline.core.step.runtime.train`.
+      counts: whether the step counts as one that trains.
+      normalise: as of `pipeline.core.step.runtime.train`.
     """
 
     plan: Plan
@@ -64,10 +64,31 @@ class StepKind:
         training, want_inputs = self.request.training, self.request.want_inputs
         return self.model.trained.needs_gradients(want_inputs=want_inputs, backward=training)
 
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether F stashes residuals; else a backward runs it again."""
+        return self.request.training and self.plan.keep == "residuals"
+
     def op(self, kind: Any, stage: int) -> Op:
         """An action of a stage."""
         last = self.plan.schedule.num_stages - 1
         return Op(kind, self.plan.schedule.chunk_of[stage], stage == 0, stage == last)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a caller gives a step besides weights and batch.
+
+    Attributes:
+      scale: as of `pipeline.core.step.runtime.train`.
+      ratio: share and mean of a loss whose weight follows from outputs, if the step needs them.
+    """
+
+    scale: Any = None
+    ratio: Any = None
+
+
+jax.tree_util.register_dataclass(Factors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,21 +96,22 @@ class StageTypes:
     """The types of values of a stage, as programs have them inside.
 
     Attributes:
-      operand, gradient: its input, and its output or the gradient for that.
+      operand: its input, and the gradient for it.
+      gradient: its output, and the gradient for that.
       stash: what F keeps for its backward beside the input.
       crossing: what I leaves for W.
-      code: equal for stages whose programs are the same.
       work: kinds of actions that compute anything.
-      sends: whether a backward has a gradient for the stage before.
+      sends: whether its backward has a gradient for the stage before.
+      first: the first stage whose programs are the same.
     """
 
     operand: Tree
     gradient: Tree
     stash: Leaves
     crossing: Leaves
-    code: Any
     work: frozenset[str]
     sends: bool
+    first: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,9 +121,10 @@ class Traced:
     Attributes:
       kind: the step.
       inspected: the facts; its arrays are those of a trace that is over.
-      loss: the factors of losses that are known, None for those that are arrays.
-      factors: the types of those.
-      sums: the types of all sums of a rank, by name.
+      loss: the factors of losses that are numbers.
+      factors: the types of those that are arrays.
+      sums: the types of all sums of a rank, and of declared state, by name.
+      needs_ratio: whether `Factors.ratio` is needed, and was missing.
       stages: [K] types.
       unsplit: parts of backwards that could not be split.
     """
@@ -111,107 +134,86 @@ class Traced:
     loss: LossScale
     factors: dict[str, Any]
     sums: dict[str, Leaves]
+    needs_ratio: bool
     stages: list[StageTypes]
-    unsplit: tuple[str, ...] = ()
+    unsplit: tuple[str, ...]
 
-    def on_rank(self, weights: Weights, batch: Batch, factors: Mapping[str, Any]) -> Inspected:
+    def on_rank(self, weights: Weights, batch: Batch, loss: LossScale) -> Inspected:
         """The model on a rank's arrays, in another trace."""
         rank = make_rank(self.kind.plan, self.kind.model, weights, batch)
-        rank = dataclasses.replace(rank, loss=dataclasses.replace(self.loss, **factors))
-        return self.inspected.on(rank)
+        return self.inspected.on(dataclasses.replace(rank, loss=loss))
+
+    def opened(self, weights: Weights, batch: Batch, factors: Mapping[str, Any]) -> OpenStep:
+        """The step on a rank's arrays, in another trace; ``factors`` are values of `factors`."""
+        loss = dataclasses.replace(self.loss, **factors)
+        return OpenStep(self.kind, self.on_rank(weights, batch, loss))
 
 
-def trace(kind: StepKind, weights: Weights, batch: Batch, scale: Any) -> Traced:
-    """Trace a model within a rank's shard_map."""
-    plan, request = kind.plan, kind.request
-    rank = make_rank(plan, kind.model, weights, batch)
-    rank = dataclasses.replace(rank, loss=first_loss(kind, scale))
-    reaches = request.want_inputs or kind.model.trained.embed or not request.training
-    taking = {"take_loss": request.take_loss, "reaches": reaches}
-    inspected = inspect(plan, rank, kind.needs, **taking)
-    if not (request.take_loss or request.logprobs):
-        plan.lint.outputs(inspected.local())
-    plan.lint.whole(plan, inspected, training=kind.counts, unread=kind.normalise)
-    loss = whole_loss(kind, inspected)
-    local = inspected.local(loss=loss)
-    plan.lint.effects(plan, local, again=request.training and plan.keep == "input")
-    # Factors of losses that are numbers are part of a program; others are arguments of it.
-    fields = {f.name: getattr(loss, f.name) for f in dataclasses.fields(loss)}
-    factors = {name: jax.typeof(x) for name, x in fields.items() if isinstance(x, jax.core.Tracer)}
-    known = dataclasses.replace(loss, **dict.fromkeys(factors))
-    sums = make_sums(local, request, plan.schedule.num_units)
-    types = {name: [jax.typeof(ref[...]) for ref in refs] for name, refs in sums.refs.items()}
-    inspected = dataclasses.replace(inspected, rank=local.rank)
-    stages, unsplit = _stages(kind, inspected, sums)
-    return Traced(kind, inspected, known, factors, types, stages, unsplit)
+class OpenStep:
+    """A step of a rank within one trace: its model, and refs for what it adds up.
 
+    Args:
+      kind: the step.
+      inspected: the model on the rank.
 
-def first_loss(kind: StepKind, scale: Any) -> LossScale:
-    """The factors of losses that are known before any weight is."""
-    if kind.request.training:
-        return loss_scale(kind.plan, scale)
-    return LossScale(counts=kind.request.take_loss)
+    Attributes:
+      inspected: with declared state, if the step writes any.
+      sums: of all actions.
+      refs: of the sums and of declared state, by name.
+    """
 
+    def __init__(self, kind: StepKind, inspected: Inspected) -> None:
+        self.kind = kind
+        declared = inspected.make_declared_state(kind.plan, training=kind.counts)
+        rank = dataclasses.replace(inspected.rank, declared=declared)
+        self.inspected = dataclasses.replace(inspected, rank=rank)
+        units = kind.plan.schedule.num_units
+        self.sums: StepSums = make_sums(self.inspected.local(), kind.request, units)
+        self.refs = {**self.sums.refs, "state": declared.refs if declared else []}
 
-def whole_loss(kind: StepKind, inspected: Inspected) -> LossScale:
-    """All factors of losses."""
-    if not kind.request.training:
-        return inspected.rank.loss
-    options: Any = {"normalise": kind.normalise, "run_forwards": _refuse_outputs}
-    return find_share(kind.plan, inspected, **options)
+    def put(self, values: Mapping[str, Leaves]) -> None:
+        """Go on from sums that other programs have left."""
+        for name, arrays in values.items():
+            for ref, array in zip(self.refs[name], arrays, strict=True):
+                ref[...] = array
 
+    def get(self, names: Collection[str]) -> dict[str, Leaves]:
+        """The sums of these names."""
+        return {name: [ref[...] for ref in self.refs[name]] for name in names}
 
-def _refuse_outputs(*_: Any) -> Any:
-    raise ValueError(
-        "engine='programs': loss_fn returns (sum, weight), and the weight follows from the outputs "
-        "of the model where it has a gradient or stages call add_loss, so that a step would need "
-        "its loss before it runs; let the weight follow from targets, or use engine='scan'"
-    )
+    def actions(self, stage: int, stores: Arguments, kinds: Collection[str]) -> Actions:
+        """The actions of one stage.
 
-
-def _stages(
-    kind: StepKind, inspected: Inspected, sums: StepSums
-) -> tuple[list[StageTypes], tuple[str, ...]]:
-    """[K] the types of stages, one trace for those that are alike; what could not be split."""
-    found: dict[Any, StageTypes] = {}
-    stages, unsplit = [], list[str]()
-    kinds = {a.kind for order in kind.schedule.orders for a in order}
-    for k in range(len(kind.model.stages)):
-        actions = make_actions(kind, inspected, sums, k, Arguments({}), kinds)
-        local, halves = actions.local, actions.halves
-        position = kind.model.stages[k]
-        ops = {name: kind.op(name, k) for name in kinds}
-        ends = ops["F"].first, ops["F"].last
-        code = (local.rank.code(position), position.chunk, ends, local.need, local.adds)
-        code = code, signature((local.activation, local.output))
-        if code not in found:
-            work = {n for n, op in ops.items() if actions.does_anything(op)}
-            if actions.leaves_nothing(ops["F"]):
-                work.discard("F")
-            found[code] = StageTypes(
-                local.activation,
-                local.output,
-                actions.saved.residuals.stashed if actions.saved.residuals else [],
-                halves.crossing if halves else [],
-                code,
-                frozenset(work),
-                local.need.x and k > 0,
-            )
-            unsplit += halves.whole if halves else []
-        stages.append(found[code])
-    return stages, tuple(dict.fromkeys(unsplit))
+        Args:
+          stage: which.
+          stores: the values that an action reads.
+          kinds: of the actions that are to run.
+        """
+        kind, inspected, sums = self.kind, self.inspected, self.sums
+        rank, types = inspected.rank, inspected.activations.types
+        position, need = rank.model.stages[stage], inspected.needs[stage]
+        x, y = types[stage], types[stage + 1]
+        local = LocalModel(rank, position, x, y, need, x, adds=rank.facts.adding_stages[stage])
+        sums = dataclasses.replace(sums, keep=local.keep)
+        residuals = halves = None
+        if kind.request.training:
+            totals = own_totals(sums, StageGroup((stage,), position, local, None, None))
+            sums = dataclasses.replace(sums, chunk_grads=totals)
+            residuals = local.residuals() if kind.keeps_residuals else None
+            if {"I", "W"} & set(kinds):
+                halves = local.split_backward(residuals, in_place=True)
+        places = StepPlaces(sums, stores, residuals, halves)
+        return Actions(local, kind.request, places, WholeSequences())
 
 
 class Arguments(Stores):
-    """The values of one action: those that it reads are arguments of its program, and it returns
-    those that it writes.
+    """The values of one action: it reads the arguments of its program, and returns what it writes.
 
     Args:
-      values: by kind.
+      values: that it reads, by kind. The last stage's output is where others have a gradient.
     """
 
     def __init__(self, values: Mapping[str, Tree]) -> None:
-        # The output of the last stage is where other stages have a gradient.
         super().__init__({kind: [value] for kind, value in values.items()}, {})
         self.written: dict[str, Tree] = {}
 
@@ -220,35 +222,81 @@ class Arguments(Stores):
         self.written[kind] = value
 
 
-def make_actions(
-    kind: StepKind,
-    inspected: Inspected,
-    sums: StepSums,
-    stage: int,
-    stores: Arguments,
-    kinds: Any,
-) -> Actions:
-    """The actions of one stage.
+def trace(kind: StepKind, weights: Weights, batch: Batch, given: Factors) -> Traced:
+    """Trace a model within a rank's shard_map."""
+    plan, request = kind.plan, kind.request
+    rank = make_rank(plan, kind.model, weights, batch)
+    rank = dataclasses.replace(rank, loss=first_loss(kind, given))
+    reaches = request.want_inputs or kind.model.trained.embed or not request.training
+    taking = {"take_loss": request.take_loss, "reaches": reaches}
+    inspected = inspect(plan, rank, kind.needs, **taking)
+    if not (request.take_loss or request.logprobs):
+        plan.lint.outputs(inspected.local())
+    plan.lint.whole(plan, inspected, training=kind.counts, unread=kind.counts and kind.normalise)
+    loss, needs_ratio = whole_loss(kind, inspected, given)
+    rank = dataclasses.replace(inspected.rank, loss=loss)
+    step = OpenStep(kind, dataclasses.replace(inspected, rank=rank))
+    again = needs_ratio or (request.training and plan.keep == "input")
+    plan.lint.effects(plan, step.inspected.local(), again=again)
+    # Factors that are numbers are part of a program; others are arguments of it.
+    fields = {f.name: getattr(loss, f.name) for f in dataclasses.fields(loss)}
+    factors = {name: jax.typeof(x) for name, x in fields.items() if isinstance(x, jax.core.Tracer)}
+    unknown: Any = dict.fromkeys(factors)
+    numbers = dataclasses.replace(loss, **unknown)
+    sums = {name: list(map(jax.typeof, of)) for name, of in step.get(step.refs).items()}
+    stages, unsplit = _stages(step)
+    return Traced(kind, step.inspected, numbers, factors, sums, needs_ratio, stages, unsplit)
 
-    Args:
-      kind: the step.
-      inspected: the model on a rank.
-      sums: of the rank, over all stages.
-      stage: which.
-      stores: the values that an action reads.
-      kinds: of the actions that are to run.
-    """
-    rank, types = inspected.rank, inspected.activations.types
-    position, need = rank.model.stages[stage], inspected.needs[stage]
-    x, y = types[stage], types[stage + 1]
-    local = LocalModel(rank, position, x, y, need, x, adds=rank.facts.adding_stages[stage])
-    sums = dataclasses.replace(sums, keep=local.keep)
-    residuals = halves = None
+
+def first_loss(kind: StepKind, given: Factors) -> LossScale:
+    """The factors of losses that are known before any weight is."""
     if kind.request.training:
-        totals = own_totals(sums, StageGroup((stage,), position, local, None, None))
-        sums = dataclasses.replace(sums, chunk_grads=totals)
-        residuals = local.residuals() if kind.plan.keep == "residuals" else None
-        if kinds & {"I", "W"}:
-            halves = local.split_backward(residuals, in_place=True)
-    places = StepPlaces(sums, stores, residuals, halves)
-    return Actions(local, kind.request, places, WholeSequences())
+        return loss_scale(kind.plan, given.scale)
+    return LossScale(counts=kind.request.take_loss)
+
+
+def whole_loss(kind: StepKind, inspected: Inspected, given: Factors) -> tuple[LossScale, bool]:
+    """All factors of losses; and whether the ratio is needed and missing, which they lack then."""
+    missing = []
+
+    def ratio(*_: Any) -> Any:
+        if given.ratio is None:
+            missing.append(True)
+            return 1.0, 1.0
+        return given.ratio
+
+    if not kind.request.training:
+        return inspected.rank.loss, False
+    loss = find_share(kind.plan, inspected, normalise=kind.normalise, run_forwards=ratio)
+    return loss, bool(missing)
+
+
+def _stages(step: OpenStep) -> tuple[list[StageTypes], tuple[str, ...]]:
+    """[K] the types of stages, one trace for those that are alike; what could not be split."""
+    kind, inspected = step.kind, step.inspected
+    rank, types = inspected.rank, inspected.activations.types
+    kinds = {action.kind for order in kind.schedule.orders for action in order}
+    known: dict[Any, StageTypes] = {}
+    stages, unsplit = [], list[str]()
+    for k, position in enumerate(kind.model.stages):
+        ends = k == 0, k == len(kind.model.stages) - 1
+        need, adds = inspected.needs[k], rank.facts.adding_stages[k]
+        code = rank.code(position), position.chunk, ends, need, adds, signature(types[k : k + 2])
+        if code not in known:
+            actions = step.actions(k, Arguments({}), kinds)
+            work = {name for name in kinds if actions.does_anything(kind.op(name, k))}
+            if actions.leaves_nothing(kind.op("F", k)):
+                work.discard("F")
+            residuals, halves = actions.saved.residuals, actions.halves
+            known[code] = StageTypes(
+                operand=types[k],
+                gradient=types[k + 1],
+                stash=residuals.stashed if residuals else [],
+                crossing=halves.crossing if halves else [],
+                work=frozenset(work),
+                sends=need.x and k > 0,
+                first=k,
+            )
+            unsplit += halves.whole if halves else []
+        stages.append(known[code])
+    return stages, tuple(dict.fromkeys(unsplit))

@@ -58,11 +58,13 @@ def run_on_ranks(
         of_tables |= dict.fromkeys(COMMON, P())
 
     def run(weights: Weights, batch: Batch, same: Tree = None) -> Any:
-        batch = _dealt(plan, batch)
+        # Layouts name axes of the mesh that are left to the compiler (`auto_axes`) too: `manual`
+        # drops these.
+        batch, of_weights = _dealt(plan, batch), manual(plan, weight_specs(model, weights))
         sharded = jax.shard_map(
             body,
             mesh=plan.mesh,
-            in_specs=(of_tables, weight_specs(plan, model, weights), batch.spec_tree(), P()),
+            in_specs=(of_tables, of_weights, batch.spec_tree(), P()),
             out_specs=out_specs,
             axis_names=plan.axes.manual,
             check_vma=plan.tracks_varying,
@@ -72,14 +74,12 @@ def run_on_ranks(
     return run
 
 
-def weight_specs(plan: Plan, model: Model, weights: Weights) -> Weights:
+def weight_specs(model: Model, weights: Weights) -> Weights:
     """The specs of a pipeline's state, each in the place of its leaf."""
-    # Layouts name axes of the mesh that are left to the compiler (`auto_axes`) too: `manual` drops
-    # these.
     layout, rests = model.layout, (weights.chunks_rest, weights.ends_rest)
     params = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends)
     others = _state_specs(*rests, layout.chunks_rest, layout.ends_rest)
-    return Weights(*manual(plan, (*params, *others)))
+    return Weights(*params, *others)
 
 
 def _dealt(plan: Plan, batch: Batch) -> Batch:

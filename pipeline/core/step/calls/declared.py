@@ -87,6 +87,11 @@ class DeclaredState:
                     many = vary_like(zeros(first, lead=(num_microbatches,)), first)
                     self._then[place] = jax.new_ref(vary(many, rank.axes))
 
+    @property
+    def refs(self) -> Leaves:
+        """All refs: the current values, and those that forwards have read."""
+        return [*self._now.values(), *self._then.values()]
+
     def _first(self, place: Place) -> jax.Array:
         chunk, n = place
         value: jax.Array = self._ends[n] if chunk is None else self._rests[chunk][n]
