@@ -7,7 +7,6 @@ alike is traced and lowered once for all of them.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, cast
@@ -126,16 +125,10 @@ class RankMeshes:
 
         return jax.tree.map(value_type, types)
 
-    def sent(self, tree: Tree, rank: int) -> Tree:
-        """Values on the devices of another rank."""
-        return jax.device_put(tree, self._shardings(rank, tree))
-
-    def _shardings(self, rank: int, tree: Tree) -> Tree:
-        return jax.tree.map(lambda x: self._sharding(rank, x.sharding.spec), tree)
-
-    @functools.cache  # noqa: B019  as long as the engine lives, for some hundred entries
-    def _sharding(self, rank: int, spec: P) -> NamedSharding:
-        return NamedSharding(self.ranks[rank], spec)
+    def value_shardings(self, rank: int, types: Tree) -> Tree:
+        """Where such values are on the devices of a rank."""
+        specs = self.value_specs(types)
+        return jax.tree.map(lambda spec: NamedSharding(self.ranks[rank], spec), specs)
 
     def join(self, trees: Sequence[Tree]) -> Tree:
         """The values of all ranks as one tree of arrays on the pipeline's mesh.

@@ -40,25 +40,34 @@ _PLACES = {kind.name: 0 for kind in VALUE_KINDS}  # a program has one value of e
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """The types of what a step is given: weights, batch and `Factors`.
+    """The types of what a step is given: weights, batch and `Factors`, as a list of leaves.
+
+    Lists are flattened in a tenth of the time that states take, in each of a step's calls.
 
     Attributes:
       kind: the step.
       meshes: of the ranks.
+      tree: the structure of (weights, batch, factors).
       specs: where arrays are, on the pipeline's mesh.
       types: on a rank.
     """
 
     kind: StepKind
     meshes: RankMeshes
-    specs: tuple[Weights, Batch, Factors]
-    types: tuple[Weights, Batch, Factors]
+    tree: Any
+    specs: list[P]
+    types: list[Any]
 
     @property
-    def manual(self) -> tuple[Weights, Batch, Factors]:
+    def manual(self) -> list[P]:
         """The specs within a shard_map."""
-        specs: tuple[Weights, Batch, Factors] = manual(self.kind.plan, self.specs)
+        specs: list[P] = manual(self.kind.plan, self.specs)
         return specs
+
+    def of(self, leaves: list[Any]) -> tuple[Weights, Batch, Factors]:
+        """Weights, batch and factors of leaves."""
+        operands: tuple[Weights, Batch, Factors] = jax.tree.unflatten(self.tree, leaves)
+        return operands
 
     def sharded(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
         """A body on every device of a rank."""
@@ -91,29 +100,31 @@ class Operands:
 def find_operands(kind: StepKind, weights: Weights, batch: Batch, given: Factors) -> Operands:
     """The types and specs of a step's operands."""
     meshes = RankMeshes(kind.plan)
+    leaves, tree = jax.tree.flatten((weights, batch, given))
     everywhere = jax.tree.map(lambda _: P(), given)
-    specs = weight_specs(kind.model, weights), batch.spec_tree(), everywhere
-    return Operands(kind, meshes, specs, meshes.types((weights, batch, given), specs))
+    specs = jax.tree.leaves((weight_specs(kind.model, weights), batch.spec_tree(), everywhere))
+    return Operands(kind, meshes, tree, specs, meshes.types(leaves, specs))
 
 
 def trace_model(operands: Operands) -> Traced:
     """Trace the model on a rank."""
     results = []
 
-    def body(*arguments: Any) -> None:
-        results.append(trace(operands.kind, *arguments))
+    def body(leaves: list[Any]) -> None:
+        results.append(trace(operands.kind, *operands.of(leaves)))
 
-    jax.eval_shape(operands.sharded(body, operands.manual, None), *operands.types)
+    jax.eval_shape(operands.sharded(body, (operands.manual,), None), operands.types)
     return results[0]
 
 
 def lower_begin(traced: Traced, operands: Operands) -> jax.stages.Lowered:
-    """The program before a rank's first action: ``(weights, batch, given)`` to its sums, which are
-    zeros, and the factors of losses.
+    """The program before a rank's first action: its operands to its sums, which are zeros, and the
+    factors of losses.
     """
     kind, meshes = traced.kind, operands.meshes
 
-    def begin(weights: Weights, batch: Batch, given: Factors) -> Any:
+    def begin(leaves: list[Any]) -> Any:
+        weights, batch, given = operands.of(leaves)
         inspected = traced.on_rank(weights, batch, first_loss(kind, given))
         loss, _ = whole_loss(kind, inspected, given)
         factors = {name: getattr(loss, name) for name in traced.factors}
@@ -122,13 +133,13 @@ def lower_begin(traced: Traced, operands: Operands) -> jax.stages.Lowered:
         return _left((step.get(traced.sums), factors), (traced.sums, traced.factors))
 
     out_specs = meshes.value_specs((traced.sums, traced.factors))
-    return operands.lowered(begin, operands.manual, operands.types, out_specs)
+    return operands.lowered(begin, (operands.manual,), (operands.types,), out_specs)
 
 
 def lower_action(traced: Traced, operands: Operands, op: Op, stage: int) -> jax.stages.Lowered:
     """The program of an action, the same for all stages that are alike.
 
-    ``(sums, values, microbatch, weights, batch, factors)`` to ``(sums, values)``: the sums that it
+    ``(sums, values, microbatch, operands, factors)`` to ``(sums, values)``: the sums that it
     adds to, which are given away, and the values that it reads and leaves, by kind.
 
     Args:
@@ -142,12 +153,11 @@ def lower_action(traced: Traced, operands: Operands, op: Op, stage: int) -> jax.
     types_of = {"stash": types.stash, "crossing": types.crossing}
     given = types_of | {"operand": types.operand, "gradient": types.gradient}
     reads = {kind: given[kind] for kind in reads_of(traced, op)}
-    leaves = {kind: types_of.get(kind, message) for kind in leaves_of(traced, op, stage)}
+    writes = {kind: types_of.get(kind, message) for kind in writes_of(traced, op, stage)}
     sums = {name: traced.sums[name] for name in sums_of(traced, op)}
 
-    def act(
-        of_sums: Any, values: Any, microbatch: Any, weights: Weights, batch: Batch, factors: Any
-    ) -> Any:
+    def act(of_sums: Any, values: Any, microbatch: Any, leaves: list[Any], factors: Any) -> Any:
+        weights, batch, _ = operands.of(leaves)
         step = traced.opened(weights, batch, entered(factors))
         step.put(entered(of_sums))
         stores = Arguments(entered(values))
@@ -155,16 +165,16 @@ def lower_action(traced: Traced, operands: Operands, op: Op, stage: int) -> jax.
         row = {"microbatch": vary(microbatch, actions.local.axes), **_PLACES}
         sent = actions.run_op(op, row)
         results = {"operand": sent, "gradient": sent, **stores.written}
-        results = {kind: results[kind] for kind in leaves}
-        return _left((step.get(sums), results), (sums, leaves))
+        results = {kind: results[kind] for kind in writes}
+        return _left((step.get(sums), results), (sums, writes))
 
     act.__name__ = op.label
     number = jax.ShapeDtypeStruct((), jnp.int32)
     of_values, others = meshes.value_specs((sums, reads)), meshes.value_specs(traced.factors)
-    in_specs = *of_values, P(), *operands.manual[:2], others
-    in_types = *meshes.value_types((sums, reads)), meshes.types(number, P()), *operands.types[:2]
+    in_specs = *of_values, P(), operands.manual, others
+    in_types = *meshes.value_types((sums, reads)), meshes.types(number, P()), operands.types
     in_types = *in_types, meshes.value_types(traced.factors)
-    out_specs = meshes.value_specs((sums, leaves))
+    out_specs = meshes.value_specs((sums, writes))
     return operands.lowered(act, in_specs, in_types, out_specs, donate_argnums=0)
 
 
@@ -186,8 +196,8 @@ def reads_of(traced: Traced, op: Op) -> tuple[str, ...]:
     return operand if op.last else (*operand, "gradient")
 
 
-def leaves_of(traced: Traced, op: Op, stage: int) -> dict[str, int]:
-    """The kinds of values that an action leaves, and the stage that reads each."""
+def writes_of(traced: Traced, op: Op, stage: int) -> dict[str, int]:
+    """The kinds of values that an action writes, and the stage that reads each."""
     keeps = traced.kind.keeps_residuals
     if op.kind == "F":
         message = {"gradient": stage} if op.last and keeps else {}

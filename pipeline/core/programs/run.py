@@ -18,15 +18,15 @@ from jax.sharding import PartitionSpec as P
 
 from pipeline.core.model.loss import mean_of
 from pipeline.core.model.model import Batch, Weights
-from pipeline.core.programs.meshes import entered
+from pipeline.core.programs.meshes import RankMeshes, entered
 from pipeline.core.programs.program import (
     find_operands,
-    leaves_of,
     lower_action,
     lower_begin,
     reads_of,
     sums_of,
     trace_model,
+    writes_of,
 )
 from pipeline.core.programs.traced import Factors, StepKind, Traced
 from pipeline.core.step.calls.local_model import LocalModel
@@ -50,7 +50,8 @@ class Dispatch:
       microbatch: its number.
       sums: names of what it adds to.
       reads: by kind the values that it reads, and whether it is the last to do so.
-      leaves: by kind the values that it leaves, and the rank that reads each.
+      writes: by kind the values that it writes, and where another rank's devices have each; None
+        for what stays.
     """
 
     rank: int
@@ -58,7 +59,7 @@ class Dispatch:
     microbatch: int
     sums: tuple[str, ...]
     reads: Mapping[str, tuple[Key, bool]]
-    leaves: Mapping[str, tuple[Key, int]]
+    writes: Mapping[str, tuple[Key, Any]]
 
 
 class Programs:
@@ -94,7 +95,7 @@ class Programs:
             self.traced = trace_model(self.operands)
         kind.plan.facts.unsplit, kind.plan.facts.straight = self.traced.unsplit, False
         self.meshes = self.operands.meshes
-        self.order = make_order(self.traced)
+        self.order = make_order(self.traced, self.meshes)
         self.compiled = self._compile()
         self._finish = self._make_finish(results, out_specs)
         numbers = list(np.arange(kind.plan.schedule.num_units, dtype=np.int32))
@@ -120,7 +121,8 @@ class Programs:
         """The program after the last action, on the mesh of the pipeline."""
         traced, plan = self.traced, self.traced.kind.plan
 
-        def finish(weights: Weights, batch: Batch, sums: Any, factors: Any) -> Any:
+        def finish(leaves: list[Any], sums: Any, factors: Any) -> Any:
+            weights, batch, _ = self.operands.of(leaves)
             step = traced.opened(weights, batch, entered(factors))
             step.put(entered(sums))
             return results(step.inspected.local(), step.sums, weights)
@@ -129,21 +131,21 @@ class Programs:
         run = jax.shard_map(
             finish,
             mesh=plan.mesh,
-            in_specs=(*self.operands.manual[:2], *of_values),
+            in_specs=(self.operands.manual, *of_values),
             out_specs=out_specs,
             axis_names=plan.axes.manual,
             check_vma=plan.tracks_varying,
         )
-        return jax.jit(run, donate_argnums=2)
+        return jax.jit(run, donate_argnums=1)
 
     def __call__(self, weights: Weights, batch: Batch, given: Factors) -> Any:
         """Run the step. No program waits but for its data, and nothing here for a result."""
         if self._ratio is not None:
             given = replace(given, ratio=self._ratio(weights, batch, Factors()))
-        meshes, compiled = self.meshes, self.compiled
-        parts = map(meshes.split, (weights, batch, given), self.operands.specs)
-        operands = list(zip(*parts, strict=True))
-        began = [compiled["begin", rank](*of) for rank, of in enumerate(operands)]
+        meshes, compiled, numbers = self.meshes, self.compiled, self._numbers
+        leaves = jax.tree.leaves((weights, batch, given))
+        operands = meshes.split(leaves, self.operands.specs)
+        began = [compiled["begin", rank](of) for rank, of in enumerate(operands)]
         sums, factors = map(list, zip(*began, strict=True))
         values: dict[Key, Any] = {}
         for one in self.order:
@@ -153,16 +155,16 @@ class Programs:
                 for kind, (key, is_last) in one.reads.items()
             }
             added = {name: sums[rank][name] for name in one.sums}
-            number, (of_weights, of_batch, _) = self._numbers[rank][one.microbatch], operands[rank]
-            arguments = added, reads, number, of_weights, of_batch, factors[rank]
+            arguments = added, reads, numbers[rank][one.microbatch], operands[rank], factors[rank]
             added, left = compiled[one.program, rank](*arguments)
             sums[rank] |= added
-            for kind, (key, reader) in one.leaves.items():
-                values[key] = left[kind] if reader == rank else meshes.sent(left[kind], reader)
+            for kind, (key, elsewhere) in one.writes.items():
+                value = left[kind]
+                values[key] = value if elsewhere is None else jax.device_put(value, elsewhere)
         with warnings.catch_warnings():
             # Of sums that are reduced the memory is of no use.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            return self._finish(weights, batch, meshes.join(sums), meshes.join(factors))
+            return self._finish(leaves, meshes.join(sums), meshes.join(factors))
 
 
 def _of_outputs(kind: StepKind, weights: Weights, batch: Batch) -> Programs:
@@ -178,7 +180,7 @@ def _of_outputs(kind: StepKind, weights: Weights, batch: Batch) -> Programs:
     return Programs(forward, weights, batch, Factors(), results, (P(), P()))
 
 
-def make_order(traced: Traced) -> list[Dispatch]:
+def make_order(traced: Traced, meshes: RankMeshes) -> list[Dispatch]:
     """The actions of all ranks, in the order in which they start under the event clock.
 
     So each rank has its own order, and no action comes before those that it has its data from. What
@@ -198,17 +200,18 @@ def make_order(traced: Traced) -> list[Dispatch]:
         if name not in types.work:
             continue
         reads = {of: ((of, stage, microbatch), False) for of in reads_of(traced, op)}
-        leaves = {
-            of: ((of, to, microbatch), schedule.placement[to])
-            for of, to in leaves_of(traced, op, stage).items()
-        }
+        writes = {}
+        for of, to in writes_of(traced, op, stage).items():
+            reader, message = schedule.placement[to], getattr(traced.stages[to], of)
+            elsewhere = None if reader == rank else meshes.value_shardings(reader, message)
+            writes[of] = (of, to, microbatch), elsewhere
         sums = sums_of(traced, op)
-        order.append(Dispatch(rank, (op, types.first), microbatch, sums, reads, leaves))
+        order.append(Dispatch(rank, (op, types.first), microbatch, sums, reads, writes))
     # A value is given up by its last reader, and what nobody reads is dropped.
     last = {key: n for n, one in enumerate(order) for key, _ in one.reads.values()}
     results = []
     for n, one in enumerate(order):
         reads = {of: (key, last[key] == n) for of, (key, _) in one.reads.items()}
-        leaves = {of: pair for of, pair in one.leaves.items() if pair[0] in last}
-        results.append(replace(one, reads=reads, leaves=leaves))
+        writes = {of: pair for of, pair in one.writes.items() if pair[0] in last}
+        results.append(replace(one, reads=reads, writes=writes))
     return results

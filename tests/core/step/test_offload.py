@@ -125,7 +125,14 @@ def test_several_steps_with_an_optimizer():
 
 CASES = {
     "data": ("1f1b", {"mesh": lambda: make_mesh(stage=2, data=2), "data_parallel": "fsdp"}),
-    "tensor": ("zb_h1", {"mesh": lambda: make_mesh(stage=2, tensor=2)}),
+    "tensor": (
+        "zb_h1",
+        {
+            "mesh": lambda: make_mesh(stage=2, tensor=2),
+            "kind": tensor_stages.Sequence,
+            **tensor_stages.ends(tensor_stages.Sequence),
+        },
+    ),
     "delayed": ("1f1b", {"delayed": True}),
     "dropout": ("1f1b", {"kind": Noisy}),
     "bfloat16": ("1f1b", {"compute_dtype": jnp.bfloat16}),
