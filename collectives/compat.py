@@ -446,3 +446,16 @@ def find_cluster(*known: Any, seconds: int) -> tuple[Any, ...]:
     """
     find: Any = ClusterEnv.auto_detect_unset_distributed_params
     return tuple(find(*known, None, None, seconds))
+
+
+def lower_without_devices(traced: jax.stages.Traced, platform: str) -> jax.stages.Lowered | None:
+    """A function of an abstract mesh, to be compiled for any devices; None if it needs devices.
+
+    A callback does, whose lowering names the device that calls back.
+    """
+    try:
+        return traced.lower(lowering_platforms=(platform,))
+    except ValueError as error:
+        if "AbstractMesh cannot be used" not in str(error):
+            raise
+        return None

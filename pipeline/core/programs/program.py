@@ -7,6 +7,7 @@ it for the devices of each.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collectives import vary
+from collectives.compat import lower_without_devices
 from pipeline.base.tree import Tree, vary_like
 from pipeline.core.model.model import Batch, Weights
 from pipeline.core.programs.meshes import RankMeshes, entered, left
@@ -69,32 +71,71 @@ class Operands:
         operands: tuple[Weights, Batch, Factors] = jax.tree.unflatten(self.tree, leaves)
         return operands
 
-    def sharded(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    def sharded(
+        self, body: Callable[..., Any], in_specs: Any, out_specs: Any, mesh: Any = None
+    ) -> Any:
         """A body on every device of a rank."""
         plan = self.kind.plan
         return jax.shard_map(
             body,
-            mesh=self.meshes.abstract,
+            mesh=self.meshes.abstract if mesh is None else mesh,
             in_specs=in_specs,
             out_specs=out_specs,
             axis_names=plan.axes.manual,
             check_vma=plan.tracks_varying,
         )
 
-    def lowered(
-        self, body: Callable[..., Any], in_specs: Any, types: Any, out_specs: Any, **options: Any
-    ) -> jax.stages.Lowered:
-        """A body as a program that can be compiled for the devices of any rank."""
-        mesh, name = self.meshes.abstract, body.__name__
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs)
-        run = self.sharded(body, in_specs, out_specs)
-        run.__name__ = run.__qualname__ = name  # as HLO and profiles show it
-        platform = self.kind.plan.mesh.devices.flat[0].platform
-        traced = jax.jit(run, out_shardings=shardings, **options).trace(*types)
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A function of the arrays of a rank, to be compiled for the devices of any.
+
+    Args:
+      operands: of the step.
+      body: on each device.
+      in_specs, out_specs: its specs.
+      types: of its arguments.
+      donated: which argument is given away.
+    """
+
+    operands: Operands
+    body: Callable[..., Any]
+    in_specs: Any
+    types: Any
+    out_specs: Any
+    donated: tuple[int, ...] = ()
+
+    def lower(self, rank: int) -> Callable[[], Any]:
+        """The function lowered for a rank's devices; a call compiles it."""
+        meshes = self.operands.meshes
+        if self._shared is not None:
+            devices = meshes.devices(rank)
+            return functools.partial(self._shared.compile, device_assignment=devices)
+        mesh = meshes.ranks[rank]
+        types = jax.tree.map(lambda t: t.update(sharding=on(mesh, t.sharding.spec)), self.types)
+        compile_it: Callable[[], Any] = self._jitted(mesh).lower(*types).compile
+        return compile_it
+
+    @functools.cached_property
+    def _shared(self) -> jax.stages.Lowered | None:
+        """Lowered once for all ranks; None if it holds callbacks, which JAX lowers for devices."""
+        platform = self.operands.kind.plan.mesh.devices.flat[0].platform
+        traced = self._jitted(self.operands.meshes.abstract).trace(*self.types)
         with warnings.catch_warnings():
             # A sum that an action turns out not to change comes back in other memory.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            return traced.lower(lowering_platforms=(platform,))
+            return lower_without_devices(traced, platform)
+
+    def _jitted(self, mesh: Any) -> Any:
+        shardings = jax.tree.map(lambda spec: on(mesh, spec), self.out_specs)
+        run = self.operands.sharded(self.body, self.in_specs, self.out_specs, mesh)
+        run.__name__ = run.__qualname__ = self.body.__name__  # as HLO and profiles show it
+        return jax.jit(run, out_shardings=shardings, donate_argnums=self.donated)
+
+
+def on(mesh: Any, spec: P) -> NamedSharding:
+    """Where an array of this spec is on a mesh."""
+    return NamedSharding(mesh, spec)
 
 
 def find_operands(kind: StepKind, weights: Weights, batch: Batch, given: Factors) -> Operands:
@@ -113,11 +154,12 @@ def trace_model(operands: Operands) -> Traced:
     def body(leaves: list[Any]) -> None:
         results.append(trace(operands.kind, *operands.of(leaves)))
 
-    jax.eval_shape(operands.sharded(body, (operands.manual,), None), operands.types)
+    with jax.sharding.use_abstract_mesh(operands.meshes.abstract):
+        jax.eval_shape(operands.sharded(body, (operands.manual,), None), operands.types)
     return results[0]
 
 
-def lower_begin(traced: Traced, operands: Operands) -> jax.stages.Lowered:
+def begin_program(traced: Traced, operands: Operands) -> Program:
     """The program before a rank's first action: its operands to its sums, which are zeros, and the
     factors of losses.
     """
@@ -133,10 +175,10 @@ def lower_begin(traced: Traced, operands: Operands) -> jax.stages.Lowered:
         return _left((step.get(traced.sums), factors), (traced.sums, traced.factors))
 
     out_specs = meshes.value_specs((traced.sums, traced.factors))
-    return operands.lowered(begin, (operands.manual,), (operands.types,), out_specs)
+    return Program(operands, begin, (operands.manual,), (operands.types,), out_specs)
 
 
-def lower_action(traced: Traced, operands: Operands, op: Op, stage: int) -> jax.stages.Lowered:
+def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> Program:
     """The program of an action, the same for all stages that are alike.
 
     ``(sums, values, microbatch, operands, factors)`` to ``(sums, values)``: the sums that it
@@ -175,7 +217,7 @@ def lower_action(traced: Traced, operands: Operands, op: Op, stage: int) -> jax.
     in_types = *meshes.value_types((sums, reads)), meshes.types(number, P()), operands.types
     in_types = *in_types, meshes.value_types(traced.factors)
     out_specs = meshes.value_specs((sums, writes))
-    return operands.lowered(act, in_specs, in_types, out_specs, donate_argnums=0)
+    return Program(operands, act, in_specs, in_types, out_specs, donated=(0,))
 
 
 def _left(values: Tree, types: Tree) -> Tree:

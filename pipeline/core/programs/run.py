@@ -20,9 +20,10 @@ from pipeline.core.model.loss import mean_of
 from pipeline.core.model.model import Batch, Weights
 from pipeline.core.programs.meshes import RankMeshes, entered
 from pipeline.core.programs.program import (
+    Program,
+    action_program,
+    begin_program,
     find_operands,
-    lower_action,
-    lower_begin,
     reads_of,
     sums_of,
     trace_model,
@@ -96,26 +97,26 @@ class Programs:
         kind.plan.facts.unsplit, kind.plan.facts.straight = self.traced.unsplit, False
         self.meshes = self.operands.meshes
         self.order = make_order(self.traced, self.meshes)
-        self.compiled = self._compile()
+        # A mesh that the caller has in force is that of all ranks.
+        with jax.sharding.use_abstract_mesh(self.meshes.abstract):
+            self.compiled = self._compile()
         self._finish = self._make_finish(results, out_specs)
         numbers = list(np.arange(kind.plan.schedule.num_units, dtype=np.int32))
         self._numbers = [self.meshes.same(rank, numbers) for rank in range(len(self.meshes.ranks))]
 
     def _compile(self) -> dict[tuple[Any, int], Any]:
         """The functions of each rank, compiled by as many threads as there are cores."""
-        lowered: dict[Any, Any] = {"begin": lower_begin(self.traced, self.operands)}
+        programs: dict[Any, Program] = {"begin": begin_program(self.traced, self.operands)}
         wanted: dict[Any, None] = {("begin", r): None for r in range(len(self.meshes.ranks))}
         for one in self.order:
-            if one.program not in lowered:
-                lowered[one.program] = lower_action(self.traced, self.operands, *one.program)
+            if one.program not in programs:
+                programs[one.program] = action_program(self.traced, self.operands, *one.program)
             wanted[one.program, one.rank] = None
 
-        def compiled(key: tuple[Any, int]) -> Any:
-            program, rank = key
-            return lowered[program].compile(device_assignment=self.meshes.devices(rank))
-
+        # JAX traces and lowers here, in one thread; XLA compiles in several.
+        compiles = [programs[program].lower(rank) for program, rank in wanted]
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            return dict(zip(wanted, threads.map(compiled, wanted), strict=True))
+            return dict(zip(wanted, threads.map(lambda run: run(), compiles), strict=True))
 
     def _make_finish(self, results: Results, out_specs: Any) -> Any:
         """The program after the last action, on the mesh of the pipeline."""

@@ -28,6 +28,7 @@ from pipeline.core.step.run.grouped import own_totals
 from pipeline.core.step.run.places import StepPlaces, StepRequest, make_sums
 from pipeline.core.step.runtime import loss_scale
 from pipeline.core.step.share import find_share
+from pipeline.core.step.stores.device import check_no_host
 from pipeline.core.step.stores.slices import WholeSequences
 from pipeline.core.step.stores.store import Row, Stores
 from pipeline.core.step.stores.totals import StepSums
@@ -288,6 +289,8 @@ def _stages(step: OpenStep) -> tuple[list[StageTypes], tuple[str, ...]]:
             if actions.leaves_nothing(kind.op("F", k)):
                 work.discard("F")
             residuals, halves = actions.saved.residuals, actions.halves
+            check_no_host(residuals.stashed if residuals else [], "stashes")
+            check_no_host(halves.crossing if halves else [], "crossings")
             known[code] = StageTypes(
                 operand=types[k],
                 gradient=types[k + 1],

@@ -48,7 +48,7 @@ class Pool:
     ) -> None:
         self.places = places
         leaves, self._treedef = jax.tree.flatten(types)
-        _check_no_host(leaves, name)
+        check_no_host(leaves, name)
         # A ref's type is fixed when it is made: places vary over all axes over which any later
         # value may. The place is an index of a leading axis, since only the tick's row knows it.
         make = zeros if cleared else _uncleared
@@ -76,7 +76,7 @@ class Pool:
         return jax.tree.unflatten(self._treedef, [ref[...] for ref in self.refs])
 
 
-def _check_no_host(types: Leaves, name: str) -> None:
+def check_no_host(types: Leaves, name: str) -> None:
     """Refuse places for values that are in host memory."""
     for t in types:
         if is_on_host(t):
