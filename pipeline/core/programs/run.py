@@ -97,9 +97,7 @@ class Programs:
         kind.plan.facts.unsplit, kind.plan.facts.straight = self.traced.unsplit, False
         self.meshes = self.operands.meshes
         self.order = make_order(self.traced, self.meshes)
-        # A mesh that the caller has in force is that of all ranks.
-        with jax.sharding.use_abstract_mesh(self.meshes.abstract):
-            self.compiled = self._compile()
+        self.compiled = self._compile()
         self._finish = self._make_finish(results, out_specs)
         numbers = list(np.arange(kind.plan.schedule.num_units, dtype=np.int32))
         self._numbers = [self.meshes.same(rank, numbers) for rank in range(len(self.meshes.ranks))]

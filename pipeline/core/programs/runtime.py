@@ -18,6 +18,7 @@ from pipeline.core.autodiff.jaxpr.evaluate import narrows
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.compiled import FunctionKey
 from pipeline.core.options.plan import Plan
+from pipeline.core.placement.meshes import mesh_in_force, mesh_text
 from pipeline.core.programs.program import find_operands, trace_model
 from pipeline.core.programs.run import Programs
 from pipeline.core.programs.traced import Factors, StepKind
@@ -135,10 +136,17 @@ def _programs(
     operands = weights, batch, given
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
         raise ValueError(_TRACED)
+    if (here := mesh_in_force()) is not None:
+        raise ValueError(
+            f"engine='programs' under jax.set_mesh, of a mesh of {mesh_text(here)}: each rank's "
+            f"programs have a mesh of their own, and JAX has one in force at a time; make and call "
+            f"the pipeline outside of jax.set_mesh, or use engine='scan'"
+        )
     request = dataclasses.astuple(kind.request)
     options = {"types": signature(operands), "kind": (*request, kind.counts, kind.normalise)}
     key = FunctionKey(kind.plan, name, kind.model, frozenset(options.items()))
     functions = kind.plan.compiled.functions
     if key not in functions:
-        functions[key] = Programs(kind, weights, batch, given, results, out_specs)
+        with jax.disable_jit(False):  # refs and collectives have no meaning outside of a program
+            functions[key] = Programs(kind, weights, batch, given, results, out_specs)
     return functions[key]
