@@ -4,7 +4,8 @@
     for inputs, targets in batches:
         metrics = step(inputs, targets)
 
-One jit does all of it, and `fwd_bwd`, `update` and `eval_step` are the same in parts. What a step
+One jit does all of it (of a pipeline with ``engine="programs"``, all but the gradients), and
+`fwd_bwd`, `update` and `eval_step` are the same in parts. What a step
 decides (whether it is finite, the next loss scale) it decides on the device: nothing waits for the
 host. The model is a `pipeline.Pipeline`, or any `nnx.Module` with ``value_and_grad`` or ``loss`` of
 ``(inputs, targets)``; of where its arrays lie nothing is known here.
@@ -204,6 +205,11 @@ class Step:
         self._taken = jax.jit(self._take, **given(0, results=4))
         self._updated = jax.jit(self._update, **given(0, 1, 2, 3, results=4))
         self._evaluated = jax.jit(self._evaluate, static_argnums=0, compiler_options=compiler)
+        if _runs_programs(model):
+            # Such a pipeline is no part of a program: what comes after its gradients is one.
+            self._fused, self._added = self._train_in_parts, self._add
+            self._taken, self._evaluated = self._take, self._evaluate
+            self._updated_after = jax.jit(self._update_after, **given(0, 1, 2, 3, results=4))
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -438,7 +444,9 @@ class Step:
             def metrics(leaves: Any, carry: Any, batch: Tree) -> Tree:
                 return self._weighed(self._merged(leaves)[0], carry, batch, weight)[1]
 
-            like = jax.eval_shape(metrics, self._leaves(), self._carry, batch)
+            arguments = self._leaves(), self._carry, batch
+            runs = _runs_programs(self.model)  # which cannot be traced for their types
+            like = metrics(*arguments) if runs else jax.eval_shape(metrics, *arguments)
             aux = jax.tree.map(_nothing_of, like)
         return *self._replicated((loss, aux)), grads
 
@@ -515,14 +523,38 @@ class Step:
     def _train(
         self, leaves: Any, mean: Tree, carry: Any, sums: Tree, batch: Tree, weight: Any
     ) -> Any:
-        model, optimizer = merged = self._merged(leaves)
-        if sums is None:
-            loss, aux, grads = self._loss_and_grads(model, carry, batch)
-        else:
-            found = self._weighed(model, carry, batch, weight)
-            leaves = self._left(leaves, model, optimizer, found[0].mean, found[2])
-            (loss, aux), grads = _means(_plus(sums, found), like=found[2])
+        merged = self._merged(leaves)
+        leaves, loss, aux, grads = self._whole(leaves, merged, carry, sums, batch, weight)
         return self._update(leaves, mean, carry, grads, loss, aux, merged)
+
+    def _train_in_parts(
+        self, leaves: Any, mean: Tree, carry: Any, sums: Tree, batch: Tree, weight: Any
+    ) -> Any:
+        """As `_train`, for a model that runs programs of its own."""
+        merged = self._merged(leaves)
+        leaves, loss, aux, grads = self._whole(leaves, merged, carry, sums, batch, weight)
+        pairs = enumerate(zip(self._split(*merged), leaves, strict=True))
+        written = {n: new for n, (new, old) in pairs if new is not old}
+        return self._updated_after(leaves, mean, carry, grads, loss, aux, written)
+
+    def _update_after(
+        self, before: Any, mean: Tree, carry: Any, grads: Tree, loss: Any, aux: Tree, written: Any
+    ) -> Any:
+        """As `_update`, where the call has written some leaves, by their numbers."""
+        merged = self._merged([written.get(n, leaf) for n, leaf in enumerate(before)])
+        return self._update(before, mean, carry, grads, loss, aux, merged)
+
+    def _whole(
+        self, leaves: Any, merged: Any, carry: Any, sums: Tree, batch: Tree, weight: Any
+    ) -> tuple[Any, Any, Tree, Tree]:
+        """The leaves before an update, and loss, metrics and gradients of all of its calls."""
+        model, optimizer = merged
+        if sums is None:
+            return leaves, *self._loss_and_grads(model, carry, batch)
+        found = self._weighed(model, carry, batch, weight)
+        leaves = self._left(leaves, model, optimizer, found[0].mean, found[2])
+        (loss, aux), grads = _means(_plus(sums, found), like=found[2])
+        return leaves, loss, aux, grads
 
     def _add(self, leaves: Any, sums: Tree, carry: Any, batch: Tree, weight: Any) -> Any:
         model, optimizer = self._merged(leaves)
@@ -644,6 +676,12 @@ def mean_weighed(sums: Tree) -> Tree:
         return _over(t.mean, t.weight) if isinstance(t, Weighed) else t
 
     return jax.tree.map(mean, sums, is_leaf=_is_weighed)
+
+
+def _runs_programs(model: nnx.Module) -> bool:
+    """Tell whether a call of the model runs programs, and so cannot be part of one."""
+    parts = (part for _, part in nnx.iter_modules(model))
+    return any(isinstance(part, Pipeline) and part.plan.engine == "programs" for part in parts)
 
 
 def _no_after_step(stage: nnx.Module) -> None:

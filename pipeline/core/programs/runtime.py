@@ -59,8 +59,8 @@ def train(
         return training_results(local, plan, sums, weights, of_inputs, normalise=normalise)
 
     specs = manual(plan, gradient_specs(model)), of_inputs, manual(plan, model.state_specs)
-    run = _programs(kind, "train", weights, batch, Factors(scale), results, (P(), *specs))
-    loss, grads, inputs, state = run(weights, batch, Factors(scale))
+    given, out_specs = Factors(scale), (P(), *specs)
+    loss, grads, inputs, state = _run(kind, "train", weights, batch, given, results, out_specs)
     if plan.auto_axes:
         grads = jax.tree.map(
             lambda x, spec: jax.device_put(x, NamedSharding(plan.mesh, spec)),
@@ -119,11 +119,10 @@ def _infer(
         return results(local, sums), state_after(local, weights, plan, training=counts)
 
     out_specs = spec, manual(plan, model.state_specs)
-    run = _programs(kind, "infer", weights, batch, Factors(), whole, out_specs)
-    return run(weights, batch, Factors())
+    return _run(kind, "infer", weights, batch, Factors(), whole, out_specs)
 
 
-def _programs(
+def _run(
     kind: StepKind,
     name: str,
     weights: Weights,
@@ -131,8 +130,8 @@ def _programs(
     given: Factors,
     results: Callable[..., Any],
     out_specs: Any,
-) -> Callable[..., Any]:
-    """The programs of a step, compiled at its first call on operands of these types."""
+) -> Any:
+    """Run a step, whose programs are compiled at its first call on operands of these types."""
     operands = weights, batch, given
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
         raise ValueError(_TRACED)
@@ -146,7 +145,7 @@ def _programs(
     options = {"types": signature(operands), "kind": (*request, kind.counts, kind.normalise)}
     key = FunctionKey(kind.plan, name, kind.model, frozenset(options.items()))
     functions = kind.plan.compiled.functions
-    if key not in functions:
-        with jax.disable_jit(False):  # refs and collectives have no meaning outside of a program
+    with jax.disable_jit(False):  # refs and collectives have no meaning outside of a program
+        if key not in functions:
             functions[key] = Programs(kind, weights, batch, given, results, out_specs)
-    return functions[key]
+        return functions[key](weights, batch, given)
