@@ -199,17 +199,17 @@ class Step:
             donated = {"donate_argnums": numbers if donate else (), "compiler_options": compiler}
             return donated | _places_of_results(self._variables, results)
 
-        self._fused = jax.jit(self._train, **given(0, 1, 2, results=4))
+        self._fused: Any = jax.jit(self._train, **given(0, 1, 2, results=4))
         sums = (1,) if donate else ()
-        self._added = jax.jit(self._add, donate_argnums=sums, compiler_options=compiler)
-        self._taken = jax.jit(self._take, **given(0, results=4))
+        self._added: Any = jax.jit(self._add, donate_argnums=sums, compiler_options=compiler)
+        self._taken: Any = jax.jit(self._take, **given(0, results=4))
         self._updated = jax.jit(self._update, **given(0, 1, 2, 3, results=4))
-        self._evaluated = jax.jit(self._evaluate, static_argnums=0, compiler_options=compiler)
+        self._evaluated: Any = jax.jit(self._evaluate, static_argnums=0, compiler_options=compiler)
         if _runs_programs(model):
             # Such a pipeline is no part of a program: what comes after its gradients is one.
             self._fused, self._added = self._train_in_parts, self._add
             self._taken, self._evaluated = self._take, self._evaluate
-            self._updated_after = jax.jit(self._update_after, **given(0, 1, 2, 3, results=4))
+            self._updated_after = jax.jit(self._update_after, **given(0, 1, 2, results=4))
 
     def __reduce__(self) -> Any:
         raise TypeError(

@@ -30,7 +30,7 @@ from tests.support.poison import poison  # noqa: F401, a fixture
 
 RANKS, MICROBATCHES = (1, 2, 4, 8), (1, 2, 3, 8, 17)
 FAMILIES = ("gpipe", "1f1b", "eager_1f1b")
-REMATS, BUBBLES = ("stage", None), ("skip", "masked")
+REMATS, BUBBLES = ("stage", None), models.EXECUTORS
 
 FACTORS = (RANKS, MICROBATCHES, FAMILIES, REMATS, BUBBLES)
 GRID = list(itertools.product(*FACTORS))
@@ -111,7 +111,7 @@ def run(S: int, M: int, family: str, remat, bubbles: str):
         mesh=make_mesh(stage=S),
         loss_fn=models.cross_entropy,
         remat=remat,
-        bubbles=bubbles,
+        **models.executed(bubbles),
         **ends(),
     )
     found = jax.device_get(pipe.value_and_grad(*batch()))
@@ -146,7 +146,7 @@ def test_the_cases_hold_every_pair_of_values():
     sizes = set().union(*map(pairs, itertools.product(RANKS, MICROBATCHES)))
     assert set().union(*map(pairs, FAST)) >= every - sizes
     assert set().union(*map(pairs, FAST | chosen(*FACTORS))) == every
-    assert len(GRID) == 240
+    assert len(GRID) == 360
     assert len(FAST) <= 18
 
 
@@ -187,7 +187,7 @@ def test_several_stages_per_rank(S, V, M, family, remat, bubbles):
         mesh=make_mesh(stage=S),
         loss_fn=models.cross_entropy,
         remat=remat,
-        bubbles=bubbles,
+        **models.executed(bubbles),
         **ends(),
     )
     assert pipe.schedule.num_stages == V * S
@@ -211,7 +211,7 @@ def test_data_shards(S, D, M, family, remat, bubbles):
         mesh=make_mesh(stage=S, data=D),
         loss_fn=models.cross_entropy,
         remat=remat,
-        bubbles=bubbles,
+        **models.executed(bubbles),
         **ends(),
     )
     check(pipe)
@@ -273,7 +273,7 @@ def test_checkpoint_policies(policy, bubbles):
         mesh=make_mesh(stage=2),
         loss_fn=models.cross_entropy,
         remat=getattr(jax.checkpoint_policies, policy),
-        bubbles=bubbles,
+        **models.executed(bubbles),
         **ends(),
     )
     check(pipe)
@@ -400,7 +400,7 @@ def test_any_legal_schedule(seed, S, K, M, split, remat, bubbles):
         schedule=schedule,
         loss_fn=models.cross_entropy,
         remat=remat,
-        bubbles=bubbles,
+        **models.executed(bubbles),
         **ends(),
     )
     assert pipe.schedule is schedule
@@ -452,7 +452,7 @@ def test_nobody_reads_what_nobody_wrote(remat, bubbles):
         schedule=any_schedule(9, S=2, K=4, M=3, split=0.5),
         loss_fn=models.cross_entropy,
         remat=remat,
-        bubbles=bubbles,
+        **models.executed(bubbles),
         **ends(),
     )
     check(pipe)

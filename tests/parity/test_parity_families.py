@@ -34,7 +34,7 @@ def nearest(name: str, S: int, V: int, M: int) -> int:
 
 def grid() -> list[tuple]:
     """(family, S, V, the M that was wanted, remat, bubbles)."""
-    factors = ((2, 4, 8), (1, 2, 4), ("S", "2S", "2S+3"), ("stage", None), ("skip", "masked"))
+    factors = ((2, 4, 8), (1, 2, 4), ("S", "2S", "2S+3"), ("stage", None), models.EXECUTORS)
     return [
         (name, *case)
         for name in schedules.names()
@@ -44,11 +44,11 @@ def grid() -> list[tuple]:
 
 
 GRID = grid()
-# One case of every family, of the fewest stages, in `make test`; every pair of values in CI.
+# One case of every family by each engine, of the fewest stages, in `make test`; every pair of values in CI.
 FAST = [
-    (name, 2 + 2 * (n % 3 == 1), CHUNKS.get(name, 1 + n % 2), "S" if n % 2 else "2S", remat, "skip")
+    (name, 2 + 2 * (n % 3 == 1), CHUNKS.get(name, 1 + n % 2), "S" if n % 2 else "2S", remat, engine)
     for n, name in enumerate(schedules.names())
-    for remat in (["stage", None][n % 2 :][:1])
+    for remat, engine in [(("stage", None)[n % 2], "skip"), ((None, "stage")[n % 2], "programs")]
 ]
 SLOW = covering(GRID, FAST)
 
@@ -83,7 +83,7 @@ def run(schedule, S: int, V: int, M: int, remat, bubbles: str = "skip"):
         mesh=make_mesh(stage=S),
         loss_fn=models.cross_entropy,
         remat=remat,
-        bubbles=bubbles,
+        **models.executed(bubbles),
         **ends(),
     )
     return pipe, jax.device_get(pipe.value_and_grad(*batch(M)))
@@ -93,7 +93,7 @@ def test_the_grid_is_covered():
     assert {name for name, *_ in FAST} == set(schedules.names())
     assert set(FAST) <= set(GRID)
     assert set().union(*map(pairs, [*FAST, *SLOW])) == set().union(*map(pairs, GRID))
-    assert len(GRID) == 36 * sum(1 if name in CHUNKS else 3 for name in schedules.names())
+    assert len(GRID) == 54 * sum(1 if name in CHUNKS else 3 for name in schedules.names())
     assert len(SLOW) <= 3 * len(FAST)
 
 

@@ -27,6 +27,8 @@ FAST = (
     ("10 layers", 4, "eager_1f1b", None, "skip", 2),
     ("scanned", 2, "interleaved_1f1b", "stage", "masked", 1),
     ("trees", 2, "zb_v", "stage", "skip", 2),
+    ("trees", 2, "zb_v", None, "programs", 1),
+    ("images in 4", 4, "1f1b", "stage", "programs", 2),
 )
 
 
@@ -38,7 +40,7 @@ def is_legal(name, S, family, remat, bubbles, D) -> bool:
 GRID = [
     case
     for case in itertools.product(
-        STAGES, (1, 2, 4), FAMILIES, ("stage", None), ("skip", "masked"), (1, 2)
+        STAGES, (1, 2, 4), FAMILIES, ("stage", None), models.EXECUTORS, (1, 2)
     )
     if is_legal(*case)
 ]
@@ -66,7 +68,7 @@ def make(name: str, S: int, family="1f1b", remat="stage", bubbles="skip", D=1, *
         schedule=family,
         mesh=make_mesh(stage=S, data=D),
         remat=remat,
-        bubbles=bubbles,
+        **models.executed(bubbles),
         **options,
     )
 

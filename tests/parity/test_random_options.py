@@ -26,10 +26,11 @@ def without_padding(grads, want):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ["scan", "programs"])
 @pytest.mark.parametrize("seed", seeds())
-def test_random_options_same_gradient(seed):
+def test_random_options_same_gradient(seed, engine):
     case = randoms.draw(seed)
-    pipe, (loss, grads), want, (inputs, targets, extras) = randoms.run(case)
+    pipe, (loss, grads), want, (inputs, targets, extras) = randoms.run(case, engine=engine)
     models.assert_matches(pipe, (loss, without_padding(grads, want[2])), want)
     again = pipe.loss(inputs, targets, extras=extras)
     assert_close(again, want[0])

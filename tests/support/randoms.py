@@ -166,11 +166,21 @@ def make_batch(case: Case) -> tuple[Any, Any, Any, Any]:
     return inputs, targets, extras, models.squares
 
 
-def run(case: Case) -> tuple[Pipeline, Any, Any, Any]:
+def with_programs(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a case for ``engine="programs"``, without those that only the scan has."""
+    only_of_scan = "bubbles", "pattern", "delayed", "vocabulary"
+    kept = {name: value for name, value in options.items() if name not in only_of_scan}
+    if kept.get("gather") == "repeat":
+        kept["gather"] = "action"
+    return kept | {"engine": "programs"}
+
+
+def run(case: Case, *, engine: str = "scan") -> tuple[Pipeline, Any, Any, Any]:
     """The pipeline, its loss and gradients, the reference's, and the batch."""
     stages, (embed, head) = make_stages(case), make_ends(case)
     inputs, targets, extras, loss_fn = make_batch(case)
     chosen = dict(case.options)
+    chosen = chosen if engine == "scan" else with_programs(chosen)
     if chosen["remat"] == "dots":
         chosen["remat"] = jax.checkpoint_policies.dots_saveable
     mesh = make_mesh(stage=case.S, data=case.D)
