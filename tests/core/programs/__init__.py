@@ -1,0 +1,1 @@
+"""Tests of the engine of programs: parity, order, memory by rank, and what it refuses."""

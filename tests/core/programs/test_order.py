@@ -1,0 +1,116 @@
+"""What is dispatched, in which order, and what each rank holds meanwhile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import schedules
+from collectives import make_mesh
+from pipeline import Pipeline
+from tests.support import models
+from tests.support.sizes import CHUNKS
+
+
+def programs_of(pipe: Pipeline) -> Any:
+    """The programs of its step, after a call."""
+    x = models.rows(16)
+    jax.block_until_ready(pipe.value_and_grad(x, x))
+    (programs,) = pipe.plan.compiled.functions.values()
+    return programs
+
+
+def make(schedule: str, S: int = 2, remat: Any = None, **options: Any) -> Pipeline:
+    stages = models.build(models.Hostile, S * CHUNKS.get(schedule, 1))
+    options = {"loss_fn": models.squares, "engine": "programs", "remat": remat} | options
+    return Pipeline(stages, 8, mesh=make_mesh(stage=S), schedule=schedule, **options)
+
+
+def actions(one: Any, schedule: Any) -> tuple[int, str, int]:
+    """(stage, kind, microbatch) of a dispatch."""
+    op, _ = one.program
+    return schedule.stages_of[one.rank][op.chunk], op.kind, one.microbatch
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb_v", "dualpipe_v"])
+def test_each_rank_has_its_order_and_no_action_comes_before_its_data(family):
+    pipe = make(family)
+    order, written = programs_of(pipe).order, set()
+    for one in order:
+        assert written >= {key for key, _ in one.reads.values()}
+        written |= {key for key, _ in one.writes.values()}
+    for rank, wanted in enumerate(pipe.schedule.orders):
+        found = [actions(one, pipe.schedule) for one in order if one.rank == rank]
+        assert found == [tuple(action) for action in wanted]
+
+
+def test_every_value_is_given_up_by_its_last_reader():
+    order = programs_of(make("zb_h1")).order
+    reads = Counter(key for one in order for key, is_last in one.reads.values() if is_last)
+    assert set(reads) == {key for one in order for key, _ in one.writes.values()}
+    assert set(reads.values()) == {1}
+
+
+@pytest.mark.filterwarnings("ignore:wrt freezes")
+def test_what_computes_nothing_is_not_dispatched():
+    kinds = Counter(one.program[0].kind for one in programs_of(make("1f1b", remat="stage")).order)
+    assert kinds == {"F": 8, "B": 16}  # the last stage's backward runs its forward
+    frozen = make("zb_h1", wrt=lambda path, _: path[:2] == ("stages", 1))
+    kinds = Counter(one.program[0] for one in programs_of(frozen).order)
+    assert {(op.kind, op.first): n for op, n in kinds.items()} == {
+        ("F", True): 8,
+        ("F", False): 8,
+        ("I", False): 8,
+        ("W", False): 8,
+    }
+
+
+def test_alike_stages_are_lowered_once():
+    programs = programs_of(make("1f1b", S=4))
+    ops = {program for program, _ in programs.compiled}
+    assert len(ops) == 1 + 2 * 3  # begin; F and B of the first, the last, and those between
+
+
+class Wide(nnx.Module):
+    """A stage with one residual of a shape that nothing else has."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = models.normal(rngs, models.WIDTH, 5 * models.WIDTH)
+        self.down = models.normal(rngs, 5 * models.WIDTH, models.WIDTH)
+
+    def __call__(self, x):
+        return jnp.tanh(x @ self.up[...]) @ self.down[...]
+
+
+def test_each_rank_holds_its_own_peak():
+    """Rank r of 1F1B has S - r residuals on its devices, as its schedule says."""
+    S, x = 4, models.rows(16)
+    stages = models.build(Wide, S)
+    options = {"remat": None, "loss_fn": models.squares, "engine": "programs"}
+    pipe = Pipeline(stages, 8, mesh=make_mesh(stage=S), schedule="1f1b", **options)
+    programs, peaks = programs_of(pipe), [0] * S
+
+    def counted(run: Any, rank: int) -> Any:
+        devices = set(programs.meshes.devices(rank))
+
+        def call(*arguments: Any) -> Any:
+            results = run(*arguments)
+            shape = 1, 2, 5 * models.WIDTH
+            held = [
+                a
+                for a in jax.live_arrays()
+                if a.shape == shape and a.sharding.device_set == devices
+            ]
+            peaks[rank] = max(peaks[rank], len(held))
+            return results
+
+        return call
+
+    programs.compiled = {key: counted(run, key[1]) for key, run in programs.compiled.items()}
+    jax.block_until_ready(pipe.value_and_grad(x, x))
+    assert peaks == list(schedules.simulate(pipe.schedule).peak_activations) == [4, 3, 2, 1]
