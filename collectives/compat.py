@@ -448,6 +448,13 @@ def find_cluster(*known: Any, seconds: int) -> tuple[Any, ...]:
     return tuple(find(*known, None, None, seconds))
 
 
+def trace_context() -> Any:
+    """What JAX's own caches of traces depend on beside arguments: precision, 64 bits, promotion."""
+    from jax._src import config
+
+    return config.trace_context()
+
+
 def lower_without_devices(traced: jax.stages.Traced, platform: str) -> jax.stages.Lowered | None:
     """A function of an abstract mesh, to be compiled for any devices; None if it needs devices.
 

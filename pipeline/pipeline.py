@@ -368,6 +368,7 @@ class Pipeline(nnx.Module):
         """
         from pipeline.insight.forecast.ahead import lower_step
 
+        _check_one_program(self.plan, "lower()")
         operands = self._untyped(self._operands(inputs, targets, extras, "lower"))
         if optimizer is not None:
             return lower_step(self, optimizer, inputs, targets, extras)
@@ -404,6 +405,7 @@ class Pipeline(nnx.Module):
         """
         from pipeline.insight.profile.run import trace
 
+        _check_one_program(self.plan, "trace()")
         operands = self._untyped(self._operands(inputs, targets, extras, "trace"))
         check_arrays("trace", operands)
         with self._entered():
@@ -501,6 +503,7 @@ class Pipeline(nnx.Module):
         """
         from pipeline.insight.calibrate.efficiency import measure
 
+        _check_one_program(self.plan, "measure()")
         operands = self._operands(inputs, targets, extras, "measure")
         check_arrays("measure", operands)
         return measure(self.plan, self._untyped(operands), steps=steps)
@@ -632,6 +635,7 @@ class Pipeline(nnx.Module):
         """
         from pipeline.insight.forecast.step_memory import share_within
 
+        _check_one_program(self.plan, "offload_within()")
         operands = self._untyped(self._operands(inputs, targets, extras, "offload_within"))
         return self.replace(offload=share_within(self, budget, optimizer, operands))
 
@@ -696,6 +700,8 @@ class Pipeline(nnx.Module):
         from pipeline.insight.forecast.step_memory import describe_step
 
         operands = None
+        if compiled:
+            _check_one_program(self.plan, "describe(compiled=True)")
         if inputs is not None:
             operands = self._untyped(self._operands(inputs, targets, extras, "describe"))
         if optimizer is not None:
@@ -816,13 +822,27 @@ def _entries_of(engine: str) -> Any:
     return programs
 
 
+def _check_one_program(plan: Plan, method: str) -> None:
+    """Check that a step is one program, which a method looks at.
+
+    Raises:
+      ValueError: it is several.
+    """
+    if plan.engine != "scan":
+        raise ValueError(
+            f"{method} looks at the one program of engine='scan', and a step of "
+            f"engine={plan.engine!r} is many: call it on pipe.replace(engine='scan'), which has "
+            f"the same stages and weights"
+        )
+
+
 def _warn_of_memory(
     plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool = False
 ) -> None:
     """Remember a step's types; predict its memory only where a limit is known."""
     operands = types((weights, batch))
     plan.facts.last = (model, *operands)
-    if (limit := device_limit(plan)) is not None:
+    if plan.engine == "scan" and (limit := device_limit(plan)) is not None:
         from pipeline.insight.forecast.limit import warn_of_memory
 
         warn_of_memory(plan, limit, model, operands, want_inputs=want_inputs)

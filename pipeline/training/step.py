@@ -205,7 +205,15 @@ class Step:
         self._taken: Any = jax.jit(self._take, **given(0, results=4))
         self._updated = jax.jit(self._update, **given(0, 1, 2, 3, results=4))
         self._evaluated: Any = jax.jit(self._evaluate, static_argnums=0, compiler_options=compiler)
-        if _runs_programs(model):
+        self._plans: dict[Any, Any] = {}
+        self._in_parts = _runs_programs(model)
+        if self._in_parts:
+            if isinstance(compiler_options, dict):
+                raise ValueError(
+                    f"compiler_options={compiler_options} beside engine='programs': they reach the "
+                    f"step's own program, and not those of the pipeline; leave them out, or use "
+                    f"engine='scan'"
+                )
             # Such a pipeline is no part of a program: what comes after its gradients is one.
             self._fused, self._added = self._train_in_parts, self._add
             self._taken, self._evaluated = self._take, self._evaluate
@@ -247,8 +255,8 @@ class Step:
             weight = jnp.asarray(1.0 if weight is None else weight, jnp.float32)
         if self._called + 1 == self.accumulate:
             return self._run_fused(batch, self._sums, weight)
-        if self._sums is None:
-            self._sums = self._zeros(batch, weight)
+        if self._sums is None and not self._in_parts:
+            self._sums = self._zeros(self._metrics_of(batch, weight))
         self._ahead, self._sums = self._ended(
             self._added(self._leaves_ahead(), self._sums, self._carry, batch, weight)
         )
@@ -430,7 +438,17 @@ class Step:
         """Scalars where the optimizer's count lies, so that no step compiles again for them."""
         return jax.jit(lambda: tree, out_shardings=self._everywhere)()
 
-    def _zeros(self, batch: Tree, weight: Any) -> Tree:
+    def _metrics_of(self, batch: Tree, weight: Any) -> Tree:
+        """The types of a call's metrics, by a trace."""
+        if not self.has_aux:
+            return None
+
+        def metrics(leaves: Any, carry: Any, batch: Tree) -> Tree:
+            return self._weighed(self._merged(leaves)[0], carry, batch, weight)[1]
+
+        return jax.eval_shape(metrics, self._leaves(), self._carry, batch)
+
+    def _zeros(self, metrics: Tree) -> Tree:
         """Sums of nothing: loss and metrics; gradients in float32 or wider."""
         weights = nnx.state(self.model, self.optimizer.wrt)
 
@@ -438,16 +456,8 @@ class Step:
             return jax.tree.map(lambda x: jnp.zeros_like(x, _wide(x)), tree)
 
         grads = jax.jit(zeros, out_shardings=_shardings(weights))(weights)
-        loss, aux = Weighed(jnp.zeros(()), jnp.zeros(())), None
-        if self.has_aux:
-
-            def metrics(leaves: Any, carry: Any, batch: Tree) -> Tree:
-                return self._weighed(self._merged(leaves)[0], carry, batch, weight)[1]
-
-            arguments = self._leaves(), self._carry, batch
-            runs = _runs_programs(self.model)  # which cannot be traced for their types
-            like = metrics(*arguments) if runs else jax.eval_shape(metrics, *arguments)
-            aux = jax.tree.map(_nothing_of, like)
+        loss = Weighed(jnp.zeros(()), jnp.zeros(()))
+        aux = jax.tree.map(_nothing_of, metrics) if self.has_aux else None
         return *self._replicated((loss, aux)), grads
 
     # --- what is compiled
@@ -560,11 +570,18 @@ class Step:
         model, optimizer = self._merged(leaves)
         for _, module in nnx.iter_modules(model):
             if isinstance(module, Pipeline) and module.plan.after_step is not None:
-                module.plan = dataclasses.replace(module.plan, after_step=_no_after_step)
+                module.plan = self._without_hook(module.plan)
         found = self._weighed(model, carry, batch, weight)
+        sums = self._zeros(found[1]) if sums is None else sums
         left = self._left(leaves, model, optimizer, found[0].mean, found[2])
         pairs = enumerate(zip(left, leaves, strict=True))
         return {n: new for n, (new, old) in pairs if new is not old}, _plus(sums, found)
+
+    def _without_hook(self, plan: Any) -> Any:
+        """The plan without its ``after_step``: one for each, since programs belong to a plan."""
+        if plan not in self._plans:
+            self._plans[plan] = dataclasses.replace(plan, after_step=_no_after_step)
+        return self._plans[plan]
 
     def _take(self, leaves: Any, carry: Any, batch: Tree) -> Any:
         model, optimizer = self._merged(leaves)

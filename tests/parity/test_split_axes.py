@@ -90,7 +90,7 @@ def test_ppermute_where_ranks_of_other_stages_would_have_to_meet():
         "a stage calls jax.lax.ppermute over the axis 'context'; virtual CPU devices of one "
         "process all meet in it, those of other stages too, which run other actions meanwhile; "
         "use collectives.exchange or collectives.ring_shift, in which the ranks of 'context' alone "
-        'meet, or bubbles="masked" on CPU (GPUs and TPUs need neither)'
+        'meet, or engine="programs" on CPU (GPUs and TPUs need neither)'
     )
     with pytest.raises(ValueError) as error:
         pipe.value_and_grad(*split_axes.batch())

@@ -175,34 +175,6 @@ def check_windows(gather: Gather, *, masked: bool) -> None:
         )
 
 
-def check_programs(options: Any, num_slices: int, shared: Sequence[str]) -> None:
-    """Check the options beside ``engine="programs"``.
-
-    Args:
-      options: the `Options`.
-      num_slices: N of the timetable.
-      shared: which of embed and head all ranks share.
-
-    Raises:
-      ValueError: one that only the scan has.
-    """
-    only_of_scan = {
-        f"slices={options.slices!r} (a timetable with slices)": num_slices > 1,
-        f"vocabulary={options.vocabulary!r}": bool(shared),
-        f"offload={options.offload!r}": options.offload is not None,
-        f"gather={options.gather!r}": options.gather == "repeat",
-        f"bubbles={options.bubbles!r}": options.bubbles != "skip",
-        f"pattern={options.pattern!r}": options.pattern is not None,
-        f"delayed={options.delayed!r}": bool(options.delayed),
-    }
-    for option, is_used in only_of_scan.items():
-        if is_used:
-            raise ValueError(
-                f"engine='programs' with {option}, which only the scan has: leave that option out, "
-                f"or use engine='scan'"
-            )
-
-
 def check_axes(auto_axes: Any) -> tuple[str, ...]:
     """The names of the axes left to the compiler; ValueError for anything but a sequence."""
     if isinstance(auto_axes, str) or not isinstance(auto_axes, Sequence):

@@ -151,7 +151,9 @@ class Plan(Options):
 
     @property
     def clock(self) -> dict[str, Any]:
-        """Options for `simulate` that describe this program in lockstep."""
+        """Options for `simulate` that describe this engine: programs by the event clock."""
+        if self.engine == "programs":
+            return {"clock": "event", "costs": self.durations}
         sizes = {"costs": self.durations, "pattern": self.pattern, "shared": self.shared}
         moved = {"offload": self.offload, "keep": self.keep}
         return {"clock": "lockstep", **sizes, **moved, **self.sends}

@@ -20,7 +20,6 @@ from pipeline.core.options.checks import (
     check_axes_of,
     check_costs,
     check_host,
-    check_programs,
     check_sliced,
     check_windows,
 )
@@ -110,7 +109,7 @@ def make_plan(
         "options": options,
     }
     if options.engine == "programs":
-        check_programs(options, timetable.num_slices, shared)
+        entries.check(options, mesh, timetable.num_slices, shared)
     check_host(options.offload, mesh, timetable, masked=bubbles == "masked")
     check_windows(options.gather, masked=bubbles == "masked")
     also: dict[str, Any] = {"offload": options.offload, "vocabulary": options.vocabulary}

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import STAGE
 from collectives.compat import varying_in
 from pipeline.base.axes import axes_in
-from pipeline.base.tree import Tree
+from pipeline.base.tree import Leaves, Tree
 from pipeline.core.options.plan import Plan
 
 
@@ -48,27 +48,23 @@ class RankMeshes:
 
     # --- state and batch: arrays of the pipeline's mesh ---
 
-    def split(self, tree: Tree, specs: Tree) -> list[Tree]:
-        """[S] the parts of a tree that ranks hold; nothing is copied that is where it belongs.
+    def placed(self, leaves: Leaves, specs: Sequence[P]) -> Leaves:
+        """Arrays on the pipeline's mesh, by their specs there; those that are there as they are."""
 
-        Args:
-          tree: arrays.
-          specs: their specs on the pipeline's mesh, a tree of the same structure.
-        """
-        leaves, treedef = jax.tree.flatten(tree)
-        pairs = zip(leaves, jax.tree.leaves(specs), strict=True)
-        columns = [self._split(leaf, spec) for leaf, spec in pairs]
-        return [
-            jax.tree.unflatten(treedef, [column[rank] for column in columns])
-            for rank in range(len(self.ranks))
-        ]
+        def place(leaf: Any, spec: P) -> Any:
+            sharding = NamedSharding(self._mesh, spec)
+            is_array = isinstance(leaf, jax.Array)
+            is_there = is_array and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+            return leaf if is_there else jax.device_put(leaf, sharding)
 
-    def _split(self, leaf: Any, spec: P) -> list[jax.Array]:
-        sharding = NamedSharding(self._mesh, spec)
-        if not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(
-            sharding, leaf.ndim
-        ):
-            leaf = jax.device_put(leaf, sharding)
+        return [place(*pair) for pair in zip(leaves, specs, strict=True)]
+
+    def split(self, leaves: Leaves, specs: Sequence[P]) -> list[Leaves]:
+        """[S] the parts of `placed` arrays that ranks hold, which nothing copies."""
+        columns = [self._split(*pair) for pair in zip(leaves, specs, strict=True)]
+        return [[column[rank] for column in columns] for rank in range(len(self.ranks))]
+
+    def _split(self, leaf: jax.Array, spec: P) -> list[jax.Array]:
         shard_on = {shard.device: shard.data for shard in leaf.addressable_shards}
         shape = self.part_shape(leaf.shape, spec)
         return [
@@ -124,6 +120,17 @@ class RankMeshes:
             return self._type((lead, *t.shape), t.dtype, spec)
 
         return jax.tree.map(value_type, types)
+
+    def joined_types(self, types: Tree) -> Tree:
+        """The types of what `join` makes of such values."""
+
+        def joined_type(t: Any) -> jax.ShapeDtypeStruct:
+            spec = self._value_spec(t)
+            lead = math.prod(self._mesh.shape[axis] for axis in axes_in(spec[0]))
+            sharding = NamedSharding(self._mesh, spec)
+            return jax.ShapeDtypeStruct((lead, *t.shape), t.dtype, sharding=sharding)
+
+        return jax.tree.map(joined_type, types)
 
     def value_shardings(self, rank: int, types: Tree) -> Tree:
         """Where such values are on the devices of a rank."""

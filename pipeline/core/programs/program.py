@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import vary
 from collectives.compat import lower_without_devices
-from pipeline.base.tree import Tree, vary_like
+from pipeline.base.tree import Tree, blank, vary_like
 from pipeline.core.model.model import Batch, Weights
 from pipeline.core.programs.meshes import RankMeshes, entered, left
 from pipeline.core.programs.traced import (
-    Arguments,
+    ActionValues,
     Factors,
     OpenStep,
     StepKind,
@@ -52,6 +52,7 @@ class Operands:
       tree: the structure of (weights, batch, factors).
       specs: where arrays are, on the pipeline's mesh.
       types: on a rank.
+      whole_types: on the pipeline's mesh.
     """
 
     kind: StepKind
@@ -59,6 +60,7 @@ class Operands:
     tree: Any
     specs: list[P]
     types: list[Any]
+    whole_types: list[Any]
 
     @property
     def manual(self) -> list[P]:
@@ -87,7 +89,7 @@ class Operands:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class RankProgram:
     """A function of the arrays of a rank, to be compiled for the devices of any.
 
     Args:
@@ -113,7 +115,8 @@ class Program:
             return functools.partial(self._shared.compile, device_assignment=devices)
         mesh = meshes.ranks[rank]
         types = jax.tree.map(lambda t: t.update(sharding=on(mesh, t.sharding.spec)), self.types)
-        compile_it: Callable[[], Any] = self._jitted(mesh).lower(*types).compile
+        lowered = without_warnings_of_donation(lambda: self._jitted(mesh).lower(*types))
+        compile_it: Callable[[], Any] = lowered.compile
         return compile_it
 
     @functools.cached_property
@@ -121,16 +124,22 @@ class Program:
         """Lowered once for all ranks; None if it holds callbacks, which JAX lowers for devices."""
         platform = self.operands.kind.plan.mesh.devices.flat[0].platform
         traced = self._jitted(self.operands.meshes.abstract).trace(*self.types)
-        with warnings.catch_warnings():
-            # A sum that an action turns out not to change comes back in other memory.
-            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            return lower_without_devices(traced, platform)
+        return without_warnings_of_donation(
+            functools.partial(lower_without_devices, traced, platform)
+        )
 
     def _jitted(self, mesh: Any) -> Any:
         shardings = jax.tree.map(lambda spec: on(mesh, spec), self.out_specs)
         run = self.operands.sharded(self.body, self.in_specs, self.out_specs, mesh)
         run.__name__ = run.__qualname__ = self.body.__name__  # as HLO and profiles show it
         return jax.jit(run, out_shardings=shardings, donate_argnums=self.donated)
+
+
+def without_warnings_of_donation(lower: Callable[[], Any]) -> Any:
+    """Lower a function to which memory is given that its results may turn out not to fit."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        return lower()
 
 
 def on(mesh: Any, spec: P) -> NamedSharding:
@@ -144,7 +153,11 @@ def find_operands(kind: StepKind, weights: Weights, batch: Batch, given: Factors
     leaves, tree = jax.tree.flatten((weights, batch, given))
     everywhere = jax.tree.map(lambda _: P(), given)
     specs = jax.tree.leaves((weight_specs(kind.model, weights), batch.spec_tree(), everywhere))
-    return Operands(kind, meshes, tree, specs, meshes.types(leaves, specs))
+    whole = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on(kind.plan.mesh, spec))
+        for x, spec in zip(leaves, specs, strict=True)
+    ]
+    return Operands(kind, meshes, tree, specs, meshes.types(leaves, specs), whole)
 
 
 def trace_model(operands: Operands) -> Traced:
@@ -158,7 +171,7 @@ def trace_model(operands: Operands) -> Traced:
     return results[0]
 
 
-def begin_program(traced: Traced, operands: Operands) -> Program:
+def begin_program(traced: Traced, operands: Operands) -> RankProgram:
     """The program before a rank's first action: its operands to its sums, which are zeros, and the
     factors of losses.
     """
@@ -174,10 +187,10 @@ def begin_program(traced: Traced, operands: Operands) -> Program:
         return _left((step.get(traced.sums), factors), (traced.sums, traced.factors))
 
     out_specs = meshes.value_specs((traced.sums, traced.factors))
-    return Program(operands, begin, (operands.manual,), (operands.types,), out_specs)
+    return RankProgram(operands, begin, (operands.manual,), (operands.types,), out_specs)
 
 
-def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> Program:
+def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> RankProgram:
     """The program of an action, the same for all stages that are alike.
 
     ``(sums, values, microbatch, operands, factors)`` to ``(sums, values)``: the sums that it
@@ -193,7 +206,7 @@ def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> Pr
     message = types.gradient if op.kind == "F" else types.operand
     types_of = {"stash": types.stash, "crossing": types.crossing}
     given = types_of | {"operand": types.operand, "gradient": types.gradient}
-    reads = {kind: given[kind] for kind in reads_of(traced, op)}
+    reads = {kind: given[kind] for kind in reads_of(traced, op, stage)}
     writes = {kind: types_of.get(kind, message) for kind in writes_of(traced, op, stage)}
     sums = {name: traced.sums[name] for name in sums_of(traced, op)}
 
@@ -201,8 +214,9 @@ def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> Pr
         weights, batch, _ = operands.of(leaves)
         step = traced.opened(weights, batch, entered(factors))
         step.put(entered(of_sums))
-        stores = Arguments(entered(values))
+        stores = ActionValues(entered(values))
         actions = step.actions(stage, stores, op.kind)
+        stores.fill("gradient", blank(types.gradient, actions.local.axes))
         row = {"microbatch": vary(microbatch, actions.local.axes), **_PLACES}
         sent = actions.run_op(op, row)
         results = {"operand": sent, "gradient": sent, **stores.written}
@@ -216,7 +230,9 @@ def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> Pr
     in_types = *meshes.value_types((sums, reads)), meshes.types(number, P()), operands.types
     in_types = *in_types, meshes.value_types(traced.factors)
     out_specs = meshes.value_specs((sums, writes))
-    return Program(operands, act, in_specs, in_types, out_specs, donated=(0,))
+    # A backward is the last reader of all that it reads.
+    donated = (0,) if op.kind == "F" else (0, 1)
+    return RankProgram(operands, act, in_specs, in_types, out_specs, donated)
 
 
 def _left(values: Tree, types: Tree) -> Tree:
@@ -224,17 +240,19 @@ def _left(values: Tree, types: Tree) -> Tree:
     return left(vary_like(values, types))
 
 
-def reads_of(traced: Traced, op: Op) -> tuple[str, ...]:
+def reads_of(traced: Traced, op: Op, stage: int) -> tuple[str, ...]:
     """The kinds of values that an action reads."""
     if op.kind == "W":
         return ("crossing",)
     operand = () if op.first else ("operand",)
     if op.kind == "F":
         return operand
-    # The last stage's backward starts from its own output, where F has left it.
-    if traced.kind.keeps_residuals:
-        return "stash", "gradient"
-    return operand if op.last else (*operand, "gradient")
+    # The last stage's backward starts from its own output, where F has left it. A stage that adds
+    # losses has a backward also where no gradient comes back to it.
+    residuals = traced.kind.keeps_residuals
+    has_message = residuals if op.last else traced.stages[stage + 1].sends
+    gradient = ("gradient",) if has_message else ()
+    return (*(("stash",) if residuals else operand), *gradient)
 
 
 def writes_of(traced: Traced, op: Op, stage: int) -> dict[str, int]:

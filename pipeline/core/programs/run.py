@@ -6,7 +6,6 @@ Letters: S ranks, K stages, M microbatches.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,17 +15,19 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from pipeline.base.tree import real
 from pipeline.core.model.loss import mean_of
 from pipeline.core.model.model import Batch, Weights
 from pipeline.core.programs.meshes import RankMeshes, entered
 from pipeline.core.programs.program import (
-    Program,
+    RankProgram,
     action_program,
     begin_program,
     find_operands,
     reads_of,
     sums_of,
     trace_model,
+    without_warnings_of_donation,
     writes_of,
 )
 from pipeline.core.programs.traced import Factors, StepKind, Traced
@@ -63,7 +64,7 @@ class Dispatch:
     writes: Mapping[str, tuple[Key, Any]]
 
 
-class Programs:
+class StepPrograms:
     """The compiled programs of a step.
 
     Args:
@@ -84,27 +85,28 @@ class Programs:
         results: Results,
         out_specs: Any,
     ) -> None:
-        self._ratio: Programs | None = None
+        self._ratio: StepPrograms | None = None
         self.operands = find_operands(kind, weights, batch, given)
         self.traced = trace_model(self.operands)
         if self.traced.needs_ratio:
             # The step needs its loss before it runs: all forwards run first, for that alone.
             self._ratio = _of_outputs(kind, weights, batch)
-            number = jax.ShapeDtypeStruct((), np.float32)
+            number = jax.ShapeDtypeStruct((), real())
             given = replace(given, ratio=(number, number))
             self.operands = find_operands(kind, weights, batch, given)
             self.traced = trace_model(self.operands)
-        kind.plan.facts.unsplit, kind.plan.facts.straight = self.traced.unsplit, False
+        if kind.request.training:
+            kind.plan.facts.unsplit, kind.plan.facts.straight = self.traced.unsplit, False
         self.meshes = self.operands.meshes
         self.order = make_order(self.traced, self.meshes)
         self.compiled = self._compile()
-        self._finish = self._make_finish(results, out_specs)
+        self._finish = self._lower_finish(results, out_specs).compile()
         numbers = list(np.arange(kind.plan.schedule.num_units, dtype=np.int32))
         self._numbers = [self.meshes.same(rank, numbers) for rank in range(len(self.meshes.ranks))]
 
     def _compile(self) -> dict[tuple[Any, int], Any]:
         """The functions of each rank, compiled by as many threads as there are cores."""
-        programs: dict[Any, Program] = {"begin": begin_program(self.traced, self.operands)}
+        programs: dict[Any, RankProgram] = {"begin": begin_program(self.traced, self.operands)}
         wanted: dict[Any, None] = {("begin", r): None for r in range(len(self.meshes.ranks))}
         for one in self.order:
             if one.program not in programs:
@@ -116,7 +118,7 @@ class Programs:
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             return dict(zip(wanted, threads.map(lambda run: run(), compiles), strict=True))
 
-    def _make_finish(self, results: Results, out_specs: Any) -> Any:
+    def _lower_finish(self, results: Results, out_specs: Any) -> jax.stages.Lowered:
         """The program after the last action, on the mesh of the pipeline."""
         traced, plan = self.traced, self.traced.kind.plan
 
@@ -135,14 +137,15 @@ class Programs:
             axis_names=plan.axes.manual,
             check_vma=plan.tracks_varying,
         )
-        return jax.jit(run, donate_argnums=1)
+        types = self.operands.whole_types, *self.meshes.joined_types((traced.sums, traced.factors))
+        return without_warnings_of_donation(jax.jit(run, donate_argnums=1).trace(*types).lower)
 
     def __call__(self, weights: Weights, batch: Batch, given: Factors) -> Any:
         """Run the step. No program waits but for its data, and nothing here for a result."""
         if self._ratio is not None:
             given = replace(given, ratio=self._ratio(weights, batch, Factors()))
         meshes, compiled, numbers = self.meshes, self.compiled, self._numbers
-        leaves = jax.tree.leaves((weights, batch, given))
+        leaves = meshes.placed(jax.tree.leaves((weights, batch, given)), self.operands.specs)
         operands = meshes.split(leaves, self.operands.specs)
         began = [compiled["begin", rank](of) for rank, of in enumerate(operands)]
         sums, factors = map(list, zip(*began, strict=True))
@@ -160,13 +163,10 @@ class Programs:
             for kind, (key, elsewhere) in one.writes.items():
                 value = left[kind]
                 values[key] = value if elsewhere is None else jax.device_put(value, elsewhere)
-        with warnings.catch_warnings():
-            # Of sums that are reduced the memory is of no use.
-            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            return self._finish(leaves, meshes.join(sums), meshes.join(factors))
+        return self._finish(leaves, meshes.join(sums), meshes.join(factors))
 
 
-def _of_outputs(kind: StepKind, weights: Weights, batch: Batch) -> Programs:
+def _of_outputs(kind: StepKind, weights: Weights, batch: Batch) -> StepPrograms:
     """Forward actions alone, for the share of a microbatch's loss and the mean."""
     model = replace(kind.model, has_aux=None if kind.model.has_aux else kind.model.has_aux)
     forward = StepKind(kind.plan, model, StepRequest(training=False, take_loss=True))
@@ -176,7 +176,7 @@ def _of_outputs(kind: StepKind, weights: Weights, batch: Batch) -> Programs:
         mean, share = mean_of(totals.loss, totals.weight)
         return share, mean
 
-    return Programs(forward, weights, batch, Factors(), results, (P(), P()))
+    return StepPrograms(forward, weights, batch, Factors(), results, (P(), P()))
 
 
 def make_order(traced: Traced, meshes: RankMeshes) -> list[Dispatch]:
@@ -198,7 +198,7 @@ def make_order(traced: Traced, meshes: RankMeshes) -> list[Dispatch]:
         types, op = traced.stages[stage], kind.op(name, stage)
         if name not in types.work:
             continue
-        reads = {of: ((of, stage, microbatch), False) for of in reads_of(traced, op)}
+        reads = {of: ((of, stage, microbatch), False) for of in reads_of(traced, op, stage)}
         writes = {}
         for of, to in writes_of(traced, op, stage).items():
             reader, message = schedule.placement[to], getattr(traced.stages[to], of)

@@ -13,14 +13,16 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from collectives.compat import trace_context
 from pipeline.base.tree import Leaves, Tree, signature
 from pipeline.core.autodiff.jaxpr.evaluate import narrows
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.compiled import FunctionKey
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement.meshes import mesh_in_force, mesh_text
+from pipeline.core.programs.checks import check
 from pipeline.core.programs.program import find_operands, trace_model
-from pipeline.core.programs.run import Programs
+from pipeline.core.programs.run import StepPrograms
 from pipeline.core.programs.traced import Factors, StepKind
 from pipeline.core.step.ranks import gradient_specs, input_specs, manual
 from pipeline.core.step.results import (
@@ -33,10 +35,12 @@ from pipeline.core.step.results import (
 )
 from pipeline.core.step.run.places import StepRequest
 
+__all__ = "check", "evaluate", "logprobs", "narrows_train", "outputs", "train"
+
 _TRACED = (
-    "engine='programs' calls a compiled function for each action, which no jax.jit, jax.vmap or "
-    "jax.lax.scan around the call can hold: call the pipeline outside of them, and jit what "
-    "follows, such as the optimizer's update; or use engine='scan'"
+    "engine='programs' calls a compiled function for each action, which nothing that traces the "
+    "call can hold (jax.jit, jax.vmap, jax.lax.scan, jax.eval_shape, checkify): call the pipeline "
+    "outside of it, and jit what follows, such as the optimizer's update; or use engine='scan'"
 )
 
 
@@ -142,10 +146,14 @@ def _run(
             f"the pipeline outside of jax.set_mesh, or use engine='scan'"
         )
     request = dataclasses.astuple(kind.request)
-    options = {"types": signature(operands), "kind": (*request, kind.counts, kind.normalise)}
+    options = {
+        "types": signature(operands),
+        "kind": (*request, kind.counts, kind.normalise),
+        "context": trace_context(),
+    }
     key = FunctionKey(kind.plan, name, kind.model, frozenset(options.items()))
     functions = kind.plan.compiled.functions
     with jax.disable_jit(False):  # refs and collectives have no meaning outside of a program
         if key not in functions:
-            functions[key] = Programs(kind, weights, batch, given, results, out_specs)
+            functions[key] = StepPrograms(kind, weights, batch, given, results, out_specs)
         return functions[key](weights, batch, given)

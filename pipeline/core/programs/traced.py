@@ -15,7 +15,9 @@ from typing import Any
 import jax
 
 from pipeline.base.masks import Needs
+from pipeline.base.rows import BatchPart
 from pipeline.base.tree import Leaves, Tree, signature
+from pipeline.base.warn import warn_once
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.groups import StageGroup
@@ -26,7 +28,7 @@ from pipeline.core.step.ranks import make_rank
 from pipeline.core.step.run.actions import Actions
 from pipeline.core.step.run.grouped import own_totals
 from pipeline.core.step.run.places import StepPlaces, StepRequest, make_sums
-from pipeline.core.step.runtime import loss_scale
+from pipeline.core.step.runtime import NOTHING_TO_GATHER, loss_scale
 from pipeline.core.step.share import find_share
 from pipeline.core.step.stores.device import check_no_host
 from pipeline.core.step.stores.slices import WholeSequences
@@ -121,7 +123,7 @@ class Traced:
 
     Attributes:
       kind: the step.
-      inspected: the facts; its arrays are those of a trace that is over.
+      inspected: the facts, without arrays.
       loss: the factors of losses that are numbers.
       factors: the types of those that are arrays.
       sums: the types of all sums of a rank, and of declared state, by name.
@@ -182,7 +184,7 @@ class OpenStep:
         """The sums of these names."""
         return {name: [ref[...] for ref in self.refs[name]] for name in names}
 
-    def actions(self, stage: int, stores: Arguments, kinds: Collection[str]) -> Actions:
+    def actions(self, stage: int, stores: ActionValues, kinds: Collection[str]) -> Actions:
         """The actions of one stage.
 
         Args:
@@ -207,7 +209,7 @@ class OpenStep:
         return Actions(local, kind.request, places, WholeSequences())
 
 
-class Arguments(Stores):
+class ActionValues(Stores):
     """The values of one action: it reads the arguments of its program, and returns what it writes.
 
     Args:
@@ -215,8 +217,13 @@ class Arguments(Stores):
     """
 
     def __init__(self, values: Mapping[str, Tree]) -> None:
-        super().__init__({kind: [value] for kind, value in values.items()}, {})
+        self.device: dict[str, Any] = {kind: [value] for kind, value in values.items()}
+        super().__init__(self.device, {})
         self.written: dict[str, Tree] = {}
+
+    def fill(self, kind: str, value: Tree) -> None:
+        """Have a value of a kind of which the program is given none."""
+        self.device.setdefault(kind, [value])
 
     def write(self, kind: str, op: Op, row: Row, value: Tree) -> None:  # noqa: ARG002
         """Return a value of a kind."""
@@ -231,6 +238,11 @@ def trace(kind: StepKind, weights: Weights, batch: Batch, given: Factors) -> Tra
     reaches = request.want_inputs or kind.model.trained.embed or not request.training
     taking = {"take_loss": request.take_loss, "reaches": reaches}
     inspected = inspect(plan, rank, kind.needs, **taking)
+    if inspected.rank.facts.has_checks:
+        raise ValueError(
+            "engine='programs': a stage has a check (checkify.check), whose error JAX carries from "
+            "one program to the next only within one; leave the check out, or use engine='scan'"
+        )
     if not (request.take_loss or request.logprobs):
         plan.lint.outputs(inspected.local())
     plan.lint.whole(plan, inspected, training=kind.counts, unread=kind.counts and kind.normalise)
@@ -246,7 +258,16 @@ def trace(kind: StepKind, weights: Weights, batch: Batch, given: Factors) -> Tra
     numbers = dataclasses.replace(loss, **unknown)
     sums = {name: list(map(jax.typeof, of)) for name, of in step.get(step.refs).items()}
     stages, unsplit = _stages(step)
-    return Traced(kind, step.inspected, numbers, factors, sums, needs_ratio, stages, unsplit)
+    facts = _without_arrays(step.inspected, numbers)
+    return Traced(kind, facts, numbers, factors, sums, needs_ratio, stages, unsplit)
+
+
+def _without_arrays(inspected: Inspected, loss: LossScale) -> Inspected:
+    """What a trace has shown, without the arrays of the trace, which end with it."""
+    gone: Any = {"weights": None, "chunks": None, "batch": None, "batches": (), "declared": None}
+    rank = dataclasses.replace(inspected.rank, loss=loss, batch_part=BatchPart(), **gone)
+    usage: Any = [(stages, None, usage) for stages, _, usage in inspected.usage]
+    return dataclasses.replace(inspected, rank=rank, usage=usage)
 
 
 def first_loss(kind: StepKind, given: Factors) -> LossScale:
@@ -278,15 +299,17 @@ def _stages(step: OpenStep) -> tuple[list[StageTypes], tuple[str, ...]]:
     rank, types = inspected.rank, inspected.activations.types
     kinds = {action.kind for order in kind.schedule.orders for action in order}
     known: dict[Any, StageTypes] = {}
-    stages, unsplit = [], list[str]()
+    stages, unsplit, gathers = [], list[str](), False
     for k, position in enumerate(kind.model.stages):
         ends = k == 0, k == len(kind.model.stages) - 1
         need, adds = inspected.needs[k], rank.facts.adding_stages[k]
         code = rank.code(position), position.chunk, ends, need, adds, signature(types[k : k + 2])
         if code not in known:
-            actions = step.actions(k, Arguments({}), kinds)
+            actions = step.actions(k, ActionValues({}), kinds)
             work = {name for name in kinds if actions.does_anything(kind.op(name, k))}
-            if actions.leaves_nothing(kind.op("F", k)):
+            # Embed's state is written by F, also where nothing else of F is needed.
+            writes = k == 0 and rank.declared is not None
+            if actions.leaves_nothing(kind.op("F", k)) and not writes:
                 work.discard("F")
             residuals, halves = actions.saved.residuals, actions.halves
             check_no_host(residuals.stashed if residuals else [], "stashes")
@@ -301,5 +324,8 @@ def _stages(step: OpenStep) -> tuple[list[StageTypes], tuple[str, ...]]:
                 first=k,
             )
             unsplit += halves.whole if halves else []
+            gathers |= bool(residuals and residuals.gathers)
         stages.append(known[code])
+    if kind.request.training and kind.plan.remat == "gathered" and not gathers:
+        warn_once(NOTHING_TO_GATHER, kind.plan.compiled.warned, "gathered")
     return stages, tuple(dict.fromkeys(unsplit))

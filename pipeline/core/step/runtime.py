@@ -54,7 +54,7 @@ from pipeline.core.step.stores.totals import StepSums
 from schedules.lowering.needs import without
 from schedules.lowering.program import Program
 
-_NOTHING_TO_GATHER = (
+NOTHING_TO_GATHER = (
     "remat='gathered' gathers nothing again: of what a stage's backward reads, nothing is the "
     "result of an all-gather outside of its loops, so residuals are kept as with remat=None; "
     "for sequence parallel layers in a mesh with tensor ranks call blocks in a Python loop, "
@@ -123,7 +123,7 @@ def train(
     # are sharded over these.
     if plan.auto_axes:
         grads = constrain(grads, specs, plan.mesh)
-    return loss, grads, ordered_inputs(plan, inputs, of_inputs, batch), state
+    return loss, grads, _ordered_inputs(plan, inputs, of_inputs, batch), state
 
 
 def loss_scale(plan: Plan, scale: Any) -> LossScale:
@@ -133,7 +133,7 @@ def loss_scale(plan: Plan, scale: Any) -> LossScale:
     return LossScale(of_caller=of_caller, of_added=added / calls_of(plan))
 
 
-def ordered_inputs(plan: Plan, gradients: Leaves, specs: list[P], batch: Batch) -> Leaves:
+def _ordered_inputs(plan: Plan, gradients: Leaves, specs: list[P], batch: Batch) -> Leaves:
     """Gradients of inputs in the shapes of inputs, with positions in their order."""
     pairs = zip(gradients, specs, strict=True)
     ordered = [in_order(plan, leaf, spec, back=True) for leaf, spec in pairs]
@@ -172,7 +172,7 @@ def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[T
         values = jnp.moveaxis(values, 0, -1)[..., : model.tables.head_words]
         return in_order(plan, values, lie, back=True), state
     values = _infer(*arguments, step, lambda _, sums: outputs_of(sums, plan), lie)
-    return ordered_outputs(values, plan)
+    return _ordered_outputs(values, plan)
 
 
 @PerPlan
@@ -181,10 +181,10 @@ def logprobs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[
     arguments, lie = (plan, model, weights, batch), plan.axes.output_spec
     step = StepRequest(training=False, take_loss=False, logprobs=True)
     results = _infer(*arguments, step, lambda _, sums: outputs_of(sums, plan), lie)
-    return ordered_outputs(results, plan)
+    return _ordered_outputs(results, plan)
 
 
-def ordered_outputs(results: tuple[Tree, StateLeaves], plan: Plan) -> tuple[Tree, StateLeaves]:
+def _ordered_outputs(results: tuple[Tree, StateLeaves], plan: Plan) -> tuple[Tree, StateLeaves]:
     """Outputs with their positions in order."""
     values, state = results
     spec = plan.axes.output_spec
@@ -261,7 +261,7 @@ def _train(
     plan.lint.effects(plan, local, again=plan.keep == "input")
     actions = make_actions(plan, local, program, step)
     if plan.remat == "gathered" and not actions.saved.residuals.gathers:
-        warn_once(_NOTHING_TO_GATHER, plan.compiled.warned, "gathered")
+        warn_once(NOTHING_TO_GATHER, plan.compiled.warned, "gathered")
     halves = actions.halves
     plan.facts.unsplit = tuple(halves.whole) if halves else ()
     run_ticks(actions, program, tables, masked=plan.is_masked)

@@ -111,6 +111,7 @@ def one_rank(
         "schedule": timetable(
             len(chain.stages), kinds, microbatches, in_flight, plan.schedule.num_slices
         ),
+        "engine": "scan",
         "bubbles": "skip",
         "pattern": "single",
         "delayed": False,

@@ -78,6 +78,9 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
     straight = plan.facts.straight
     if straight is None:
         straight = plan.is_straight and not unlike
+    timetable = [_STRAIGHT] if straight else _ticks(plan)
+    if plan.engine == "programs":
+        timetable = _programs(plan)
     lines = [
         (
             f"{schedule.num_stages} stages on {schedule.num_ranks} ranks, {plan.num_chunks} per "
@@ -85,10 +88,10 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
         ),
         f"mesh {_axes(plan)}: {used} of {present} devices",
         f"schedule {schedule.name}: {plan.why}",
-        *([_STRAIGHT] if straight else _ticks(plan)),
+        *timetable,
         *memory,
     ]
-    if not straight and plan.training.delayed:
+    if plan.engine == "scan" and not straight and plan.training.delayed:
         lines.append(
             "sends are delayed: a message travels beside the work of the next slot, and can be "
             "used from the one after"
@@ -109,18 +112,34 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
     return "\n".join([*lines, *unlike])
 
 
+def _costs(plan: Plan) -> str:
+    """Say which costs a bubble is predicted with."""
+    if plan.costs is not None:
+        return plan.costs_from
+    return "F = I = W" + " and F again in each backward" * (plan.remat == "stage")
+
+
+def _programs(plan: Plan) -> list[str]:
+    """Describe a timetable whose actions are programs, and the ranks' idle time in it."""
+    report = simulate(plan.schedule, **plan.clock)
+    held = " ".join(f"{count:g}" for count in report.peak_activations)
+    return [
+        "a program for each action of a rank, which waits for its data alone",
+        f"stashes at most, by rank: {held}",
+        f"predicted bubble at {_costs(plan)}: a step loses {report.step_bubble_rate:.1%}",
+        "bytes below are those of engine='scan', where all ranks hold what the fullest one needs",
+    ]
+
+
 def _ticks(plan: Plan) -> list[str]:
     """Describe the lowered timetable, and the ranks' idle time in it."""
     program = plan.training
     lost = simulate(plan.schedule, **plan.clock).step_bubble_rate
-    costs = plan.costs_from
-    if plan.costs is None:
-        costs = "F = I = W" + " and F again in each backward" * (plan.remat == "stage")
     return [
         f"{program.num_ticks} ticks of slots {' + '.join(program.pattern)}: {_why_slots(plan)}",
         f"per rank {_places(program)}",
         (
-            f"predicted bubble at {costs}: a step loses {lost:.1%} in lockstep"
+            f"predicted bubble at {_costs(plan)}: a step loses {lost:.1%} in lockstep"
             f"{' with delayed sends' * program.delayed}"
         ),
     ]
@@ -140,7 +159,8 @@ def _unlike(chunks: Sequence[Any]) -> list[str]:
 def _sharded(plan: Plan) -> list[str]:
     """Describe how a batch is split, what is sharded over it, and which axes are the compiler's."""
     axes = plan.axes
-    often = {"step": "once a step", "action": "in every action", "repeat": _repeats(plan)}
+    once = "once a step" if plan.engine == "scan" else "in every action"
+    often = {"step": once, "action": "in every action", "repeat": _repeats(plan)}
     shards, whole = f"{plan.axes.num_rows} data shards", often[plan.gather]
     lines = {
         "replicated": [],

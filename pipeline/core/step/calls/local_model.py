@@ -23,7 +23,6 @@ from pipeline.core.autodiff.jaxpr.reader import read_block
 from pipeline.core.autodiff.jaxpr.steps import run_block
 from pipeline.core.autodiff.outcome import MakeAdding, Outcome, outcome_and_pullback
 from pipeline.core.autodiff.residuals import Residuals, stage_pullback
-from pipeline.core.autodiff.split_backward import Linearize, SplitBackward
 from pipeline.core.model.loss import LossMetrics
 from pipeline.core.model.stage import StagePosition
 from pipeline.core.step.calls import ends
@@ -240,11 +239,14 @@ class LocalModel(Forward):
 
     def split_backward(self, residuals: Any, *, in_place: bool) -> Any:
         """A stage's backward in two halves, from residuals or from the stage's input."""
+        # Imported where it is used: most timetables have no I and W, and do not load it.
+        from pipeline.core.autodiff.split_backward import SplitBackward
+
         # The examples are traced for types alone. With slices a stage's input includes earlier
         # carries, which are not stashed, so residuals and carries come as a pair.
         stash, home = self.blank, self.home
         (dy, _) = partition((blank(self.output, self.axes), blank(self.carry, self.axes)))
-        linearize: Linearize = self._linearize
+        linearize: Any = self._linearize
         if residuals is not None and self.rank.slices.count > 1:
             linearize = lambda w, fixed, side, both: (  # noqa: E731
                 None,

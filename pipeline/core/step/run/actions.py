@@ -191,7 +191,7 @@ class Actions:
         """Tell whether an action computes anything; a backward of the last stage takes the loss."""
         if op.kind == "W":
             return self.local.sums_weights
-        return op.kind == "F" or op.last or self.wants_x(op) or self.local.sums_weights
+        return op.kind == "F" or op.last or self._wants_x(op) or self.local.sums_weights
 
     def leaves_nothing(self, op: Op) -> bool:
         """Tell whether a forward is not needed: its backward, the next action, runs it again."""
@@ -204,13 +204,13 @@ class Actions:
             recomputes=self.saved.recomputes, shares_head=not op.last, writes=leaves
         )
 
-    def wants_x(self, op: Op) -> bool:
+    def _wants_x(self, op: Op) -> bool:
         """Tell whether the gradient for a stage's input is needed."""
         return self.local.need.x and (not op.first or self.wants_upstream)
 
     def _wants_given(self, op: Op) -> bool:
         """Tell whether a pullback returns gradients for the stage's input and earlier carries."""
-        return self.slices.has_carries or self.wants_x(op)
+        return self.slices.has_carries or self._wants_x(op)
 
     # --- before the first stage, and after the last ---
 
