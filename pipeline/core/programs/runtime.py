@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 from collectives.compat import trace_context
 from pipeline.base.tree import Leaves, Tree, signature
-from pipeline.core.autodiff.jaxpr.evaluate import narrows
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.compiled import FunctionKey
 from pipeline.core.options.plan import Plan
@@ -78,8 +77,7 @@ def narrows_train(plan: Plan, model: Model, weights: Weights, batch: Batch, **wa
     """Tell whether a step computes in floats in which gradients vanish or overflow."""
     request = StepRequest(training=True, take_loss=True, **wanted)
     kind = StepKind(plan, model, request, counts=True)
-    inspected = trace_model(find_operands(kind, weights, batch, Factors())).inspected
-    return any(map(narrows, [*inspected.activations.bodies, inspected.ends_body]))
+    return trace_model(find_operands(kind, weights, batch, Factors())).is_narrow
 
 
 def evaluate(

@@ -18,6 +18,7 @@ from pipeline.base.masks import Needs
 from pipeline.base.rows import BatchPart
 from pipeline.base.tree import Leaves, Tree, signature
 from pipeline.base.warn import warn_once
+from pipeline.core.autodiff.jaxpr.evaluate import narrows
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.groups import StageGroup
@@ -127,6 +128,7 @@ class Traced:
       loss: the factors of losses that are numbers.
       factors: the types of those that are arrays.
       sums: the types of all sums of a rank, and of declared state, by name.
+      is_narrow: whether it computes in floats in which gradients vanish or overflow.
       needs_ratio: whether `Factors.ratio` is needed, and was missing.
       stages: [K] types.
       unsplit: parts of backwards that could not be split.
@@ -137,6 +139,7 @@ class Traced:
     loss: LossScale
     factors: dict[str, Any]
     sums: dict[str, Leaves]
+    is_narrow: bool
     needs_ratio: bool
     stages: list[StageTypes]
     unsplit: tuple[str, ...]
@@ -258,8 +261,18 @@ def trace(kind: StepKind, weights: Weights, batch: Batch, given: Factors) -> Tra
     numbers = dataclasses.replace(loss, **unknown)
     sums = {name: list(map(jax.typeof, of)) for name, of in step.get(step.refs).items()}
     stages, unsplit = _stages(step)
-    facts = _without_arrays(step.inspected, numbers)
-    return Traced(kind, facts, numbers, factors, sums, needs_ratio, stages, unsplit)
+    bodies = [*inspected.activations.bodies, *([inspected.ends_body] * request.take_loss)]
+    return Traced(
+        kind=kind,
+        inspected=_without_arrays(step.inspected, numbers),
+        loss=numbers,
+        factors=factors,
+        sums=sums,
+        is_narrow=any(map(narrows, bodies)),
+        needs_ratio=needs_ratio,
+        stages=stages,
+        unsplit=unsplit,
+    )
 
 
 def _without_arrays(inspected: Inspected, loss: LossScale) -> Inspected:
@@ -267,7 +280,7 @@ def _without_arrays(inspected: Inspected, loss: LossScale) -> Inspected:
     gone: Any = {"weights": None, "chunks": None, "batch": None, "batches": (), "declared": None}
     rank = dataclasses.replace(inspected.rank, loss=loss, batch_part=BatchPart(), **gone)
     usage: Any = [(stages, None, usage) for stages, _, usage in inspected.usage]
-    return dataclasses.replace(inspected, rank=rank, usage=usage)
+    return dataclasses.replace(inspected, rank=rank, usage=usage, ends_body=None)
 
 
 def first_loss(kind: StepKind, given: Factors) -> LossScale:
