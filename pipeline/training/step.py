@@ -4,8 +4,8 @@
     for inputs, targets in batches:
         metrics = step(inputs, targets)
 
-One jit does all of it (of a pipeline with ``engine="programs"``, all but the gradients), and
-`fwd_bwd`, `update` and `eval_step` are the same in parts. What a step
+One jit does all of it, and `fwd_bwd`, `update` and `eval_step` are the same in parts. A pipeline
+with ``engine="programs"`` computes gradients by itself, and one jit does the rest. What a step
 decides (whether it is finite, the next loss scale) it decides on the device: nothing waits for the
 host. The model is a `pipeline.Pipeline`, or any `nnx.Module` with ``value_and_grad`` or ``loss`` of
 ``(inputs, targets)``; of where its arrays lie nothing is known here.

@@ -85,6 +85,7 @@ class Options:
       engine: "scan" runs the timetable as one program, in which all ranks keep step; "programs"
         runs each action as a program of its rank's own devices, which waits for its data alone.
         Such a step cannot be a part of another program: `jax.jit` the optimizer's update alone.
+        docs/engines.md has what each takes.
       pattern: the slots of a tick, "single", "paired", "unit" or "partner" (`schedules.lower`); by
         default the fastest on this mesh.
       delayed: whether a message between ranks travels beside the work of the slot after its own,
@@ -130,7 +131,7 @@ class Options:
         whose metadata does not say it (`nnx.with_partitioning`), else None. Paths are those of
         ``wrt``; they also compare and split as text, "up.kernel" of a stage.
       auto_axes: mesh axes left to the compiler, for stages that know nothing of them. On virtual
-        CPU devices bubbles are then masked.
+        CPU devices bubbles of the scan are then masked.
       vocabulary: "ends" has embed on the first rank and head on the last; "stage" splits a
         `pipeline.vocabulary.VocabularyEmbedding` and a `VocabularyHead` by vocabulary over all
         ranks, which share the work on every microbatch. Losses are then a

@@ -1,4 +1,4 @@
-"""The options that only the scan has, refused by name."""
+"""The options that only the scan has."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class RankMeshes:
     # --- state and batch: arrays of the pipeline's mesh ---
 
     def placed(self, leaves: Leaves, specs: Sequence[P]) -> Leaves:
-        """Arrays on the pipeline's mesh, by their specs there; those that are there as they are."""
+        """Arrays on the pipeline's mesh; an array that already has its spec there is not copied."""
 
         def place(leaf: Any, spec: P) -> Any:
             sharding = NamedSharding(self._mesh, spec)
@@ -60,7 +60,7 @@ class RankMeshes:
         return [place(*pair) for pair in zip(leaves, specs, strict=True)]
 
     def split(self, leaves: Leaves, specs: Sequence[P]) -> list[Leaves]:
-        """[S] the parts of `placed` arrays that ranks hold, which nothing copies."""
+        """[S] the parts of `placed` arrays that each rank has, without a copy."""
         columns = [self._split(*pair) for pair in zip(leaves, specs, strict=True)]
         return [[column[rank] for column in columns] for rank in range(len(self.ranks))]
 
@@ -93,17 +93,20 @@ class RankMeshes:
     def _type(self, shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.abstract, spec))
 
-    def same(self, rank: int, tree: Tree) -> Tree:
+    def replicate(self, rank: int, tree: Tree) -> Tree:
         """A tree of arrays or numbers, whole on every device of a rank."""
         return jax.device_put(tree, NamedSharding(self.ranks[rank], P()))
 
     # --- values between actions: each device has its own ---
 
     def value_specs(self, types: Tree) -> Tree:
-        """The specs of values between programs, whose types inside are given.
+        """The specs of values that pass between programs.
 
-        Such a value has a leading axis, which is split over the mesh axes over which the value
-        varies: each device has its own.
+        Each device has a value of its own. So a value crosses the border of a jitted function as an
+        array with a leading axis, which is split over the mesh axes over which the value varies.
+
+        Args:
+          types: of the values within a program.
         """
         return jax.tree.map(self._value_spec, types)
 
@@ -133,7 +136,7 @@ class RankMeshes:
         return jax.tree.map(joined_type, types)
 
     def value_shardings(self, rank: int, types: Tree) -> Tree:
-        """Where such values are on the devices of a rank."""
+        """The shardings of these values on the devices of a rank."""
         specs = self.value_specs(types)
         return jax.tree.map(lambda spec: NamedSharding(self.ranks[rank], spec), specs)
 
@@ -156,11 +159,11 @@ class RankMeshes:
         return jax.tree.map(joined, *trees)
 
 
-def entered(tree: Tree) -> Tree:
-    """Values as a program has them inside."""
+def drop_device_axis(tree: Tree) -> Tree:
+    """Values without the leading axis with which they enter a program."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
-def left(tree: Tree) -> Tree:
-    """Values as they leave a program."""
+def add_device_axis(tree: Tree) -> Tree:
+    """Values with the leading axis with which they leave a program."""
     return jax.tree.map(lambda x: x[None], tree)

@@ -22,12 +22,12 @@ from collectives import vary
 from collectives.compat import lower_without_devices
 from pipeline.base.tree import Tree, blank, vary_like
 from pipeline.core.model.model import Batch, Weights
-from pipeline.core.programs.meshes import RankMeshes, entered, left
+from pipeline.core.programs.meshes import RankMeshes, add_device_axis, drop_device_axis
 from pipeline.core.programs.traced import (
     ActionValues,
-    Factors,
     OpenStep,
-    StepKind,
+    StepInputs,
+    StepOptions,
     Traced,
     first_loss,
     trace,
@@ -42,20 +42,20 @@ _PLACES = {kind.name: 0 for kind in VALUE_KINDS}  # a program has one value of e
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """The types of what a step is given: weights, batch and `Factors`, as a list of leaves.
+    """The types of a step's operands, weights, batch and `StepInputs`, as one list of leaves.
 
-    Lists are flattened in a tenth of the time that states take, in each of a step's calls.
+    A step passes them to each of its programs. JAX flattens a list ten times faster than states.
 
     Attributes:
-      kind: the step.
+      options: of the step.
       meshes: of the ranks.
-      tree: the structure of (weights, batch, factors).
-      specs: where arrays are, on the pipeline's mesh.
-      types: on a rank.
-      whole_types: on the pipeline's mesh.
+      tree: the structure of the operands.
+      specs: the specs of the leaves on the pipeline's mesh.
+      types: the types of a rank's parts.
+      whole_types: the types of the leaves on the pipeline's mesh.
     """
 
-    kind: StepKind
+    options: StepOptions
     meshes: RankMeshes
     tree: Any
     specs: list[P]
@@ -65,19 +65,19 @@ class Operands:
     @property
     def manual(self) -> list[P]:
         """The specs within a shard_map."""
-        specs: list[P] = manual(self.kind.plan, self.specs)
+        specs: list[P] = manual(self.options.plan, self.specs)
         return specs
 
-    def of(self, leaves: list[Any]) -> tuple[Weights, Batch, Factors]:
-        """Weights, batch and factors of leaves."""
-        operands: tuple[Weights, Batch, Factors] = jax.tree.unflatten(self.tree, leaves)
+    def of(self, leaves: list[Any]) -> tuple[Weights, Batch, StepInputs]:
+        """The operands that have these leaves."""
+        operands: tuple[Weights, Batch, StepInputs] = jax.tree.unflatten(self.tree, leaves)
         return operands
 
     def sharded(
         self, body: Callable[..., Any], in_specs: Any, out_specs: Any, mesh: Any = None
     ) -> Any:
         """A body on every device of a rank."""
-        plan = self.kind.plan
+        plan = self.options.plan
         return jax.shard_map(
             body,
             mesh=self.meshes.abstract if mesh is None else mesh,
@@ -94,10 +94,11 @@ class RankProgram:
 
     Args:
       operands: of the step.
-      body: on each device.
-      in_specs, out_specs: its specs.
-      types: of its arguments.
-      donated: which argument is given away.
+      body: what each device computes.
+      in_specs: the specs of its arguments.
+      types: the types of its arguments.
+      out_specs: the specs of its results.
+      donated: the arguments whose memory it may reuse.
     """
 
     operands: Operands
@@ -114,7 +115,9 @@ class RankProgram:
             devices = meshes.devices(rank)
             return functools.partial(self._shared.compile, device_assignment=devices)
         mesh = meshes.ranks[rank]
-        types = jax.tree.map(lambda t: t.update(sharding=on(mesh, t.sharding.spec)), self.types)
+        types = jax.tree.map(
+            lambda t: t.update(sharding=sharding_of(mesh, t.sharding.spec)), self.types
+        )
         lowered = without_warnings_of_donation(lambda: self._jitted(mesh).lower(*types))
         compile_it: Callable[[], Any] = lowered.compile
         return compile_it
@@ -122,42 +125,44 @@ class RankProgram:
     @functools.cached_property
     def _shared(self) -> jax.stages.Lowered | None:
         """Lowered once for all ranks; None if it holds callbacks, which JAX lowers for devices."""
-        platform = self.operands.kind.plan.mesh.devices.flat[0].platform
+        platform = self.operands.options.plan.mesh.devices.flat[0].platform
         traced = self._jitted(self.operands.meshes.abstract).trace(*self.types)
         return without_warnings_of_donation(
             functools.partial(lower_without_devices, traced, platform)
         )
 
     def _jitted(self, mesh: Any) -> Any:
-        shardings = jax.tree.map(lambda spec: on(mesh, spec), self.out_specs)
+        shardings = jax.tree.map(lambda spec: sharding_of(mesh, spec), self.out_specs)
         run = self.operands.sharded(self.body, self.in_specs, self.out_specs, mesh)
         run.__name__ = run.__qualname__ = self.body.__name__  # as HLO and profiles show it
         return jax.jit(run, out_shardings=shardings, donate_argnums=self.donated)
 
 
 def without_warnings_of_donation(lower: Callable[[], Any]) -> Any:
-    """Lower a function to which memory is given that its results may turn out not to fit."""
+    """Lower a function some of whose donated arguments may fit none of its results."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         return lower()
 
 
-def on(mesh: Any, spec: P) -> NamedSharding:
-    """Where an array of this spec is on a mesh."""
+def sharding_of(mesh: Any, spec: P) -> NamedSharding:
+    """The sharding of this spec on a mesh."""
     return NamedSharding(mesh, spec)
 
 
-def find_operands(kind: StepKind, weights: Weights, batch: Batch, given: Factors) -> Operands:
+def find_operands(
+    options: StepOptions, weights: Weights, batch: Batch, given: StepInputs
+) -> Operands:
     """The types and specs of a step's operands."""
-    meshes = RankMeshes(kind.plan)
+    meshes = RankMeshes(options.plan)
     leaves, tree = jax.tree.flatten((weights, batch, given))
     everywhere = jax.tree.map(lambda _: P(), given)
-    specs = jax.tree.leaves((weight_specs(kind.model, weights), batch.spec_tree(), everywhere))
+    specs = jax.tree.leaves((weight_specs(options.model, weights), batch.spec_tree(), everywhere))
     whole = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on(kind.plan.mesh, spec))
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(options.plan.mesh, spec))
         for x, spec in zip(leaves, specs, strict=True)
     ]
-    return Operands(kind, meshes, tree, specs, meshes.types(leaves, specs), whole)
+    return Operands(options, meshes, tree, specs, meshes.types(leaves, specs), whole)
 
 
 def trace_model(operands: Operands) -> Traced:
@@ -165,25 +170,26 @@ def trace_model(operands: Operands) -> Traced:
     results = []
 
     def body(leaves: list[Any]) -> None:
-        results.append(trace(operands.kind, *operands.of(leaves)))
+        results.append(trace(operands.options, *operands.of(leaves)))
 
     jax.eval_shape(operands.sharded(body, (operands.manual,), None), operands.types)
     return results[0]
 
 
 def begin_program(traced: Traced, operands: Operands) -> RankProgram:
-    """The program before a rank's first action: its operands to its sums, which are zeros, and the
-    factors of losses.
+    """The program before a rank's first action: operands to (sums, factors of losses).
+
+    All sums are zeros.
     """
-    kind, meshes = traced.kind, operands.meshes
+    options, meshes = traced.options, operands.meshes
 
     def begin(leaves: list[Any]) -> Any:
         weights, batch, given = operands.of(leaves)
-        inspected = traced.on_rank(weights, batch, first_loss(kind, given))
-        loss, _ = whole_loss(kind, inspected, given)
+        inspected = traced.on_rank(weights, batch, first_loss(options, given))
+        loss, _ = whole_loss(options, inspected, given)
         factors = {name: getattr(loss, name) for name in traced.factors}
         rank = dataclasses.replace(inspected.rank, loss=loss)
-        step = OpenStep(kind, dataclasses.replace(inspected, rank=rank))
+        step = OpenStep(options, dataclasses.replace(inspected, rank=rank))
         return _left((step.get(traced.sums), factors), (traced.sums, traced.factors))
 
     out_specs = meshes.value_specs((traced.sums, traced.factors))
@@ -193,8 +199,8 @@ def begin_program(traced: Traced, operands: Operands) -> RankProgram:
 def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> RankProgram:
     """The program of an action, the same for all stages that are alike.
 
-    ``(sums, values, microbatch, operands, factors)`` to ``(sums, values)``: the sums that it
-    adds to, which are given away, and the values that it reads and leaves, by kind.
+    ``(sums, values, microbatch, operands, factors)`` to ``(sums, values)``: the sums that it adds
+    to, whose memory it reuses, and by kind the values that it reads and writes.
 
     Args:
       traced: the model.
@@ -212,9 +218,9 @@ def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> Ra
 
     def act(of_sums: Any, values: Any, microbatch: Any, leaves: list[Any], factors: Any) -> Any:
         weights, batch, _ = operands.of(leaves)
-        step = traced.opened(weights, batch, entered(factors))
-        step.put(entered(of_sums))
-        stores = ActionValues(entered(values))
+        step = traced.opened(weights, batch, drop_device_axis(factors))
+        step.put(drop_device_axis(of_sums))
+        stores = ActionValues(drop_device_axis(values))
         actions = step.actions(stage, stores, op.kind)
         stores.fill("gradient", blank(types.gradient, actions.local.axes))
         row = {"microbatch": vary(microbatch, actions.local.axes), **_PLACES}
@@ -236,8 +242,8 @@ def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> Ra
 
 
 def _left(values: Tree, types: Tree) -> Tree:
-    """Values as they leave a program, varying over all axes over which those of the types do."""
-    return left(vary_like(values, types))
+    """Values as they leave a program, of these types."""
+    return add_device_axis(vary_like(values, types))
 
 
 def reads_of(traced: Traced, op: Op, stage: int) -> tuple[str, ...]:
@@ -249,7 +255,7 @@ def reads_of(traced: Traced, op: Op, stage: int) -> tuple[str, ...]:
         return operand
     # The last stage's backward starts from its own output, where F has left it. A stage that adds
     # losses has a backward also where no gradient comes back to it.
-    residuals = traced.kind.keeps_residuals
+    residuals = traced.options.keeps_residuals
     has_message = residuals if op.last else traced.stages[stage + 1].sends
     gradient = ("gradient",) if has_message else ()
     return (*(("stash",) if residuals else operand), *gradient)
@@ -257,7 +263,7 @@ def reads_of(traced: Traced, op: Op, stage: int) -> tuple[str, ...]:
 
 def writes_of(traced: Traced, op: Op, stage: int) -> dict[str, int]:
     """The kinds of values that an action writes, and the stage that reads each."""
-    keeps = traced.kind.keeps_residuals
+    keeps = traced.options.keeps_residuals
     if op.kind == "F":
         message = {"gradient": stage} if op.last and keeps else {}
         message = message if op.last else {"operand": stage + 1}
@@ -270,7 +276,7 @@ def writes_of(traced: Traced, op: Op, stage: int) -> dict[str, int]:
 
 def sums_of(traced: Traced, op: Op) -> tuple[str, ...]:
     """The names of what an action may add to or write: sums, and declared state."""
-    facts, training = traced.inspected.rank.facts, traced.kind.request.training
+    facts, training = traced.inspected.rank.facts, traced.options.request.training
     names = {"state"}
     if op.kind == "F":
         names |= set(facts.stage_sums)

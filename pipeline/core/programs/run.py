@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from pipeline.base.tree import real
 from pipeline.core.model.loss import mean_of
 from pipeline.core.model.model import Batch, Weights
-from pipeline.core.programs.meshes import RankMeshes, entered
+from pipeline.core.programs.meshes import RankMeshes, drop_device_axis
 from pipeline.core.programs.program import (
     RankProgram,
     action_program,
@@ -30,7 +30,7 @@ from pipeline.core.programs.program import (
     without_warnings_of_donation,
     writes_of,
 )
-from pipeline.core.programs.traced import Factors, StepKind, Traced
+from pipeline.core.programs.traced import StepInputs, StepOptions, Traced
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.results import totals_of
 from pipeline.core.step.run.places import StepRequest
@@ -47,13 +47,13 @@ class Dispatch:
     """An action, and where its values come from and go to.
 
     Attributes:
-      rank: that runs it.
-      program: the op, and the first stage that has the same one.
+      rank: the rank that runs it.
+      program: the op, and the first stage that has the same program.
       microbatch: its number.
-      sums: names of what it adds to.
-      reads: by kind the values that it reads, and whether it is the last to do so.
-      writes: by kind the values that it writes, and where another rank's devices have each; None
-        for what stays.
+      sums: the names of the sums that it adds to.
+      reads: by kind, a value that it reads, and whether no later action reads it.
+      writes: by kind, a value that it writes, and the sharding to which it is sent; None if the
+        rank keeps it.
     """
 
     rank: int
@@ -68,7 +68,7 @@ class StepPrograms:
     """The compiled programs of a step.
 
     Args:
-      kind: the step.
+      options: of the step.
       weights: its state, or their types.
       batch: its batch, or types.
       given: by the caller.
@@ -78,31 +78,33 @@ class StepPrograms:
 
     def __init__(
         self,
-        kind: StepKind,
+        options: StepOptions,
         weights: Weights,
         batch: Batch,
-        given: Factors,
+        given: StepInputs,
         results: Results,
         out_specs: Any,
     ) -> None:
         self._ratio: StepPrograms | None = None
-        self.operands = find_operands(kind, weights, batch, given)
+        self.operands = find_operands(options, weights, batch, given)
         self.traced = trace_model(self.operands)
         if self.traced.needs_ratio:
             # The step needs its loss before it runs: all forwards run first, for that alone.
-            self._ratio = _of_outputs(kind, weights, batch)
+            self._ratio = _of_outputs(options, weights, batch)
             number = jax.ShapeDtypeStruct((), real())
             given = replace(given, ratio=(number, number))
-            self.operands = find_operands(kind, weights, batch, given)
+            self.operands = find_operands(options, weights, batch, given)
             self.traced = trace_model(self.operands)
-        if kind.request.training:
-            kind.plan.facts.unsplit, kind.plan.facts.straight = self.traced.unsplit, False
+        if options.request.training:
+            options.plan.facts.unsplit, options.plan.facts.straight = self.traced.unsplit, False
         self.meshes = self.operands.meshes
         self.order = make_order(self.traced, self.meshes)
         self.compiled = self._compile()
         self._finish = self._lower_finish(results, out_specs).compile()
-        numbers = list(np.arange(kind.plan.schedule.num_units, dtype=np.int32))
-        self._numbers = [self.meshes.same(rank, numbers) for rank in range(len(self.meshes.ranks))]
+        numbers = list(np.arange(options.plan.schedule.num_units, dtype=np.int32))
+        self._numbers = [
+            self.meshes.replicate(rank, numbers) for rank in range(len(self.meshes.ranks))
+        ]
 
     def _compile(self) -> dict[tuple[Any, int], Any]:
         """The functions of each rank, compiled by as many threads as there are cores."""
@@ -120,12 +122,12 @@ class StepPrograms:
 
     def _lower_finish(self, results: Results, out_specs: Any) -> jax.stages.Lowered:
         """The program after the last action, on the mesh of the pipeline."""
-        traced, plan = self.traced, self.traced.kind.plan
+        traced, plan = self.traced, self.traced.options.plan
 
         def finish(leaves: list[Any], sums: Any, factors: Any) -> Any:
             weights, batch, _ = self.operands.of(leaves)
-            step = traced.opened(weights, batch, entered(factors))
-            step.put(entered(sums))
+            step = traced.opened(weights, batch, drop_device_axis(factors))
+            step.put(drop_device_axis(sums))
             return results(step.inspected.local(), step.sums, weights)
 
         of_values = self.meshes.value_specs((traced.sums, traced.factors))
@@ -140,10 +142,10 @@ class StepPrograms:
         types = self.operands.whole_types, *self.meshes.joined_types((traced.sums, traced.factors))
         return without_warnings_of_donation(jax.jit(run, donate_argnums=1).trace(*types).lower)
 
-    def __call__(self, weights: Weights, batch: Batch, given: Factors) -> Any:
-        """Run the step. No program waits but for its data, and nothing here for a result."""
+    def __call__(self, weights: Weights, batch: Batch, given: StepInputs) -> Any:
+        """Run the step: each program waits for its data alone, and this call for no result."""
         if self._ratio is not None:
-            given = replace(given, ratio=self._ratio(weights, batch, Factors()))
+            given = replace(given, ratio=self._ratio(weights, batch, StepInputs()))
         meshes, compiled, numbers = self.meshes, self.compiled, self._numbers
         leaves = meshes.placed(jax.tree.leaves((weights, batch, given)), self.operands.specs)
         operands = meshes.split(leaves, self.operands.specs)
@@ -166,27 +168,27 @@ class StepPrograms:
         return self._finish(leaves, meshes.join(sums), meshes.join(factors))
 
 
-def _of_outputs(kind: StepKind, weights: Weights, batch: Batch) -> StepPrograms:
+def _of_outputs(options: StepOptions, weights: Weights, batch: Batch) -> StepPrograms:
     """Forward actions alone, for the share of a microbatch's loss and the mean."""
-    model = replace(kind.model, has_aux=None if kind.model.has_aux else kind.model.has_aux)
-    forward = StepKind(kind.plan, model, StepRequest(training=False, take_loss=True))
+    model = replace(options.model, has_aux=None if options.model.has_aux else options.model.has_aux)
+    forward = StepOptions(options.plan, model, StepRequest(training=False, take_loss=True))
 
     def results(_: LocalModel, sums: StepSums, __: Weights) -> tuple[jax.Array, jax.Array]:
-        totals = totals_of(sums, kind.plan)
+        totals = totals_of(sums, options.plan)
         mean, share = mean_of(totals.loss, totals.weight)
         return share, mean
 
-    return StepPrograms(forward, weights, batch, Factors(), results, (P(), P()))
+    return StepPrograms(forward, weights, batch, StepInputs(), results, (P(), P()))
 
 
 def make_order(traced: Traced, meshes: RankMeshes) -> list[Dispatch]:
     """The actions of all ranks, in the order in which they start under the event clock.
 
-    So each rank has its own order, and no action comes before those that it has its data from. What
-    computes nothing is not dispatched: a W of a frozen stage, or the last stage's F where its
+    So each rank runs in its own order, and every action comes after those that make its data. An
+    action that computes nothing is left out: a W of a frozen stage, or the last stage's F if its
     backward runs it again.
     """
-    kind, schedule = traced.kind, traced.kind.schedule
+    options, schedule = traced.options, traced.options.schedule
     starts = start_times(schedule)
     actions = sorted(
         (float(starts[rank][n]), rank, n, action)
@@ -195,8 +197,8 @@ def make_order(traced: Traced, meshes: RankMeshes) -> list[Dispatch]:
     )
     order = []
     for _, rank, _, (stage, name, microbatch) in actions:
-        types, op = traced.stages[stage], kind.op(name, stage)
-        if name not in types.work:
+        types, op = traced.stages[stage], options.op(name, stage)
+        if name not in types.actions:
             continue
         reads = {of: ((of, stage, microbatch), False) for of in reads_of(traced, op, stage)}
         writes = {}
@@ -205,8 +207,8 @@ def make_order(traced: Traced, meshes: RankMeshes) -> list[Dispatch]:
             elsewhere = None if reader == rank else meshes.value_shardings(reader, message)
             writes[of] = (of, to, microbatch), elsewhere
         sums = sums_of(traced, op)
-        order.append(Dispatch(rank, (op, types.first), microbatch, sums, reads, writes))
-    # A value is given up by its last reader, and what nobody reads is dropped.
+        order.append(Dispatch(rank, (op, types.representative), microbatch, sums, reads, writes))
+    # The last reader of a value gives it up. A value without a reader is dropped.
     last = {key: n for n, one in enumerate(order) for key, _ in one.reads.values()}
     results = []
     for n, one in enumerate(order):

@@ -22,7 +22,7 @@ from pipeline.core.placement.meshes import mesh_in_force, mesh_text
 from pipeline.core.programs.checks import check
 from pipeline.core.programs.program import find_operands, trace_model
 from pipeline.core.programs.run import StepPrograms
-from pipeline.core.programs.traced import Factors, StepKind
+from pipeline.core.programs.traced import StepInputs, StepOptions
 from pipeline.core.step.ranks import gradient_specs, input_specs, manual
 from pipeline.core.step.results import (
     Gradients,
@@ -53,17 +53,17 @@ def train(
     want_inputs: bool = False,
     normalise: bool = True,
 ) -> tuple[Any, Gradients, Leaves, StateLeaves]:
-    """As `pipeline.core.step.runtime.train`."""
+    """As `pipeline.core.step.runtime.train`, which has ``runs`` too."""
     request = StepRequest(training=True, take_loss=True, want_inputs=want_inputs)
-    kind = StepKind(plan, model, request, counts=True, normalise=normalise)
+    options = StepOptions(plan, model, request, counts=True, normalise=normalise)
     of_inputs = input_specs(batch) if want_inputs else []
 
     def results(local: Any, sums: Any, weights: Weights) -> Any:
         return training_results(local, plan, sums, weights, of_inputs, normalise=normalise)
 
     specs = manual(plan, gradient_specs(model)), of_inputs, manual(plan, model.state_specs)
-    given, out_specs = Factors(scale), (P(), *specs)
-    loss, grads, inputs, state = _run(kind, "train", weights, batch, given, results, out_specs)
+    given, out_specs = StepInputs(scale), (P(), *specs)
+    loss, grads, inputs, state = _run(options, "train", weights, batch, given, results, out_specs)
     if plan.auto_axes:
         grads = jax.tree.map(
             lambda x, spec: jax.device_put(x, NamedSharding(plan.mesh, spec)),
@@ -76,8 +76,8 @@ def train(
 def narrows_train(plan: Plan, model: Model, weights: Weights, batch: Batch, **wanted: bool) -> bool:
     """Tell whether a step computes in floats in which gradients vanish or overflow."""
     request = StepRequest(training=True, take_loss=True, **wanted)
-    kind = StepKind(plan, model, request, counts=True)
-    return trace_model(find_operands(kind, weights, batch, Factors())).is_narrow
+    options = StepOptions(plan, model, request, counts=True)
+    return trace_model(find_operands(options, weights, batch, StepInputs())).is_narrow
 
 
 def evaluate(
@@ -115,21 +115,21 @@ def _infer(
     counts: bool = False,
 ) -> Any:
     """Run forward actions; returns their results, and declared state."""
-    kind = StepKind(plan, model, request, counts=counts, normalise=False)
+    options = StepOptions(plan, model, request, counts=counts, normalise=False)
 
     def whole(local: Any, sums: Any, weights: Weights) -> Any:
         return results(local, sums), state_after(local, weights, plan, training=counts)
 
     out_specs = spec, manual(plan, model.state_specs)
-    return _run(kind, "infer", weights, batch, Factors(), whole, out_specs)
+    return _run(options, "infer", weights, batch, StepInputs(), whole, out_specs)
 
 
 def _run(
-    kind: StepKind,
+    options: StepOptions,
     name: str,
     weights: Weights,
     batch: Batch,
-    given: Factors,
+    given: StepInputs,
     results: Callable[..., Any],
     out_specs: Any,
 ) -> Any:
@@ -143,15 +143,15 @@ def _run(
             f"programs have a mesh of their own, and JAX has one in force at a time; make and call "
             f"the pipeline outside of jax.set_mesh, or use engine='scan'"
         )
-    request = dataclasses.astuple(kind.request)
-    options = {
+    request = dataclasses.astuple(options.request)
+    depends_on = {
         "types": signature(operands),
-        "kind": (*request, kind.counts, kind.normalise),
+        "kind": (*request, options.counts, options.normalise),
         "context": trace_context(),
     }
-    key = FunctionKey(kind.plan, name, kind.model, frozenset(options.items()))
-    functions = kind.plan.compiled.functions
+    key = FunctionKey(options.plan, name, options.model, frozenset(depends_on.items()))
+    functions = options.plan.compiled.functions
     with jax.disable_jit(False):  # refs and collectives have no meaning outside of a program
         if key not in functions:
-            functions[key] = StepPrograms(kind, weights, batch, given, results, out_specs)
+            functions[key] = StepPrograms(options, weights, batch, given, results, out_specs)
         return functions[key](weights, batch, given)

@@ -1,7 +1,7 @@
 """A pipeline's model, traced once on one rank, for all programs of its ranks.
 
-Letters: K stages, V chunks. A program is traced by itself, so that no arrays of a trace are of use
-in another. What they share is what the first trace has shown: facts, and the types of the values
+Letters: K stages, V chunks. Each program is traced by itself, and arrays of one trace mean nothing
+in another. All programs share what the first trace has shown: facts, and the types of the values
 that pass between programs.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 import jax
 
 from pipeline.base.masks import Needs
-from pipeline.base.rows import BatchPart
 from pipeline.base.tree import Leaves, Tree, signature
 from pipeline.base.warn import warn_once
 from pipeline.core.autodiff.jaxpr.evaluate import narrows
@@ -40,8 +39,8 @@ from schedules.orders.schedule import Schedule
 
 
 @dataclass(frozen=True, eq=False)
-class StepKind:
-    """What a step does, static.
+class StepOptions:
+    """The static arguments of a step.
 
     Attributes:
       plan, model: the pipeline's.
@@ -80,7 +79,7 @@ class StepKind:
 
 
 @dataclass(frozen=True)
-class Factors:
+class StepInputs:
     """What a caller gives a step besides weights and batch.
 
     Attributes:
@@ -92,49 +91,49 @@ class Factors:
     ratio: Any = None
 
 
-jax.tree_util.register_dataclass(Factors)
+jax.tree_util.register_dataclass(StepInputs)
 
 
 @dataclass(frozen=True, eq=False)
 class StageTypes:
-    """The types of values of a stage, as programs have them inside.
+    """The types of a stage's values within a program.
 
     Attributes:
       operand: its input, and the gradient for it.
       gradient: its output, and the gradient for that.
       stash: what F keeps for its backward beside the input.
       crossing: what I leaves for W.
-      work: kinds of actions that compute anything.
+      actions: kinds of actions that compute anything.
       sends: whether its backward has a gradient for the stage before.
-      first: the first stage whose programs are the same.
+      representative: the first stage whose programs are the same.
     """
 
     operand: Tree
     gradient: Tree
     stash: Leaves
     crossing: Leaves
-    work: frozenset[str]
+    actions: frozenset[str]
     sends: bool
-    first: int
+    representative: int
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """What a trace of the whole model has shown.
+    """The facts and types that a trace of the whole model has shown.
 
     Attributes:
-      kind: the step.
+      options: of the step.
       inspected: the facts, without arrays.
       loss: the factors of losses that are numbers.
       factors: the types of those that are arrays.
       sums: the types of all sums of a rank, and of declared state, by name.
       is_narrow: whether it computes in floats in which gradients vanish or overflow.
-      needs_ratio: whether `Factors.ratio` is needed, and was missing.
+      needs_ratio: whether `StepInputs.ratio` is needed, and was missing.
       stages: [K] types.
       unsplit: parts of backwards that could not be split.
     """
 
-    kind: StepKind
+    options: StepOptions
     inspected: Inspected
     loss: LossScale
     factors: dict[str, Any]
@@ -146,20 +145,20 @@ class Traced:
 
     def on_rank(self, weights: Weights, batch: Batch, loss: LossScale) -> Inspected:
         """The model on a rank's arrays, in another trace."""
-        rank = make_rank(self.kind.plan, self.kind.model, weights, batch)
+        rank = make_rank(self.options.plan, self.options.model, weights, batch)
         return self.inspected.on(dataclasses.replace(rank, loss=loss))
 
     def opened(self, weights: Weights, batch: Batch, factors: Mapping[str, Any]) -> OpenStep:
         """The step on a rank's arrays, in another trace; ``factors`` are values of `factors`."""
         loss = dataclasses.replace(self.loss, **factors)
-        return OpenStep(self.kind, self.on_rank(weights, batch, loss))
+        return OpenStep(self.options, self.on_rank(weights, batch, loss))
 
 
 class OpenStep:
     """A step of a rank within one trace: its model, and refs for what it adds up.
 
     Args:
-      kind: the step.
+      options: of the step.
       inspected: the model on the rank.
 
     Attributes:
@@ -168,13 +167,13 @@ class OpenStep:
       refs: of the sums and of declared state, by name.
     """
 
-    def __init__(self, kind: StepKind, inspected: Inspected) -> None:
-        self.kind = kind
-        declared = inspected.make_declared_state(kind.plan, training=kind.counts)
+    def __init__(self, options: StepOptions, inspected: Inspected) -> None:
+        self.options = options
+        declared = inspected.make_declared_state(options.plan, training=options.counts)
         rank = dataclasses.replace(inspected.rank, declared=declared)
         self.inspected = dataclasses.replace(inspected, rank=rank)
-        units = kind.plan.schedule.num_units
-        self.sums: StepSums = make_sums(self.inspected.local(), kind.request, units)
+        units = options.plan.schedule.num_units
+        self.sums: StepSums = make_sums(self.inspected.local(), options.request, units)
         self.refs = {**self.sums.refs, "state": declared.refs if declared else []}
 
     def put(self, values: Mapping[str, Leaves]) -> None:
@@ -195,21 +194,21 @@ class OpenStep:
           stores: the values that an action reads.
           kinds: of the actions that are to run.
         """
-        kind, inspected, sums = self.kind, self.inspected, self.sums
+        options, inspected, sums = self.options, self.inspected, self.sums
         rank, types = inspected.rank, inspected.activations.types
         position, need = rank.model.stages[stage], inspected.needs[stage]
         x, y = types[stage], types[stage + 1]
         local = LocalModel(rank, position, x, y, need, x, adds=rank.facts.adding_stages[stage])
         sums = dataclasses.replace(sums, keep=local.keep)
         residuals = halves = None
-        if kind.request.training:
+        if options.request.training:
             totals = own_totals(sums, StageGroup((stage,), position, local, None, None))
             sums = dataclasses.replace(sums, chunk_grads=totals)
-            residuals = local.residuals() if kind.keeps_residuals else None
+            residuals = local.residuals() if options.keeps_residuals else None
             if {"I", "W"} & set(kinds):
                 halves = local.split_backward(residuals, in_place=True)
         places = StepPlaces(sums, stores, residuals, halves)
-        return Actions(local, kind.request, places, WholeSequences())
+        return Actions(local, options.request, places, WholeSequences())
 
 
 class ActionValues(Stores):
@@ -225,7 +224,7 @@ class ActionValues(Stores):
         self.written: dict[str, Tree] = {}
 
     def fill(self, kind: str, value: Tree) -> None:
-        """Have a value of a kind of which the program is given none."""
+        """Take this value, if the program was given none of its kind."""
         self.device.setdefault(kind, [value])
 
     def write(self, kind: str, op: Op, row: Row, value: Tree) -> None:  # noqa: ARG002
@@ -233,14 +232,14 @@ class ActionValues(Stores):
         self.written[kind] = value
 
 
-def trace(kind: StepKind, weights: Weights, batch: Batch, given: Factors) -> Traced:
+def trace(options: StepOptions, weights: Weights, batch: Batch, given: StepInputs) -> Traced:
     """Trace a model within a rank's shard_map."""
-    plan, request = kind.plan, kind.request
-    rank = make_rank(plan, kind.model, weights, batch)
-    rank = dataclasses.replace(rank, loss=first_loss(kind, given))
-    reaches = request.want_inputs or kind.model.trained.embed or not request.training
+    plan, request = options.plan, options.request
+    rank = make_rank(plan, options.model, weights, batch)
+    rank = dataclasses.replace(rank, loss=first_loss(options, given))
+    reaches = request.want_inputs or options.model.trained.embed or not request.training
     taking = {"take_loss": request.take_loss, "reaches": reaches}
-    inspected = inspect(plan, rank, kind.needs, **taking)
+    inspected = inspect(plan, rank, options.needs, **taking)
     if inspected.rank.facts.has_checks:
         raise ValueError(
             "engine='programs': a stage has a check (checkify.check), whose error JAX carries from "
@@ -248,13 +247,15 @@ def trace(kind: StepKind, weights: Weights, batch: Batch, given: Factors) -> Tra
         )
     if not (request.take_loss or request.logprobs):
         plan.lint.outputs(inspected.local())
-    plan.lint.whole(plan, inspected, training=kind.counts, unread=kind.counts and kind.normalise)
-    loss, needs_ratio = whole_loss(kind, inspected, given)
+    plan.lint.whole(
+        plan, inspected, training=options.counts, unread=options.counts and options.normalise
+    )
+    loss, needs_ratio = whole_loss(options, inspected, given)
     rank = dataclasses.replace(inspected.rank, loss=loss)
-    step = OpenStep(kind, dataclasses.replace(inspected, rank=rank))
+    step = OpenStep(options, dataclasses.replace(inspected, rank=rank))
     again = needs_ratio or (request.training and plan.keep == "input")
     plan.lint.effects(plan, step.inspected.local(), again=again)
-    # Factors that are numbers are part of a program; others are arguments of it.
+    # A factor that is a number is part of a program; an array is an argument of it.
     fields = {f.name: getattr(loss, f.name) for f in dataclasses.fields(loss)}
     factors = {name: jax.typeof(x) for name, x in fields.items() if isinstance(x, jax.core.Tracer)}
     unknown: Any = dict.fromkeys(factors)
@@ -263,7 +264,7 @@ def trace(kind: StepKind, weights: Weights, batch: Batch, given: Factors) -> Tra
     stages, unsplit = _stages(step)
     bodies = [*inspected.activations.bodies, *([inspected.ends_body] * request.take_loss)]
     return Traced(
-        kind=kind,
+        options=options,
         inspected=_without_arrays(step.inspected, numbers),
         loss=numbers,
         factors=factors,
@@ -276,22 +277,23 @@ def trace(kind: StepKind, weights: Weights, batch: Batch, given: Factors) -> Tra
 
 
 def _without_arrays(inspected: Inspected, loss: LossScale) -> Inspected:
-    """What a trace has shown, without the arrays of the trace, which end with it."""
-    gone: Any = {"weights": None, "chunks": None, "batch": None, "batches": (), "declared": None}
-    rank = dataclasses.replace(inspected.rank, loss=loss, batch_part=BatchPart(), **gone)
+    """The facts of a trace, without its arrays."""
+    rank = dataclasses.replace(inspected.rank.without_arrays(), loss=loss)
     usage: Any = [(stages, None, usage) for stages, _, usage in inspected.usage]
     return dataclasses.replace(inspected, rank=rank, usage=usage, ends_body=None)
 
 
-def first_loss(kind: StepKind, given: Factors) -> LossScale:
+def first_loss(options: StepOptions, given: StepInputs) -> LossScale:
     """The factors of losses that are known before any weight is."""
-    if kind.request.training:
-        return loss_scale(kind.plan, given.scale)
-    return LossScale(counts=kind.request.take_loss)
+    if options.request.training:
+        return loss_scale(options.plan, given.scale)
+    return LossScale(counts=options.request.take_loss)
 
 
-def whole_loss(kind: StepKind, inspected: Inspected, given: Factors) -> tuple[LossScale, bool]:
-    """All factors of losses; and whether the ratio is needed and missing, which they lack then."""
+def whole_loss(
+    options: StepOptions, inspected: Inspected, given: StepInputs
+) -> tuple[LossScale, bool]:
+    """All factors of losses; and whether they lack the ratio, which the step needs."""
     missing = []
 
     def ratio(*_: Any) -> Any:
@@ -300,29 +302,29 @@ def whole_loss(kind: StepKind, inspected: Inspected, given: Factors) -> tuple[Lo
             return 1.0, 1.0
         return given.ratio
 
-    if not kind.request.training:
+    if not options.request.training:
         return inspected.rank.loss, False
-    loss = find_share(kind.plan, inspected, normalise=kind.normalise, run_forwards=ratio)
+    loss = find_share(options.plan, inspected, normalise=options.normalise, run_forwards=ratio)
     return loss, bool(missing)
 
 
 def _stages(step: OpenStep) -> tuple[list[StageTypes], tuple[str, ...]]:
     """[K] the types of stages, one trace for those that are alike; what could not be split."""
-    kind, inspected = step.kind, step.inspected
+    options, inspected = step.options, step.inspected
     rank, types = inspected.rank, inspected.activations.types
-    kinds = {action.kind for order in kind.schedule.orders for action in order}
+    kinds = {action.kind for order in options.schedule.orders for action in order}
     known: dict[Any, StageTypes] = {}
     stages, unsplit, gathers = [], list[str](), False
-    for k, position in enumerate(kind.model.stages):
-        ends = k == 0, k == len(kind.model.stages) - 1
+    for k, position in enumerate(options.model.stages):
+        ends = k == 0, k == len(options.model.stages) - 1
         need, adds = inspected.needs[k], rank.facts.adding_stages[k]
         code = rank.code(position), position.chunk, ends, need, adds, signature(types[k : k + 2])
         if code not in known:
             actions = step.actions(k, ActionValues({}), kinds)
-            work = {name for name in kinds if actions.does_anything(kind.op(name, k))}
+            work = {name for name in kinds if actions.does_anything(options.op(name, k))}
             # Embed's state is written by F, also where nothing else of F is needed.
             writes = k == 0 and rank.declared is not None
-            if actions.leaves_nothing(kind.op("F", k)) and not writes:
+            if actions.leaves_nothing(options.op("F", k)) and not writes:
                 work.discard("F")
             residuals, halves = actions.saved.residuals, actions.halves
             check_no_host(residuals.stashed if residuals else [], "stashes")
@@ -332,13 +334,13 @@ def _stages(step: OpenStep) -> tuple[list[StageTypes], tuple[str, ...]]:
                 gradient=types[k + 1],
                 stash=residuals.stashed if residuals else [],
                 crossing=halves.crossing if halves else [],
-                work=frozenset(work),
+                actions=frozenset(work),
                 sends=need.x and k > 0,
-                first=k,
+                representative=k,
             )
             unsplit += halves.whole if halves else []
             gathers |= bool(residuals and residuals.gathers)
         stages.append(known[code])
-    if kind.request.training and kind.plan.remat == "gathered" and not gathers:
-        warn_once(NOTHING_TO_GATHER, kind.plan.compiled.warned, "gathered")
+    if options.request.training and options.plan.remat == "gathered" and not gathers:
+        warn_once(NOTHING_TO_GATHER, options.plan.compiled.warned, "gathered")
     return stages, tuple(dict.fromkeys(unsplit))

@@ -260,6 +260,17 @@ class Rank:
         """Key that stages of one computation share, apart from their activations."""
         return self.weights.code(position)
 
+    def without_arrays(self) -> Rank:
+        """What a trace has shown of the rank, to be kept when the trace is over."""
+        gone: Any = {
+            "weights": None,
+            "chunks": None,
+            "batch": None,
+            "batches": (),
+            "declared": None,
+        }
+        return dataclasses.replace(self, batch_part=BatchPart(), loss=LossScale(), **gone)
+
     def with_facts(self, **facts: Any) -> Rank:
         """The rank with further facts."""
         return dataclasses.replace(self, facts=dataclasses.replace(self.facts, **facts))
