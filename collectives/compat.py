@@ -449,7 +449,7 @@ def find_cluster(*known: Any, seconds: int) -> tuple[Any, ...]:
 
 
 def trace_context() -> Any:
-    """What JAX's own caches of traces depend on beside arguments: precision, 64 bits, promotion."""
+    """The settings that JAX's caches of traces depend on: precision, 64 bits, promotion."""
     from jax._src import config
 
     return config.trace_context()

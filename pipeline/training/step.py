@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -208,7 +208,7 @@ class Step:
         self._plans: dict[Any, Any] = {}
         self._in_parts = _runs_programs(model)
         if self._in_parts:
-            if isinstance(compiler_options, dict):
+            if isinstance(compiler_options, Mapping):
                 raise ValueError(
                     f"compiler_options={compiler_options} beside engine='programs': they reach the "
                     f"step's own program, and not those of the pipeline; leave them out, or use "
@@ -543,8 +543,7 @@ class Step:
         """As `_train`, for a model that runs programs of its own."""
         merged = self._merged(leaves)
         leaves, loss, aux, grads = self._whole(leaves, merged, carry, sums, batch, weight)
-        pairs = enumerate(zip(self._split(*merged), leaves, strict=True))
-        written = {n: new for n, (new, old) in pairs if new is not old}
+        written = _written(self._split(*merged), leaves)
         return self._updated_after(leaves, mean, carry, grads, loss, aux, written)
 
     def _update_after(
@@ -574,8 +573,7 @@ class Step:
         found = self._weighed(model, carry, batch, weight)
         sums = self._zeros(found[1]) if sums is None else sums
         left = self._left(leaves, model, optimizer, found[0].mean, found[2])
-        pairs = enumerate(zip(left, leaves, strict=True))
-        return {n: new for n, (new, old) in pairs if new is not old}, _plus(sums, found)
+        return _written(left, leaves), _plus(sums, found)
 
     def _without_hook(self, plan: Any) -> Any:
         """The plan without its ``after_step``: one for each, since programs belong to a plan."""
@@ -699,6 +697,12 @@ def _runs_programs(model: nnx.Module) -> bool:
     """Tell whether a call of the model runs programs, and so cannot be part of one."""
     parts = (part for _, part in nnx.iter_modules(model))
     return any(isinstance(part, Pipeline) and part.plan.engine == "programs" for part in parts)
+
+
+def _written(after: Sequence[Any], before: Sequence[Any]) -> dict[int, Any]:
+    """The leaves that a call has replaced, by their numbers."""
+    pairs = enumerate(zip(after, before, strict=True))
+    return {n: new for n, (new, old) in pairs if new is not old}
 
 
 def _no_after_step(stage: nnx.Module) -> None:

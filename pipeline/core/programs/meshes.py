@@ -85,13 +85,8 @@ class RankMeshes:
         """The types of a rank's part of a tree, on the abstract mesh."""
         leaves, treedef = jax.tree.flatten(tree)
         pairs = zip(leaves, jax.tree.leaves(specs), strict=True)
-        return jax.tree.unflatten(
-            treedef,
-            [self._type(self.part_shape(x.shape, spec), x.dtype, spec) for x, spec in pairs],
-        )
-
-    def _type(self, shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.abstract, spec))
+        shaped = [(self.part_shape(x.shape, spec), x.dtype, spec) for x, spec in pairs]
+        return jax.tree.unflatten(treedef, [typed(self.abstract, *one) for one in shaped])
 
     def replicate(self, rank: int, tree: Tree) -> Tree:
         """A tree of arrays or numbers, whole on every device of a rank."""
@@ -114,26 +109,16 @@ class RankMeshes:
         varying = varying_in(t) if self._tracks else self._manual
         return P(tuple(axis for axis in self._manual if axis in varying))
 
-    def value_types(self, types: Tree) -> Tree:
-        """The types of such values between programs, on the abstract mesh."""
+    def value_types(self, types: Tree, *, joined: bool = False) -> Tree:
+        """The types of these values on the abstract mesh, or as `join` makes them of all ranks."""
+        mesh = self._mesh if joined else self.abstract
 
         def value_type(t: Any) -> jax.ShapeDtypeStruct:
             spec = self._value_spec(t)
-            lead = math.prod(self.abstract.shape[axis] for axis in axes_in(spec[0]))
-            return self._type((lead, *t.shape), t.dtype, spec)
+            lead = math.prod(mesh.shape[axis] for axis in axes_in(spec[0]))
+            return typed(mesh, (lead, *t.shape), t.dtype, spec)
 
         return jax.tree.map(value_type, types)
-
-    def joined_types(self, types: Tree) -> Tree:
-        """The types of what `join` makes of such values."""
-
-        def joined_type(t: Any) -> jax.ShapeDtypeStruct:
-            spec = self._value_spec(t)
-            lead = math.prod(self._mesh.shape[axis] for axis in axes_in(spec[0]))
-            sharding = NamedSharding(self._mesh, spec)
-            return jax.ShapeDtypeStruct((lead, *t.shape), t.dtype, sharding=sharding)
-
-        return jax.tree.map(joined_type, types)
 
     def value_shardings(self, rank: int, types: Tree) -> Tree:
         """The shardings of these values on the devices of a rank."""
@@ -157,6 +142,13 @@ class RankMeshes:
             return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
         return jax.tree.map(joined, *trees)
+
+
+def typed(
+    mesh: Mesh | AbstractMesh, shape: tuple[int, ...], dtype: Any, spec: P
+) -> jax.ShapeDtypeStruct:
+    """The type of an array on a mesh."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
 def drop_device_axis(tree: Tree) -> Tree:

@@ -22,7 +22,7 @@ from collectives import vary
 from collectives.compat import lower_without_devices
 from pipeline.base.tree import Tree, blank, vary_like
 from pipeline.core.model.model import Batch, Weights
-from pipeline.core.programs.meshes import RankMeshes, add_device_axis, drop_device_axis
+from pipeline.core.programs.meshes import RankMeshes, add_device_axis, drop_device_axis, typed
 from pipeline.core.programs.traced import (
     ActionValues,
     OpenStep,
@@ -115,9 +115,7 @@ class RankProgram:
             devices = meshes.devices(rank)
             return functools.partial(self._shared.compile, device_assignment=devices)
         mesh = meshes.ranks[rank]
-        types = jax.tree.map(
-            lambda t: t.update(sharding=sharding_of(mesh, t.sharding.spec)), self.types
-        )
+        types = jax.tree.map(lambda t: typed(mesh, t.shape, t.dtype, t.sharding.spec), self.types)
         lowered = without_warnings_of_donation(lambda: self._jitted(mesh).lower(*types))
         compile_it: Callable[[], Any] = lowered.compile
         return compile_it
@@ -132,7 +130,7 @@ class RankProgram:
         )
 
     def _jitted(self, mesh: Any) -> Any:
-        shardings = jax.tree.map(lambda spec: sharding_of(mesh, spec), self.out_specs)
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.out_specs)
         run = self.operands.sharded(self.body, self.in_specs, self.out_specs, mesh)
         run.__name__ = run.__qualname__ = self.body.__name__  # as HLO and profiles show it
         return jax.jit(run, out_shardings=shardings, donate_argnums=self.donated)
@@ -145,11 +143,6 @@ def without_warnings_of_donation(lower: Callable[[], Any]) -> Any:
         return lower()
 
 
-def sharding_of(mesh: Any, spec: P) -> NamedSharding:
-    """The sharding of this spec on a mesh."""
-    return NamedSharding(mesh, spec)
-
-
 def find_operands(
     options: StepOptions, weights: Weights, batch: Batch, given: StepInputs
 ) -> Operands:
@@ -159,7 +152,7 @@ def find_operands(
     everywhere = jax.tree.map(lambda _: P(), given)
     specs = jax.tree.leaves((weight_specs(options.model, weights), batch.spec_tree(), everywhere))
     whole = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(options.plan.mesh, spec))
+        typed(options.plan.mesh, x.shape, x.dtype, spec)
         for x, spec in zip(leaves, specs, strict=True)
     ]
     return Operands(options, meshes, tree, specs, meshes.types(leaves, specs), whole)
@@ -220,9 +213,9 @@ def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> Ra
         weights, batch, _ = operands.of(leaves)
         step = traced.opened(weights, batch, drop_device_axis(factors))
         step.put(drop_device_axis(of_sums))
-        stores = ActionValues(drop_device_axis(values))
+        no_gradient = blank(types.gradient, traced.options.plan.axes.varying)
+        stores = ActionValues({"gradient": no_gradient, **drop_device_axis(values)})
         actions = step.actions(stage, stores, op.kind)
-        stores.fill("gradient", blank(types.gradient, actions.local.axes))
         row = {"microbatch": vary(microbatch, actions.local.axes), **_PLACES}
         sent = actions.run_op(op, row)
         results = {"operand": sent, "gradient": sent, **stores.written}

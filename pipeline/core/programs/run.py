@@ -35,6 +35,7 @@ from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.results import totals_of
 from pipeline.core.step.run.places import StepRequest
 from pipeline.core.step.stores.totals import StepSums
+from schedules.core.action import Action
 from schedules.core.events import run as start_times
 from schedules.lowering.program import Op
 
@@ -139,7 +140,8 @@ class StepPrograms:
             axis_names=plan.axes.manual,
             check_vma=plan.tracks_varying,
         )
-        types = self.operands.whole_types, *self.meshes.joined_types((traced.sums, traced.factors))
+        of_values = self.meshes.value_types((traced.sums, traced.factors), joined=True)
+        types = self.operands.whole_types, *of_values
         return without_warnings_of_donation(jax.jit(run, donate_argnums=1).trace(*types).lower)
 
     def __call__(self, weights: Weights, batch: Batch, given: StepInputs) -> Any:
@@ -194,25 +196,27 @@ def make_order(traced: Traced, meshes: RankMeshes) -> list[Dispatch]:
         (float(starts[rank][n]), rank, n, action)
         for rank, order in enumerate(schedule.orders)
         for n, action in enumerate(order)
+        if action.kind in traced.stages[action.stage].actions
     )
-    order = []
-    for _, rank, _, (stage, name, microbatch) in actions:
-        types, op = traced.stages[stage], options.op(name, stage)
-        if name not in types.actions:
-            continue
-        reads = {of: ((of, stage, microbatch), False) for of in reads_of(traced, op, stage)}
-        writes = {}
-        for of, to in writes_of(traced, op, stage).items():
-            reader, message = schedule.placement[to], getattr(traced.stages[to], of)
-            elsewhere = None if reader == rank else meshes.value_shardings(reader, message)
-            writes[of] = (of, to, microbatch), elsewhere
-        sums = sums_of(traced, op)
-        order.append(Dispatch(rank, (op, types.representative), microbatch, sums, reads, writes))
+
+    def read_by(action: Action) -> dict[str, Key]:
+        stage, name, microbatch = action
+        kinds = reads_of(traced, options.op(name, stage), stage)
+        return {kind: (kind, stage, microbatch) for kind in kinds}
+
     # The last reader of a value gives it up. A value without a reader is dropped.
-    last = {key: n for n, one in enumerate(order) for key, _ in one.reads.values()}
+    last = {key: n for n, (*_, action) in enumerate(actions) for key in read_by(action).values()}
     results = []
-    for n, one in enumerate(order):
-        reads = {of: (key, last[key] == n) for of, (key, _) in one.reads.items()}
-        writes = {of: pair for of, pair in one.writes.items() if pair[0] in last}
-        results.append(replace(one, reads=reads, writes=writes))
+    for n, (_, rank, _, action) in enumerate(actions):
+        stage, name, microbatch = action
+        types, op, writes = traced.stages[stage], options.op(name, stage), {}
+        for kind, to in writes_of(traced, op, stage).items():
+            reader, key = schedule.placement[to], (kind, to, microbatch)
+            if key in last:
+                message = getattr(traced.stages[to], kind)
+                stays = reader == rank
+                writes[kind] = key, None if stays else meshes.value_shardings(reader, message)
+        reads = {kind: (key, last[key] == n) for kind, key in read_by(action).items()}
+        program = op, types.representative
+        results.append(Dispatch(rank, program, microbatch, sums_of(traced, op), reads, writes))
     return results

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collectives.compat import trace_context
@@ -19,6 +18,7 @@ from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.compiled import FunctionKey
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement.meshes import mesh_in_force, mesh_text
+from pipeline.core.placement.zero import constrain
 from pipeline.core.programs.checks import check
 from pipeline.core.programs.program import find_operands, trace_model
 from pipeline.core.programs.run import StepPrograms
@@ -65,11 +65,7 @@ def train(
     given, out_specs = StepInputs(scale), (P(), *specs)
     loss, grads, inputs, state = _run(options, "train", weights, batch, given, results, out_specs)
     if plan.auto_axes:
-        grads = jax.tree.map(
-            lambda x, spec: jax.device_put(x, NamedSharding(plan.mesh, spec)),
-            grads,
-            gradient_specs(model),
-        )
+        grads = constrain(grads, gradient_specs(model), plan.mesh)
     return loss, grads, inputs, state
 
 

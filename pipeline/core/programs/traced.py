@@ -80,7 +80,7 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a caller gives a step besides weights and batch.
+    """The inputs of a step besides weights and batch.
 
     Attributes:
       scale: as of `pipeline.core.step.runtime.train`.
@@ -123,8 +123,7 @@ class Traced:
 
     Attributes:
       options: of the step.
-      inspected: the facts, without arrays.
-      loss: the factors of losses that are numbers.
+      inspected: the facts, without arrays; its rank has the factors of losses that are numbers.
       factors: the types of those that are arrays.
       sums: the types of all sums of a rank, and of declared state, by name.
       is_narrow: whether it computes in floats in which gradients vanish or overflow.
@@ -135,7 +134,6 @@ class Traced:
 
     options: StepOptions
     inspected: Inspected
-    loss: LossScale
     factors: dict[str, Any]
     sums: dict[str, Leaves]
     is_narrow: bool
@@ -150,7 +148,7 @@ class Traced:
 
     def opened(self, weights: Weights, batch: Batch, factors: Mapping[str, Any]) -> OpenStep:
         """The step on a rank's arrays, in another trace; ``factors`` are values of `factors`."""
-        loss = dataclasses.replace(self.loss, **factors)
+        loss = dataclasses.replace(self.inspected.rank.loss, **factors)
         return OpenStep(self.options, self.on_rank(weights, batch, loss))
 
 
@@ -219,13 +217,8 @@ class ActionValues(Stores):
     """
 
     def __init__(self, values: Mapping[str, Tree]) -> None:
-        self.device: dict[str, Any] = {kind: [value] for kind, value in values.items()}
-        super().__init__(self.device, {})
+        super().__init__({kind: [value] for kind, value in values.items()}, {})
         self.written: dict[str, Tree] = {}
-
-    def fill(self, kind: str, value: Tree) -> None:
-        """Take this value, if the program was given none of its kind."""
-        self.device.setdefault(kind, [value])
 
     def write(self, kind: str, op: Op, row: Row, value: Tree) -> None:  # noqa: ARG002
         """Return a value of a kind."""
@@ -266,7 +259,6 @@ def trace(options: StepOptions, weights: Weights, batch: Batch, given: StepInput
     return Traced(
         options=options,
         inspected=_without_arrays(step.inspected, numbers),
-        loss=numbers,
         factors=factors,
         sums=sums,
         is_narrow=any(map(narrows, bodies)),
@@ -322,9 +314,8 @@ def _stages(step: OpenStep) -> tuple[list[StageTypes], tuple[str, ...]]:
         if code not in known:
             actions = step.actions(k, ActionValues({}), kinds)
             work = {name for name in kinds if actions.does_anything(options.op(name, k))}
-            # Embed's state is written by F, also where nothing else of F is needed.
-            writes = k == 0 and rank.declared is not None
-            if actions.leaves_nothing(options.op("F", k)) and not writes:
+            forward = options.op("F", k)
+            if actions.leaves_nothing(forward) and not actions.writes_in_embed(forward):
                 work.discard("F")
             residuals, halves = actions.saved.residuals, actions.halves
             check_no_host(residuals.stashed if residuals else [], "stashes")

@@ -49,7 +49,7 @@ class Inspected:
     usage_of_ends: Usage | None = None
 
     def on(self, rank: Rank) -> Inspected:
-        """The same for other arrays of the rank, in another trace: no part is traced anew."""
+        """These findings for other arrays of the rank, in another trace; no part is traced anew."""
         loss = dataclasses.replace(rank.loss, is_mean=self.rank.loss.is_mean)
         rank = dataclasses.replace(rank, facts=self.rank.facts, loss=loss)
         return dataclasses.replace(self, rank=_prepared(rank, self.activations))

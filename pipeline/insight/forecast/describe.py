@@ -78,9 +78,10 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
     straight = plan.facts.straight
     if straight is None:
         straight = plan.is_straight and not unlike
-    timetable = [_STRAIGHT] if straight else _ticks(plan)
     if plan.engine == "programs":
         timetable = _programs(plan)
+    else:
+        timetable = [_STRAIGHT] if straight else _ticks(plan)
     lines = [
         (
             f"{schedule.num_stages} stages on {schedule.num_ranks} ranks, {plan.num_chunks} per "

@@ -1,4 +1,4 @@
-"""What is dispatched, in which order, and what each rank holds meanwhile."""
+"""The order in which actions are dispatched, and the values that each rank holds meanwhile."""
 
 from __future__ import annotations
 

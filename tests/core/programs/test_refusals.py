@@ -1,4 +1,4 @@
-"""What programs do not run is refused by name, and nothing of it is silent."""
+"""Options and calls that programs do not run are refused by name."""
 
 from __future__ import annotations
 

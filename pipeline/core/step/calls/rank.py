@@ -261,7 +261,7 @@ class Rank:
         return self.weights.code(position)
 
     def without_arrays(self) -> Rank:
-        """What a trace has shown of the rank, to be kept when the trace is over."""
+        """The rank with its facts alone, to be kept when their trace is over."""
         gone: Any = {
             "weights": None,
             "chunks": None,

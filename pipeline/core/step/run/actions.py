@@ -131,7 +131,7 @@ class Actions:
         # The last stage's F of a step that recomputes: its B, the next action, runs the
         # stage again. State that embed writes is written here all the same: only an F writes state.
         if self.leaves_nothing(op):
-            if op.first and self.local.rank.declared is not None:
+            if self.writes_in_embed(op):
                 self.operand(op, row, now=True)
             return self.no_message()
         # A call returns more than its value: sums, declared state, and the carry that later slices
@@ -192,6 +192,10 @@ class Actions:
         if op.kind == "W":
             return self.local.sums_weights
         return op.kind == "F" or op.last or self._wants_x(op) or self.local.sums_weights
+
+    def writes_in_embed(self, op: Op) -> bool:
+        """Tell whether a forward runs an embed that may write state."""
+        return op.first and self.local.rank.declared is not None
 
     def leaves_nothing(self, op: Op) -> bool:
         """Tell whether a forward is not needed: its backward, the next action, runs it again."""
