@@ -1,8 +1,9 @@
 """Programs of several processes in the tests: python many.py NAME [arguments], under the launcher.
 
-train FILE D K     30 steps of a residual MLP with Adam; process 0 writes loss and gradients
+train FILE D K [ENGINE STEPS]  30 steps of a residual MLP with Adam; process 0 writes the losses
 wait               collectives until somebody dies; says "going" when all are there
-end NUMBER HOW     the same, and process NUMBER ends: by `HOW`, as in `endings`
+steps              the same, with steps of programs, each rank in a process of its own
+end NUMBER HOW     as wait, and process NUMBER ends: by `HOW`, as in `endings`
 early NUMBER HOW   the same, and the others wait for it a few seconds only
 alone              process 0 works longer than the others
 batch WHAT         the last process brings another batch, once at its start or later
@@ -17,8 +18,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +51,19 @@ def mean_square(y: jax.Array, t: jax.Array) -> jax.Array:
 
 
 @nnx.jit
+def update(pipe: Pipeline, optimizer: nnx.Optimizer, grads: Any) -> None:
+    optimizer.update(pipe, grads)
+
+
 def train_step(pipe: Pipeline, optimizer: nnx.Optimizer, x: jax.Array, t: jax.Array) -> jax.Array:
     loss, grads = pipe.value_and_grad(x, t)
-    optimizer.update(pipe, grads)
+    update(pipe, optimizer, grads)
     return loss
 
 
-def losses(data: int, ranks: int, stages: int) -> list[float]:
+def losses(
+    data: int, ranks: int, stages: int, engine: str = "scan", steps: int = STEPS
+) -> Iterator[float]:
     """Losses of all steps, on a mesh of D x S devices."""
     rngs = nnx.Rngs(0)
     mesh = make_mesh(stage=ranks, data=data)
@@ -66,16 +74,17 @@ def losses(data: int, ranks: int, stages: int) -> list[float]:
         mesh=mesh,
         head=nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs),
         loss_fn=mean_square,
+        engine=engine,
     )
     optimizer = nnx.Optimizer(pipe, optax.adam(1e-2), wrt=nnx.Param)
     draw = np.random.default_rng(0)
     size = 2 * MICROBATCHES * data
-    mine, found = local_rows(mesh, size), []
-    for _ in range(STEPS):
+    mine = local_rows(mesh, size)
+    step = train_step if engine == "programs" else nnx.jit(train_step)
+    for _ in range(steps):
         x, t = draw.normal(size=(2, size, WIDTH)).astype(np.float32)
         batch = shard_batch((x[mine], t[mine]), mesh)
-        found.append(float(train_step(pipe, optimizer, *batch)))
-    return found
+        yield float(step(pipe, optimizer, *batch))
 
 
 class Deep(nnx.Module):
@@ -166,8 +175,9 @@ def main() -> None:
     timeout = 20 if what == "early" else 600
     here = initialize(config=sys.argv, timeout=timeout, heartbeat=20)
     if what == "train":
-        data, stages = map(int, arguments[1:])
-        found = losses(data, len(jax.devices()) // data, stages)
+        data, stages = map(int, arguments[1:3])
+        engine, steps = arguments[3:] or ("scan", STEPS)
+        found = list(losses(data, len(jax.devices()) // data, stages, engine, int(steps)))
         if here.index == 0:
             Path(arguments[0]).write_text(json.dumps(found), encoding="utf-8")
         return
@@ -178,6 +188,7 @@ def main() -> None:
         return
     mesh = make_mesh(stage=here.count)
     meet = jax.jit(jax.shard_map(count, mesh=mesh, in_specs=(), out_specs=P()))
+    steps = losses(1, here.count, here.count, "programs", 1_000_000)
     if what in ("batch", "seeds"):
         {"batch": bring, "seeds": make}[what](here, *arguments)
         return
@@ -190,7 +201,7 @@ def main() -> None:
             time.sleep(0.1)
         return
     for step in range(1_000_000):
-        meet().block_until_ready()
+        next(steps) if what == "steps" else meet().block_until_ready()
         if step == 10:
             sys.stdout.write("going\n")
             if arguments[:1] == [str(here.index)]:

@@ -39,9 +39,11 @@ def launch(processes: int, devices: int, *arguments: Any) -> tuple[int, str]:
     return code, err.getvalue().decode()
 
 
-def losses(folder: Path, processes: int, devices: int, data: int, stages: int) -> list[float]:
-    path = folder / f"{processes}.json"
-    code, err = launch(processes, devices, "train", path, data, stages)
+def losses(
+    folder: Path, processes: int, devices: int, data: int, stages: int, *engine: Any
+) -> list[float]:
+    path = folder / "losses.json"  # the same option on all
+    code, err = launch(processes, devices, "train", path, data, stages, *engine)
     assert code == 0, err
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -50,7 +52,7 @@ def losses(folder: Path, processes: int, devices: int, data: int, stages: int) -
 def test_two_processes_give_the_losses_of_one_bit_by_bit(tmp_path: Path) -> None:
     found = losses(tmp_path, 2, 1, data=1, stages=2)
     with jax.numpy_dtype_promotion("standard"):  # of optax
-        wanted = many.losses(data=1, ranks=2, stages=2)
+        wanted = list(many.losses(data=1, ranks=2, stages=2))
     assert len(found) == many.STEPS
     assert found[-1] < 0.5 * found[0]
     assert found == wanted
@@ -71,6 +73,32 @@ def test_any_number_of_processes_gives_the_losses_of_one(
     processes: int, one_process: list[float], tmp_path: Path
 ) -> None:
     assert losses(tmp_path, processes, 8 // processes, data=2, stages=8) == one_process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "data", "steps"),
+    [
+        (2, 1, 500),
+        (4, 1, 500),
+        (4, 2, 30),  # a rank on two devices of a process
+        pytest.param(8, 2, 30, marks=pytest.mark.exhaustive),  # and on two processes
+    ],
+)
+def test_programs_of_any_number_of_processes_give_the_losses_of_one(
+    processes: int, data: int, steps: int, tmp_path: Path
+) -> None:
+    devices = 4 * data
+    sizes = data, 8, "programs", steps
+    found = losses(tmp_path, processes, devices // processes, *sizes)
+    assert len(found) == steps
+    assert found == losses(tmp_path, 1, devices, *sizes)
+
+
+@pytest.mark.slow
+def test_programs_give_the_losses_of_the_scan(tmp_path: Path) -> None:
+    found = losses(tmp_path, 2, 4, 2, 8, "programs", 30)
+    assert_close(found, losses(tmp_path, 2, 4, 2, 8), tolerance=1e-5)
 
 
 @pytest.mark.slow
@@ -185,10 +213,12 @@ def start(index: int, count: int, port: int, folder: Path, *arguments: str) -> A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_process_ends_all_others_and_is_named(victim: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("victim", "what"), [(0, "wait"), (2, "wait"), (2, "steps")])
+def test_a_killed_process_ends_all_others_and_is_named(
+    victim: int, what: str, tmp_path: Path
+) -> None:
     port = free_port()
-    processes = [start(index, 3, port, tmp_path, "wait") for index in range(3)]
+    processes = [start(index, 3, port, tmp_path, what) for index in range(3)]
     try:
         while not all(b"going" in (tmp_path / str(i)).read_bytes() for i in range(3)):
             assert [process.poll() for process in processes] == [None] * 3

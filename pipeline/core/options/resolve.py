@@ -109,7 +109,7 @@ def make_plan(
         "options": options,
     }
     if options.engine == "programs":
-        entries.check(options, mesh, timetable.num_slices, shared)
+        entries.check(options, timetable.num_slices, shared)
     check_host(options.offload, mesh, timetable, masked=bubbles == "masked")
     check_windows(options.gather, masked=bubbles == "masked")
     also: dict[str, Any] = {"offload": options.offload, "vocabulary": options.vocabulary}

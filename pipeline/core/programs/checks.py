@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jax.sharding import Mesh
-
 from pipeline.core.options.options import Options
 
 
-def check(options: Options, mesh: Mesh, num_slices: int, shared: Sequence[str]) -> None:
+def check(options: Options, num_slices: int, shared: Sequence[str]) -> None:
     """Check the options beside ``engine="programs"``.
 
     Args:
       options: as the user gave them.
-      mesh: the pipeline's.
       num_slices: N of the timetable.
       shared: which of embed and head all ranks share.
 
@@ -29,7 +26,6 @@ def check(options: Options, mesh: Mesh, num_slices: int, shared: Sequence[str]) 
         f"bubbles={options.bubbles!r}": options.bubbles != "skip",
         f"pattern={options.pattern!r}": options.pattern is not None,
         f"delayed={options.delayed!r}": bool(options.delayed),
-        "a mesh of several processes": len({d.process_index for d in mesh.devices.flat}) > 1,
     }
     for option, is_used in only_of_scan.items():
         if is_used:

@@ -2,24 +2,29 @@
 
 Letters: S ranks. A rank's mesh has the axes of the pipeline's, of which ``stage`` has one entry. So
 parts of the model find every axis that they name, and all ranks have one abstract mesh: what is
-alike is traced and lowered once for all of them.
+alike is traced and lowered once for all of them. Of several processes, each calls the programs of
+those ranks of which it holds a device, its *own*.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE
 from collectives.compat import varying_in
+from collectives.places.homes import process_of
 from pipeline.base.axes import axes_in
 from pipeline.base.tree import Leaves, Tree
 from pipeline.core.options.plan import Plan
+from pipeline.core.placement.distribute import distribute
 
 
 class RankMeshes:
@@ -30,6 +35,7 @@ class RankMeshes:
 
     Attributes:
       ranks: [S] meshes.
+      own: the ranks of which this process holds a device.
       abstract: the abstract mesh of each.
     """
 
@@ -40,11 +46,20 @@ class RankMeshes:
         rows = range(plan.mesh.shape[STAGE])
         of = [plan.mesh.devices.take([rank], names.index(STAGE)) for rank in rows]
         self.ranks = [Mesh(devices, names) for devices in of]
+        self.own = [r for r in rows if jax.process_index() in set(map(process_of, of[r].flat))]
         self.abstract: AbstractMesh = self.ranks[0].abstract_mesh
+        # Kept, for JAX looks for a sharding's devices once per object.
+        self.sharding = functools.cache(lambda rank, spec: NamedSharding(self.ranks[rank], spec))
 
     def devices(self, rank: int) -> tuple[Any, ...]:
         """The devices of a rank, in the order of its mesh."""
         return tuple(self.ranks[rank].devices.flat)
+
+    def pair(self, source: int, target: int) -> Mesh:
+        """The mesh of two ranks, in which they are the two entries of ``stage``."""
+        names = self._mesh.axis_names
+        both = [self.ranks[rank].devices for rank in (source, target)]
+        return Mesh(np.concatenate(both, names.index(STAGE)), names)
 
     # --- state and batch: arrays of the pipeline's mesh ---
 
@@ -55,24 +70,18 @@ class RankMeshes:
             sharding = NamedSharding(self._mesh, spec)
             is_array = isinstance(leaf, jax.Array)
             is_there = is_array and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-            return leaf if is_there else jax.device_put(leaf, sharding)
+            return leaf if is_there else distribute(leaf, sharding, compare=False)
 
         return [place(*pair) for pair in zip(leaves, specs, strict=True)]
 
-    def split(self, leaves: Leaves, specs: Sequence[P]) -> list[Leaves]:
-        """[S] the parts of `placed` arrays that each rank has, without a copy."""
+    def split(self, leaves: Leaves, specs: Sequence[P]) -> dict[int, Leaves]:
+        """By rank of this process, the parts that it has of `placed` arrays, without a copy."""
         columns = [self._split(*pair) for pair in zip(leaves, specs, strict=True)]
-        return [[column[rank] for column in columns] for rank in range(len(self.ranks))]
+        return {rank: [column[rank] for column in columns] for rank in self.own}
 
-    def _split(self, leaf: jax.Array, spec: P) -> list[jax.Array]:
-        shard_on = {shard.device: shard.data for shard in leaf.addressable_shards}
-        shape = self.part_shape(leaf.shape, spec)
-        return [
-            jax.make_array_from_single_device_arrays(
-                shape, NamedSharding(mesh, spec), [shard_on[d] for d in mesh.devices.flat]
-            )
-            for mesh in self.ranks
-        ]
+    def _split(self, leaf: jax.Array, spec: P) -> dict[int, jax.Array]:
+        shape, shards = self.part_shape(leaf.shape, spec), shards_of(leaf)
+        return {rank: from_shards(shape, self.sharding(rank, spec), shards) for rank in self.own}
 
     def part_shape(self, shape: Sequence[int], spec: P) -> tuple[int, ...]:
         """The shape of a rank's part of an array."""
@@ -88,9 +97,9 @@ class RankMeshes:
         shaped = [(self.part_shape(x.shape, spec), x.dtype, spec) for x, spec in pairs]
         return jax.tree.unflatten(treedef, [typed(self.abstract, *one) for one in shaped])
 
-    def replicate(self, rank: int, tree: Tree) -> Tree:
-        """A tree of arrays or numbers, whole on every device of a rank."""
-        return jax.device_put(tree, NamedSharding(self.ranks[rank], P()))
+    def replicate(self, rank: int, numbers: Sequence[Any]) -> list[jax.Array]:
+        """Numbers, on every device of a rank."""
+        return [distribute(n, self.sharding(rank, P()), compare=False) for n in numbers]
 
     # --- values between actions: each device has its own ---
 
@@ -122,26 +131,41 @@ class RankMeshes:
 
     def value_shardings(self, rank: int, types: Tree) -> Tree:
         """The shardings of these values on the devices of a rank."""
-        specs = self.value_specs(types)
-        return jax.tree.map(lambda spec: NamedSharding(self.ranks[rank], spec), specs)
+        return jax.tree.map(lambda spec: self.sharding(rank, spec), self.value_specs(types))
 
-    def join(self, trees: Sequence[Tree]) -> Tree:
+    def join(self, trees: Iterable[Tree]) -> Tree:
         """The values of all ranks as one tree of arrays on the pipeline's mesh.
 
         Args:
-          trees: [S] of each rank, of one structure and of the same types.
+          trees: of the ranks of this process, of one structure and of the same types.
         """
 
         def joined(*leaves: jax.Array) -> jax.Array:
             spec = cast("NamedSharding", leaves[0].sharding).spec
             lead, *rest = leaves[0].shape
-            count = len(leaves) if STAGE in axes_in(spec[0]) else 1
+            count = len(self.ranks) if STAGE in axes_in(spec[0]) else 1
             sharding = NamedSharding(self._mesh, spec)
-            shards = [shard.data for leaf in leaves for shard in leaf.addressable_shards]
-            shape = (lead * count, *rest)
-            return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+            shards = {device: x for leaf in leaves for device, x in shards_of(leaf).items()}
+            return from_shards((lead * count, *rest), sharding, shards)
 
         return jax.tree.map(joined, *trees)
+
+
+def shards_of(x: jax.Array) -> dict[Any, jax.Array]:
+    """The shards of an array that this process holds, by device."""
+    # What jax.device_put makes of a jax.Array for several processes has no `addressable_shards` in
+    # a process of one device (jax 0.10.2).
+    if len(x.sharding.addressable_devices) == 1:
+        return dict.fromkeys(x.sharding.addressable_devices, x.addressable_data(0))
+    return {shard.device: shard.data for shard in x.addressable_shards}
+
+
+def from_shards(
+    shape: tuple[int, ...], sharding: NamedSharding, shards: Mapping[Any, jax.Array]
+) -> jax.Array:
+    """An array on those devices of a sharding that this process holds; by device, its shards."""
+    mine = [shards[device] for device in sharding.mesh.devices.flat if device in shards]
+    return jax.make_array_from_single_device_arrays(shape, sharding, mine)
 
 
 def typed(

@@ -1,4 +1,4 @@
-"""A step of programs: they are compiled, and dispatched in the order of the event clock.
+"""A step of programs: they are compiled, and called in the order of the event clock.
 
 Letters: S ranks, K stages, M microbatches.
 """
@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 from pipeline.base.tree import real
 from pipeline.core.model.loss import mean_of
 from pipeline.core.model.model import Batch, Weights
-from pipeline.core.programs.meshes import RankMeshes, drop_device_axis
+from pipeline.core.programs.meshes import drop_device_axis
+from pipeline.core.programs.messages import lower_message
 from pipeline.core.programs.program import (
     RankProgram,
     action_program,
@@ -35,8 +36,8 @@ from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.results import totals_of
 from pipeline.core.step.run.places import StepRequest
 from pipeline.core.step.stores.totals import StepSums
+from schedules.clocks.dispatch import dispatch_order
 from schedules.core.action import Action
-from schedules.core.events import run as start_times
 from schedules.lowering.program import Op
 
 Key = tuple[str, int, int]  # a kind of value, the stage that reads it, a microbatch
@@ -45,24 +46,38 @@ Results = Callable[[LocalModel, StepSums, Weights], Any]
 
 @dataclass(frozen=True)
 class Dispatch:
-    """An action, and where its values come from and go to.
+    """An action, and its values.
 
     Attributes:
-      rank: the rank that runs it.
+      ranks: the rank that runs it.
       program: the op, and the first stage that has the same program.
       microbatch: its number.
       sums: the names of the sums that it adds to.
       reads: by kind, a value that it reads, and whether no later action reads it.
-      writes: by kind, a value that it writes, and the sharding to which it is sent; None if the
-        rank keeps it.
+      writes: by kind, a value that it writes.
     """
 
-    rank: int
+    ranks: tuple[int]
     program: tuple[Op, int]
     microbatch: int
     sums: tuple[str, ...]
     reads: Mapping[str, tuple[Key, bool]]
-    writes: Mapping[str, tuple[Key, Any]]
+    writes: Mapping[str, Key]
+
+
+@dataclass(frozen=True)
+class Send:
+    """A message.
+
+    Attributes:
+      ranks: the rank that sends, and the one that receives.
+      key: its value.
+      message: both ranks, the kind of the value, and the first stage that reads one of its type.
+    """
+
+    ranks: tuple[int, int]
+    key: Key
+    message: tuple[int, int, str, int]
 
 
 class StepPrograms:
@@ -99,27 +114,34 @@ class StepPrograms:
         if options.request.training:
             options.plan.facts.unsplit, options.plan.facts.straight = self.traced.unsplit, False
         self.meshes = self.operands.meshes
-        self.order = make_order(self.traced, self.meshes)
+        own = set(self.meshes.own)
+        self.order = [one for one in make_order(self.traced) if own & set(one.ranks)]
         self.compiled = self._compile()
         self._finish = self._lower_finish(results, out_specs).compile()
         numbers = list(np.arange(options.plan.schedule.num_units, dtype=np.int32))
-        self._numbers = [
-            self.meshes.replicate(rank, numbers) for rank in range(len(self.meshes.ranks))
-        ]
+        self._numbers = {rank: self.meshes.replicate(rank, numbers) for rank in own}
 
-    def _compile(self) -> dict[tuple[Any, int], Any]:
-        """The functions of each rank, compiled by as many threads as there are cores."""
+    def _compile(self) -> dict[Any, Any]:
+        """The functions of this process's ranks, compiled by as many threads as there are cores."""
         programs: dict[Any, RankProgram] = {"begin": begin_program(self.traced, self.operands)}
-        wanted: dict[Any, None] = {("begin", r): None for r in range(len(self.meshes.ranks))}
+        lowered: dict[Any, Callable[[], Any]] = {}
+        # JAX traces and lowers here, in one thread; XLA compiles in several.
+        for rank in self.meshes.own:
+            lowered["begin", rank] = programs["begin"].lower(rank)
         for one in self.order:
+            if isinstance(one, Send):
+                if one.message not in lowered:
+                    source, target, kind, stage = one.message
+                    types = getattr(self.traced.stages[stage], kind)
+                    lowered[one.message] = lower_message(self.meshes, source, target, types)
+                continue
             if one.program not in programs:
                 programs[one.program] = action_program(self.traced, self.operands, *one.program)
-            wanted[one.program, one.rank] = None
-
-        # JAX traces and lowers here, in one thread; XLA compiles in several.
-        compiles = [programs[program].lower(rank) for program, rank in wanted]
+            if (one.program, *one.ranks) not in lowered:
+                lowered[one.program, *one.ranks] = programs[one.program].lower(*one.ranks)
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            return dict(zip(wanted, threads.map(lambda run: run(), compiles), strict=True))
+            compiled = threads.map(lambda run: run(), lowered.values())
+            return dict(zip(lowered, compiled, strict=True))
 
     def _lower_finish(self, results: Results, out_specs: Any) -> jax.stages.Lowered:
         """The program after the last action, on the mesh of the pipeline."""
@@ -151,11 +173,17 @@ class StepPrograms:
         meshes, compiled, numbers = self.meshes, self.compiled, self._numbers
         leaves = meshes.placed(jax.tree.leaves((weights, batch, given)), self.operands.specs)
         operands = meshes.split(leaves, self.operands.specs)
-        began = [compiled["begin", rank](of) for rank, of in enumerate(operands)]
-        sums, factors = map(list, zip(*began, strict=True))
+        sums, factors = {}, {}
+        for rank in meshes.own:
+            sums[rank], factors[rank] = compiled["begin", rank](operands[rank])
         values: dict[Key, Any] = {}
         for one in self.order:
-            rank = one.rank
+            if isinstance(one, Send):
+                received = compiled[one.message](values.pop(one.key, None))
+                if received is not None:
+                    values[one.key] = received
+                continue
+            (rank,) = one.ranks
             reads = {
                 kind: values.pop(key) if is_last else values[key]
                 for kind, (key, is_last) in one.reads.items()
@@ -164,10 +192,8 @@ class StepPrograms:
             arguments = added, reads, numbers[rank][one.microbatch], operands[rank], factors[rank]
             added, left = compiled[one.program, rank](*arguments)
             sums[rank] |= added
-            for kind, (key, elsewhere) in one.writes.items():
-                value = left[kind]
-                values[key] = value if elsewhere is None else jax.device_put(value, elsewhere)
-        return self._finish(leaves, meshes.join(sums), meshes.join(factors))
+            values |= {key: left[kind] for kind, key in one.writes.items()}
+        return self._finish(leaves, meshes.join(sums.values()), meshes.join(factors.values()))
 
 
 def _of_outputs(options: StepOptions, weights: Weights, batch: Batch) -> StepPrograms:
@@ -183,21 +209,19 @@ def _of_outputs(options: StepOptions, weights: Weights, batch: Batch) -> StepPro
     return StepPrograms(forward, weights, batch, StepInputs(), results, (P(), P()))
 
 
-def make_order(traced: Traced, meshes: RankMeshes) -> list[Dispatch]:
-    """The actions of all ranks, in the order in which they start under the event clock.
+def make_order(traced: Traced) -> list[Dispatch | Send]:
+    """The actions and messages of all ranks, as they start under the event clock.
 
     So each rank runs in its own order, and every action comes after those that make its data. An
     action that computes nothing is left out: a W of a frozen stage, or the last stage's F if its
     backward runs it again.
     """
     options, schedule = traced.options, traced.options.schedule
-    starts = start_times(schedule)
-    actions = sorted(
-        (float(starts[rank][n]), rank, n, action)
-        for rank, order in enumerate(schedule.orders)
-        for n, action in enumerate(order)
-        if action.kind in traced.stages[action.stage].actions
-    )
+    calls = [
+        call
+        for call in dispatch_order(schedule)
+        if call.action.kind in traced.stages[call.action.stage].actions
+    ]
 
     def read_by(action: Action) -> dict[str, Key]:
         stage, name, microbatch = action
@@ -205,18 +229,22 @@ def make_order(traced: Traced, meshes: RankMeshes) -> list[Dispatch]:
         return {kind: (kind, stage, microbatch) for kind in kinds}
 
     # The last reader of a value gives it up. A value without a reader is dropped.
-    last = {key: n for n, (*_, action) in enumerate(actions) for key in read_by(action).values()}
-    results = []
-    for n, (_, rank, _, action) in enumerate(actions):
+    readers = ((n, call.action) for n, call in enumerate(calls) if call.target is None)
+    last = {key: n for n, action in readers for key in read_by(action).values()}
+    results: list[Dispatch | Send] = []
+    for n, (action, rank, target) in enumerate(calls):
         stage, name, microbatch = action
-        types, op, writes = traced.stages[stage], options.op(name, stage), {}
-        for kind, to in writes_of(traced, op, stage).items():
-            reader, key = schedule.placement[to], (kind, to, microbatch)
-            if key in last:
-                message = getattr(traced.stages[to], kind)
-                stays = reader == rank
-                writes[kind] = key, None if stays else meshes.value_shardings(reader, message)
-        reads = {kind: (key, last[key] == n) for kind, key in read_by(action).items()}
-        program = op, types.representative
-        results.append(Dispatch(rank, program, microbatch, sums_of(traced, op), reads, writes))
+        op = options.op(name, stage)
+        keys = {kind: (kind, to, microbatch) for kind, to in writes_of(traced, op, stage).items()}
+        writes = {kind: key for kind, key in keys.items() if key in last}
+        if target is None:
+            reads = {kind: (key, last[key] == n) for kind, key in read_by(action).items()}
+            program, sums = (op, traced.stages[stage].representative), sums_of(traced, op)
+            results.append(Dispatch((rank,), program, microbatch, sums, reads, writes))
+            continue
+        for kind, to, _ in writes.values():
+            if schedule.placement[to] == target:
+                like = traced.stages[to].representative
+                key = kind, to, microbatch
+                results.append(Send((rank, target), key, (rank, target, kind, like)))
     return results

@@ -13,6 +13,7 @@ from flax import nnx
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
+from pipeline.core.programs.run import Dispatch, Send
 from tests.support import models
 from tests.support.sizes import CHUNKS
 
@@ -34,34 +35,47 @@ def make(schedule: str, S: int = 2, remat: Any = None, **options: Any) -> Pipeli
 def actions(one: Any, schedule: Any) -> tuple[int, str, int]:
     """(stage, kind, microbatch) of a dispatch."""
     op, _ = one.program
-    return schedule.stages_of[one.rank][op.chunk], op.kind, one.microbatch
+    return schedule.stages_of[one.ranks[0]][op.chunk], op.kind, one.microbatch
+
+
+def dispatches(pipe: Pipeline) -> list[Dispatch]:
+    """The actions of its step, without messages."""
+    return [one for one in programs_of(pipe).order if isinstance(one, Dispatch)]
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb_v", "dualpipe_v"])
 def test_each_rank_has_its_order_and_no_action_comes_before_its_data(family):
     pipe = make(family)
-    order, written = programs_of(pipe).order, set()
+    order, held = programs_of(pipe).order, [set() for _ in range(2)]
     for one in order:
-        assert written >= {key for key, _ in one.reads.values()}
-        written |= {key for key, _ in one.writes.values()}
+        if isinstance(one, Send):
+            source, target = one.ranks
+            held[source].remove(one.key)
+            held[target].add(one.key)
+            continue
+        (rank,) = one.ranks
+        assert held[rank] >= {key for key, _ in one.reads.values()}
+        held[rank] -= {key for key, is_last in one.reads.values() if is_last}
+        held[rank] |= set(one.writes.values())
+    assert held == [set(), set()]
     for rank, wanted in enumerate(pipe.schedule.orders):
-        found = [actions(one, pipe.schedule) for one in order if one.rank == rank]
+        found = [actions(one, pipe.schedule) for one in dispatches(pipe) if one.ranks == (rank,)]
         assert found == [tuple(action) for action in wanted]
 
 
 def test_every_value_is_given_up_by_its_last_reader():
-    order = programs_of(make("zb_h1")).order
+    order = dispatches(make("zb_h1"))
     reads = Counter(key for one in order for key, is_last in one.reads.values() if is_last)
-    assert set(reads) == {key for one in order for key, _ in one.writes.values()}
+    assert set(reads) == {key for one in order for key in one.writes.values()}
     assert set(reads.values()) == {1}
 
 
 @pytest.mark.filterwarnings("ignore:wrt freezes")
 def test_what_computes_nothing_is_not_dispatched():
-    kinds = Counter(one.program[0].kind for one in programs_of(make("1f1b", remat="stage")).order)
+    kinds = Counter(one.program[0].kind for one in dispatches(make("1f1b", remat="stage")))
     assert kinds == {"F": 8, "B": 16}  # the last stage's backward runs its forward
     frozen = make("zb_h1", wrt=lambda path, _: path[:2] == ("stages", 1))
-    kinds = Counter(one.program[0] for one in programs_of(frozen).order)
+    kinds = Counter(one.program[0] for one in dispatches(frozen))
     assert {(op.kind, op.first): n for op, n in kinds.items()} == {
         ("F", True): 8,
         ("F", False): 8,
@@ -72,7 +86,8 @@ def test_what_computes_nothing_is_not_dispatched():
 
 def test_alike_stages_are_lowered_once():
     programs = programs_of(make("1f1b", S=4))
-    ops = {program for program, _ in programs.compiled}
+    messages = {one.message for one in programs.order if isinstance(one, Send)}
+    ops = {key[0] for key in set(programs.compiled) - messages}
     assert len(ops) == 1 + 2 * 3  # begin; F and B of the first, the last, and those between
 
 
@@ -111,6 +126,10 @@ def test_each_rank_holds_its_own_peak():
 
         return call
 
-    programs.compiled = {key: counted(run, key[1]) for key, run in programs.compiled.items()}
+    # A key is a program and its rank, or a message.
+    programs.compiled = {
+        key: run if len(key) == 4 else counted(run, key[1])
+        for key, run in programs.compiled.items()
+    }
     jax.block_until_ready(pipe.value_and_grad(x, x))
     assert peaks == list(schedules.simulate(pipe.schedule).peak_activations) == [4, 3, 2, 1]

@@ -1,0 +1,87 @@
+"""The order of calls in which no process waits for ever."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedules
+from schedules import build
+from schedules.clocks.dispatch import Call, dispatch_order
+from schedules.core.messages import links
+from tests.support.sizes import is_legal
+
+
+@st.composite
+def cases(draw):
+    """A family's schedule, and the process of each rank."""
+    V = draw(st.integers(1, 2))
+    S, M = draw(st.integers(1, 5)), draw(st.integers(1, 8))
+    name = draw(st.sampled_from([n for n in schedules.names() if is_legal(n, S, M, V)]))
+    schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
+    return schedule, draw(st.lists(st.integers(0, 3), min_size=S, max_size=S))
+
+
+def unended(schedule, queues: dict[int, list[Call]], home: list[int]) -> list[Call]:
+    """The calls at which processes wait for ever, each of which makes its calls one by one."""
+    wires = links(schedule)
+    actions = [action for order in schedule.orders for action in order]
+    columns = wires.awaited.tolist(), wires.sent.tolist(), wires.crosses.tolist()
+    messages = dict(zip(actions, zip(*columns, strict=True), strict=True))
+    ended, there = set(), {-1}  # calls, and messages that have come
+
+    def processes(call: Call) -> set[int]:
+        return {home[rank] for rank in (call.rank, call.target) if rank is not None}
+
+    def can_end(call: Call) -> bool:
+        awaited, _, _ = messages[call.action]
+        has_data = call._replace(target=None) in ended if call.target is not None else True
+        have_come = all(queues[process][:1] == [call] for process in processes(call))
+        return awaited in there and has_data and have_come
+
+    while ready := [queue[0] for queue in queues.values() if queue and can_end(queue[0])]:
+        call = ready[0]
+        for process in processes(call):
+            queues[process].pop(0)
+        ended.add(call)
+        _, sent, crosses = messages[call.action]
+        if crosses == (call.target is not None):
+            there.add(sent)
+    return [queue[0] for queue in queues.values() if queue]
+
+
+def queues_of(order: list[Call], home: list[int]) -> dict[int, list[Call]]:
+    def calls(process: int) -> list[Call]:
+        ranks = {rank for rank, where in enumerate(home) if where == process}
+        return [call for call in order if ranks & {call.rank, call.target}]
+
+    return {process: calls(process) for process in set(home)}
+
+
+@given(cases())
+def test_processes_end_wherever_the_ranks_are(case) -> None:
+    schedule, home = case
+    order = dispatch_order(schedule)
+    for rank, actions in enumerate(schedule.orders):
+        mine = [call.action for call in order if call.rank == rank and call.target is None]
+        assert mine == list(actions)
+    crosses = int((links(schedule).crosses & (links(schedule).sent >= 0)).sum())
+    assert sum(call.target is not None for call in order) == crosses
+    assert not unended(schedule, queues_of(order, home), home)
+
+
+def test_processes_that_call_as_it_suits_each_wait_for_each_other() -> None:
+    """Ranks that receive before each of their own sends: 1F1B crosses its messages."""
+    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
+    order = dispatch_order(schedule)
+    queues = queues_of(order, [0, 1])
+    sends = [n for n, call in enumerate(queues[0]) if call.target == 1]
+    queues[0].insert(sends[1], queues[0].pop(sends[2]))
+    assert unended(schedule, queues, [0, 1])
+
+
+def test_an_illegal_schedule_is_refused() -> None:
+    orders = [["0F0", "0B0"], ["1B0", "1F0"]]
+    with pytest.raises(schedules.ScheduleError, match="1B0"):
+        dispatch_order(schedules.from_orders(orders))
