@@ -14,6 +14,7 @@ import functools
 import platform
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,9 @@ from flax import nnx
 from collectives import make_mesh
 from examples.gpt import Sizes, Stage
 from pipeline import Pipeline
-from schedules import simulate
+from schedules import Costs, Schedule, simulate
+from schedules.clocks.lockstep import fastest
+from schedules.core.action import KINDS
 
 RANKS, MICROBATCHES, ROWS, CONTEXT = 2, 16, 4, 128
 ENGINES = "scan", "programs"
@@ -45,11 +48,13 @@ class Case:
       stages: makes the stages, of random streams.
       schedule: a family.
       head: the words of the head, 0 for none.
+      images: whether the first stage runs in every second microbatch only, which has an image.
     """
 
     stages: Any
     schedule: str = "1f1b"
     head: int = 0
+    images: bool = False
 
 
 class Decoder(nnx.Module):
@@ -61,6 +66,16 @@ class Decoder(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.blocks(self.into(x))
+
+
+class Vision(nnx.Module):
+    """An encoder that does not run for a microbatch without an image."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = Stage(SIZES, 4, rngs)
+
+    def __call__(self, x: dict[str, jax.Array]) -> jax.Array:
+        return jax.lax.cond(x["has_image"].any(), self.blocks, jnp.zeros_like, x["image"])
 
 
 class Logits(nnx.Module):
@@ -83,6 +98,9 @@ CASES = {
     "equal, eager_1f1b": Case(blocks(2, 2), "eager_1f1b"),
     "chunks of 3 1 3 1 1 3 1 3": Case(blocks(3, 1, 3, 1, 1, 3, 1, 3), "interleaved_1f1b"),
     "encoder, wider decoder": Case(lambda rngs: [Stage(SIZES, 2, rngs), Decoder(rngs)]),
+    "every second without an image": Case(
+        lambda rngs: [Vision(rngs), Stage(SIZES, 2, rngs)], "eager_1f1b", images=True
+    ),
     "a head that is the slowest": Case(blocks(2, 2), head=WORDS),
 }
 
@@ -103,16 +121,40 @@ def make(case: Case, engine: Any) -> tuple[Pipeline, Any]:
     )
     shape = MICROBATCHES * ROWS, CONTEXT, SIZES.width
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    pair = jax.random.normal(jax.random.key(1), shape), jnp.zeros(shape[0])
-    return pipe, jax.device_put(pair, everywhere)
+    inputs: Any = jax.random.normal(jax.random.key(1), shape)
+    if case.images:
+        inputs = {"image": inputs, "has_image": jnp.arange(shape[0]) // ROWS % 2 == 0}
+    return pipe, jax.device_put((inputs, jnp.zeros(shape[0])), everywhere)
 
 
 def predict(case: Case) -> float:
     """The event clock over the lockstep clock, with measured costs."""
-    pipe, batch = make(case, "scan")
+    # What an encoder takes that runs is that of its blocks.
+    pipe, batch = make(Case(blocks(4, 2), case.schedule) if case.images else case, "scan")
     costs = pipe.calibrate(*batch, rounds=3, split=False).costs
     times = [simulate(pipe.schedule, costs, clock).makespan for clock in ("event", "lockstep")]
+    if case.images:
+        times = predict_skips(pipe.schedule, costs)
     return times[0] / times[1]
+
+
+def predict_skips(schedule: Schedule, costs: Costs) -> list[float]:
+    """Both clocks, where the first stage takes no time in every second microbatch."""
+    of_kind = costs.table(schedule.num_stages)
+    durations = {
+        action: 0.0
+        if action.stage == 0 and action.microbatch % 2
+        else float(of_kind[KINDS.index(action.kind), action.stage])
+        for order in schedule.orders
+        for action in order
+    }
+    slots = defaultdict[int, float](float)  # each takes as long as the longest of its actions
+    for slot, lasts in zip(
+        fastest(schedule, None, costs).ticks.times, durations.values(), strict=True
+    ):
+        slots[int(slot)] = max(slots[int(slot)], lasts)
+    event = simulate(schedule, costs, "measured", durations=durations)
+    return [event.makespan, sum(slots.values())]
 
 
 def compare(case: Case, rounds: int) -> list[str]:

@@ -74,6 +74,45 @@ def test_the_grid(family, remat, axes, data_parallel):
     models.assert_matches(pipe, pipe.value_and_grad(*batch()), wanted(K))
 
 
+# --- a stage that decides by itself whether it runs ---
+
+
+class Encoder(nnx.Module):
+    """An encoder that runs for microbatches with an image, and counts its runs."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.block = models.Block(rngs)
+
+    def encode(self, image):
+        jax.debug.callback(RUNS.append, 1)
+        return self.block(image)
+
+    def __call__(self, x):
+        seen = jax.lax.cond(x["has_image"].any(), self.encode, jnp.zeros_like, x["image"])
+        return x["text"] + seen
+
+
+RUNS: list[int] = []
+
+
+@pytest.mark.parametrize("engine", ["scan", "programs"])
+def test_an_encoder_does_not_run_for_a_microbatch_without_an_image(engine):
+    M, stages = 4, [Encoder(nnx.Rngs(0)), models.Block(nnx.Rngs(1))]
+    image, targets = rows()
+    has_image = jnp.arange(16) // 4 % 2 == 0
+    x = {"image": image, "text": models.rows(16, seed=3), "has_image": has_image}
+    options = {"schedule": "zb_h1", "remat": None, "loss_fn": models.squares}
+    pipe = Pipeline(stages, M, mesh=make_mesh(stage=2), engine=engine, **options)
+    RUNS.clear()
+    found = jax.block_until_ready(pipe.value_and_grad(x, targets))
+    jax.effects_barrier()
+    assert len(RUNS) == M // 2
+    # The plain model is called with each microbatch, for an encoder asks whether any row has one.
+    parts = [jax.tree.map(lambda a, m=m: a[4 * m : 4 * m + 4], (x, targets)) for m in range(M)]
+    each = [models.reference(stages, *part, models.squares) for part in parts]
+    models.assert_matches(pipe, found, jax.tree.map(lambda *a: sum(a) / M, *each))
+
+
 # --- everything that a scan returns, to the same numbers ---
 
 
