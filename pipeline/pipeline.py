@@ -700,11 +700,14 @@ class Pipeline(nnx.Module):
         from pipeline.insight.forecast.step_memory import describe_step
 
         operands = None
-        if compiled:
-            _check_one_program(self.plan, "describe(compiled=True)")
         if inputs is not None:
             operands = self._untyped(self._operands(inputs, targets, extras, "describe"))
-        if optimizer is not None:
+        operands = operands or self.plan.facts.last
+        if self.plan.engine == "programs" and operands is not None:
+            from pipeline.insight.forecast.by_rank import describe_ranks
+
+            memory = describe_ranks(self, operands, optimizer, compiled=compiled)
+        elif optimizer is not None:
             memory = describe_step(self, optimizer, operands, compiled=compiled)
         else:
             state, trained = (self.chunks, self.ends), self.trained

@@ -120,13 +120,17 @@ class RankProgram:
         compile_it: Callable[[], Any] = lowered.compile
         return compile_it
 
+    def trace(self) -> jax.stages.Traced:
+        """The function traced on the abstract mesh of a rank."""
+        traced: jax.stages.Traced = self._jitted(self.operands.meshes.abstract).trace(*self.types)
+        return traced
+
     @functools.cached_property
     def _shared(self) -> jax.stages.Lowered | None:
         """Lowered once for all ranks; None if it holds callbacks, which JAX lowers for devices."""
         platform = self.operands.options.plan.mesh.devices.flat[0].platform
-        traced = self._jitted(self.operands.meshes.abstract).trace(*self.types)
         return without_warnings_of_donation(
-            functools.partial(lower_without_devices, traced, platform)
+            functools.partial(lower_without_devices, self.trace(), platform)
         )
 
     def _jitted(self, mesh: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -54,8 +54,26 @@ def train(
     normalise: bool = True,
 ) -> tuple[Any, Gradients, Leaves, StateLeaves]:
     """As `pipeline.core.step.runtime.train`, which has ``runs`` too."""
-    request = StepRequest(training=True, take_loss=True, want_inputs=want_inputs)
-    options = StepOptions(plan, model, request, counts=True, normalise=normalise)
+    wanted = {"want_inputs": want_inputs, "normalise": normalise}
+    step = training_programs(plan, model, weights, batch, scale, **wanted)
+    loss, grads, inputs, state = step(weights, batch, StepInputs(scale))
+    if plan.auto_axes:
+        grads = constrain(grads, gradient_specs(model), plan.mesh)
+    return loss, grads, inputs, state
+
+
+def training_programs(
+    plan: Plan,
+    model: Model,
+    weights: Weights,
+    batch: Batch,
+    scale: Any = None,
+    *,
+    want_inputs: bool = False,
+    normalise: bool = True,
+) -> StepPrograms:
+    """The programs of `train`; its arguments, or their types."""
+    options = training_options(plan, model, want_inputs=want_inputs, normalise=normalise)
     of_inputs = input_specs(batch) if want_inputs else []
 
     def results(local: Any, sums: Any, weights: Weights) -> Any:
@@ -63,16 +81,20 @@ def train(
 
     specs = manual(plan, gradient_specs(model)), of_inputs, manual(plan, model.state_specs)
     given, out_specs = StepInputs(scale), (P(), *specs)
-    loss, grads, inputs, state = _run(options, "train", weights, batch, given, results, out_specs)
-    if plan.auto_axes:
-        grads = constrain(grads, gradient_specs(model), plan.mesh)
-    return loss, grads, inputs, state
+    return _programs(options, "train", weights, batch, given, results, out_specs)
+
+
+def training_options(
+    plan: Plan, model: Model, *, want_inputs: bool = False, normalise: bool = True
+) -> StepOptions:
+    """The static arguments of a step that trains."""
+    request = StepRequest(training=True, take_loss=True, want_inputs=want_inputs)
+    return StepOptions(plan, model, request, counts=True, normalise=normalise)
 
 
 def narrows_train(plan: Plan, model: Model, weights: Weights, batch: Batch, **wanted: bool) -> bool:
     """Tell whether a step computes in floats in which gradients vanish or overflow."""
-    request = StepRequest(training=True, take_loss=True, **wanted)
-    options = StepOptions(plan, model, request, counts=True)
+    options = training_options(plan, model, **wanted)
     return trace_model(find_operands(options, weights, batch, StepInputs())).is_narrow
 
 
@@ -117,10 +139,12 @@ def _infer(
         return results(local, sums), state_after(local, weights, plan, training=counts)
 
     out_specs = spec, manual(plan, model.state_specs)
-    return _run(options, "infer", weights, batch, StepInputs(), whole, out_specs)
+    given = StepInputs()
+    step = _programs(options, "infer", weights, batch, given, whole, out_specs)
+    return step(weights, batch, given)
 
 
-def _run(
+def _programs(
     options: StepOptions,
     name: str,
     weights: Weights,
@@ -128,8 +152,8 @@ def _run(
     given: StepInputs,
     results: Callable[..., Any],
     out_specs: Any,
-) -> Any:
-    """Run a step, whose programs are compiled at its first call on operands of these types."""
+) -> StepPrograms:
+    """The programs of a step, compiled at its first call on operands of these types."""
     operands = weights, batch, given
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
         raise ValueError(_TRACED)
@@ -150,4 +174,5 @@ def _run(
     with jax.disable_jit(False):  # refs and collectives have no meaning outside of a program
         if key not in functions:
             functions[key] = StepPrograms(options, weights, batch, given, results, out_specs)
-        return functions[key](weights, batch, given)
+    programs: Any = functions[key]
+    return cast("StepPrograms", programs)

@@ -135,9 +135,13 @@ class MemoryPrediction:
 
 def _text(what: str, places: PlaceBytes) -> str:
     head, *tail = what.split(" of ")
-    plural = f"{head}es" if head.endswith("sh") else f"{head}s"
-    name = " of ".join([plural if places.count != 1 else head, *tail])
+    name = " of ".join([plural(head, places.count), *tail])
     return f"{places.count} {name}, {places.each:,} bytes each"
+
+
+def plural(name: str, count: int) -> str:
+    """The name of so many things."""
+    return name if count == 1 else f"{name}es" if name.endswith("sh") else f"{name}s"
 
 
 def predict(

@@ -128,7 +128,6 @@ def _programs(plan: Plan) -> list[str]:
         "a program for each action of a rank, which waits for its data alone",
         f"stashes at most, by rank: {held}",
         f"predicted bubble at {_costs(plan)}: a step loses {report.step_bubble_rate:.1%}",
-        "bytes below are those of engine='scan', where all ranks hold what the fullest one needs",
     ]
 
 

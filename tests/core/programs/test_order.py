@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 
@@ -14,6 +16,7 @@ import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.core.programs.run import Dispatch, Send
+from pipeline.insight.forecast.by_rank import predict
 from tests.support import models
 from tests.support.sizes import CHUNKS
 
@@ -102,34 +105,56 @@ class Wide(nnx.Module):
         return jnp.tanh(x @ self.up[...]) @ self.down[...]
 
 
-def test_each_rank_holds_its_own_peak():
-    """Rank r of 1F1B has S - r residuals on its devices, as its schedule says."""
+@pytest.mark.parametrize(("family", "stashes"), [("1f1b", [4, 3, 2, 1]), ("zb_h1", None)])
+def test_each_rank_holds_what_is_predicted(family, stashes):
+    """Live buffers between actions: to the byte, and of 1F1B S - r residuals on rank r."""
     S, x = 4, models.rows(16)
     stages = models.build(Wide, S)
     options = {"remat": None, "loss_fn": models.squares, "engine": "programs"}
-    pipe = Pipeline(stages, 8, mesh=make_mesh(stage=S), schedule="1f1b", **options)
-    programs, peaks = programs_of(pipe), [0] * S
+    pipe = Pipeline(stages, 8, mesh=make_mesh(stage=S), schedule=family, **options)
+    programs = programs_of(pipe)
+    devices = [set(programs.meshes.devices(rank)) for rank in range(S)]
+    residual = 1, 2, 5 * models.WIDTH
+    sizes: list[list[int]] = []
+    counts = [0] * S
 
-    def counted(run: Any, rank: int) -> Any:
-        devices = set(programs.meshes.devices(rank))
-
+    def counted(run: Any) -> Any:
         def call(*arguments: Any) -> Any:
-            results = run(*arguments)
-            shape = 1, 2, 5 * models.WIDTH
-            held = [
-                a
-                for a in jax.live_arrays()
-                if a.shape == shape and a.sharding.device_set == devices
-            ]
-            peaks[rank] = max(peaks[rank], len(held))
-            return results
+            live = [[a for a in jax.live_arrays() if a.sharding.device_set == d] for d in devices]
+            sizes.append([sum(a.nbytes for a in arrays) for arrays in live])
+            for rank, arrays in enumerate(live):
+                counts[rank] = max(counts[rank], sum(a.shape == residual for a in arrays))
+            return run(*arguments)
 
         return call
 
-    # A key is a program and its rank, or a message.
     programs.compiled = {
-        key: run if len(key) == 4 else counted(run, key[1])
-        for key, run in programs.compiled.items()
+        key: run if key[0] == "begin" else counted(run) for key, run in programs.compiled.items()
     }
     jax.block_until_ready(pipe.value_and_grad(x, x))
-    assert peaks == list(schedules.simulate(pipe.schedule).peak_activations) == [4, 3, 2, 1]
+    # Before the first action no rank holds any value.
+    found = [max(column) - column[0] for column in zip(*sizes, strict=True)]
+    predicted = predict(pipe.plan, *pipe.plan.facts.last)
+    assert found == [rank.values for rank in predicted]
+    if stashes:
+        assert counts == stashes == list(schedules.simulate(pipe.schedule).peak_activations)
+        assert [rank.counts["stash"] for rank in predicted] == stashes
+
+
+def test_describe_says_what_each_rank_holds():
+    pipe, x = make("1f1b"), jax.ShapeDtypeStruct((16, models.WIDTH), jnp.float32)
+    optimizer = nnx.Optimizer(pipe, optax.sgd(0.1, momentum=0.9), wrt=pipe.wrt)
+    text = pipe.describe(x, x, optimizer=optimizer, compiled=True)
+    lines = text[text.index("bytes by rank") :].splitlines()
+    assert lines[0] == "bytes by rank between actions, predicted:"
+    for rank, ends in enumerate(("2 stashes and 1 message", "2 messages and 1 stash")):
+        wanted = (
+            rf"  rank {rank} ([\d,]+): weights [\d,]+, batch [\d,]+, sums [\d,]+, {ends} [\d,]+; "
+            rf"compiled ([\d,]+); sends [\d,]+"
+        )
+        match = re.fullmatch(wanted, lines[1 + rank])
+        assert match, lines[1 + rank]
+        predicted, compiled = (int(size.replace(",", "")) for size in match.groups())
+        assert predicted < compiled < 2 * predicted
+    assert re.fullmatch(r"  beside them the optimizer's state, on each rank [\d,]+", lines[3])
+    assert "compiled" not in pipe.describe(x, x)

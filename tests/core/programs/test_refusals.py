@@ -79,8 +79,6 @@ def test_methods_that_look_at_one_program(method):
         ValueError, match=rf"{method}\(\) looks at the one program of engine='scan'"
     ):
         getattr(pipe, method)(*given)
-    with pytest.raises(ValueError, match=r"describe\(compiled=True\) looks at"):
-        pipe.describe(*rows(), compiled=True)
 
 
 class Checked(models.Block):
