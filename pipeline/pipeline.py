@@ -400,8 +400,8 @@ class Pipeline(nnx.Module):
           directory: where the profile is kept, for XProf or Perfetto; by default it is not.
 
         Raises:
-          ValueError: a batch that does not fit; ``bubbles="masked"``, plain accumulation on one
-            rank, or a mesh of several processes; or a profile without our name scopes.
+          ValueError: a batch that does not fit; plain accumulation on one rank, or a mesh of
+            several processes; or a profile without our name scopes.
         """
         from pipeline.insight.profile.run import trace
 
@@ -444,8 +444,8 @@ class Pipeline(nnx.Module):
 
         Raises:
           TypeError: a topology.
-          ValueError: arguments that do not fit, a mesh of several processes or one that is in
-            force, or ``auto_axes`` on virtual CPU devices.
+          ValueError: arguments that do not fit, or a mesh of several processes or one that is in
+            force.
           CalibrationError: times that cannot all be right, which and what to do; or whose spread is
             too large to say anything.
         """

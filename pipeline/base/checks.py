@@ -48,5 +48,5 @@ class ModelChecks(Protocol):
     def outputs(self, last: Any) -> None:
         """Check that the leading axis of outputs is the batch."""
 
-    def effects(self, plan: Any, local: Any, *, again: bool) -> None:
+    def effects(self, local: Any) -> None:
         """Check stages that run more often than once per microbatch."""

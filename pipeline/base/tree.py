@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -153,26 +151,9 @@ def leaves_by_name(tree: Tree) -> dict[str, Any]:
     }
 
 
-Index = int | jax.Array
-
-
 def at(tree: Tree, index: Any) -> Tree:
     """One element along the leading axis of every leaf."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
-
-
-def pick(trees: Sequence[Tree], index: Index) -> Tree:
-    """One of several equal trees; the index may be traced.
-
-    By a select and not out of a stack, which would hold a copy of all trees during the whole step.
-    """
-    if isinstance(index, int):
-        return trees[index]
-    return functools.reduce(
-        lambda found, v: jax.tree.map(lambda x, y: jnp.where(index == v, y, x), found, trees[v]),
-        range(1, len(trees)),
-        trees[0],
-    )
 
 
 def padded(tree: Tree, types: Tree) -> Tree:

@@ -105,8 +105,8 @@ class Lint:
 
         check_outputs(last)
 
-    def effects(self, plan: Plan, local: LocalModel, *, again: bool) -> None:
+    def effects(self, local: LocalModel) -> None:
         """Refuse side effects of stages that run more often than their microbatches say."""
         from pipeline.lint.effects import check_effects
 
-        check_effects(local, again=again, masked=plan.is_masked)
+        check_effects(local)

@@ -1,8 +1,7 @@
 """Effects and collectives of a stage that a kernel cannot run, or not once for each microbatch.
 
 A print may be repeated, as under `jax.checkpoint`. A callback to the host that counts, logs or
-writes must not, and nobody would notice that it is. A check of `checkify` may be repeated on
-the same data, and must not be made on none.
+writes must not, and nobody would notice that it is.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 import jax
 
-from collectives.compat import has_check, is_ordered, may_not_repeat
+from collectives.compat import is_ordered, may_not_repeat
 from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of
 from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.local_model import LocalModel
@@ -31,8 +30,7 @@ def check_meetings(plan: Plan, bodies: Sequence[Any]) -> None:
     Raises:
       ValueError: there is one.
     """
-    alone = plan.schedule.num_ranks == 1 or plan.engine == "programs"
-    if alone or plan.partners or plan.is_masked:
+    if plan.schedule.num_ranks == 1 or plan.engine == "programs" or plan.partners:
         return
     for axis in filter(None, map(_permuted, bodies)):
         raise ValueError(
@@ -121,36 +119,21 @@ def _of_constraint(stage: str) -> ValueError:
     )
 
 
-def check_effects(local: LocalModel, *, again: bool, masked: bool) -> None:
-    """Refuse a stage with side effects where it runs more often than its microbatches say.
+def check_effects(local: LocalModel) -> None:
+    """Refuse a stage with side effects whose forward runs again in the backward.
 
     Args:
       local: a rank's part of the model.
-      again: whether a backward runs a stage's forward again.
-      masked: whether a stage runs in bubbles too.
 
     Raises:
-      ValueError: it calls back to the host, or checks what bubbles hold.
+      ValueError: it calls back to the host.
     """
-    if not (again or masked):
-        return
     for _, kind in local.kinds:
         arguments = *kind.stage_arguments(kind.home, 0), kind.blank
         effects = jax.make_jaxpr(kind.stage)(*arguments).effects
-        if masked and has_check(effects):
-            raise ValueError(
-                'a stage has a check (checkify.check), and with bubbles="masked" it also runs in '
-                "bubbles, on no data: the check would fail of what no microbatch holds; use "
-                'bubbles="skip" (and no auto_axes on virtual CPU devices, where they mask bubbles)'
-            )
         if may_not_repeat(effects):
-            what = 'with remat="stage" a backward runs its forward again'
-            remedy = "remat=None"
-            if masked:
-                what = 'with bubbles="masked" it also runs in bubbles, on no data'
-                remedy = 'bubbles="skip" and remat=None'
             raise ValueError(
-                f"a stage has a side effect (io_callback), and {what}: it would happen more often "
-                f"than once per microbatch; use {remedy}, or jax.debug.callback for what may be "
-                f"repeated"
+                'a stage has a side effect (io_callback), and with remat="stage" a backward runs '
+                "its forward again: it would happen more often than once per microbatch; use "
+                "remat=None, or jax.debug.callback for what may be repeated"
             )

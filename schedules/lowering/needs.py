@@ -8,7 +8,7 @@ exchanges bring anything.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,32 +21,19 @@ UNUSED, WAIT, WORK = range(3)  # what ranks do in a slot: nothing, take messages
 MOST_SEGMENTS = 8  # scans of their own for parts of a timetable, before it is one scan
 
 
-def segments(program: Program, *, split: bool) -> list[tuple[int, int, tuple[int, ...]]]:
+def segments(program: Program) -> list[tuple[int, int, tuple[int, ...]]]:
     """Runs of ticks (start, stop), and of each slot whether some rank works or waits in them.
 
-    An idle branch costs nothing, so the kernel that branches starts a new run only where all that
-    happens changes (`segment_starts`). Without branches an unused slot costs its full
-    time: warm-up, steady state and cool-down are scans of their own, unless a timetable changes so
-    often that compile time would suffer. Where sends are delayed a message may arrive in a slot
-    that nobody works in.
+    An idle branch costs nothing, so a new run starts only where all that happens changes
+    (`segment_starts`), unless a timetable changes so often that compile time would suffer. Where
+    sends are delayed a message may arrive in a slot that nobody works in.
     """
     waits = program.arrives.any(axis=(2, 3))
     uses = np.where((program.op != 0).any(axis=2), WORK, np.where(waits, WAIT, UNUSED))
     starts = segment_starts(program)
-    few = starts if len(starts) < MOST_SEGMENTS else []
-
-    def runs(cuts: Iterable[int]) -> list[tuple[int, int, tuple[int, ...]]]:
-        pairs = itertools.pairwise([0, *cuts, program.num_ticks])
-        return [(a, b, tuple(uses[a:b].max(axis=0).tolist())) for a, b in pairs]
-
-    # A rank that branches skips idle slots at no cost, so that it needs few cuts.
-    if not split:
-        return runs(few)
-    # One that does not branch pays for every slot in use: cut wherever that changes.
-    works = np.concatenate([uses, *(table >= 0 for table in program.common)], axis=1)
-    changed = 1 + np.flatnonzero((works[1:] != works[:-1]).any(axis=1))
-    changes = sorted({*changed.tolist(), *few})
-    return runs(changes if len(changes) < MOST_SEGMENTS else few)
+    cuts = starts if len(starts) < MOST_SEGMENTS else []
+    pairs = itertools.pairwise([0, *cuts, program.num_ticks])
+    return [(a, b, tuple(uses[a:b].max(axis=0).tolist())) for a, b in pairs]
 
 
 def without(program: Program, sends: Sequence[bool]) -> Program:

@@ -114,12 +114,6 @@ class Pullback:
             ref[...] += gradient
         return list(dx)
 
-    def values(self, cotangent: Any) -> tuple[Leaves, Leaves]:
-        """The gradients of the weights and of x's leaves, accumulated nowhere."""
-        with _noted(self.part):
-            dw, dx = self.vjp(cotangent)
-        return list(dw), list(dx)
-
 
 @contextlib.contextmanager
 def _noted(part: str) -> Iterator[None]:

@@ -50,7 +50,6 @@ class SplitBackward:
       weights, fixed, side, stash: examples of what it takes. All but ``stash`` are given to both
         halves; `pipeline.core.autodiff.residuals` says what each is.
       dy: an example of the gradients for the float leaves of the stage's output.
-      in_place: whether the weights' gradients are added to refs, or returned.
       grad_dtype: as `pipeline.core.autodiff.accumulate.as_summed` takes it.
       need: how far the pullback goes; without, all the way.
       adding: as `outcome_and_pullback` has it.
@@ -69,7 +68,6 @@ class SplitBackward:
         stash: Tree,
         dy: Leaves,
         *,
-        in_place: bool = True,
         grad_dtype: GradDtype = None,
         need: NeedsGradient | None = None,
         adding: MakeAdding | None = None,
@@ -79,31 +77,26 @@ class SplitBackward:
 
         def joint(weights: Leaves, fixed: Tree, side: Tree, stash: Tree, dy: Leaves) -> Any:
             mine = [*chosen(weights, mask), *([adding().probe] if adding else [])]
-            refs = list(map(_new_ref, as_summed(mine, grad_dtype))) if in_place else None
+            refs = list(map(_new_ref, as_summed(mine, grad_dtype)))
             outcome, pullback = linearize(weights, fixed, side, stash)
             y = None if outcome is None else outcome.value
-            if refs is None:
-                dw, dx = pullback.values(dy)
-                return y, dx, dw
-            return y, pullback(dy, refs, want_x=want_x), []
+            return y, pullback(dy, refs, want_x=want_x)
 
         arguments = weights, fixed, side, stash, dy
-        closed, (y, dx, _) = jax.make_jaxpr(joint, return_shape=True)(*arguments)
-        block = read_block(closed, count if in_place else 0)
-        refs_in = frozenset(block.inputs[-count:] if in_place and count else ())
+        closed, (y, _) = jax.make_jaxpr(joint, return_shape=True)(*arguments)
+        block = read_block(closed, count)
+        refs_in = frozenset(block.inputs[-count:] if count else ())
         block = lean(block, [True] * len(block.outs), refs_in)
         self._y_tree, self._constants = jax.tree.structure(y), block.constants
         num_y = len(jax.tree.leaves(y))
-        num_early = num_y + len(dx)
-        self._y, self._dx = block.outs[:num_y], block.outs[num_y:num_early]
-        self._dw = block.outs[num_early:]
+        self._y, self._dx = block.outs[:num_y], block.outs[num_y:]
         inputs, sizes = iter(block.inputs), [len(jax.tree.leaves(a)) for a in arguments]
         self._inputs = _Inputs(*(list(itertools.islice(inputs, n)) for n in (*sizes, None)))
-        early = [i < num_early for i in range(len(block.outs))]
-        late = [not e for e in early]
+        outs = len(block.outs)
         same = frozenset((*self._inputs.weights, *self._inputs.fixed))
         facts = NameFacts(refs=refs_in, same=same, again=frozenset(self._inputs.side))
-        halves = halve(block, early, late, facts)
+        # The first half has all results; the second has effects alone, on the refs.
+        halves = halve(block, [True] * outs, [False] * outs, facts)
         self._first, self._second, self._crossing = halves.first, halves.second, halves.crossing
         self.crossing, self.whole = [n.aval for n in halves.crossing], halves.whole
 
@@ -146,11 +139,10 @@ class SplitBackward:
 
     def weight_half(
         self, weights: Leaves, fixed: Tree, side: Tree, crossing: Leaves, refs: Leaves
-    ) -> Leaves:
-        """Add the weights' gradients to ``refs``; return them if they are not made in place."""
+    ) -> None:
+        """Add the weights' gradients to ``refs``."""
         values = self._values(weights=weights, fixed=fixed, side=side, refs=refs)
-        env = run(self._second, values | dict(zip(self._crossing, crossing, strict=True)))
-        return [read(env, a) for a in self._dw]
+        run(self._second, values | dict(zip(self._crossing, crossing, strict=True)))
 
     def _values(self, **groups: Tree) -> dict[Name, Any]:
         """Constants, and values of the inputs of these groups, by the names of `_Inputs`."""

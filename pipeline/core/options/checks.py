@@ -21,7 +21,6 @@ from schedules.core.costs import Costs
 from schedules.orders.schedule import Schedule
 
 Remat = Literal["stage", "gathered"] | Callable[..., Any] | None
-Bubbles = Literal["skip", "masked"]
 Engine = Literal["scan", "programs"]
 Gather = Literal["step", "repeat", "action"]
 Vocabulary = Literal["ends", "stage"]
@@ -58,15 +57,12 @@ def check_slices(slices: Any) -> int | tuple[int, ...] | None:
     return number
 
 
-def check_sliced(
-    num_slices: int, slices: Any, *, bubbles: str, offload: Any, vocabulary: str
-) -> None:
+def check_sliced(num_slices: int, slices: Any, *, offload: Any, vocabulary: str) -> None:
     """Check the options beside slices.
 
     Args:
       num_slices: N of the timetable.
       slices: as of `Options`, checked.
-      bubbles: as of `Options`.
       offload: as of `Options`.
       vocabulary: as of `Options`.
 
@@ -76,12 +72,7 @@ def check_sliced(
     if num_slices == 1:
         return
     wrong = None
-    if bubbles == "masked":
-        wrong = (
-            "bubbles='masked' (the default on virtual CPU devices beside auto_axes=)",
-            "idle slots would write to keys and values: use bubbles='skip'",
-        )
-    elif offload:
+    if offload:
         wrong = f"offload={offload!r}", "carries of slices stay on the device: leave offload out"
     elif vocabulary == "stage" and isinstance(slices, tuple):
         wrong = (
@@ -165,16 +156,6 @@ def check_data_parallel(data_parallel: Any, gather: Any) -> None:
         )
 
 
-def check_windows(gather: Gather, *, masked: bool) -> None:
-    """Raise ValueError if ranks that compute in idle slots are to gather by their timetable."""
-    if gather == "repeat" and masked:
-        raise ValueError(
-            "gather='repeat' with bubbles='masked' (the default on virtual CPU devices beside "
-            "auto_axes=): ranks then compute in idle slots too, with weights that are not there; "
-            "use bubbles='skip', or gather='action'"
-        )
-
-
 def check_axes(auto_axes: Any) -> tuple[str, ...]:
     """The names of the axes left to the compiler; ValueError for anything but a sequence."""
     if isinstance(auto_axes, str) or not isinstance(auto_axes, Sequence):
@@ -202,20 +183,14 @@ def check_axes_of(mesh: Mesh, auto_axes: tuple[str, ...]) -> tuple[str, ...]:
     return auto_axes
 
 
-def check_host(offload: Any, mesh: Mesh, schedule: Schedule, *, masked: bool) -> None:
+def check_host(offload: Any, mesh: Mesh, schedule: Schedule) -> None:
     """Check that a program can keep in host memory what an option asks for.
 
     Raises:
-      ValueError: the devices have none, idle slots compute too, or no action leaves a crossing.
+      ValueError: the devices have none, or no action leaves a crossing.
     """
     if not offload:
         return
-    if masked:
-        raise ValueError(
-            f"offload={offload!r} with bubbles='masked' (the default on virtual CPU devices beside "
-            f"auto_axes=): ranks then compute in idle slots too, and would copy over the host link "
-            f"in every slot; use bubbles='skip', or leave out offload"
-        )
     if not has_host_memory(mesh.devices.flat):
         name = mesh.devices.flat[0].platform
         raise ValueError(

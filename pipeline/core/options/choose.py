@@ -14,7 +14,6 @@ import jax
 from jax.sharding import Mesh
 
 from collectives import STAGE, check_mesh, make_mesh
-from pipeline.core.options.checks import Bubbles
 from schedules.build import build, names, options, stages_per_rank, takes_slices
 from schedules.checks.check import check
 from schedules.clocks.shared import Shared
@@ -76,21 +75,22 @@ def exchanges_are_barriers(mesh: Mesh) -> bool:
     return len(homes) == 1 and {platform for platform, _ in homes} == {"cpu"}
 
 
-def choose_bubbles(bubbles: Bubbles, auto_axes: Sequence[str], *, partners: bool) -> Bubbles:
-    """Tell whether idle slots are branched around, with some axes left to the compiler.
+def check_compiler_axes(mesh: Mesh, auto_axes: Sequence[str]) -> None:
+    """Check that the scan's branches can hold the exchanges that a compiler adds to a stage.
 
-    It may add exchanges to what a branch does. Where all devices meet in each, those whose ranks
-    take another branch would be waited for without end, so there is none.
+    Raises:
+      ValueError: all devices meet in each exchange, and ranks take different branches.
     """
-    return "masked" if auto_axes and not partners else bubbles
-
-
-def choose_pattern(pattern: str | None, bubbles: str) -> str | None:
-    """The slots of a tick, None for the fastest."""
-    if pattern is None:
-        # Without conditionals a slot computes every kind it may hold: keep F and B apart.
-        return "paired" if bubbles == "masked" else None
-    return pattern
+    divided = [axis for axis in auto_axes if mesh.shape[axis] > 1]
+    if not divided or mesh.shape[STAGE] == 1 or not exchanges_are_barriers(mesh):
+        return
+    sizes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in (STAGE, *divided))
+    raise ValueError(
+        f"auto_axes={tuple(auto_axes)!r} with engine='scan' on virtual CPU devices of one process "
+        f"({sizes}): all of them meet in every exchange that the compiler adds to a stage, and "
+        f"ranks of other stages, which run other actions meanwhile, would not come; use "
+        f"engine='programs', or GPUs, TPUs or several processes"
+    )
 
 
 def choose_schedule(

@@ -22,7 +22,6 @@ from pipeline.base.precision import check_dtype
 from pipeline.core.autodiff.accumulate import check_grad_dtype
 from pipeline.core.model.loss import LossFn
 from pipeline.core.options.checks import (
-    Bubbles,
     Engine,
     Gather,
     Remat,
@@ -90,8 +89,6 @@ class Options:
         default the fastest on this mesh.
       delayed: whether a message between ranks travels beside the work of the slot after its own,
         which hides exchanges that are no longer than that work; an edge takes one slot more.
-      bubbles: "skip" branches around idle slots; "masked" computes through them without any
-        conditional.
       costs: how long actions take, as `schedules.Costs` or as `calibrate` has measured it, for the
         schedule and the slots that are chosen and the bubble that is predicted. By default F, I and
         W of all stages take as long as each other, and what ``remat`` runs again as long as what it
@@ -131,7 +128,7 @@ class Options:
         whose metadata does not say it (`nnx.with_partitioning`), else None. Paths are those of
         ``wrt``; they also compare and split as text, "up.kernel" of a stage.
       auto_axes: mesh axes left to the compiler, for stages that know nothing of them. On virtual
-        CPU devices bubbles of the scan are then masked.
+        CPU devices several ranks then need engine="programs".
       vocabulary: "ends" has embed on the first rank and head on the last; "stage" splits a
         `pipeline.vocabulary.VocabularyEmbedding` and a `VocabularyHead` by vocabulary over all
         ranks, which share the work on every microbatch. Losses are then a
@@ -152,7 +149,6 @@ class Options:
     engine: Engine = "scan"
     pattern: str | None = None
     delayed: bool = False
-    bubbles: Bubbles = "skip"
     costs: Costs | Measured | None = None
     # Memory.
     remat: Remat = "stage"
@@ -182,7 +178,6 @@ class Options:
         object.__setattr__(self, "slices", check_slices(self.slices))
         check_remat(self.remat)
         check_word("engine", self.engine, ("scan", "programs"))
-        check_word("bubbles", self.bubbles, ("skip", "masked"))
         if self.pattern is not None:
             check_pattern(self.pattern)
         need("delayed", self.delayed, bool, "give True or False")

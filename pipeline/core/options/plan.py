@@ -106,11 +106,6 @@ class Plan(Options):
         return "input" if self.remat == "stage" else "residuals"
 
     @property
-    def is_masked(self) -> bool:
-        """True if idle slots are computed through, without any conditional."""
-        return self.bubbles == "masked"
-
-    @property
     def has_windows(self) -> bool:
         """True if weights are gathered when a rank comes to their chunk, from several shards."""
         return self.gather == "repeat" and self.axes.num_rows > 1

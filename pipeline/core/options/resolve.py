@@ -16,17 +16,14 @@ from pipeline.core.autodiff.accumulate import check_grad_dtype
 from pipeline.core.model.ends import choose_shared
 from pipeline.core.model.loss import LossFn, LossModule
 from pipeline.core.options.checks import (
-    Bubbles,
     check_axes_of,
     check_costs,
     check_host,
     check_sliced,
-    check_windows,
 )
 from pipeline.core.options.choose import (
-    choose_bubbles,
+    check_compiler_axes,
     choose_mesh,
-    choose_pattern,
     choose_schedule,
     exchanges_are_barriers,
     read,
@@ -78,16 +75,14 @@ def make_plan(
     mesh = without_types(choose_mesh(mesh, num_stages, schedule_and_origin[0]))
     partners = not exchanges_are_barriers(mesh)
     axes = find_axes(mesh, options.batch, check_axes_of(mesh, tuple(options.auto_axes)))
-    bubbles: Bubbles = "skip"  # programs have no idle slots
     if options.engine == "scan":
-        bubbles = choose_bubbles(options.bubbles, axes.auto, partners=partners)
+        check_compiler_axes(mesh, axes.auto)
     shared = choose_shared(options.vocabulary, embed, head, loss_fn)
     if mesh.shape[STAGE] == 1:  # one rank holds the whole vocabulary
         shared = ()
     chosen: dict[str, Any] = {
         "mesh": mesh,
         "partners": partners,
-        "pattern": choose_pattern(options.pattern, bubbles),
         "costs": costs,
         "shared": shared,
     }
@@ -97,7 +92,6 @@ def make_plan(
         "why": why,
         "home": with_types_in_force(mesh),
         "axes": axes,
-        "bubbles": bubbles,
         "compute_dtype": check_dtype("compute_dtype", options.compute_dtype),
         "grad_dtype": check_grad_dtype(options.grad_dtype),
         "loss_fn": LossModule() if isinstance(loss_fn, nnx.Module) else loss_fn,
@@ -110,10 +104,9 @@ def make_plan(
     }
     if options.engine == "programs":
         entries.check(options, timetable.num_slices, shared)
-    check_host(options.offload, mesh, timetable, masked=bubbles == "masked")
-    check_windows(options.gather, masked=bubbles == "masked")
+    check_host(options.offload, mesh, timetable)
     also: dict[str, Any] = {"offload": options.offload, "vocabulary": options.vocabulary}
-    check_sliced(timetable.num_slices, options.slices, bubbles=bubbles, **also)
+    check_sliced(timetable.num_slices, options.slices, **also)
     return Plan(**(options.to_dict() | chosen))
 
 
@@ -124,7 +117,7 @@ def with_microbatches(plan: Plan, num_microbatches: int) -> Plan:
       ValueError: M is no integer >= 1; or the timetable that was given is for another M.
     """
     options = dataclasses.replace(plan.options, num_microbatches=num_microbatches)
-    names = "mesh", "partners", "pattern", "costs", "shared"
+    names = "mesh", "partners", "costs", "shared"
     chosen: dict[str, Any] = {name: getattr(plan, name) for name in names}
     schedule_and_origin = read(options.schedule)
     timetable, why = _timetable(options, plan.schedule.num_stages, schedule_and_origin, **chosen)
@@ -139,7 +132,6 @@ def _timetable(
     *,
     mesh: Mesh,
     partners: bool,
-    pattern: str | None,
     costs: Costs | None,
     shared: Shared,
 ) -> tuple[Schedule, str]:
@@ -153,7 +145,7 @@ def _timetable(
         num_microbatches=options.num_microbatches,
         partners=partners,
         delayed=options.delayed,
-        pattern=pattern,
+        pattern=options.pattern,
         costs=own_costs(num_stages, options.remat, shared, options.state)
         if costs is None
         else costs,

@@ -23,7 +23,6 @@ def check(options: Options, num_slices: int, shared: Sequence[str]) -> None:
         f"vocabulary={options.vocabulary!r}": bool(shared),
         f"offload={options.offload!r}": options.offload is not None,
         f"gather={options.gather!r}": options.gather == "repeat",
-        f"bubbles={options.bubbles!r}": options.bubbles != "skip",
         f"pattern={options.pattern!r}": options.pattern is not None,
         f"delayed={options.delayed!r}": bool(options.delayed),
     }

@@ -204,7 +204,7 @@ class OpenStep:
             sums = dataclasses.replace(sums, chunk_grads=totals)
             residuals = local.residuals() if options.keeps_residuals else None
             if {"I", "W"} & set(kinds):
-                halves = local.split_backward(residuals, in_place=True)
+                halves = local.split_backward(residuals)
         places = StepPlaces(sums, stores, residuals, halves)
         return Actions(local, options.request, places, WholeSequences())
 
@@ -246,8 +246,8 @@ def trace(options: StepOptions, weights: Weights, batch: Batch, given: StepInput
     loss, needs_ratio = whole_loss(options, inspected, given)
     rank = dataclasses.replace(inspected.rank, loss=loss)
     step = OpenStep(options, dataclasses.replace(inspected, rank=rank))
-    again = needs_ratio or (request.training and plan.keep == "input")
-    plan.lint.effects(plan, step.inspected.local(), again=again)
+    if needs_ratio or (request.training and plan.keep == "input"):
+        plan.lint.effects(step.inspected.local())
     # A factor that is a number is part of a program; an array is an argument of it.
     fields = {f.name: getattr(loss, f.name) for f in dataclasses.fields(loss)}
     factors = {name: jax.typeof(x) for name, x in fields.items() if isinstance(x, jax.core.Tracer)}

@@ -225,9 +225,8 @@ def _infer(
             plan.lint.outputs(traced.local())
         plan.lint.whole(plan, traced, training=training)
         local = traced.local(declared=traced.make_declared_state(plan, training=training))
-        plan.lint.effects(plan, local, again=False)
         actions = make_actions(plan, local, plan.forward, step)
-        run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
+        run_ticks(actions, plan.forward, tables)
         state = state_after(local, weights, plan, training=training)
         return results(local, actions.sums), state
 
@@ -258,11 +257,12 @@ def _train(
         straight = Straight(local, plan.schedule.num_microbatches, step)
         straight.run()
         return straight.sums
-    plan.lint.effects(plan, local, again=plan.keep == "input")
+    if plan.keep == "input":
+        plan.lint.effects(local)
     actions = make_actions(plan, local, program, step)
     if plan.remat == "gathered" and not actions.saved.residuals.gathers:
         warn_once(NOTHING_TO_GATHER, plan.compiled.warned, "gathered")
     halves = actions.halves
     plan.facts.unsplit = tuple(halves.whole) if halves else ()
-    run_ticks(actions, program, tables, masked=plan.is_masked)
+    run_ticks(actions, program, tables)
     return actions.sums

@@ -105,9 +105,9 @@ def of_outputs(local: LocalModel, plan: Plan) -> tuple[jax.Array, jax.Array]:
         tables[name] = jnp.moveaxis(jnp.asarray(table), 2, 0)[rank][None]
     if program.shared:
         tables |= {name: jnp.asarray(table) for name, table in program.common._asdict().items()}
-    plan.lint.effects(plan, local, again=True)
+    plan.lint.effects(local)
     actions = make_actions(plan, local, program, StepRequest(training=False, take_loss=True))
-    run_ticks(actions, program, tables, masked=plan.is_masked)
+    run_ticks(actions, program, tables)
     totals = totals_of(actions.sums, plan)
     mean, share = mean_of(totals.loss, totals.weight)
     return share, mean

@@ -48,8 +48,6 @@ class Efficiency:
       rank: the busiest.
       clock: of the bubble, "event" or "lockstep".
       costs: measured durations of actions, for `schedules.simulate`.
-      is_counted: whether bubbles are masked, which ranks compute: ideal is then the busiest rank's
-        share of the slots, rest a part of bubble, and costs are those of the plan, in its unit.
       notes: circumstances that spoil the numbers.
     """
 
@@ -63,18 +61,12 @@ class Efficiency:
     rank: int
     clock: str
     costs: Costs
-    is_counted: bool = False
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """A table with a definition in each line."""
         waits = f"of the step that rank waits, by its measured durations ({self.clock} clock)"
         alone = f"all actions of the busiest rank ({self.rank}), alone, in turn with the steps"
-        if self.is_counted:
-            alone = (
-                f"step times the share of slots with an action, of the busiest rank ({self.rank})"
-            )
-            waits = "1 - efficiency: slots without an action, which are computed, and all else"
         rows = [
             (
                 "step",
@@ -138,19 +130,13 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
     whole, idle, *of_ranks = _in_turn(timed, steps)
     others = (_busy_elsewhere() - busy) / (time.perf_counter() - start)
     works = [[max(a - b, 0.0) for a, b in zip(times, idle, strict=True)] for times in of_ranks]
-    if plan.is_masked:  # ranks without an action in a slot compute it all the same
-        shares = [float(runs.sum()) / program.op[..., 0].size for runs in parts.values()]
-        works = [[time * share for time in whole] for share in shares]
     rank = max(parts, key=lambda rank: statistics.median(works[rank]))
-    costs = plan.durations if plan.is_masked else _costs(plan, partial, none)
+    costs = _costs(plan, partial, none)
     report = simulate(plan.schedule, **{**plan.clock, "costs": costs})
     taken, ideal = statistics.median(whole), statistics.median(works[rank])
     share = report.work[rank] / report.makespan if report.makespan else 1.0
     efficiency = ideal / taken
     bubble = efficiency * (1 / share - 1) if share else 0.0
-    if plan.is_masked:
-        bubble = 1 - efficiency
-    timed_by = {"step": whole} | ({} if plan.is_masked else {"ideal": works[rank]})
     return Efficiency(
         step=taken,
         ideal=ideal,
@@ -162,8 +148,7 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
         rank=rank,
         clock=report.clock,
         costs=costs,
-        is_counted=plan.is_masked,
-        notes=tuple(_notes(plan, timed_by, others)),
+        notes=tuple(_notes(plan, {"step": whole, "ideal": works[rank]}, others)),
     )
 
 

@@ -205,6 +205,4 @@ def _why_slots(plan: Plan) -> str:
     if plan.pattern is None:
         meet = "keep only the ranks that they join" if plan.partners else "are barriers"
         return f"the fastest where exchanges {meet}"
-    if plan.is_masked:
-        return f"{plan.pattern}, and every rank computes all that a slot may hold"
     return f"{plan.pattern}, as asked for"

@@ -58,8 +58,6 @@ def alternatives(
     if plan.remat != "stage":
         frugal = dataclasses.replace(model, policy=None, gathers_again=False)
         yield 'remat="stage"', plan.anew(remat="stage"), frugal
-    if plan.is_masked and (plan.partners or not plan.auto_axes):
-        yield 'bubbles="skip"', plan.anew(bubbles="skip"), model
     sizes = {
         "num_ranks": schedule.num_ranks,
         "num_microbatches": schedule.num_microbatches,
@@ -99,7 +97,7 @@ def _message(
         others.append((predict(other, code, weights, batch, **wanted).total, text))
     least, text = min(others, default=(found.total, ""))
     part, size = found.largest
-    help_ = "no other remat, bubbles, schedule or num_microbatches takes less: use more ranks, or "
+    help_ = "no other remat, schedule or num_microbatches takes less: use more ranks, or "
     help_ += "fewer rows in a batch"
     if least < found.total:
         enough = "" if least <= limit else ", which is still too much"

@@ -117,7 +117,7 @@ def share_within(
     total, stashes = whole.total, _gradients(whole).stashes
     if total <= budget:
         return None
-    check_host(1.0, pipe.mesh, pipe.schedule, masked=pipe.plan.is_masked)
+    check_host(1.0, pipe.mesh, pipe.schedule)
     moved = 0
     while total > budget and moved < stashes.count:
         moved += max(1, min(-(-(total - budget) // stashes.each), stashes.count - moved))

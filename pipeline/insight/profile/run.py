@@ -75,11 +75,6 @@ def check(plan: Plan, steps: int) -> None:
     """
     if (count := integer(steps)) is None or count < 1:
         raise ValueError(f"trace(steps={steps!r}): the number of steps to measure; give 1 or more")
-    if plan.is_masked:
-        raise ValueError(
-            "trace(): with bubbles='masked' every rank computes in every slot, whether it has an "
-            "action or not, and a profile cannot tell them apart; trace with bubbles='skip'"
-        )
     if plan.is_straight:
         raise ValueError(
             "trace(): on one rank with remat=None a step is plain accumulation, without a "

@@ -113,57 +113,53 @@ class DeclaredState:
                 values[n] = self._then[chunk, n][microbatch]
         return values
 
-    def keep(
-        self, part: str, stage: Any, chunk: Any, microbatch: Any, values: Values, real: Any
-    ) -> None:
+    def keep(self, part: str, stage: Any, chunk: Any, microbatch: Any, values: Values) -> None:
         """Keep the state that an `Outcome` has for a part: "stage", "embed" or "finish".
 
         Args:
           part: the part.
           stage: a stage of its kind, if it is one.
-          chunk: the stage's, perhaps traced.
+          chunk: the stage's.
           microbatch: its index.
           values: of the part's declared variables, in the order of its state.
-          real: whether they are to be kept, perhaps traced.
         """
         if part == "stage":
-            self.write(stage, chunk, microbatch, values, real=real)
+            self.write(stage, chunk, microbatch, values)
         else:
-            self._write_ends(_OWNERS[part], microbatch, values, real)
+            self._write_ends(_OWNERS[part], microbatch, values)
 
     def write(
-        self, stage: Any, chunk: Any, microbatch: Any, values: Values, *, real: Any = True
+        self, stage: Any, chunk: int, microbatch: Any, values: Values, *, wanted: Any = True
     ) -> None:
-        """Write the state that a stage has returned; arguments as of `keep`."""
-        spots = state_spots(self._rank, stage)
-        leaves = [leaf for of in values for leaf in of]
-        # A traced chunk, in a masked step: every chunk is written, with its old value but for one.
-        for v in range(len(self._rests)) if not isinstance(chunk, int) else [chunk]:
-            yes = real if isinstance(chunk, int) else (chunk == v) & real
-            for spot, leaf in zip(spots, leaves, strict=True):
-                self._put((v, spot.cell), spot, microbatch, leaf, yes)
+        """Write the state that a stage has returned, if ``wanted``, which may be traced.
 
-    def _write_ends(self, names: Sequence[str], microbatch: Any, values: Values, real: Any) -> None:
+        Other arguments as of `keep`.
+        """
+        leaves = [leaf for of in values for leaf in of]
+        for spot, leaf in zip(state_spots(self._rank, stage), leaves, strict=True):
+            self._put((chunk, spot.cell), spot, microbatch, leaf, wanted)
+
+    def _write_ends(self, names: Sequence[str], microbatch: Any, values: Values) -> None:
         """Write the state of all ends that embed, or head and loss, the ``names``, returned."""
         leaves = [leaf for of in values for leaf in of]
         owners = self._owners()
         for n, leaf in zip(self._model.declared.ends_cells, leaves, strict=True):
             # A call returns the state of all ends, and may write that of its own parts.
             if owners[n] in names:
-                self._put((None, n), Spot(n, None, leaf.shape), microbatch, leaf, real)
+                self._put((None, n), Spot(n, None, leaf.shape), microbatch, leaf)
 
     def _owners(self) -> list[str]:
         flat = nnx.to_flat_state(self._rank.weights.ends_rest)
         return [str(path[0]) for path, variable in flat for _ in jax.tree.leaves(variable)]
 
-    def _put(self, place: Any, spot: Spot, microbatch: Any, leaf: Any, real: Any) -> None:
+    def _put(self, place: Any, spot: Spot, microbatch: Any, leaf: Any, wanted: Any = True) -> None:
         part = Part(self._now[place], spot, *([microbatch] if self._each else []))
         before = part[...]
         # The value before the write is what this microbatch has read.
         if place in self._then:
             then = Part(self._then[place], spot, microbatch)
-            then[...] = before if real is True else jnp.where(real, before, then[...])
-        part[...] = leaf if real is True else jnp.where(real, leaf, before)
+            then[...] = before if wanted is True else jnp.where(wanted, before, then[...])
+        part[...] = leaf if wanted is True else jnp.where(wanted, leaf, before)
 
     def finish(
         self, schedule: Any, axes: tuple[str, ...], hook: Callable[..., Any] | None
@@ -241,7 +237,7 @@ class DeclaredState:
                 params, rest = stage.views.params.tree(chunk), stage.views.rest.tree(rest_leaves)
             paths = state_paths(rest, stage.definition.state)
             _, values = stage.definition.update(hook, params, rest, paths=paths)
-            self.write(stage, stage.chunk, 0, values, real=mine)
+            self.write(stage, stage.chunk, 0, values, wanted=mine)
 
 
 def state_spots(rank: Rank, stage: Any) -> list[Spot]:

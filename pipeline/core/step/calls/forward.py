@@ -19,7 +19,7 @@ from jax.experimental import checkify
 from collectives import STAGE, vary
 from collectives.compat import CheckError, renamed_errors
 from pipeline.base.rows import batch_part_of
-from pipeline.base.tree import Index, Leaves, Tree, pick
+from pipeline.base.tree import Leaves, Tree
 from pipeline.core.autodiff.jaxpr.narrow import with_copies
 from pipeline.core.autodiff.outcome import Outcome
 from pipeline.core.model.randomness import fold, own_axes, split_streams
@@ -160,19 +160,19 @@ class Forward:
         return blank_input(self.rank, self.activation, self.earlier, self.axes)
 
     def stage_arguments(
-        self, chunk: Index, microbatch: Any, *, now: bool = False
+        self, chunk: int, microbatch: Any, *, now: bool = False
     ) -> tuple[Leaves, tuple[Tree, Leaves], Tree]:
         """The arguments of `stage` before its input; ``now`` for the forward that writes state."""
         # Keys depend on the microbatch and on the rank's place, never on the order of calls, so
         # that a repetition in the backward draws the same (`pipeline.core.model.randomness`).
         own = own_axes(self.activation, self.axes)
-        streams = fold(pick(self.streams, chunk), microbatch, self.axes, own)
+        streams = fold(self.streams[chunk], microbatch, self.axes, own)
         part = slice_of(self.rank, microbatch)
         batch_part = self.rank.part_of(microbatch)
         extras = self.batch.extras_of(microbatch)
         side = streams, extras, part, batch_part, *self._where(chunk, microbatch)
-        fixed = self.fixed if self.rank.declared is None else self._declared(microbatch, now)
-        fixed, views = pick(fixed, chunk), self._position.views
+        states = self.fixed if self.rank.declared is None else self._declared(microbatch, now)
+        fixed, views = states[chunk], self._position.views
         # Weights are read here, within the action: from arrays, from a window, or by a gather.
         whole, narrow = self.rank.chunks.read(chunk, microbatch)
         if views is None:
@@ -182,7 +182,7 @@ class Forward:
         copies = [None if cell is None else spot.read(cell) for spot, cell in pairs]
         return views.params.leaves(whole), (fixed, copies), side
 
-    def _where(self, chunk: Index, microbatch: Any) -> list[tuple[jax.Array, jax.Array]]:
+    def _where(self, chunk: int, microbatch: Any) -> list[tuple[jax.Array, jax.Array]]:
         """The numbers of stage and microbatch for the errors of checks, if there are any."""
         if not self.rank.facts.has_checks:
             return []
@@ -222,12 +222,10 @@ class Forward:
 
         return usage_of(run, [jax.tree.leaves(flat[path]) for path in paths])
 
-    def keep(
-        self, state: dict[str, Values], chunk: Index, microbatch: Any, real: Any = True
-    ) -> None:
+    def keep(self, state: dict[str, Values], chunk: int | None, microbatch: Any) -> None:
         """Keep the state of an `Outcome`: of a stage of this kind, or of the ends."""
         for part, values in state.items():
-            self.rank.declared.keep(part, self._position, chunk, microbatch, values, real)
+            self.rank.declared.keep(part, self._position, chunk, microbatch, values)
 
     def _declared(self, microbatch: Any, now: bool) -> Sequence[Tree]:
         """[V] as `fixed`, with the state that a microbatch is to see."""

@@ -110,9 +110,9 @@ class GroupedModel(LocalModel):
         """The pullbacks of all groups."""
         return SharedResiduals(self)
 
-    def split_backward(self, residuals: Any, *, in_place: bool) -> Any:
+    def split_backward(self, residuals: Any) -> Any:
         """The backwards of all groups in two halves."""
-        return SharedHalves(self, residuals, in_place=in_place)
+        return SharedHalves(self, residuals)
 
 
 def make_local_model(rank: Rank, activations: Activations, needs: Needs) -> LocalModel:
@@ -195,12 +195,10 @@ class SharedHalves:
       of: [groups] `SplitBackward`, and views, [groups] the views of what crosses.
     """
 
-    def __init__(
-        self, model: GroupedModel, residuals: SharedResiduals | None, *, in_place: bool
-    ) -> None:
+    def __init__(self, model: GroupedModel, residuals: SharedResiduals | None) -> None:
         starts = residuals.of if residuals else [None] * len(model.groups)
         self.of = [
-            group.local.split_backward(start, in_place=in_place)
+            group.local.split_backward(start)
             for group, start in zip(model.groups, starts, strict=True)
         ]
         self.whole = list(dict.fromkeys(text for halves in self.of for text in halves.whole))

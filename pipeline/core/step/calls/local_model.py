@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from collectives import vary
 from pipeline.base.added import Adding, adding_losses
 from pipeline.base.masks import NeedsGradient
-from pipeline.base.tree import Index, Leaves, Tree, at, blank, combine, partition, real
+from pipeline.base.tree import Leaves, Tree, at, blank, combine, partition, real
 from pipeline.core.autodiff.accumulate import Pullback
 from pipeline.core.autodiff.jaxpr.dead_code import lean
 from pipeline.core.autodiff.jaxpr.reachability import needed_inputs
@@ -207,7 +207,7 @@ class LocalModel(Forward):
         )
 
     def stage_pullback(
-        self, chunk: Index, microbatch: Any, x: Tree, *, late: bool = False
+        self, chunk: int, microbatch: Any, x: Tree, *, late: bool = False
     ) -> tuple[Outcome, Pullback]:
         """A stage's outcome, and its pullback; ``late`` as of `differentiate`."""
         return self._linearize(*self.stage_arguments(chunk, microbatch), x, late=late)
@@ -237,7 +237,7 @@ class LocalModel(Forward):
             self.stage, *arguments, **self._options, gathers=gathers, part=self.part_name
         )
 
-    def split_backward(self, residuals: Any, *, in_place: bool) -> Any:
+    def split_backward(self, residuals: Any) -> Any:
         """A stage's backward in two halves, from residuals or from the stage's input."""
         # Imported where it is used: most timetables have no I and W, and do not load it.
         from pipeline.core.autodiff.split_backward import SplitBackward
@@ -257,4 +257,4 @@ class LocalModel(Forward):
             linearize = lambda *arguments: (None, residuals.backward(*arguments))  # noqa: E731
             stash = blank(residuals.stashed, self.axes)
         arguments = *self.stage_arguments(home, 0), stash, dy
-        return SplitBackward(linearize, *arguments, in_place=in_place, **self._options)
+        return SplitBackward(linearize, *arguments, **self._options)

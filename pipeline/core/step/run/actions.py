@@ -15,7 +15,6 @@ differentiated within B or I; nothing of theirs is stashed.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from typing import Any
 
@@ -240,21 +239,16 @@ class Actions:
         rank = self.local.rank
         return ends.embed(rank, rank.ends, at(rank.batch.inputs, microbatch), microbatch, now=now)
 
-    def finish(self, y: Tree, microbatch: Any) -> Outcome:
-        """The outcome of head and loss in an inference; without a loss, of the user's outputs."""
+    def _finish(self, y: Tree, microbatch: Any) -> None:
+        """The end of an inference: head and loss, or without a loss the user's outputs."""
         rank, take_loss = self.local.rank, self.step.take_loss
         outcome = ends.finish(rank, rank.ends, y, microbatch, take_loss=take_loss)
-        if not self.step.logprobs:
-            return outcome
-        value = logprobs_of(outcome.value, at(rank.batch.targets, microbatch))
-        return dataclasses.replace(outcome, value=value)
-
-    def _finish(self, y: Tree, microbatch: Any) -> None:
-        """The end of an inference."""
-        outcome = self.finish(y, microbatch)
+        value = outcome.value
+        if self.step.logprobs:
+            value = logprobs_of(value, at(rank.batch.targets, microbatch))
         self.sums.take(outcome, microbatch)
-        if not self.step.take_loss:
-            self.sums.results[microbatch] = outcome.value
+        if not take_loss:
+            self.sums.results[microbatch] = value
 
     def _upstream(self, op: Op, row: Row, dx: Leaves) -> Tree:
         """Send the gradient of a stage's input upstream: into a message, or through embed."""
@@ -287,17 +281,13 @@ class Actions:
         refs: Leaves = self.sums.chunk_grads[op.chunk].targets
         return refs
 
-    def loss_cotangent(self) -> jax.Array:
-        """Cotangent of a microbatch's loss."""
-        # A cotangent has the type of its value, and the loss varies over all axes of the rank.
-        return vary(jnp.full((), self.local.rank.loss.of_loss), self.local.axes)
-
     def _loss_gradient(self, y: Tree, microbatch: Any) -> Leaves:
         """The gradient for the last stage's output; adds the loss to the step's sums."""
         outcome, pullback = self.local.loss_pullback(y, microbatch)
         self.sums.take(outcome, microbatch)
-        refs = self.sums.ends_grads.targets
-        return pullback([self.loss_cotangent()], refs, want_x=self.goes_on)
+        # A cotangent has the type of its value, and the loss varies over all axes of the rank.
+        cotangent = vary(jnp.full((), self.local.rank.loss.of_loss), self.local.axes)
+        return pullback([cotangent], self.sums.ends_grads.targets, want_x=self.goes_on)
 
     def as_message(self, floats: Leaves) -> Tree:
         """A gradient in the form of an activation; leaves that carry none are zeros."""

@@ -8,8 +8,7 @@ slot's branch and from the groups of the stages on the rank.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,18 +47,6 @@ def make_actions(plan: Plan, local: LocalModel, program: Program, step: StepRequ
     return Actions(local, step, places, slices[0])
 
 
-def runner(actions: Actions, *, masked: bool) -> Callable[[Slot, Row, Tree], Tree]:
-    """Make the function that runs a slot for a rank and returns its message, or the placeholder."""
-    if not masked:
-        return actions.run_slot
-    # Imported where it is used: a pipeline that branches does not load it.
-    from pipeline.core.step.run.masked import run_masked
-
-    if isinstance(actions, GroupedActions):
-        return actions.run_masked
-    return functools.partial(run_masked, actions)
-
-
 class GroupedActions(Actions):
     """The actions of a rank whose stages belong to groups."""
 
@@ -86,17 +73,6 @@ class GroupedActions(Actions):
             if part.ops:
                 with jax.named_scope(scopes.of_stages(actions.group.stages)):
                     message = actions.run_slot(part, here, message)
-        return message
-
-    def run_masked(self, slot: Slot, row: Row, message: Tree) -> Tree:
-        """Run a slot without conditionals: every rank computes every group."""
-        from pipeline.core.step.run.masked import run_masked
-
-        for actions in self.groups:
-            part, here = actions.share(slot, row)
-            if part.ops:
-                sent, real = run_masked(actions, part, here, message), here["op"] != 0
-                message = jax.tree.map(lambda a, b, r=real: jnp.where(r, a, b), sent, message)
         return message
 
 

@@ -58,7 +58,12 @@ class StepPlaces:
     halves: Any = None
 
 
-def make_places(plan: Plan, local: LocalModel, program: Program, step: StepRequest) -> StepPlaces:
+def make_places(
+    plan: Plan,  # noqa: ARG001  a store whose option is read here: CONTRIBUTING.md
+    local: LocalModel,
+    program: Program,
+    step: StepRequest,
+) -> StepPlaces:
     """All places of the actions of a program; one without backward is an inference.
 
     Args:
@@ -79,19 +84,16 @@ def make_places(plan: Plan, local: LocalModel, program: Program, step: StepReque
     # discard place: a rank stores there what it receives and does not need, without a condition.
     messages = Pool(local.wire, values["operand"].device + 1, axes, "messages")
     device = {"operand": messages, "gradient": messages}
-    # In a masked step also bubbles read and write. They read any place, so places are cleared
-    # first; they write to one place more.
-    masked = plan.is_masked
-    places = values["stash"].device + masked
+    places = values["stash"].device
     stashed = residuals.stashed if residuals and places else []
-    device["stash"] = Pool(stashed, places, axes, "stashes", cleared=masked)
+    device["stash"] = Pool(stashed, places, axes, "stashes", cleared=False)
     halves: Any = None
     # To split a backward is to trace it, so that is done only for a program with I and W.
     if any(op.kind in "IW" for slot in program.slots for op in slot.ops):
-        halves = local.split_backward(residuals, in_place=not masked)
-    places = values["crossing"].device + masked
+        halves = local.split_backward(residuals)
+    places = values["crossing"].device
     crossing = halves.crossing if halves and places else []
-    device["crossing"] = Pool(crossing, places, axes, "crossings", cleared=masked)
+    device["crossing"] = Pool(crossing, places, axes, "crossings", cleared=False)
     # Without residuals a stash in host memory holds the stage's input, as it is in a message.
     stash = local.wire if residuals is None else residuals.stashed
     types = {"stash": stash, "crossing": halves.crossing if halves else []}

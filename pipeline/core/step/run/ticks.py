@@ -26,29 +26,28 @@ from collectives import STAGE, exchange
 from pipeline.base.tree import Tree
 from pipeline.core.autodiff.jaxpr import scopes
 from pipeline.core.step.run.actions import Actions
-from pipeline.core.step.run.grouped import runner
 from pipeline.core.step.stores.loops import run_once
 from pipeline.core.step.stores.store import Row
 from schedules.lowering.needs import WORK, busy_in, needed, segments
 from schedules.lowering.program import COMMON, Program
 
 
-def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) -> None:
+def run_ticks(actions: Actions, program: Program, tables: Row) -> None:
     """Run every tick; its results are in the sums of ``actions``."""
     with actions.opened(program):
-        _scan_ticks(actions, program, tables, masked=masked)
+        _scan_ticks(actions, program, tables)
 
 
-def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) -> None:
+def _scan_ticks(actions: Actions, program: Program, tables: Row) -> None:
     """Run every tick, with weights where actions find them."""
-    delayed, run = program.delayed, runner(actions, masked=masked)
+    delayed = program.delayed
     # Operands and gradients share one pool: whatever a channel brings is stored there.
     messages, carried = actions.stores.device["operand"], actions.stores.carried
     common = None
     if program.shared:
         from pipeline.core.step.run.vocabulary import VocabularyParallel
 
-        common = VocabularyParallel(actions, program, masked=masked)
+        common = VocabularyParallel(actions, program)
 
     def tick(
         part: tuple[int, int], uses: tuple[int, ...], busy: Any, carry: tuple[Tree, Any], rows: Row
@@ -75,7 +74,7 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool
                 message = actions.no_message() if exchanged is None else exchanged
                 # With delayed sends a message may arrive in a slot in which no rank has an action.
                 if uses[index] == WORK:
-                    message = run(need.slot, row, message)
+                    message = actions.run_slot(need.slot, row, message)
                 if common:
                     message = common.after(row, busy[index], message)
             # Tables of `arrival` name the discard place where this rank reads nothing.
@@ -95,7 +94,7 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool
     # device (`pipeline.core.step.stores.host`).
     carry = actions.no_message() if delayed else None, carried.get()
     # One scan for each run of ticks in which the same things happen (see above).
-    for start, stop, uses in segments(program, split=masked):
+    for start, stop, uses in segments(program):
         body = functools.partial(tick, (start, stop), uses, busy_in(program, start, stop))
         with jax.named_scope(scopes.of_ticks(start, stop)):
             # A scan of one trip would be inlined, and XLA would copy the stashes that it updates

@@ -53,11 +53,10 @@ class VocabularyParallel:
     Args:
       actions: the rank's, whose memory is used.
       program: what runs.
-      masked: compute always, and keep what is real.
     """
 
-    def __init__(self, actions: Actions, program: Program, *, masked: bool) -> None:
-        self.actions, self.local, self.masked = actions, actions.local, masked
+    def __init__(self, actions: Actions, program: Program) -> None:
+        self.actions, self.local = actions, actions.local
         self.tables = actions.local.model.tables
         placement = program.schedule.placement
         self.first, self.last = placement[0], placement[-1]
@@ -69,42 +68,38 @@ class VocabularyParallel:
     def before(self, row: Row, busy: Mapping[str, bool]) -> None:
         """Do the shared work before a slot; ``busy`` says which tables have anything in it."""
         if busy["lookup"]:
-            self._when("lookup", row, lambda _, m, real: self._look_up(row, m, real), None)
+            self._when("lookup", row, lambda _, m: self._look_up(row, m), None)
 
     def after(self, row: Row, busy: Mapping[str, bool], message: Tree) -> Tree:
         """Do the shared work after a slot's actions; return the message that the rank sends."""
         # Nothing to add where embed is frozen. Scatter comes before the head, which replaces the
         # message by the gradient it has made.
         if busy["scatter"] and self._total(self.tables.embed) is not None:
-            self._when("scatter", row, lambda _, m, real: self._scatter(message, m, real), None)
+            self._when("scatter", row, lambda _, m: self._scatter(message, m), None)
         return self._when("head", row, self._head, message) if busy["head"] else message
 
     def _when(self, table: str, row: Row, work: Any, value: Tree) -> Tree:
-        """Work on a table's microbatch, if any: ``work(given, microbatch, whether it is real)``."""
-        # All ranks read the same entry, so all enter the loop and meet in its collectives. In a
-        # masked step there is no branch: the work is done on microbatch 0 and dropped.
-        microbatch, real = row[table], row[table] >= 0
-        if self.masked:
-            return work(value, jnp.maximum(microbatch, 0), real)
+        """Work on a table's microbatch, if any: ``work(given, microbatch)``."""
+        # All ranks read the same entry, so all enter the loop and meet in its collectives.
+        microbatch = row[table]
         with jax.named_scope(table):
-            return updated(real, lambda value: work(value, microbatch, True), value)
+            return updated(microbatch >= 0, lambda value: work(value, microbatch), value)
 
     # --- embedding ---
 
-    def _look_up(self, row: Row, microbatch: Any, real: Any) -> None:
+    def _look_up(self, row: Row, microbatch: Any) -> None:
         local, index = self.local, self.tables.embed
         table = local.ends_weights[index]
         x = look_up(local, table, self._ids(microbatch))
-        here = (self.rank == self.first) & real
-        place = jnp.where(here, row["operand"], self.discard)
+        place = jnp.where(self.rank == self.first, row["operand"], self.discard)
         self.actions.stores.device["operand"][place] = self._as_message(x)
 
-    def _scatter(self, message: Tree, microbatch: Any, real: Any) -> None:
+    def _scatter(self, message: Tree, microbatch: Any) -> None:
         total = self._total(self.tables.embed)
         dx = self._from(self.first, message)
         # Words of other ranks add zeros to row 0, so every rank adds an array of one shape.
         row_of, is_mine = _mine(self._ids(microbatch), total)
-        part = jnp.where((is_mine & real)[..., None], dx, jnp.zeros_like(dx)).astype(total.dtype)
+        part = jnp.where(is_mine[..., None], dx, jnp.zeros_like(dx)).astype(total.dtype)
         total[...] = total[...].at[row_of].add(part)
 
     def _from(self, rank: int, message: Tree) -> jax.Array:
@@ -120,8 +115,9 @@ class VocabularyParallel:
 
     # --- head ---
 
-    def _head(self, message: Tree, microbatch: Any, real: Any) -> Tree:
+    def _head(self, message: Tree, microbatch: Any) -> Tree:
         local, actions, index = self.local, self.actions, self.tables.head
+        here = self.rank == self.last
         # The last stage's output goes to all ranks, and each makes the logits of its words.
         y = vary(self._from(self.last, message), local.axes)
         h, pullback = self._features(y, microbatch)
@@ -135,16 +131,16 @@ class VocabularyParallel:
             lost = losses_of(*_whole(z, self._place(ids, z)))
             logprobs = self._joined(-mask_losses(lost, ids, self.tables.head_words, IGNORED), -1)
             # Every rank knows them, and results of ranks are summed: one rank keeps them.
-            self._leave(logprobs, microbatch, (self.rank == self.last) & real)
+            results = actions.sums.results
+            results[microbatch] = jnp.where(here, logprobs, results[microbatch])
             return message
         if not actions.step.take_loss:
-            self._leave(self._joined(z, -2), microbatch, real)
+            actions.sums.results[microbatch] = self._joined(z, -2)
             return message
         lost, weight, dz = self._loss(z, microbatch)
-        here = (self.rank == self.last) & real
         # Every rank knows the loss, and losses of ranks are summed: one rank counts it.
-        outcome = Outcome(lost, sums={"loss": [lost], "weight": [weight]})
-        actions.sums.take(outcome, microbatch, real=here)
+        for name, value in (("loss", lost), ("weight", weight)):
+            actions.sums.scalars[name].add([jnp.where(here, value, jnp.zeros_like(value))])
         if not actions.step.training:
             return message
         share = self.local.rank.loss.of_loss
@@ -152,11 +148,11 @@ class VocabularyParallel:
         # the loss, or the weight was summed before the step.
         if isinstance(share, jax.Array):
             dz = times(dz, share)
-        dh = self._accumulate(dz.astype(h.dtype), h, table, real)
+        dh = self._accumulate(dz.astype(h.dtype), h, table)
         # All ranks have the same gradient, and all run the pullback of the features below. Its
         # gradients are summed over ranks, so it starts from zeros on all ranks but one.
         dh = vary(jnp.where(here, dh, jnp.zeros_like(dh)), local.axes)
-        dy = self._pull(pullback, dh, real)
+        dy = self._pull(pullback, dh)
         # The last stage's rank stores this as the gradient of its output (a channel of shift 0);
         # other ranks send what they were sending.
         return jax.tree.map(lambda sent: jnp.where(here, dy, sent), message)
@@ -184,11 +180,6 @@ class VocabularyParallel:
         """Join a value of this rank's positions over all ranks."""
         return join_sequence(x, sequence_axis=sequence_axis) if self.tables.head_parts else x
 
-    def _leave(self, value: jax.Array, microbatch: Any, real: Any) -> None:
-        """Leave what the user sees of a microbatch."""
-        results = self.actions.sums.results
-        results[microbatch] = value if real is True else jnp.where(real, value, results[microbatch])
-
     def _place(self, ids: jax.Array, z: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The columns of words among this rank's, and whether they are there."""
         row_of, mine = find_rows(ids, z.shape[-1], first=self.rank * z.shape[-1])
@@ -209,29 +200,23 @@ class VocabularyParallel:
             sums = total_over(sums, (TENSOR,))
         return *sums, logit_gradient(z, *place, top, total, counts)
 
-    def _accumulate(self, dz: jax.Array, h: jax.Array, table: jax.Array, real: Any) -> jax.Array:
+    def _accumulate(self, dz: jax.Array, h: jax.Array, table: jax.Array) -> jax.Array:
         """Add the gradient of this rank's rows; returns that for the features, of all words."""
         total, flat = self._total(self.tables.head), dz.reshape(-1, dz.shape[-1])
         if total is not None:
             dw = jnp.dot(flat.T, h.reshape(-1, h.shape[-1]), preferred_element_type=total.dtype)
-            total[...] += dw if real is True else jnp.where(real, dw, jnp.zeros_like(dw))
+            total[...] += dw
         dh = jnp.dot(flat, table.astype(h.dtype)).reshape(h.shape)
         return total_over(dh, (STAGE,))
 
-    def _pull(self, pullback: Pullback, dh: jax.Array, real: Any) -> jax.Array:
+    def _pull(self, pullback: Pullback, dh: jax.Array) -> jax.Array:
         """The gradient for the last stage's output; adds those of the head's other weights."""
         refs = [
             self._total(n)
             for n, yes in enumerate(self.local.model.trained.ends)
             if yes and n not in self.tables
         ]
-        if real is True:
-            (dy,) = pullback([dh], refs, want_x=True)
-            return dy
-        # In a masked step the gradients are selected first: a bubble's may be NaN.
-        dw, (dy,) = pullback.values([dh])
-        for ref, value in zip(refs, dw, strict=True):
-            ref[...] += jnp.where(real, value, jnp.zeros_like(value))
+        (dy,) = pullback([dh], refs, want_x=True)
         return dy
 
     def _total(self, index: int) -> Any:

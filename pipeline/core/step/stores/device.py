@@ -46,7 +46,6 @@ class Pool:
     def __init__(
         self, types: Tree, places: int, axes: tuple[str, ...], name: str, *, cleared: bool = True
     ) -> None:
-        self.places = places
         leaves, self._treedef = jax.tree.flatten(types)
         check_no_host(leaves, name)
         # A ref's type is fixed when it is made: places vary over all axes over which any later
@@ -128,7 +127,6 @@ class PoolView:
     """
 
     def __init__(self, pool: Pool, view: View | None, types: Tree, axes: tuple[str, ...]) -> None:
-        self.places = pool.places
         self._pool, self._view, self._types, self._axes = pool, view, types, axes
 
     def __setitem__(self, place: Any, value: Tree) -> None:

@@ -2,8 +2,8 @@
 
 `schedules.lowering.kinds` lists the kinds. The program says in which place, and in which memory, a
 value is. So F, B, I and W name a kind and do not ask where a value is. A new store is a class with
-the methods of `Store`, and the line of `pipeline.core.step.run.places` that makes it. Channels,
-masked steps and the vocabulary that ranks share write to places by number.
+the methods of `Store`, and the line of `pipeline.core.step.run.places` that makes it. Channels
+and the vocabulary that ranks share write to places by number.
 """
 
 from __future__ import annotations

@@ -53,12 +53,10 @@ class Total:
         """The total of the whole chunk, which a view is a part of: itself."""
         return self
 
-    def add(self, values: Leaves, real: Any = True) -> None:
-        """Add one value to each of `targets`, if it is ``real``, which may be traced."""
-        if real is False:
-            return
+    def add(self, values: Leaves) -> None:
+        """Add one value to each of `targets`."""
         for ref, value in zip(self.targets, values, strict=True):
-            ref[...] += if_real(real, value).astype(ref.dtype)
+            ref[...] += value.astype(ref.dtype)
 
     def beside(self, added: Leaves) -> Total:
         """These totals with other refs for added losses."""
@@ -109,19 +107,6 @@ class TotalView:
         """The refs that a pullback adds to."""
         return [*self.refs, *self._added]
 
-    def add(self, values: Leaves, real: Any = True) -> None:
-        """Add one value to each, if it is ``real``, which may be traced."""
-        if real is False:
-            return
-        for place, value in zip([*self._parts, *self._added], values, strict=True):
-            place[...] += if_real(real, value)
-
-
-def if_real(real: Any, value: jax.Array) -> jax.Array:
-    """The value if it is real, else zeros; no select where that is known."""
-    # By a select, not a product: the value of a bubble may be NaN.
-    return value if real is True else jnp.where(real, value, jnp.zeros_like(value))
-
 
 @dataclass(frozen=True, eq=False)
 class StepSums:
@@ -154,19 +139,16 @@ class StepSums:
         kept = {"inputs": self.input_grads.refs, "results": self.results.refs}
         return chunks | scalars | kept | {"ends": self.ends_grads.refs, "added": self.added.refs}
 
-    def take(
-        self, outcome: Outcome, microbatch: Any, chunk: Any = None, *, real: Any = True
-    ) -> None:
+    def take(self, outcome: Outcome, microbatch: Any, chunk: int | None = None) -> None:
         """Add up or keep all fields of an outcome but its value and its carry.
 
         Args:
           outcome: of embed, of a stage, or of head and loss.
           microbatch: its index.
-          chunk: the stage's, perhaps traced.
-          real: whether it is to be taken, perhaps traced.
+          chunk: the stage's.
         """
         if outcome.added:
-            self.added.add(outcome.added, real)
+            self.added.add(outcome.added)
         for name, values in outcome.sums.items():
-            self.scalars[name].add(values, real)
-        self.keep(outcome.state, chunk, microbatch, real)
+            self.scalars[name].add(values)
+        self.keep(outcome.state, chunk, microbatch)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from pipeline.base.tree import Index, Leaves, Tree, pick, vary_like
+from pipeline.base.tree import Leaves, Tree, vary_like
 from pipeline.core.autodiff.jaxpr import scopes
 from pipeline.core.autodiff.jaxpr.primitives import barrier
 from pipeline.core.placement.placement import Spread
@@ -70,12 +70,12 @@ class ChunkWeights:
         shards = self.shards
         if not self.gathers:
             return shards
-        return Lazy(len(shards), lambda chunk: self._gathered(pick(shards, chunk), chunk, 0))
+        return Lazy(len(shards), lambda chunk: self._gathered(shards[chunk], chunk, 0))
 
-    def read(self, chunk: Index, microbatch: Any) -> tuple[Leaves, Leaves]:
+    def read(self, chunk: int, microbatch: Any) -> tuple[Leaves, Leaves]:
         """A chunk's whole leaves for an action, and their narrow copies, None for those without."""
-        shards = pick(self.shards, chunk)
-        narrow = pick(self.narrow, chunk) if self.narrow else [None] * len(shards)
+        shards = self.shards[chunk]
+        narrow = self.narrow[chunk] if self.narrow else [None] * len(shards)
         if self.gathers:
             # With a Python integer the call is traced for its types, and no window may be open.
             in_window = self.windows.are_open and not isinstance(microbatch, int)
@@ -90,22 +90,22 @@ class ChunkWeights:
         with jax.named_scope(scopes.UNREAD):
             return [x.astype(w.dtype) for x, w in zip(whole, shards, strict=True)], narrow
 
-    def to_gather(self, chunk: Index) -> Leaves:
+    def to_gather(self, chunk: int) -> Leaves:
         """A chunk's leaves before they are gathered; of a leaf with a narrow copy, the copy."""
-        shards = pick(self.shards, chunk)
+        shards = self.shards[chunk]
         if not self.narrow:
             return shards
-        pairs = zip(shards, pick(self.narrow, chunk), strict=True)
+        pairs = zip(shards, self.narrow[chunk], strict=True)
         return [w if n is None else n for w, n in pairs]
 
-    def gathered(self, chunk: Index, microbatch: Any) -> Leaves:
+    def gathered(self, chunk: int, microbatch: Any) -> Leaves:
         """A chunk's leaves, whole, in the dtype in which they are gathered."""
         return self._gathered(self.to_gather(chunk), chunk, microbatch)
 
-    def _gathered(self, shards: Leaves, chunk: Index, microbatch: Any) -> Leaves:
+    def _gathered(self, shards: Leaves, chunk: int, microbatch: Any) -> Leaves:
         if not isinstance(microbatch, int):
             # The gather has the same operands in every tick, so XLA would move it out of the loop
             # and keep the result. A barrier ties it to the microbatch of the tick.
             ties = [vary_like(microbatch, shard) for shard in shards]
             shards = [barrier(shard, tie)[0] for shard, tie in zip(shards, ties, strict=True)]
-        return gather(shards, self.spreads[chunk if isinstance(chunk, int) else 0], lead=1)
+        return gather(shards, self.spreads[chunk], lead=1)

@@ -22,7 +22,7 @@ from pipeline.core.autodiff.jaxpr.refs import tiled
 from pipeline.core.placement.placement import Spread
 from pipeline.core.placement.zero import reduce_parts, scatter, shares_gradient, shares_weight
 from pipeline.core.step.stores.device import unwritten
-from pipeline.core.step.stores.totals import Total, if_real
+from pipeline.core.step.stores.totals import Total
 from schedules.lowering.needs import last_in_windows
 from schedules.lowering.program import Job, Program
 from schedules.lowering.windows import Windows
@@ -116,12 +116,20 @@ class WindowTotal(Total):
         """The refs of what each device keeps."""
         return self._results
 
-    def shared_out(self, real: Any = True) -> Leaves:
-        """This device's part of the gradients in windows, summed over data shards, if ``real``."""
+    def shared_out(self, is_there: Any = True) -> Leaves:
+        """This device's part of the gradients in windows, summed over data shards.
+
+        Args:
+          is_there: whether the windows hold this chunk's gradients, perhaps traced; if not, this
+            rank gives zeros.
+        """
         parts = []
         for result, ref, spread in zip(self._results, self.refs, self._spreads, strict=True):
             if ref is not result:
-                parts += scatter([if_real(real, tiled(ref[...]))], [spread], lead=1)
+                value = tiled(ref[...])
+                if is_there is not True:
+                    value = jnp.where(is_there, value, jnp.zeros_like(value))
+                parts += scatter([value], [spread], lead=1)
         return parts
 
     def add_parts(self, parts: Leaves) -> None:
