@@ -54,7 +54,7 @@ class Case:
     Attributes:
       seed: of the program.
       num_ranks: S; num_stages: K.
-      schedule, bubbles: as `Pipeline` takes them.
+      schedule: as `Pipeline` takes it.
       remat: as it takes it, or the name of a `jax.checkpoint` policy.
       as_tree: whether activations are trees, with an integer and a second float beside.
       unlike: whether every second stage is another program.
@@ -66,7 +66,6 @@ class Case:
     num_stages: int
     schedule: str
     remat: str | None
-    bubbles: str
     as_tree: bool
     unlike: bool
     has_ends: bool
@@ -82,7 +81,6 @@ def draw(seed: int) -> Case:
         num_ranks * chunks,
         schedule=rng.choice(ONE_CHUNK if chunks == 1 else TWO_CHUNKS),
         remat=rng.choice(["stage", "stage", None, None, rng.choice(POLICIES)]),
-        bubbles=rng.choice(["skip", "skip", "skip", "masked"]),
         as_tree=rng.random() < 0.25,
         unlike=rng.random() < 0.1,
         has_ends=rng.random() < 0.15,
@@ -201,7 +199,6 @@ def measure(case: Case) -> list[Any]:
         MICROBATCHES,
         schedule=case.schedule,
         remat=policy,
-        bubbles=case.bubbles,
         loss_fn=loss_fn,
         **dict(zip(("embed", "head"), make_ends(case), strict=False)),
         mesh=jax.make_mesh((case.num_ranks,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,)),

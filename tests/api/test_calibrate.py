@@ -220,6 +220,14 @@ def test_calibrate_whole_backwards_alone(clock):
     assert (cal.costs.w, cal.costs.comm) == ((0, 0), 0)
 
 
+def test_an_axis_that_the_compiler_divides(clock):
+    """One rank takes one branch, so that the scan times what the programs run."""
+    mesh = make_mesh(stage=2, tensor=2)
+    pipe = make(mesh=mesh, auto_axes=("tensor",), engine="programs")
+    cal = pipe.calibrate(*data(), rounds=1, repeats=2)
+    assert cal.costs.i == pytest.approx([TRUE["I"] * MS] * 2)
+
+
 def test_ends_that_all_ranks_share_are_no_part_of_a_stage(clock):
     """The last of two stages stands twice in the chain, the second time without head and loss."""
     clock |= {(0, "F"): 2.5, (2, "B"): 6.0, (2, "I"): 4.1}
@@ -417,11 +425,6 @@ def test_calibrate_needs_arrays_and_no_other_mesh():
 
 
 def test_calibrate_where_actions_cannot_be_timed_one_by_one():
-    pipe = make(mesh=make_mesh(stage=2, tensor=2), auto_axes=("tensor",))
-    with pytest.raises(
-        ValueError, match=r"with auto_axes=\('tensor',\) on virtual CPU devices every"
-    ):
-        pipe.calibrate(*data())
     devices = np.array([SimpleNamespace(process_index=k) for k in range(2)])
     spread = SimpleNamespace(plan=SimpleNamespace(mesh=SimpleNamespace(devices=devices)))
     with pytest.raises(

@@ -49,18 +49,10 @@ def trees_equal(a, b) -> bool:
 
 
 @pytest.mark.few
-@pytest.mark.parametrize(
-    ("D", "bubbles"),
-    [
-        (1, "masked"),
-        (2, "skip"),
-        pytest.param(1, "skip", marks=pytest.mark.slow),
-        pytest.param(2, "masked", marks=pytest.mark.slow),
-    ],
-)
-def test_outputs(D, bubbles):
+@pytest.mark.parametrize("D", [1, 2])
+def test_outputs(D):
     head = Readout(nnx.Rngs(7))
-    pipe = make(D=D, head=head, bubbles=bubbles)
+    pipe = make(D=D, head=head)
     want = models.compose(models.build(Block, 2), None, head, X)
     assert_close(pipe(X), want)
     assert_close(jax.jit(pipe)(X), want)
@@ -134,17 +126,17 @@ def test_the_gradient_of_outputs(D, remat):
 
 @pytest.mark.few
 @pytest.mark.parametrize(
-    ("D", "bubbles", "with_embed"),
+    ("D", "with_embed"),
     [
-        (2, "skip", True),
-        (2, "masked", False),
-        pytest.param(1, "skip", False, marks=pytest.mark.slow),
-        pytest.param(1, "masked", True, marks=pytest.mark.slow),
+        (2, True),
+        (2, False),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        pytest.param(1, True, marks=pytest.mark.slow),
     ],
 )
-def test_the_gradient_of_the_loss_for_float_inputs(D, bubbles, with_embed):
+def test_the_gradient_of_the_loss_for_float_inputs(D, with_embed):
     embed = Block(nnx.Rngs(8)) if with_embed else None
-    pipe = make(D=D, embed=embed, bubbles=bubbles)
+    pipe = make(D=D, embed=embed)
     want = models.reference(
         models.build(Block, 2), X, T, models.squares, embed=embed, wrt_inputs=True
     )
@@ -245,18 +237,18 @@ def weighted(y, t):
 
 @pytest.mark.few
 @pytest.mark.parametrize(
-    ("S", "D", "M", "bubbles"),
+    ("S", "D", "M"),
     [
-        (2, 2, 3, "skip"),
-        (2, 4, 1, "masked"),
-        pytest.param(4, 1, 12, "masked", marks=pytest.mark.slow),
-        pytest.param(1, 4, 3, "skip", marks=pytest.mark.slow),
+        (2, 2, 3),
+        (2, 4, 1),
+        pytest.param(4, 1, 12, marks=pytest.mark.slow),
+        pytest.param(1, 4, 3, marks=pytest.mark.slow),
     ],
 )
-def test_a_weighted_loss_is_exact(S, D, M, bubbles):
+def test_a_weighted_loss_is_exact(S, D, M):
     weight = jnp.array([0.0, 3, 1, 0, 0, 0, 2, 1, 1, 0, 5, 0])  # whole microbatches have none
     t = {"rows": T, "weight": weight}
-    pipe = make(count=4, S=S, D=D, M=M, loss_fn=weighted, bubbles=bubbles)
+    pipe = make(count=4, S=S, D=D, M=M, loss_fn=weighted)
     want = models.reference(models.build(Block, 4), X, t, weighted)
     models.assert_matches(pipe, pipe.value_and_grad(X, t), want)
     assert distance(pipe.loss(X, t), want[0]) < TOLERANCE
@@ -287,12 +279,9 @@ def test_the_loss_is_one_number_on_every_device(D):
 SIDES = {"mask": models.rows(ROWS, seed=8)[:, :1] > 0, "positions": jnp.arange(float(ROWS)) % 5}
 
 
-@pytest.mark.parametrize(
-    ("remat", "bubbles"),
-    [(None, "skip"), pytest.param("stage", "masked", marks=pytest.mark.slow)],
-)
-def test_extras_in_every_call(remat, bubbles):
-    pipe = make(Sided, D=2, remat=remat, bubbles=bubbles)
+@pytest.mark.parametrize("remat", [None, pytest.param("stage", marks=pytest.mark.slow)])
+def test_extras_in_every_call(remat):
+    pipe = make(Sided, D=2, remat=remat)
     stages = models.build(Sided, 2)
     want = models.reference(stages, X, T, models.squares, extras=SIDES)
     models.assert_matches(pipe, pipe.value_and_grad(X, T, extras=SIDES), want)
@@ -574,12 +563,12 @@ def test_dropout_keys_fold_call_microbatch_and_shard(D):
 
 @pytest.mark.slow
 def test_dropout_does_not_depend_on_how_it_is_run():
-    """Schedule, ranks, remat and bubbles: the same masks, forward and recomputed."""
+    """Schedule, ranks and remat: the same masks, forward and recomputed."""
     found = []
     for options in (
         {"schedule": "1f1b"},
         {"schedule": "gpipe", "remat": None},
-        {"schedule": "eager_1f1b", "bubbles": "masked"},
+        {"schedule": "eager_1f1b"},
         {"schedule": "1f1b", "S": 1},
     ):
         pipe = make(Noisy, **options)
@@ -642,19 +631,12 @@ def relative(a, b) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-@pytest.mark.parametrize(
-    ("remat", "bubbles"),
-    [
-        ("stage", "skip"),
-        (None, "skip"),
-        pytest.param("stage", "masked", marks=pytest.mark.slow),
-    ],
-)
-def test_gradients_of_bfloat16_weights_are_summed_in_float32(remat, bubbles):
+@pytest.mark.parametrize("remat", ["stage", None])
+def test_gradients_of_bfloat16_weights_are_summed_in_float32(remat):
     M = 64
     x, t = models.rows(M), models.rows(M, seed=1) * 0.1
     stages = models.build(Half, 2)
-    pipe = make(stages=stages, S=2, M=M, remat=remat, bubbles=bubbles)
+    pipe = make(stages=stages, S=2, M=M, remat=remat)
     _, grads = pipe.value_and_grad(x, t)
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.bfloat16)}
 

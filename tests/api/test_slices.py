@@ -87,10 +87,6 @@ def test_options_that_do_not_fit():
         "slices=2 with schedule 'seq1f1b' of 4 slices; give slices=4, or leave it out"
     )
     assert pipe_of(schedule=given, slices=None).plan.schedule.num_slices == 4
-    assert message(pipe_of, bubbles="masked") == (
-        "slices=2 with bubbles='masked' (the default on virtual CPU devices beside auto_axes=): "
-        "idle slots would write to keys and values: use bubbles='skip', or leave slices out"
-    )
     assert message(pipe_of, offload="stash") == (
         "slices=2 with offload='stash': carries of slices stay on the device: leave offload out, "
         "or leave slices out"

@@ -184,8 +184,9 @@ def test_an_axis_of_the_compiler_beside_one_rank(options):
     found = []
     for sizes in ({"stage": 1, "tensor": 2}, {"stage": 2, "tensor": 2}):
         stages = [Sharded(k) for k in range(2)]
-        options = {"auto_axes": ("tensor",), "state": nnx.BatchStat} | options
-        pipe = make_of(stages, make_mesh(**sizes), **options)
+        given = {"auto_axes": ("tensor",), "state": nnx.BatchStat} | options
+        given["engine"] = "scan" if sizes["stage"] == 1 else "programs"
+        pipe = make_of(stages, make_mesh(**sizes), **given)
         loss, grads = pipe.value_and_grad(X, T)
         layers = pipe.to_layers(nnx.as_pure(grads))
         found.append([loss, pipe.loss(X, T), pipe(X), *jax.tree.leaves(layers["stages"])])

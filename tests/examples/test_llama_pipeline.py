@@ -115,13 +115,13 @@ def test_sixteen_devices_are_not_more() -> None:
         pytest.param("1x4x2", "zb_v", "plain", marks=pytest.mark.exhaustive),
         pytest.param("2x2x2", "eager_1f1b", "fsdp", marks=pytest.mark.exhaustive),
         pytest.param("2x2x2", "gpipe", "zero1", marks=pytest.mark.exhaustive),
-        pytest.param("1x2x4", "interleaved_1f1b", "words", marks=pytest.mark.exhaustive),
+        pytest.param("1x2x4", "interleaved_1f1b", "tied", marks=pytest.mark.exhaustive),
     ],
 )
 @pytest.mark.slow
 def test_parity_with_tensor_left_to_the_compiler(mesh: str, family: str, options: str) -> None:
     """The modules call no collective: the compiler divides their products."""
-    pipe = check(mesh, family, options, auto_axes=("tensor",))
+    pipe = check(mesh, family, options, auto_axes=("tensor",), engine="programs")
     blocks = pipe.chunks[0].blocks[0]
     fsdp = "data" if options == "fsdp" else None
     assert blocks.mlp.gate_up.get_value().sharding.spec == P("stage", fsdp, None, "tensor")
@@ -152,6 +152,7 @@ def test_parity_of_a_decoder_of_flax_alone(family: str) -> None:
         loss_fn=loss,
         sharding=by_role,
         auto_axes=("tensor",),
+        engine="programs",
     )
     models.assert_matches(pipe, pipe.value_and_grad(tokens, targets), want)
     assert pipe.chunks[0].query.kernel.get_value().sharding.spec == P("stage", None, "tensor")

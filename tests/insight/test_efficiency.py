@@ -40,7 +40,6 @@ CASES: list[tuple[Any, int, dict[str, Any]]] = [
     (Counted, 2, {"state": nnx.BatchStat}),
     (Hostile, 4, {"schedule": "looped_bfs", "data_parallel": "fsdp", "gather": "repeat"}),
     (Hostile, 2, {"mesh": {"stage": 1}, "remat": None}),
-    (Hostile, 2, {"bubbles": "masked"}),
 ]
 
 

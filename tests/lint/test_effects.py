@@ -66,32 +66,19 @@ AGAIN = (
     f'a stage has a side effect (io_callback), and with remat="stage" a backward runs its forward '
     f"again: {REPEATED}remat=None{MAY}"
 )
-BUBBLES = (
-    f'a stage has a side effect (io_callback), and with bubbles="masked" it also runs in bubbles, '
-    f'on no data: {REPEATED}bubbles="skip" and remat=None{MAY}'
-)
 
 
 @pytest.mark.parametrize(
-    ("kinds", "options", "message"),
-    [
-        ([Counted, Counted], {}, AGAIN),
-        ([Block, Counted], {}, AGAIN),
-        ([Counted, Counted], {"bubbles": "masked", "remat": None}, BUBBLES),
-    ],
-    ids=["alike", "not alike", "masked"],
+    "kinds", [[Counted, Counted], [Block, Counted]], ids=["alike", "not alike"]
 )
-def test_what_would_happen_twice(kinds, options, message):
+def test_what_would_happen_twice(kinds):
     with pytest.raises(ValueError) as caught:
-        calls(kinds, **options)
-    assert str(caught.value) == message
+        calls(kinds)
+    assert str(caught.value) == AGAIN
 
 
-def test_inference_in_masked_bubbles():
+def test_an_inference_calls_once_for_each_stage_and_microbatch():
     stages, mesh = models.build(Counted, 2), make_mesh(stage=2)
-    with pytest.raises(ValueError) as caught:
-        Pipeline(stages, M, mesh=mesh, bubbles="masked")(X)
-    assert str(caught.value) == BUBBLES
     CALLS.clear()
     Pipeline(stages, M, mesh=mesh)(X).block_until_ready()
     jax.effects_barrier()

@@ -214,22 +214,6 @@ def test_checks_within_loops_of_a_stage_name_it(schedule, remat):
     )
 
 
-@pytest.mark.parametrize(
-    "way", ["outputs", *(pytest.param(w, marks=pytest.mark.slow) for w in CHECKED if w[0] != "o")]
-)
-def test_checks_in_bubbles_are_refused(way):
-    with jax.debug_nans(False):
-        pipe = make(*(Checked(nnx.Rngs(k), k) for k in range(2)), bubbles="masked")
-        rows = {"row": jnp.arange(8)}
-        with pytest.raises(ValueError) as caught:
-            checkify.checkify(lambda x: CHECKED[way](pipe, x, extras=rows))(X)
-    assert str(caught.value) == (
-        'a stage has a check (checkify.check), and with bubbles="masked" it also runs in bubbles, '
-        "on no data: the check would fail of what no microbatch holds; use "
-        'bubbles="skip" (and no auto_axes on virtual CPU devices, where they mask bubbles)'
-    )
-
-
 @pytest.mark.slow
 def test_all_checks_of_jax_around_a_step():
     with jax.debug_nans(False):

@@ -52,7 +52,7 @@ def plain_loss(model):
     [
         (True, 2, {"schedule": "zb_h1"}),
         pytest.param(False, 4, {"schedule": "zb_v"}, marks=EXHAUSTIVE),
-        pytest.param(True, 2, {"bubbles": "masked", "data_parallel": "zero1"}, marks=EXHAUSTIVE),
+        pytest.param(True, 2, {"data_parallel": "zero1"}, marks=EXHAUSTIVE),
         pytest.param(False, 2, {"remat": None, "S": 1}, marks=pytest.mark.slow),
     ],
 )

@@ -28,7 +28,6 @@ REMATS = [{}, {"remat": None, "schedule": "zb_h1"}]
 MORE = [
     {"remat": None},
     {"remat": jax.checkpoint_policies.dots_saveable},
-    {"bubbles": "masked"},
     {"schedule": "zb_h1"},
 ]
 

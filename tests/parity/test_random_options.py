@@ -41,5 +41,5 @@ def test_the_cases_are_of_all_kinds():
     for name in ("S", "D", "V", "M", "stages", "ends", "weighted"):
         assert len({getattr(case, name) for case in cases}) > 1
     chosen = [dict(case.options) for case in cases]
-    for name in ("schedule", "remat", "bubbles", "pattern", "delayed", "data_parallel", "gather"):
+    for name in ("schedule", "remat", "pattern", "delayed", "data_parallel", "gather"):
         assert len({str(one.get(name)) for one in chosen}) > 1

@@ -101,7 +101,7 @@ CASES = [
     ("zb_h1", 1, 2, {"remat": None}),
     pytest.param("zb_v", 2, 2, {}, marks=slow),
     pytest.param("interleaved_1f1b", 1, 2, {"remat": None}, marks=slow),
-    pytest.param("1f1b", 1, 4, {"bubbles": "masked"}, marks=slow),
+    pytest.param("1f1b", 1, 4, {}, marks=slow),
     pytest.param("looped_bfs", 1, 2, {"data_parallel": "fsdp"}, marks=slow),
     pytest.param("looped_bfs", 2, 2, {"data_parallel": "fsdp", "gather": "repeat"}, marks=slow),
     ("1f1b", 1, 1, {"remat": None}),

@@ -171,7 +171,7 @@ CASES = [
     (by_loss, 1, 4, 1, {"remat": None}),
     (by_activation, 4, 4, 1, {"schedule": "1f1b"}),
     (by_activation, 2, 4, 2, {"schedule": "zb_v", "remat": None}),
-    (by_activation, 4, 3, 1, {"bubbles": "masked"}),
+    (by_activation, 4, 3, 1, {}),
 ]
 
 

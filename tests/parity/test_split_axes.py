@@ -68,8 +68,8 @@ def test_loss_and_gradients(kind, schedule, remat, data_parallel, data, loss):
     assert_close(pipe.to_layers(grads)["stages"], want_grads)
 
 
-@pytest.mark.parametrize("options", [{"bubbles": "masked", "schedule": "zb_h1", "remat": None}])
-def test_ppermute_where_all_ranks_run_every_slot(options):
+@pytest.mark.parametrize("options", [{"engine": "programs", "schedule": "zb_h1", "remat": None}])
+def test_ppermute_where_each_action_is_a_program(options):
     stages = split_axes.build(Shifted, 2, send=split_axes.permuted)
     spec = P("data", CONTEXT)
     mesh = make_mesh(stage=2, context=2)

@@ -142,14 +142,6 @@ class Readout(nnx.Module):
         return unit(x) @ self.w[...] * 3.0
 
 
-EXECUTORS = "skip", "masked", "programs"
-
-
-def executed(how: str) -> dict[str, str]:
-    """Options of a pipeline for one of `EXECUTORS`: of the scan, or programs."""
-    return {"engine": "programs"} if how == "programs" else {"bubbles": how}
-
-
 def build(kind: Callable[..., nnx.Module], count: int, *, seed: int = 0, **options: Any) -> list:
     """That many stages, each with weights of its own."""
     return [kind(nnx.Rngs(seed + 1000 * k), **options) for k in range(count)]

@@ -18,7 +18,7 @@ def poison(monkeypatch):
     def spoilt(x):
         return jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    zeros, runner, exchange = device.zeros, ticks.runner, ticks.exchange
+    zeros, scan_ticks, exchange = device.zeros, ticks._scan_ticks, ticks.exchange
     sends: list[bool] = []  # whether a run has several ranks
     counted = {"memory": 0, "messages": 0, "edges": 0}
 
@@ -26,15 +26,16 @@ def poison(monkeypatch):
         counted["memory"] += 1
         return spoilt(zeros(leaf, lead=lead))
 
-    def nan_runner(actions, *, masked):
-        run = runner(actions, masked=masked)
+    def nan_ticks(actions, *given):
+        run = actions.run_slot
         sends.append(jax.lax.axis_size(STAGE) > 1)
 
         def spoiling(slot, row, message):
             counted["messages"] += 1
             return run(slot, row, jax.tree.map(spoilt, message))
 
-        return spoiling
+        actions.run_slot = spoiling
+        scan_ticks(actions, *given)
 
     def nan_exchange(tree, edges, axis):
         counted["edges"] += 1
@@ -43,7 +44,7 @@ def poison(monkeypatch):
         return jax.tree.map(lambda x: jnp.where(arrives, x, spoilt(x)), exchange(tree, edges, axis))
 
     monkeypatch.setattr(device, "zeros", nan_memory)
-    monkeypatch.setattr(ticks, "runner", nan_runner)
+    monkeypatch.setattr(ticks, "_scan_ticks", nan_ticks)
     monkeypatch.setattr(ticks, "exchange", nan_exchange)
     yield
     if not any(sends):  # a rank by itself sends nothing

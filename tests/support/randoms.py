@@ -66,7 +66,6 @@ def draw(seed: int) -> Case:
     chosen: dict[str, Any] = {
         "schedule": _schedule(rng, S, V, M),
         "remat": rng.choice(["stage", None, "dots"]),
-        "bubbles": rng.choice(["skip", "skip", "masked"]),
         "pattern": rng.choice([None, None, "single", "paired", "unit", "partner"]),
         "delayed": rng.choice([False, True]),
         "data_parallel": rng.choice(["replicated", "zero1", "fsdp"]),
@@ -75,7 +74,7 @@ def draw(seed: int) -> Case:
     }
     if chosen["data_parallel"] == "fsdp":
         chosen["gather"] = rng.choice(["step", "action"])
-        if chosen["gather"] == "action" and chosen["bubbles"] == "skip" and seed % 2:
+        if chosen["gather"] == "action" and seed % 2:
             chosen["gather"] = "repeat"
     if ends in ("vocabulary", "tied"):
         chosen["vocabulary"] = rng.choice(["ends", "stage"])
@@ -168,7 +167,7 @@ def make_batch(case: Case) -> tuple[Any, Any, Any, Any]:
 
 def with_programs(options: dict[str, Any]) -> dict[str, Any]:
     """The options of a case for ``engine="programs"``, without those that only the scan has."""
-    only_of_scan = "bubbles", "pattern", "delayed", "vocabulary"
+    only_of_scan = "pattern", "delayed", "vocabulary"
     kept = {name: value for name, value in options.items() if name not in only_of_scan}
     if kept.get("gather") == "repeat":
         kept["gather"] = "action"

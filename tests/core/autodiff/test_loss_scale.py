@@ -55,7 +55,6 @@ def divided(grads, scale):
 CASES = [
     ({"D": 2}, small_sum),
     pytest.param({"schedule": "zb_h1"}, small, marks=EXHAUSTIVE),
-    pytest.param({"bubbles": "masked", "D": 2}, small_sum, marks=pytest.mark.slow),
     pytest.param({"schedule": "zb_v", "K": 4}, small_sum, marks=EXHAUSTIVE),
     pytest.param({"S": 1, "remat": None}, small, marks=EXHAUSTIVE),
 ]

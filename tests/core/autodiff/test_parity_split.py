@@ -32,7 +32,7 @@ class Checkpointed(nnx.Module):
         return jax.lax.scan(layer, x, self.w[...])[0]
 
 
-def run(name: str, kind, remat, bubbles: str, D: int = 1):
+def run(name: str, kind, remat, D: int = 1):
     """Loss and gradients, of the stages and the head, as they are after the first call."""
     rows = M * D * 2
     x, t, extras = models.rows(rows), models.words(rows, most=models.CLASSES), None
@@ -51,61 +51,51 @@ def run(name: str, kind, remat, bubbles: str, D: int = 1):
         head=head,
         loss_fn=loss_fn,
         remat=remat,
-        bubbles=bubbles,
     )
     return pipe.value_and_grad(x, t, extras=extras)
 
 
 FAST = [
-    (Layered, None, "masked"),
-    (Checkpointed, None, "skip"),
-    (Half, DOTS, "skip"),
-    (Tree, "stage", "masked"),
+    (Layered, None),
+    (Checkpointed, None),
+    (Half, DOTS),
+    (Tree, "stage"),
 ]
 MORE = [
-    (Noisy, "stage", "skip"),
-    (Block, NOTHING, "skip"),
-    (Hostile, DOTS, "masked"),
-    (Layered, "stage", "skip"),
-    (Layered, DOTS, "skip"),
-    (Sliced, None, "skip"),
-    (Sliced, "stage", "masked"),
-    (Half, None, "masked"),
-    (Tree, None, "skip"),
-    (Sided, "stage", "skip"),
-    (Noisy, None, "masked"),
+    (Noisy, "stage"),
+    (Block, NOTHING),
+    (Hostile, DOTS),
+    (Layered, "stage"),
+    (Layered, DOTS),
+    (Sliced, None),
+    (Sliced, "stage"),
+    (Half, None),
+    (Tree, None),
+    (Sided, "stage"),
+    (Noisy, None),
 ]
 
 
 @pytest.mark.few
 @pytest.mark.parametrize(
-    ("kind", "remat", "bubbles"),
+    ("kind", "remat"),
     [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
 @pytest.mark.filterwarnings("ignore:extras..mask.. is")
-def test_kinds_of_stages(kind, remat, bubbles):
-    found, wanted = (run(name, kind, remat, bubbles) for name in ("zb_h1", "1f1b"))
+def test_kinds_of_stages(kind, remat):
+    found, wanted = (run(name, kind, remat) for name in ("zb_h1", "1f1b"))
     assert models.distance(found, wanted) <= 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["stage", None])
 def test_data_shards(remat):
-    found, wanted = (run(name, Noisy, remat, "skip", D=2) for name in ("zb_h1", "1f1b"))
+    found, wanted = (run(name, Noisy, remat, D=2) for name in ("zb_h1", "1f1b"))
     assert models.distance(found, wanted) <= 1e-6
 
 
-@pytest.mark.parametrize(
-    ("remat", "bubbles"),
-    [
-        ("stage", "skip"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((None, "skip"), ("stage", "masked"), (None, "masked"))
-        ),
-    ],
-)
-def test_gradients_for_the_inputs(remat, bubbles):
+@pytest.mark.parametrize("remat", ["stage", pytest.param(None, marks=pytest.mark.slow)])
+def test_gradients_for_the_inputs(remat):
     """The first stage's I then makes its input's gradient, which otherwise nobody wants."""
     x, t = models.rows(2 * M), models.rows(2 * M, seed=1)
     stages = models.build(Block, S)
@@ -117,6 +107,5 @@ def test_gradients_for_the_inputs(remat, bubbles):
         mesh=make_mesh(stage=S),
         loss_fn=models.squares,
         remat=remat,
-        bubbles=bubbles,
     )
     assert models.distance(jax.grad(lambda x: pipe.loss(x, t))(x), want) <= 1e-5

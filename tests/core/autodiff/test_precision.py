@@ -115,7 +115,8 @@ def test_parameters_are_cast_where_they_lie() -> None:
     mesh = make_mesh(stage=2, data=2, tensor=2)
     names = {"up": (None, "tensor"), "down": ("tensor",)}
     options = {"mesh": mesh, "data_parallel": "fsdp", "auto_axes": ("tensor",)}
-    pipe = pipeline(sharding=lambda path, _: names.get(path), param_dtype="float16", **options)
+    options |= {"engine": "programs", "sharding": lambda path, _: names.get(path)}
+    pipe = pipeline(param_dtype="float16", **options)
     up = pipe.chunks[0].up.get_value()
     assert (up.dtype, up.sharding.spec) == (jnp.float16, P("stage", "data", "tensor"))
     types = nnx.eval_shape(lambda: nnx.List(models.build(Block, 2)))

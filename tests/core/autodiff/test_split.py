@@ -5,6 +5,7 @@ Letters: b rows of a microbatch, here 5; d and e widths, 7 and 13; l layers, 3.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -329,25 +330,21 @@ class Functions(NamedTuple):
     second: Callable[..., Any]
 
 
-def functions(linearize: Any, split: SplitBackward, *, in_place: bool) -> Functions:
+def functions(linearize: Any, split: SplitBackward) -> Functions:
     def whole(grads, weights, fixed, side, stash, dy):
         refs = list(map(jax.new_ref, grads))
         _, pullback = linearize(weights, fixed, side, stash)
-        if not in_place:
-            dw, dx = pullback.values(dy)
-            return dx, dw
         dx = pullback(dy, refs, want_x=True)
         return dx, [ref[...] for ref in refs]
 
     def first(grads, weights, fixed, side, stash, dy):
         refs = list(map(jax.new_ref, grads))
-        given = refs if in_place else []
-        return *split.input_half(weights, fixed, side, stash, dy, given), [r[...] for r in refs]
+        return *split.input_half(weights, fixed, side, stash, dy, refs), [r[...] for r in refs]
 
     def second(grads, weights, fixed, side, crossing):
         refs = list(map(jax.new_ref, grads))
-        found = split.weight_half(weights, fixed, side, crossing, refs if in_place else [])
-        return [r[...] for r in refs] if in_place else found
+        split.weight_half(weights, fixed, side, crossing, refs)
+        return [r[...] for r in refs]
 
     return Functions(whole, first, second)
 
@@ -389,7 +386,7 @@ def test_the_halves_are_the_whole(case, keep):
     dy = cotangents(case)
     arguments = case.weights, case.fixed, case.side, stash, dy
     split = SplitBackward(linearize, *arguments)
-    whole, first, second = functions(linearize, split, in_place=True)
+    whole, first, second = functions(linearize, split)
     grads = [jnp.ones_like(w) for w in as_summed(case.weights)]
     dx, want = jax.jit(whole)(grads, *arguments)
     found, crossing, untouched = jax.jit(first)(grads, *arguments)
@@ -418,16 +415,22 @@ def test_the_halves_are_the_whole(case, keep):
 def test_gradients_by_value(f):
     """A loop's second half then carries the sum for what all its trips share."""
     case = next(case for case in CASES if case.f is f)
-    linearize, stash = starts(case, "residuals")
+    in_place, stash = starts(case, "residuals")
+
+    def linearize(*given):
+        outcome, pullback = in_place(*given)
+        return outcome, dataclasses.replace(pullback, by_value=(True,) * len(pullback.by_value))
+
     arguments = case.weights, case.fixed, case.side, stash, cotangents(case)
-    split = SplitBackward(linearize, *arguments, in_place=False)
-    whole, first, second = functions(linearize, split, in_place=False)
-    dx, dw = jax.jit(whole)([], *arguments)
-    found, crossing, _ = jax.jit(first)([], *arguments)
+    split = SplitBackward(linearize, *arguments)
+    whole, first, second = functions(linearize, split)
+    grads = [jnp.zeros_like(w) for w in as_summed(case.weights)]
+    dx, dw = jax.jit(whole)(grads, *arguments)
+    found, crossing, _ = jax.jit(first)(grads, *arguments)
     assert_same(found, dx)
-    rest = [], case.weights, case.fixed, case.side, crossing
+    rest = grads, case.weights, case.fixed, case.side, crossing
     assert_same(jax.jit(second)(*rest), dw)
-    count = dots.in_jaxpr(first, [], *arguments), dots.in_jaxpr(second, *rest)
+    count = dots.in_jaxpr(first, grads, *arguments), dots.in_jaxpr(second, *rest)
     assert count == case.dots
 
 
@@ -439,7 +442,7 @@ def test_the_compiled_halves_hold_no_product_twice(f, keep):
     arguments = case.weights, case.fixed, case.side, stash, cotangents(case)
     split = SplitBackward(linearize, *arguments)
     grads = as_summed(case.weights)
-    whole, first, second = functions(linearize, split, in_place=True)
+    whole, first, second = functions(linearize, split)
     rest = grads, case.weights, case.fixed, case.side, jax.jit(first)(grads, *arguments)[1]
     compiled = [
         jax.jit(whole).lower(grads, *arguments).compile(),
@@ -457,7 +460,7 @@ def test_gradients_of_layers_are_added_row_by_row():
     linearize, stash = starts(case, "residuals")
     arguments = case.weights, case.fixed, case.side, stash, cotangents(case)
     split = SplitBackward(linearize, *arguments)
-    _, first, second = functions(linearize, split, in_place=True)
+    _, first, second = functions(linearize, split)
     grads = case.weights
     crossing = first(grads, *arguments)[1]
     jaxpr = jax.make_jaxpr(second)(grads, case.weights, (), (), crossing).jaxpr
@@ -527,7 +530,7 @@ def test_what_cannot_be_taken_apart_is_in_the_first_half_and_named(f, weights, w
     arguments = weights, (), (), stash, cotangents(case)
     split = SplitBackward(linearize, *arguments)
     assert split.whole == (whole,)
-    together, first, second = functions(linearize, split, in_place=True)
+    together, first, second = functions(linearize, split)
     grads = [jnp.ones_like(w) for w in weights]
     dx, want = jax.jit(together)(grads, *arguments)
     found, crossing, _ = jax.jit(first)(grads, *arguments)
@@ -552,7 +555,7 @@ def test_a_barrier_is_cut_between_the_halves():
     arguments = case.weights, (), (), stash, cotangents(case)
     split = SplitBackward(linearize, *arguments)
     assert split.whole == ()
-    _, first, second = functions(linearize, split, in_place=True)
+    _, first, second = functions(linearize, split)
     crossing = first([SQUARE], *arguments)[1]
     assert dots.in_jaxpr(second, [SQUARE], case.weights, (), (), crossing) == 1
 
@@ -566,7 +569,7 @@ def test_a_print_is_printed_once(capfd):
     linearize, stash = starts(case, "input")
     arguments = case.weights, (), (), stash, [X]
     split = SplitBackward(linearize, *arguments)
-    _, first, second = functions(linearize, split, in_place=True)
+    _, first, second = functions(linearize, split)
     crossing = jax.jit(first)([SQUARE], *arguments)[1]
     jax.block_until_ready(jax.jit(second)([SQUARE], case.weights, (), (), crossing))
     jax.effects_barrier()
@@ -578,7 +581,7 @@ def test_a_buffer_of_the_stages_own():
     linearize, stash = starts(case, "input")
     arguments = case.weights, (), (), stash, [X]
     split = SplitBackward(linearize, *arguments)
-    whole, first, second = functions(linearize, split, in_place=True)
+    whole, first, second = functions(linearize, split)
     dx, want = jax.jit(whole)([LAYER], *arguments)
     found, crossing, _ = jax.jit(first)([LAYER], *arguments)
     assert_same(found, dx)

@@ -212,7 +212,7 @@ def test_a_stage_of_gpt_blocks(make, keep, again):
 # --- as executed ---
 
 
-def step(name: str, S: int, M: int, remat, bubbles: str):
+def step(name: str, S: int, M: int, remat):
     """The program of a step, and the bodies of its scans over ticks."""
     pipe = Pipeline(
         models.build(models.Block, S),
@@ -222,7 +222,6 @@ def step(name: str, S: int, M: int, remat, bubbles: str):
         head=models.Readout(nnx.Rngs(5)),
         loss_fn=models.cross_entropy,
         remat=remat,
-        bubbles=bubbles,
     )
     rows, labels = models.rows(2 * M), models.words(2 * M, most=models.CLASSES)
     operands = pipe._operands(rows, labels, None)
@@ -238,7 +237,7 @@ def needed(jaxpr):
 
 def executed(name: str, S: int, M: int, remat) -> int:
     """Multiplications of all ranks in a step: of each action's body, times how often it runs."""
-    program, (ticks,) = step(name, S, M, remat, "skip")
+    program, (ticks,) = step(name, S, M, remat)
     loops, total = iter(dots.find(ticks, "while")), 0
     for index, slot in enumerate(program.slots):
         for branch in range(1, len(slot.ops) + 1):
@@ -258,15 +257,6 @@ def test_a_split_backward_multiplies_as_often_as_a_whole_one(remat):
         stage, head = 3 * 2 * width * hidden, 3 * width * models.CLASSES
         # Stage 0 has no use for its input's gradient.
         assert plain == M * rows * (S * stage + head - width * hidden)
-    assert split == plain
-
-
-@pytest.mark.parametrize("remat", [None, "stage"])
-def test_a_masked_tick_multiplies_as_often_with_split_backwards(remat):
-    split, plain = (
-        max(dots.work(needed(body)) for body in step(name, 4, 8, remat, "masked")[1])
-        for name in ("zb_h1", "1f1b")
-    )
     assert split == plain
 
 
@@ -303,8 +293,7 @@ class Entangled(nnx.Module):
 
 
 @pytest.mark.few
-@pytest.mark.parametrize("bubbles", ["skip", "masked"])
-def test_what_cannot_be_split_is_right_and_listed(bubbles):
+def test_what_cannot_be_split_is_right_and_listed():
     stages = models.build(Entangled, 2)
     pipe = Pipeline(
         stages,
@@ -312,7 +301,6 @@ def test_what_cannot_be_split_is_right_and_listed(bubbles):
         schedule="zb_h1",
         mesh=make_mesh(stage=2),
         loss_fn=models.squares,
-        bubbles=bubbles,
     )
     assert "whole" not in pipe.describe()
     x, t = models.rows(8), models.rows(8, seed=1)

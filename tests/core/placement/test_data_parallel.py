@@ -73,22 +73,22 @@ slow = pytest.mark.slow
 
 @pytest.mark.few
 @pytest.mark.parametrize(
-    ("option", "S", "D", "V", "family", "remat", "bubbles"),
+    ("option", "S", "D", "V", "family", "remat"),
     [
-        ("zero1", 2, 2, 1, "1f1b", "stage", "skip"),
-        ("fsdp", 2, 4, 1, "zb_h1", None, "skip"),
-        ("action", 2, 2, 1, "zb_h1", None, "skip"),
-        pytest.param("action", 4, 2, 1, "gpipe", None, "skip", marks=slow),
-        pytest.param("action", 2, 2, 2, "interleaved_1f1b", None, "skip", marks=slow),
-        pytest.param("action", 2, 2, 2, "zb_v", "stage", "masked", marks=slow),
-        pytest.param("zero1", 2, 4, 2, "zb_v", None, "masked", marks=slow),
-        pytest.param("zero1", 1, 8, 1, "gpipe", "stage", "skip", marks=slow),
-        pytest.param("fsdp", 4, 2, 1, "eager_1f1b", "stage", "masked", marks=slow),
-        pytest.param("fsdp", 2, 2, 2, "interleaved_1f1b", "stage", "skip", marks=slow),
+        ("zero1", 2, 2, 1, "1f1b", "stage"),
+        ("fsdp", 2, 4, 1, "zb_h1", None),
+        ("action", 2, 2, 1, "zb_h1", None),
+        pytest.param("action", 4, 2, 1, "gpipe", None, marks=slow),
+        pytest.param("action", 2, 2, 2, "interleaved_1f1b", None, marks=slow),
+        pytest.param("action", 2, 2, 2, "zb_v", "stage", marks=slow),
+        pytest.param("zero1", 2, 4, 2, "zb_v", None, marks=slow),
+        pytest.param("zero1", 1, 8, 1, "gpipe", "stage", marks=slow),
+        pytest.param("fsdp", 4, 2, 1, "eager_1f1b", "stage", marks=slow),
+        pytest.param("fsdp", 2, 2, 2, "interleaved_1f1b", "stage", marks=slow),
     ],
 )
-def test_loss_and_gradients(option, S, D, V, family, remat, bubbles):
-    pipe = pipeline(option, S=S, D=D, V=V, family=family, remat=remat, bubbles=bubbles)
+def test_loss_and_gradients(option, S, D, V, family, remat):
+    pipe = pipeline(option, S=S, D=D, V=V, family=family, remat=remat)
     found = pipe.value_and_grad(*batch())
     models.assert_matches(pipe, found, wanted(Hostile, V * S))
 
@@ -105,17 +105,8 @@ def test_any_trainer_may_differentiate_it(option):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("option", "bubbles"),
-    [
-        ("action", "skip"),
-        *(
-            pytest.param(*case, marks=slow)
-            for case in (("zero1", "skip"), ("fsdp", "skip"), ("action", "masked"))
-        ),
-    ],
-)
-def test_stages_that_are_not_alike(option, bubbles):
+@pytest.mark.parametrize("option", ["action", "zero1", "fsdp"])
+def test_stages_that_are_not_alike(option):
     """Their shared storage is sharded over data as any array is."""
     kinds = [Hostile, models.Block]
     stages = [kind(nnx.Rngs(k)) for k, kind in enumerate(kinds)]
@@ -126,7 +117,6 @@ def test_stages_that_are_not_alike(option, bubbles):
         schedule="1f1b",
         mesh=make_mesh(stage=2, data=2),
         loss_fn=models.cross_entropy,
-        bubbles=bubbles,
         **ends(),
         **OPTIONS[option],
     )
@@ -378,9 +368,9 @@ def test_bytes_sent_where_actions_gather(family, remat, gathers):
 @pytest.mark.few
 @pytest.mark.parametrize("kinds", [(Wide, Wide), (Wide, AlsoWide)], ids=["alike", "unlike"])
 @pytest.mark.parametrize("remat", ["stage", None])
-def test_no_masked_action_keeps_what_another_has_gathered(kinds, remat):
-    """Nothing but a barrier keeps XLA from gathering once before the loop, without conditionals."""
-    _, text = compiled("action", kinds=kinds, bubbles="masked", schedule="1f1b", remat=remat)
+def test_no_action_keeps_what_another_has_gathered(kinds, remat):
+    """XLA does not gather once before the loop."""
+    _, text = compiled("action", kinds=kinds, schedule="1f1b", remat=remat)
     found = computations(text)
 
     def gathers(lines) -> int:

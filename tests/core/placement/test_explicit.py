@@ -260,7 +260,7 @@ def test_bfloat16_beside_an_axis_of_the_compiler():
 
     pipe = Pipeline(
         stages, M, mesh=mesh, loss_fn=loss_fn, sharding=by_name, auto_axes=("tensor",),
-        grad_dtype="weights",
+        grad_dtype="weights", engine="programs",
     )  # fmt: skip
     outputs = pipe(given[0])
     assert outputs.dtype == jnp.bfloat16

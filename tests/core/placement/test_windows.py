@@ -276,13 +276,3 @@ def test_a_calibration_times_actions_without_gathers():
     one = one_rank(pipe, Pipeline, chain, "FB", 3, 1)
     assert one.plan.training.windows is None
     assert one.plan.data_parallel == "fsdp"
-
-
-def test_ranks_that_compute_in_idle_slots_are_refused():
-    with pytest.raises(ValueError, match="gather") as error:
-        repeats(2, 2, "looped_bfs", bubbles="masked")
-    assert str(error.value) == (
-        "gather='repeat' with bubbles='masked' (the default on virtual CPU devices beside "
-        "auto_axes=): ranks then compute in idle slots too, with weights that are not there; use "
-        "bubbles='skip', or gather='action'"
-    )

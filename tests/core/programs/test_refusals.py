@@ -39,7 +39,6 @@ def test_an_engine_that_is_neither():
     [
         ({"offload": "stash"}, "offload='stash'"),
         ({"data_parallel": "fsdp", "gather": "repeat"}, "gather='repeat'"),
-        ({"bubbles": "masked"}, "bubbles='masked'"),
         ({"pattern": "single"}, "pattern='single'"),
         ({"delayed": True}, "delayed=True"),
         ({"slices": 2, "schedule": None}, "slices=2 (a timetable with slices)"),

@@ -72,7 +72,7 @@ CASES = [
     (alike(Scanned, 4), 4, 6, 2, counted, {"schedule": "zb_h1"}),
     (unlike, 2, 2, 1, MEAN, {"schedule": "interleaved_1f1b", "remat": None}),
     (alike(Adding, 2), 1, 4, 1, counted, {"remat": None}),
-    (alike(Adding, 2), 2, 2, 2, counted, {"bubbles": "masked", "schedule": "zb_h1"}),
+    (alike(Adding, 2), 2, 2, 2, counted, {"schedule": "zb_h1"}),
     (alike(Scanned, 2), 2, 4, 1, by_outputs, {"schedule": "gpipe", "remat": DOTS}),
     (alike(Scanned, 4), 4, 3, 1, MEAN, {"schedule": "zb_h1", "remat": None}),
     (alike(Scanned, 2), 1, 2, 2, by_outputs, {"remat": None}),
@@ -89,7 +89,7 @@ CASES = [
         by_outputs,
         {"schedule": "looped_bfs", "data_parallel": "fsdp", "gather": "repeat"},
     ),
-    (unlike, 4, 6, 1, by_outputs, {"schedule": "zb_h1", "bubbles": "masked", "remat": None}),
+    (unlike, 4, 6, 1, by_outputs, {"schedule": "zb_h1", "remat": None}),
     (unlike, 2, 4, 1, counted, {"schedule": "zb_v", "delayed": True}),
 ]
 

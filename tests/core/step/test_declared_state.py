@@ -126,10 +126,8 @@ def assert_state(pipe, model, kind):
 
 
 GRID = [
-    (S, V, schedule, remat, bubbles)
-    for S, V, remat, bubbles in itertools.product(
-        (1, 2, 4), (1, 2), ("stage", None), ("skip", "masked")
-    )
+    (S, V, schedule, remat)
+    for S, V, remat in itertools.product((1, 2, 4), (1, 2), ("stage", None))
     for schedule in (
         ("gpipe", "1f1b", "zb_h1") if V == 1 else ("interleaved_1f1b", "zb_v", "dualpipe_v")
     )
@@ -137,10 +135,10 @@ GRID = [
     and not (schedule == "dualpipe_v" and S == 4)
 ]
 FAST = [
-    (2, 1, "gpipe", "stage", "skip"),
-    (1, 1, "1f1b", None, "skip"),
+    (2, 1, "gpipe", "stage"),
+    (1, 1, "1f1b", None),
 ]
-SLOW = [(2, 2, "zb_v", None, "masked"), *covering(GRID)[::4]]
+SLOW = [(2, 2, "zb_v", None), *covering(GRID)[::4]]
 
 
 @pytest.mark.few
@@ -149,11 +147,11 @@ SLOW = [(2, 2, "zb_v", None, "masked"), *covering(GRID)[::4]]
     "case", [pytest.param(case, marks=effort(case, FAST, SLOW)) for case in GRID], ids=str
 )
 def test_a_step_leaves_what_the_plain_model_has(case, kind, request):
-    S, V, schedule, remat, bubbles = case
+    S, V, schedule, remat = case
     if S > 1:  # alone, a rank has no bubbles
         request.getfixturevalue("poison")
     model = Model(models.build(kind, S * V))
-    options = {"remat": remat, "bubbles": bubbles, "schedule": schedule}
+    options = {"remat": remat, "schedule": schedule}
     pipe = make(list(model.stages), S=S, state=(nnx.BatchStat, Seen), **options)
     for _ in range(2):  # the second reads what the first has left
         loss, grads = pipe.value_and_grad(X, T)
@@ -253,11 +251,10 @@ def test_statistics_over_data_shards(axis_name):
     assert_state(pipe, model, nnx.BatchStat)
 
 
-@pytest.mark.parametrize("bubbles", ["skip", pytest.param("masked", marks=pytest.mark.slow)])
-def test_embed_and_head_have_state_too(bubbles):
+def test_embed_and_head_have_state_too():
     ends = {"embed": Normed(nnx.Rngs(8)), "head": Drifting(nnx.Rngs(9))}
     model = Model(models.build(models.Block, 2), **ends)
-    pipe = make(list(model.stages), state=(nnx.BatchStat, Seen), bubbles=bubbles, **ends)
+    pipe = make(list(model.stages), state=(nnx.BatchStat, Seen), **ends)
     for _ in range(2):
         loss, grads = pipe.value_and_grad(X, T)
         want, want_grads = plain_step(model, X, T)

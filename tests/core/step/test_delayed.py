@@ -17,8 +17,7 @@ from flax import nnx
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
-from schedules import ScheduleError, lower
-from schedules.lowering.needs import UNUSED, WAIT, WORK, segments
+from schedules import ScheduleError
 from tests.parity.test_parity_families import nearest
 from tests.support import mixed, models
 from tests.support.grids import covering, effort, pairs
@@ -29,13 +28,13 @@ from tests.support.sizes import CHUNKS
 GRID = [
     (name, *case)
     for name in schedules.names()
-    for case in itertools.product((2, 4), (1, 2), ("stage", None), ("skip", "masked"))
+    for case in itertools.product((2, 4), (1, 2), ("stage", None))
     if CHUNKS.get(name, case[1]) == case[1]
 ]
 FAST = [
-    ("eager_1f1b", 2, 1, "stage", "skip"),
-    ("eager_1f1b", 4, 1, None, "masked"),
-    ("zb_v", 2, 2, None, "skip"),
+    ("eager_1f1b", 2, 1, "stage"),
+    ("eager_1f1b", 4, 1, None),
+    ("zb_v", 2, 2, None),
 ]
 # Every two values meet but of a family and another (tests/parity/test_parity_families.py has them):
 # nothing that delays a message knows the family.
@@ -85,28 +84,20 @@ def make(name, S: int, V: int, M: int, **options) -> Pipeline:
 
 @pytest.mark.few
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize(("name", "S", "V", "remat", "bubbles"), cases())
-def test_loss_and_gradients(name, S, V, remat, bubbles):
+@pytest.mark.parametrize(("name", "S", "V", "remat"), cases())
+def test_loss_and_gradients(name, S, V, remat):
     M = nearest(name, S, V, S + 1)
-    pipe = make(name, S, V, M, remat=remat, bubbles=bubbles)
+    pipe = make(name, S, V, M, remat=remat)
     assert pipe.plan.training.delayed
     models.assert_matches(pipe, pipe.value_and_grad(*batch(M)), wanted(V * S, M))
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(
-    ("pattern", "bubbles"),
-    [
-        ("partner", "skip"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in itertools.product(("single", "unit", "partner"), ("skip", "masked"))
-            if case != ("partner", "skip")
-        ),
-    ],
+    "pattern", ["partner", *(pytest.param(p, marks=pytest.mark.slow) for p in ("single", "unit"))]
 )
-def test_every_pattern(pattern, bubbles):
-    pipe = make("zb_h1", 2, 1, 4, pattern=pattern, bubbles=bubbles)
+def test_every_pattern(pattern):
+    pipe = make("zb_h1", 2, 1, 4, pattern=pattern)
     models.assert_matches(pipe, pipe.value_and_grad(*batch(4)), wanted(2, 4))
 
 
@@ -130,15 +121,15 @@ def test_outputs(S, V):
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(
-    ("model", "schedule", "remat", "bubbles"),
+    ("model", "schedule", "remat"),
     [
-        pytest.param("trees", "eager_1f1b", "stage", "skip", marks=pytest.mark.slow),
-        pytest.param("images in 4", "zb_h1", None, "skip", marks=pytest.mark.slow),
-        pytest.param("images in 8", "zb_v", "stage", "skip", marks=pytest.mark.slow),
-        pytest.param("trees", "eager_1f1b", None, "masked", marks=pytest.mark.slow),
+        pytest.param("trees", "eager_1f1b", "stage", marks=pytest.mark.slow),
+        pytest.param("images in 4", "zb_h1", None, marks=pytest.mark.slow),
+        pytest.param("images in 8", "zb_v", "stage", marks=pytest.mark.slow),
+        pytest.param("trees", "eager_1f1b", None, marks=pytest.mark.slow),
     ],
 )
-def test_stages_that_are_not_alike(model, schedule, remat, bubbles):
+def test_stages_that_are_not_alike(model, schedule, remat):
     stages, data, loss_fn = mixed.build(model), mixed.batch(model), mixed.loss_of(model)
     pipe = Pipeline(
         stages,
@@ -147,7 +138,6 @@ def test_stages_that_are_not_alike(model, schedule, remat, bubbles):
         mesh=make_mesh(stage=4),
         loss_fn=loss_fn,
         remat=remat,
-        bubbles=bubbles,
         delayed=True,
     )
     want = models.reference(stages, *data, loss_fn)
@@ -219,20 +209,6 @@ def test_an_exchange_rests_on_no_work_of_its_slot():
 def test_on_one_rank_nothing_is_different():
     assert str(step(1, delayed=True)) == str(step(1))
     assert str(step(2, delayed=True)) != str(step(2))
-
-
-# --- slots without conditionals ---
-
-
-def test_masked_slots_in_which_messages_only_arrive():
-    """They exchange and store, and compute nothing."""
-    schedule = schedules.build("eager_1f1b", num_ranks=2, num_microbatches=4)
-    prompt, late = (lower(schedule, pattern="paired", delayed=d) for d in (False, True))
-    ticks = [(0, 1), (1, 5), (5, 6)]
-    uses = [(WORK, UNUSED), (WORK, WORK), (UNUSED, WORK)]
-    assert segments(prompt, split=True) == [(*a, b) for a, b in zip(ticks, uses, strict=True)]
-    uses = [(WORK, WAIT), (WORK, WORK), (WAIT, WORK)]
-    assert segments(late, split=True) == [(*a, b) for a, b in zip(ticks, uses, strict=True)]
 
 
 # --- what it says ---

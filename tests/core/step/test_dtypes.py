@@ -46,11 +46,10 @@ def pair(y, t):
     [
         {},
         pytest.param({"remat": None, "schedule": "zb_h1"}, marks=pytest.mark.slow),
-        pytest.param({"bubbles": "masked"}, marks=pytest.mark.slow),
         pytest.param({"S": 1, "remat": None}, marks=pytest.mark.slow),
         {"loss_fn": pair},
     ],
-    ids=["stage", "zb", "masked", "one rank", "weighted"],
+    ids=["stage", "zb", "one rank", "weighted"],
 )
 def test_float64_is_exact_to_its_last_bits(wide, options):
     """A third is no float32: the loss, and what it is differentiated with, are float64."""
@@ -162,7 +161,6 @@ def squares_of_rows(y, t):
 
 SLOWLY = [
     {"remat": None},
-    {"bubbles": "masked"},
     {"mesh": make_mesh(stage=2, data=2)},
     {"mesh": make_mesh(stage=1), "remat": None},
 ]

@@ -81,12 +81,12 @@ def assert_metrics(found, want):
 CASES = [
     (2, 3, 1, weighed, {"schedule": "1f1b"}),
     (4, 6, 2, mean, {"schedule": "zb_h1", "K": 4}),
-    (2, 6, 2, weighed, {"bubbles": "masked"}),
+    (2, 6, 2, weighed, {}),
     (1, 4, 1, weighed, {"remat": None, "K": 2}),
     (1, 2, 2, mean, {"K": 2}),
     (2, 4, 1, mean, {"remat": None, "schedule": "interleaved_1f1b", "K": 4}),
     (4, 8, 1, weighed, {"remat": DOTS, "schedule": "gpipe", "K": 4}),
-    (2, 4, 2, weighed, {"schedule": "zb_v", "K": 4, "remat": None, "bubbles": "masked"}),
+    (2, 4, 2, weighed, {"schedule": "zb_v", "K": 4, "remat": None}),
     (2, 4, 1, mean, {"data_parallel": "fsdp"}),
 ]
 NAMES = ["-".join(map(str, (*case[:3], case[3].__name__, *case[4]))) for case in CASES]

@@ -221,7 +221,7 @@ def test_trees_between_stages(remat):
 @pytest.mark.parametrize("remat", ["stage", None])
 def test_a_vocabulary_on_all_ranks(remat):
     """The embedding of a microbatch is then an input of the first stage, which is offloaded too."""
-    case = (2, 1, 4, "1f1b", remat, "skip", True)
+    case = (2, 1, 4, "1f1b", remat, True)
     pipe = with_vocabulary(*case, offload="stash")
     assert places(pipe)[0] > 0
     assert_equal(pipe.value_and_grad(*batch()), with_vocabulary(*case).value_and_grad(*batch()))
@@ -352,14 +352,6 @@ def test_an_unknown_word_or_share(offload):
         f"offload={offload!r}: must be 'stash' (what F keeps for its backward lies in host "
         f"memory), 'crossings' (what I leaves for W does), a share of the stashes from 0 to 1 such "
         f"as 0.5, or None for neither"
-    )
-
-
-def test_idle_slots_that_compute():
-    assert refusal(offload="stash", bubbles="masked") == (
-        "offload='stash' with bubbles='masked' (the default on virtual CPU devices beside "
-        "auto_axes=): ranks then compute in idle slots too, and would copy over the host link in "
-        "every slot; use bubbles='skip', or leave out offload"
     )
 
 

@@ -253,7 +253,6 @@ def test_steps_without_actions_are_refused() -> None:
     assert refusal(0, mesh=mesh) == (
         "trace(steps=0): the number of steps to measure; give 1 or more"
     )
-    assert "trace with bubbles='skip'" in refusal(mesh=mesh, bubbles="masked")
     assert "plain accumulation" in refusal(mesh=make_mesh(stage=1), remat=None)
 
 

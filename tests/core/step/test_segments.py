@@ -11,7 +11,7 @@ import pytest
 from collectives import make_mesh
 from pipeline import Pipeline
 from schedules import build, lower, names
-from schedules.lowering.needs import needed, segment_starts, segments
+from schedules.lowering.needs import UNUSED, WAIT, WORK, needed, segment_starts, segments
 from tests.support import models
 from tests.support.sizes import CHUNKS
 
@@ -40,7 +40,7 @@ def test_who_takes_a_turn(family, options):
     found = program(family, **options)
     T, turns = found.num_ticks, forward_first(found.schedule)
     starts = segment_starts(found)
-    parts = segments(found, split=False)
+    parts = segments(found)
     assert [part[:2] for part in parts] == list(itertools.pairwise([0, *starts, T]))
     assert len(starts) == turns
     kinds, shifts = [], []
@@ -64,7 +64,7 @@ def test_nothing_is_left_out(family, delayed):
     """Every action and every message that is read lies in the run that its tick is in."""
     found = program(family, delayed=delayed, M=9 if family == "dualpipe_v" else 3)
     actions, messages = 0, 0
-    for start, stop, _ in segments(found, split=False):
+    for start, stop, _ in segments(found):
         for index, slot in enumerate(found.slots):
             need = needed(found, index, start, stop)
             op = found.op[start:stop, index]
@@ -80,16 +80,23 @@ def test_nothing_is_left_out(family, delayed):
     assert messages == found.arrives.sum()
 
 
+@pytest.mark.parametrize(("delayed", "last"), [(False, UNUSED), (True, WAIT)])
+def test_slots_in_which_messages_only_arrive(delayed, last):
+    """Ranks exchange and store in them, and compute nothing."""
+    found = program("gpipe", S=2, M=2, pattern="unit", delayed=delayed)
+    assert segments(found) == [(0, 5, (WORK, WORK, last))]
+
+
 @pytest.mark.few
 @pytest.mark.parametrize(
     ("family", "options"),
     [
         ("gpipe", {"remat": None}),
-        ("looped_bfs", {"bubbles": "masked", "pattern": "single"}),
+        ("looped_bfs", {"pattern": "single"}),
         ("gpipe", {"delayed": True}),
         pytest.param("zb_v", {"M": 1}, marks=pytest.mark.slow),
         pytest.param("v_half", {"M": 1, "remat": None}, marks=pytest.mark.slow),
-        pytest.param("1f1b", {"M": 1, "bubbles": "masked"}, marks=pytest.mark.slow),
+        pytest.param("1f1b", {"M": 1}, marks=pytest.mark.slow),
     ],
 )
 def test_the_numbers_stay_the_same(family, options):
@@ -99,7 +106,7 @@ def test_the_numbers_stay_the_same(family, options):
     t = models.rows(4 * M, seed=1)
     mesh = make_mesh(stage=4)
     pipe = Pipeline(stages, M, mesh=mesh, schedule=family, loss_fn=models.squares, **options)
-    assert len(segments(pipe.plan.training, split=False)) > 1 or "delayed" in options
+    assert len(segments(pipe.plan.training)) > 1 or "delayed" in options
     want = models.reference(stages, x, t, models.squares)
     models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
 

@@ -49,8 +49,7 @@ def wanted(pipe, tokens, targets):
     [
         {"vocabulary": "stage"},
         {},
-        pytest.param({"vocabulary": "stage", "bubbles": "masked"}, marks=pytest.mark.slow),
-        pytest.param({"bubbles": "masked", "V": 2, "schedule": "zb_v"}, marks=pytest.mark.slow),
+        pytest.param({"V": 2, "schedule": "zb_v"}, marks=pytest.mark.slow),
         pytest.param({"S": 1, "V": 2}, marks=pytest.mark.slow),
         pytest.param({"vocabulary": "stage", "S": 4}, marks=pytest.mark.slow),
     ],

@@ -132,9 +132,8 @@ def test_logits_that_may_be_those_of_all_words(words, gathers, told):
 
 def test_an_axis_that_is_left_to_the_compiler():
     stages, embed, head = decoder([2, 2])
-    options = {"auto_axes": ("tensor",), "bubbles": "masked"}
     with pytest.raises(ValueError) as caught:
-        run((stages, embed, head), {"stage": 2, "tensor": 2}, options, {})
+        run((stages, embed, head), {"stage": 1, "tensor": 2}, {"auto_axes": ("tensor",)}, {})
     assert str(caught.value) == (
         "generate() of a model with caches runs where the kernel has every mesh axis in its own "
         "hands, and auto_axes=('tensor',) leaves 'tensor' to the compiler; use "

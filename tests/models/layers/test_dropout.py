@@ -93,9 +93,7 @@ SPLIT = {"schedule": "zb_h1", "remat": None}
     [
         pytest.param(True, 4, {}, marks=pytest.mark.slow),
         pytest.param(True, 2, SPLIT, marks=pytest.mark.slow),
-        pytest.param(
-            True, 2, {"bubbles": "masked"}, marks=[pytest.mark.slow, pytest.mark.exhaustive]
-        ),
+        pytest.param(True, 2, {}, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
         pytest.param(False, 4, {}, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
         pytest.param(False, 2, SPLIT, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives.tensor import split_sequence
 from pipeline import Pipeline
+from pipeline.core.options import choose
 from pipeline.layers import ColumnLinear, RMSNorm, RowLinear
 from tests.support import mixed, models, tensor_stages
 from tests.support.close import assert_close
@@ -30,11 +31,11 @@ from tests.support.tensor_stages import Parallel, Sequence
 M, ROWS = 4, 32
 MESHES = ((2, 2, 2), (1, 4, 2), (2, 4, 1), (4, 2, 1))
 FAMILIES = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_v", "zb_h1")
-KINDS, REMATS, BUBBLES = (Parallel, Sequence), ("stage", None), ("skip", "masked")
-GRID = list(itertools.product(MESHES, FAMILIES, KINDS, REMATS, BUBBLES))
+KINDS, REMATS = (Parallel, Sequence), ("stage", None)
+GRID = list(itertools.product(MESHES, FAMILIES, KINDS, REMATS))
 FAST = (
-    ((2, 2, 2), "1f1b", Sequence, "stage", "skip"),
-    ((1, 4, 2), "zb_h1", Parallel, None, "skip"),
+    ((2, 2, 2), "1f1b", Sequence, "stage"),
+    ((1, 4, 2), "zb_h1", Parallel, None),
 )
 
 
@@ -94,10 +95,10 @@ def name(value) -> str:
 
 
 @pytest.mark.few
-@pytest.mark.parametrize(("shape", "family", "kind", "remat", "bubbles"), cases())
-def test_the_grid(shape, family, kind, remat, bubbles):
+@pytest.mark.parametrize(("shape", "family", "kind", "remat"), cases())
+def test_the_grid(shape, family, kind, remat):
     V = 2 if family in ("interleaved_1f1b", "zb_v") else 1
-    check(pipeline(kind, shape=shape, family=family, V=V, remat=remat, bubbles=bubbles), kind)
+    check(pipeline(kind, shape=shape, family=family, V=V, remat=remat), kind)
 
 
 @pytest.mark.slow
@@ -134,7 +135,7 @@ def test_with_weights_or_gradients_sharded_over_data(data_parallel):
 UNEVEN = [
     ((2, 2, 2), "1f1b", Sequence, {}),
     ((2, 2, 2), "zb_h1", Parallel, {"remat": None, "data_parallel": "fsdp"}),
-    ((1, 2, 4), "interleaved_1f1b", Sequence, {"bubbles": "masked"}),
+    ((1, 2, 4), "interleaved_1f1b", Sequence, {}),
     ((2, 2, 2), "zb_v", Sequence, {"data_parallel": "zero1", "remat": None}),
 ]
 
@@ -271,7 +272,7 @@ def normed(counts=(1, 1), **options):
             },
             marks=pytest.mark.slow,
         ),
-        pytest.param({"counts": (1, 2), "bubbles": "masked"}, marks=pytest.mark.slow),
+        pytest.param({"counts": (1, 2)}, marks=pytest.mark.slow),
         pytest.param(
             {"counts": (2,), "mesh": mesh(1, 1, 4), "remat": None}, marks=pytest.mark.slow
         ),
@@ -406,10 +407,9 @@ def by_role(path, _):
 
 
 def automatic(**options) -> Pipeline:
-    options = {"schedule": "1f1b", "sharding": by_role, "mesh": mesh(2, 2, 2)} | options
-    return Pipeline(
-        models.build(Block, 2), M, loss_fn=models.squares, auto_axes=("tensor",), **options
-    )
+    given = {"schedule": "1f1b", "sharding": by_role, "mesh": mesh(2, 2, 2), "engine": "programs"}
+    stages = models.build(Block, 2)
+    return Pipeline(stages, M, loss_fn=models.squares, auto_axes=("tensor",), **(given | options))
 
 
 @pytest.mark.few
@@ -419,7 +419,7 @@ def automatic(**options) -> Pipeline:
         {},
         pytest.param({"schedule": "zb_h1", "remat": None}, marks=pytest.mark.slow),
         {"data_parallel": "fsdp"},
-        pytest.param({"bubbles": "masked", "data_parallel": "zero1"}, marks=pytest.mark.slow),
+        pytest.param({"data_parallel": "zero1"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -437,7 +437,7 @@ def test_stages_that_know_nothing_of_the_axis(options):
 @pytest.mark.slow
 def test_the_compiler_keeps_weights_and_gradients_in_parts():
     x = jax.ShapeDtypeStruct((3 * ROWS, WIDTH), jnp.float32)
-    text = automatic().lower(x, x).compile().as_text()
+    text = automatic(mesh=mesh(2, 1, 2), engine="scan").lower(x, x).compile().as_text()
     assert re.search(rf"f32\[(1,)?{WIDTH},{WIDTH}\]", text)
     assert not re.search(rf"f32\[(1,)?({WIDTH},{2 * WIDTH}|{2 * WIDTH},{WIDTH})\]", text)
 
@@ -466,9 +466,8 @@ def test_an_unmodified_flax_stage():
     for stage in plain:
         nnx.update(stage, jax.tree.map(np.asarray, nnx.state(stage)))
     want = models.reference(plain, x, t, models.squares)
-    pipe = Pipeline(
-        stages, M, mesh=where, loss_fn=models.squares, auto_axes=("tensor",), schedule="1f1b"
-    )
+    options = {"auto_axes": ("tensor",), "engine": "programs", "schedule": "1f1b"}
+    pipe = Pipeline(stages, M, mesh=where, loss_fn=models.squares, **options)
     assert pipe.chunks[0].up.kernel.get_value().sharding.spec == P("stage", None, "tensor")
     models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
 
@@ -485,16 +484,49 @@ class Halves(nnx.Module):
         return x + (jnp.tanh(a) * b) @ self.down[...]
 
 
-def test_exchanges_of_the_compiler_stand_in_no_branch():
-    """A device within a branch would wait for devices outside it: bubbles are masked."""
+def test_exchanges_of_the_compiler():
     x, t = models.rows(ROWS), models.rows(ROWS, seed=3)
     stages = models.build(Halves, 2)
     want = models.reference(stages, x, t, models.squares)
     options = {"schedule": "1f1b", "mesh": mesh(2, 2, 2), "loss_fn": models.squares}
-    pipe = Pipeline(stages, M, sharding=by_role, auto_axes=("tensor",), **options)
-    assert pipe.plan.bubbles == "masked"
+    options |= {"sharding": by_role, "auto_axes": ("tensor",)}
+    pipe = Pipeline(stages, M, engine="programs", **options)
     models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
-    assert Pipeline(stages, M, sharding=by_role, **options).plan.bubbles == "skip"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"shape": (2, 1, 4)}, {"shape": (2, 1, 2), "remat": None}, {"shape": (4, 2, 1)}],
+    ids=str,
+)
+def test_a_scan_in_which_all_devices_take_the_same_branch(options):
+    """With one rank, or an axis of one device, no device waits in an exchange of the compiler."""
+    x, t = models.rows(ROWS), models.rows(ROWS, seed=3)
+    options = dict(options)
+    stages, shape = models.build(Halves, 2), mesh(*options.pop("shape"))
+    pipe = Pipeline(
+        stages,
+        M,
+        mesh=shape,
+        loss_fn=models.squares,
+        sharding=by_role,
+        auto_axes=("tensor",),
+        **options,
+    )
+    want = models.reference(stages, x, t, models.squares)
+    models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
+
+
+def test_devices_that_all_meet_in_the_compilers_exchanges(monkeypatch):
+    """The ranks of a scan take different branches, and an exchange in one would wait for ever."""
+    assert fails(auto_axes=("tensor",)) == (
+        "auto_axes=('tensor',) with engine='scan' on virtual CPU devices of one process (stage=2, "
+        "tensor=4): all of them meet in every exchange that the compiler adds to a stage, and "
+        "ranks of other stages, which run other actions meanwhile, would not come; use "
+        "engine='programs', or GPUs, TPUs or several processes"
+    )
+    monkeypatch.setattr(choose, "exchanges_are_barriers", lambda mesh: False)
+    automatic(engine="scan")
 
 
 # --- what is sent ---
@@ -504,19 +536,11 @@ MEETING = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all)(-start
 
 
 @pytest.mark.few
-@pytest.mark.parametrize(
-    ("kind", "bubbles"),
-    [
-        (Parallel, "skip"),
-        (Sequence, "masked"),
-        pytest.param(Parallel, "masked", marks=pytest.mark.slow),
-        pytest.param(Sequence, "skip", marks=pytest.mark.slow),
-    ],
-)
-def test_who_meets_in_a_collective(kind, bubbles):
+@pytest.mark.parametrize("kind", [Parallel, Sequence])
+def test_who_meets_in_a_collective(kind):
     """In the loop over ticks only ranks of one stage and one data shard; over data once, after."""
     D, S, T = 2, 2, 2
-    pipe = pipeline(kind, shape=(D, S, T), bubbles=bubbles)
+    pipe = pipeline(kind, shape=(D, S, T))
     found = computations(pipe.lower(*batch()).compile().as_text())
     place = {n: divmod(n % (S * T), T)[0] for n in range(D * S * T)}  # device to rank
     inside = [line for line in in_loops(found) if MEETING.search(line)]
