@@ -401,11 +401,10 @@ class Pipeline(nnx.Module):
 
         Raises:
           ValueError: a batch that does not fit; plain accumulation on one rank, or a mesh of
-            several processes; or a profile without our name scopes.
+            several processes; or a profile that does not show the actions.
         """
         from pipeline.insight.profile.run import trace
 
-        _check_one_program(self.plan, "trace()")
         operands = self._untyped(self._operands(inputs, targets, extras, "trace"))
         check_arrays("trace", operands)
         with self._entered():

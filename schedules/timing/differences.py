@@ -79,15 +79,18 @@ def differences(measured: Report, predicted: Report | None = None) -> Difference
 
     Args:
       measured: what `pipeline.Pipeline.trace` returned, or any other report.
-      predicted: of the same schedule, in the same unit; by default the lockstep clock with the
-        costs and the slots of ``measured``: then actions take what they took, and all differences
-        are in what lies between them.
+      predicted: of the same schedule, in the same unit; by default the clock of what ran, with the
+        costs of ``measured``: lockstep with its slots, or the event clock where it had none
+        (``engine="programs"``). Then actions take what they took, and all differences are in what
+        lies between them.
 
     Raises:
       ScheduleError: no reports, or those of two schedules.
     """
     need("measured", measured, Report, "give what pipe.trace() or simulate() returned")
-    if predicted is None:
+    if predicted is None and measured.pattern is None:
+        predicted = simulate(measured.schedule, measured.costs, "event")
+    elif predicted is None:
         predicted = simulate(
             measured.schedule,
             measured.costs,

@@ -90,6 +90,12 @@ class StepPrograms:
       given: by the caller.
       results: makes the results of the step from the sums of a rank, on the pipeline's mesh.
       out_specs: the specs of the results.
+
+    Attributes:
+      traced: the model.
+      order: the calls of this process, in order.
+      compiled: the functions that they call.
+      ratio: forward actions that run before the step, if it needs the share of its loss.
     """
 
     def __init__(
@@ -101,12 +107,12 @@ class StepPrograms:
         results: Results,
         out_specs: Any,
     ) -> None:
-        self._ratio: StepPrograms | None = None
+        self.ratio: StepPrograms | None = None
         self.operands = find_operands(options, weights, batch, given)
         self.traced = trace_model(self.operands)
         if self.traced.needs_ratio:
             # The step needs its loss before it runs: all forwards run first, for that alone.
-            self._ratio = _of_outputs(options, weights, batch)
+            self.ratio = _of_outputs(options, weights, batch)
             number = jax.ShapeDtypeStruct((), real())
             given = replace(given, ratio=(number, number))
             self.operands = find_operands(options, weights, batch, given)
@@ -168,8 +174,8 @@ class StepPrograms:
 
     def __call__(self, weights: Weights, batch: Batch, given: StepInputs) -> Any:
         """Run the step: each program waits for its data alone, and this call for no result."""
-        if self._ratio is not None:
-            given = replace(given, ratio=self._ratio(weights, batch, StepInputs()))
+        if self.ratio is not None:
+            given = replace(given, ratio=self.ratio(weights, batch, StepInputs()))
         meshes, compiled, numbers = self.meshes, self.compiled, self._numbers
         leaves = meshes.placed(jax.tree.leaves((weights, batch, given)), self.operands.specs)
         operands = meshes.split(leaves, self.operands.specs)

@@ -41,6 +41,22 @@ class Event(NamedTuple):
     end: float
 
 
+class Instruction(NamedTuple):
+    """An instruction that a device ran.
+
+    Attributes:
+      start: nanoseconds.
+      end: nanoseconds.
+      module: the name of its program.
+      name: its own.
+    """
+
+    start: float
+    end: float
+    module: str
+    name: str
+
+
 def events(
     profile: ProfileData, loops: Mapping[str, Loop], platform: str, module: str | None = None
 ) -> list[Event]:
@@ -75,6 +91,24 @@ def events(
             f"the step itself, or use a jax whose profile has 'hlo_op'"
         )
     return found
+
+
+def instructions(profile: ProfileData, platform: str) -> Iterator[tuple[int, Instruction]]:
+    """The instructions that devices ran, each with the device's number in its process."""
+    wanted = NAMES.get(platform, f"/device:{platform.upper()}:")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for plane in profile.planes:
+            if not plane.name.startswith(wanted):
+                continue
+            device = _DEVICE.match(plane.name)
+            for event in itertools.chain.from_iterable(line.events for line in plane.lines):
+                stats = dict(event.stats)
+                number = device[1] if device else stats.get("device_ordinal")
+                if number is not None and {"hlo_op", "hlo_module"} <= set(stats):
+                    end = event.start_ns + event.duration_ns
+                    found = event.start_ns, end, str(stats["hlo_module"]), str(stats["hlo_op"])
+                    yield int(number), Instruction(*found)
 
 
 def _of_a_device(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from pipeline.core.options.plan import Plan
 from pipeline.core.step import runtime
 from pipeline.core.step.operands import Operands
 from pipeline.insight.profile.loops import loops_of
-from pipeline.insight.profile.read import events
+from pipeline.insight.profile.read import events, instructions
 from pipeline.insight.profile.timeline import report
 from schedules import Report, simulate
 from schedules.core.arguments import integer
@@ -42,9 +44,32 @@ def trace(
         profile that does not say when they ran.
     """
     check(plan, steps)
+    devices: list[list[int]] = [[] for _ in range(plan.schedule.num_ranks)]
+    axis = plan.mesh.axis_names.index(STAGE)
+    for place, device in np.ndenumerate(plan.mesh.devices):
+        devices[place[axis]].append(device.local_hardware_id)
+    platform = plan.mesh.devices.flat[0].platform
+    if plan.engine == "programs":
+        from pipeline.insight.profile.programs import read_programs, training_step
+
+        programs, step = training_step(plan, operands)
+        profile = profiled(step, steps, directory)
+        return read_programs(programs, instructions(profile, platform), devices, steps)
     model, weights, batch = operands
     compiled = runtime.train.lower(plan, model, weights, batch).compile()
-    jax.block_until_ready(compiled(weights, batch))
+    profile = profiled(functools.partial(compiled, weights, batch), steps, directory)
+    text = compiled.as_text() or ""
+    loops, module = loops_of(text), _MODULE.search(text)
+    slots: Any = {"pattern": pattern_of(plan), "partners": plan.partners}
+    seen = events(profile, loops, platform, module[1] if module else None)
+    return report(plan.training, loops, seen, devices, steps, **slots)
+
+
+def profiled(
+    step: Callable[[], Any], steps: int, directory: str | os.PathLike[str] | None
+) -> ProfileData:
+    """Run a step once, and then so many times under the profiler."""
+    jax.block_until_ready(step())
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # many more events than all others
     with contextlib.ExitStack() as stack:
@@ -52,19 +77,9 @@ def trace(
             directory = stack.enter_context(tempfile.TemporaryDirectory())
         with jax.profiler.trace(os.fspath(directory), profiler_options=options):
             for _ in range(steps):
-                jax.block_until_ready(compiled(weights, batch))
+                jax.block_until_ready(step())
         found = Path(directory).rglob("*.xplane.pb")
-        profile = ProfileData.from_file(str(max(found, key=lambda path: path.stat().st_mtime)))
-    devices: list[list[int]] = [[] for _ in range(plan.schedule.num_ranks)]
-    axis = plan.mesh.axis_names.index(STAGE)
-    for place, device in np.ndenumerate(plan.mesh.devices):
-        devices[place[axis]].append(device.local_hardware_id)
-    text = compiled.as_text() or ""
-    loops, platform = loops_of(text), plan.mesh.devices.flat[0].platform
-    module = _MODULE.search(text)
-    slots: Any = {"pattern": pattern_of(plan), "partners": plan.partners}
-    seen = events(profile, loops, platform, module[1] if module else None)
-    return report(plan.training, loops, seen, devices, steps, **slots)
+        return ProfileData.from_file(str(max(found, key=lambda path: path.stat().st_mtime)))
 
 
 def check(plan: Plan, steps: int) -> None:
@@ -75,7 +90,7 @@ def check(plan: Plan, steps: int) -> None:
     """
     if (count := integer(steps)) is None or count < 1:
         raise ValueError(f"trace(steps={steps!r}): the number of steps to measure; give 1 or more")
-    if plan.is_straight:
+    if plan.is_straight and plan.engine == "scan":
         raise ValueError(
             "trace(): on one rank with remat=None a step is plain accumulation, without a "
             "timetable: no actions to show; trace with remat='stage', or on more ranks"

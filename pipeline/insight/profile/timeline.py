@@ -21,6 +21,7 @@ from schedules.core.action import KINDS, Action
 from schedules.core.costs import Costs
 from schedules.core.flat import flatten
 from schedules.lowering.program import Program
+from schedules.orders.schedule import Schedule
 from schedules.timing.report import Report, sum_up
 
 SECOND = 1e9
@@ -63,12 +64,29 @@ def report(
         [runs_of(program, rank, loops, by, device, steps) for device in held]
         for rank, held in enumerate(devices)
     ]
+    slots = {"pattern": pattern, "partners": partners, "delayed": program.delayed}
+    return report_runs(program.schedule, runs, steps, slots | {"shared": program.shared})
+
+
+def report_runs(
+    schedule: Schedule,
+    runs: Sequence[Sequence[Sequence[dict[Key, Interval]]]],
+    steps: int,
+    slots: Mapping[str, Any],
+) -> Report:
+    """Report [S][devices][steps] runs.
+
+    Args:
+      schedule: what ran.
+      runs: by rank, device and step, when each action began and ended.
+      steps: how many.
+      slots: the fields of `Report` that say what lockstep is like.
+    """
     zeros = [
         min(start for held in runs for run in held for start, _ in run[n].values())
         for n in range(steps)
     ]
     medians = [_median([(one[n], zeros[n]) for one in held for n in range(steps)]) for held in runs]
-    schedule, shared = program.schedule, program.shared
     together = _together(medians)
     rows = [_in_order(order, one) for order, one in zip(schedule.orders, medians, strict=True)]
     times = np.concatenate(rows)
@@ -85,7 +103,6 @@ def report(
         head=each["head"] * share,
         embed=(each["lookup"] + each["scatter"]) * share / 2,
     )
-    slots = {"pattern": pattern, "partners": partners, "delayed": program.delayed, "shared": shared}
     return sum_up(schedule, costs, "measured", slots, flat, times[:, 0], lasting, common)
 
 

@@ -70,7 +70,7 @@ def test_a_mesh_in_force():
             pipe.loss(*rows())
 
 
-@pytest.mark.parametrize("method", ["lower", "trace", "measure", "offload_within"])
+@pytest.mark.parametrize("method", ["lower", "measure", "offload_within"])
 def test_methods_that_look_at_one_program(method):
     pipe = make()
     given = (10**9, *rows()) if method == "offload_within" else rows()

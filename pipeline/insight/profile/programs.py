@@ -1,0 +1,112 @@
+"""The actions of a step of programs (``engine="programs"``), found in a profile.
+
+A device runs one program after the other, in the order in which its process calls them, and a
+profile names the program of each instruction. So in order of time the instructions fall into calls:
+where the program changes and, where it does not, at an instruction that each call has once.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from pipeline.core.options.plan import Plan
+from pipeline.core.programs.run import Dispatch, StepPrograms
+from pipeline.core.programs.runtime import training_programs
+from pipeline.core.programs.traced import StepInputs
+from pipeline.core.step.operands import Operands
+from pipeline.insight.profile.read import Instruction
+from pipeline.insight.profile.timeline import Interval, Key, report_runs
+from schedules.core.action import Action
+from schedules.timing.report import Report
+
+Call = tuple[str, Action | None]  # the name of a program, and the action that it is
+
+
+def training_step(plan: Plan, operands: Operands) -> tuple[StepPrograms, Callable[[], Any]]:
+    """The programs of a step that trains, and the step."""
+    model, weights, batch = operands
+    programs = training_programs(plan, model, weights, batch)
+    return programs, functools.partial(programs, weights, batch, StepInputs())
+
+
+def read_programs(
+    programs: StepPrograms,
+    seen: Iterable[tuple[int, Instruction]],
+    devices: Sequence[Sequence[int]],
+    steps: int,
+) -> Report:
+    """Time each action of each rank, in seconds: the median over steps and over a rank's devices.
+
+    Args:
+      programs: of the step.
+      seen: what devices ran in all steps.
+      devices: [S] the devices of each rank.
+      steps: how many.
+
+    Raises:
+      ValueError: other programs than those of these steps.
+    """
+    by: dict[int, list[Instruction]] = defaultdict(list)
+    for device, instruction in seen:
+        by[device].append(instruction)
+    runs = []
+    for rank, held in enumerate(devices):
+        wanted = list(calls(programs, rank))
+        runs.append([_runs(by[device], wanted, steps, device) for device in held])
+    slots = {"pattern": None, "partners": False, "delayed": False, "shared": ()}
+    return report_runs(programs.traced.options.plan.schedule, runs, steps, slots)
+
+
+def calls(programs: StepPrograms, rank: int) -> Iterator[Call]:
+    """What a rank calls in a step: what begins it, and its actions."""
+    if programs.ratio is not None:  # forward actions, for a loss that the step needs before it runs
+        yield from ((name, None) for name, _ in calls(programs.ratio, rank))
+    yield "jit_begin", None
+    stages = programs.traced.options.plan.schedule.stages_of[rank]
+    for one in programs.order:
+        if isinstance(one, Dispatch) and one.ranks == (rank,):
+            op, _ = one.program
+            yield f"jit_{op.label}", Action(stages[op.chunk], op.kind, one.microbatch)
+
+
+def _runs(
+    found: Iterable[Instruction], wanted: list[Call], steps: int, device: int
+) -> list[dict[Key, Interval]]:
+    """[steps] when a device ran which action."""
+    names = {name for name, _ in wanted}
+    mine = sorted(one for one in found if one.module in names)
+    groups = [list(group) for _, group in itertools.groupby(mine, lambda one: one.module)]
+    each = [list(group) for _, group in itertools.groupby(wanted * steps, lambda call: call[0])]
+    if [group[0].module for group in groups] != [group[0][0] for group in each]:
+        raise ValueError(
+            f"the profile has {len(groups)} turns of programs on device {device}, and {steps} "
+            f"steps of this pipeline have {len(each)}: it is of another pipeline, or events were "
+            f"lost; trace fewer steps, of this pipeline alone"
+        )
+    intervals: list[Interval] = []
+    for group, named in zip(groups, each, strict=True):
+        intervals += _split(group, len(named), device)
+    runs: list[dict[Key, Interval]] = [{} for _ in range(steps)]
+    for n, ((_, action), interval) in enumerate(zip(wanted * steps, intervals, strict=True)):
+        if action is not None:
+            runs[n // len(wanted)][action] = interval
+    return runs
+
+
+def _split(group: Sequence[Instruction], count: int, device: int) -> list[Interval]:
+    """When each of several calls of one program began and ended, from their instructions."""
+    times = Counter(one.name for one in group)
+    mark = next((one.name for one in group if times[one.name] == count), None)
+    if mark is None:
+        raise ValueError(
+            f"the profile shows {group[0].module!r} on device {device} without an instruction that "
+            f"each of its {count} calls has once: events were lost; trace fewer steps"
+        )
+    begins = [n for n, one in enumerate(group) if one.name == mark]
+    cuts = [0, *begins[1:], len(group)]
+    parts = [group[start:stop] for start, stop in itertools.pairwise(cuts)]
+    return [(part[0].start, max(one.end for one in part)) for part in parts]
