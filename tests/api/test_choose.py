@@ -98,7 +98,25 @@ def test_the_reason_holds_under_the_clock():
     assert max(spans["1f1b"].peak_activations) < max(spans["eager_1f1b"].peak_activations)
 
 
+def test_the_default_for_programs():
+    """Equal stages take as long in both, and 1f1b holds less; slow messages favour eager_1f1b."""
+    where = "where an action waits for its data alone"
+    why = f"the default: no slower than eager_1f1b {where}, and holds less"
+    assert choose(4, 1, 16, engine="programs") == ("1f1b", why)
+    found = choose(4, 1, 16, engine="programs", costs=Costs(comm=1.0))
+    assert found == ("eager_1f1b", f"the default: faster than 1f1b {where}")
+    pipe = Pipeline(models.build(Block, 2), 4, engine="programs")
+    assert where in pipe.describe()
+
+
 # --- a search ---
+
+
+def test_a_search_for_programs_is_by_the_event_clock():
+    costs = Costs(f=(3.0, 1.0, 1.0, 3.0))
+    sizes: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 4, "num_stages": 4, "costs": costs}
+    found, scan = (choose_schedule("auto", **sizes, engine=e)[0] for e in ("programs", "scan"))
+    assert found == auto(**sizes).schedule != scan
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,7 @@ def choose_schedule(
     num_ranks: int,
     num_stages: int,
     num_microbatches: int,
+    engine: str = "scan",
     partners: bool = False,
     delayed: bool = False,
     pattern: str | None = None,
@@ -114,6 +115,7 @@ def choose_schedule(
       num_ranks: S.
       num_stages: K.
       num_microbatches: M.
+      engine: what runs it: a scan in lockstep, or programs by the event clock.
       partners: exchanges keep only those ranks that they join, not all.
       delayed: they run beside the work of the slot after their own.
       pattern: the slots of a tick, or None for the fastest.
@@ -137,7 +139,10 @@ def choose_schedule(
         alone = accumulation(num_stages, num_microbatches)
         return alone, "the default on one rank: a microbatch goes through all stages and back"
     _check_slices(schedule, slices)
-    clock: dict[str, Any] = {"partners": partners, "delayed": delayed, "pattern": pattern}
+    clock: dict[str, Any] = {"clock": "event"}
+    if engine == "scan":
+        slots = {"partners": partners, "delayed": delayed, "pattern": pattern}
+        clock = {"clock": "lockstep", **slots}
     if schedule is None:
         return _default(sizes, costs, clock | {"shared": shared})
     if isinstance(schedule, Schedule):
@@ -147,7 +152,7 @@ def choose_schedule(
             costs = replace(costs, embed=0.0, head=0.0)
         from schedules.search.auto import auto
 
-        search = auto(**sizes, costs=costs, clock="lockstep", **clock)
+        search = auto(**sizes, costs=costs, **clock)
         return replace(search.schedule, name=schedule), f"the fastest found: {search.won}"
     if isinstance(schedule, str):
         measure: dict[str, Any] = {"costs": costs} if "costs" in options(schedule) else {}
@@ -204,28 +209,31 @@ def _default(
     barriers: str = "eager_1f1b",
     joined: str = "1f1b",
 ) -> tuple[Schedule, str]:
-    """Choose the default schedule: one for barriers, one for partners."""
+    """Choose the default schedule: one for barriers, one for partners and for programs."""
     from schedules.timing.simulate import simulate
 
     eager, frugal = build(barriers, **sizes), build(joined, **sizes)
-    slots = [clock]
-    if not clock["partners"] and clock["pattern"] is None:
+    slots, is_lockstep = [clock], clock["clock"] == "lockstep"
+    if is_lockstep and not clock["partners"] and clock["pattern"] is None:
         # In those that all ranks share: two ranks are partners wherever they are, and the frugal
         # one no slower there in partner ticks; but the default is not to depend on their number.
         slots = [clock | {"pattern": name} for name in ("single", "paired")]
     spans = [
-        min(simulate(timetable, costs, "lockstep", **of_tick).makespan for of_tick in slots)
+        min(simulate(timetable, costs, **of_tick).makespan for of_tick in slots)
         for timetable in (frugal, eager)
     ]
-    if not clock["partners"]:
+    if is_lockstep and not clock["partners"]:
         if spans[1] <= spans[0]:
             why = "its paired ticks lose nothing where every exchange is a barrier"
             return eager, f"the default: {why}"
         return frugal, f"the default: faster than {eager.name}, though every exchange is a barrier"
     where = "where an exchange keeps only those ranks that it joins"
+    if not is_lockstep:
+        where = "where an action waits for its data alone"
     if spans[0] <= spans[1]:
         return frugal, f"the default: no slower than {eager.name} {where}, and holds less"
-    return eager, f"the default: faster than {frugal.name} in ticks of this kind, also {where}"
+    ticks = "in ticks of this kind, also " if is_lockstep else ""
+    return eager, f"the default: faster than {frugal.name} {ticks}{where}"
 
 
 def is_path(schedule: Any) -> bool:

@@ -143,6 +143,7 @@ def _timetable(
         num_ranks=mesh.shape[STAGE],
         num_stages=num_stages,
         num_microbatches=options.num_microbatches,
+        engine=options.engine,
         partners=partners,
         delayed=options.delayed,
         pattern=options.pattern,
