@@ -49,6 +49,7 @@ OURS = (
     ("dualpipe_v", 2, None),
     ("zb_v", 2, None),
 )
+PROGRAMS = ("eager_1f1b", 1, None), ("zb_v", 2, None)  # by the other engine
 FOUR = (
     ("eager_1f1b", 1, "stage"),
     ("eager_1f1b", 1, None),
@@ -67,19 +68,20 @@ Check = Callable[[], tuple[Any, list[Any]]]  # loss, and gradients in layer orde
 Variants = dict[str, tuple[Timer, Check]]
 
 
-def pipeline(case: Case, ranks: int, schedule: str, chunks: int, remat: Any) -> Pipeline:
+def pipeline(
+    case: Case, ranks: int, schedule: str, chunks: int, remat: Any, engine: Any = "scan"
+) -> Pipeline:
     """Ours."""
     stages, mesh = case.stages(chunks * ranks), make_mesh(stage=ranks)
-    return Pipeline(
-        stages, case.microbatches, schedule=schedule, mesh=mesh, loss_fn=mean_square, remat=remat
-    )
+    options: dict[str, Any] = {"loss_fn": mean_square, "remat": remat, "engine": engine}
+    return Pipeline(stages, case.microbatches, schedule=schedule, mesh=mesh, **options)
 
 
-def our_variants(case: Case, ranks: int, which: Any) -> Variants:
+def our_variants(case: Case, ranks: int, which: Any, engine: str = "scan") -> Variants:
     """Training steps of ours."""
     found: Variants = {}
     for schedule, chunks, remat in which:
-        pipe = pipeline(case, ranks, schedule, chunks, remat)
+        pipe = pipeline(case, ranks, schedule, chunks, remat, engine)
         everywhere = jax.sharding.NamedSharding(pipe.mesh, jax.sharding.PartitionSpec())
         step = functools.partial(pipe.value_and_grad, *jax.device_put(case.data(), everywhere))
 
@@ -87,7 +89,7 @@ def our_variants(case: Case, ranks: int, which: Any) -> Variants:
             loss, grads = step()
             return loss, gradients_of(pipe, grads)
 
-        name = f"ours: {schedule}, V={chunks}, remat={remat}"
+        name = f"ours: {schedule}, V={chunks}, remat={remat}{', programs' * (engine != 'scan')}"
         found[name] = (functools.partial(seconds, step), check)
     return found
 
@@ -199,7 +201,8 @@ def time_case(case: Case, arguments: argparse.Namespace) -> None:
     """S = 2: ours, jax alone, torch."""
     print(f"{case.text()}, S=2")
     with torch_variants(case, 2, arguments.torch_python) as torch:
-        variants = our_variants(case, 2, OURS) | jax_variants(case, 2) | torch
+        ours = our_variants(case, 2, OURS) | our_variants(case, 2, PROGRAMS, "programs")
+        variants = ours | jax_variants(case, 2) | torch
         taken = contest(case, variants, arguments.rounds, 2)
     claims(taken, WANTED_256 if case.rows == 256 else WANTED)
 
