@@ -206,7 +206,7 @@ class Step:
         self._updated = jax.jit(self._update, **given(0, 1, 2, 3, results=4))
         self._evaluated: Any = jax.jit(self._evaluate, static_argnums=0, compiler_options=compiler)
         self._plans: dict[Any, Any] = {}
-        self._in_parts = _runs_programs(model)
+        self._in_parts, self._plus, self._means = _runs_programs(model), _plus, _means
         if self._in_parts:
             if isinstance(compiler_options, Mapping):
                 raise ValueError(
@@ -218,6 +218,7 @@ class Step:
             self._fused, self._added = self._train_in_parts, self._add
             self._taken, self._evaluated = self._take, self._evaluate
             self._updated_after = jax.jit(self._update_after, **given(0, 1, 2, results=4))
+            self._plus, self._means = jax.jit(_plus), jax.jit(_means)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -562,7 +563,7 @@ class Step:
             return leaves, *self._loss_and_grads(model, carry, batch)
         found = self._weighed(model, carry, batch, weight)
         leaves = self._left(leaves, model, optimizer, found[0].mean, found[2])
-        (loss, aux), grads = _means(_plus(sums, found), like=found[2])
+        (loss, aux), grads = self._means(self._plus(sums, found), like=found[2])
         return leaves, loss, aux, grads
 
     def _add(self, leaves: Any, sums: Tree, carry: Any, batch: Tree, weight: Any) -> Any:
@@ -573,7 +574,7 @@ class Step:
         found = self._weighed(model, carry, batch, weight)
         sums = self._zeros(found[1]) if sums is None else sums
         left = self._left(leaves, model, optimizer, found[0].mean, found[2])
-        return _written(left, leaves), _plus(sums, found)
+        return _written(left, leaves), self._plus(sums, found)
 
     def _without_hook(self, plan: Any) -> Any:
         """The plan without its ``after_step``: one for each, since programs belong to a plan."""
