@@ -43,7 +43,8 @@ def dispatch_order(schedule: Schedule) -> list[Call]:
     which rank.
 
     Args:
-      schedule: a legal schedule. An action lasts as long as by default in `simulate`.
+      schedule: a legal schedule. An action lasts as long as by default in `simulate`, whatever was
+        measured: all processes must find one order, and what they measure may differ.
 
     Raises:
       ScheduleError: an illegal schedule.

@@ -25,8 +25,8 @@ def segments(program: Program) -> list[tuple[int, int, tuple[int, ...]]]:
     """Runs of ticks (start, stop), and of each slot whether some rank works or waits in them.
 
     An idle branch costs nothing, so a new run starts only where all that happens changes
-    (`segment_starts`), unless a timetable changes so often that compile time would suffer. Where
-    sends are delayed a message may arrive in a slot that nobody works in.
+    (`segment_starts`). A timetable that changes too often is one run, for the sake of compile time.
+    Where sends are delayed a message may arrive in a slot that nobody works in.
     """
     waits = program.arrives.any(axis=(2, 3))
     uses = np.where((program.op != 0).any(axis=2), WORK, np.where(waits, WAIT, UNUSED))

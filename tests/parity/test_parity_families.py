@@ -110,12 +110,12 @@ def test_loss_and_gradients(name, S, V, about, remat, engine):
 HYBRIDS = [  # family, S, V, M, remat, engine; the first two in `make test`
     ("zb_v", 2, 2, 5, "stage", "scan"),
     ("zb_h2", 2, 1, 4, None, "scan"),
-    ("zb_h1", 2, 1, 4, "stage", "scan"),
+    ("zb_h1", 2, 1, 4, "stage", "programs"),
     ("zb_h1", 4, 1, 6, None, "scan"),
     ("interleaved_zb", 2, 2, 6, None, "scan"),
-    ("interleaved_zb", 4, 2, 8, "stage", "scan"),
-    ("zb_v", 4, 2, 9, None, "scan"),
-    ("dualpipe_v", 2, 2, 6, None, "scan"),
+    ("interleaved_zb", 4, 2, 8, "stage", "programs"),
+    ("zb_v", 4, 2, 9, None, "programs"),
+    ("dualpipe_v", 2, 2, 6, None, "programs"),
     ("v_half", 2, 2, 8, "stage", "scan"),
     ("zb_auto", 4, 1, 8, None, "scan"),
 ]

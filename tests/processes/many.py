@@ -85,6 +85,8 @@ def losses(
         x, t = draw.normal(size=(2, size, WIDTH)).astype(np.float32)
         batch = shard_batch((x[mine], t[mine]), mesh)
         yield float(step(pipe, optimizer, *batch))
+    if engine == "programs":  # each process has compiled those of its own ranks
+        assert "; compiled" in pipe.describe(compiled=True)
 
 
 class Deep(nnx.Module):

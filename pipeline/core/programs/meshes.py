@@ -3,7 +3,7 @@
 Letters: S ranks. A rank's mesh has the axes of the pipeline's, of which ``stage`` has one entry. So
 parts of the model find every axis that they name, and all ranks have one abstract mesh: what is
 alike is traced and lowered once for all of them. Of several processes, each calls the programs of
-those ranks of which it holds a device, its *own*.
+those ranks of which it holds a device, its *local* ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class RankMeshes:
 
     Attributes:
       ranks: [S] meshes.
-      own: the ranks of which this process holds a device.
+      local_ranks: the ranks of which this process holds a device.
       abstract: the abstract mesh of each.
+      sharding: the sharding of a rank and a spec; the same object for the same two.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -46,7 +47,8 @@ class RankMeshes:
         rows = range(plan.mesh.shape[STAGE])
         of = [plan.mesh.devices.take([rank], names.index(STAGE)) for rank in rows]
         self.ranks = [Mesh(devices, names) for devices in of]
-        self.own = [r for r in rows if jax.process_index() in set(map(process_of, of[r].flat))]
+        here = jax.process_index()
+        self.local_ranks = [r for r in rows if here in set(map(process_of, of[r].flat))]
         self.abstract: AbstractMesh = self.ranks[0].abstract_mesh
         # Kept, for JAX looks for a sharding's devices once per object.
         self.sharding = functools.cache(lambda rank, spec: NamedSharding(self.ranks[rank], spec))
@@ -58,8 +60,8 @@ class RankMeshes:
     def pair(self, source: int, target: int) -> Mesh:
         """The mesh of two ranks, in which they are the two entries of ``stage``."""
         names = self._mesh.axis_names
-        both = [self.ranks[rank].devices for rank in (source, target)]
-        return Mesh(np.concatenate(both, names.index(STAGE)), names)
+        pair_devices = [self.ranks[rank].devices for rank in (source, target)]
+        return Mesh(np.concatenate(pair_devices, names.index(STAGE)), names)
 
     # --- state and batch: arrays of the pipeline's mesh ---
 
@@ -77,11 +79,13 @@ class RankMeshes:
     def split(self, leaves: Leaves, specs: Sequence[P]) -> dict[int, Leaves]:
         """By rank of this process, the parts that it has of `placed` arrays, without a copy."""
         columns = [self._split(*pair) for pair in zip(leaves, specs, strict=True)]
-        return {rank: [column[rank] for column in columns] for rank in self.own}
+        return {rank: [column[rank] for column in columns] for rank in self.local_ranks}
 
     def _split(self, leaf: jax.Array, spec: P) -> dict[int, jax.Array]:
         shape, shards = self.part_shape(leaf.shape, spec), shards_of(leaf)
-        return {rank: from_shards(shape, self.sharding(rank, spec), shards) for rank in self.own}
+        return {
+            rank: from_shards(shape, self.sharding(rank, spec), shards) for rank in self.local_ranks
+        }
 
     def part_shape(self, shape: Sequence[int], spec: P) -> tuple[int, ...]:
         """The shape of a rank's part of an array."""
@@ -118,16 +122,21 @@ class RankMeshes:
         varying = varying_in(t) if self._tracks else self._manual
         return P(tuple(axis for axis in self._manual if axis in varying))
 
-    def value_types(self, types: Tree, *, joined: bool = False) -> Tree:
-        """The types of these values on the abstract mesh, or as `join` makes them of all ranks."""
+    def value_types(self, types: Tree, specs: Tree = None, *, joined: bool = False) -> Tree:
+        """The types of these values on the abstract mesh, or as `join` makes them of all ranks.
+
+        Args:
+          types: of the values within a program.
+          specs: of the values; by default `value_specs`.
+          joined: whether the types are those of `join`.
+        """
         mesh = self._mesh if joined else self.abstract
 
-        def value_type(t: Any) -> jax.ShapeDtypeStruct:
-            spec = self._value_spec(t)
+        def value_type(t: Any, spec: P) -> jax.ShapeDtypeStruct:
             lead = math.prod(mesh.shape[axis] for axis in axes_in(spec[0]))
             return typed(mesh, (lead, *t.shape), t.dtype, spec)
 
-        return jax.tree.map(value_type, types)
+        return jax.tree.map(value_type, types, self.value_specs(types) if specs is None else specs)
 
     def value_shardings(self, rank: int, types: Tree) -> Tree:
         """The shardings of these values on the devices of a rank."""
@@ -164,8 +173,8 @@ def from_shards(
     shape: tuple[int, ...], sharding: NamedSharding, shards: Mapping[Any, jax.Array]
 ) -> jax.Array:
     """An array on those devices of a sharding that this process holds; by device, its shards."""
-    mine = [shards[device] for device in sharding.mesh.devices.flat if device in shards]
-    return jax.make_array_from_single_device_arrays(shape, sharding, mine)
+    local_shards = [shards[device] for device in sharding.mesh.devices.flat if device in shards]
+    return jax.make_array_from_single_device_arrays(shape, sharding, local_shards)
 
 
 def typed(

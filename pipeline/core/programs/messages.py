@@ -1,8 +1,8 @@
 """Messages from rank to rank.
 
-Between devices of one process a message is a copy, which the receiving process starts alone. What
-crosses between processes is a collective of the devices of both ranks, which all their processes
-call in one order (`schedules.clocks.dispatch`).
+Between devices of one process a message is a copy, which that process starts alone. A message
+between processes is a collective of the devices of both ranks, which all their processes call in
+one order (`schedules.clocks.dispatch`).
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Copy:
         self._shardings = meshes.value_shardings(target, types)
         pairs = zip(meshes.devices(source), meshes.devices(target), strict=True)
         self._target_of = dict(pairs)
-        self._is_whole = all(s.is_fully_addressable for s in jax.tree.leaves(self._shardings))
+        self._is_addressable = all(s.is_fully_addressable for s in jax.tree.leaves(self._shardings))
 
     def __call__(self, value: Tree | None) -> Tree | None:
         """As in `Message`."""
-        if self._is_whole:
+        if self._is_addressable:
             return jax.device_put(value, self._shardings)
         return jax.tree.map(self._copied, value, self._shardings)
 
@@ -81,10 +81,11 @@ class Exchange:
             typed(meshes.ranks[target], t.shape, t.dtype, t.sharding.spec)
             for t in jax.tree.leaves(meshes.value_types(types))
         ]
-        own = {d for d in meshes.devices(target) if process_of(d) == jax.process_index()}
-        self._receives = bool(own)
+        here = {d for d in meshes.devices(target) if process_of(d) == jax.process_index()}
+        self._receives = bool(here)
+        # What the target sends: one message's bytes, kept for all calls.
         self._zeros = [
-            {device: jnp.zeros((1, *t.shape), t.dtype, device=device) for device in own}
+            {device: jnp.zeros((1, *t.shape), t.dtype, device=device) for device in here}
             for t in leaves
         ]
 

@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import vary
 from collectives.compat import lower_without_devices
-from pipeline.base.tree import Tree, blank, vary_like
+from pipeline.base.tree import Leaves, Tree, blank, vary_like
 from pipeline.core.model.model import Batch, Weights
+from pipeline.core.placement.zero import kernel_spec
 from pipeline.core.programs.meshes import RankMeshes, add_device_axis, drop_device_axis, typed
 from pipeline.core.programs.traced import (
     ActionValues,
@@ -33,7 +34,7 @@ from pipeline.core.programs.traced import (
     trace,
     whole_loss,
 )
-from pipeline.core.step.ranks import manual, weight_specs
+from pipeline.core.step.ranks import gradient_specs, manual, weight_specs
 from schedules.lowering.kinds import VALUE_KINDS
 from schedules.lowering.program import Op
 
@@ -68,6 +69,25 @@ class Operands:
         specs: list[P] = manual(self.options.plan, self.specs)
         return specs
 
+    def sum_specs(self, sums: dict[str, Leaves]) -> dict[str, list[P]]:
+        """The specs of sums between programs.
+
+        A compiler that divides a weight divides its gradient too: no device has a sum whole.
+
+        Args:
+          sums: types, by name.
+        """
+        plan, model = self.options.plan, self.options.model
+        specs: dict[str, list[P]] = self.meshes.value_specs(sums)
+        chunks, ends = gradient_specs(model)
+        # A chunk's leaf has an axis of ranks first, which its sum lacks.
+        of = {f"chunk{v}": [P(*spec[1:]) for spec in chunk] for v, chunk in enumerate(chunks)}
+        of["ends"] = ends
+        for name in specs.keys() & of if plan.auto_axes else ():
+            parts = [kernel_spec(spec, frozenset(plan.auto_axes)) for spec in of[name]]
+            specs[name] = [P(*lead, *part) for lead, part in zip(specs[name], parts, strict=True)]
+        return specs
+
     def of(self, leaves: list[Any]) -> tuple[Weights, Batch, StepInputs]:
         """The operands that have these leaves."""
         operands: tuple[Weights, Batch, StepInputs] = jax.tree.unflatten(self.tree, leaves)
@@ -98,6 +118,7 @@ class RankProgram:
       in_specs: the specs of its arguments.
       types: the types of its arguments.
       out_specs: the specs of its results.
+      results: their specs between programs, which name axes of the compiler too.
       donated: the arguments whose memory it may reuse.
     """
 
@@ -106,6 +127,7 @@ class RankProgram:
     in_specs: Any
     types: Any
     out_specs: Any
+    results: Any
     donated: tuple[int, ...] = ()
 
     def lower(self, rank: int) -> Callable[[], Any]:
@@ -120,21 +142,17 @@ class RankProgram:
         compile_it: Callable[[], Any] = lowered.compile
         return compile_it
 
-    def trace(self) -> jax.stages.Traced:
-        """The function traced on the abstract mesh of a rank."""
-        traced: jax.stages.Traced = self._jitted(self.operands.meshes.abstract).trace(*self.types)
-        return traced
-
     @functools.cached_property
     def _shared(self) -> jax.stages.Lowered | None:
         """Lowered once for all ranks; None if it holds callbacks, which JAX lowers for devices."""
         platform = self.operands.options.plan.mesh.devices.flat[0].platform
+        traced = self._jitted(self.operands.meshes.abstract).trace(*self.types)
         return without_warnings_of_donation(
-            functools.partial(lower_without_devices, self.trace(), platform)
+            functools.partial(lower_without_devices, traced, platform)
         )
 
     def _jitted(self, mesh: Any) -> Any:
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.out_specs)
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.results)
         run = self.operands.sharded(self.body, self.in_specs, self.out_specs, mesh)
         run.__name__ = run.__qualname__ = self.body.__name__  # as HLO and profiles show it
         return jax.jit(run, out_shardings=shardings, donate_argnums=self.donated)
@@ -190,7 +208,8 @@ def begin_program(traced: Traced, operands: Operands) -> RankProgram:
         return _left((step.get(traced.sums), factors), (traced.sums, traced.factors))
 
     out_specs = meshes.value_specs((traced.sums, traced.factors))
-    return RankProgram(operands, begin, (operands.manual,), (operands.types,), out_specs)
+    results = operands.sum_specs(traced.sums), out_specs[1]
+    return RankProgram(operands, begin, (operands.manual,), (operands.types,), out_specs, results)
 
 
 def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> RankProgram:
@@ -230,12 +249,14 @@ def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> Ra
     number = jax.ShapeDtypeStruct((), jnp.int32)
     of_values, others = meshes.value_specs((sums, reads)), meshes.value_specs(traced.factors)
     in_specs = *of_values, P(), operands.manual, others
-    in_types = *meshes.value_types((sums, reads)), meshes.types(number, P()), operands.types
-    in_types = *in_types, meshes.value_types(traced.factors)
+    of_sums = operands.sum_specs(sums)
+    of_rank = meshes.types(number, P()), operands.types, meshes.value_types(traced.factors)
+    in_types = meshes.value_types(sums, of_sums), meshes.value_types(reads), *of_rank
     out_specs = meshes.value_specs((sums, writes))
+    results = of_sums, out_specs[1]
     # A backward is the last reader of all that it reads.
     donated = (0,) if op.kind == "F" else (0, 1)
-    return RankProgram(operands, act, in_specs, in_types, out_specs, donated)
+    return RankProgram(operands, act, in_specs, in_types, out_specs, results, donated)
 
 
 def _left(values: Tree, types: Tree) -> Tree:

@@ -49,7 +49,7 @@ class Dispatch:
     """An action, and its values.
 
     Attributes:
-      ranks: the rank that runs it.
+      ranks: the one rank that runs it.
       program: the op, and the first stage that has the same program.
       microbatch: its number.
       sums: the names of the sums that it adds to.
@@ -63,6 +63,11 @@ class Dispatch:
     sums: tuple[str, ...]
     reads: Mapping[str, tuple[Key, bool]]
     writes: Mapping[str, Key]
+
+    @property
+    def rank(self) -> int:
+        """The rank that runs it."""
+        return self.ranks[0]
 
 
 @dataclass(frozen=True)
@@ -120,19 +125,19 @@ class StepPrograms:
         if options.request.training:
             options.plan.facts.unsplit, options.plan.facts.straight = self.traced.unsplit, False
         self.meshes = self.operands.meshes
-        own = set(self.meshes.own)
-        self.order = [one for one in make_order(self.traced) if own & set(one.ranks)]
+        local = set(self.meshes.local_ranks)
+        self.order = [one for one in make_order(self.traced) if local & set(one.ranks)]
         self.compiled = self._compile()
         self._finish = self._lower_finish(results, out_specs).compile()
         numbers = list(np.arange(options.plan.schedule.num_units, dtype=np.int32))
-        self._numbers = {rank: self.meshes.replicate(rank, numbers) for rank in own}
+        self._numbers = {rank: self.meshes.replicate(rank, numbers) for rank in local}
 
     def _compile(self) -> dict[Any, Any]:
         """The functions of this process's ranks, compiled by as many threads as there are cores."""
         programs: dict[Any, RankProgram] = {"begin": begin_program(self.traced, self.operands)}
         lowered: dict[Any, Callable[[], Any]] = {}
         # JAX traces and lowers here, in one thread; XLA compiles in several.
-        for rank in self.meshes.own:
+        for rank in self.meshes.local_ranks:
             lowered["begin", rank] = programs["begin"].lower(rank)
         for one in self.order:
             if isinstance(one, Send):
@@ -168,19 +173,24 @@ class StepPrograms:
             axis_names=plan.axes.manual,
             check_vma=plan.tracks_varying,
         )
-        of_values = self.meshes.value_types((traced.sums, traced.factors), joined=True)
-        types = self.operands.whole_types, *of_values
+        of_sums = self.operands.sum_specs(traced.sums)
+        sums = self.meshes.value_types(traced.sums, of_sums, joined=True)
+        factors = self.meshes.value_types(traced.factors, joined=True)
+        types = self.operands.whole_types, sums, factors
         return without_warnings_of_donation(jax.jit(run, donate_argnums=1).trace(*types).lower)
 
     def __call__(self, weights: Weights, batch: Batch, given: StepInputs) -> Any:
-        """Run the step: each program waits for its data alone, and this call for no result."""
+        """Run the step: each program waits for its data, and this call for no result.
+
+        Between processes a program waits for the messages before it too (`dispatch_order`).
+        """
         if self.ratio is not None:
             given = replace(given, ratio=self.ratio(weights, batch, StepInputs()))
         meshes, compiled, numbers = self.meshes, self.compiled, self._numbers
         leaves = meshes.placed(jax.tree.leaves((weights, batch, given)), self.operands.specs)
         operands = meshes.split(leaves, self.operands.specs)
         sums, factors = {}, {}
-        for rank in meshes.own:
+        for rank in meshes.local_ranks:
             sums[rank], factors[rank] = compiled["begin", rank](operands[rank])
         values: dict[Key, Any] = {}
         for one in self.order:
@@ -189,7 +199,7 @@ class StepPrograms:
                 if received is not None:
                     values[one.key] = received
                 continue
-            (rank,) = one.ranks
+            rank = one.rank
             reads = {
                 kind: values.pop(key) if is_last else values[key]
                 for kind, (key, is_last) in one.reads.items()

@@ -1,8 +1,8 @@
-"""What each rank holds in a step of programs (``engine="programs"``).
+"""Bytes that each rank holds in a step of programs (``engine="programs"``).
 
-Between actions a rank holds weights, batch, sums, and the values that its own later actions read:
-from types and order alone that is exact, to the byte. What an action takes beside while it runs is
-for the compiler to say. Letters: S ranks.
+Between actions a rank holds weights, batch, sums, and the values that its own later actions read.
+Types and order give that to the byte. The compiler reports the temporaries of a running action.
+Letters: S ranks.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from pipeline.base.tree import nbytes
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.programs import runtime
-from pipeline.core.programs.program import begin_program, find_operands, trace_model
+from pipeline.core.programs.program import find_operands, trace_model
 from pipeline.core.programs.run import Dispatch, Key, Send, StepPrograms, make_order
 from pipeline.core.programs.traced import StepInputs, Traced
 from pipeline.insight.forecast.ahead import check_optimizer
 from pipeline.insight.forecast.bytes import plural
-from pipeline.insight.forecast.liveness import find_shard_map
 from pipeline.lint.placed import placed
 
-_NAMES = {"operand": "message", "gradient": "message"}  # others are called as they are
+_NAMES = {"operand": "message", "gradient": "message"}  # other kinds keep their names
 
 
 @dataclass
@@ -41,7 +41,7 @@ class RankBytes:
       values: the most that it holds of values between two actions.
       counts: how many of each kind of value these are.
       sent: the messages that it sends in a step.
-      compiled: the most of it all, with the action that runs; None before anything is compiled.
+      compiled: the most of it all while an action runs; None if this process has not compiled it.
     """
 
     weights: int
@@ -69,17 +69,20 @@ class RankBytes:
 
 
 def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[RankBytes]:
-    """[S] the bytes of `runtime.train`; weights and batch as arrays or their types."""
+    """[S] the bytes of `runtime.train`; weights and batch as arrays or their types.
+
+    Not counted: the forward actions of a loss that the step needs before it runs, the numbers of
+    microbatches and, between processes, the zeros that a receiver gives an exchange.
+    """
     operands = find_operands(runtime.training_options(plan, model), weights, batch, StepInputs())
     traced = trace_model(operands)
-    begin = begin_program(traced, operands).trace()
-    body = find_shard_map(begin.jaxpr.jaxpr)
-    sizes = [nbytes(var.aval) for var in body.invars]
-    of_batch = len(jax.tree.leaves(batch))
-    sums = sum(nbytes(var.aval) for var in body.outvars)
-    cut = len(sizes) - of_batch
-    ranks = [RankBytes(sum(sizes[:cut]), sum(sizes[cut:]), sums) for _ in plan.schedule.orders]
-    for one, held in between(make_order(traced), traced):
+    sizes = list(map(_bytes_on_device, operands.types))
+    cut = len(sizes) - len(jax.tree.leaves(batch))
+    meshes, sums = operands.meshes, traced.sums
+    added = meshes.value_types(sums, operands.sum_specs(sums)), meshes.value_types(traced.factors)
+    of_sums = sum(map(_bytes_on_device, jax.tree.leaves(added)))
+    ranks = [RankBytes(sum(sizes[:cut]), sum(sizes[cut:]), of_sums) for _ in plan.schedule.orders]
+    for one, held in held_before_calls(make_order(traced), traced):
         for rank, values in held.items():
             if (size := sum(values.values())) > ranks[rank].values:
                 counts = Counter(_NAMES.get(kind, kind) for kind, *_ in values)
@@ -89,7 +92,13 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
     return ranks
 
 
-def between(
+def _bytes_on_device(t: jax.ShapeDtypeStruct) -> int:
+    """The bytes of an array on one of its devices."""
+    shape = cast("NamedSharding", t.sharding).shard_shape(t.shape)
+    return int(nbytes(jax.ShapeDtypeStruct(shape, t.dtype)))
+
+
+def held_before_calls(
     order: Sequence[Dispatch | Send], traced: Traced
 ) -> Iterator[tuple[Dispatch | Send, dict[int, dict[Key, int]]]]:
     """Each call of a step, and by rank the bytes of the values that are held before it."""
@@ -105,18 +114,17 @@ def between(
             source, target = one.ranks
             held[target][one.key] = held[source].pop(one.key)
             continue
-        (rank,) = one.ranks
+        rank = one.rank
         for key, is_last in one.reads.values():
             if is_last:
                 del held[rank][key]
         held[rank] |= {key: size(key) for key in one.writes.values()}
 
 
-def compare(ranks: Sequence[RankBytes], step: StepPrograms) -> None:
-    """Write down the most that each rank holds with an action that runs, from its program."""
-    for one, held in between(step.order, step.traced):
-        if isinstance(one, Dispatch):
-            (rank,) = one.ranks
+def add_compiled(ranks: Sequence[RankBytes], step: StepPrograms) -> None:
+    """Set `compiled` of this process's ranks to their peak while an action runs."""
+    for one, held in held_before_calls(make_order(step.traced), step.traced):
+        if isinstance(one, Dispatch) and (rank := one.rank) in step.meshes.local_ranks:
             found = step.compiled[one.program, rank].memory_analysis()
             beside = found.output_size_in_bytes - found.alias_size_in_bytes
             size = sum(held[rank].values()) + found.temp_size_in_bytes + beside
@@ -146,9 +154,9 @@ def describe_ranks(
         check_optimizer(pipe, optimizer)
     ranks = predict(plan, *operands)
     if compiled:
-        compare(ranks, runtime.training_programs(plan, *operands))
+        add_compiled(ranks, runtime.training_programs(plan, *operands))
     lines = [rank.line(number) for number, rank in enumerate(ranks)]
     if optimizer is not None:
         size = sum(one.device_bytes for one in placed(nnx.state(optimizer), plan.mesh))
-        lines.append(f"  beside them the optimizer's state, on each rank {size:,}")
+        lines.append(f"  optimizer state on each rank: {size:,}")
     return ["bytes by rank between actions, predicted:", *lines]

@@ -140,7 +140,7 @@ def _text(what: str, places: PlaceBytes) -> str:
 
 
 def plural(name: str, count: int) -> str:
-    """The name of so many things."""
+    """A noun, in the plural unless the count is 1."""
     return name if count == 1 else f"{name}es" if name.endswith("sh") else f"{name}s"
 
 

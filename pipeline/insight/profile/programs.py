@@ -68,7 +68,7 @@ def calls(programs: StepPrograms, rank: int) -> Iterator[Call]:
     yield "jit_begin", None
     stages = programs.traced.options.plan.schedule.stages_of[rank]
     for one in programs.order:
-        if isinstance(one, Dispatch) and one.ranks == (rank,):
+        if isinstance(one, Dispatch) and one.rank == rank:
             op, _ = one.program
             yield f"jit_{op.label}", Action(stages[op.chunk], op.kind, one.microbatch)
 

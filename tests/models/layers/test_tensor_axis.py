@@ -435,11 +435,19 @@ def test_stages_that_know_nothing_of_the_axis(options):
 
 
 @pytest.mark.slow
-def test_the_compiler_keeps_weights_and_gradients_in_parts():
-    x = jax.ShapeDtypeStruct((3 * ROWS, WIDTH), jnp.float32)
-    text = automatic(mesh=mesh(2, 1, 2), engine="scan").lower(x, x).compile().as_text()
-    assert re.search(rf"f32\[(1,)?{WIDTH},{WIDTH}\]", text)
-    assert not re.search(rf"f32\[(1,)?({WIDTH},{2 * WIDTH}|{2 * WIDTH},{WIDTH})\]", text)
+@pytest.mark.parametrize("engine", ["scan", "programs"])
+def test_the_compiler_keeps_weights_and_gradients_in_parts(engine):
+    if engine == "scan":
+        x = jax.ShapeDtypeStruct((3 * ROWS, WIDTH), jnp.float32)
+        texts = [automatic(mesh=mesh(2, 1, 2), engine=engine).lower(x, x).compile().as_text()]
+    else:
+        pipe, x = automatic(), models.rows(3 * ROWS)
+        jax.block_until_ready(pipe.value_and_grad(x, x))
+        (step,) = pipe.plan.compiled.functions.values()
+        texts = [one.as_text() for key, one in step.compiled.items() if len(key) == 2]
+    assert any(re.search(rf"f32\[(1,)?{WIDTH},{WIDTH}\]", text) for text in texts)
+    whole = rf"f32\[(1,)?({WIDTH},{2 * WIDTH}|{2 * WIDTH},{WIDTH})\]"
+    assert not any(re.search(whole, text) for text in texts)
 
 
 class Flax(nnx.Module):
