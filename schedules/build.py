@@ -11,7 +11,7 @@ from typing import Any
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import integer, is_one_of, need, renamed
 from schedules.core.costs import Costs
-from schedules.families import FAMILIES, SLICED
+from schedules.families import FAMILIES, GROUPED, SLICED
 from schedules.families.constructions.sizes import StagesPerRankError, check_sizes
 from schedules.orders.schedule import Schedule
 
@@ -98,6 +98,7 @@ def build(
     clock: str | None = None,
     merge: bool = False,
     num_slices: int | None = None,
+    group: int | None = None,
 ) -> Schedule:
     """Build a schedule by name.
 
@@ -114,6 +115,8 @@ def build(
       merge: for a family of `split_names()`: a W that fills no idle time stays in its B, as far as
         the event clock with these costs shows no loss. "auto" does so by itself.
       num_slices: N, into how many slices "seq1f1b" and "seq1f1b_zb" cut every sequence.
+      group: g, from S / 2 to S: how many microbatches "interleaved_1f1b" and "interleaved_zb" run
+        through a chunk before the next one's turn. Fewer hold less, and leave more time idle.
 
     Raises:
       ScheduleError: unknown name (with the nearest ones), sizes that the family cannot run or
@@ -135,6 +138,7 @@ def build(
             f"{', '.join(split_names())}"
         )
     _check_slices(name, num_slices)
+    _check_group(name, group)
     sizes = check_sizes(num_ranks, num_microbatches, num_stages, num_slices)
     wishes = {
         "costs": costs,
@@ -153,6 +157,8 @@ def build(
             )
     if name in SLICED:
         schedule = SLICED[name](*sizes, num_slices=integer(num_slices))
+    elif group is not None:
+        schedule = GROUPED[name](*sizes, group=group)
     elif name in FAMILIES:
         schedule = FAMILIES[name](*sizes)
     else:
@@ -179,4 +185,18 @@ def _check_slices(name: str, num_slices: object) -> None:
         raise ScheduleError(
             f"num_slices={shorten(num_slices)} with schedule={name!r}: this family runs whole "
             f"sequences; leave it out, or choose one of {', '.join(SLICED)}"
+        )
+
+
+def _check_group(name: str, group: object) -> None:
+    """Check that only a family of rounds is told how large they are.
+
+    Raises:
+      ScheduleError: it is not so.
+    """
+    if group is not None and name not in GROUPED:
+        why = "tries that by itself" if name == "auto" else "has no rounds of microbatches"
+        raise ScheduleError(
+            f"group={shorten(group)} with schedule={name!r}: it {why}; leave it out, or choose one "
+            f"of {', '.join(GROUPED)}"
         )

@@ -19,7 +19,7 @@ from schedules.cli.records import read_json
 from schedules.cli.text import complain
 from schedules.clocks.ticks import PATTERNS
 from schedules.core.costs import Costs
-from schedules.families import SLICED
+from schedules.families import GROUPED, SLICED
 from schedules.files.costs import read_costs
 from schedules.orders.schedule import Schedule
 from schedules.timing.report import Report
@@ -66,6 +66,8 @@ def add_sizes(parser: argparse.ArgumentParser, *, required: bool = False) -> Non
     if not required:
         about = f"slices of sequences, for {' and '.join(SLICED)}"
         group.add_argument("-N", "--slices", type=count, metavar="N", help=about)
+        about = f"microbatches of a round, for {' and '.join(GROUPED)}: S/2 to S"
+        group.add_argument("--group", type=count, metavar="G", help=about)
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
@@ -277,15 +279,17 @@ def _wanted(options: argparse.Namespace, name: str, given: Costs | None) -> dict
     # Where all families are compared, those without halves are there as they are.
     merge = getattr(options, "merge", False)
     merge = merge and (name in split_names() or bool(getattr(options, "schedules", [name])))
-    # Where families are compared, those without slices run whole sequences.
-    slices = name in SLICED or not getattr(options, "schedules", None)
-    taken = (*options_of(name), "merge", *["costs"] * merge, *["num_slices"] * slices)
+    # Where families are compared, those without slices or rounds run as they are.
+    alone = not getattr(options, "schedules", None)
+    taken = [*options_of(name), "merge", *["costs"] * merge]
+    taken += ["num_slices"] * (alone or name in SLICED) + ["group"] * (alone or name in GROUPED)
     wishes: dict[str, Callable[[], Any]] = {
         "merge": lambda: merge,
         "costs": lambda: given or costs(options),
         "max_activations": lambda: getattr(options, "max_activations", None),
         "clock": lambda: getattr(options, "clock", None),
         "num_slices": lambda: getattr(options, "slices", None),
+        "group": lambda: getattr(options, "group", None),
     }
     return {option: wish() for option, wish in wishes.items() if option in taken}
 

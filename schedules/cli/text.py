@@ -70,6 +70,7 @@ _OPTIONS = {
     "num_microbatches": "-M",
     "num_stages": "-K",
     "num_slices": "-N",
+    "group": "--group",
     "max_activations": "--max-activations",
 }
 

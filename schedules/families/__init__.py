@@ -1,8 +1,9 @@
 """The published schedules, one a file and all listed here: from sizes to an order of actions.
 
 A file is named after its family and says who published it; `FAMILIES` lists those that are the
-same for all costs, `SLICED` those of slices. What several share stands in
-`schedules.families.constructions`. A family decides orders only: never a clock, a slot or a buffer.
+same for all costs, `GROUPED` those of them that run rounds of microbatches, `SLICED` those of
+slices. What several share stands in `schedules.families.constructions`. A family decides orders
+only: never a clock, a slot or a buffer.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ from schedules.orders.schedule import Schedule
 
 # Families that cut the sequences of microbatches into slices; these take ``num_slices=`` too.
 SLICED: dict[str, Callable[..., Schedule]] = {"seq1f1b": seq1f1b, "seq1f1b_zb": seq1f1b_zb}
+
+# Families that run rounds of microbatches; these take ``group=``, the size of a round, too.
+GROUPED: dict[str, Callable[..., Schedule]] = {
+    "interleaved_1f1b": interleaved_1f1b,
+    "interleaved_zb": interleaved_zb,
+}
 
 Family = Callable[[int, int, int], Schedule]  # (num_ranks, num_microbatches, num_stages)
 

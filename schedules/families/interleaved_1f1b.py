@@ -15,50 +15,71 @@ Beyond the (V - 1) g of the chunks this warm-up, Megatron's, is 2(S - 1 - r) lon
 that in paired ticks F and B share every tick, as in `eager_1f1b`. Lockstep then costs nothing: at
 S = 8, M = 32, V = 2 and F = I = W, efficiency is .901 in paired ticks as on the event clock, and
 .716 with one action per tick.
+
+With ``group=g``, S / 2 <= g <= S, M makes n = M / g rounds: the generalized interleaved schedule
+(GIS) of Wan et al., "PipeOffload", 2025, arXiv:2503.01328, with whole backwards.
+
+    idle on the critical rank   (S - 1 + (V - 1)(S - g))(F + B)
+                                + (V - 1)(n - 1) max(0, S max(F, B) - g(F + B))
+    peak activations            min((V - 1) g + S - r, M V)
+
+The second term is what every round waits for B: nothing for g >= 2S / 3 if B = 2F. Where rounds
+differ, the formula with the smallest one as g is an upper bound. The warm-up is not the eager one,
+which would deadlock, so that lockstep has no paired ticks to offer: there `interleaved_zb` with the
+same g is the quicker one.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 from schedules.core.action import Action, Kind
 from schedules.core.timetable import loop_placement
-from schedules.families.constructions.sizes import group
+from schedules.families.constructions.sizes import rounds
 from schedules.orders.schedule import Schedule
 
 
-def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
+def interleaved_1f1b(
+    num_ranks: int, num_microbatches: int, num_stages: int, *, group: int | None = None
+) -> Schedule:
     """Build it; rank r runs 2(S - 1 - r) + (V - 1) g forward passes, (F, B) pairs, then drains.
 
+    With ``group`` these are S - 1 - r + (V - 1) g.
+
     Raises:
-      ScheduleError: M does not make rounds of equal size.
+      ScheduleError: M does not make rounds of equal size; or no group from S / 2 to S.
     """
-    size = group("interleaved_1f1b", num_ranks, num_microbatches)
+    sizes = rounds("interleaved_1f1b", num_ranks, num_microbatches, group)
+    hops = 2 if group is None else 1
     chunks = num_stages // num_ranks
     total = num_microbatches * chunks
     orders = []
     for rank in range(num_ranks):
-        forward = turns("F", rank, num_ranks, num_microbatches, num_stages, size)
-        backward = turns("B", rank, num_ranks, num_microbatches, num_stages, size)
-        ahead = min(2 * (num_ranks - 1 - rank) + (chunks - 1) * size, total)
+        forward = turns("F", rank, num_ranks, num_stages, sizes)
+        backward = turns("B", rank, num_ranks, num_stages, sizes)
+        ahead = min(hops * (num_ranks - 1 - rank) + (chunks - 1) * max(sizes), total)
         order = forward[:ahead]
         for k in range(total):
             order += forward[ahead + k : ahead + k + 1]
             order.append(backward[k])
         orders.append(tuple(order))
     placement = loop_placement(num_stages, num_ranks)
-    return Schedule("interleaved_1f1b", num_microbatches, tuple(orders), placement)
+    name = "interleaved_1f1b" + f", group={group}" * (group is not None)
+    return Schedule(name, num_microbatches, tuple(orders), placement)
 
 
 def turns(
-    kind: Kind, rank: int, num_ranks: int, num_microbatches: int, num_stages: int, size: int
+    kind: Kind, rank: int, num_ranks: int, num_stages: int, sizes: Sequence[int]
 ) -> list[Action]:
-    """All actions of a kind on a rank: ``size`` microbatches of each chunk in turn, round by round.
+    """All actions of a kind on a rank: the microbatches of a round through each chunk in turn.
 
     F takes the chunks in layer order, the backward kinds in reverse.
     """
     of_rank = range(rank, num_stages, num_ranks)
     return [
         Action(stage, kind, m)
-        for first in range(0, num_microbatches, size)
+        for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)
         for stage in (of_rank if kind == "F" else of_rank[::-1])
-        for m in range(first, first + size)
+        for m in range(end - size, end)
     ]

@@ -10,33 +10,49 @@ the times of one stage, a V-th of a rank's layers.
 
 g = M / max(1, M // S) is how many microbatches run through a chunk before the next one's turn: S,
 if S divides M.
+
+With ``group=g``, S / 2 <= g <= S, rounds have g microbatches, and g = S / 2 holds half as much: the
+generalized interleaved schedule (GIS) of Wan et al., "PipeOffload", 2025, arXiv:2503.01328. There W
+runs right after its I; here W is r actions behind, so that it fills the drain.
+
+    idle on the critical rank   (S - 1)(F + I - W) + (V - 1)((S - g)F + max(0, S I - g(I + W)))
+                                + max(0, (S - g - 1)W + (S - g) max(0, I - F) - (2g - S)F) if V > 1
+    peak activations            min((V - 1) g + S, M V)
+
+The warm-up waits (S - g)F for the first microbatch of each round to pass all ranks, and a drain of
+I waits likewise; the last term is the change from one to the other. Idle time is exact for W <= F
+<= I and M = 2g, 3g, ...; it is an upper bound for F > I, and with the smallest round as g where
+rounds differ. A chunk's turn must be long enough, S max(F, I) <= g(F + I + W); else every round
+waits. With g = S and S dividing M it is the timetable without ``group``.
 """
 
 from __future__ import annotations
 
 from schedules.core.action import Kind
 from schedules.core.timetable import loop_placement
-from schedules.families.constructions.sizes import group
+from schedules.families.constructions.sizes import rounds
 from schedules.families.interleaved_1f1b import turns
 from schedules.orders.schedule import Schedule
 
 
-def interleaved_zb(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
+def interleaved_zb(
+    num_ranks: int, num_microbatches: int, num_stages: int, *, group: int | None = None
+) -> Schedule:
     """Build it; rank r runs (V - 1) g + S - 1 - r forward passes ahead, and W r actions behind I.
 
     Raises:
-      ScheduleError: M does not make rounds of equal size.
+      ScheduleError: M does not make rounds of equal size; or no group from S / 2 to S.
     """
-    size = group("interleaved_zb", num_ranks, num_microbatches)
+    sizes = rounds("interleaved_zb", num_ranks, num_microbatches, group)
     chunks = num_stages // num_ranks
     total = num_microbatches * chunks
     kinds: tuple[Kind, ...] = ("F", "I", "W")
     orders = []
     for rank in range(num_ranks):
         forward, backward, weights = (
-            turns(kind, rank, num_ranks, num_microbatches, num_stages, size) for kind in kinds
+            turns(kind, rank, num_ranks, num_stages, sizes) for kind in kinds
         )
-        ahead = min((chunks - 1) * size + num_ranks - 1 - rank, total)
+        ahead = min((chunks - 1) * max(sizes) + num_ranks - 1 - rank, total)
         order = forward[:ahead]
         for k in range(total):
             order += forward[ahead + k : ahead + k + 1]
@@ -45,4 +61,5 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, num_stages: int) -> Sc
                 order.append(weights[k - rank])
         orders.append((*order, *weights[max(0, total - rank) :]))
     placement = loop_placement(num_stages, num_ranks)
-    return Schedule("interleaved_zb", num_microbatches, tuple(orders), placement)
+    name = "interleaved_zb" + f", group={group}" * (group is not None)
+    return Schedule(name, num_microbatches, tuple(orders), placement)

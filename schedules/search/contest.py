@@ -15,7 +15,8 @@ from typing import Any
 from schedules.core.action import ScheduleError
 from schedules.core.costs import Costs
 from schedules.core.timetable import loop_placement
-from schedules.families import FAMILIES
+from schedules.families import FAMILIES, GROUPED
+from schedules.families.constructions.sizes import rounds
 from schedules.families.zero_bubble.zb_auto import variants
 from schedules.orders.schedule import Schedule
 from schedules.search.greedy import run
@@ -165,11 +166,24 @@ def _published(setting: Setting) -> Iterator[Find | tuple[str, str]]:
         except ScheduleError as error:
             yield name, str(error).partition(";")[0]
         else:
-            yield judge(setting, name, schedule)
+            find = judge(setting, name, schedule)
+            yield find
+            if name in GROUPED and find.peak > setting.limit:
+                yield from _grouped(setting, name)
     if setting.num_stages == setting.num_ranks:
         tried = variants(*sizes, costs=setting.costs, max_activations=setting.limit)
         for name, schedule in tried.items():
             yield judge(setting, name, schedule)
+
+
+def _grouped(setting: Setting, name: str) -> Iterator[Find]:
+    """A family in the largest rounds that fit into memory, if any do: larger ones idle less."""
+    S, M, K = setting.num_ranks, setting.num_microbatches, setting.num_stages
+    for group in range(S, (S - 1) // 2, -1):
+        if (K // S - 1) * max(rounds(name, S, M, group)) + S <= setting.limit:
+            schedule = GROUPED[name](S, M, K, group=group)
+            yield judge(setting, schedule.name, schedule)
+            return
 
 
 def search(setting: Setting, finds: Iterable[Find], budget: int, seed: int) -> list[Find]:

@@ -76,7 +76,7 @@ def wanted(K: int, M: int):
     return models.reference(models.build(Hostile, K), *batch(M), models.cross_entropy, **ends())
 
 
-def run(schedule, S: int, V: int, M: int, remat, engine: str = "scan"):
+def run(schedule, S: int, V: int, M: int, remat, engine: str = "scan", **options):
     pipe = Pipeline(
         models.build(Hostile, V * S),
         M,
@@ -85,6 +85,7 @@ def run(schedule, S: int, V: int, M: int, remat, engine: str = "scan"):
         loss_fn=models.cross_entropy,
         remat=remat,
         engine=engine,
+        **options,
         **ends(),
     )
     return pipe, jax.device_get(pipe.value_and_grad(*batch(M)))
@@ -136,6 +137,34 @@ def test_loss_and_gradients_of_hybrids(case):
     schedule = schedules.build(name, **sizes, merge=True, costs=schedules.Costs(b=1.7))
     assert {a.kind for order in schedule.orders for a in order} == set("FBIW")
     pipe, found = run(schedule, S, V, M, remat, engine)
+    models.assert_matches(pipe, found, wanted(V * S, M))
+
+
+ROUNDS = [  # family, S, V, M, group, remat, engine, offload; the first in `make test`
+    ("interleaved_zb", 4, 2, 5, 2, None, "scan", 0.5),
+    ("interleaved_zb", 2, 4, 4, 1, None, "programs", None),
+    ("interleaved_zb", 4, 2, 8, 3, "stage", "scan", None),
+    ("interleaved_1f1b", 4, 2, 6, 3, None, "scan", "stash"),
+    ("interleaved_1f1b", 2, 3, 4, 1, "stage", "programs", None),
+    ("interleaved_1f1b", 4, 2, 8, 2, "stage", "scan", None),
+]
+
+
+@pytest.mark.few
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id="-".join(map(str, case)), marks=effort(case, ROUNDS[:1], ROUNDS[1:]))
+        for case in ROUNDS
+    ],
+)
+def test_loss_and_gradients_of_smaller_rounds(case):
+    """Interleaved timetables in rounds of ``group`` microbatches, with stashes on the host."""
+    name, S, V, M, group, remat, engine, offload = case
+    sizes = {"num_ranks": S, "num_microbatches": M, "num_stages": V * S}
+    schedule = schedules.build(name, **sizes, group=group)
+    pipe, found = run(schedule, S, V, M, remat, engine, offload=offload)
+    assert pipe.schedule == schedule
     models.assert_matches(pipe, found, wanted(V * S, M))
 
 

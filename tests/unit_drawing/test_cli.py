@@ -261,6 +261,17 @@ def test_a_family_of_chunks_with_one_stage_per_rank_is_called_by_its_other_name(
     assert one.orders == other.orders
 
 
+def test_rounds_of_a_group(capsys, tmp_path):
+    path = str(tmp_path / "rounds.csv")
+    sizes = ["-S", "4", "-K", "8", "-M", "6", "--group"]
+    assert main(["convert", "interleaved_zb", path, *sizes, "3"]) == 0
+    wanted = build("interleaved_zb", num_ranks=4, num_microbatches=6, num_stages=8, group=3)
+    assert Schedule.from_csv(path).orders == wanted.orders
+    assert main(["table", "interleaved_1f1b", *sizes, "1"]) == 2
+    message = "--group 1 with -S 4: a round of interleaved_1f1b has an integer from S / 2 to S"
+    assert message in capsys.readouterr().err
+
+
 def test_convert_there_and_back(capsys, tmp_path):
     first, second, third = (str(tmp_path / name) for name in ("a.csv", "b.json", "c.csv"))
     assert run(capsys, "convert", "dualpipe_v", first, *SIZES, "-K", "8") == (0, "", "")

@@ -87,17 +87,28 @@ def need_microbatches(family: str, least: int, num_microbatches: int, rule: str)
         )
 
 
-def group(family: str, num_ranks: int, num_microbatches: int) -> int:
-    """Number of microbatches that run through one chunk before the next chunk's turn.
+def rounds(
+    family: str, num_ranks: int, num_microbatches: int, group: object = None
+) -> tuple[int, ...]:
+    """Sizes of the rounds: each is run through one chunk of a rank before the next chunk's turn.
 
-    M microbatches make max(1, M // S) rounds of equal size: the rule of
-    ``torch.distributed.pipelining``.
+    By default M microbatches make max(1, M // S) rounds of equal size: the rule of
+    ``torch.distributed.pipelining``. With ``group`` any M makes rounds of ``group`` microbatches or
+    fewer, whose sizes differ by one at most, the larger first; or of a little more, where some
+    would have fewer than S / 2. A single round may have any size.
 
     Raises:
-      ScheduleError: the rounds are not equal.
+      ScheduleError: by default the rounds are not equal; or no group from S / 2 to S.
     """
-    rounds = _rounds(num_ranks, num_microbatches)
-    if num_microbatches % rounds:
+    if group is not None:
+        size = _group(family, num_ranks, group)
+        number = -(-num_microbatches // size)
+        if 2 * (num_microbatches // number) < num_ranks:
+            number = max(1, num_microbatches // size)
+        least, more = divmod(num_microbatches, number)
+        return (least + 1,) * more + (least,) * (number - more)
+    number = _rounds(num_ranks, num_microbatches)
+    if num_microbatches % number:
         fewer, more = (
             next(
                 m
@@ -108,10 +119,22 @@ def group(family: str, num_ranks: int, num_microbatches: int) -> int:
         )
         raise ScheduleError(
             f"num_microbatches={num_microbatches} with num_ranks={num_ranks}: {family} runs "
-            f"max(1, num_microbatches // num_ranks) = {rounds} rounds, all of the same number of "
+            f"max(1, num_microbatches // num_ranks) = {number} rounds, all of the same number of "
             f"microbatches; use num_microbatches={fewer} or {more}"
         )
-    return num_microbatches // rounds
+    return (num_microbatches // number,) * number
+
+
+def _group(family: str, num_ranks: int, group: object) -> int:
+    """The size of a round, if it is one: with fewer than S / 2 ranks wait for each other."""
+    size, least = integer(group), -(-num_ranks // 2)
+    if size is None or not least <= size <= num_ranks:
+        sizes = f"group={least}" + f" to {num_ranks}" * (least < num_ranks)
+        raise ScheduleError(
+            f"group={shorten(group)} with num_ranks={num_ranks}: a round of {family} has an "
+            f"integer from num_ranks / 2 to num_ranks of microbatches; use {sizes}, or leave it out"
+        )
+    return size
 
 
 def _rounds(num_ranks: int, num_microbatches: int) -> int:
