@@ -23,7 +23,8 @@ from pipeline.planner.layout import (
 from pipeline.planner.memory import COPIES, bytes_of, fullness, stash_bytes, usable
 from pipeline.planner.models import ExpertSizes, ModelSizes
 from schedules import ScheduleError, names
-from schedules.build import options
+from schedules.build import options, split_names
+from schedules.families import GROUPED
 
 # Families whose orders do not depend on costs: others take longer to search than a plan may.
 SCHEDULES = tuple(name for name in names() if not options(name))
@@ -171,6 +172,24 @@ def capacity_for(experts: ExpertSizes, tokens: int, imbalance: float) -> float:
     mean = tokens * experts.top_k / experts.number
     needed = imbalance + DEVIATIONS * math.sqrt(imbalance / mean)
     return min(math.ceil(needed / STEP - 1e-9) * STEP, experts.number / experts.top_k)
+
+
+def with_groups(job: PlannedJob, layouts: Iterable[MeshLayout]) -> Iterator[MeshLayout]:
+    """Give rounds of 3/4 or 1/2 S microbatches to each layout of rounds that does not fit.
+
+    Only with halves of backwards: in lockstep small rounds of whole ones take far longer.
+    """
+    families = {*GROUPED} & {*split_names()}
+    for layout in layouts:
+        S, M = layout.stage, layout.microbatches
+        if (
+            layout.schedule in families
+            and layout.chunks > 1
+            and M > S
+            and fullness(job, layout) > 1
+        ):
+            smaller = (replace(layout, group=size) for size in (3 * S // 4, (S + 1) // 2))
+            yield from itertools.islice((one for one in smaller if fullness(job, one) <= 1), 1)
 
 
 def with_offload(job: PlannedJob, layouts: Iterable[MeshLayout]) -> Iterator[MeshLayout]:

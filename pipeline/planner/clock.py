@@ -1,6 +1,7 @@
 """Makespan of a schedule and what a rank holds during it, by name and sizes.
 
-An order is the name of a family, S ranks, V stages on each, M microbatches.
+An order is the name of a family, S ranks, V stages on each, M microbatches. The name of a family in
+rounds of g microbatches is that of its schedule, such as "interleaved_zb, group=4".
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ CLOCKS: dict[str, dict[str, Any]] = {
     "barriers": {"clock": "lockstep"},
     "event": {"clock": "event"},
 }
+GROUP = ", group="  # between a family's name and the size of its rounds
 MOST = 100_000  # actions that are timed one by one
 SHORT = 5  # M / S up to which nothing is taken to repeat
 SAME = 1e-9  # relative
@@ -33,7 +35,13 @@ SAME = 1e-9  # relative
 def built(order: Order, microbatches: int | None = None) -> Schedule:
     """A family's schedule, with another number of microbatches if it is given."""
     name, S, V, M = order
-    return build(name, num_ranks=S, num_microbatches=microbatches or M, num_stages=S * V)
+    family, _, size = name.partition(GROUP)
+    sizes: dict[str, Any] = {
+        "num_ranks": S,
+        "num_microbatches": microbatches or M,
+        "num_stages": S * V,
+    }
+    return build(family, **sizes, group=int(size) if size else None)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -47,7 +55,7 @@ def makespan(
 ) -> float:
     """Seconds without optimizer; arguments are those of `schedules.simulate`.
 
-    In a long pipeline S more microbatches always take as long: then three short ones, S apart, say
+    In a long pipeline a round more always takes as long: then three short ones, a round apart, say
     how long it takes. Where they do not agree, it is timed in full, up to `MOST` actions.
     """
     _, S, V, M = order
@@ -60,21 +68,28 @@ def makespan(
 
     if M <= SHORT * S:
         return timed(M)
-    first = 2 * S + M % S
-    a, b, c = (timed(first + n * S) for n in range(3))
+    first, size = _short(order)
+    a, b, c = (timed(first + n * size) for n in range(3))
     if abs((c - b) - (b - a)) > SAME * c and 3 * S * V * M <= MOST:
         return timed(M)
-    return c + (c - b) * (M - first - 2 * S) / S
+    return c + (c - b) * (M - first - 2 * size) / size
+
+
+def _short(order: Order) -> tuple[int, int]:
+    """Microbatches of a short pipeline, and of a round: whole rounds make it the long pipeline."""
+    name, S, _, M = order
+    size = int(name.partition(GROUP)[2] or S)
+    return 2 * S + (M - 2 * S) % size, size
 
 
 def _repeated(count: Callable[[Order], Sequence[int]], order: Order) -> Sequence[float]:
-    """Numbers of M microbatches; for large M, numbers for few and what S more add."""
+    """Numbers of M microbatches; for large M, numbers for few and what a round adds."""
     name, S, V, M = order
     if M <= SHORT * S:
         return count(order)
-    first = 2 * S + M % S
-    b, c = (np.array(count((name, S, V, first + n * S))) for n in (1, 2))
-    found: list[float] = (c + (c - b) * (M - first - 2 * S) / S).tolist()
+    first, size = _short(order)
+    b, c = (np.array(count((name, S, V, first + n * size))) for n in (1, 2))
+    found: list[float] = (c + (c - b) * (M - first - 2 * size) / size).tolist()
     return found
 
 

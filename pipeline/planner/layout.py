@@ -108,6 +108,7 @@ class MeshLayout:
       data_slices: number of groups of chips along `data`.
       stage_slices: number of groups of chips along `stage`.
       schedule: of the pipeline; None where stage is 1.
+      group: microbatches of a round of the schedule; None for its default.
       chunks: V.
       microbatches: M.
       rows: sequences of a microbatch on a data shard.
@@ -140,6 +141,7 @@ class MeshLayout:
     offload: float | None = None
     host_optimizer: bool = False
     context: int = 1
+    group: int | None = None
 
     @property
     def uses_host(self) -> bool:
@@ -158,8 +160,10 @@ class MeshLayout:
 
     @property
     def order(self) -> tuple[str, int, int, int]:
-        """Name of the schedule, S, V and M."""
-        return self.schedule or "", self.stage, self.chunks, self.microbatches
+        """Name of the schedule with the size of its rounds, S, V and M."""
+        name = self.schedule or ""
+        name += f", group={self.group}" * (self.group is not None)
+        return name, self.stage, self.chunks, self.microbatches
 
     def sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Sizes of mesh axes."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.planner.clock import built
 from pipeline.planner.costs import ERROR, Estimate, mfu
 from pipeline.planner.layout import (
     BUT_ATTENTION,
@@ -189,6 +190,8 @@ class Plans:
         axes = {name: given[name] for name in ("data", "stage", "tensor")} | given.get("axes", {})
         options = {**_options(layout), "mesh": make_mesh(devices=devices, **axes)}
         options |= {name: given[name] for name in ("num_microbatches", *DTYPES)}
+        if layout.group is not None:
+            options["schedule"] = built(layout.order)
         if options.get("remat") == "none":
             options["remat"] = None
         if "batch" in options:
@@ -228,7 +231,7 @@ def _options(layout: MeshLayout) -> Mapping[str, Any]:
         rows = ("data", "expert") if layout.experts.ranks > 1 else "data"
         options["batch"] = (rows, CONTEXT)
     if layout.schedule is not None:
-        options["schedule"] = layout.schedule
+        options["schedule"] = layout.schedule if layout.group is None else _file(layout)
         options["remat"] = "none" if layout.remat in (None, *OF_BLOCKS) else layout.remat
         options["vocabulary"] = layout.vocabulary
         options |= {"offload": layout.offload} if layout.offload else {}
@@ -237,6 +240,11 @@ def _options(layout: MeshLayout) -> Mapping[str, Any]:
 
 def _assigned(values: Mapping[str, Any]) -> list[str]:
     return [f"{name} = {_value(value)}" for name, value in values.items()]
+
+
+def _file(layout: MeshLayout) -> str:
+    """The file of a timetable that its name alone does not say."""
+    return f"{layout.schedule}-group{layout.group}.csv"
 
 
 def _value(value: Any) -> str:
@@ -265,6 +273,11 @@ def _comments(job: PlannedJob, layout: MeshLayout) -> list[str]:
         counts = layers_of_stages(job.model.layers, layout.stage * layout.chunks)
         text = ", ".join(f"{counts.count(n)} of {n}" for n in sorted({*counts}, reverse=True))
         lines = [f"{layout.chunks} stages on a rank; layers of all stages: {text}", *blocks]
+        if layout.group is not None:
+            S, M = layout.stage, layout.microbatches
+            sizes = f"-S {S} -K {S * layout.chunks} -M {M} --group {layout.group}"
+            command = f"python -m schedules convert {layout.schedule} {_file(layout)} {sizes}"
+            lines.append(f"its timetable is a file, written by: {command}")
         if layout.host_optimizer:
             lines.append("make_optimizer(offload=True): its state is in host memory")
         if layout.shares_words and layout.tensor > 1:
@@ -293,7 +306,7 @@ def short(layout: MeshLayout) -> str:
     mesh += f" by {layout.experts}" * (layout.experts.ranks > 1)
     mesh += " by ulysses" * (layout.context > 1)
     if layout.schedule is not None:
-        return f"{layout.schedule} on {mesh}"
+        return f"{layout.order[0]} on {mesh}"
     how = layout.data_parallel.upper().replace("ZERO1", "ZeRO-1")
     return f"{how if layout.rows_ranks * layout.context > 1 else 'no sharding'} on {mesh}"
 
@@ -311,7 +324,7 @@ def _table(job: PlannedJob, ranked: Sequence[Estimate]) -> list[str]:
                 "=" * near,
                 " x ".join(map(str, at.sizes(job.axes))),
                 *(str(at.experts) if at.experts.ranks > 1 else "-",) * has_experts,
-                at.schedule or "-",
+                at.order[0] or "-",
                 str(at.chunks),
                 str(at.microbatches),
                 str(at.rows),

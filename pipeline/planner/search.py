@@ -16,7 +16,14 @@ from typing import Any, Literal
 
 from pipeline.base.arguments import is_number, is_whole
 from pipeline.base.chips import Chip, find_chip
-from pipeline.planner.candidates import REMAT, SCHEDULES, Faults, layouts_of, with_offload
+from pipeline.planner.candidates import (
+    REMAT,
+    SCHEDULES,
+    Faults,
+    layouts_of,
+    with_groups,
+    with_offload,
+)
 from pipeline.planner.clock import CLOCKS
 from pipeline.planner.costs import ERROR, Estimate, estimate
 from pipeline.planner.layout import BUT_ATTENTION, DISPATCHES, MLP, MeshLayout, PlannedJob
@@ -136,6 +143,11 @@ def plan(
         )
     bounds = _bounds(job, layouts)
     found = _search(job, bounds)
+    least = math.inf if found is None or found.pipeline is None else found.pipeline.step
+    quicker = [one.layout for one in bounds if one.step < least]
+    if grouped := _bounds(job, with_groups(job, quicker)):
+        bounds = sorted(bounds + grouped, key=lambda one: one.step)
+        found = _search(job, bounds)
     if found is None:
         raise _refusal(job, layouts, schedules, remat)
     if offload == "auto":
@@ -274,7 +286,7 @@ def _best(job: PlannedJob, bounds: Iterable[Estimate], kept: int = 1) -> list[Es
         if fullness(job, bound.layout) > 1:
             continue
         one = estimate(job, bound.layout)
-        key = one.layout.sizes(job.axes), one.layout.schedule
+        key = one.layout.sizes(job.axes), one.layout.order[0]
         if key not in best or one.step < best[key].step:
             best[key] = one
             steps = sorted(other.step for other in best.values())

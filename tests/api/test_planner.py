@@ -17,7 +17,8 @@ from pipeline.planner.candidates import REMAT, divisors, layouts_of
 from pipeline.planner.clock import makespan
 from pipeline.planner.costs import estimate, mfu, stage_costs
 from pipeline.planner.layout import MeshLayout, PlannedJob, layers_of_stages
-from schedules import Costs, build, simulate
+from schedules import Costs, Schedule, build, simulate
+from schedules.cli.main import main as schedules_cli
 
 SMALL = ModelSizes(layers=8, width=64, heads=4, kv_heads=2, hidden=128, vocabulary=256)
 # No links to speak of, nothing but products: 1e12 operations a second.
@@ -178,6 +179,33 @@ def test_long_pipelines_are_timed_by_short_ones(name):
     for clock, slots in {"event": {}, "lockstep": {"partners": True, "delayed": None}}.items():
         whole = simulate(schedule, costs, clock, **slots).makespan
         assert makespan((name, 4, 1, 61), costs, (), clock) == pytest.approx(whole, rel=1e-9)
+
+
+def test_long_pipelines_of_smaller_rounds_are_timed_by_short_ones():
+    costs = Costs(f=1.0, i=1.2, w=0.9, b=2.0, comm=0.1, head=0.3)
+    schedule = build("interleaved_zb", num_ranks=4, num_microbatches=63, num_stages=8, group=3)
+    whole = simulate(schedule, costs).makespan
+    found = makespan(("interleaved_zb, group=3", 4, 2, 63), costs, (), "event")
+    assert found == pytest.approx(whole, rel=1e-9)
+
+
+def test_smaller_rounds_are_planned_where_memory_is_short(tmp_path):
+    """The timetable of the plan is a file, for the name alone does not say the rounds."""
+    chip = replace(CHIPS["v5p"], hbm=24e9)
+    sizes = {"model": "llama-8b", "devices": 16, "chip": chip, "batch": 32, "seq": 8192}
+    plans = plan(**sizes, schedules=("interleaved_zb",), remat=(None,))
+    assert plans.pipeline.layout.order == ("interleaved_zb, group=2", 4, 8, 32)
+    text = plans.write(tmp_path / "plan.toml", plans.pipeline).read_text(encoding="utf-8")
+    assert 'schedule = "interleaved_zb-group2.csv"' in text
+    command = (
+        "python -m schedules convert interleaved_zb interleaved_zb-group2.csv -S 4 -K 32 -M 32 "
+        "--group 2"
+    )
+    assert f"# its timetable is a file, written by: {command}\n" in text
+    target = tmp_path / "interleaved_zb-group2.csv"
+    assert schedules_cli(["convert", "interleaved_zb", str(target), *command.split()[6:]]) == 0
+    wanted = build("interleaved_zb", num_ranks=4, num_microbatches=32, num_stages=32, group=2)
+    assert Schedule.from_csv(target).orders == wanted.orders
 
 
 def test_everything_that_is_tried_divides():
