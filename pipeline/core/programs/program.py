@@ -79,11 +79,13 @@ class Operands:
         """
         plan, model = self.options.plan, self.options.model
         specs: dict[str, list[P]] = self.meshes.value_specs(sums)
+        if not (plan.auto_axes and self.options.request.training):
+            return specs
         chunks, ends = gradient_specs(model)
         # A chunk's leaf has an axis of ranks first, which its sum lacks.
         of = {f"chunk{v}": [P(*spec[1:]) for spec in chunk] for v, chunk in enumerate(chunks)}
         of["ends"] = ends
-        for name in specs.keys() & of if plan.auto_axes else ():
+        for name in specs.keys() & of:
             parts = [kernel_spec(spec, frozenset(plan.auto_axes)) for spec in of[name]]
             specs[name] = [P(*lead, *part) for lead, part in zip(specs[name], parts, strict=True)]
         return specs
