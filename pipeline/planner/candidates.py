@@ -181,13 +181,8 @@ def with_groups(job: PlannedJob, layouts: Iterable[MeshLayout]) -> Iterator[Mesh
     """
     families = {*GROUPED} & {*split_names()}
     for layout in layouts:
-        S, M = layout.stage, layout.microbatches
-        if (
-            layout.schedule in families
-            and layout.chunks > 1
-            and M > S
-            and fullness(job, layout) > 1
-        ):
+        S = layout.stage
+        if layout.schedule in families and fullness(job, layout) > 1:
             smaller = (replace(layout, group=size) for size in (3 * S // 4, (S + 1) // 2))
             yield from itertools.islice((one for one in smaller if fullness(job, one) <= 1), 1)
 

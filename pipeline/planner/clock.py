@@ -66,9 +66,9 @@ def makespan(
         found = simulate(one, costs, shared=shared, offload=offload, keep=keep, **options)
         return found.makespan
 
-    if M <= SHORT * S:
-        return timed(M)
     first, size = _short(order)
+    if max(SHORT * S, first + 2 * size) >= M:
+        return timed(M)
     a, b, c = (timed(first + n * size) for n in range(3))
     if abs((c - b) - (b - a)) > SAME * c and 3 * S * V * M <= MOST:
         return timed(M)
@@ -78,16 +78,21 @@ def makespan(
 def _short(order: Order) -> tuple[int, int]:
     """Microbatches of a short pipeline, and of a round: whole rounds make it the long pipeline."""
     name, S, _, M = order
-    size = int(name.partition(GROUP)[2] or S)
-    return 2 * S + (M - 2 * S) % size, size
+    group = name.partition(GROUP)[2]
+    if not group:
+        return 2 * S + M % S, S
+    # As many rounds lack one microbatch as M lacks for whole rounds; some round must be whole.
+    size = int(group)
+    missing = -M % size
+    return max(-(-2 * S // size), missing + 1) * size - missing, size
 
 
 def _repeated(count: Callable[[Order], Sequence[int]], order: Order) -> Sequence[float]:
     """Numbers of M microbatches; for large M, numbers for few and what a round adds."""
     name, S, V, M = order
-    if M <= SHORT * S:
-        return count(order)
     first, size = _short(order)
+    if max(SHORT * S, first + 2 * size) >= M:
+        return count(order)
     b, c = (np.array(count((name, S, V, first + n * size))) for n in (1, 2))
     found: list[float] = (c + (c - b) * (M - first - 2 * size) / size).tolist()
     return found

@@ -244,7 +244,8 @@ def _assigned(values: Mapping[str, Any]) -> list[str]:
 
 def _file(layout: MeshLayout) -> str:
     """The file of a timetable that its name alone does not say."""
-    return f"{layout.schedule}-group{layout.group}.csv"
+    _, S, V, M = layout.order
+    return f"{layout.schedule}-group{layout.group}-S{S}-K{S * V}-M{M}.csv"
 
 
 def _value(value: Any) -> str:

@@ -322,7 +322,7 @@ def _lost(job: PlannedJob, bounds: Iterable[Estimate], found: Plans) -> list[str
             named = zip(job.axes, sizes, strict=True)
             text = " x ".join(f"{axis} {size}" for axis, size in named)
             groups.setdefault(text, []).append(bound)
-        if sizes == winner and layout.schedule != piped.layout.schedule:
+        if sizes == winner and layout.order[0] != piped.layout.order[0]:
             groups.setdefault(short(layout), []).append(bound)
     lines = []
     for text, own in groups.items():

@@ -206,7 +206,8 @@ class Step:
         self._updated = jax.jit(self._update, **given(0, 1, 2, 3, results=4))
         self._evaluated: Any = jax.jit(self._evaluate, static_argnums=0, compiler_options=compiler)
         self._plans: dict[Any, Any] = {}
-        self._in_parts, self._plus, self._means = _runs_programs(model), _plus, _means
+        self._in_parts = _runs_programs(model)
+        self._plus, self._means = _plus, _means
         if self._in_parts:
             if isinstance(compiler_options, Mapping):
                 raise ValueError(
@@ -218,7 +219,8 @@ class Step:
             self._fused, self._added = self._train_in_parts, self._add
             self._taken, self._evaluated = self._take, self._evaluate
             self._updated_after = jax.jit(self._update_after, **given(0, 1, 2, results=4))
-            self._plus, self._means = jax.jit(_plus), jax.jit(_means)
+            self._plus = jax.jit(_plus, donate_argnums=(0,) if donate else ())
+            self._means = jax.jit(_means)
 
     def __reduce__(self) -> Any:
         raise TypeError(

@@ -280,9 +280,10 @@ def _wanted(options: argparse.Namespace, name: str, given: Costs | None) -> dict
     merge = getattr(options, "merge", False)
     merge = merge and (name in split_names() or bool(getattr(options, "schedules", [name])))
     # Where families are compared, those without slices or rounds run as they are.
-    alone = not getattr(options, "schedules", None)
+    listed = {*(getattr(options, "schedules", None) or ())}
     taken = [*options_of(name), "merge", *["costs"] * merge]
-    taken += ["num_slices"] * (alone or name in SLICED) + ["group"] * (alone or name in GROUPED)
+    for option, families in (("num_slices", SLICED), ("group", GROUPED)):
+        taken += [option] * (name in families or not listed & {*families})
     wishes: dict[str, Callable[[], Any]] = {
         "merge": lambda: merge,
         "costs": lambda: given or costs(options),

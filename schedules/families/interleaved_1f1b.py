@@ -24,9 +24,9 @@ With ``group=g``, S / 2 <= g <= S, M makes n = M / g rounds: the generalized int
     peak activations            min((V - 1) g + S - r, M V)
 
 The second term is what every round waits for B: nothing for g >= 2S / 3 if B = 2F. Where rounds
-differ, the formula with the smallest one as g is an upper bound. The warm-up is not the eager one,
-which would deadlock, so that lockstep has no paired ticks to offer: there `interleaved_zb` with the
-same g is the quicker one.
+differ, the formula with the smallest one as g is an upper bound. The eager warm-up would deadlock
+with g < S. The shorter one has no paired ticks in lockstep: there `interleaved_zb` with the same g
+is quicker.
 """
 
 from __future__ import annotations

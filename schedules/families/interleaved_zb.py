@@ -20,10 +20,10 @@ runs right after its I; here W is r actions behind, so that it fills the drain.
     peak activations            min((V - 1) g + S, M V)
 
 The warm-up waits (S - g)F for the first microbatch of each round to pass all ranks, and a drain of
-I waits likewise; the last term is the change from one to the other. Idle time is exact for W <= F
-<= I and M = 2g, 3g, ...; it is an upper bound for F > I, and with the smallest round as g where
-rounds differ. A chunk's turn must be long enough, S max(F, I) <= g(F + I + W); else every round
-waits. With g = S and S dividing M it is the timetable without ``group``.
+I waits likewise; the last term is idle between the last F of the warm-up and the first I. Idle time
+is exact for W <= F <= I and M = 2g, 3g, ...; where rounds differ, the formula with the smallest one
+as g is an upper bound. A chunk's turn must be long enough, S max(F, I) <= g(F + I + W); else every
+round waits. With g = S and S dividing M it is the timetable without ``group``.
 """
 
 from __future__ import annotations

@@ -165,11 +165,13 @@ def _published(setting: Setting) -> Iterator[Find | tuple[str, str]]:
             schedule = family(*sizes)
         except ScheduleError as error:
             yield name, str(error).partition(";")[0]
+            fits = False
         else:
             find = judge(setting, name, schedule)
             yield find
-            if name in GROUPED and find.peak > setting.limit:
-                yield from _grouped(setting, name)
+            fits = find.peak <= setting.limit
+        if name in GROUPED and not fits:
+            yield from _grouped(setting, name)
     if setting.num_stages == setting.num_ranks:
         tried = variants(*sizes, costs=setting.costs, max_activations=setting.limit)
         for name, schedule in tried.items():

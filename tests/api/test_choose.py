@@ -105,6 +105,8 @@ def test_the_default_for_programs():
     assert choose(4, 1, 16, engine="programs") == ("1f1b", why)
     found = choose(4, 1, 16, engine="programs", costs=Costs(comm=1.0))
     assert found == ("eager_1f1b", f"the default: faster than 1f1b {where}")
+    for costs in (Costs(f=0.3, i=0.37, w=0.31), Costs(1.1, 1.3, 0.9)):  # sums that are rounded
+        assert choose(8, 1, 16, engine="programs", costs=costs) == ("1f1b", why)
     pipe = Pipeline(models.build(Block, 2), 4, engine="programs")
     assert where in pipe.describe()
 

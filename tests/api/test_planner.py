@@ -14,7 +14,7 @@ from pipeline import ParallelConfig
 from pipeline.cli import main as cli
 from pipeline.planner import CHIPS, MODELS, Chip, DoesNotFitError, ModelSizes, plan
 from pipeline.planner.candidates import REMAT, divisors, layouts_of
-from pipeline.planner.clock import makespan
+from pipeline.planner.clock import _places, makespan, places
 from pipeline.planner.costs import estimate, mfu, stage_costs
 from pipeline.planner.layout import MeshLayout, PlannedJob, layers_of_stages
 from schedules import Costs, Schedule, build, simulate
@@ -196,16 +196,23 @@ def test_smaller_rounds_are_planned_where_memory_is_short(tmp_path):
     plans = plan(**sizes, schedules=("interleaved_zb",), remat=(None,))
     assert plans.pipeline.layout.order == ("interleaved_zb, group=2", 4, 8, 32)
     text = plans.write(tmp_path / "plan.toml", plans.pipeline).read_text(encoding="utf-8")
-    assert 'schedule = "interleaved_zb-group2.csv"' in text
+    assert 'schedule = "interleaved_zb-group2-S4-K32-M32.csv"' in text
     command = (
-        "python -m schedules convert interleaved_zb interleaved_zb-group2.csv -S 4 -K 32 -M 32 "
-        "--group 2"
+        "python -m schedules convert interleaved_zb interleaved_zb-group2-S4-K32-M32.csv -S 4 "
+        "-K 32 -M 32 --group 2"
     )
     assert f"# its timetable is a file, written by: {command}\n" in text
-    target = tmp_path / "interleaved_zb-group2.csv"
+    target = tmp_path / "interleaved_zb-group2-S4-K32-M32.csv"
     assert schedules_cli(["convert", "interleaved_zb", str(target), *command.split()[6:]]) == 0
     wanted = build("interleaved_zb", num_ranks=4, num_microbatches=32, num_stages=32, group=2)
     assert Schedule.from_csv(target).orders == wanted.orders
+
+
+@pytest.mark.parametrize(("S", "V", "M", "g"), [(16, 8, 256, 12), (16, 4, 128, 12), (8, 2, 63, 6)])
+def test_places_of_a_long_pipeline_in_rounds_that_differ(S, V, M, g):
+    """Too many, or too few: short pipelines had other rounds than the long one."""
+    order = f"interleaved_zb, group={g}", S, V, M
+    assert tuple(places(order)) == _places(order)
 
 
 def test_everything_that_is_tried_divides():

@@ -230,7 +230,7 @@ def _default(
     where = "where an exchange keeps only those ranks that it joins"
     if not is_lockstep:
         where = "where an action waits for its data alone"
-    if spans[0] <= spans[1]:
+    if spans[0] <= spans[1] * (1 + 1e-9):  # equal, but for how sums were rounded
         return frugal, f"the default: no slower than {eager.name} {where}, and holds less"
     ticks = "in ticks of this kind, also " if is_lockstep else ""
     return eager, f"the default: faster than {frugal.name} {ticks}{where}"

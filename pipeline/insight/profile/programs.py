@@ -2,7 +2,8 @@
 
 A device runs one program after the other, in the order in which its process calls them, and a
 profile names the program of each instruction. So in order of time the instructions fall into calls:
-where the program changes and, where it does not, at an instruction that each call has once.
+where the program changes and, where it does not, at an instruction that all calls have equally
+often.
 """
 
 from __future__ import annotations
@@ -100,13 +101,13 @@ def _runs(
 def _split(group: Sequence[Instruction], count: int, device: int) -> list[Interval]:
     """When each of several calls of one program began and ended, from their instructions."""
     times = Counter(one.name for one in group)
-    mark = next((one.name for one in group if times[one.name] == count), None)
+    mark = next((one.name for one in group if times[one.name] % count == 0), None)
     if mark is None:
         raise ValueError(
             f"the profile shows {group[0].module!r} on device {device} without an instruction that "
-            f"each of its {count} calls has once: events were lost; trace fewer steps"
+            f"each of its {count} calls has equally often: events were lost; trace fewer steps"
         )
-    begins = [n for n, one in enumerate(group) if one.name == mark]
+    begins = [n for n, one in enumerate(group) if one.name == mark][:: times[mark] // count]
     cuts = [0, *begins[1:], len(group)]
     parts = [group[start:stop] for start, stop in itertools.pairwise(cuts)]
     return [(part[0].start, max(one.end for one in part)) for part in parts]
