@@ -122,21 +122,16 @@ class RankMeshes:
         varying = varying_in(t) if self._tracks else self._manual
         return P(tuple(axis for axis in self._manual if axis in varying))
 
-    def value_types(self, types: Tree, specs: Tree = None, *, joined: bool = False) -> Tree:
-        """The types of these values on the abstract mesh, or as `join` makes them of all ranks.
-
-        Args:
-          types: of the values within a program.
-          specs: of the values; by default `value_specs`.
-          joined: whether the types are those of `join`.
-        """
+    def value_types(self, types: Tree, *, joined: bool = False) -> Tree:
+        """The types of these values on the abstract mesh, or as `join` makes them of all ranks."""
         mesh = self._mesh if joined else self.abstract
 
-        def value_type(t: Any, spec: P) -> jax.ShapeDtypeStruct:
+        def value_type(t: Any) -> jax.ShapeDtypeStruct:
+            spec = self._value_spec(t)
             lead = math.prod(mesh.shape[axis] for axis in axes_in(spec[0]))
             return typed(mesh, (lead, *t.shape), t.dtype, spec)
 
-        return jax.tree.map(value_type, types, self.value_specs(types) if specs is None else specs)
+        return jax.tree.map(value_type, types)
 
     def value_shardings(self, rank: int, types: Tree) -> Tree:
         """The shardings of these values on the devices of a rank."""

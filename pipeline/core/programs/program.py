@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import vary
 from collectives.compat import lower_without_devices
+from pipeline.base.axes import axes_in
 from pipeline.base.tree import Leaves, Tree, blank, vary_like
 from pipeline.core.model.model import Batch, Weights
 from pipeline.core.placement.zero import kernel_spec
@@ -87,8 +89,28 @@ class Operands:
         of["ends"] = ends
         for name in specs.keys() & of:
             parts = [kernel_spec(spec, frozenset(plan.auto_axes)) for spec in of[name]]
-            specs[name] = [P(*lead, *part) for lead, part in zip(specs[name], parts, strict=True)]
+            pairs = zip(specs[name], parts, strict=True)
+            specs[name] = [
+                P((*axes_in(lead[0]), *axes_in(part[0] if part else None)), *part[1:])
+                for lead, part in pairs
+            ]
         return specs
+
+    def sum_types(self, sums: dict[str, Leaves], *, joined: bool = False) -> dict[str, list[Any]]:
+        """The types of sums between programs, or as `RankMeshes.join` makes them of all ranks.
+
+        Unlike other values (`RankMeshes.value_specs`), devices' sums follow each other along the
+        first axis, and only numbers get one more: XLA adds in place to an array that enters and
+        leaves a program with one shape, and copies it else.
+        """
+        mesh = self.options.plan.mesh if joined else self.meshes.abstract
+
+        def sum_type(t: Any, lead: P, spec: P) -> jax.ShapeDtypeStruct:
+            first, *rest = t.shape or (1,)
+            count = math.prod(mesh.shape[axis] for axis in axes_in(lead[0]))
+            return typed(mesh, (count * first, *rest), t.dtype, spec)
+
+        return jax.tree.map(sum_type, sums, self.meshes.value_specs(sums), self.sum_specs(sums))
 
     def of(self, leaves: list[Any]) -> tuple[Weights, Batch, StepInputs]:
         """The operands that have these leaves."""
@@ -207,7 +229,8 @@ def begin_program(traced: Traced, operands: Operands) -> RankProgram:
         factors = {name: getattr(loss, name) for name in traced.factors}
         rank = dataclasses.replace(inspected.rank, loss=loss)
         step = OpenStep(options, dataclasses.replace(inspected, rank=rank))
-        return _left((step.get(traced.sums), factors), (traced.sums, traced.factors))
+        left = vary_like((step.get(traced.sums), factors), (traced.sums, traced.factors))
+        return leaving(left[0], traced.sums), add_device_axis(left[1])
 
     out_specs = meshes.value_specs((traced.sums, traced.factors))
     results = operands.sum_specs(traced.sums), out_specs[1]
@@ -237,7 +260,7 @@ def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> Ra
     def act(of_sums: Any, values: Any, microbatch: Any, leaves: list[Any], factors: Any) -> Any:
         weights, batch, _ = operands.of(leaves)
         step = traced.opened(weights, batch, drop_device_axis(factors))
-        step.put(drop_device_axis(of_sums))
+        step.put(entering(of_sums, sums))
         no_gradient = blank(types.gradient, traced.options.plan.axes.varying)
         stores = ActionValues({"gradient": no_gradient, **drop_device_axis(values)})
         actions = step.actions(stage, stores, op.kind)
@@ -245,7 +268,8 @@ def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> Ra
         sent = actions.run_op(op, row)
         results = {"operand": sent, "gradient": sent, **stores.written}
         results = {kind: results[kind] for kind in writes}
-        return _left((step.get(sums), results), (sums, writes))
+        left = vary_like((step.get(sums), results), (sums, writes))
+        return leaving(left[0], sums), add_device_axis(left[1])
 
     act.__name__ = op.label
     number = jax.ShapeDtypeStruct((), jnp.int32)
@@ -253,7 +277,7 @@ def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> Ra
     in_specs = *of_values, P(), operands.manual, others
     of_sums = operands.sum_specs(sums)
     of_rank = meshes.types(number, P()), operands.types, meshes.value_types(traced.factors)
-    in_types = meshes.value_types(sums, of_sums), meshes.value_types(reads), *of_rank
+    in_types = operands.sum_types(sums), meshes.value_types(reads), *of_rank
     out_specs = meshes.value_specs((sums, writes))
     results = of_sums, out_specs[1]
     # A backward is the last reader of all that it reads.
@@ -261,9 +285,14 @@ def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> Ra
     return RankProgram(operands, act, in_specs, in_types, out_specs, results, donated)
 
 
-def _left(values: Tree, types: Tree) -> Tree:
-    """Values as they leave a program, of these types."""
-    return add_device_axis(vary_like(values, types))
+def entering(sums: Tree, types: Tree) -> Tree:
+    """Sums within a program, of these types, from those that enter it."""
+    return jax.tree.map(lambda x, t: x if t.shape else x[0], sums, types)
+
+
+def leaving(sums: Tree, types: Tree) -> Tree:
+    """Sums, of these types, as they leave a program."""
+    return jax.tree.map(lambda x, t: x if t.shape else x[None], sums, types)
 
 
 def reads_of(traced: Traced, op: Op, stage: int) -> tuple[str, ...]:

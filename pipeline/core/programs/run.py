@@ -24,6 +24,7 @@ from pipeline.core.programs.program import (
     RankProgram,
     action_program,
     begin_program,
+    entering,
     find_operands,
     reads_of,
     sums_of,
@@ -161,7 +162,7 @@ class StepPrograms:
         def finish(leaves: list[Any], sums: Any, factors: Any) -> Any:
             weights, batch, _ = self.operands.of(leaves)
             step = traced.opened(weights, batch, drop_device_axis(factors))
-            step.put(drop_device_axis(sums))
+            step.put(entering(sums, traced.sums))
             return results(step.inspected.local(), step.sums, weights)
 
         of_values = self.meshes.value_specs((traced.sums, traced.factors))
@@ -173,8 +174,7 @@ class StepPrograms:
             axis_names=plan.axes.manual,
             check_vma=plan.tracks_varying,
         )
-        of_sums = self.operands.sum_specs(traced.sums)
-        sums = self.meshes.value_types(traced.sums, of_sums, joined=True)
+        sums = self.operands.sum_types(traced.sums, joined=True)
         factors = self.meshes.value_types(traced.factors, joined=True)
         types = self.operands.whole_types, sums, factors
         return without_warnings_of_donation(jax.jit(run, donate_argnums=1).trace(*types).lower)

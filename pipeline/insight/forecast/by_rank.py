@@ -78,8 +78,8 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
     traced = trace_model(operands)
     sizes = list(map(_bytes_on_device, operands.types))
     cut = len(sizes) - len(jax.tree.leaves(batch))
-    meshes, sums = operands.meshes, traced.sums
-    added = meshes.value_types(sums, operands.sum_specs(sums)), meshes.value_types(traced.factors)
+    factors = operands.meshes.value_types(traced.factors)
+    added = operands.sum_types(traced.sums), factors
     of_sums = sum(map(_bytes_on_device, jax.tree.leaves(added)))
     ranks = [RankBytes(sum(sizes[:cut]), sum(sizes[cut:]), of_sums) for _ in plan.schedule.orders]
     for one, held in held_before_calls(make_order(traced), traced):
