@@ -84,6 +84,9 @@ def _short(order: Order) -> tuple[int, int]:
     # As many rounds lack one microbatch as M lacks for whole rounds; some round must be whole.
     size = int(group)
     missing = -M % size
+    if missing and 2 * (size - 1) < S:  # there is one round less, and what is left over is added
+        more = size - missing
+        return max(-(-2 * S // size), more + 1) * size + more, size
     return max(-(-2 * S // size), missing + 1) * size - missing, size
 
 

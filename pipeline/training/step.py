@@ -219,8 +219,7 @@ class Step:
             self._fused, self._added = self._train_in_parts, self._add
             self._taken, self._evaluated = self._take, self._evaluate
             self._updated_after = jax.jit(self._update_after, **given(0, 1, 2, results=4))
-            self._plus = jax.jit(_plus, donate_argnums=(0,) if donate else ())
-            self._means = jax.jit(_means)
+            self._plus, self._means = jax.jit(_plus), jax.jit(_means)
 
     def __reduce__(self) -> Any:
         raise TypeError(

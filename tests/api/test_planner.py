@@ -208,7 +208,9 @@ def test_smaller_rounds_are_planned_where_memory_is_short(tmp_path):
     assert Schedule.from_csv(target).orders == wanted.orders
 
 
-@pytest.mark.parametrize(("S", "V", "M", "g"), [(16, 8, 256, 12), (16, 4, 128, 12), (8, 2, 63, 6)])
+@pytest.mark.parametrize(
+    ("S", "V", "M", "g"), [(16, 8, 256, 12), (16, 4, 128, 12), (24, 4, 128, 12), (20, 4, 128, 10)]
+)
 def test_places_of_a_long_pipeline_in_rounds_that_differ(S, V, M, g):
     """Too many, or too few: short pipelines had other rounds than the long one."""
     order = f"interleaved_zb, group={g}", S, V, M

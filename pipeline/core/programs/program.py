@@ -74,7 +74,8 @@ class Operands:
     def sum_specs(self, sums: dict[str, Leaves]) -> dict[str, list[P]]:
         """The specs of sums between programs.
 
-        A compiler that divides a weight divides its gradient too: no device has a sum whole.
+        A compiler that divides a weight divides its gradient too: no device has a sum whole. Its
+        axes come after those of a shard_map, for which a device's block is contiguous.
 
         Args:
           sums: types, by name.
@@ -97,11 +98,11 @@ class Operands:
         return specs
 
     def sum_types(self, sums: dict[str, Leaves], *, joined: bool = False) -> dict[str, list[Any]]:
-        """The types of sums between programs, or as `RankMeshes.join` makes them of all ranks.
+        """The types of sums that enter and leave a program; joined, as of `RankMeshes.join`.
 
-        Unlike other values (`RankMeshes.value_specs`), devices' sums follow each other along the
-        first axis, and only numbers get one more: XLA adds in place to an array that enters and
-        leaves a program with one shape, and copies it else.
+        The sums of all devices are concatenated along the first axis, and only a scalar gets a new
+        one, unlike other values (`RankMeshes.value_specs`). So the shape within a program is that
+        of its argument, and XLA adds in place; else it copies (CPUs, jaxlib 0.10.2 and 0.12).
         """
         mesh = self.options.plan.mesh if joined else self.meshes.abstract
 
@@ -286,12 +287,12 @@ def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> Ra
 
 
 def entering(sums: Tree, types: Tree) -> Tree:
-    """Sums within a program, of these types, from those that enter it."""
+    """Drop the device axis of scalar sums that enter a program."""
     return jax.tree.map(lambda x, t: x if t.shape else x[0], sums, types)
 
 
 def leaving(sums: Tree, types: Tree) -> Tree:
-    """Sums, of these types, as they leave a program."""
+    """Add a device axis to scalar sums that leave a program."""
     return jax.tree.map(lambda x, t: x if t.shape else x[None], sums, types)
 
 

@@ -95,7 +95,7 @@ def rounds(
     By default M microbatches make max(1, M // S) rounds of equal size: the rule of
     ``torch.distributed.pipelining``. With ``group`` any M makes rounds of ``group`` microbatches or
     fewer, whose sizes differ by one at most, the larger first. If a round would then have fewer
-    than S / 2, there is one round less, and rounds are larger than ``group``. With one round, its
+    than S / 2, there is one round less, and none is smaller than ``group``. With one round, its
     size is M.
 
     Raises:

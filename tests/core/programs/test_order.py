@@ -172,3 +172,23 @@ def test_describe_says_what_each_rank_holds():
         assert predicted - values + max(beside) <= compiled <= predicted + max(beside)
     assert re.fullmatch(r"  optimizer state on each rank: [\d,]+", lines[3])
     assert "compiled" not in pipe.describe(x, x)
+
+
+def test_sums_are_added_to_in_place():
+    """XLA copies no gradient of a weight in a backward."""
+    x, stages = models.rows(16), models.build(Wide, 2)
+    options = {"remat": None, "loss_fn": models.squares, "engine": "programs"}
+    pipe = Pipeline(stages, 4, mesh=make_mesh(stage=2), schedule="1f1b", **options)
+    jax.block_until_ready(pipe.value_and_grad(x, x))
+    (programs,) = pipe.plan.compiled.functions.values()
+    backwards = [
+        one
+        for key, one in programs.compiled.items()
+        if len(key) == 2 and key[0] != "begin" and key[0][0].kind == "B"
+    ]
+    wide = rf"f32\[(1,)?({models.WIDTH},{5 * models.WIDTH}|{5 * models.WIDTH},{models.WIDTH})\]"
+    for one in backwards:
+        text = one.as_text()
+        assert re.search(wide, text)
+        assert not re.search(rf"= {wide}\S* copy\(", text)
+    assert len(backwards) == 2
