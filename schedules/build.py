@@ -131,12 +131,7 @@ def build(
             f"schedule={shorten(name)} is not a known family; {hint}known: {', '.join(names())}"
         )
     need("merge", merge, bool, "give True or False")
-    if merge and name not in split_names():
-        why = "tries that by itself" if name == "auto" else "has no halves of backwards to merge"
-        raise ScheduleError(
-            f"merge=True with schedule={name!r}: it {why}; leave it out, or choose one of "
-            f"{', '.join(split_names())}"
-        )
+    _check_merge(name, merge)
     _check_slices(name, num_slices)
     _check_group(name, group)
     sizes = check_sizes(num_ranks, num_microbatches, num_stages, num_slices)
@@ -168,6 +163,20 @@ def build(
     from schedules.search.merge import merge as merge_halves
 
     return merge_halves(schedule, costs)
+
+
+def _check_merge(name: str, merge: bool) -> None:
+    """Check that only a family of halves is told to merge them.
+
+    Raises:
+      ScheduleError: it is not so.
+    """
+    if merge and name not in split_names():
+        why = "tries that by itself" if name == "auto" else "has no halves of backwards to merge"
+        raise ScheduleError(
+            f"merge=True with schedule={name!r}: it {why}; leave it out, or choose one of "
+            f"{', '.join(split_names())}"
+        )
 
 
 def _check_slices(name: str, num_slices: object) -> None:

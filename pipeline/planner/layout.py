@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.base.chips import Chip
+from pipeline.planner.clock import GROUP
 from pipeline.planner.models import ExpertSizes, ModelSizes
 from schedules import Costs
 
@@ -162,7 +163,7 @@ class MeshLayout:
     def order(self) -> tuple[str, int, int, int]:
         """Name of the schedule with the size of its rounds, S, V and M."""
         name = self.schedule or ""
-        name += f", group={self.group}" * (self.group is not None)
+        name += f"{GROUP}{self.group}" * (self.group is not None)
         return name, self.stage, self.chunks, self.microbatches
 
     def sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:

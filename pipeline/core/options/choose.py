@@ -24,6 +24,8 @@ from schedules.families.accumulation import accumulation
 from schedules.families.constructions.sizes import StagesPerRankError
 from schedules.orders.schedule import Schedule
 
+SAME = 1 + 1e-9  # makespans that differ by less are equal, but for how sums were rounded
+
 
 def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
     """The user's mesh, checked; or as many devices as K stages can share equally.
@@ -213,8 +215,14 @@ def _default(
     from schedules.timing.simulate import simulate
 
     eager, frugal = build(barriers, **sizes), build(joined, **sizes)
-    slots, is_lockstep = [clock], clock["clock"] == "lockstep"
-    if is_lockstep and not clock["partners"] and clock["pattern"] is None:
+    if clock["clock"] == "event":
+        spans = [simulate(timetable, costs, **clock).makespan for timetable in (frugal, eager)]
+        where = "where an action waits for its data alone"
+        if spans[0] <= spans[1] * SAME:
+            return frugal, f"the default: no slower than {eager.name} {where}, and holds less"
+        return eager, f"the default: faster than {frugal.name} {where}"
+    slots = [clock]
+    if not clock["partners"] and clock["pattern"] is None:
         # In those that all ranks share: two ranks are partners wherever they are, and the frugal
         # one no slower there in partner ticks; but the default is not to depend on their number.
         slots = [clock | {"pattern": name} for name in ("single", "paired")]
@@ -222,18 +230,15 @@ def _default(
         min(simulate(timetable, costs, **of_tick).makespan for of_tick in slots)
         for timetable in (frugal, eager)
     ]
-    if is_lockstep and not clock["partners"]:
+    if not clock["partners"]:
         if spans[1] <= spans[0]:
             why = "its paired ticks lose nothing where every exchange is a barrier"
             return eager, f"the default: {why}"
         return frugal, f"the default: faster than {eager.name}, though every exchange is a barrier"
     where = "where an exchange keeps only those ranks that it joins"
-    if not is_lockstep:
-        where = "where an action waits for its data alone"
-    if spans[0] <= spans[1] * (1 + 1e-9):  # equal, but for how sums were rounded
+    if spans[0] <= spans[1] * SAME:
         return frugal, f"the default: no slower than {eager.name} {where}, and holds less"
-    ticks = "in ticks of this kind, also " if is_lockstep else ""
-    return eager, f"the default: faster than {frugal.name} {ticks}{where}"
+    return eager, f"the default: faster than {frugal.name} in ticks of this kind, also {where}"
 
 
 def is_path(schedule: Any) -> bool:

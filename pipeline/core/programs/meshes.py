@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE
 from collectives.compat import varying_in
-from collectives.places.homes import process_of
 from pipeline.base.axes import axes_in
 from pipeline.base.tree import Leaves, Tree
 from pipeline.core.options.plan import Plan
@@ -47,8 +46,7 @@ class RankMeshes:
         rows = range(plan.mesh.shape[STAGE])
         of = [plan.mesh.devices.take([rank], names.index(STAGE)) for rank in rows]
         self.ranks = [Mesh(devices, names) for devices in of]
-        here = jax.process_index()
-        self.local_ranks = [r for r in rows if here in set(map(process_of, of[r].flat))]
+        self.local_ranks = [rank for rank, mesh in enumerate(self.ranks) if mesh.local_devices]
         self.abstract: AbstractMesh = self.ranks[0].abstract_mesh
         # Kept, for JAX looks for a sharding's devices once per object.
         self.sharding = functools.cache(lambda rank, spec: NamedSharding(self.ranks[rank], spec))

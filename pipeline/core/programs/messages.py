@@ -81,7 +81,7 @@ class Exchange:
             typed(meshes.ranks[target], t.shape, t.dtype, t.sharding.spec)
             for t in jax.tree.leaves(meshes.value_types(types))
         ]
-        here = {d for d in meshes.devices(target) if process_of(d) == jax.process_index()}
+        here = meshes.ranks[target].local_devices
         self._receives = bool(here)
         # What the target sends: one message's bytes, kept for all calls.
         self._zeros = [

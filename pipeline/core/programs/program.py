@@ -230,8 +230,7 @@ def begin_program(traced: Traced, operands: Operands) -> RankProgram:
         factors = {name: getattr(loss, name) for name in traced.factors}
         rank = dataclasses.replace(inspected.rank, loss=loss)
         step = OpenStep(options, dataclasses.replace(inspected, rank=rank))
-        left = vary_like((step.get(traced.sums), factors), (traced.sums, traced.factors))
-        return leaving(left[0], traced.sums), add_device_axis(left[1])
+        return leaving(step.get(traced.sums), factors, traced.sums, traced.factors)
 
     out_specs = meshes.value_specs((traced.sums, traced.factors))
     results = operands.sum_specs(traced.sums), out_specs[1]
@@ -269,8 +268,7 @@ def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> Ra
         sent = actions.run_op(op, row)
         results = {"operand": sent, "gradient": sent, **stores.written}
         results = {kind: results[kind] for kind in writes}
-        left = vary_like((step.get(sums), results), (sums, writes))
-        return leaving(left[0], sums), add_device_axis(left[1])
+        return leaving(step.get(sums), results, sums, writes)
 
     act.__name__ = op.label
     number = jax.ShapeDtypeStruct((), jnp.int32)
@@ -291,9 +289,15 @@ def entering(sums: Tree, types: Tree) -> Tree:
     return jax.tree.map(lambda x, t: x if t.shape else x[0], sums, types)
 
 
-def leaving(sums: Tree, types: Tree) -> Tree:
-    """Add a device axis to scalar sums that leave a program."""
-    return jax.tree.map(lambda x, t: x if t.shape else x[None], sums, types)
+def leaving(sums: Tree, others: Tree, sum_types: Tree, other_types: Tree) -> tuple[Tree, Tree]:
+    """Sums and other values, of these types, with the device axes with which they leave a program.
+
+    Of sums, scalars alone have one.
+    """
+    sums = jax.tree.map(
+        lambda x, t: x if t.shape else x[None], vary_like(sums, sum_types), sum_types
+    )
+    return sums, add_device_axis(vary_like(others, other_types))
 
 
 def reads_of(traced: Traced, op: Op, stage: int) -> tuple[str, ...]:

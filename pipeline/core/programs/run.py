@@ -50,7 +50,7 @@ class Dispatch:
     """An action, and its values.
 
     Attributes:
-      ranks: the one rank that runs it.
+      rank: the rank that runs it.
       program: the op, and the first stage that has the same program.
       microbatch: its number.
       sums: the names of the sums that it adds to.
@@ -58,7 +58,7 @@ class Dispatch:
       writes: by kind, a value that it writes.
     """
 
-    ranks: tuple[int]
+    rank: int
     program: tuple[Op, int]
     microbatch: int
     sums: tuple[str, ...]
@@ -66,9 +66,9 @@ class Dispatch:
     writes: Mapping[str, Key]
 
     @property
-    def rank(self) -> int:
-        """The rank that runs it."""
-        return self.ranks[0]
+    def ranks(self) -> tuple[int]:
+        """The ranks whose processes call it, as of `Send`."""
+        return (self.rank,)
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ class StepPrograms:
                 continue
             if one.program not in programs:
                 programs[one.program] = action_program(self.traced, self.operands, *one.program)
-            if (one.program, *one.ranks) not in lowered:
-                lowered[one.program, *one.ranks] = programs[one.program].lower(*one.ranks)
+            if (one.program, one.rank) not in lowered:
+                lowered[one.program, one.rank] = programs[one.program].lower(one.rank)
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             compiled = threads.map(lambda run: run(), lowered.values())
             return dict(zip(lowered, compiled, strict=True))
@@ -256,7 +256,7 @@ def make_order(traced: Traced) -> list[Dispatch | Send]:
         if target is None:
             reads = {kind: (key, last[key] == n) for kind, key in read_by(action).items()}
             program, sums = (op, traced.stages[stage].representative), sums_of(traced, op)
-            results.append(Dispatch((rank,), program, microbatch, sums, reads, writes))
+            results.append(Dispatch(rank, program, microbatch, sums, reads, writes))
             continue
         for kind, to, _ in writes.values():
             if schedule.placement[to] == target:

@@ -49,12 +49,9 @@ def train(
     weights: Weights,
     batch: Batch,
     scale: Any = None,
-    *,
-    want_inputs: bool = False,
-    normalise: bool = True,
+    **wanted: bool,
 ) -> tuple[Any, Gradients, Leaves, StateLeaves]:
     """As `pipeline.core.step.runtime.train`, which has ``runs`` too."""
-    wanted = {"want_inputs": want_inputs, "normalise": normalise}
     step = training_programs(plan, model, weights, batch, scale, **wanted)
     loss, grads, inputs, state = step(weights, batch, StepInputs(scale))
     if plan.auto_axes:

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import NamedSharding
 
-from pipeline.base.tree import nbytes
+from pipeline.base.tree import Tree, nbytes
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.programs import runtime
@@ -54,7 +53,7 @@ class RankBytes:
 
     @property
     def always(self) -> int:
-        """What it holds throughout the step."""
+        """The bytes that it holds throughout the step."""
         return self.weights + self.batch + self.sums
 
     def line(self, rank: int) -> str:
@@ -76,12 +75,10 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
     """
     operands = find_operands(runtime.training_options(plan, model), weights, batch, StepInputs())
     traced = trace_model(operands)
-    sizes = list(map(_bytes_on_device, operands.types))
-    cut = len(sizes) - len(jax.tree.leaves(batch))
-    factors = operands.meshes.value_types(traced.factors)
-    added = operands.sum_types(traced.sums), factors
-    of_sums = sum(map(_bytes_on_device, jax.tree.leaves(added)))
-    ranks = [RankBytes(sum(sizes[:cut]), sum(sizes[cut:]), of_sums) for _ in plan.schedule.orders]
+    given, rows, _ = operands.of(operands.types)
+    added = operands.sum_types(traced.sums), operands.meshes.value_types(traced.factors)
+    of_weights, of_batch, of_sums = map(_bytes_on_device, (given, rows, added))
+    ranks = [RankBytes(of_weights, of_batch, of_sums) for _ in plan.schedule.orders]
     for one, held in held_before_calls(make_order(traced), traced):
         for rank, values in held.items():
             if (size := sum(values.values())) > ranks[rank].values:
@@ -92,10 +89,12 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
     return ranks
 
 
-def _bytes_on_device(t: jax.ShapeDtypeStruct) -> int:
-    """The bytes of an array on one of its devices."""
-    shape = cast("NamedSharding", t.sharding).shard_shape(t.shape)
-    return int(nbytes(jax.ShapeDtypeStruct(shape, t.dtype)))
+def _bytes_on_device(types: Tree) -> int:
+    """The bytes of arrays of these types on one of their devices."""
+    return sum(
+        nbytes(jax.ShapeDtypeStruct(t.sharding.shard_shape(t.shape), t.dtype))
+        for t in jax.tree.leaves(types)
+    )
 
 
 def held_before_calls(

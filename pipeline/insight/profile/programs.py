@@ -63,7 +63,7 @@ def read_programs(
 
 
 def calls(programs: StepPrograms, rank: int) -> Iterator[Call]:
-    """What a rank calls in a step: what begins it, and its actions."""
+    """The calls of a rank in a step: the program that begins it, and its actions."""
     if programs.ratio is not None:  # forward actions, for a loss that the step needs before it runs
         yield from ((name, None) for name, _ in calls(programs.ratio, rank))
     yield "jit_begin", None

@@ -102,7 +102,7 @@ def instructions(profile: ProfileData, platform: str) -> Iterator[tuple[int, Ins
             if not plane.name.startswith(wanted):
                 continue
             device = _DEVICE.match(plane.name)
-            for event in itertools.chain.from_iterable(line.events for line in plane.lines):
+            for event in itertools.chain.from_iterable(line.events for line in _lines(plane)):
                 stats = dict(event.stats)
                 number = device[1] if device else stats.get("device_ordinal")
                 if number is not None and {"hlo_op", "hlo_module"} <= set(stats):
@@ -111,12 +111,17 @@ def instructions(profile: ProfileData, platform: str) -> Iterator[tuple[int, Ins
                     yield int(number), Instruction(*found)
 
 
+def _lines(plane: Any) -> list[Any]:
+    """The lines of instructions; a TPU shows the same again in others."""
+    lines = list(plane.lines)
+    return [line for line in lines if line.name == "XLA Ops"] or lines
+
+
 def _of_a_device(
     plane: Any, device: int, loops: Mapping[str, Loop], module: str | None
 ) -> Iterator[Event]:
     """The events of a device that has a plane of its own."""
-    lines = list(plane.lines)  # a TPU shows the same again in others
-    for line in [line for line in lines if line.name == "XLA Ops"] or lines:
+    for line in _lines(plane):
         for event in line.events:
             stats = dict(event.stats)
             named = event.name.removeprefix("%").partition(" ")[0]  # TPUs show the instruction
