@@ -177,9 +177,9 @@ class PipelineOptimizer(nnx.Optimizer[Pipeline]):
     ) -> None:
         super().__init__(model, tx, wrt=wrt)
         self._plan, self._offload = nnx.static(plan), offload
-        self._ranks = len(model.schedule.stages_of)
+        self._ranks = len(model.plan.stages_of)
         types = is_abstract(nnx.state(model))
-        self.layout = Layout(model.schedule.stages_of, model.mesh, types=types, loop=True)
+        self.layout = Layout(model.plan.stages_of, model.mesh, types=types, loop=True)
         if offload and not types:
             self._put_away(model)
 
@@ -200,7 +200,7 @@ class PipelineOptimizer(nnx.Optimizer[Pipeline]):
         For callers that may have the old state back, and put away what they keep.
         """
         _check_pipeline("PipelineOptimizer.update", model)
-        if (ranks := len(model.schedule.stages_of)) != self._ranks:
+        if (ranks := len(model.plan.stages_of)) != self._ranks:
             raise ValueError(
                 f"the optimizer was made for a pipeline of {self._ranks} ranks, and this one has "
                 f"{ranks}; make another with make_optimizer(pipe, tx), whose state a checkpoint "
@@ -208,7 +208,7 @@ class PipelineOptimizer(nnx.Optimizer[Pipeline]):
             )
         flat = nnx.to_flat_state(nnx.state(self))
         held = [(path, v) for path, v in flat if LAYERS in metadata(v)]
-        check_layout("the optimizer", model.schedule.stages_of, self.layout, held)
+        check_layout("the optimizer", model.plan.stages_of, self.layout, held)
         return super().update(model, grads, **extra)
 
     def _put_away(self, model: Pipeline) -> None:
@@ -239,7 +239,7 @@ class _Layered:
         self._tx, self._home = optax.with_extra_args_support(tx), pipe.plan.home
         self._view, self._mesh = layer_view(pipe, trained=True), pipe.plan.mesh
         own = optax.GradientTransformationExtraArgs(self.init, self.update)
-        parts = trained_parts(pipe.trained, pipe.chunks, pipe.schedule.stages_of)
+        parts = trained_parts(pipe.trained, pipe.chunks, pipe.plan.stages_of)
         self.transformation = _leaving_frozen(own, parts)
         self._plans: dict[Any, StatePlan] = {}
         self._jitted = jax.jit(self._update, inline=True), jax.jit(self._init, inline=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -14,9 +15,10 @@ from pipeline.base.checks import ModelChecks
 from pipeline.core.model.loss import Loss
 from pipeline.core.options.compiled import Compiled, Programs, StepFacts
 from pipeline.core.options.options import Options
+from pipeline.core.placement.stage_meshes import axes_of
 from schedules.clocks.shared import Shared
 from schedules.core.costs import Costs, is_last_forward_free
-from schedules.families.accumulation import is_accumulation
+from schedules.families.accumulation import accumulation, is_accumulation
 from schedules.lowering.hosted import Keep
 from schedules.lowering.lower import lower
 from schedules.lowering.program import Program
@@ -51,6 +53,9 @@ class Plan(Options):
       options: the options as the user gave them.
       lint: the checks of the model.
       entries: the module of the engine's entry points.
+      stage_meshes: [S] those of unlike ranks, with the same axes; ``mesh`` is then that of the last
+        stage's rank, where losses and outputs are.
+      whole: the plan of all ranks, if this is the plan of one of them (`of_ranks`).
       stack: K, of stages that were given as one module of which nothing shows that it is a stack.
       programs: the way to the pipeline's compiled functions.
     """
@@ -69,6 +74,8 @@ class Plan(Options):
     options: Options = field(repr=False)
     lint: ModelChecks = field(repr=False)
     entries: Any = field(repr=False)
+    stage_meshes: tuple[Mesh, ...] | None = None
+    whole: Plan | None = field(default=None, repr=False)
     stack: int = 0
     programs: Programs = field(default_factory=Programs, repr=False)
 
@@ -98,6 +105,45 @@ class Plan(Options):
             "a Pipeline cannot be pickled: it lies on devices of this process; pickle what it is "
             "made of, (pipe.stages(), pipe.embed, pipe.head), and give that to Pipeline(...) with "
             "the same options where it is loaded; nnx.clone and copy.deepcopy copy it here"
+        )
+
+    @property
+    def stages_of(self) -> Sequence[Sequence[int]]:
+        """The stages of each row of each chunk's arrays: [S] lists of V, by rank.
+
+        Stages of ranks whose meshes are unlike have arrays of their own: one row, of K chunks.
+        """
+        if self.stage_meshes is None:
+            return self.schedule.stages_of
+        return [range(self.schedule.num_stages)]
+
+    def mesh_at(self, path: Sequence[Any]) -> Mesh:
+        """The mesh of the pipeline's variable at a path, with the axis types that state has."""
+        if self.stage_meshes is None:
+            return self.home
+        if path[0] == "chunks":
+            return self.mesh_of_stage(int(path[1]))
+        return self.mesh_of_stage(0) if tuple(path[:2]) == ("ends", "embed") else self.mesh
+
+    def mesh_of_stage(self, stage: int) -> Mesh:
+        """The mesh of a stage's rank, if it has one of its own; else that of all ranks."""
+        meshes = self.stage_meshes
+        return self.mesh if meshes is None else meshes[self.schedule.placement[stage]]
+
+    @functools.cached_property
+    def of_ranks(self) -> tuple[Plan, ...]:
+        """[S] the plans of ranks whose meshes are unlike; else this plan, which all ranks have.
+
+        In the plan of one rank all K stages are its own: so the whole model is traced on its mesh.
+        """
+        if self.stage_meshes is None:
+            return (self,) * self.schedule.num_ranks
+        given = self.schedule.num_stages, self.schedule.num_microbatches
+        one: dict[str, Any] = {"schedule": accumulation(*given), "whole": self}
+        axes = axes_of(self.axes, self.stage_meshes)
+        return tuple(
+            dataclasses.replace(self, mesh=mesh, home=mesh, axes=own, stage_meshes=None, **one)
+            for mesh, own in zip(self.stage_meshes, axes, strict=True)
         )
 
     @property
