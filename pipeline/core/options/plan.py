@@ -55,7 +55,7 @@ class Plan(Options):
       entries: the module of the engine's entry points.
       stage_meshes: [S] those of unlike ranks, with the same axes; ``mesh`` is then that of the last
         stage's rank, where losses and outputs are.
-      whole: the plan of all ranks, if this is the plan of one of them (`of_ranks`).
+      orders: the timetable of all ranks, if this is the plan of one of them (`of_ranks`).
       stack: K, of stages that were given as one module of which nothing shows that it is a stack.
       programs: the way to the pipeline's compiled functions.
     """
@@ -75,7 +75,7 @@ class Plan(Options):
     lint: ModelChecks = field(repr=False)
     entries: Any = field(repr=False)
     stage_meshes: tuple[Mesh, ...] | None = None
-    whole: Plan | None = field(default=None, repr=False)
+    orders: Schedule | None = None
     stack: int = 0
     programs: Programs = field(default_factory=Programs, repr=False)
 
@@ -118,19 +118,19 @@ class Plan(Options):
         return [range(self.schedule.num_stages)]
 
     def mesh_at(self, path: Sequence[Any]) -> Mesh:
-        """The mesh of the pipeline's variable at a path, with the axis types that state has."""
-        if self.stage_meshes is None:
-            return self.home
-        if path[0] == "chunks":
-            return self.mesh_of_stage(int(path[1]))
-        return self.mesh_of_stage(0) if tuple(path[:2]) == ("ends", "embed") else self.mesh
+        """The mesh of a variable of the pipeline, or of an optimizer's state for it."""
+        if self.stage_meshes is not None and "chunks" in path:
+            return self.mesh_of_stage(int(path[path.index("chunks") + 1]))
+        if self.stage_meshes is not None and "embed" in path:
+            return self.mesh_of_stage(0)
+        return self.mesh
 
     def mesh_of_stage(self, stage: int) -> Mesh:
         """The mesh of a stage's rank, if it has one of its own; else that of all ranks."""
         meshes = self.stage_meshes
         return self.mesh if meshes is None else meshes[self.schedule.placement[stage]]
 
-    @functools.cached_property
+    @property
     def of_ranks(self) -> tuple[Plan, ...]:
         """[S] the plans of ranks whose meshes are unlike; else this plan, which all ranks have.
 
@@ -139,10 +139,10 @@ class Plan(Options):
         if self.stage_meshes is None:
             return (self,) * self.schedule.num_ranks
         given = self.schedule.num_stages, self.schedule.num_microbatches
-        one: dict[str, Any] = {"schedule": accumulation(*given), "whole": self}
+        one: dict[str, Any] = {"schedule": accumulation(*given), "orders": self.schedule}
         axes = axes_of(self.axes, self.stage_meshes)
         return tuple(
-            dataclasses.replace(self, mesh=mesh, home=mesh, axes=own, stage_meshes=None, **one)
+            dataclasses.replace(self, mesh=mesh, home=mesh, axes=own, **one)
             for mesh, own in zip(self.stage_meshes, axes, strict=True)
         )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from pipeline.base.tree import Leaves, Tree
 from pipeline.core.model.model import Weights
@@ -50,9 +51,9 @@ class JoinedFinish:
     """
 
     def __init__(self, ranks: Sequence[RankModel], results: Results, _: Any) -> None:
-        self._of, plan = ranks[0], ranks[0].traced.options.plan
+        self._of, mesh = ranks[0], ranks[0].traced.options.plan.mesh
         sums = self._of.traced.sums
-        self._run = lower_finish(self._of, plan, sums, results.of, results.specs).compile()
+        self._run = lower_finish(self._of, mesh, sums, results.of, results.specs).compile()
         self._whole: Leaves = []
 
     def place(self, leaves: Leaves) -> dict[int, Leaves]:
@@ -81,7 +82,6 @@ class FinishByRank:
         self, ranks: Sequence[RankModel], results: Results, compiled: Mapping[Any, Any]
     ) -> None:
         options, self._ranks = ranks[0].traced.options, ranks
-        whole: Any = options.plan.whole
         placement = options.schedule.placement
         self._owners = jax.tree.map(lambda stage: placement[stage], results.stages)
         self._last = placement[-1]
@@ -97,7 +97,8 @@ class FinishByRank:
             sums |= {name: of.traced.sums[name] for name in self._of_last}
             specs = self._only(rank, results.specs)
             run = self._own_results(rank, results.of)
-            self._finish[rank] = lower_finish(of, whole.of_ranks[rank], sums, run, specs).compile()
+            mesh = of.operands.meshes.ranks[rank]
+            self._finish[rank] = lower_finish(of, mesh, sums, run, specs).compile()
         self._reads = {rank: self._operands_read(rank, compiled) for rank in self._finish}
 
     def _only(self, rank: int, tree: Tree) -> Tree:
@@ -153,21 +154,21 @@ class FinishByRank:
 
 def lower_finish(
     of: RankModel,
-    plan: Plan,
+    mesh: Mesh,
     sums: dict[str, Leaves],
     results: Callable[..., Any],
     out_specs: Any,
 ) -> jax.stages.Lowered:
-    """The program after the last action, on the mesh of a plan.
+    """The program after the last action.
 
     Args:
       of: the model.
-      plan: of the pipeline, or of a rank whose mesh is its own.
+      mesh: of the pipeline, or of a rank that has its own.
       sums: the types of those that are given.
       results: as of `Results`.
       out_specs: the specs of what it makes.
     """
-    traced, operands = of.traced, of.operands
+    traced, operands, plan = of.traced, of.operands, of.traced.options.plan
 
     def finish(leaves: list[Any], given: Any, factors: Any) -> Any:
         weights, batch, _ = operands.of(leaves)
@@ -178,12 +179,12 @@ def lower_finish(
     of_values = operands.meshes.value_specs((sums, traced.factors))
     run = jax.shard_map(
         finish,
-        mesh=plan.mesh,
+        mesh=mesh,
         in_specs=(operands.manual, *of_values),
         out_specs=out_specs,
         axis_names=plan.axes.manual,
         check_vma=plan.tracks_varying,
     )
-    factors = operands.meshes.value_types(traced.factors, plan.mesh)
-    types = operands.whole_types(plan.mesh), operands.sum_types(sums, plan.mesh), factors
+    factors = operands.meshes.value_types(traced.factors, mesh)
+    types = operands.whole_types(mesh), operands.sum_types(sums, mesh), factors
     return without_warnings_of_donation(jax.jit(run, donate_argnums=1).trace(*types).lower)

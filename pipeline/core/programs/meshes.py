@@ -44,13 +44,13 @@ class RankMeshes:
         names = plan.mesh.axis_names
         self._manual = tuple(axis for axis in names if axis in plan.axes.manual)
         self.abstract: AbstractMesh
-        if plan.whole is None:
+        if plan.stage_meshes is None:
             rows = range(plan.mesh.shape[STAGE])
             of = [plan.mesh.devices.take([rank], names.index(STAGE)) for rank in rows]
             self.ranks = [Mesh(devices, names) for devices in of]
             self.abstract = self.ranks[0].abstract_mesh
         else:
-            self.ranks = [of_rank.mesh for of_rank in plan.whole.of_ranks]
+            self.ranks = list(plan.stage_meshes)
             self.abstract = plan.mesh.abstract_mesh
         self.local_ranks = [rank for rank, mesh in enumerate(self.ranks) if mesh.local_devices]
         # Kept, for JAX looks for a sharding's devices once per object.

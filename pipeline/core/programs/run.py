@@ -5,6 +5,7 @@ Letters: S ranks, K stages, M microbatches.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from pipeline.base.tree import real
+from pipeline.base.tree import Leaves, real
 from pipeline.core.model.loss import mean_of
 from pipeline.core.model.model import Batch, Weights
 from pipeline.core.options.plan import Plan
@@ -48,17 +49,17 @@ class Dispatch:
     """An action, and its values.
 
     Attributes:
+      action: it.
       rank: the rank that runs it.
       program: the op, and the first stage that has the same program.
-      microbatch: its number.
       sums: the names of the sums that it adds to.
       reads: by kind, a value that it reads, and whether no later action reads it.
       writes: by kind, a value that it writes.
     """
 
+    action: Action
     rank: int
     program: tuple[Op, int]
-    microbatch: int
     sums: tuple[str, ...]
     reads: Mapping[str, tuple[Key, bool]]
     writes: Mapping[str, Key]
@@ -95,6 +96,7 @@ class StepPrograms:
       results: makes the results of the step.
 
     Attributes:
+      schedule: the orders of ranks.
       ranks: [S] the model of each rank, the same of ranks whose meshes are alike.
       order: the calls of this process, in order.
       compiled: the functions that they call.
@@ -121,6 +123,7 @@ class StepPrograms:
             facts, traced = options.plan.facts, [of.traced for of in self.ranks]
             facts.unsplit = tuple(dict.fromkeys(part for of in traced for part in of.unsplit))
             facts.straight = False
+        self.schedule = options.schedule
         self.meshes = self.ranks[0].operands.meshes
         local = set(self.meshes.local_ranks)
         self.order = [one for one in make_order(self.ranks) if local & set(one.ranks)]
@@ -139,7 +142,7 @@ class StepPrograms:
             of, sums = self.ranks[rank], self.ranks[rank].traced.sums_on(rank)
             key = of, *sums
             if not jax.tree.leaves((sums, of.traced.factors)):
-                lowered["begin", rank] = lambda of_none=(sums, {}): lambda _: of_none
+                lowered["begin", rank] = functools.partial(_begin_nothing, sums)
                 continue
             if key not in programs:
                 programs[key] = begin_program(of.traced, of.operands, sums)
@@ -185,11 +188,22 @@ class StepPrograms:
                 for kind, (key, is_last) in one.reads.items()
             }
             added = {name: sums[rank][name] for name in one.sums}
-            arguments = added, reads, numbers[rank][one.microbatch], operands[rank], factors[rank]
+            arguments = (
+                added,
+                reads,
+                numbers[rank][one.action.microbatch],
+                operands[rank],
+                factors[rank],
+            )
             added, left = compiled[one.program, rank](*arguments)
             sums[rank] |= added
             values |= {key: left[kind] for kind, key in one.writes.items()}
         return self._finish(operands, sums, factors)
+
+
+def _begin_nothing(sums: dict[str, Leaves]) -> Callable[[Any], Any]:
+    """The program before the first action of a rank that adds up nothing."""
+    return lambda _: (sums, {})
 
 
 def _of_outputs(options: StepOptions, weights: Weights, batch: Batch) -> StepPrograms:
@@ -241,7 +255,7 @@ def make_order(ranks: Sequence[RankModel]) -> list[Dispatch | Send]:
         if target is None:
             reads = {kind: (key, last[key] == n) for kind, key in read_by(action).items()}
             program, sums = (op, of.stages[stage].representative), sums_of(of, op, rank)
-            results.append(Dispatch(rank, program, microbatch, sums, reads, writes))
+            results.append(Dispatch(action, rank, program, sums, reads, writes))
             continue
         for kind, to, _ in writes.values():
             if schedule.placement[to] == target:

@@ -59,7 +59,7 @@ class StepOptions:
     @property
     def schedule(self) -> Schedule:
         """The orders of the ranks."""
-        whole = (self.plan.whole or self.plan).schedule
+        whole = self.plan.orders or self.plan.schedule
         return whole if self.request.training else whole.forward()
 
     @property
@@ -295,7 +295,7 @@ def trace(options: StepOptions, weights: Weights, batch: Batch, given: StepInput
         inspected=_without_arrays(step.inspected, numbers),
         factors=factors,
         sums=sums,
-        stages_of_sums=step.stages_of_sums() if plan.whole else {},
+        stages_of_sums=step.stages_of_sums() if plan.orders else {},
         is_narrow=any(map(narrows, bodies)),
         needs_ratio=needs_ratio,
         stages=stages,

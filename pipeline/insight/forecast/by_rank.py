@@ -19,9 +19,9 @@ from pipeline.base.tree import Tree, nbytes
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.programs import runtime
-from pipeline.core.programs.program import find_operands, trace_model
+from pipeline.core.programs.program import RankModel, trace_ranks
 from pipeline.core.programs.run import Dispatch, Key, Send, StepPrograms, make_order
-from pipeline.core.programs.traced import StepInputs, Traced
+from pipeline.core.programs.traced import StepInputs
 from pipeline.insight.forecast.ahead import check_optimizer
 from pipeline.insight.forecast.bytes import plural
 from pipeline.lint.placed import placed
@@ -73,13 +73,15 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
     Not counted: the forward actions of a loss that the step needs before it runs, the numbers of
     microbatches and, between processes, the zeros that a receiver gives an exchange.
     """
-    operands = find_operands(runtime.training_options(plan, model), weights, batch, StepInputs())
-    traced = trace_model(operands)
-    given, rows, _ = operands.of(operands.types)
-    added = operands.sum_types(traced.sums), operands.meshes.value_types(traced.factors)
-    of_weights, of_batch, of_sums = map(_bytes_on_device, (given, rows, added))
-    ranks = [RankBytes(of_weights, of_batch, of_sums) for _ in plan.schedule.orders]
-    for one, held in held_before_calls(make_order(traced), traced):
+    models = trace_ranks(runtime.training_options(plan, model), weights, batch, StepInputs())
+    ranks = []
+    for rank, of in enumerate(models):
+        operands, factors = of.operands, of.operands.meshes.value_types(of.traced.factors)
+        given, rows, _ = operands.of(operands.types)
+        added = operands.sum_types(of.traced.sums_on(rank)), factors
+        of_weights, of_batch, of_sums = map(_bytes_on_device, (given, rows, added))
+        ranks.append(RankBytes(of_weights, of_batch, of_sums))
+    for one, held in held_before_calls(make_order(models), models):
         for rank, values in held.items():
             if (size := sum(values.values())) > ranks[rank].values:
                 counts = Counter(_NAMES.get(kind, kind) for kind, *_ in values)
@@ -98,14 +100,16 @@ def _bytes_on_device(types: Tree) -> int:
 
 
 def held_before_calls(
-    order: Sequence[Dispatch | Send], traced: Traced
+    order: Sequence[Dispatch | Send], ranks: Sequence[RankModel]
 ) -> Iterator[tuple[Dispatch | Send, dict[int, dict[Key, int]]]]:
     """Each call of a step, and by rank the bytes of the values that are held before it."""
     held: dict[int, dict[Key, int]] = defaultdict(dict)
+    placement = ranks[0].traced.options.schedule.placement
 
     def size(key: Key) -> int:
         kind, stage, _ = key
-        return sum(map(nbytes, jax.tree.leaves(getattr(traced.stages[stage], kind))))
+        types = ranks[placement[stage]].traced.stages[stage]
+        return sum(map(nbytes, jax.tree.leaves(getattr(types, kind))))
 
     for one in order:
         yield one, held
@@ -122,7 +126,7 @@ def held_before_calls(
 
 def add_compiled(ranks: Sequence[RankBytes], step: StepPrograms) -> None:
     """Set `compiled` of this process's ranks to their peak while an action runs."""
-    for one, held in held_before_calls(make_order(step.traced), step.traced):
+    for one, held in held_before_calls(make_order(step.ranks), step.ranks):
         if isinstance(one, Dispatch) and (rank := one.rank) in step.meshes.local_ranks:
             found = step.compiled[one.program, rank].memory_analysis()
             beside = found.output_size_in_bytes - found.alias_size_in_bytes
