@@ -462,6 +462,12 @@ class Pipeline(nnx.Module):
                 f"were up to 22% wrong; call calibrate(inputs, targets) on devices of that kind, "
                 f"or give Pipeline(costs=Costs(...))"
             )
+        if self.plan.stage_meshes is not None:
+            raise ValueError(
+                "calibrate() runs all stages on the devices of one rank, and stage_meshes= gives "
+                "each rank other devices: measure stages by pipe.trace(inputs, targets), whose "
+                "report has costs, or calibrate pipe.replace(stage_meshes=None, mesh=mesh)"
+            )
         given = inputs, targets, extras
         operands = self._operands(*given, "calibrate")
         check_arrays("calibrate", operands)
@@ -552,7 +558,10 @@ class Pipeline(nnx.Module):
             with self._entered():
                 weights, batch = meshes.untyped(types(arrays), plan.mesh)
                 _warn_of_memory(plan, model, weights, batch)
-                runtime.train.trace(plan, model, weights, batch)
+                if plan.stage_meshes is None:
+                    runtime.train.trace(plan, model, weights, batch)
+                else:
+                    plan.entries.trace_ranks(plan, model, weights, batch)
         for one in caught:
             if not issubclass(one.category, ModelWarning):
                 warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
@@ -834,10 +843,11 @@ def _check_one_program(plan: Plan, method: str) -> None:
       ValueError: it is several.
     """
     if plan.engine != "scan":
+        also = "" if plan.stage_meshes is None else ", stage_meshes=None, mesh=mesh"
         raise ValueError(
             f"{method} looks at the one program of engine='scan', and a step of "
-            f"engine={plan.engine!r} is many: call it on pipe.replace(engine='scan'), which has "
-            f"the same stages and weights"
+            f"engine={plan.engine!r} is many: call it on pipe.replace(engine='scan'{also}), which "
+            f"has the same stages and weights"
         )
 
 

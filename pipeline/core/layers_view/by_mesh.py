@@ -143,9 +143,9 @@ class _Program:
             return max([0, *(keys[v][0] + (keys[v][1] != place) for v in of)])
 
         for eqn in jaxpr.eqns:
-            reads = {var for var in operands(eqn) if var in keys}
-            of = reads.union(*(numbers.get(var, ()) for var in operands(eqn)))
-            found = self._place_of_equation(eqn, {var: keys[var][1] for var in reads}, home)
+            reads = {var: keys[var][1] for var in operands(eqn) if var in keys}
+            of = {*reads}.union(*(numbers.get(var, ()) for var in operands(eqn)))
+            found = self._place_of_equation(eqn, reads, home)
             if found is None:
                 numbers |= dict.fromkeys(eqn.outvars, of)
             else:

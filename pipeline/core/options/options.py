@@ -193,7 +193,8 @@ class Options:
         check_data_parallel(self.data_parallel, self.gather)
         check_functions(sharding=self.sharding)
         if self.stage_meshes is not None:
-            check_excluded(engine=self.engine, mesh=self.mesh)
+            excluded: Any = {"mesh": self.mesh, "auto_axes": self.auto_axes}
+            check_excluded(engine=self.engine, **excluded)
             object.__setattr__(self, "stage_meshes", check_stage_meshes(self.stage_meshes))
         object.__setattr__(self, "auto_axes", check_axes(self.auto_axes))
         check_vocabulary(self.vocabulary)

@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 
 from jax.sharding import Mesh
 
+from collectives import STAGE
 from pipeline.base.axes import Axes
 from pipeline.base.checks import ModelChecks
 from pipeline.core.model.loss import Loss
@@ -116,6 +117,15 @@ class Plan(Options):
         if self.stage_meshes is None:
             return self.schedule.stages_of
         return [range(self.schedule.num_stages)]
+
+    @functools.cached_property
+    def rank_meshes(self) -> tuple[Mesh, ...]:
+        """[S] the mesh of each rank's devices, on which ``stage`` has one entry."""
+        if self.stage_meshes is not None:
+            return self.stage_meshes
+        names, size = self.mesh.axis_names, self.mesh.shape[STAGE]
+        parts = (self.mesh.devices.take([rank], names.index(STAGE)) for rank in range(size))
+        return tuple(Mesh(devices, names) for devices in parts)
 
     def mesh_at(self, path: Sequence[Any]) -> Mesh:
         """The mesh of a variable of the pipeline, or of an optimizer's state for it."""

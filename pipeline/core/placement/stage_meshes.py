@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.sharding import AxisType, Mesh
 
 from collectives import STAGE
@@ -25,7 +26,8 @@ def check_stage_meshes(given: Any) -> tuple[Mesh, ...]:
       given: as the user gave it.
 
     Raises:
-      ValueError: no meshes, a mesh of several stages, or two that have a device in common.
+      ValueError: no meshes, a mesh of several stages or of another process, or two that have a
+        device in common.
     """
     remedy = "give one jax.sharding.Mesh for each rank, such as stage_meshes=[encoder, decoder]"
     is_list = isinstance(given, Sequence) and not isinstance(given, str)
@@ -40,6 +42,12 @@ def check_stage_meshes(given: Any) -> tuple[Mesh, ...]:
                 f"is the mesh of one rank; {remedy}"
             )
         for device in mesh.devices.flat:
+            if device.process_index != jax.process_index():
+                raise ValueError(
+                    f"stage_meshes[{rank}] has {device} of process {device.process_index}, and "
+                    f"this is process {jax.process_index()}: meshes of unlike ranks lie in one "
+                    f"process; give all ranks of several processes one shape, with mesh="
+                )
             if device in rank_of:
                 raise ValueError(
                     f"stage_meshes[{rank_of[device]}] and stage_meshes[{rank}] overlap: both have "

@@ -137,10 +137,12 @@ class FinishByRank:
         """The results of the step, each on the mesh of its rank."""
         parts = [self._sent({n: of[n] for n in self._common}, self._last) for of in sums.values()]
         common = self._add(parts) | {name: sums[self._last][name] for name in self._of_last}
-        found = []
-        for rank, finish in self._finish.items():
-            given = sums[rank] | self._sent(common, rank)
-            found.append(finish(operands[rank], given, factors[rank]))
+        # All are sent before the first finish, which takes the memory of its own.
+        given = {rank: of | self._sent(common, rank) for rank, of in sums.items()}
+        found = [
+            finish(operands[rank], given[rank], factors[rank])
+            for rank, finish in self._finish.items()
+        ]
         is_none = lambda x: x is None  # noqa: E731
         return jax.tree.map(lambda owner, *of: of[owner], self._owners, *found, is_leaf=is_none)
 

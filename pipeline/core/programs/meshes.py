@@ -43,15 +43,9 @@ class RankMeshes:
         self._mesh, self._tracks = plan.mesh, plan.tracks_varying
         names = plan.mesh.axis_names
         self._manual = tuple(axis for axis in names if axis in plan.axes.manual)
-        self.abstract: AbstractMesh
-        if plan.stage_meshes is None:
-            rows = range(plan.mesh.shape[STAGE])
-            of = [plan.mesh.devices.take([rank], names.index(STAGE)) for rank in rows]
-            self.ranks = [Mesh(devices, names) for devices in of]
-            self.abstract = self.ranks[0].abstract_mesh
-        else:
-            self.ranks = list(plan.stage_meshes)
-            self.abstract = plan.mesh.abstract_mesh
+        self.ranks = plan.rank_meshes
+        like = plan.mesh if plan.stage_meshes else self.ranks[0]
+        self.abstract: AbstractMesh = like.abstract_mesh
         self.local_ranks = [rank for rank, mesh in enumerate(self.ranks) if mesh.local_devices]
         # Kept, for JAX looks for a sharding's devices once per object.
         self.sharding = functools.cache(lambda rank, spec: NamedSharding(self.ranks[rank], spec))

@@ -231,7 +231,7 @@ class RankModel:
     traced: Traced
 
 
-def trace_ranks(
+def rank_models(
     options: StepOptions, weights: Weights, batch: Batch, given: StepInputs
 ) -> list[RankModel]:
     """[S] the model of each rank, traced once for all whose meshes are alike."""

@@ -27,9 +27,9 @@ from pipeline.core.programs.program import (
     RankProgram,
     action_program,
     begin_program,
+    rank_models,
     reads_of,
     sums_of,
-    trace_ranks,
     writes_of,
 )
 from pipeline.core.programs.traced import StepInputs, StepOptions
@@ -112,13 +112,13 @@ class StepPrograms:
         results: Results,
     ) -> None:
         self.ratio: StepPrograms | None = None
-        self.ranks = trace_ranks(options, weights, batch, given)
+        self.ranks = rank_models(options, weights, batch, given)
         if self.ranks[0].traced.needs_ratio:
             # The step needs its loss before it runs: all forwards run first, for that alone.
             self.ratio = _of_outputs(options, weights, batch)
             number = jax.ShapeDtypeStruct((), real())
             given = replace(given, ratio=(number, number))
-            self.ranks = trace_ranks(options, weights, batch, given)
+            self.ranks = rank_models(options, weights, batch, given)
         if options.request.training:
             facts, traced = options.plan.facts, [of.traced for of in self.ranks]
             facts.unsplit = tuple(dict.fromkeys(part for of in traced for part in of.unsplit))

@@ -23,7 +23,7 @@ from pipeline.core.placement.meshes import mesh_in_force, mesh_text
 from pipeline.core.placement.zero import constrain
 from pipeline.core.programs.checks import check
 from pipeline.core.programs.finish import Results
-from pipeline.core.programs.program import trace_ranks
+from pipeline.core.programs.program import RankModel, rank_models
 from pipeline.core.programs.run import StepPrograms
 from pipeline.core.programs.traced import StepInputs, StepOptions
 from pipeline.core.step.ranks import gradient_specs, input_specs, manual
@@ -37,7 +37,7 @@ from pipeline.core.step.results import (
 )
 from pipeline.core.step.run.places import StepRequest
 
-__all__ = "check", "evaluate", "logprobs", "narrows_train", "outputs", "train"
+__all__ = "check", "evaluate", "logprobs", "narrows_train", "outputs", "trace_ranks", "train"
 
 _TRACED = (
     "engine='programs' calls a compiled function for each action, which nothing that traces the "
@@ -95,10 +95,17 @@ def training_options(
     return StepOptions(plan, model, request, counts=True, normalise=normalise)
 
 
+def trace_ranks(
+    plan: Plan, model: Model, weights: Weights, batch: Batch, **wanted: bool
+) -> list[RankModel]:
+    """[S] the model of each rank, of which the programs of `train` are made."""
+    options = training_options(plan, model, **wanted)
+    return rank_models(options, weights, batch, StepInputs())
+
+
 def narrows_train(plan: Plan, model: Model, weights: Weights, batch: Batch, **wanted: bool) -> bool:
     """Tell whether a step computes in floats in which gradients vanish or overflow."""
-    options = training_options(plan, model, **wanted)
-    ranks = trace_ranks(options, weights, batch, StepInputs())
+    ranks = trace_ranks(plan, model, weights, batch, **wanted)
     return any(of.traced.is_narrow for of in ranks)
 
 

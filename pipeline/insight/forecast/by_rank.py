@@ -19,9 +19,8 @@ from pipeline.base.tree import Tree, nbytes
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.programs import runtime
-from pipeline.core.programs.program import RankModel, trace_ranks
+from pipeline.core.programs.program import RankModel
 from pipeline.core.programs.run import Dispatch, Key, Send, StepPrograms, make_order
-from pipeline.core.programs.traced import StepInputs
 from pipeline.insight.forecast.ahead import check_optimizer
 from pipeline.insight.forecast.bytes import plural
 from pipeline.lint.placed import placed
@@ -73,11 +72,13 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
     Not counted: the forward actions of a loss that the step needs before it runs, the numbers of
     microbatches and, between processes, the zeros that a receiver gives an exchange.
     """
-    models = trace_ranks(runtime.training_options(plan, model), weights, batch, StepInputs())
+    models = runtime.trace_ranks(plan, model, weights, batch)
     ranks = []
     for rank, of in enumerate(models):
         operands, factors = of.operands, of.operands.meshes.value_types(of.traced.factors)
         given, rows, _ = operands.of(operands.types)
+        if plan.stage_meshes is not None:
+            given, rows = _on_rank(plan, rank, weights, given, rows)
         added = operands.sum_types(of.traced.sums_on(rank)), factors
         of_weights, of_batch, of_sums = map(_bytes_on_device, (given, rows, added))
         ranks.append(RankBytes(of_weights, of_batch, of_sums))
@@ -89,6 +90,17 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
         if isinstance(one, Send):
             ranks[one.ranks[0]].sent += held[one.ranks[0]][one.key]
     return ranks
+
+
+def _on_rank(plan: Plan, rank: int, weights: Weights, types: Weights, batch: Batch) -> Any:
+    """The types of a rank's own state, and of what it reads of the batch, on a mesh of its own.
+
+    Embed reads inputs and the loss targets; extras reach every stage.
+    """
+    pairs = zip(jax.tree.leaves(types), jax.tree.leaves(weights), strict=True)
+    own = [t for t, x in pairs if x.sharding.device_set == {*plan.rank_meshes[rank].devices.flat}]
+    first, last = plan.schedule.placement[0] == rank, plan.schedule.placement[-1] == rank
+    return own, (batch.extras, [batch.inputs] * first, [batch.targets] * last)
 
 
 def _bytes_on_device(types: Tree) -> int:
@@ -160,6 +172,19 @@ def describe_ranks(
         add_compiled(ranks, runtime.training_programs(plan, *operands))
     lines = [rank.line(number) for number, rank in enumerate(ranks)]
     if optimizer is not None:
-        size = sum(one.device_bytes for one in placed(nnx.state(optimizer), plan.mesh))
-        lines.append(f"  optimizer state on each rank: {size:,}")
+        lines.append(f"  optimizer state on each rank: {_optimizer_bytes(plan, optimizer)}")
     return ["bytes by rank between actions, predicted:", *lines]
+
+
+def _optimizer_bytes(plan: Plan, optimizer: nnx.Optimizer[Any]) -> str:
+    """The bytes of its state on a device of each rank: one number if all ranks have one mesh."""
+    state = nnx.state(optimizer)
+    if plan.stage_meshes is None:
+        return f"{sum(one.device_bytes for one in placed(state, plan.mesh)):,}"
+    sizes = [0] * len(plan.rank_meshes)
+    for leaf in jax.tree.leaves(state):
+        for rank, mesh in enumerate(plan.rank_meshes):
+            if leaf.sharding.device_set == {*mesh.devices.flat}:
+                shape = leaf.sharding.shard_shape(leaf.shape)
+                sizes[rank] += nbytes(jax.ShapeDtypeStruct(shape, leaf.dtype))
+    return ", ".join(f"{size:,}" for size in sizes)
