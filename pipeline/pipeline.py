@@ -28,7 +28,7 @@ from pipeline.core.model.loss import check_has_aux
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.model.randomness import counting, with_counts
 from pipeline.core.model.shared_variables import unshared
-from pipeline.core.model.stage import Ends, check_kinds, count_stages, is_stacked, take_stage
+from pipeline.core.model.stage import check_kinds, count_stages, is_stacked, take_stage
 from pipeline.core.model.trained import Trained
 from pipeline.core.model.trained_filters import trained_by, trained_lines
 from pipeline.core.model.trained_state import check_order, check_state, keep_state
@@ -125,8 +125,8 @@ class Pipeline(nnx.Module):
         stages, self.ignored = ignoring(stages, options.ignore)
         checks.warn_of_attributes(stages)
         given = [*([stages] if is_stacked(stages) else stages), ends.embed, ends.head, loss_fn]
-        for mesh, parts in _parts_on_meshes(plan, stages, ends).items():
-            check_pieces(parts, mesh, plan.auto_axes)
+        for mesh in plan.stage_meshes or (plan.mesh,):  # a stage is traced on each
+            check_pieces(given, mesh, plan.auto_axes)
         named, asked = options.sharding, None
         if named is not None:
             asked = Asked(named, variables_of(stages, ends))
@@ -849,17 +849,6 @@ def _check_one_program(plan: Plan, method: str) -> None:
             f"engine={plan.engine!r} is many: call it on pipe.replace(engine='scan'{also}), which "
             f"has the same stages and weights"
         )
-
-
-def _parts_on_meshes(plan: Plan, stages: Any, ends: Ends) -> dict[Mesh, list[Any]]:
-    """Stages, embed and head by the mesh that they run on."""
-    K = plan.schedule.num_stages
-    of_stages = [stages] * K if is_stacked(stages) else stages
-    parts = [*enumerate(of_stages), (0, ends.embed), (K - 1, ends.head)]
-    on: dict[Mesh, list[Any]] = {}
-    for k, part in parts:
-        on.setdefault(plan.mesh_of_stage(k), []).append(part)
-    return on
 
 
 def _warn_of_memory(
