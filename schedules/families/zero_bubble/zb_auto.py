@@ -16,11 +16,14 @@ behind its last I and no more, and the first rank idles (S - 1)(F + I + 2 comm) 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
+
+import numpy as np
 
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import is_number
-from schedules.core.costs import Costs, of_unit_length_by_default
+from schedules.core.costs import Costs, Times, of_unit_length_by_default
 from schedules.families.constructions.sizes import need_memory, need_stages_per_rank
 from schedules.families.constructions.zb_plan import Choices, Plan
 from schedules.orders.schedule import Schedule
@@ -89,7 +92,7 @@ def _plans(
             f"is held from I to W; give a number from 0 to 1"
         )
     costs = of_unit_length_by_default(costs)
-    table, lag = costs.table(num_stages).tolist(), costs.messages(num_ranks).tolist()
+    table, lag = _whole(costs.table(num_stages), costs.messages(num_ranks))
     for choices in itertools.starmap(Choices, itertools.product((False, True), repeat=3)):
         plan = Plan(num_microbatches, table, lag, limit, weight_memory, choices)
         plan.warm_up()
@@ -99,3 +102,14 @@ def _plans(
             plan.backward()
         plan.flush()
         yield choices, plan
+
+
+def _whole(*times: Times) -> Iterator[list[list[int]]]:
+    """Times as integers of 12 decimal digits.
+
+    The plan compares sums of them. In whole numbers equal sums are equal, whatever the unit of
+    time; with rounding errors a tie would fall one way in seconds and the other in milliseconds.
+    """
+    longest = max(float(one.max()) for one in times)
+    unit = 10.0 ** math.ceil(math.log10(longest)) if longest else 1.0
+    return (np.rint(one / unit * 1e12).astype(np.int64).tolist() for one in times)
