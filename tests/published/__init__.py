@@ -1,0 +1,1 @@
+"""Numbers that others published, each beside ours: ``python -m tests.published`` prints all."""
