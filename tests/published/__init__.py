@@ -1,1 +1,1 @@
-"""Numbers that others published, each beside ours: ``python -m tests.published`` prints all."""
+"""Published numbers compared with ours: ``python -m tests.published`` prints all rows."""

@@ -14,13 +14,16 @@ from bench.measure import table  # before jax: `bench` prepares the devices
 from tests.published import formulas, gpipe, steps, vocabulary, zero_bubble
 from tests.published.table import HEADER
 
+words = [word.casefold() for word in sys.argv[1:]]
 modules = gpipe, zero_bubble, vocabulary, formulas, steps
 tables = [
     one
     for module in modules
     for one in module.TABLES
-    if not sys.argv[1:] or any(word in one.source + one.place for word in sys.argv[1:])
+    if not words or any(word in f"{one.source} {one.place}".casefold() for word in words)
 ]
+if not tables:
+    sys.exit(f"no table has {' or '.join(words)} in its source or place")
 for one in tables:
     print(f"{one.source}, {one.place}: {one.quantity}. Ours: {one.model}.")
     cells = [one.line(row) for row in one.rows]

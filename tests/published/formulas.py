@@ -1,4 +1,4 @@
-"""Idle time and peaks that papers and READMEs state as formulas, on the event clock.
+"""Formulas of papers and READMEs for idle time and peaks, compared with the event clock.
 
 Messages are free, and F = I = W = 1 for a stage unless a row says otherwise. Peaks count inputs of
 stages. In sail-sg's README and PipeOffload B is our I; in DualPipe's README it is the whole B.
@@ -11,7 +11,7 @@ from typing import Any
 
 from schedules import Costs, Report, build, simulate
 from tests.published.table import Row, Table, row
-from tests.unit_schedules.test_groups import with_weights_at_once
+from tests.support.groups import with_weights_at_once
 
 SAIL = "[sail-sg](https://github.com/sail-sg/zero-bubble-pipeline-parallelism)"
 SPACE = (
@@ -44,9 +44,9 @@ def peak(*of: Any) -> float:
     return max(timed(*of).peak_activations)
 
 
-def bubble(name: str, S: int, M: int, V: int, *more: Any) -> float:
-    """Idle time over the span of 1F1B; a stage takes a V-th of a rank's time."""
-    return idle(name, S, M, V, *more) / V / max(timed("1f1b", S, M, 1).span)
+def bubble(*of: Any) -> float:
+    """Idle time over the family's own span."""
+    return idle(*of) / max(timed(*of).span)
 
 
 def memory(name: str, S: int, M: int, V: int, *more: Any) -> float:
@@ -65,14 +65,21 @@ _README = (  # family, V, inputs it may hold over S; bubble and memory over thos
 )
 
 
+WHY = {  # README: V-Min's bubble is "2B/3 + O(n) overhead"
+    "ZB1P": "B / 3 leaves out that its span is shorter",
+    "V-Half": "limits for many ranks",
+    "V-Min": "limits for many ranks",
+}
+
+
 def _readme() -> Iterator[Row]:
     for name, family, V, limit, bubbles, inputs in _README:
         for S, M in SIZES:
             of = family, S, M, V, UNITS, limit and limit * S
-            why = "limits for many ranks" * name.startswith("V-")
-            rate = bubbles * (S - 1) / (M + S - 1)
+            rate, why = bubbles * (S - 1) / (M + S - 1), WHY.get(name, "")
             yield row(f"{name}, {S}/{M}, bubble rate", rate, bubble, *of, reason=why)
-            yield row(f"{name}, {S}/{M}, memory", inputs, memory, *of, reason=why)
+            limits = why if name != "ZB1P" else ""
+            yield row(f"{name}, {S}/{M}, memory", inputs, memory, *of, reason=limits)
 
 
 def _space() -> Iterator[Row]:
@@ -123,7 +130,7 @@ def _pipeoffload() -> Iterator[Row]:
 BOTH = "bubble rates and memory"
 W_AT_ONCE = "`interleaved_zb`, W after I"
 TABLES = (
-    Table(SAIL, "README", BOTH, "idle over the span of 1F1B", 0, [*_readme()]),
+    Table(SAIL, "README", BOTH, "idle over its own span", 0, [*_readme()]),
     Table(SPACE, "table", "memory over 1F1B's", "F = I = W", 0, [*_space()]),
     Table(DUALPIPE, "README", "idle time and peaks", "`Costs(pair=F&B)`", 0, [*_dualpipe()]),
     Table(

@@ -1,4 +1,4 @@
-"""Measured training steps and the planner's seconds of them, the rows of `bench.recipes.table`."""
+"""Measured training steps (`bench.recipes.table`) and the planner's prediction of each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pipeline.planner.costs import ERROR
 from tests.published.table import Table, row
 
 MODEL = f"the planner; mean error of both {mean_error():.1%}, stated {ERROR:.0%}"
-SLOW = {"llama3.1-405b-v6e-256": "took 1.6 times as long"}
+SLOW = {"llama3.1-405b-v6e-256": "the cause is not known"}
 SOURCES = (
     ("[MaxText](https://github.com/AI-Hypercomputer/tpu-recipes)", "TPU recipes", MAXTEXT),
     ("[Megatron](https://arxiv.org/abs/2205.05198)", "table 5, as in calculon", MEGATRON),

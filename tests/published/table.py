@@ -1,4 +1,4 @@
-"""The one shape of all published numbers: a table of a source, whose rows are held against ours."""
+"""Tables of published numbers, with the function that computes ours and a tolerance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """A number that a source prints, what computes ours, and why they differ; "" if they do not."""
+    """A published number, the function that computes ours, and why they differ (else "")."""
 
     name: str
     published: float
@@ -30,8 +30,8 @@ class Table:
     Attributes:
       source: paper or repository, a Markdown link.
       place: the table there.
-      quantity: what the numbers are.
-      model: what ours assume, and which number is calibrated.
+      quantity: what the numbers are, and whether they were measured or calculated.
+      model: the assumptions of our calculation, and the calibrated number.
       tolerance: the largest error of a row without a reason; a row with a reason exceeds it.
       rows: the numbers.
       measured: whether the source measured them. The error is then relative, ours / published - 1;
@@ -51,7 +51,7 @@ class Table:
         return row.ours() / row.published - 1 if self.measured else row.ours() - row.published
 
     def keeps(self, row: Row) -> bool:
-        """Tell whether the error is as stated."""
+        """Tell whether the error is within the tolerance, or beyond it if the row has a reason."""
         return (abs(self.error(row)) <= self.tolerance + 1e-9) != bool(row.reason)
 
     def text(self, error: float, sign: str = "") -> str:
@@ -65,9 +65,15 @@ class Table:
 
     def summary(self) -> str:
         """The line of this table in docs/schedules.md."""
-        worst = max(abs(self.error(row)) for row in self.rows if not row.reason)
-        reasons = [row.reason for row in self.rows if row.reason]
-        more = [f"; {reasons.count(reason)} differ: {reason}" for reason in dict.fromkeys(reasons)]
+        errors: dict[str, list[float]] = {}
+        for row in self.rows:
+            errors.setdefault(row.reason, []).append(abs(self.error(row)))
+        worst = max(errors.pop(""))
+        more = [
+            f"; {len(each)} differ{'s' * (len(each) == 1)} by {'up to ' * (len(each) > 1)}"
+            f"{self.text(max(each))}: {reason}"
+            for reason, each in errors.items()
+        ]
         error = (self.text(worst) if worst > 1e-9 else "none") + "".join(more)
         cells = (
             f"{self.source}, {self.place}",

@@ -25,7 +25,7 @@ _TABLE_5 = (  # S, layers, width, positions; MFU in percent of the baseline, of 
     "32 64 5120 2048 42.81 37.28 28.97 20.86 45.85 45.92 45.90 46.11",
     "32 64 5120 4096 43.68 38.11 30.05 21.63 46.41 46.44 46.68 46.83",
 )
-_TABLE_6 = (  # the baseline of 32 ranks runs out of memory with the largest vocabulary
+_TABLE_6 = (  # the baseline of 32 ranks with the largest vocabulary is not printed
     "16 32 4096 2048 46.41 38.52 28.75 19.99 52.82 53.11 53.41 52.89",
     "16 32 4096 4096 50.01 41.17 31.36 21.90 58.69 58.56 58.44 57.59",
     "24 48 5120 2048 51.07 43.13 32.38 22.54 56.70 56.50 55.72 54.86",
@@ -57,7 +57,7 @@ def utilisation(family: str, sizes: Sizes, v: int, *shared: str) -> float:
 
 
 def grown(first: float, family: str, sizes: Sizes, v: int, *shared: str) -> float:
-    """Utilisation with a vocabulary, from that with the smallest."""
+    """Scale the measured MFU of the smallest vocabulary to another vocabulary."""
     least = utilisation(family, sizes, VOCABULARY[0], *shared)
     return first * utilisation(family, sizes, v, *shared) / least
 

@@ -29,7 +29,7 @@ def random_costs(rng: random.Random, S: int) -> Costs:
     return Costs(f, i, w, rng.choice((0, 0.1, 5)))
 
 
-@pytest.mark.parametrize("unit", [1e-310, 1e-3, 1000, 1e190])
+@pytest.mark.parametrize("unit", [1e-310, 1e-3, 1 / 7, 1 / 3, 60, 1000, 1e190])
 def test_a_plan_does_not_depend_on_the_unit_of_time(unit):
     """Rounding errors broke ties: with the last of these times .0023 was idle (issue 56)."""
     for S, M, costs, model, figure in FIGURES:
@@ -38,6 +38,11 @@ def test_a_plan_does_not_depend_on_the_unit_of_time(unit):
         first, other = (zb_auto(S, M, S, costs=one, **options) for one in (costs, others))
         assert first.orders == other.orders
         assert round(simulate(first, costs).bubble_rate, 4) == figure
+    # Times whose ratios have no decimals.
+    options = {"max_activations": 4.5, "weight_memory": 0.63}
+    times = [Costs(*(one * time for time in (5, 3, 5, 1))) for one in (1, unit)]
+    first, other = (zb_auto(3, 3, 3, costs=costs, **options) for costs in times)
+    assert first.orders == other.orders
 
 
 @pytest.mark.parametrize(("S", "M", "costs", "model", "figure"), FIGURES[:1])

@@ -180,7 +180,7 @@ class Plan:
         return max(self.bubble) - self.bubble[rank]
 
     def length(self) -> tuple[float, float]:
-        """The longest span, and the makespan; rounded, so that no rounding error decides."""
+        """The longest span, and the makespan, in 9 digits, for times may have been rounded."""
         spans = (end - begin for begin, end in zip(self.begin, self.clock, strict=True))
         return float(f"{max(spans):.9g}"), float(f"{max(self.clock):.9g}")
 

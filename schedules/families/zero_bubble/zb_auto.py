@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from fractions import Fraction
 
 import numpy as np
 
@@ -105,11 +106,15 @@ def _plans(
 
 
 def _whole(*times: Times) -> Iterator[list[list[int]]]:
-    """Times as integers of 12 decimal digits.
+    """Express times in one unit in which all are whole, so that equal sums compare equal.
 
-    The plan compares sums of them. In whole numbers equal sums are equal, whatever the unit of
-    time; with rounding errors a tie would fall one way in seconds and the other in milliseconds.
+    Ratios to the longest time do not depend on the unit of the input. If they are fractions with a
+    small common denominator, that denominator is exact; otherwise they keep 12 digits.
     """
-    longest = max(float(one.max()) for one in times)
-    unit = 10.0 ** math.ceil(math.log10(longest)) if longest else 1.0
-    return (np.rint(one / unit * 1e12).astype(np.int64).tolist() for one in times)
+    longest = max(float(one.max()) for one in times) or 1.0
+    ratios = {float(ratio) for one in times for ratio in np.unique(one / longest)}
+    parts = {ratio: Fraction(ratio).limit_denominator(10**5) for ratio in ratios}
+    unit = math.lcm(*(part.denominator for part in parts.values()))
+    if unit > 10**12 or any(abs(ratio - part) > 1e-14 for ratio, part in parts.items()):
+        unit = 10**12
+    return (np.rint(one / longest * unit).astype(np.int64).tolist() for one in times)
