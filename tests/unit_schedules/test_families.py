@@ -161,7 +161,10 @@ def test_zb_v_leaves_a_bubble_only_where_costs_differ(costs):
 
 
 @pytest.mark.few
-@pytest.mark.parametrize("costs", [Costs(), Costs(f=4, i=3, w=1), Costs(f=4, i=3.5, w=2)])
+@pytest.mark.parametrize(
+    "costs",
+    [Costs(), Costs(f=4, i=3, w=1), Costs(f=4, i=3.5, w=2), Costs(f=2, i=3, w=2)],
+)
 def test_dualpipe_v_in_pairs_and_one_after_the_other(costs):
     f, i, w = costs.f, costs.i, costs.w
     b = i + w
@@ -169,9 +172,12 @@ def test_dualpipe_v_in_pairs_and_one_after_the_other(costs):
     for S, M in itertools.chain(sizes("dualpipe_v", 2), larger):
         schedule = made("dualpipe_v", S, M, 2)
         report = simulate(schedule, costs)
-        assert report.idle[0] == max(report.idle) == pytest.approx((S - 1) * (f + i - w))
+        late = max(0, (S - 1) * (i - f) - f)
+        assert report.idle[0] == max(report.idle) == pytest.approx((S - 1) * (f + i - w) + late)
         assert report.makespan == pytest.approx(report.work[0] + report.idle[0])
         assert report.peak_activations == (2 * S + 1,) * S
+        if late:
+            continue
         for pair in (f + b, b, f / 2 + b):
             overlapped = simulate(schedule, dataclasses.replace(costs, pair=pair))
             bubble = (S - 1) * (2 * pair - b - 2 * w) + (f + b - pair if S > 1 else 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -12,6 +11,7 @@ import schedules
 from schedules import Costs, Schedule, ScheduleError, auto, build, check, check_program, simulate
 from schedules.families import GROUPED
 from schedules.families.constructions.sizes import rounds
+from tests.support.groups import with_weights_at_once
 from tests.support.sizes import is_legal
 
 # Costs with W <= F <= I, for which the idle time of interleaved_zb is exact.
@@ -151,16 +151,6 @@ def test_halves_lose_nothing_in_lockstep_at_equal_costs():
         schedule = made("interleaved_zb", S, V, 3 * g, g)
         lockstep = simulate(schedule, clock="lockstep")
         assert lockstep.makespan == pytest.approx(simulate(schedule).makespan)
-
-
-def with_weights_at_once(schedule: Schedule) -> Schedule:
-    """The timetable with each W right after its I."""
-    orders = []
-    for order in schedule.orders:
-        others = [action for action in order if action.kind != "W"]
-        pairs = [[a, a._replace(kind="W")] if a.kind == "I" else [a] for a in others]
-        orders.append(tuple(itertools.chain(*pairs)))
-    return dataclasses.replace(schedule, orders=tuple(orders))
 
 
 @pytest.mark.parametrize(

@@ -40,25 +40,25 @@ class Plan:
     """A timetable in the making. A rank's F, I and W each run in ascending order."""
 
     num_microbatches: int
-    table: list[list[float]]  # [4, S]
-    lag: list[list[float]]  # [S, S]
+    table: list[list[int]]  # [4, S], in a unit of time in which all are whole
+    lag: list[list[int]]  # [S, S]
     limit: float
     weight_memory: float
     choices: Choices
     orders: list[list[Action]] = field(init=False)
     count: list[list[int]] = field(init=False)  # [4, S] actions so far
-    clock: list[float] = field(init=False)  # [S] end of the last action
-    bubble: list[float] = field(init=False)  # [S] waiting since the first action
-    begin: list[float] = field(init=False)  # [S] start of the first action
-    sent: list[list[list[float]]] = field(init=False)  # [4, S, <= M] ends
+    clock: list[int] = field(init=False)  # [S] end of the last action
+    bubble: list[int] = field(init=False)  # [S] waiting since the first action
+    begin: list[int] = field(init=False)  # [S] start of the first action
+    sent: list[list[list[int]]] = field(init=False)  # [4, S, <= M] ends
 
     def __post_init__(self) -> None:
         num_ranks = len(self.lag)
         self.orders = [[] for _ in range(num_ranks)]
         self.count = [[0] * num_ranks for _ in range(4)]
-        self.clock = [0.0] * num_ranks
-        self.bubble = [0.0] * num_ranks
-        self.begin = [0.0] * num_ranks
+        self.clock = [0] * num_ranks
+        self.bubble = [0] * num_ranks
+        self.begin = [0] * num_ranks
         self.sent = [[[] for _ in range(num_ranks)] for _ in range(4)]
 
     def warm_up(self) -> None:
@@ -134,7 +134,7 @@ class Plan:
 
     def place(self, rank: int, kind: int) -> None:
         """Run an action, and before it the W that its wait has room for."""
-        arrives = self.arrival(rank, kind) or 0.0
+        arrives = self.arrival(rank, kind) or 0
         each = self.table[_W][rank]
         while self.has_weights(rank) and self.clock[rank] + each <= arrives:
             self.put(rank, _W)
@@ -146,7 +146,7 @@ class Plan:
     def put(self, rank: int, kind: int) -> None:
         """Append an action and time it."""
         microbatch = self.count[kind][rank]
-        start = max(self.clock[rank], self.arrival(rank, kind) or 0.0)
+        start = max(self.clock[rank], self.arrival(rank, kind) or 0)
         if self.orders[rank]:
             self.bubble[rank] += start - self.clock[rank]
         else:
@@ -156,11 +156,11 @@ class Plan:
         self.count[kind][rank] += 1
         self.orders[rank].append(Action(rank, KINDS[kind], microbatch))
 
-    def arrival(self, rank: int, kind: int) -> float | None:
+    def arrival(self, rank: int, kind: int) -> int | None:
         """Arrival of the message for a rank's next action; None if it is not sent yet."""
         source = {_F: rank - 1, _I: rank + 1}.get(kind, -1)
         if not 0 <= source < len(self.clock):
-            return 0.0
+            return 0
         ends, microbatch = self.sent[kind][source], self.count[kind][rank]
         if microbatch >= len(ends):
             return None
@@ -175,12 +175,12 @@ class Plan:
         """Tell whether a W can run."""
         return self.count[_W][rank] < self.count[_I][rank]
 
-    def slack(self, rank: int) -> float:
+    def slack(self, rank: int) -> int:
         """Time that a rank can still wait before it becomes the rank that waits longest."""
         return max(self.bubble) - self.bubble[rank]
 
     def length(self) -> tuple[float, float]:
-        """The longest span, and the makespan; rounded, so that no rounding error decides."""
+        """The longest span, and the makespan, in 9 digits, for times may have been rounded."""
         spans = (end - begin for begin, end in zip(self.begin, self.clock, strict=True))
         return float(f"{max(spans):.9g}"), float(f"{max(self.clock):.9g}")
 

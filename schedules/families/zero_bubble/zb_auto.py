@@ -16,11 +16,15 @@ behind its last I and no more, and the first rank idles (S - 1)(F + I + 2 comm) 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
+from fractions import Fraction
+
+import numpy as np
 
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import is_number
-from schedules.core.costs import Costs, of_unit_length_by_default
+from schedules.core.costs import Costs, Times, of_unit_length_by_default
 from schedules.families.constructions.sizes import need_memory, need_stages_per_rank
 from schedules.families.constructions.zb_plan import Choices, Plan
 from schedules.orders.schedule import Schedule
@@ -89,7 +93,7 @@ def _plans(
             f"is held from I to W; give a number from 0 to 1"
         )
     costs = of_unit_length_by_default(costs)
-    table, lag = costs.table(num_stages).tolist(), costs.messages(num_ranks).tolist()
+    table, lag = _whole(costs.table(num_stages), costs.messages(num_ranks))
     for choices in itertools.starmap(Choices, itertools.product((False, True), repeat=3)):
         plan = Plan(num_microbatches, table, lag, limit, weight_memory, choices)
         plan.warm_up()
@@ -99,3 +103,18 @@ def _plans(
             plan.backward()
         plan.flush()
         yield choices, plan
+
+
+def _whole(*times: Times) -> Iterator[list[list[int]]]:
+    """Express times in one unit in which all are whole, so that equal sums compare equal.
+
+    Ratios to the longest time do not depend on the unit of the input. If they are fractions with a
+    small common denominator, that denominator is exact; otherwise they keep 12 digits.
+    """
+    longest = max(float(one.max()) for one in times) or 1.0
+    ratios = {float(ratio) for one in times for ratio in np.unique(one / longest)}
+    parts = {ratio: Fraction(ratio).limit_denominator(10**5) for ratio in ratios}
+    unit = math.lcm(*(part.denominator for part in parts.values()))
+    if unit > 10**12 or any(abs(ratio - part) > 1e-14 for ratio, part in parts.items()):
+        unit = 10**12
+    return (np.rint(one / longest * unit).astype(np.int64).tolist() for one in times)

@@ -1,0 +1,1 @@
+"""Published numbers compared with ours: ``python -m tests.published`` prints all rows."""
