@@ -69,7 +69,7 @@ class ByMesh:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _MeshPart:
     """A part of a function.
 
     Attributes:
@@ -171,7 +171,7 @@ class _Program:
         of_numbers = {*places.values()}
         return next(iter(wide or of_numbers)) if wide or len(of_numbers) == 1 else home
 
-    def _make_parts(self, donated: set[Var], compiler_options: Any) -> list[_Part]:
+    def _make_parts(self, donated: set[Var], compiler_options: Any) -> list[_MeshPart]:
         """The parts, each after those whose results it reads."""
         jaxpr, constants = self._closed.jaxpr, self._closed.consts
         makes: dict[Key, list[Var]] = defaultdict(list)
@@ -198,7 +198,7 @@ class _Program:
                 return evaluate(jaxpr, values, writes)
 
             jitted = jax.jit(run, donate_argnums=1, compiler_options=compiler_options)
-            parts.append(_Part(key[1], kept, given, writes, jitted))
+            parts.append(_MeshPart(key[1], kept, given, writes, jitted))
         return [part for part in parts if part.writes]
 
     def _reads(self, key: Key, makes: Sequence[Var]) -> list[Var]:

@@ -168,8 +168,8 @@ def _check_apart(ends: Ends) -> None:
                 raise ValueError(
                     f"{'.'.join(map(str, (name, *path)))} is a variable of embed too, and their "
                     f"ranks have meshes of their own (stage_meshes=): give each its own, use a "
-                    f"schedule that runs the first and the last stage on one rank, such as "
-                    f"'zb_v', or mesh= for ranks of one shape"
+                    f"schedule that runs the first and the last stage on one rank, or mesh= for "
+                    f"ranks of one shape"
                 )
 
 

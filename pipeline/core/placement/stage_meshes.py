@@ -52,8 +52,7 @@ def check_stage_meshes(given: Any) -> tuple[Mesh, ...]:
                 raise ValueError(
                     f"stage_meshes[{rank_of[device]}] and stage_meshes[{rank}] overlap: both have "
                     f"{device}; give each rank devices of its own, and stages that are to share "
-                    f"devices one mesh (its rank runs several stages with a schedule such as "
-                    f"'interleaved_1f1b' or 'zb_v')"
+                    f"devices one mesh (with a schedule of several stages per rank)"
                 )
             rank_of[device] = rank
     return tuple(_with_axes(mesh, names) for mesh in given)
