@@ -3,8 +3,8 @@
 `jax.jit` takes arrays of one set of devices. An optimizer's update, whose weights may lie on the
 meshes of several ranks (``stage_meshes``), does the same for each array, and between arrays only
 numbers pass: a global norm, a count, whether all is finite. So the function is traced once as a
-whole, each equation runs on the mesh where its arrays lie, and single numbers are sent. What runs
-on one mesh between two such messages, a *part*, is one compiled function.
+whole, each equation runs on the mesh where its arrays lie, and numbers are sent. What runs on one
+mesh between two such messages, a *part*, is one compiled function.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from jax.sharding import PartitionSpec as P
 
 from pipeline.base.tree import Tree, shape_text
 from pipeline.core.autodiff.jaxpr.evaluate import bind, evaluate, follow, operands, producers
-from pipeline.core.autodiff.jaxpr.primitives import callee
+from pipeline.core.autodiff.jaxpr.primitives import bodies, callee
 
 Var = Any
 Place = frozenset[Any] | None  # the devices of a mesh; None for what has none, such as a constant
+SENT = 1024  # the most numbers of an array that is sent from mesh to mesh
 Key = tuple[int, Place]  # of a part: how many messages come before it, and where it runs
 
 
@@ -155,21 +156,27 @@ class _Program:
 
     @staticmethod
     def _place_of_equation(eqn: Any, places: dict[Var, Place], home: Place) -> Place:
-        """Where an equation runs; None for one that a part runs where it needs the result."""
+        """Where an equation runs: on the mesh of its largest array.
+
+        None for one that makes an array of single numbers, such as a mask: a part runs it where it
+        needs the result.
+        """
         if eqn.primitive.name == "sharding_constraint":
             return frozenset(eqn.params["sharding"].device_set)
-        wide = {place: var.aval for var, place in places.items() if var.aval.size > 1}
-        if len(wide) > 1:
-            first, second = map(shape_text, [*wide.values()][:2])
+        large = {place: var.aval for var, place in places.items() if var.aval.size > SENT}
+        if len(large) > 1:
+            first, second = map(shape_text, [*large.values()][:2])
             raise ValueError(
                 f"{eqn.primitive.name} takes {first} and {second} of stages on different meshes "
-                f"(stage_meshes=), between which single numbers pass, such as a norm: take an "
-                f"optimizer that updates each array by itself, or mesh= for ranks of one shape"
+                f"(stage_meshes=), between which up to {SENT:,} numbers pass, such as a norm: take "
+                f"an optimizer that updates each array by itself, or mesh= for ranks of one shape"
             )
-        if not places or (not wide and any(var.aval.size > 1 for var in eqn.outvars)):
+        largest = max(places, key=lambda var: var.aval.size, default=None)
+        is_of_numbers = largest is None or largest.aval.size == 1
+        if is_of_numbers and (largest is None or any(var.aval.size > 1 for var in eqn.outvars)):
             return None
-        of_numbers = {*places.values()}
-        return next(iter(wide or of_numbers)) if wide or len(of_numbers) == 1 else home
+        of_numbers = {*places.values()} if is_of_numbers else {places[largest]}
+        return home if len(of_numbers) > 1 else next(iter(of_numbers))
 
     def _make_parts(self, donated: set[Var], compiler_options: Any) -> list[_MeshPart]:
         """The parts, each after those whose results it reads."""
@@ -234,9 +241,16 @@ class _Program:
 
 
 def _run_inline(jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Run a jaxpr with the equations of functions that it calls in place of the calls."""
+    """Run a jaxpr with the equations of functions that it calls in place of the calls.
+
+    Of a cond all branches run, each array where it lies, and one result is selected.
+    """
 
     def run(eqn: Any, given: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name == "cond":
+            which, *values = given
+            results = [_run_inline(of.jaxpr, of.consts, values) for of in bodies(eqn)]
+            return [jax.lax.select_n(which, *cases) for cases in zip(*results, strict=True)]
         body = callee(eqn)
         return bind(eqn, *given) if body is None else _run_inline(body.jaxpr, body.consts, given)
 

@@ -54,19 +54,23 @@ class JoinedFinish:
         self._of, mesh = ranks[0], ranks[0].traced.options.plan.mesh
         sums = self._of.traced.sums
         self._run = lower_finish(self._of, mesh, sums, results.of, results.specs).compile()
-        self._whole: Leaves = []
 
-    def place(self, leaves: Leaves) -> dict[int, Leaves]:
-        """By rank of this process the operands of a step."""
+    def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
+        """By rank of this process the operands of a step; under None on the pipeline's mesh."""
         operands = self._of.operands
-        self._whole = operands.meshes.placed(leaves, operands.specs)
-        return operands.meshes.split(self._whole, operands.specs)
+        placed: dict[int | None, Leaves] = {}
+        placed[None] = operands.meshes.placed(leaves, operands.specs)
+        return placed | operands.meshes.split(placed[None], operands.specs)
 
-    def __call__(self, _: Any, sums: Mapping[int, Tree], factors: Mapping[int, Tree]) -> Any:
+    def __call__(
+        self,
+        operands: Mapping[int | None, Leaves],
+        sums: Mapping[int, Tree],
+        factors: Mapping[int, Tree],
+    ) -> Any:
         """The results of the step, on the pipeline's mesh."""
-        meshes, whole = self._of.operands.meshes, self._whole
-        self._whole = []
-        return self._run(whole, meshes.join(sums.values()), meshes.join(factors.values()))
+        join = self._of.operands.meshes.join
+        return self._run(operands[None], join(sums.values()), join(factors.values()))
 
 
 class FinishByRank:
@@ -116,9 +120,9 @@ class FinishByRank:
                 given.append(program.input_shardings[0][0 if key[0] == "begin" else 3])
         return [any(x is not None for x in of) for of in zip(*given, strict=True)]
 
-    def place(self, leaves: Leaves) -> dict[int, Leaves]:
+    def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
         """By rank the operands of a step: what no program of it reads is left where it lies."""
-        placed = {}
+        placed: dict[int | None, Leaves] = {}
         for rank, reads in self._reads.items():
             operands = self._ranks[rank].operands
             meshes = operands.meshes
@@ -130,7 +134,7 @@ class FinishByRank:
 
     def __call__(
         self,
-        operands: Mapping[int, Leaves],
+        operands: Mapping[int | None, Leaves],
         sums: Mapping[int, dict[str, Leaves]],
         factors: Mapping[int, Tree],
     ) -> Any:

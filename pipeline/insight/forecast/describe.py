@@ -48,7 +48,7 @@ def summary(pipe: Any) -> dict[str, str]:
     ends = {"embed": pipe.embed, "head": pipe.head}.items()
     lines = {
         "stages": ", ".join([model, *(f"{k} {_short(v)}" for k, v in ends if v is not None)]),
-        "mesh": f"{_axes(plan)}, {plan.num_chunks} stages per rank",
+        _mesh(plan): f"{_axes(plan)}, {plan.num_chunks} stages per rank",
         "num_microbatches": f"{schedule.num_microbatches}",
         "schedule": schedule.name,
         "loss_fn": _short(getattr(pipe.ends, "loss_fn", None) or plan.loss_fn),
@@ -67,13 +67,18 @@ def _short(value: Any) -> str:
     return name if len(text) > 80 or "\n" in text or " at 0x" in text else text
 
 
+def _mesh(plan: Plan) -> str:
+    """The name of what `_axes` tells."""
+    return "mesh" if plan.stage_meshes is None else "stage_meshes"
+
+
 def _axes(plan: Plan) -> str:
     """The sizes of the mesh's axes, or of each rank's mesh."""
     if plan.stage_meshes is None:
         return " x ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items())
     shapes = [{**mesh.shape} for mesh in plan.stage_meshes]
     texts = [" x ".join(f"{n} {size}" for n, size in of.items() if n != STAGE) for of in shapes]
-    return f"of each rank {', '.join(texts)}"
+    return ", ".join(texts)
 
 
 def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
@@ -93,7 +98,7 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
             f"{schedule.num_stages} stages on {schedule.num_ranks} ranks, {plan.num_chunks} per "
             f"rank, {schedule.num_microbatches} microbatches"
         ),
-        f"mesh {_axes(plan)}: {used} of {present} devices",
+        f"{_mesh(plan)} {_axes(plan)}: {used} of {present} devices",
         f"schedule {schedule.name}: {plan.why}",
         *timetable,
         *memory,

@@ -141,16 +141,46 @@ def test_a_step_that_is_not_finite_is_left_out():
     jax.tree.map(lambda a, b: assert_close(a, b, tolerance=0), layers_of(pipe), before)
 
 
-def test_an_update_that_takes_arrays_of_two_meshes_together():
-    pipe = unlike()
+UPDATES = {
+    "one in two calls": optax.MultiSteps(optax.adam(1e-2), 2),
+    "if finite": optax.apply_if_finite(optax.adam(1e-2), 3),
+    "by kind": optax.multi_transform(
+        {"matrices": optax.contrib.muon(1e-2), "others": optax.lion(1e-2)},
+        lambda tree: jax.tree.map(lambda x: "matrices" if x.ndim > 1 else "others", tree),
+    ),
+    "scheduled": optax.inject_hyperparams(optax.adam)(
+        learning_rate=optax.cosine_decay_schedule(1e-2, 10)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "by kind")) for n in UPDATES]
+)
+def test_updates_are_those_of_one_mesh(name):
+    """Of a cond both sides run, and small state of the optimizer is sent."""
+    found = []
+    for pipe in (on_one_mesh(), unlike()):
+        optimizer = make_optimizer(pipe, UPDATES[name])
+        for _ in range(3):
+            optimizer.update(pipe, pipe.value_and_grad(*parity.batch())[1])
+        found.append(layers_of(pipe))
+    assert_close(found[1], found[0])
+
+
+def test_an_update_that_takes_large_arrays_of_two_meshes_together():
+    stages = [nnx.Linear(64, 64, rngs=nnx.Rngs(k)) for k in range(2)]
+    meshes = meshes_of({"data": 1}, {"data": 1})
+    options = {"loss_fn": models.squares, "engine": "programs", "stage_meshes": meshes}
+    pipe, x = Pipeline(stages, 4, **options), jnp.ones((8, 64))
     optimizer = make_optimizer(pipe, optax.flatten(optax.adam(1e-2)))
-    _, grads = pipe.value_and_grad(*parity.batch())
-    with pytest.raises(ValueError, match="stage") as caught:
+    _, grads = pipe.value_and_grad(x, x)
+    with pytest.raises(ValueError, match="stage_meshes") as caught:
         optimizer.update(pipe, grads)
     assert str(caught.value) == (
-        "concatenate takes float32[1,128] and float32[1,128] of stages on different meshes "
-        "(stage_meshes=), between which single numbers pass, such as a norm: take an optimizer "
-        "that updates each array by itself, or mesh= for ranks of one shape"
+        "concatenate takes float32[1,4096] and float32[1,4096] of stages on different meshes "
+        "(stage_meshes=), between which up to 1,024 numbers pass, such as a norm: take an "
+        "optimizer that updates each array by itself, or mesh= for ranks of one shape"
     )
 
 
@@ -248,7 +278,7 @@ def test_describe_says_what_each_rank_holds():
     pipe, rows = unlike(), jax.ShapeDtypeStruct((16,), jnp.int32)
     optimizer = make_optimizer(pipe, optax.sgd(0.1, momentum=0.9))
     lines = pipe.describe(rows, rows, optimizer=optimizer).splitlines()
-    assert "mesh of each rank data 2, data 2: 4 of 8 devices" in lines
+    assert "stage_meshes data 2, data 2: 4 of 8 devices" in lines
 
     def sizes(tree: Any) -> list[int]:
         devices = [{*mesh.devices.flat} for mesh in pipe.plan.rank_meshes]
