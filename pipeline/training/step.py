@@ -185,11 +185,13 @@ class Step:
         self._waits = len(places) > 1 and all(d.platform == "cpu" for d in places)
         self._carry = self._replicated(_start(loss_scale))
         meshes = {x.sharding.mesh for x in jax.tree.leaves(state) if _is_on_mesh(x)}
-        # Ranks may have meshes of their own (`stage_meshes`): then a program is one for each.
+        # With `stage_meshes` the arrays are on several meshes: programs for each.
         self._by_mesh = len({frozenset(mesh.devices.flat) for mesh in meshes}) > 1
         jit: Any = ByMesh if self._by_mesh else jax.jit
         weights = nnx.state(model, optimizer.wrt)
         self.ema = None if ema is None else self._laid(mean_like, weights)
+        self._places = [v.get_raw_value().sharding for v in self._variables]
+        self._places_of_mean = _shardings(weights)
         self._sums: Tree = None
         self._ahead: dict[int, jax.Array] = {}  # leaves that calls of this update have written
         self._called = self.updates = 0
@@ -643,6 +645,10 @@ class Step:
                 self._split(model, optimizer), before, self._may_change, strict=True
             )
         ]
+        if self._by_mesh:  # each stays where it was, also a number
+            leaves = jax.lax.with_sharding_constraint(leaves, self._places)
+            if mean is not None:
+                mean = jax.lax.with_sharding_constraint(mean, self._places_of_mean)
         scale = carry["scale"]
         after, good = scale, carry["good"]
         if isinstance(self.scaling, DynamicScale):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
@@ -56,7 +57,7 @@ class Plan(Options):
       entries: the module of the engine's entry points.
       stage_meshes: [S] those of unlike ranks, with the same axes; ``mesh`` is then that of the last
         stage's rank, where losses and outputs are.
-      orders: the timetable of all ranks, if this is the plan of one of them (`of_ranks`).
+      orders: in the plan of one rank (`of_ranks`) the timetable of all ranks; else None.
       stack: K, of stages that were given as one module of which nothing shows that it is a stack.
       programs: the way to the pipeline's compiled functions.
     """
@@ -110,9 +111,9 @@ class Plan(Options):
 
     @property
     def stages_of(self) -> Sequence[Sequence[int]]:
-        """The stages of each row of each chunk's arrays: [S] lists of V, by rank.
+        """[rows][chunks] the stage that row r of chunk v holds.
 
-        Stages of ranks whose meshes are unlike have arrays of their own: one row, of K chunks.
+        With ``stage_meshes`` there is one row, and chunk k is stage k.
         """
         if self.stage_meshes is None:
             return self.schedule.stages_of
@@ -129,10 +130,11 @@ class Plan(Options):
 
     def mesh_at(self, path: Sequence[Any]) -> Mesh:
         """The mesh of a variable of the pipeline, or of an optimizer's state for it."""
-        if self.stage_meshes is not None and "chunks" in path:
-            return self.mesh_of_stage(int(path[path.index("chunks") + 1]))
-        if self.stage_meshes is not None and "embed" in path:
-            return self.mesh_of_stage(0)
+        for name, part in itertools.pairwise(path):
+            if name == "chunks" and str(part).isdecimal():
+                return self.mesh_of_stage(int(part))
+            if name == "ends":
+                return self.mesh_of_stage(0) if part == "embed" else self.mesh
         return self.mesh
 
     def mesh_of_stage(self, stage: int) -> Mesh:
@@ -142,9 +144,10 @@ class Plan(Options):
 
     @property
     def of_ranks(self) -> tuple[Plan, ...]:
-        """[S] the plans of ranks whose meshes are unlike; else this plan, which all ranks have.
+        """[S] one plan for each rank.
 
-        In the plan of one rank all K stages are its own: so the whole model is traced on its mesh.
+        With ``stage_meshes`` rank r's plan has its mesh and all K stages, so that the whole model
+        is traced on that mesh; otherwise all entries are this plan.
         """
         if self.stage_meshes is None:
             return (self,) * self.schedule.num_ranks

@@ -45,7 +45,7 @@ def check_stage_meshes(given: Any) -> tuple[Mesh, ...]:
             if device.process_index != jax.process_index():
                 raise ValueError(
                     f"stage_meshes[{rank}] has {device} of process {device.process_index}, and "
-                    f"this is process {jax.process_index()}: meshes of unlike ranks lie in one "
+                    f"this is process {jax.process_index()}: stage_meshes= works in one "
                     f"process; give all ranks of several processes one shape, with mesh="
                 )
             if device in rank_of:
@@ -67,7 +67,7 @@ def _with_axes(mesh: Mesh, names: Sequence[str]) -> Mesh:
 
 
 def first_of(meshes: Sequence[Mesh], num_stages: int) -> Mesh:
-    """The first mesh, whose ranks can share K stages equally with the others.
+    """Return the first mesh after checking that K stages divide among the ranks.
 
     Raises:
       ValueError: they cannot.

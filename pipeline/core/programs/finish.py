@@ -1,7 +1,8 @@
 """The end of a step of programs: from the sums of ranks to its results.
 
-Ranks of one mesh meet in one program. Ranks whose meshes are unlike have one each: first they add
-up the few numbers of which each has an addend, such as losses that stages add.
+Ranks of one mesh share one program. With ``stage_meshes`` each rank has its own. Before these run,
+numbers to which every rank contributes, such as losses that stages add, are summed on the last
+rank.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class Results:
     """The results of a step.
 
     Attributes:
-      of: makes them, of the plan, the model, the sums and the state of a rank.
+      of: a function of (plan, model, sums, state of a rank) that computes the results.
       specs: their specs.
-      stages: the stage on whose rank each is, a prefix of their tree. It matters where the meshes
-        of ranks are unlike.
+      stages: for each result the stage whose rank holds it, as a prefix of the result tree; used
+        only with ``stage_meshes``.
     """
 
     of: Callable[[Plan, LocalModel, StepSums, Weights], Any]
@@ -43,7 +44,7 @@ class Results:
 
 
 class JoinedFinish:
-    """The finish of ranks that are the parts of one mesh.
+    """The finish of ranks that share one mesh.
 
     Args:
       ranks: [S] the model of each rank.
@@ -113,7 +114,7 @@ class FinishByRank:
         return lambda *given: self._only(rank, results(*given))
 
     def _operands_read(self, rank: int, compiled: Mapping[Any, Any]) -> list[bool]:
-        """Which operands the programs of a rank read: jit drops those that they do not."""
+        """For each operand whether a program of the rank reads it; jit drops unused arguments."""
         given = [self._finish[rank].input_shardings[0][0]]
         for key, program in compiled.items():
             if len(key) == 2 and key[1] == rank and hasattr(program, "input_shardings"):
@@ -121,7 +122,7 @@ class FinishByRank:
         return [any(x is not None for x in of) for of in zip(*given, strict=True)]
 
     def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
-        """By rank the operands of a step: what no program of it reads is left where it lies."""
+        """Place the operands of each rank; one that its programs do not read is not moved."""
         placed: dict[int | None, Leaves] = {}
         for rank, reads in self._reads.items():
             operands = self._ranks[rank].operands
@@ -183,14 +184,7 @@ def lower_finish(
         return results(plan, step.inspected.local(), step.sums, weights)
 
     of_values = operands.meshes.value_specs((sums, traced.factors))
-    run = jax.shard_map(
-        finish,
-        mesh=mesh,
-        in_specs=(operands.manual, *of_values),
-        out_specs=out_specs,
-        axis_names=plan.axes.manual,
-        check_vma=plan.tracks_varying,
-    )
+    run = operands.sharded(finish, (operands.manual, *of_values), out_specs, mesh)
     factors = operands.meshes.value_types(traced.factors, mesh)
     types = operands.whole_types(mesh), operands.sum_types(sums, mesh), factors
     return without_warnings_of_donation(jax.jit(run, donate_argnums=1).trace(*types).lower)

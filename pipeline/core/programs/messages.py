@@ -33,12 +33,12 @@ def lower_message(
     """A message, to be compiled.
 
     Args:
-      of_source: the model as the rank has it that sends.
-      of_target: the model as the rank has it that receives.
+      of_source: the model of the rank that sends.
+      of_target: the model of the rank that receives.
       source: the rank that sends.
       target: the rank that receives.
       kind: of the value.
-      stage: that reads it.
+      stage: the stage that reads it.
 
     Raises:
       ValueError: the ranks' meshes are unlike, and the devices of one have other parts of it.

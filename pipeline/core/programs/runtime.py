@@ -42,7 +42,8 @@ __all__ = "check", "evaluate", "logprobs", "narrows_train", "outputs", "trace_ra
 _TRACED = (
     "engine='programs' calls a compiled function for each action, which nothing that traces the "
     "call can hold (jax.jit, jax.vmap, jax.lax.scan, jax.eval_shape, checkify): call the pipeline "
-    "outside of it, and jit what follows, such as the optimizer's update; or use engine='scan'"
+    "outside of it. With mesh=, jit the optimizer's update alone; with stage_meshes=, "
+    "make_optimizer compiles it; or use engine='scan'"
 )
 
 

@@ -93,9 +93,9 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
 
 
 def _on_rank(plan: Plan, rank: int, weights: Weights, types: Weights, batch: Batch) -> Any:
-    """The types of a rank's own state, and of what it reads of the batch, on a mesh of its own.
+    """The types of a rank's own state and of the batch leaves that it reads.
 
-    Embed reads inputs and the loss targets; extras reach every stage.
+    The first rank reads inputs, the last rank targets, every rank extras.
     """
     pairs = zip(jax.tree.leaves(types), jax.tree.leaves(weights), strict=True)
     own = [t for t, x in pairs if x.sharding.device_set == {*plan.rank_meshes[rank].devices.flat}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -129,6 +130,38 @@ def test_steps_are_those_of_one_mesh(tx, options):
         metrics = [step(*parity.batch()) for _ in range(4)][-1]
         loss = step.eval_step(*parity.batch(), ema=step.ema is not None)
         found.append(jax.device_get((layers_of(pipe), metrics, loss)))
+    assert_close(found[1], found[0])
+
+
+class Gated(models.Readout):
+    """A head with a weight of one number, in a module that has the name of an end."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.embed = nnx.Dict(gate=nnx.Param(jnp.ones(())))
+
+    def __call__(self, x):
+        return super().__call__(x) * self.embed["gate"][...]
+
+
+def counted(outputs, targets):
+    return models.cross_entropy(outputs, targets), {"rows": len(targets), "mean": outputs.mean()}
+
+
+def test_arrays_stay_and_results_are_their_own():
+    """Every number stays on its rank, so nothing compiles again; no result is given away."""
+    found = []
+    for make in (on_one_mesh, unlike):
+        pipe = make(head=Gated(nnx.Rngs(3)), loss_fn=counted)
+        options = {"has_aux": True, "accumulate": 2, "ema": 0.9, "clip": 1.0}
+        step = Step(pipe, make_optimizer(pipe, optax.adam(1e-2)), **options)
+        places = [x.sharding for x in jax.tree.leaves(nnx.state((step.model, step.optimizer)))]
+        metrics = [step(*parity.batch()) for _ in range(6)][1::2]
+        assert [int(one.updates) for one in metrics] == [1, 2, 3]
+        after = [x.sharding for x in jax.tree.leaves(nnx.state((step.model, step.optimizer)))]
+        assert after == places
+        pipe, _ = copy.deepcopy((step.model, step.optimizer))
+        found.append((jax.device_get(metrics), layers_of(pipe)))
     assert_close(found[1], found[0])
 
 
