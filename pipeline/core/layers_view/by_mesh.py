@@ -180,7 +180,8 @@ class _Program:
         """
         if eqn.primitive.name == "sharding_constraint":
             return frozenset(eqn.params["sharding"].device_set)
-        cases = {var: places[var] for var in operands(eqn)[1:] if var in places}
+        atoms = [atom for atom in eqn.invars[1:] if not isinstance(atom, Literal)]
+        cases = {var: places[var] for var in atoms if var in places}
         if eqn.primitive.name == "select_n" and cases:  # not where its predicate is
             places = cases
         arrays = {var: place for var, place in places.items() if var.aval.ndim}
