@@ -15,6 +15,7 @@ where each array would lie: enough to compile a step for machines that are not t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from collectives.compat import HOST_MEMORY, has_host_memory, on_device, put_on_host
 from pipeline.base.tree import Tree, is_abstract, is_key
 from pipeline.base.variables import metadata
+from pipeline.core.layers_view.by_mesh import ByMesh
 from pipeline.core.layers_view.layout import Layout, check_layout
 from pipeline.core.layers_view.reroll import Rerolled
 from pipeline.core.layers_view.rows import Cut, LeafRow
@@ -89,7 +91,8 @@ def make_optimizer(
 
     def typed(path: Any, leaf: Any) -> Any:
         names = tuple(map(key_name, path))
-        place = NamedSharding(pipe.mesh, places.get(names, PartitionSpec()))
+        mesh = pipe.mesh if pipe.plan.stage_meshes is None else pipe.plan.mesh_at(names)
+        place = NamedSharding(mesh, places.get(names, PartitionSpec()))
         if offload and layered.get(names, False):
             place = place.with_memory_kind(HOST_MEMORY)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
@@ -148,6 +151,11 @@ def _check_offload(offload: Any, pipe: Pipeline) -> None:
             f"make_optimizer(offload={offload!r}): must be True (the state of layers lies in host "
             f"memory between updates) or False"
         )
+    if offload and pipe.plan.stage_meshes is not None:
+        raise ValueError(
+            "make_optimizer(offload=True) beside stage_meshes=: its state stays on the devices; "
+            "leave out offload, or use mesh= for ranks of one shape"
+        )
     if offload and not has_host_memory(pipe.mesh.devices.flat):
         raise ValueError(
             f"make_optimizer(offload=True): the devices of the pipeline (platform "
@@ -177,9 +185,9 @@ class PipelineOptimizer(nnx.Optimizer[Pipeline]):
     ) -> None:
         super().__init__(model, tx, wrt=wrt)
         self._plan, self._offload = nnx.static(plan), offload
-        self._ranks = len(model.schedule.stages_of)
+        self._ranks = len(model.plan.stages_of)
         types = is_abstract(nnx.state(model))
-        self.layout = Layout(model.schedule.stages_of, model.mesh, types=types, loop=True)
+        self.layout = Layout(model.plan.stages_of, model.mesh, types=types, loop=True)
         if offload and not types:
             self._put_away(model)
 
@@ -200,7 +208,7 @@ class PipelineOptimizer(nnx.Optimizer[Pipeline]):
         For callers that may have the old state back, and put away what they keep.
         """
         _check_pipeline("PipelineOptimizer.update", model)
-        if (ranks := len(model.schedule.stages_of)) != self._ranks:
+        if (ranks := len(model.plan.stages_of)) != self._ranks:
             raise ValueError(
                 f"the optimizer was made for a pipeline of {self._ranks} ranks, and this one has "
                 f"{ranks}; make another with make_optimizer(pipe, tx), whose state a checkpoint "
@@ -208,7 +216,7 @@ class PipelineOptimizer(nnx.Optimizer[Pipeline]):
             )
         flat = nnx.to_flat_state(nnx.state(self))
         held = [(path, v) for path, v in flat if LAYERS in metadata(v)]
-        check_layout("the optimizer", model.schedule.stages_of, self.layout, held)
+        check_layout("the optimizer", model.plan.stages_of, self.layout, held)
         return super().update(model, grads, **extra)
 
     def _put_away(self, model: Pipeline) -> None:
@@ -238,11 +246,14 @@ class _Layered:
     def __init__(self, pipe: Pipeline, tx: optax.GradientTransformation) -> None:
         self._tx, self._home = optax.with_extra_args_support(tx), pipe.plan.home
         self._view, self._mesh = layer_view(pipe, trained=True), pipe.plan.mesh
+        self._mesh_at = pipe.plan.mesh_at
         own = optax.GradientTransformationExtraArgs(self.init, self.update)
-        parts = trained_parts(pipe.trained, pipe.chunks, pipe.schedule.stages_of)
+        parts = trained_parts(pipe.trained, pipe.chunks, pipe.plan.stages_of)
         self.transformation = _leaving_frozen(own, parts)
         self._plans: dict[Any, StatePlan] = {}
-        self._jitted = jax.jit(self._update, inline=True), jax.jit(self._init, inline=True)
+        jit: Any = functools.partial(jax.jit, inline=True)
+        jit = jit if pipe.plan.stage_meshes is None else ByMesh
+        self._jitted = jit(self._update), jit(self._init)
 
     def init(self, params: Tree) -> Tree:
         """The state; no device ever holds the whole."""
@@ -346,7 +357,7 @@ class _Layered:
             inputs.stacks,
             inputs.cuts,
             self._view.ranks,
-            lambda numbers: self._lay(numbers, PartitionSpec()),
+            lambda numbers: self._lay(numbers, PartitionSpec(), ()),
         )
         return program, jax.tree.unflatten(jax.tree.structure(shapes), program.outputs)
 
@@ -367,15 +378,16 @@ class _Layered:
                 for m, slot in enumerate(stack.slots)
             ]
             array = stack.collect(program, results, view.ranks)
-            found[stack.path] = self._lay(array, stack.spread.stored)
+            found[stack.path] = self._lay(array, stack.spread.stored, stack.path)
         for n, end in enumerate(view.ends):
-            array = end.fill(program.value(value[EndRef(n)]))
-            found["ends", *end.path] = self._lay(array, end.spread.stored)
+            array, path = end.fill(program.value(value[EndRef(n)])), ("ends", *end.path)
+            found[path] = self._lay(array, end.spread.stored, path)
 
         return jax.tree_util.tree_map_with_path(lambda path, _: _at(found, path), like)
 
-    def _lay(self, array: Any, spec: PartitionSpec) -> Any:
-        return jax.lax.with_sharding_constraint(array, NamedSharding(self._mesh, spec))
+    def _lay(self, array: Any, spec: PartitionSpec, path: Any) -> Any:
+        sharding = NamedSharding(self._mesh_at(path), spec)
+        return jax.lax.with_sharding_constraint(array, sharding)
 
 
 class _LayerInputs:
@@ -398,15 +410,16 @@ class _LayerInputs:
         indices = []
         for stack in view.stacks:
             array = value_at(tree, stack.path)
-            array = array if lay is None else lay(array, stack.spread.gradient)
+            array = array if lay is None else lay(array, stack.spread.gradient, stack.path)
             indices.append([self.add(*given) for given in stack.inputs(array)])
 
         def one(ref: Ref | EndRef) -> Any:
             if isinstance(ref, Ref):
                 return LeafRow(indices[ref.stack][ref.slot], ref.rank)
             end = view.ends[ref.end]
-            array = value_at(tree, ("ends", *end.path))
-            return end.cut(array if lay is None else lay(array, end.spread.gradient))
+            path = ("ends", *end.path)
+            array = value_at(tree, path)
+            return end.cut(array if lay is None else lay(array, end.spread.gradient, path))
 
         return jax.tree.map(one, view.tree)
 

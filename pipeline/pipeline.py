@@ -115,7 +115,8 @@ class Pipeline(nnx.Module):
             entries=_entries_of(options.engine),
             stack=count if is_stacked(stages) and check_stack(stages) == "unknown" else 0,
         )
-        if not was_made and options.mesh is None and meshes.default_mesh() is None:
+        has_mesh = options.mesh is not None or options.stage_meshes is not None
+        if not (was_made or has_mesh) and meshes.default_mesh() is None:
             checks.warn_of_idle_devices(options.schedule, plan.mesh, count)
         warn_of_parameters_read_from_outside(
             [stages] if is_stacked(stages) else stages, embed=embed, head=head, loss_fn=loss_fn
@@ -124,25 +125,27 @@ class Pipeline(nnx.Module):
         stages, self.ignored = ignoring(stages, options.ignore)
         checks.warn_of_attributes(stages)
         given = [*([stages] if is_stacked(stages) else stages), ends.embed, ends.head, loss_fn]
-        check_pieces(given, plan.mesh, plan.auto_axes)
+        for mesh in plan.stage_meshes or (plan.mesh,):  # a stage is traced on each
+            check_pieces(given, mesh, plan.auto_axes)
         named, asked = options.sharding, None
         if named is not None:
             asked = Asked(named, variables_of(stages, ends))
         if not was_made:
             checks.warn_of_no_names(asked)
-        placement = Placement(plan.home, plan.axes, plan.data_parallel, asked)
-        self.chunks = nnx.List(make_chunks(stages, placement, plan.schedule.stages_of))
-        self.ends = make_ends(ends, placement, plan.shared)
+        of_ranks = [Placement(of.home, of.axes, plan.data_parallel, asked) for of in plan.of_ranks]
+        by_stage = [of_ranks[rank] for rank in plan.schedule.placement]
+        self.chunks = nnx.List(make_chunks(stages, by_stage, plan.stages_of))
+        self.ends = make_ends(ends, by_stage[0], by_stage[-1], plan.shared)
         keep_params_in(self, param_dtype)
         check_replicas(leaves_by_name(nnx.state(self)), plan.mesh)
         warn_of_undivided_weights(self, plan.mesh, plan.axes, given, plan.compiled.warned)
-        mark(self.chunks, plan.schedule.stages_of)
+        mark(self.chunks, plan.stages_of)
         types = is_abstract(nnx.state(self.chunks))
-        self.layout = Layout(plan.schedule.stages_of, plan.mesh, types=types)
+        self.layout = Layout(plan.stages_of, plan.mesh, types=types)
         if plan.state is not None:
             check_order(plan.schedule)
         check_state(plan, self.chunks, self.ends)
-        checks.warn_of_frozen_parts(self.trained, self.chunks, plan.schedule.stages_of)
+        checks.warn_of_frozen_parts(self.trained, self.chunks, plan.stages_of)
         watched = {} if was_made else {"embed": embed, "head": head}
         copies = Copies(self, [] if was_made else given_stages, **watched)
         self.origin = PipelineOrigin(types_of(self.chunks), copies)
@@ -459,6 +462,12 @@ class Pipeline(nnx.Module):
                 f"were up to 22% wrong; call calibrate(inputs, targets) on devices of that kind, "
                 f"or give Pipeline(costs=Costs(...))"
             )
+        if self.plan.stage_meshes is not None:
+            raise ValueError(
+                "calibrate() runs all stages on the devices of one rank, and stage_meshes= gives "
+                "each rank other devices: measure stages by pipe.trace(inputs, targets), whose "
+                "report has costs, or calibrate pipe.replace(stage_meshes=None, mesh=mesh)"
+            )
         given = inputs, targets, extras
         operands = self._operands(*given, "calibrate")
         check_arrays("calibrate", operands)
@@ -549,7 +558,10 @@ class Pipeline(nnx.Module):
             with self._entered():
                 weights, batch = meshes.untyped(types(arrays), plan.mesh)
                 _warn_of_memory(plan, model, weights, batch)
-                runtime.train.trace(plan, model, weights, batch)
+                if plan.stage_meshes is None:
+                    runtime.train.trace(plan, model, weights, batch)
+                else:
+                    plan.entries.trace_ranks(plan, model, weights, batch)
         for one in caught:
             if not issubclass(one.category, ModelWarning):
                 warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
@@ -560,7 +572,7 @@ class Pipeline(nnx.Module):
         """[K] results of ``take(chunk, rank)``, in layer order."""
         results = {
             k: take(chunk, rank)
-            for rank, held in enumerate(self.schedule.stages_of)
+            for rank, held in enumerate(self.plan.stages_of)
             for chunk, k in zip(chunks, held, strict=True)
         }
         return [results[k] for k in range(len(results))]
@@ -714,7 +726,7 @@ class Pipeline(nnx.Module):
                 memory = describe_memory(
                     self.plan, *state, operands, trained=trained, compiled=compiled
                 )
-        lines = trained_lines(self.trained, self.chunks, self.ends, self.schedule.stages_of)
+        lines = trained_lines(self.trained, self.chunks, self.ends, self.plan.stages_of)
         return describe(self.plan, self.chunks, [*lines, *memory])
 
     def _entered(self) -> AbstractContextManager[None]:
@@ -779,7 +791,7 @@ class Pipeline(nnx.Module):
 
             warn_of_untyped_weights(self.plan.home, plan.compiled.warned)
         flat = nnx.to_flat_state(nnx.state(self.chunks))
-        check_layout("the pipeline", self.schedule.stages_of, self.layout, flat)
+        check_layout("the pipeline", self.plan.stages_of, self.layout, flat)
         state, wrt = (self.chunks, self.ends), self.plan.wrt if wrt is None else wrt
         given = inputs, targets, extras, loss_for
         return make_operands(plan, *state, *given, wrt=wrt, has_aux=has_aux, weighed=weighed)
@@ -799,7 +811,7 @@ class Pipeline(nnx.Module):
 
     def _trained_by(self, wrt: Any) -> tuple[Trained, nnx.filterlib.Filter]:
         """Resolve a filter to the leaves it trains, and to a filter of the pipeline's own state."""
-        stages, known = self.schedule.stages_of, self.plan.compiled.trained
+        stages, known = self.plan.stages_of, self.plan.compiled.trained
         return trained_by(wrt, self.chunks, self.ends, stages, known)
 
     def _filter(self, wrt: Any) -> nnx.filterlib.Filter:
@@ -831,10 +843,11 @@ def _check_one_program(plan: Plan, method: str) -> None:
       ValueError: it is several.
     """
     if plan.engine != "scan":
+        also = "" if plan.stage_meshes is None else ", stage_meshes=None, mesh=mesh"
         raise ValueError(
             f"{method} looks at the one program of engine='scan', and a step of "
-            f"engine={plan.engine!r} is many: call it on pipe.replace(engine='scan'), which has "
-            f"the same stages and weights"
+            f"engine={plan.engine!r} is many: call it on pipe.replace(engine='scan'{also}), which "
+            f"has the same stages and weights"
         )
 
 

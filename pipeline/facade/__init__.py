@@ -6,6 +6,7 @@ public function or a method of `Pipeline` can replace is not listed.
 
 from pipeline.core.autodiff.jaxpr.evaluate import bind, forwarded
 from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of, makes_ref
+from pipeline.core.layers_view.by_mesh import ByMesh
 from pipeline.core.layers_view.leaf import LayerLeaf, replicated
 from pipeline.core.layers_view.leaves import (
     optimizer_leaves,
@@ -21,6 +22,7 @@ from pipeline.core.options.options import Options
 from pipeline.core.placement.meshes import entered
 
 __all__ = [
+    "ByMesh",  # a function as jax.jit makes it, of arrays of several meshes
     "LayerLeaf",  # one leaf of a checkpoint: its path, shape, and reads and writes of its array
     "Options",  # the arguments of `Pipeline` as a dataclass: the table [pipeline] of a run's file
     "Weighed",  # a mean with its weight, as `Pipeline.loss(weighed=True)` returns it

@@ -33,7 +33,7 @@ from pipeline.base.arguments import is_whole
 from pipeline.base.precision import MOST, TINY
 from pipeline.base.tree import shape_text, times
 from pipeline.base.variables import Placeholder
-from pipeline.facade import Weighed, as_arrays
+from pipeline.facade import ByMesh, Weighed, as_arrays
 from pipeline.pipeline import Pipeline
 from pipeline.training.compiling import Given as CompilerOptions
 from pipeline.training.compiling import resolve_compiler_options
@@ -184,9 +184,14 @@ class Step:
         places = {d for x in jax.tree.leaves(state) for d in x.sharding.device_set}
         self._waits = len(places) > 1 and all(d.platform == "cpu" for d in places)
         self._carry = self._replicated(_start(loss_scale))
+        meshes = {x.sharding.mesh for x in jax.tree.leaves(state) if _is_on_mesh(x)}
+        # With `stage_meshes` the arrays are on several meshes: programs for each.
+        self._by_mesh = len({frozenset(mesh.devices.flat) for mesh in meshes}) > 1
+        jit: Any = ByMesh if self._by_mesh else jax.jit
         weights = nnx.state(model, optimizer.wrt)
-        averaged = jax.jit(mean_like, out_shardings=_shardings(weights))
-        self.ema = None if ema is None else averaged(weights)
+        self.ema = None if ema is None else self._laid(mean_like, weights)
+        self._places = [v.get_raw_value().sharding for v in self._variables]
+        self._places_of_mean = _shardings(weights)
         self._sums: Tree = None
         self._ahead: dict[int, jax.Array] = {}  # leaves that calls of this update have written
         self._called = self.updates = 0
@@ -197,17 +202,19 @@ class Step:
 
         def given(*numbers: int, results: int) -> dict[str, Any]:
             donated = {"donate_argnums": numbers if donate else (), "compiler_options": compiler}
-            return donated | _places_of_results(self._variables, results)
+            hosted = {} if self._by_mesh else _places_of_results(self._variables, results)
+            return donated | hosted
 
         self._fused: Any = jax.jit(self._train, **given(0, 1, 2, results=4))
         sums = (1,) if donate else ()
         self._added: Any = jax.jit(self._add, donate_argnums=sums, compiler_options=compiler)
         self._taken: Any = jax.jit(self._take, **given(0, results=4))
-        self._updated = jax.jit(self._update, **given(0, 1, 2, 3, results=4))
+        self._updated = jit(self._update, **given(0, 1, 2, 3, results=4))
         self._evaluated: Any = jax.jit(self._evaluate, static_argnums=0, compiler_options=compiler)
         self._plans: dict[Any, Any] = {}
         self._in_parts = _runs_programs(model)
         self._plus, self._means = _plus, _means
+        self._if_finite, self._unscaled = _if_finite, _unscaled
         if self._in_parts:
             if isinstance(compiler_options, Mapping):
                 raise ValueError(
@@ -218,8 +225,9 @@ class Step:
             # Such a pipeline is no part of a program: what comes after its gradients is one.
             self._fused, self._added = self._train_in_parts, self._add
             self._taken, self._evaluated = self._take, self._evaluate
-            self._updated_after = jax.jit(self._update_after, **given(0, 1, 2, results=4))
-            self._plus, self._means = jax.jit(_plus), jax.jit(_means)
+            self._updated_after = jit(self._update_after, **given(0, 1, 2, results=4))
+            self._plus, self._means = jit(_plus), jit(_means)
+            self._if_finite, self._unscaled = jit(_if_finite), jit(_unscaled)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -440,6 +448,13 @@ class Step:
         """Scalars where the optimizer's count lies, so that no step compiles again for them."""
         return jax.jit(lambda: tree, out_shardings=self._everywhere)()
 
+    def _laid(self, function: Any, weights: Tree) -> Tree:
+        """What a function makes of weights, laid out as they are."""
+        places = _shardings(weights)
+        if not self._by_mesh:
+            return jax.jit(function, out_shardings=places)(weights)
+        return ByMesh(lambda x: jax.lax.with_sharding_constraint(function(x), places))(weights)
+
     def _metrics_of(self, batch: Tree, weight: Any) -> Tree:
         """The types of a call's metrics, by a trace."""
         if not self.has_aux:
@@ -457,7 +472,7 @@ class Step:
         def zeros(tree: Tree) -> Tree:
             return jax.tree.map(lambda x: jnp.zeros_like(x, _wide(x)), tree)
 
-        grads = jax.jit(zeros, out_shardings=_shardings(weights))(weights)
+        grads = self._laid(zeros, weights)
         loss = Weighed(jnp.zeros(()), jnp.zeros(()))
         aux = jax.tree.map(_nothing_of, metrics) if self.has_aux else None
         return *self._replicated((loss, aux)), grads
@@ -515,13 +530,7 @@ class Step:
         scale = None if self.scaling is None else carry["scale"]
         loss, aux, grads = self._gradients(model, batch, scale, weighed=weighed)
         loss = jax.tree.map(lambda x: x.astype(jnp.float32), loss)
-        if scale is None:
-            return loss, aux, grads
-
-        def unscaled(g: jax.Array) -> jax.Array:
-            return (g.astype(_wide(g)) / scale.astype(_wide(g))).astype(g.dtype)
-
-        return loss, aux, jax.tree.map(unscaled, grads)
+        return loss, aux, grads if scale is None else self._unscaled(grads, scale)
 
     def _weighed(
         self, model: Any, carry: Any, batch: Tree, weight: Any
@@ -564,7 +573,7 @@ class Step:
             return leaves, *self._loss_and_grads(model, carry, batch)
         found = self._weighed(model, carry, batch, weight)
         leaves = self._left(leaves, model, optimizer, found[0].mean, found[2])
-        (loss, aux), grads = self._means(self._plus(sums, found), like=found[2])
+        (loss, aux), grads = self._means(self._plus(sums, found), found[2])
         return leaves, loss, aux, grads
 
     def _add(self, leaves: Any, sums: Tree, carry: Any, batch: Tree, weight: Any) -> Any:
@@ -599,11 +608,13 @@ class Step:
         ]
         if not any(written):
             return after
-        finite = jnp.isfinite(global_norm(grads)) & jnp.isfinite(loss)
-        return [
-            jnp.where(finite, new, old) if is_written else new
-            for new, old, is_written in zip(after, before, written, strict=True)
-        ]
+        pairs = {
+            n: (new, old)
+            for n, (new, old) in enumerate(zip(after, before, strict=True))
+            if written[n]
+        }
+        kept = self._if_finite(pairs, loss, grads)
+        return [kept.get(n, new) for n, new in enumerate(after)]
 
     def _update(
         self,
@@ -634,6 +645,10 @@ class Step:
                 self._split(model, optimizer), before, self._may_change, strict=True
             )
         ]
+        if self._by_mesh:  # each stays where it was, also a number
+            leaves = jax.lax.with_sharding_constraint(leaves, self._places)
+            if mean is not None:
+                mean = jax.lax.with_sharding_constraint(mean, self._places_of_mean)
         scale = carry["scale"]
         after, good = scale, carry["good"]
         if isinstance(self.scaling, DynamicScale):
@@ -664,6 +679,23 @@ def global_norm(tree: Tree) -> jax.Array:
     """The norm of all numbers of all leaves together, over every mesh axis, as a float32 scalar."""
     squares = [optax.tree.norm(x.astype(_wide(x)), squared=True) for x in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(s.astype(jnp.float32) for s in squares) + jnp.zeros(()))
+
+
+def _unscaled(grads: Tree, scale: jax.Array) -> Tree:
+    """Gradients without the scale of their loss."""
+
+    def unscaled(g: jax.Array) -> jax.Array:
+        return (g.astype(_wide(g)) / scale.astype(_wide(g))).astype(g.dtype)
+
+    return jax.tree.map(unscaled, grads)
+
+
+def _if_finite(
+    pairs: dict[int, tuple[jax.Array, jax.Array]], loss: jax.Array, grads: Tree
+) -> dict[int, jax.Array]:
+    """Of each pair the first if loss and gradients are finite, else the second."""
+    finite = jnp.isfinite(global_norm(grads)) & jnp.isfinite(loss)
+    return {n: jnp.where(finite, *pair) for n, pair in pairs.items()}
 
 
 def with_weight(found: Tree, weight: jax.Array) -> Tree:
@@ -839,6 +871,10 @@ def _places_of_results(variables: Sequence[nnx.Variable[Any]], results: int) -> 
     if all(place.memory_kind != HOST_MEMORY for place in places):
         return {}
     return {"out_shardings": (places, *[None] * (results - 1))}
+
+
+def _is_on_mesh(x: Any) -> bool:
+    return isinstance(x.sharding, NamedSharding)
 
 
 def _shardings(tree: Tree) -> Tree:

@@ -241,7 +241,7 @@ def by_stage(pipe: Any, grads: nnx.State) -> list[Any]:
         nnx.update(filled, grads)
         return [nnx.state(stage, nnx.Param) for stage in filled.stages()]
     found: dict[int, Any] = {}
-    for rank, held in enumerate(pipe.schedule.stages_of):
+    for rank, held in enumerate(pipe.plan.stages_of):
         for chunk, stage in enumerate(held):
             found[stage] = jax.tree.map(lambda g, r=rank: g[r], grads["chunks"][chunk])
     return [found[k] for k in range(len(found))]

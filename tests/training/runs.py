@@ -87,8 +87,8 @@ def optimizer_of(model: Any) -> nnx.Optimizer:
     return nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
-@nnx.jit
 def _step(model: Any, optimizer: nnx.Optimizer, x: jax.Array, t: jax.Array) -> jax.Array:
+    """A step, to be compiled whole unless its programs are compiled for ranks."""
     if isinstance(model, Pipeline):
         loss, grads = model.value_and_grad(x, t)
     else:
@@ -97,10 +97,15 @@ def _step(model: Any, optimizer: nnx.Optimizer, x: jax.Array, t: jax.Array) -> j
     return loss
 
 
+_jitted = nnx.jit(_step)
+
+
 def train(model: Any, optimizer: nnx.Optimizer, first: int, count: int) -> list[float]:
     """The losses of some steps."""
+    of_ranks = isinstance(model, Pipeline) and model.plan.engine == "programs"
+    step = _step if of_ranks else _jitted
     with jax.numpy_dtype_promotion("standard"):  # of optax
-        return [float(_step(model, optimizer, *batch(first + n))) for n in range(count)]
+        return [float(step(model, optimizer, *batch(first + n))) for n in range(count)]
 
 
 def layers_of(model: Any) -> dict[str, Any]:

@@ -19,10 +19,18 @@ from pipeline.training.checkpoints import Checkpoints
 from tests.support import split_axes
 from tests.support.close import assert_close
 from tests.support.grids import effort
+from tests.support.stage_meshes import meshes_of
 from tests.training import runs
 from tests.training.runs import assert_same_parameters, optimizer_of, pipeline_of, plain_of, train
 
 Make = Callable[[int], Any]  # a seed, to a model
+
+
+def on_meshes_of_ranks(seed: int) -> Pipeline:
+    meshes: Any = meshes_of({"data": 2}, {"data": 2})
+    options: Any = {"engine": "programs", "mesh": None, "stage_meshes": meshes}
+    return pipeline_of([9, 7], 2, seed=seed, **options)
+
 
 FIRST: dict[str, Make] = {
     "16 layers": lambda seed: pipeline_of([2] * 8, 4, seed=seed),
@@ -36,6 +44,7 @@ THEN: dict[str, tuple[str, Make]] = {
     "vocabulary": ("16 layers", lambda s: pipeline_of([4] * 4, 4, vocabulary="stage", seed=s)),
     "fsdp": ("16 layers", lambda s: pipeline_of([4] * 4, 4, data=2, data_parallel="fsdp", seed=s)),
     "unlike": ("16 layers", lambda seed: pipeline_of([5, 3, 6, 2], 4, seed=seed)),
+    "meshes of ranks": ("16 layers", on_meshes_of_ranks),
     "plain": ("16 layers", lambda seed: plain_of([16], seed=seed)),
     "30 in 3": ("30 layers", lambda seed: pipeline_of([10] * 3, 3, seed=seed)),
     "30 plain": ("30 layers", lambda seed: plain_of([30], seed=seed)),

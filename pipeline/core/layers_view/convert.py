@@ -33,7 +33,7 @@ from pipeline.core.placement.placement import LAYERS, spread_of
 
 def to_layers(pipe: Any, tree: Tree) -> Layers:
     """Convert a tree of the pipeline to layers, for `Pipeline.to_layers`."""
-    order, view = layout_name(pipe.schedule.stages_of), layer_view(pipe)
+    order, view = layout_name(pipe.plan.stages_of), layer_view(pipe)
     if not _has_all(tree, _stored(view)):
         view = _other_view(pipe, lambda v: _has_all(tree, _stored(v)))
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
@@ -83,7 +83,7 @@ def from_layers(pipe: Any, layers: Layers) -> nnx.State[Any, Any]:
         view = _other_view(pipe, fits)
     variables, foreign = dict(nnx.to_flat_state(nnx.state(pipe))), _foreign(pipe)
     variables |= foreign
-    drop_marks(pipe.layout, pipe.schedule.stages_of, foreign)
+    drop_marks(pipe.layout, pipe.plan.stages_of, foreign)
     arrays = []
     for stack in view.stacks:
         if stack.path in foreign:
@@ -95,20 +95,26 @@ def from_layers(pipe: Any, layers: Layers) -> nnx.State[Any, Any]:
             for slot in stack.slots
             for rank, (k, path) in slot.names
         }
-        arrays.append((stack.path, _joined(pipe.mesh, view, stack, leaves)))
+        arrays.append((stack.path, _joined(_mesh_at(pipe, stack.path), view, stack, leaves)))
     for end in view.ends:
-        leaf = value_at(layers, end.path)
+        leaf, path = value_at(layers, end.path), ("ends", *end.path)
         if getattr(leaf, "shape", None) == end.shape:
-            leaf = _placed(end.fill(leaf), NamedSharding(pipe.mesh, end.spread.stored))
-        arrays.append((("ends", *end.path), leaf))
+            sharding = NamedSharding(_mesh_at(pipe, path), end.spread.stored)
+            leaf = _placed(end.fill(leaf), sharding)
+        arrays.append((path, leaf))
     return nnx.from_flat_state(
         [(p, variables[p].replace(x) if hasattr(x, "shape") else x) for p, x in arrays]
     )
 
 
+def _mesh_at(pipe: Any, path: Path) -> Any:
+    """The mesh of a variable, with the axis types that state has."""
+    return pipe.mesh if pipe.plan.stage_meshes is None else pipe.plan.mesh_at(path)
+
+
 def _foreign(pipe: Any) -> dict[Path, Any]:
     """The pipeline's own variables, as types, in place of those of another that it was given."""
-    order, ranks = layout_name(pipe.schedule.stages_of), len(pipe.schedule.stages_of)
+    order, ranks = layout_name(pipe.plan.stages_of), len(pipe.plan.stages_of)
     types = {}
     for path, variable in nnx.to_flat_state(nnx.state(pipe)):
         original = pipe.origin.variables.get(path)

@@ -90,7 +90,7 @@ def pipeline_leaves(pipe: Any) -> Iterator[LayerLeaf]:
     """The leaves of a pipeline's state, in layer order: parameters, then everything else."""
     view, cells = layer_view(pipe), _module_cells(pipe, nnx.Param)
     yield from _viewed(view, (), cells)
-    stages_of = pipe.schedule.stages_of
+    stages_of = pipe.plan.stages_of
     for v, chunk in enumerate(pipe.chunks):
         rest = _module_cells(chunk, nnx.Not(nnx.Param))
         for rank, of_rank in enumerate(stages_of):

@@ -142,7 +142,7 @@ def typed(module: Any) -> Any:
 
 def _picks(pipe: Any, new: Any) -> list[list[Pick]] | None:
     """[V] for each new chunk, where the stages of its ranks were; None if rows cannot be moved."""
-    before, after = pipe.schedule.stages_of, new.schedule.stages_of
+    before, after = pipe.plan.stages_of, new.plan.stages_of
     places = {k: (rank, v) for rank, numbers in enumerate(before) for v, k in enumerate(numbers)}
     picks = [[places[k] for k in column] for column in zip(*after, strict=True)]
     if before == after and all(map(_are_alike, pipe.chunks, new.chunks)):

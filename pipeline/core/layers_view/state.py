@@ -31,7 +31,7 @@ from pipeline.core.layers_view.view import End, LayerView, Name, Path, Slot, Sta
 from pipeline.core.placement.placement import Spread
 
 Add = Callable[[Any, Cut | None], int]  # a stack, to its index among a program's
-Lay = Callable[[Any, PartitionSpec], Any]  # an array, laid out
+Lay = Callable[[Any, PartitionSpec, Path], Any]  # an array, laid out, by its path in the state
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,10 @@ class _Part:
         for stack, rows in zip(self.stacks, self.rows, strict=True):
             results = [{rank: leaves[n] for rank, n in of.items()} for of in rows]
             array = stack.collect(program, results, ranks)
-            arrays[stack.path] = lay(array, stack.spread.gradient)
+            arrays[stack.path] = lay(array, stack.spread.gradient, stack.path)
         for n, end in self.ends:
-            arrays[end.path] = lay(end.fill(program.value(leaves[n])), end.spread.gradient)
+            array = end.fill(program.value(leaves[n]))
+            arrays[end.path] = lay(array, end.spread.gradient, end.path)
         return nnx.State(unflatten_mapping(arrays))
 
     def specs(self) -> dict[Path, PartitionSpec]:
@@ -117,7 +118,7 @@ class StatePlan:
         """Write the stored state from a program's results."""
         items = self.treedef.flatten_up_to(tree)
         trees = [
-            lay(program.value(item), PartitionSpec())
+            lay(program.value(item), PartitionSpec(), ())
             if part is None
             else part.write(item, program, self.ranks, lay)
             for part, item in zip(self.parts, items, strict=True)

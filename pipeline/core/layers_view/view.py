@@ -195,7 +195,7 @@ def layer_view(pipe: Any, *, trained: bool = False, state: Any = False) -> Layer
       trained: only of those that it trains.
       state: of its declared state instead, or of that which a filter finds.
     """
-    stages_of, masks = pipe.schedule.stages_of, pipe.trained
+    stages_of, masks = pipe.plan.stages_of, pipe.trained
     wanted = (pipe.plan.state if state is True else state) if state else None
     declared = find_state(wanted, pipe.chunks, pipe.ends, stages_of)
     state = bool(state)

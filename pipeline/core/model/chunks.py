@@ -32,7 +32,7 @@ from schedules.clocks.shared import Shared
 
 
 def make_chunks(
-    stages: Any, placement: Placement, stages_of: Sequence[Sequence[int]]
+    stages: Any, placements: Sequence[Placement], stages_of: Sequence[Sequence[int]]
 ) -> list[nnx.Module]:
     """The V chunks of K stages, with every leaf placed on the rank that runs it.
 
@@ -40,7 +40,8 @@ def make_chunks(
 
     Args:
       stages: a list of K modules, or one stacked module.
-      placement: the mesh with its ``stage`` axis, and what else is sharded.
+      placements: [K] for each stage, those of one chunk the same: the mesh with its ``stage`` axis,
+        and what else is sharded.
       stages_of: [S] lists of the V stages on each rank.
     """
     if is_stacked(stages):
@@ -48,11 +49,15 @@ def make_chunks(
         flat = nnx.to_flat_state(state)
         return [
             _stacked(
-                graphdef, [[_row(v, k) for v in flat] for k in ks], ks, placement, stacked=True
+                graphdef,
+                [[_row(v, k) for v in flat] for k in ks],
+                ks,
+                placements[ks[0]],
+                stacked=True,
             )
             for ks in zip(*stages_of, strict=True)
         ]
-    return [_chunk(stages, ks, placement) for ks in zip(*stages_of, strict=True)]
+    return [_chunk(stages, ks, placements[ks[0]]) for ks in zip(*stages_of, strict=True)]
 
 
 def _chunk(stages: Sequence[nnx.Module], ks: Sequence[int], placement: Placement) -> nnx.Module:
@@ -120,16 +125,28 @@ def _stacked(
     return with_streams_of(RankStreams, nnx.merge(graphdef, nnx.from_flat_state(flat)))
 
 
-def make_ends(ends: Ends, placement: Placement, shared: Shared = ()) -> Ends:
-    """Embed, head and loss on every device of the mesh; the user's modules stay as they are.
+def make_ends(ends: Ends, first: Placement, last: Placement, shared: Shared = ()) -> Ends:
+    """Embed, head and loss on every device of a mesh; the user's modules stay as they are.
 
     Of tables that ranks share each has a part. If they cannot share the words equally, there are
     rows of zeros behind the last: no word is theirs, so they never win and have no gradient.
+
+    Args:
+      ends: of the user.
+      first: the placement of embed.
+      last: of head and loss; another only where ranks have meshes of their own.
+      shared: the ends whose tables all ranks share.
+
+    Raises:
+      ValueError: embed shares a variable with the others, and their meshes differ.
     """
     graphdef, state = nnx.split(ends)
     parts = find_tables(nnx.state(ends, nnx.Param), ends, shared)
+    if first.mesh != last.mesh:
+        _check_apart(ends)
     flat = []
     for path, variable in nnx.to_flat_state(state):
+        placement = first if path[0] == "embed" else last
         if path in parts.paths:
             table = _filled_up(variable, placement.mesh.shape[STAGE])
             spread = placement.spread_rows(table)
@@ -140,6 +157,20 @@ def make_ends(ends: Ends, placement: Placement, shared: Shared = ()) -> Ends:
         placed = jax.tree.map(functools.partial(placement.put, spread=spread), variable)
         flat.append((path, placement.label(variable, raw(placed), spread, ())))
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def _check_apart(ends: Ends) -> None:
+    """Check that embed has no variable in common with head and loss."""
+    of_embed = {id(x) for _, x in nnx.iter_graph(ends.embed) if isinstance(x, nnx.Variable)}
+    for name in ("head", "loss_fn"):
+        for path, node in nnx.iter_graph(getattr(ends, name, None)):
+            if id(node) in of_embed:
+                raise ValueError(
+                    f"{'.'.join(map(str, (name, *path)))} is a variable of embed too, and their "
+                    f"ranks have meshes of their own (stage_meshes=): give each its own, use a "
+                    f"schedule that runs the first and the last stage on one rank, or mesh= for "
+                    f"ranks of one shape"
+                )
 
 
 def _filled_up(table: Any, parts: int) -> Any:

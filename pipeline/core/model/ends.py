@@ -69,6 +69,12 @@ def find_tables(params: Tree, ends: Ends, shared: Shared) -> Tables:
     return Tables(**about, paths=paths)
 
 
+def parts_of(state: Tree) -> list[str]:
+    """By leaf of the ends' state the part that holds it: "embed", "head" or "loss_fn"."""
+    flat = nnx.to_flat_state(state)
+    return [str(path[0]) for path, variable in flat for _ in jax.tree.leaves(variable)]
+
+
 def choose_shared(mode: Any, embed: Any, head: Any, loss_fn: Any) -> Shared:
     """Choose the ends that all ranks share.
 

@@ -98,7 +98,7 @@ def check_state(plan: Any, chunks: Sequence[nnx.Module], ends: nnx.Module) -> No
         raise ValueError(
             f"after_step={plan.after_step!r}: give a function of one stage, which writes its state"
         )
-    declared = find_state(plan.state, chunks, ends, plan.schedule.stages_of)
+    declared = find_state(plan.state, chunks, ends, plan.stages_of)
     if declared.ends and plan.shared:
         path = ".".join(map(str, min(declared.ends, key=str)))
         raise ValueError(

@@ -99,6 +99,24 @@ def check_word(name: str, value: Any, words: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r}: must be {' or '.join(map(repr, words))}")
 
 
+def check_excluded(*, engine: Engine, mesh: Mesh | None, auto_axes: Sequence[str]) -> None:
+    """Raise ValueError for options that ``stage_meshes`` excludes."""
+    if auto_axes:
+        raise ValueError(
+            f"auto_axes={auto_axes!r} beside stage_meshes=: name in each stage what is divided "
+            f"over these axes and leave auto_axes out, or use mesh= for ranks of one shape"
+        )
+    if mesh is not None:
+        raise ValueError(
+            "mesh= beside stage_meshes=, which has the devices of each rank: give one of them"
+        )
+    if engine != "programs":
+        raise ValueError(
+            f"stage_meshes= with engine={engine!r}: one program runs on one mesh; use "
+            f"engine='programs', or mesh= for ranks of one shape"
+        )
+
+
 def check_vocabulary(vocabulary: Any) -> None:
     """Raise ValueError for an unknown way to hold the vocabulary."""
     if vocabulary not in ("ends", "stage"):

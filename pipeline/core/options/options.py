@@ -28,6 +28,7 @@ from pipeline.core.options.checks import (
     Vocabulary,
     check_axes,
     check_data_parallel,
+    check_excluded,
     check_functions,
     check_limit,
     check_microbatches,
@@ -37,6 +38,7 @@ from pipeline.core.options.checks import (
     check_word,
 )
 from pipeline.core.placement.placement import Sharding
+from pipeline.core.placement.stage_meshes import check_stage_meshes
 from schedules.clocks.ticks import check_pattern
 from schedules.core.arguments import need
 from schedules.core.costs import Costs
@@ -118,6 +120,9 @@ class Options:
         of it is lost, the more the larger M. Gradients are returned in their weight's dtype.
       mesh: with an axis ``stage`` whose size divides K, and perhaps ``data``; by default as many
         devices as share K stages equally.
+      stage_meshes: [S] meshes in place of ``mesh``, one for each rank, beside engine="programs":
+        ranks then have as many devices as their stages need. All split the batch alike; along other
+        axes, such as ``tensor``, they may differ.
       batch: over which mesh axes a batch is split: a `jax.sharding.PartitionSpec`, whose first
         entry splits rows and later ones positions, as ``P(("data", "expert"), "context")``. Leaves
         with fewer dims use the leading part. Or a tree prefix of specs for (inputs, targets,
@@ -162,6 +167,7 @@ class Options:
     grad_dtype: Any = None
     # The mesh.
     mesh: Mesh | None = None
+    stage_meshes: Sequence[Mesh] | None = None
     batch: Any = PartitionSpec("data")
     sharding: Sharding | None = None
     auto_axes: Sequence[str] = ()
@@ -186,6 +192,10 @@ class Options:
         check_grad_dtype(self.grad_dtype)
         check_data_parallel(self.data_parallel, self.gather)
         check_functions(sharding=self.sharding)
+        if self.stage_meshes is not None:
+            excluded: Any = {"mesh": self.mesh, "auto_axes": self.auto_axes}
+            check_excluded(engine=self.engine, **excluded)
+            object.__setattr__(self, "stage_meshes", check_stage_meshes(self.stage_meshes))
         object.__setattr__(self, "auto_axes", check_axes(self.auto_axes))
         check_vocabulary(self.vocabulary)
         object.__setattr__(self, "offload", check_offload(self.offload))

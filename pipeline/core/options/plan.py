@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from jax.sharding import Mesh
 
+from collectives import STAGE
 from pipeline.base.axes import Axes
 from pipeline.base.checks import ModelChecks
 from pipeline.core.model.loss import Loss
 from pipeline.core.options.compiled import Compiled, Programs, StepFacts
 from pipeline.core.options.options import Options
+from pipeline.core.placement.stage_meshes import axes_of
 from schedules.clocks.shared import Shared
 from schedules.core.costs import Costs, is_last_forward_free
-from schedules.families.accumulation import is_accumulation
+from schedules.families.accumulation import accumulation, is_accumulation
 from schedules.lowering.hosted import Keep
 from schedules.lowering.lower import lower
 from schedules.lowering.program import Program
@@ -51,6 +55,9 @@ class Plan(Options):
       options: the options as the user gave them.
       lint: the checks of the model.
       entries: the module of the engine's entry points.
+      stage_meshes: [S] those of unlike ranks, with the same axes; ``mesh`` is then that of the last
+        stage's rank, where losses and outputs are.
+      orders: in the plan of one rank (`of_ranks`) the timetable of all ranks; else None.
       stack: K, of stages that were given as one module of which nothing shows that it is a stack.
       programs: the way to the pipeline's compiled functions.
     """
@@ -69,6 +76,8 @@ class Plan(Options):
     options: Options = field(repr=False)
     lint: ModelChecks = field(repr=False)
     entries: Any = field(repr=False)
+    stage_meshes: tuple[Mesh, ...] | None = None
+    orders: Schedule | None = None
     stack: int = 0
     programs: Programs = field(default_factory=Programs, repr=False)
 
@@ -98,6 +107,56 @@ class Plan(Options):
             "a Pipeline cannot be pickled: it lies on devices of this process; pickle what it is "
             "made of, (pipe.stages(), pipe.embed, pipe.head), and give that to Pipeline(...) with "
             "the same options where it is loaded; nnx.clone and copy.deepcopy copy it here"
+        )
+
+    @property
+    def stages_of(self) -> Sequence[Sequence[int]]:
+        """[rows][chunks] the stage that row r of chunk v holds.
+
+        With ``stage_meshes`` there is one row, and chunk k is stage k.
+        """
+        if self.stage_meshes is None:
+            return self.schedule.stages_of
+        return [range(self.schedule.num_stages)]
+
+    @functools.cached_property
+    def rank_meshes(self) -> tuple[Mesh, ...]:
+        """[S] the mesh of each rank's devices, on which ``stage`` has one entry."""
+        if self.stage_meshes is not None:
+            return self.stage_meshes
+        names, size = self.mesh.axis_names, self.mesh.shape[STAGE]
+        parts = (self.mesh.devices.take([rank], names.index(STAGE)) for rank in range(size))
+        return tuple(Mesh(devices, names) for devices in parts)
+
+    def mesh_at(self, path: Sequence[Any]) -> Mesh:
+        """The mesh of a variable of the pipeline, or of an optimizer's state for it."""
+        for name, part in itertools.pairwise(path):
+            if name == "chunks" and str(part).isdecimal():
+                return self.mesh_of_stage(int(part))
+            if name == "ends":
+                return self.mesh_of_stage(0) if part == "embed" else self.mesh
+        return self.mesh
+
+    def mesh_of_stage(self, stage: int) -> Mesh:
+        """The mesh of a stage's rank, if it has one of its own; else that of all ranks."""
+        meshes = self.stage_meshes
+        return self.mesh if meshes is None else meshes[self.schedule.placement[stage]]
+
+    @property
+    def of_ranks(self) -> tuple[Plan, ...]:
+        """[S] one plan for each rank.
+
+        With ``stage_meshes`` rank r's plan has its mesh and all K stages, so that the whole model
+        is traced on that mesh; otherwise all entries are this plan.
+        """
+        if self.stage_meshes is None:
+            return (self,) * self.schedule.num_ranks
+        given = self.schedule.num_stages, self.schedule.num_microbatches
+        one: dict[str, Any] = {"schedule": accumulation(*given), "orders": self.schedule}
+        axes = axes_of(self.axes, self.stage_meshes)
+        return tuple(
+            dataclasses.replace(self, mesh=mesh, home=mesh, axes=own, **one)
+            for mesh, own in zip(self.stage_meshes, axes, strict=True)
         )
 
     @property

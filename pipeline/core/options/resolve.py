@@ -31,6 +31,7 @@ from pipeline.core.options.choose import (
 from pipeline.core.options.options import Options
 from pipeline.core.options.plan import Plan, own_costs
 from pipeline.core.placement.meshes import default_mesh, with_types_in_force, without_types
+from pipeline.core.placement.stage_meshes import axes_of, first_of
 from schedules.clocks.shared import Shared
 from schedules.core.costs import Costs
 from schedules.orders.schedule import Schedule
@@ -70,15 +71,18 @@ def make_plan(
     """
     costs = check_costs(costs, num_stages)
     # The mesh first: the rest depends on its ranks and on how they exchange messages.
-    mesh = default_mesh() if options.mesh is None else options.mesh
     schedule_and_origin = read(options.schedule)
-    mesh = without_types(choose_mesh(mesh, num_stages, schedule_and_origin[0]))
+    if options.stage_meshes is None:
+        mesh = default_mesh() if options.mesh is None else options.mesh
+        mesh = without_types(choose_mesh(mesh, num_stages, schedule_and_origin[0]))
+    else:
+        mesh = first_of(options.stage_meshes, num_stages)
     partners = not exchanges_are_barriers(mesh)
     axes = find_axes(mesh, options.batch, check_axes_of(mesh, tuple(options.auto_axes)))
     if options.engine == "scan":
         check_compiler_axes(mesh, axes.auto)
     shared = choose_shared(options.vocabulary, embed, head, loss_fn)
-    if mesh.shape[STAGE] == 1:  # one rank holds the whole vocabulary
+    if _num_ranks(options, mesh) == 1:  # one rank holds the whole vocabulary
         shared = ()
     chosen: dict[str, Any] = {
         "mesh": mesh,
@@ -87,6 +91,9 @@ def make_plan(
         "shared": shared,
     }
     timetable, why = _timetable(options, num_stages, schedule_and_origin, **chosen)
+    if options.stage_meshes is not None:
+        mesh = chosen["mesh"] = options.stage_meshes[timetable.placement[-1]]
+        axes = axes_of(axes, options.stage_meshes)[timetable.placement[-1]]
     chosen |= {
         "schedule": timetable,
         "why": why,
@@ -140,7 +147,7 @@ def _timetable(
     slices: Any = options.slices
     return choose_schedule(
         schedule,
-        num_ranks=mesh.shape[STAGE],
+        num_ranks=_num_ranks(options, mesh),
         num_stages=num_stages,
         num_microbatches=options.num_microbatches,
         engine=options.engine,
@@ -154,3 +161,8 @@ def _timetable(
         slices=len(slices) if isinstance(slices, tuple) else slices,
         origin=origin,
     )
+
+
+def _num_ranks(options: Options, mesh: Mesh) -> int:
+    """S."""
+    return mesh.shape[STAGE] if options.stage_meshes is None else len(options.stage_meshes)

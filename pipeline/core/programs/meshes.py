@@ -43,11 +43,10 @@ class RankMeshes:
         self._mesh, self._tracks = plan.mesh, plan.tracks_varying
         names = plan.mesh.axis_names
         self._manual = tuple(axis for axis in names if axis in plan.axes.manual)
-        rows = range(plan.mesh.shape[STAGE])
-        of = [plan.mesh.devices.take([rank], names.index(STAGE)) for rank in rows]
-        self.ranks = [Mesh(devices, names) for devices in of]
+        self.ranks = plan.rank_meshes
+        like = plan.mesh if plan.stage_meshes else self.ranks[0]
+        self.abstract: AbstractMesh = like.abstract_mesh
         self.local_ranks = [rank for rank, mesh in enumerate(self.ranks) if mesh.local_devices]
-        self.abstract: AbstractMesh = self.ranks[0].abstract_mesh
         # Kept, for JAX looks for a sharding's devices once per object.
         self.sharding = functools.cache(lambda rank, spec: NamedSharding(self.ranks[rank], spec))
 
@@ -65,14 +64,8 @@ class RankMeshes:
 
     def placed(self, leaves: Leaves, specs: Sequence[P]) -> Leaves:
         """Arrays on the pipeline's mesh; an array that already has its spec there is not copied."""
-
-        def place(leaf: Any, spec: P) -> Any:
-            sharding = NamedSharding(self._mesh, spec)
-            is_array = isinstance(leaf, jax.Array)
-            is_there = is_array and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-            return leaf if is_there else distribute(leaf, sharding, compare=False)
-
-        return [place(*pair) for pair in zip(leaves, specs, strict=True)]
+        pairs = zip(leaves, specs, strict=True)
+        return [placed_on(leaf, NamedSharding(self._mesh, spec)) for leaf, spec in pairs]
 
     def split(self, leaves: Leaves, specs: Sequence[P]) -> dict[int, Leaves]:
         """By rank of this process, the parts that it has of `placed` arrays, without a copy."""
@@ -89,7 +82,7 @@ class RankMeshes:
         """The shape of a rank's part of an array."""
         named = [STAGE in axes_in(entry) for entry in spec]
         named += [False] * (len(shape) - len(named))
-        size = len(self.ranks)
+        size = self._mesh.shape[STAGE]
         return tuple(n // size if has else n for n, has in zip(shape, named, strict=True))
 
     def types(self, tree: Tree, specs: Tree) -> Tree:
@@ -120,14 +113,14 @@ class RankMeshes:
         varying = varying_in(t) if self._tracks else self._manual
         return P(tuple(axis for axis in self._manual if axis in varying))
 
-    def value_types(self, types: Tree, *, joined: bool = False) -> Tree:
-        """The types of these values on the abstract mesh, or as `join` makes them of all ranks."""
-        mesh = self._mesh if joined else self.abstract
+    def value_types(self, types: Tree, mesh: Mesh | None = None) -> Tree:
+        """The types of these values on the abstract mesh, or on one as `join` makes them."""
+        on = self.abstract if mesh is None else mesh
 
         def value_type(t: Any) -> jax.ShapeDtypeStruct:
             spec = self._value_spec(t)
-            lead = math.prod(mesh.shape[axis] for axis in axes_in(spec[0]))
-            return typed(mesh, (lead, *t.shape), t.dtype, spec)
+            lead = math.prod(on.shape[axis] for axis in axes_in(spec[0]))
+            return typed(on, (lead, *t.shape), t.dtype, spec)
 
         return jax.tree.map(value_type, types)
 
@@ -151,6 +144,13 @@ class RankMeshes:
             return from_shards((lead * count, *rest), sharding, shards)
 
         return jax.tree.map(joined, *trees)
+
+
+def placed_on(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """An array with a sharding; not copied if it has it already."""
+    is_array = isinstance(leaf, jax.Array)
+    is_there = is_array and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    return leaf if is_there else distribute(leaf, sharding, compare=False)
 
 
 def shards_of(x: jax.Array) -> dict[Any, jax.Array]:

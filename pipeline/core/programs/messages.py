@@ -17,8 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE
 from collectives.places.homes import process_of
+from pipeline.base.axes import axes_in
 from pipeline.base.tree import Leaves, Tree
 from pipeline.core.programs.meshes import RankMeshes, from_shards, shards_of, typed
+from pipeline.core.programs.program import RankModel
 
 # Sends a value; returns it on the target's devices. Both are None in a process that holds no device
 # of that rank.
@@ -26,16 +28,29 @@ Message = Callable[[Tree | None], Tree | None]
 
 
 def lower_message(
-    meshes: RankMeshes, source: int, target: int, types: Tree
+    of_source: RankModel, of_target: RankModel, source: int, target: int, kind: str, stage: int
 ) -> Callable[[], Message]:
     """A message, to be compiled.
 
     Args:
-      meshes: of the ranks.
+      of_source: the model of the rank that sends.
+      of_target: the model of the rank that receives.
       source: the rank that sends.
       target: the rank that receives.
-      types: of the value, within a program.
+      kind: of the value.
+      stage: the stage that reads it.
+
+    Raises:
+      ValueError: the ranks' meshes are unlike, and the devices of one have other parts of it.
     """
+    types = getattr(of_target.traced.stages[stage], kind)
+    meshes = of_target.operands.meshes
+    if of_source is not of_target:
+        sent = getattr(of_source.traced.stages[stage], kind)
+        of_sent = of_source.operands.meshes.value_types(sent)
+        _check_alike(of_sent, meshes.value_types(types), kind, stage)
+        copy = Copy(meshes, source, target, types)
+        return lambda: copy
     ends = zip(meshes.devices(source), meshes.devices(target), strict=True)
     if any(process_of(a) != process_of(b) for a, b in ends):
         return Exchange(meshes, source, target, types).compile
@@ -43,13 +58,27 @@ def lower_message(
     return lambda: copy
 
 
+def _check_alike(sent: Tree, received: Tree, kind: str, stage: int) -> None:
+    """Check that both ranks of a message have the same parts of it."""
+    for a, b in zip(jax.tree.leaves(sent), jax.tree.leaves(received), strict=True):
+        if (a.shape, a.sharding.spec) != (b.shape, b.sharding.spec):
+            axes = axes_in(a.sharding.spec[0])
+            ends = ("input", stage) if kind == "operand" else ("output", stage)
+            raise ValueError(
+                f"the {ends[0]} of stages[{ends[1]}] has a part for each device along "
+                f"{' x '.join(map(repr, axes))}, {a.shape[0]} on one side of the message and "
+                f"{b.shape[0]} on the other, whose stage_meshes differ: let the stage join its "
+                f"parts before it returns (jax.lax.all_gather), or give both ranks meshes of one "
+                f"shape"
+            )
+
+
 class Copy:
     """A message between devices of the same processes; arguments as `lower_message`'s."""
 
     def __init__(self, meshes: RankMeshes, source: int, target: int, types: Tree) -> None:
         self._shardings = meshes.value_shardings(target, types)
-        pairs = zip(meshes.devices(source), meshes.devices(target), strict=True)
-        self._target_of = dict(pairs)
+        self._target_of = dict(zip(meshes.devices(source), meshes.devices(target)))  # noqa: B905
         self._is_addressable = all(s.is_fully_addressable for s in jax.tree.leaves(self._shardings))
 
     def __call__(self, value: Tree | None) -> Tree | None:

@@ -10,13 +10,13 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collectives import vary
@@ -55,7 +55,7 @@ class Operands:
       tree: the structure of the operands.
       specs: the specs of the leaves on the pipeline's mesh.
       types: the types of a rank's parts.
-      whole_types: the types of the leaves on the pipeline's mesh.
+      shapes: the shapes of the leaves on the pipeline's mesh.
     """
 
     options: StepOptions
@@ -63,7 +63,7 @@ class Operands:
     tree: Any
     specs: list[P]
     types: list[Any]
-    whole_types: list[Any]
+    shapes: list[tuple[int, ...]]
 
     @property
     def manual(self) -> list[P]:
@@ -87,7 +87,7 @@ class Operands:
         chunks, ends = gradient_specs(model)
         # A chunk's leaf has an axis of ranks first, which its sum lacks.
         of = {f"chunk{v}": [P(*spec[1:]) for spec in chunk] for v, chunk in enumerate(chunks)}
-        of["ends"] = ends
+        of |= {f"ends{n}": [spec] for n, spec in enumerate(ends)}
         for name in specs.keys() & of:
             parts = [kernel_spec(spec, frozenset(plan.auto_axes)) for spec in of[name]]
             pairs = zip(specs[name], parts, strict=True)
@@ -97,14 +97,14 @@ class Operands:
             ]
         return specs
 
-    def sum_types(self, sums: dict[str, Leaves], *, joined: bool = False) -> dict[str, list[Any]]:
-        """The types of sums that enter and leave a program; joined, as of `RankMeshes.join`.
+    def sum_types(self, sums: dict[str, Leaves], mesh: Any = None) -> dict[str, list[Any]]:
+        """The types of sums that enter and leave a program; on a mesh, as of `RankMeshes.join`.
 
         The sums of all devices are concatenated along the first axis, and only a scalar gets a new
         one, unlike other values (`RankMeshes.value_specs`). So the shape within a program is that
         of its argument, and XLA adds in place; else it copies (CPUs, jaxlib 0.10.2 and 0.12).
         """
-        mesh = self.options.plan.mesh if joined else self.meshes.abstract
+        mesh = self.meshes.abstract if mesh is None else mesh
 
         def sum_type(t: Any, lead: P, spec: P) -> jax.ShapeDtypeStruct:
             first, *rest = t.shape or (1,)
@@ -112,6 +112,11 @@ class Operands:
             return typed(mesh, (count * first, *rest), t.dtype, spec)
 
         return jax.tree.map(sum_type, sums, self.meshes.value_specs(sums), self.sum_specs(sums))
+
+    def whole_types(self, mesh: Mesh) -> list[Any]:
+        """The types of the leaves on a mesh."""
+        whole = zip(self.shapes, self.types, self.specs, strict=True)
+        return [typed(mesh, shape, t.dtype, spec) for shape, t, spec in whole]
 
     def of(self, leaves: list[Any]) -> tuple[Weights, Batch, StepInputs]:
         """The operands that have these leaves."""
@@ -198,11 +203,8 @@ def find_operands(
     leaves, tree = jax.tree.flatten((weights, batch, given))
     everywhere = jax.tree.map(lambda _: P(), given)
     specs = jax.tree.leaves((weight_specs(options.model, weights), batch.spec_tree(), everywhere))
-    whole = [
-        typed(options.plan.mesh, x.shape, x.dtype, spec)
-        for x, spec in zip(leaves, specs, strict=True)
-    ]
-    return Operands(options, meshes, tree, specs, meshes.types(leaves, specs), whole)
+    shapes = [tuple(x.shape) for x in leaves]
+    return Operands(options, meshes, tree, specs, meshes.types(leaves, specs), shapes)
 
 
 def trace_model(operands: Operands) -> Traced:
@@ -216,10 +218,39 @@ def trace_model(operands: Operands) -> Traced:
     return results[0]
 
 
-def begin_program(traced: Traced, operands: Operands) -> RankProgram:
+@dataclass(frozen=True, eq=False)
+class RankModel:
+    """The model as a rank has it.
+
+    Attributes:
+      operands: the types of the step's operands there.
+      traced: the model, traced on the rank's abstract mesh.
+    """
+
+    operands: Operands
+    traced: Traced
+
+
+def rank_models(
+    options: StepOptions, weights: Weights, batch: Batch, given: StepInputs
+) -> list[RankModel]:
+    """[S] the model of each rank, traced once for all whose meshes are alike."""
+    known: dict[Any, RankModel] = {}
+    for plan in options.plan.of_ranks:
+        if plan.mesh.abstract_mesh not in known:
+            of_rank = dataclasses.replace(options, plan=plan)
+            operands = find_operands(of_rank, weights, batch, given)
+            known[plan.mesh.abstract_mesh] = RankModel(operands, trace_model(operands))
+    return [known[plan.mesh.abstract_mesh] for plan in options.plan.of_ranks]
+
+
+def begin_program(traced: Traced, operands: Operands, sums: dict[str, Leaves]) -> RankProgram:
     """The program before a rank's first action: operands to (sums, factors of losses).
 
-    All sums are zeros.
+    Args:
+      traced: the model.
+      operands: of the step.
+      sums: the types of those that the rank has; they begin as zeros, declared state as it is.
     """
     options, meshes = traced.options, operands.meshes
 
@@ -230,14 +261,16 @@ def begin_program(traced: Traced, operands: Operands) -> RankProgram:
         factors = {name: getattr(loss, name) for name in traced.factors}
         rank = dataclasses.replace(inspected.rank, loss=loss)
         step = OpenStep(options, dataclasses.replace(inspected, rank=rank))
-        return leaving(step.get(traced.sums), factors, traced.sums, traced.factors)
+        return leaving(step.get(sums), factors, sums, traced.factors)
 
-    out_specs = meshes.value_specs((traced.sums, traced.factors))
-    results = operands.sum_specs(traced.sums), out_specs[1]
+    out_specs = meshes.value_specs((sums, traced.factors))
+    results = operands.sum_specs(sums), out_specs[1]
     return RankProgram(operands, begin, (operands.manual,), (operands.types,), out_specs, results)
 
 
-def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> RankProgram:
+def action_program(
+    traced: Traced, operands: Operands, op: Op, stage: int, names: Sequence[str]
+) -> RankProgram:
     """The program of an action, the same for all stages that are alike.
 
     ``(sums, values, microbatch, operands, factors)`` to ``(sums, values)``: the sums that it adds
@@ -248,6 +281,7 @@ def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> Ra
       operands: of the step.
       op: the action.
       stage: of the stage.
+      names: of the sums that it adds to.
     """
     meshes, types = operands.meshes, traced.stages[stage]
     message = types.gradient if op.kind == "F" else types.operand
@@ -255,7 +289,7 @@ def action_program(traced: Traced, operands: Operands, op: Op, stage: int) -> Ra
     given = types_of | {"operand": types.operand, "gradient": types.gradient}
     reads = {kind: given[kind] for kind in reads_of(traced, op, stage)}
     writes = {kind: types_of.get(kind, message) for kind in writes_of(traced, op, stage)}
-    sums = {name: traced.sums[name] for name in sums_of(traced, op)}
+    sums = {name: traced.sums[name] for name in names}
 
     def act(of_sums: Any, values: Any, microbatch: Any, leaves: list[Any], factors: Any) -> Any:
         weights, batch, _ = operands.of(leaves)
@@ -328,10 +362,11 @@ def writes_of(traced: Traced, op: Op, stage: int) -> dict[str, int]:
     return message | ({"crossing": stage} if op.kind == "I" else {})
 
 
-def sums_of(traced: Traced, op: Op) -> tuple[str, ...]:
-    """The names of what an action may add to or write: sums, and declared state."""
+def sums_of(traced: Traced, op: Op, rank: int) -> tuple[str, ...]:
+    """The names of what an action of a rank may add to or write: sums, and declared state."""
     facts, training = traced.inspected.rank.facts, traced.options.request.training
-    names = {"state"}
+    parts: tuple[str, ...] = ("state",)
+    names = set[str]()
     if op.kind == "F":
         names |= set(facts.stage_sums)
     else:
@@ -341,6 +376,11 @@ def sums_of(traced: Traced, op: Op) -> tuple[str, ...]:
     # Head and loss run in the last stage's backward, or in its F if there is none; embed is
     # differentiated in the first stage's backward.
     if op.kind in ("B", "I") if training else op.kind == "F":
-        names |= {"loss", "weight", "metrics", "results", "ends"} if op.last else set()
-        names |= {"ends", "inputs"} if op.first else set()
-    return tuple(name for name, types in traced.sums.items() if types and name in names)
+        names |= {"loss", "weight", "metrics", "results"} if op.last else set()
+        names |= {"inputs"} if op.first else set()
+        parts += ("ends",) if op.first or op.last else ()
+    return tuple(
+        name
+        for name, types in traced.sums_on(rank).items()
+        if types and (name in names or name.startswith(parts))
+    )

@@ -5,8 +5,9 @@ Letters: S ranks, K stages, M microbatches.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,24 +16,23 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from pipeline.base.tree import real
+from pipeline.base.tree import Leaves, real
 from pipeline.core.model.loss import mean_of
 from pipeline.core.model.model import Batch, Weights
-from pipeline.core.programs.meshes import drop_device_axis
+from pipeline.core.options.plan import Plan
+from pipeline.core.programs.finish import FinishByRank, JoinedFinish, Results
 from pipeline.core.programs.messages import lower_message
 from pipeline.core.programs.program import (
+    RankModel,
     RankProgram,
     action_program,
     begin_program,
-    entering,
-    find_operands,
+    rank_models,
     reads_of,
     sums_of,
-    trace_model,
-    without_warnings_of_donation,
     writes_of,
 )
-from pipeline.core.programs.traced import StepInputs, StepOptions, Traced
+from pipeline.core.programs.traced import StepInputs, StepOptions
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.results import totals_of
 from pipeline.core.step.run.places import StepRequest
@@ -42,7 +42,6 @@ from schedules.core.action import Action
 from schedules.lowering.program import Op
 
 Key = tuple[str, int, int]  # a kind of value, the stage that reads it, a microbatch
-Results = Callable[[LocalModel, StepSums, Weights], Any]
 
 
 @dataclass(frozen=True)
@@ -50,17 +49,17 @@ class Dispatch:
     """An action, and its values.
 
     Attributes:
+      action: it.
       rank: the rank that runs it.
       program: the op, and the first stage that has the same program.
-      microbatch: its number.
       sums: the names of the sums that it adds to.
       reads: by kind, a value that it reads, and whether no later action reads it.
       writes: by kind, a value that it writes.
     """
 
+    action: Action
     rank: int
     program: tuple[Op, int]
-    microbatch: int
     sums: tuple[str, ...]
     reads: Mapping[str, tuple[Key, bool]]
     writes: Mapping[str, Key]
@@ -94,11 +93,11 @@ class StepPrograms:
       weights: its state, or their types.
       batch: its batch, or types.
       given: by the caller.
-      results: makes the results of the step from the sums of a rank, on the pipeline's mesh.
-      out_specs: the specs of the results.
+      results: makes the results of the step.
 
     Attributes:
-      traced: the model.
+      schedule: the orders of ranks.
+      ranks: [S] the model of each rank, the same of ranks whose meshes are alike.
       order: the calls of this process, in order.
       compiled: the functions that they call.
       ratio: forward actions that run before the step, if it needs the share of its loss.
@@ -111,73 +110,58 @@ class StepPrograms:
         batch: Batch,
         given: StepInputs,
         results: Results,
-        out_specs: Any,
     ) -> None:
         self.ratio: StepPrograms | None = None
-        self.operands = find_operands(options, weights, batch, given)
-        self.traced = trace_model(self.operands)
-        if self.traced.needs_ratio:
+        self.ranks = rank_models(options, weights, batch, given)
+        if self.ranks[0].traced.needs_ratio:
             # The step needs its loss before it runs: all forwards run first, for that alone.
             self.ratio = _of_outputs(options, weights, batch)
             number = jax.ShapeDtypeStruct((), real())
             given = replace(given, ratio=(number, number))
-            self.operands = find_operands(options, weights, batch, given)
-            self.traced = trace_model(self.operands)
+            self.ranks = rank_models(options, weights, batch, given)
         if options.request.training:
-            options.plan.facts.unsplit, options.plan.facts.straight = self.traced.unsplit, False
-        self.meshes = self.operands.meshes
+            facts, traced = options.plan.facts, [of.traced for of in self.ranks]
+            facts.unsplit = tuple(dict.fromkeys(part for of in traced for part in of.unsplit))
+            facts.straight = False
+        self.schedule = options.schedule
+        self.meshes = self.ranks[0].operands.meshes
         local = set(self.meshes.local_ranks)
-        self.order = [one for one in make_order(self.traced) if local & set(one.ranks)]
+        self.order = [one for one in make_order(self.ranks) if local & set(one.ranks)]
         self.compiled = self._compile()
-        self._finish = self._lower_finish(results, out_specs).compile()
+        finish = JoinedFinish if options.plan.stage_meshes is None else FinishByRank
+        self._finish: JoinedFinish | FinishByRank = finish(self.ranks, results, self.compiled)
         numbers = list(np.arange(options.plan.schedule.num_units, dtype=np.int32))
         self._numbers = {rank: self.meshes.replicate(rank, numbers) for rank in local}
 
     def _compile(self) -> dict[Any, Any]:
         """The functions of this process's ranks, compiled by as many threads as there are cores."""
-        programs: dict[Any, RankProgram] = {"begin": begin_program(self.traced, self.operands)}
+        programs: dict[Any, RankProgram] = {}
         lowered: dict[Any, Callable[[], Any]] = {}
         # JAX traces and lowers here, in one thread; XLA compiles in several.
         for rank in self.meshes.local_ranks:
-            lowered["begin", rank] = programs["begin"].lower(rank)
+            of, sums = self.ranks[rank], self.ranks[rank].traced.sums_on(rank)
+            key = of, *sums
+            if not jax.tree.leaves((sums, of.traced.factors)):
+                lowered["begin", rank] = functools.partial(_begin_nothing, sums)
+                continue
+            if key not in programs:
+                programs[key] = begin_program(of.traced, of.operands, sums)
+            lowered["begin", rank] = programs[key].lower(rank)
         for one in self.order:
             if isinstance(one, Send):
                 if one.message not in lowered:
                     source, target, kind, stage = one.message
-                    types = getattr(self.traced.stages[stage], kind)
-                    lowered[one.message] = lower_message(self.meshes, source, target, types)
+                    ends = self.ranks[source], self.ranks[target]
+                    lowered[one.message] = lower_message(*ends, source, target, kind, stage)
                 continue
-            if one.program not in programs:
-                programs[one.program] = action_program(self.traced, self.operands, *one.program)
+            of, key = self.ranks[one.rank], (self.ranks[one.rank], one.program, one.sums)
+            if key not in programs:
+                programs[key] = action_program(of.traced, of.operands, *one.program, one.sums)
             if (one.program, one.rank) not in lowered:
-                lowered[one.program, one.rank] = programs[one.program].lower(one.rank)
+                lowered[one.program, one.rank] = programs[key].lower(one.rank)
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             compiled = threads.map(lambda run: run(), lowered.values())
             return dict(zip(lowered, compiled, strict=True))
-
-    def _lower_finish(self, results: Results, out_specs: Any) -> jax.stages.Lowered:
-        """The program after the last action, on the mesh of the pipeline."""
-        traced, plan = self.traced, self.traced.options.plan
-
-        def finish(leaves: list[Any], sums: Any, factors: Any) -> Any:
-            weights, batch, _ = self.operands.of(leaves)
-            step = traced.opened(weights, batch, drop_device_axis(factors))
-            step.put(entering(sums, traced.sums))
-            return results(step.inspected.local(), step.sums, weights)
-
-        of_values = self.meshes.value_specs((traced.sums, traced.factors))
-        run = jax.shard_map(
-            finish,
-            mesh=plan.mesh,
-            in_specs=(self.operands.manual, *of_values),
-            out_specs=out_specs,
-            axis_names=plan.axes.manual,
-            check_vma=plan.tracks_varying,
-        )
-        sums = self.operands.sum_types(traced.sums, joined=True)
-        factors = self.meshes.value_types(traced.factors, joined=True)
-        types = self.operands.whole_types, sums, factors
-        return without_warnings_of_donation(jax.jit(run, donate_argnums=1).trace(*types).lower)
 
     def __call__(self, weights: Weights, batch: Batch, given: StepInputs) -> Any:
         """Run the step: each program waits for its data, and this call for no result.
@@ -187,8 +171,7 @@ class StepPrograms:
         if self.ratio is not None:
             given = replace(given, ratio=self.ratio(weights, batch, StepInputs()))
         meshes, compiled, numbers = self.meshes, self.compiled, self._numbers
-        leaves = meshes.placed(jax.tree.leaves((weights, batch, given)), self.operands.specs)
-        operands = meshes.split(leaves, self.operands.specs)
+        operands = self._finish.place(jax.tree.leaves((weights, batch, given)))
         sums, factors = {}, {}
         for rank in meshes.local_ranks:
             sums[rank], factors[rank] = compiled["begin", rank](operands[rank])
@@ -205,11 +188,22 @@ class StepPrograms:
                 for kind, (key, is_last) in one.reads.items()
             }
             added = {name: sums[rank][name] for name in one.sums}
-            arguments = added, reads, numbers[rank][one.microbatch], operands[rank], factors[rank]
+            arguments = (
+                added,
+                reads,
+                numbers[rank][one.action.microbatch],
+                operands[rank],
+                factors[rank],
+            )
             added, left = compiled[one.program, rank](*arguments)
             sums[rank] |= added
             values |= {key: left[kind] for kind, key in one.writes.items()}
-        return self._finish(leaves, meshes.join(sums.values()), meshes.join(factors.values()))
+        return self._finish(operands, sums, factors)
+
+
+def _begin_nothing(sums: dict[str, Leaves]) -> Callable[[Any], Any]:
+    """The program before the first action of a rank that adds up nothing."""
+    return lambda _: (sums, {})
 
 
 def _of_outputs(options: StepOptions, weights: Weights, batch: Batch) -> StepPrograms:
@@ -217,31 +211,36 @@ def _of_outputs(options: StepOptions, weights: Weights, batch: Batch) -> StepPro
     model = replace(options.model, has_aux=None if options.model.has_aux else options.model.has_aux)
     forward = StepOptions(options.plan, model, StepRequest(training=False, take_loss=True))
 
-    def results(_: LocalModel, sums: StepSums, __: Weights) -> tuple[jax.Array, jax.Array]:
-        totals = totals_of(sums, options.plan)
+    def results(
+        plan: Plan, _: LocalModel, sums: StepSums, __: Weights
+    ) -> tuple[jax.Array, jax.Array]:
+        totals = totals_of(sums, plan)
         mean, share = mean_of(totals.loss, totals.weight)
         return share, mean
 
-    return StepPrograms(forward, weights, batch, StepInputs(), results, (P(), P()))
+    last = options.plan.schedule.num_stages - 1
+    of_loss = Results(results, (P(), P()), (last, last))
+    return StepPrograms(forward, weights, batch, StepInputs(), of_loss)
 
 
-def make_order(traced: Traced) -> list[Dispatch | Send]:
+def make_order(ranks: Sequence[RankModel]) -> list[Dispatch | Send]:
     """The actions and messages of all ranks, as they start under the event clock.
 
     So each rank runs in its own order, and every action comes after those that make its data. An
     action that computes nothing is left out: a W of a frozen stage, or the last stage's F if its
     backward runs it again.
     """
-    options, schedule = traced.options, traced.options.schedule
+    options, schedule = ranks[0].traced.options, ranks[0].traced.options.schedule
+    traced = [ranks[rank].traced for rank in schedule.placement]  # [K]
     calls = [
         call
         for call in dispatch_order(schedule)
-        if call.action.kind in traced.stages[call.action.stage].actions
+        if call.action.kind in traced[call.action.stage].stages[call.action.stage].actions
     ]
 
     def read_by(action: Action) -> dict[str, Key]:
         stage, name, microbatch = action
-        kinds = reads_of(traced, options.op(name, stage), stage)
+        kinds = reads_of(traced[stage], options.op(name, stage), stage)
         return {kind: (kind, stage, microbatch) for kind in kinds}
 
     # The last reader of a value gives it up. A value without a reader is dropped.
@@ -250,17 +249,17 @@ def make_order(traced: Traced) -> list[Dispatch | Send]:
     results: list[Dispatch | Send] = []
     for n, (action, rank, target) in enumerate(calls):
         stage, name, microbatch = action
-        op = options.op(name, stage)
-        keys = {kind: (kind, to, microbatch) for kind, to in writes_of(traced, op, stage).items()}
+        of, op = traced[stage], options.op(name, stage)
+        keys = {kind: (kind, to, microbatch) for kind, to in writes_of(of, op, stage).items()}
         writes = {kind: key for kind, key in keys.items() if key in last}
         if target is None:
             reads = {kind: (key, last[key] == n) for kind, key in read_by(action).items()}
-            program, sums = (op, traced.stages[stage].representative), sums_of(traced, op)
-            results.append(Dispatch(rank, program, microbatch, sums, reads, writes))
+            program, sums = (op, of.stages[stage].representative), sums_of(of, op, rank)
+            results.append(Dispatch(action, rank, program, sums, reads, writes))
             continue
         for kind, to, _ in writes.values():
             if schedule.placement[to] == target:
-                like = traced.stages[to].representative
+                like = traced[to].stages[to].representative
                 key = kind, to, microbatch
                 results.append(Send((rank, target), key, (rank, target, kind, like)))
     return results

@@ -13,14 +13,17 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from collectives.compat import trace_context
+from pipeline.base.masks import chosen
 from pipeline.base.tree import Leaves, Tree, signature
+from pipeline.core.model.ends import parts_of
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.compiled import FunctionKey
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement.meshes import mesh_in_force, mesh_text
 from pipeline.core.placement.zero import constrain
 from pipeline.core.programs.checks import check
-from pipeline.core.programs.program import find_operands, trace_model
+from pipeline.core.programs.finish import Results
+from pipeline.core.programs.program import RankModel, rank_models
 from pipeline.core.programs.run import StepPrograms
 from pipeline.core.programs.traced import StepInputs, StepOptions
 from pipeline.core.step.ranks import gradient_specs, input_specs, manual
@@ -34,12 +37,13 @@ from pipeline.core.step.results import (
 )
 from pipeline.core.step.run.places import StepRequest
 
-__all__ = "check", "evaluate", "logprobs", "narrows_train", "outputs", "train"
+__all__ = "check", "evaluate", "logprobs", "narrows_train", "outputs", "trace_ranks", "train"
 
 _TRACED = (
     "engine='programs' calls a compiled function for each action, which nothing that traces the "
     "call can hold (jax.jit, jax.vmap, jax.lax.scan, jax.eval_shape, checkify): call the pipeline "
-    "outside of it, and jit what follows, such as the optimizer's update; or use engine='scan'"
+    "outside of it. With mesh=, jit the optimizer's update alone; with stage_meshes=, "
+    "make_optimizer compiles it; or use engine='scan'"
 )
 
 
@@ -73,12 +77,15 @@ def training_programs(
     options = training_options(plan, model, want_inputs=want_inputs, normalise=normalise)
     of_inputs = input_specs(batch) if want_inputs else []
 
-    def results(local: Any, sums: Any, weights: Weights) -> Any:
+    def results(plan: Plan, local: Any, sums: Any, weights: Weights) -> Any:
         return training_results(local, plan, sums, weights, of_inputs, normalise=normalise)
 
     specs = manual(plan, gradient_specs(model)), of_inputs, manual(plan, model.state_specs)
-    given, out_specs = StepInputs(scale), (P(), *specs)
-    return _programs(options, "train", weights, batch, given, results, out_specs)
+    last, of_ends = len(model.stages) - 1, _stages_of_ends(weights.ends, model)
+    gradients = tuple(range(len(weights.chunks))), chosen(of_ends, model.trained.ends)
+    stages = last, gradients, 0, _stages_of_state(weights, model)
+    made = Results(results, (P(), *specs), stages)
+    return _programs(options, "train", weights, batch, StepInputs(scale), made)
 
 
 def training_options(
@@ -89,10 +96,18 @@ def training_options(
     return StepOptions(plan, model, request, counts=True, normalise=normalise)
 
 
+def trace_ranks(
+    plan: Plan, model: Model, weights: Weights, batch: Batch, **wanted: bool
+) -> list[RankModel]:
+    """[S] the model of each rank, of which the programs of `train` are made."""
+    options = training_options(plan, model, **wanted)
+    return rank_models(options, weights, batch, StepInputs())
+
+
 def narrows_train(plan: Plan, model: Model, weights: Weights, batch: Batch, **wanted: bool) -> bool:
     """Tell whether a step computes in floats in which gradients vanish or overflow."""
-    options = training_options(plan, model, **wanted)
-    return trace_model(find_operands(options, weights, batch, StepInputs())).is_narrow
+    ranks = trace_ranks(plan, model, weights, batch, **wanted)
+    return any(of.traced.is_narrow for of in ranks)
 
 
 def evaluate(
@@ -100,21 +115,21 @@ def evaluate(
 ) -> tuple[Any, StateLeaves]:
     """As `pipeline.core.step.runtime.evaluate`."""
     request = StepRequest(training=False, take_loss=True)
-    results = lambda local, sums: evaluation_results(local, plan, sums, want_share=want_share)  # noqa: E731
+    results = lambda plan, *of: evaluation_results(of[0], plan, of[1], want_share=want_share)  # noqa: E731
     return _infer(plan, model, weights, batch, request, results, P(), counts=want_share)
 
 
 def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, StateLeaves]:
     """As `pipeline.core.step.runtime.outputs`."""
     request = StepRequest(training=False, take_loss=False)
-    results = lambda _, sums: outputs_of(sums, plan)  # noqa: E731
+    results = lambda plan, _, sums: outputs_of(sums, plan)  # noqa: E731
     return _infer(plan, model, weights, batch, request, results, plan.axes.output_spec)
 
 
 def logprobs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, StateLeaves]:
     """As `pipeline.core.step.runtime.logprobs`."""
     request = StepRequest(training=False, take_loss=False, logprobs=True)
-    results = lambda _, sums: outputs_of(sums, plan)  # noqa: E731
+    results = lambda plan, _, sums: outputs_of(sums, plan)  # noqa: E731
     return _infer(plan, model, weights, batch, request, results, plan.axes.output_spec)
 
 
@@ -132,13 +147,25 @@ def _infer(
     """Run forward actions; returns their results, and declared state."""
     options = StepOptions(plan, model, request, counts=counts, normalise=False)
 
-    def whole(local: Any, sums: Any, weights: Weights) -> Any:
-        return results(local, sums), state_after(local, weights, plan, training=counts)
+    def whole(plan: Plan, local: Any, sums: Any, weights: Weights) -> Any:
+        return results(plan, local, sums), state_after(local, weights, plan, training=counts)
 
-    out_specs = spec, manual(plan, model.state_specs)
-    given = StepInputs()
-    step = _programs(options, "infer", weights, batch, given, whole, out_specs)
+    given, specs = StepInputs(), (spec, manual(plan, model.state_specs))
+    stages = len(model.stages) - 1, _stages_of_state(weights, model)
+    step = _programs(options, "infer", weights, batch, given, Results(whole, specs, stages))
     return step(weights, batch, given)
+
+
+def _stages_of_ends(state: Tree, model: Model) -> list[int]:
+    """By leaf of the ends' state the stage on whose rank it is."""
+    return [0 if part == "embed" else len(model.stages) - 1 for part in parts_of(state)]
+
+
+def _stages_of_state(weights: Weights, model: Model) -> tuple[list[Any], list[int]]:
+    """The stages of declared state, as `Model.state_specs` has it."""
+    declared, of_ends = model.declared, _stages_of_ends(weights.ends_rest, model)
+    chunks = [[v] * len(cells) for v, cells in enumerate(declared.chunk_cells)]
+    return chunks, [of_ends[n] for n in declared.ends_cells]
 
 
 def _programs(
@@ -147,8 +174,7 @@ def _programs(
     weights: Weights,
     batch: Batch,
     given: StepInputs,
-    results: Callable[..., Any],
-    out_specs: Any,
+    results: Results,
 ) -> StepPrograms:
     """The programs of a step, compiled at its first call on operands of these types."""
     operands = weights, batch, given
@@ -170,6 +196,6 @@ def _programs(
     functions = options.plan.compiled.functions
     with jax.disable_jit(False):  # refs and collectives have no meaning outside of a program
         if key not in functions:
-            functions[key] = StepPrograms(options, weights, batch, given, results, out_specs)
+            functions[key] = StepPrograms(options, weights, batch, given, results)
     programs: Any = functions[key]
     return cast("StepPrograms", programs)

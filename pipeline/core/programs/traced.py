@@ -14,10 +14,11 @@ from typing import Any
 
 import jax
 
-from pipeline.base.masks import Needs
+from pipeline.base.masks import Needs, chosen
 from pipeline.base.tree import Leaves, Tree, signature
 from pipeline.base.warn import warn_once
 from pipeline.core.autodiff.jaxpr.evaluate import narrows
+from pipeline.core.model.ends import parts_of
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.groups import StageGroup
@@ -58,7 +59,7 @@ class StepOptions:
     @property
     def schedule(self) -> Schedule:
         """The orders of the ranks."""
-        whole = self.plan.schedule
+        whole = self.plan.orders or self.plan.schedule
         return whole if self.request.training else whole.forward()
 
     @property
@@ -126,6 +127,7 @@ class Traced:
       inspected: the facts, without arrays; its rank has the factors of losses that are numbers.
       factors: the types of those that are arrays.
       sums: the types of all sums of a rank, and of declared state, by name.
+      stages_of_sums: as of `OpenStep.stages_of_sums`, of ranks whose meshes are unlike; else empty.
       is_narrow: whether it computes in floats in which gradients vanish or overflow.
       needs_ratio: whether `StepInputs.ratio` is needed, and was missing.
       stages: [K] types.
@@ -136,10 +138,20 @@ class Traced:
     inspected: Inspected
     factors: dict[str, Any]
     sums: dict[str, Leaves]
+    stages_of_sums: dict[str, int]
     is_narrow: bool
     needs_ratio: bool
     stages: list[StageTypes]
     unsplit: tuple[str, ...]
+
+    def sums_on(self, rank: int) -> dict[str, Leaves]:
+        """The types of the sums that a rank has, by name."""
+        placement, stages = self.options.schedule.placement, self.stages_of_sums
+        return {
+            name: types
+            for name, types in self.sums.items()
+            if name not in stages or placement[stages[name]] == rank
+        }
 
     def on_rank(self, weights: Weights, batch: Batch, loss: LossScale) -> Inspected:
         """The model on a rank's arrays, in another trace."""
@@ -172,7 +184,29 @@ class OpenStep:
         self.inspected = dataclasses.replace(inspected, rank=rank)
         units = options.plan.schedule.num_units
         self.sums: StepSums = make_sums(self.inspected.local(), options.request, units)
-        self.refs = {**self.sums.refs, "state": declared.refs if declared else []}
+        self.refs = dict(self.sums.refs)
+        for n, (_, ref) in enumerate(declared.refs if declared else ()):
+            self.refs[f"state{n}"] = [ref]
+
+    def stages_of_sums(self) -> dict[str, int]:
+        """The stage on whose rank alone a sum is, of a model whose stages have a chunk each.
+
+        Every rank has an addend of those that are not listed.
+        """
+        model, rank = self.options.model, self.inspected.rank
+        last = len(model.stages) - 1
+
+        def of_ends(state: Tree) -> list[int]:
+            return [0 if part == "embed" else last for part in parts_of(state)]
+
+        stages = {"inputs": 0} | dict.fromkeys(("results", "metrics", "loss", "weight"), last)
+        stages |= {f"chunk{v}": v for v in range(last + 1)}
+        trained = chosen(of_ends(rank.weights.ends), model.trained.ends)
+        stages |= {f"ends{n}": stage for n, stage in enumerate(trained)}
+        of_state = of_ends(rank.weights.ends_rest)
+        for n, ((chunk, cell), _) in enumerate(rank.declared.refs if rank.declared else ()):
+            stages[f"state{n}"] = of_state[cell] if chunk is None else chunk
+        return stages
 
     def put(self, values: Mapping[str, Leaves]) -> None:
         """Go on from sums that other programs have left."""
@@ -261,6 +295,7 @@ def trace(options: StepOptions, weights: Weights, batch: Batch, given: StepInput
         inspected=_without_arrays(step.inspected, numbers),
         factors=factors,
         sums=sums,
+        stages_of_sums=step.stages_of_sums() if plan.orders else {},
         is_narrow=any(map(narrows, bodies)),
         needs_ratio=needs_ratio,
         stages=stages,

@@ -73,7 +73,8 @@ def make_operands(
     cut: dict[str, Any] = {"num_slices": plan.schedule.num_slices, "lengths": plan.lengths}
     cut = {} if num_microbatches else cut
     batch = make_batch(inputs, targets, extras, num_microbatches=M, axes=axes or plan.axes, **cut)
-    batch = place(untyped(batch, plan.mesh), plan.mesh)
+    if plan.stage_meshes is None:  # else each rank takes of it what it reads
+        batch = place(untyped(batch, plan.mesh), plan.mesh)
     model, weights = _model_and_weights(plan, chunks, ends, wrt)
     return dataclasses.replace(model, has_aux=has_aux, weighed=weighed), weights, batch
 
@@ -84,7 +85,7 @@ def _model_and_weights(
     """The static half of the modules, and their state."""
     # Modules are split in every call, since their arrays may have changed. Searches through their
     # static halves (what is trained, what is declared) are cached by the structure of their state.
-    stages_of = plan.schedule.stages_of
+    stages_of = plan.stages_of
     definitions, params, rests = zip(*(define(chunk, "a stage") for chunk in chunks), strict=True)
     definition, ends_params, ends_rest = define(ends, _ENDS[isinstance(plan.loss_fn, LossModule)])
     structure = jax.tree.structure([*params, ends_params])
@@ -113,7 +114,7 @@ def _declared(plan: Plan, chunks: Sequence[nnx.Module], ends: Ends, structure: A
     """The state that may be written; remembered, as what is trained is."""
     cache = plan.compiled.states
     if structure not in cache:
-        cache[structure] = find_state(plan.state, chunks, ends, plan.schedule.stages_of)
+        cache[structure] = find_state(plan.state, chunks, ends, plan.stages_of)
     declared: Declared = cache[structure]
     return declared
 

@@ -19,9 +19,8 @@ from pipeline.base.tree import Tree, nbytes
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.programs import runtime
-from pipeline.core.programs.program import find_operands, trace_model
+from pipeline.core.programs.program import RankModel
 from pipeline.core.programs.run import Dispatch, Key, Send, StepPrograms, make_order
-from pipeline.core.programs.traced import StepInputs, Traced
 from pipeline.insight.forecast.ahead import check_optimizer
 from pipeline.insight.forecast.bytes import plural
 from pipeline.lint.placed import placed
@@ -73,13 +72,17 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
     Not counted: the forward actions of a loss that the step needs before it runs, the numbers of
     microbatches and, between processes, the zeros that a receiver gives an exchange.
     """
-    operands = find_operands(runtime.training_options(plan, model), weights, batch, StepInputs())
-    traced = trace_model(operands)
-    given, rows, _ = operands.of(operands.types)
-    added = operands.sum_types(traced.sums), operands.meshes.value_types(traced.factors)
-    of_weights, of_batch, of_sums = map(_bytes_on_device, (given, rows, added))
-    ranks = [RankBytes(of_weights, of_batch, of_sums) for _ in plan.schedule.orders]
-    for one, held in held_before_calls(make_order(traced), traced):
+    models = runtime.trace_ranks(plan, model, weights, batch)
+    ranks = []
+    for rank, of in enumerate(models):
+        operands, factors = of.operands, of.operands.meshes.value_types(of.traced.factors)
+        given, rows, _ = operands.of(operands.types)
+        if plan.stage_meshes is not None:
+            given, rows = _on_rank(plan, rank, weights, given, rows)
+        added = operands.sum_types(of.traced.sums_on(rank)), factors
+        of_weights, of_batch, of_sums = map(_bytes_on_device, (given, rows, added))
+        ranks.append(RankBytes(of_weights, of_batch, of_sums))
+    for one, held in held_before_calls(make_order(models), models):
         for rank, values in held.items():
             if (size := sum(values.values())) > ranks[rank].values:
                 counts = Counter(_NAMES.get(kind, kind) for kind, *_ in values)
@@ -87,6 +90,17 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
         if isinstance(one, Send):
             ranks[one.ranks[0]].sent += held[one.ranks[0]][one.key]
     return ranks
+
+
+def _on_rank(plan: Plan, rank: int, weights: Weights, types: Weights, batch: Batch) -> Any:
+    """The types of a rank's own state and of the batch leaves that it reads.
+
+    The first rank reads inputs, the last rank targets, every rank extras.
+    """
+    pairs = zip(jax.tree.leaves(types), jax.tree.leaves(weights), strict=True)
+    own = [t for t, x in pairs if x.sharding.device_set == {*plan.rank_meshes[rank].devices.flat}]
+    first, last = plan.schedule.placement[0] == rank, plan.schedule.placement[-1] == rank
+    return own, (batch.extras, [batch.inputs] * first, [batch.targets] * last)
 
 
 def _bytes_on_device(types: Tree) -> int:
@@ -98,14 +112,16 @@ def _bytes_on_device(types: Tree) -> int:
 
 
 def held_before_calls(
-    order: Sequence[Dispatch | Send], traced: Traced
+    order: Sequence[Dispatch | Send], ranks: Sequence[RankModel]
 ) -> Iterator[tuple[Dispatch | Send, dict[int, dict[Key, int]]]]:
     """Each call of a step, and by rank the bytes of the values that are held before it."""
     held: dict[int, dict[Key, int]] = defaultdict(dict)
+    placement = ranks[0].traced.options.schedule.placement
 
     def size(key: Key) -> int:
         kind, stage, _ = key
-        return sum(map(nbytes, jax.tree.leaves(getattr(traced.stages[stage], kind))))
+        types = ranks[placement[stage]].traced.stages[stage]
+        return sum(map(nbytes, jax.tree.leaves(getattr(types, kind))))
 
     for one in order:
         yield one, held
@@ -122,7 +138,7 @@ def held_before_calls(
 
 def add_compiled(ranks: Sequence[RankBytes], step: StepPrograms) -> None:
     """Set `compiled` of this process's ranks to their peak while an action runs."""
-    for one, held in held_before_calls(make_order(step.traced), step.traced):
+    for one, held in held_before_calls(make_order(step.ranks), step.ranks):
         if isinstance(one, Dispatch) and (rank := one.rank) in step.meshes.local_ranks:
             found = step.compiled[one.program, rank].memory_analysis()
             beside = found.output_size_in_bytes - found.alias_size_in_bytes
@@ -156,6 +172,19 @@ def describe_ranks(
         add_compiled(ranks, runtime.training_programs(plan, *operands))
     lines = [rank.line(number) for number, rank in enumerate(ranks)]
     if optimizer is not None:
-        size = sum(one.device_bytes for one in placed(nnx.state(optimizer), plan.mesh))
-        lines.append(f"  optimizer state on each rank: {size:,}")
+        lines.append(f"  optimizer state on each rank: {_optimizer_bytes(plan, optimizer)}")
     return ["bytes by rank between actions, predicted:", *lines]
+
+
+def _optimizer_bytes(plan: Plan, optimizer: nnx.Optimizer[Any]) -> str:
+    """The bytes of its state on a device of each rank: one number if all ranks have one mesh."""
+    state = nnx.state(optimizer)
+    if plan.stage_meshes is None:
+        return f"{sum(one.device_bytes for one in placed(state, plan.mesh)):,}"
+    sizes = [0] * len(plan.rank_meshes)
+    for leaf in jax.tree.leaves(state):
+        for rank, mesh in enumerate(plan.rank_meshes):
+            if leaf.sharding.device_set == {*mesh.devices.flat}:
+                shape = leaf.sharding.shard_shape(leaf.shape)
+                sizes[rank] += nbytes(jax.ShapeDtypeStruct(shape, leaf.dtype))
+    return ", ".join(f"{size:,}" for size in sizes)

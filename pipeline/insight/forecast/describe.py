@@ -8,7 +8,7 @@ from typing import Any
 
 from flax import nnx
 
-from collectives import DATA
+from collectives import DATA, STAGE
 from pipeline.core.model.objects import difference
 from pipeline.core.model.unlike import Overlaid
 from pipeline.core.options.plan import Plan
@@ -39,7 +39,7 @@ def summary(pipe: Any) -> dict[str, str]:
     changed = [
         f"{one.name}={_short(value)}"
         for one, value in given.items()
-        if one.name not in ("num_microbatches", "schedule", "mesh")
+        if one.name not in ("num_microbatches", "schedule", "mesh", "stage_meshes")
         if value is not one.default and value != one.default
     ]
     ours = "chunks", "ends", "ignored", "layout", "origin", "plan"
@@ -48,7 +48,7 @@ def summary(pipe: Any) -> dict[str, str]:
     ends = {"embed": pipe.embed, "head": pipe.head}.items()
     lines = {
         "stages": ", ".join([model, *(f"{k} {_short(v)}" for k, v in ends if v is not None)]),
-        "mesh": f"{_axes(plan)}, {plan.num_chunks} stages per rank",
+        _mesh(plan): f"{_axes(plan)}, {plan.num_chunks} stages per rank",
         "num_microbatches": f"{schedule.num_microbatches}",
         "schedule": schedule.name,
         "loss_fn": _short(getattr(pipe.ends, "loss_fn", None) or plan.loss_fn),
@@ -67,14 +67,25 @@ def _short(value: Any) -> str:
     return name if len(text) > 80 or "\n" in text or " at 0x" in text else text
 
 
+def _mesh(plan: Plan) -> str:
+    """The name of what `_axes` tells."""
+    return "mesh" if plan.stage_meshes is None else "stage_meshes"
+
+
 def _axes(plan: Plan) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items())
+    """The sizes of the mesh's axes, or of each rank's mesh."""
+    if plan.stage_meshes is None:
+        return " x ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items())
+    shapes = [{**mesh.shape} for mesh in plan.stage_meshes]
+    texts = [" x ".join(f"{n} {size}" for n, size in of.items() if n != STAGE) for of in shapes]
+    return ", ".join(texts)
 
 
 def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
     """A few lines: sizes, schedule and why, ticks, places, bubbles, memory, unlike stages."""
-    schedule, unlike = plan.schedule, _unlike(chunks)
-    used, present = plan.mesh.size, len(plan.mesh.devices.flat[0].client.devices())
+    schedule, unlike = plan.schedule, [] if plan.stage_meshes else _unlike(chunks)
+    used = plan.mesh.size if plan.stage_meshes is None else sum(m.size for m in plan.stage_meshes)
+    present = len(plan.mesh.devices.flat[0].client.devices())
     straight = plan.facts.straight
     if straight is None:
         straight = plan.is_straight and not unlike
@@ -87,7 +98,7 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
             f"{schedule.num_stages} stages on {schedule.num_ranks} ranks, {plan.num_chunks} per "
             f"rank, {schedule.num_microbatches} microbatches"
         ),
-        f"mesh {_axes(plan)}: {used} of {present} devices",
+        f"{_mesh(plan)} {_axes(plan)}: {used} of {present} devices",
         f"schedule {schedule.name}: {plan.why}",
         *timetable,
         *memory,

@@ -59,7 +59,7 @@ def read_programs(
         wanted = list(calls(programs, rank))
         runs.append([_runs(by[device], wanted, steps, device) for device in held])
     slots = {"pattern": None, "partners": False, "delayed": False, "shared": ()}
-    return report_runs(programs.traced.options.plan.schedule, runs, steps, slots)
+    return report_runs(programs.schedule, runs, steps, slots)
 
 
 def calls(programs: StepPrograms, rank: int) -> Iterator[Call]:
@@ -67,11 +67,9 @@ def calls(programs: StepPrograms, rank: int) -> Iterator[Call]:
     if programs.ratio is not None:  # forward actions, for a loss that the step needs before it runs
         yield from ((name, None) for name, _ in calls(programs.ratio, rank))
     yield "jit_begin", None
-    stages = programs.traced.options.plan.schedule.stages_of[rank]
     for one in programs.order:
         if isinstance(one, Dispatch) and one.rank == rank:
-            op, _ = one.program
-            yield f"jit_{op.label}", Action(stages[op.chunk], op.kind, one.microbatch)
+            yield f"jit_{one.program[0].label}", one.action
 
 
 def _runs(

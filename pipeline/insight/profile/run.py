@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.profiler import ProfileData
 
-from collectives import STAGE
 from pipeline.core.options.plan import Plan
 from pipeline.core.step import runtime
 from pipeline.core.step.operands import Operands
@@ -44,10 +42,7 @@ def trace(
         profile that does not say when they ran.
     """
     check(plan, steps)
-    devices: list[list[int]] = [[] for _ in range(plan.schedule.num_ranks)]
-    axis = plan.mesh.axis_names.index(STAGE)
-    for place, device in np.ndenumerate(plan.mesh.devices):
-        devices[place[axis]].append(device.local_hardware_id)
+    devices = [[d.local_hardware_id for d in mesh.devices.flat] for mesh in plan.rank_meshes]
     platform = plan.mesh.devices.flat[0].platform
     if plan.engine == "programs":
         from pipeline.insight.profile.programs import read_programs, training_step

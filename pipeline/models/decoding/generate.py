@@ -100,6 +100,11 @@ def generate(
     Raises:
       ValueError: arguments that do not fit, or a pipeline that cannot decode; the message says why.
     """
+    if pipe.plan.stage_meshes is not None:
+        raise ValueError(
+            "generate() is one program on one mesh, and stage_meshes= gives each rank its own: "
+            "call it on pipe.replace(engine='scan', stage_meshes=None, mesh=mesh)"
+        )
     has_caches = start is not None or may_have_caches(pipe)
     if has_caches:
         _check_pipe(pipe)

@@ -37,8 +37,7 @@ def make(schedule: str, S: int = 2, remat: Any = None, **options: Any) -> Pipeli
 
 def actions(one: Any, schedule: Any) -> tuple[int, str, int]:
     """(stage, kind, microbatch) of a dispatch."""
-    op, _ = one.program
-    return schedule.stages_of[one.rank][op.chunk], op.kind, one.microbatch
+    return tuple(one.action)
 
 
 def dispatches(pipe: Pipeline) -> list[Dispatch]:

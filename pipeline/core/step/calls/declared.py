@@ -21,6 +21,7 @@ from collectives import STAGE, vary
 from collectives.compat import live
 from pipeline.base.tree import Leaves, Tree, vary_like, zeros
 from pipeline.core.autodiff.jaxpr.evaluate import forwarded
+from pipeline.core.model.ends import parts_of
 from pipeline.core.model.overlay import Part, Spot
 from pipeline.core.placement.zero import several, total_over
 from pipeline.core.step.calls.rank import Rank
@@ -88,9 +89,9 @@ class DeclaredState:
                     self._then[place] = jax.new_ref(vary(many, rank.axes))
 
     @property
-    def refs(self) -> Leaves:
-        """All refs: the current values, and those that forwards have read."""
-        return [*self._now.values(), *self._then.values()]
+    def refs(self) -> list[tuple[Place, Any]]:
+        """All refs with their places: the current values, and those that forwards have read."""
+        return [*self._now.items(), *self._then.items()]
 
     def _first(self, place: Place) -> jax.Array:
         chunk, n = place
@@ -142,15 +143,11 @@ class DeclaredState:
     def _write_ends(self, names: Sequence[str], microbatch: Any, values: Values) -> None:
         """Write the state of all ends that embed, or head and loss, the ``names``, returned."""
         leaves = [leaf for of in values for leaf in of]
-        owners = self._owners()
+        owners = parts_of(self._rank.weights.ends_rest)
         for n, leaf in zip(self._model.declared.ends_cells, leaves, strict=True):
             # A call returns the state of all ends, and may write that of its own parts.
             if owners[n] in names:
                 self._put((None, n), Spot(n, None, leaf.shape), microbatch, leaf)
-
-    def _owners(self) -> list[str]:
-        flat = nnx.to_flat_state(self._rank.weights.ends_rest)
-        return [str(path[0]) for path, variable in flat for _ in jax.tree.leaves(variable)]
 
     def _put(self, place: Any, spot: Spot, microbatch: Any, leaf: Any, wanted: Any = True) -> None:
         part = Part(self._now[place], spot, *([microbatch] if self._each else []))
@@ -198,7 +195,7 @@ class DeclaredState:
         first, last = schedule.placement[0], schedule.placement[-1]
         # Ends are replicated over `stage`, but embed's state is written on the first rank alone and
         # that of head and loss on the last: these ranks send it to all.
-        rank, owners = jax.lax.axis_index(STAGE), self._owners()
+        rank, owners = jax.lax.axis_index(STAGE), parts_of(self._rank.weights.ends_rest)
 
         def everywhere(n: int) -> jax.Array:
             value = self._now[None, n][...]

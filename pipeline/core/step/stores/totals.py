@@ -137,7 +137,8 @@ class StepSums:
         chunks = {f"chunk{v}": total.refs for v, total in enumerate(self.chunk_grads)}
         scalars = {name: total.refs for name, total in self.scalars.items()}
         kept = {"inputs": self.input_grads.refs, "results": self.results.refs}
-        return chunks | scalars | kept | {"ends": self.ends_grads.refs, "added": self.added.refs}
+        ends = {f"ends{n}": [ref] for n, ref in enumerate(self.ends_grads.refs)}
+        return chunks | scalars | kept | ends | {"added": self.added.refs}
 
     def take(self, outcome: Outcome, microbatch: Any, chunk: int | None = None) -> None:
         """Add up or keep all fields of an outcome but its value and its carry.

@@ -1,0 +1,103 @@
+"""Meshes of ranks that need not be alike, as ``stage_meshes=`` gives them.
+
+Letters: S ranks, K stages. Ranks agree in how they split the batch, so that a message has the same
+parts on both sides; over all other axes each rank has as many devices as its stages need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from collectives import STAGE
+from pipeline.base.axes import Axes
+
+
+def check_stage_meshes(given: Any) -> tuple[Mesh, ...]:
+    """[S] meshes with the same axes, of which ``stage`` has one entry.
+
+    An axis that a mesh lacks gets one entry.
+
+    Args:
+      given: as the user gave it.
+
+    Raises:
+      ValueError: no meshes, a mesh of several stages or of another process, or two that have a
+        device in common.
+    """
+    remedy = "give one jax.sharding.Mesh for each rank, such as stage_meshes=[encoder, decoder]"
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
+    if not is_list or not given or not all(isinstance(mesh, Mesh) for mesh in given):
+        raise ValueError(f"stage_meshes={given!r}: {remedy}")
+    names = list(dict.fromkeys([STAGE, *(name for mesh in given for name in mesh.axis_names)]))
+    rank_of: dict[Any, int] = {}
+    for rank, mesh in enumerate(given):
+        if mesh.shape.get(STAGE, 1) != 1:
+            raise ValueError(
+                f"stage_meshes[{rank}] has {mesh.shape[STAGE]} entries on its axis 'stage', and it "
+                f"is the mesh of one rank; {remedy}"
+            )
+        for device in mesh.devices.flat:
+            if device.process_index != jax.process_index():
+                raise ValueError(
+                    f"stage_meshes[{rank}] has {device} of process {device.process_index}, and "
+                    f"this is process {jax.process_index()}: stage_meshes= works in one "
+                    f"process; give all ranks of several processes one shape, with mesh="
+                )
+            if device in rank_of:
+                raise ValueError(
+                    f"stage_meshes[{rank_of[device]}] and stage_meshes[{rank}] overlap: both have "
+                    f"{device}; give each rank devices of its own, and stages that are to share "
+                    f"devices one mesh (with a schedule of several stages per rank)"
+                )
+            rank_of[device] = rank
+    return tuple(_with_axes(mesh, names) for mesh in given)
+
+
+def _with_axes(mesh: Mesh, names: Sequence[str]) -> Mesh:
+    """The mesh with axes of these names in this order, all of them Auto."""
+    own = [mesh.axis_names.index(name) for name in names if name in mesh.axis_names]
+    shape = [mesh.shape.get(name, 1) for name in names]
+    devices = mesh.devices.transpose(own).reshape(shape)
+    return Mesh(devices, tuple(names), axis_types=(AxisType.Auto,) * len(names))
+
+
+def first_of(meshes: Sequence[Mesh], num_stages: int) -> Mesh:
+    """Return the first mesh after checking that K stages divide among the ranks.
+
+    Raises:
+      ValueError: they cannot.
+    """
+    if num_stages % len(meshes):
+        raise ValueError(
+            f"stages has {num_stages} stages, which the ranks of {len(meshes)} stage_meshes cannot "
+            f"share equally: each runs as many; stages need not be alike, so one may hold more "
+            f"layers than another"
+        )
+    return meshes[0]
+
+
+def axes_of(axes: Axes, meshes: Sequence[Mesh]) -> list[Axes]:
+    """[S] the roles of the axes of each mesh.
+
+    Args:
+      axes: of the last.
+      meshes: as of `check_stage_meshes`.
+
+    Raises:
+      ValueError: meshes that split the batch differently.
+    """
+    for rank, mesh in enumerate(meshes):
+        for axis in axes.split:
+            if mesh.shape[axis] != meshes[-1].shape[axis]:
+                raise ValueError(
+                    f"stage_meshes[{rank}] has {mesh.shape[axis]} devices along {axis!r}, over "
+                    f"which the batch is split, and the last has {meshes[-1].shape[axis]}: "
+                    f"messages go from each part of a microbatch to the same part; give all "
+                    f"meshes as many, and let them differ along other axes, such as 'tensor'"
+                )
+    return [dataclasses.replace(axes, sizes=tuple(mesh.shape.values())) for mesh in meshes]
