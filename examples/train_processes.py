@@ -58,7 +58,9 @@ def parse(argv: list[str] | None = None) -> tuple[dict[str, Any], argparse.Names
     add("--every", type=int, default=10, help="steps from one checkpoint to the next (10)")
     add("--stuck-after", type=float, default=300.0, help="seconds that a step may take (300)")
     add("--heartbeat", type=float, default=40.0, help="seconds until a silent process is lost (40)")
-    add("--timeout", type=float, default=300.0, help="seconds to wait for the other processes (300)")
+    add(
+        "--timeout", type=float, default=300.0, help="seconds to wait for the other processes (300)"
+    )
     options = parser.parse_args(argv)
     place = {"coordinator": options.coordinator, "num_processes": options.processes}
     place["process_id"] = options.process

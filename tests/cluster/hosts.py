@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 NETWORK = "10.213.78"
@@ -28,7 +28,16 @@ signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 print("ready", flush=True)
 sys.stdin.read()
 """
-UNSHARE = "unshare --net --uts --mount --pid --fork --kill-child --mount-proc".split()
+UNSHARE = [
+    "unshare",
+    "--net",
+    "--uts",
+    "--mount",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+]
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 
 
@@ -45,6 +54,7 @@ class Host:
     cable: str
     first: subprocess.Popen[str]
     pid: int
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """The command that runs arguments on the host."""
@@ -56,13 +66,15 @@ class Host:
     ) -> subprocess.Popen[bytes]:
         """Start a program on the host; its output goes to a file."""
         with out.open("ab") as file:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 self.command(arguments),
                 env={**os.environ, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
+        self.started.append(process)
+        return process
 
     def run(self, *arguments: str, timeout: float = 60, check: bool = True) -> str:
         """Run a program on the host to its end; returns what it printed."""
@@ -99,9 +111,13 @@ class Host:
 
     def kill(self) -> None:
         """End the host and all that runs there, at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        self.first.wait()
+        if not self.is_up:
+            return
+        os.kill(self.pid, signal.SIGKILL)
+        for process in self.started:  # nsenter stops as its program does, and must reap it now
+            process.send_signal(signal.SIGCONT)
+            process.wait(timeout=30)
+        self.first.wait(timeout=30)
 
     def link(self, state: str) -> None:
         """Plug the cable in ("up") or out ("down")."""
