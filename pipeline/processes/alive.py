@@ -21,7 +21,7 @@ from pipeline.processes.cluster import Cluster
 
 # Shares of `heartbeat`: from one sign to the next, and the silence after which a process is named.
 # jax's own call to a coordinator that does not answer fails after half of it.
-PAUSE, SILENT, UNREACHED = 0.1, 0.6, 0.35
+PAUSE, SILENT, UNREACHED = 0.05, 0.45, 0.35
 COUNTS, LOST = "alive/count", "alive/lost"
 REMEDY = "Start the job again: with checkpoints it goes on from the last one"
 

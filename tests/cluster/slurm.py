@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from tests.cluster import hosts, jobs
 from tests.cluster.hosts import Host
 
 TOOLS = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge"}
-GRACE = 60
+GRACE = 30  # seconds from a preempted job's SIGTERM to its SIGKILL; jobs save within a few
 CONF = """
 ClusterName=shardpipe
 SlurmctldHost=head
@@ -44,7 +45,7 @@ class Slurm:
     """Daemons on a head and two nodes; what runs on them is submitted on the head."""
 
     def __init__(self, folder: Path, all_hosts: list[Host]) -> None:
-        self.head, self.folder = all_hosts[0], folder
+        self.head, self.nodes, self.folder = all_hosts[0], all_hosts[1:], folder
         conf = folder / "slurm.conf"
         conf.write_text(CONF.format(folder=folder, grace=GRACE), encoding="utf-8")
         (folder / "state").mkdir()
@@ -58,7 +59,7 @@ class Slurm:
         self.head.start([*munge, f"--socket={folder}/munge.socket"], folder / "munged.out")
         hosts.wait((folder / "munge.socket").exists, 20, "munged")
         self._daemon(self.head, "slurmctld", "-D")
-        for node in all_hosts[1:]:
+        for node in self.nodes:
             self._daemon(node, "slurmd", "-D", "-N", node.name)
         hosts.wait(lambda: self.said("sinfo", "-h", "-o", "%T %D") == "idle 2", 60, "two nodes")
 
@@ -112,7 +113,7 @@ def prepare(folder: Path) -> Path:
 def check(run: Path, wanted: dict[int, float], restarts: int) -> str:
     """See that a run made all steps, and gave the losses of one process, however often it began."""
     made = jobs.losses(run)
-    assert [step for step, _ in made] == sorted(step for step, _ in made), made
+    assert all(loss == wanted[step] for step, loss in made)
     assert dict(made) == wanted
     again = len(made) - len(wanted)
     text = (run / "slurm.out").read_text(encoding="utf-8", errors="replace")
@@ -124,7 +125,7 @@ def check(run: Path, wanted: dict[int, float], restarts: int) -> str:
 
 def lane(folder: Path) -> Iterator[str]:
     """Jobs of the guide's script: to its end, requeued, preempted, and at the end of its time."""
-    steps = 60
+    steps = 200
     script = jobs.ROOT / "examples" / "train.sbatch"
     wanted = jobs.alone(folder / "alone", steps)
     with slurm(folder) as cluster:
@@ -146,3 +147,19 @@ def lane(folder: Path) -> Iterator[str]:
         assert not cluster.said("scontrol", "requeue", job)
         cluster.until(job, "COMPLETED 0:0 1")
         yield f"scontrol requeue: {check(run, wanted, 1)}; {took()}"
+
+        for what, held in (("asked by SIGTERM", False), ("killed, as it cannot save", True)):
+            run = prepare(folder / what.partition(" ")[0])
+            job = cluster.submit(script, run, STEPS=steps)
+            hosts.wait(lambda run=run: len(jobs.losses(run)) >= 15, 120, "step 15")
+            urgent = ["sbatch", "--parsable", "--partition=high", "--nodes=2", "--output=/dev/null"]
+            assert cluster.said(*urgent, "--wrap=sleep 5").isdecimal()
+            if held:  # SLURM wakes it before SIGTERM; again and again, so that SIGKILL has to follow
+
+                def gone(job: str = job) -> bool:
+                    cluster.nodes[1].signal(signal.SIGSTOP, "examples/train_processes.py")
+                    return not cluster.state(job).startswith("RUNNING 0:0 0")
+
+                hosts.wait(gone, 2 * GRACE + 60, "the end of a job that cannot save")
+            cluster.until(job, "COMPLETED 0:0 1", 300)
+            yield f"preempted, {what}: {check(run, wanted, 1)}; {took()}"
