@@ -5,8 +5,8 @@
 
 The second line, with --process 1 on another host, is for two hosts; under SLURM, Open MPI, a
 Kubernetes job or on a TPU pod no option is needed. The losses do not depend on the number of
-processes, only on the mesh. With --checkpoints the same command goes on where the last run ended, on
-as many processes as there are then; a run that is asked to stop saves its state and exits with 143.
+processes, only on the mesh. With --checkpoints the same command goes on where the last run ended,
+on any number of processes; a run that is asked to stop saves its state and exits with 143.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from tests.cluster.hosts import MissingError, need
 
 SKIPPED = 77
 LANES = {
+    "hosts": "tests.cluster.links:lane",
     "mpi": "tests.cluster.mpi:lane",
     "slurm": "tests.cluster.slurm:lane",
     "faults": "tests.cluster.faults:table",

@@ -88,11 +88,11 @@ class Host:
     def processes(self, word: str = "") -> list[int]:
         """Ids, seen from outside, of the host's processes but the first; with a word, of programs
         that have it as an argument."""
-        own = os.readlink(f"/proc/{self.pid}/ns/pid") if self.is_up else ""
+        own = str(Path(f"/proc/{self.pid}/ns/pid").readlink()) if self.is_up else ""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if os.readlink(folder / "ns" / "pid") != own or int(folder.name) == self.pid:
+                if str((folder / "ns" / "pid").readlink()) != own or int(folder.name) == self.pid:
                     continue
                 arguments = (folder / "cmdline").read_bytes().decode().split("\0")
                 if not word or word in arguments[1:2]:
@@ -228,5 +228,5 @@ def wait(condition, seconds: float, what: str) -> float:
     while not condition():
         if time.monotonic() - began > seconds:
             raise TimeoutError(f"{what}: not within {seconds:g} s")
-        time.sleep(0.1)
+        time.sleep(0.02)
     return time.monotonic() - began

@@ -18,14 +18,14 @@ ns={proc}/$(cat {folder}/pid.$1)/ns
 shift
 exec nsenter --net=$ns/net --uts=$ns/uts sh -c "$*"
 """
-# Open MPI kills 1 s after SIGTERM, unless it is told to wait.
-PATIENCE = ["--mca", "odls_base_sigkill_timeout", "60"]
+# After SIGTERM mpirun waits so long, sends SIGTERM to the tasks, waits so long again, and kills.
+PATIENCE = ["--mca", "odls_base_sigkill_timeout", "8"]
 
 
 def lane(folder: Path) -> Iterator[str]:
     """`mpirun -n 4` over two hosts: to its end, and stopped by SIGTERM and started again."""
     hosts.need({"mpirun": "openmpi-bin"})
-    steps = 200
+    steps = 600
     wanted = jobs.alone(folder / "alone", steps)
     proc = folder / "proc"
     proc.mkdir()
@@ -68,7 +68,7 @@ def _runs(
             hosts.wait(lambda run=run: len(jobs.losses(run)) >= 15, 120, "step 15")
             pair[0].signal(signal.SIGTERM, "--allow-run-as-root")
             code, step = ended(run), jobs.losses(run)[-1][0]
-            assert jobs.saved(run)[-1] == step, (code, step, jobs.saved(run))
+            assert jobs.saved(run)[-1] == step < max(wanted), (code, step, jobs.saved(run))
             note = f"SIGTERM at step {step}: exit code {code}, state saved; "
             start(run)
         assert ended(run) == 0, (run / "out").read_text(encoding="utf-8")[-3000:]

@@ -154,7 +154,9 @@ def lane(folder: Path) -> Iterator[str]:
             hosts.wait(lambda run=run: len(jobs.losses(run)) >= 15, 120, "step 15")
             urgent = ["sbatch", "--parsable", "--partition=high", "--nodes=2", "--output=/dev/null"]
             assert cluster.said(*urgent, "--wrap=sleep 5").isdecimal()
-            if held:  # SLURM wakes it before SIGTERM; again and again, so that SIGKILL has to follow
+            if (
+                held
+            ):  # SLURM wakes it before SIGTERM; again and again, so that SIGKILL has to follow
 
                 def gone(job: str = job) -> bool:
                     cluster.nodes[1].signal(signal.SIGSTOP, "examples/train_processes.py")
