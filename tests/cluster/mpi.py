@@ -19,13 +19,13 @@ shift
 exec nsenter --net=$ns/net --uts=$ns/uts sh -c "$*"
 """
 # After SIGTERM mpirun waits so long, sends SIGTERM to the tasks, waits so long again, and kills.
-PATIENCE = ["--mca", "odls_base_sigkill_timeout", "8"]
+PATIENCE = ["--mca", "odls_base_sigkill_timeout", "4"]
 
 
 def lane(folder: Path) -> Iterator[str]:
     """`mpirun -n 4` over two hosts: to its end, and stopped by SIGTERM and started again."""
     hosts.need({"mpirun": "openmpi-bin"})
-    steps = 600
+    steps = 400
     wanted = jobs.alone(folder / "alone", steps)
     proc = folder / "proc"
     proc.mkdir()
@@ -57,7 +57,7 @@ def _runs(
 
     def ended(run: Path) -> int:
         process = pair[0].started[-1]
-        hosts.wait(lambda: process.poll() is not None, 240, f"the end of {run}")
+        hosts.wait(lambda: process.poll() is not None, 480, f"the end of {run}")
         return int(process.returncode)
 
     for what in ("whole", "stopped"):
