@@ -5,12 +5,14 @@
 
 The second line, with --process 1 on another host, is for two hosts; under SLURM, Open MPI, a
 Kubernetes job or on a TPU pod no option is needed. The losses do not depend on the number of
-processes, only on the mesh.
+processes, only on the mesh. With --checkpoints the same command goes on where the last run ended,
+on any number of processes; a run that is asked to stop saves its state and exits with 143.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -31,6 +33,10 @@ from pipeline import (
     make_optimizer,
     shard_batch,
 )
+from pipeline.training.checkpoints import Checkpoints
+from pipeline.training.faults import Watchdog, stop_on_signals
+
+STOPPED = 143  # the exit code of a run that was asked to stop, as a shell gives it after SIGTERM
 
 
 def parse(argv: list[str] | None = None) -> tuple[dict[str, Any], argparse.Namespace]:
@@ -47,7 +53,14 @@ def parse(argv: list[str] | None = None) -> tuple[dict[str, Any], argparse.Names
     add("--width", type=int, default=32, help="of the residual stream (32)")
     add("--schedule", help="a family or a CSV timetable; Pipeline chooses if there is none")
     add("--compute-dtype", help="what is computed in, such as bfloat16 (as the parameters)")
-    add("--losses", type=Path, help="a file for the losses")
+    add("--losses", type=Path, help="a file, to which every step adds [step, loss] on a line")
+    add("--checkpoints", type=Path, help="a folder that all processes share: a run there goes on")
+    add("--every", type=int, default=10, help="steps from one checkpoint to the next (10)")
+    add("--stuck-after", type=float, default=300.0, help="seconds that a step may take (300)")
+    add("--heartbeat", type=float, default=40.0, help="seconds until a silent process is lost (40)")
+    add(
+        "--timeout", type=float, default=300.0, help="seconds to wait for the other processes (300)"
+    )
     options = parser.parse_args(argv)
     place = {"coordinator": options.coordinator, "num_processes": options.processes}
     place["process_id"] = options.process
@@ -59,14 +72,14 @@ def parse(argv: list[str] | None = None) -> tuple[dict[str, Any], argparse.Names
 def main(argv: list[str] | None = None) -> int:
     """Train; returns the exit status."""
     place, options = parse(argv)
-    here = initialize(**place, config=options)
-    losses = []
-    for loss in train(options):
-        losses.append(loss)
+    watch = {"timeout": options.timeout, "heartbeat": options.heartbeat}
+    here = initialize(**place, **watch, config=options)
+    for step, loss in train(options):
         if here.index == 0:
-            print(f"step {len(losses)}: loss {loss:.4f}", flush=True)
-    if options.losses and here.index == 0:
-        options.losses.write_text(json.dumps(losses), encoding="utf-8")
+            print(f"step {step}: loss {loss:.4f}", flush=True)
+            if options.losses:
+                with options.losses.open("a", encoding="utf-8") as file:
+                    file.write(f"{json.dumps([step, loss])}\n")
     return 0
 
 
@@ -80,8 +93,8 @@ def train_step(
     return loss
 
 
-def train(options: argparse.Namespace) -> Iterator[float]:
-    """The loss of every step."""
+def train(options: argparse.Namespace) -> Iterator[tuple[int, float]]:
+    """The number of every step, from 1, and its loss; until the last, or a request to stop."""
     sizes = gpt.Sizes(options.stages, options.width, heads=2, context=32)
     stages, embed, head = gpt.build(sizes, options.stages, seed=0)
     devices = len(jax.devices())
@@ -112,10 +125,28 @@ def train(options: argparse.Namespace) -> Iterator[float]:
     mesh, size = model.mesh, config.batch_size
     mine = local_rows(mesh, size)
     text = corpus.read().train
-    for step in range(options.steps):
-        batch = corpus.batch(text, step=step, seed=0, size=size, context=sizes.context)
-        tokens, targets = shard_batch(tuple(part[mine] for part in batch), mesh)
-        yield float(train_step(model, optimizer, tokens, targets))
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(stop_on_signals())
+        dog = stack.enter_context(Watchdog(options.stuck_after, mesh))
+        checkpoints, saved, step = None, 0, 0
+        if options.checkpoints:
+            checkpoints = stack.enter_context(Checkpoints(options.checkpoints))
+            saved = step = checkpoints.restore(model, optimizer) or 0
+        while step < options.steps and not stop.requested(step):
+            dog.beat(step + 1)
+            batch = corpus.batch(text, step=step, seed=0, size=size, context=sizes.context)
+            tokens, targets = shard_batch(tuple(part[mine] for part in batch), mesh)
+            loss = float(train_step(model, optimizer, tokens, targets))
+            dog.rest()
+            step += 1
+            yield step, loss
+            if checkpoints is not None and step % options.every == 0:
+                checkpoints.save(step, model, optimizer)
+                saved = step
+        if checkpoints is not None and step > saved:
+            checkpoints.save(step, model, optimizer)
+    if stop.reason:
+        raise SystemExit(STOPPED)
 
 
 def fits(options: argparse.Namespace, ranks: int) -> bool:

@@ -14,10 +14,17 @@ FOLDER = "shardpipe"
 LOOKS = 0.02, 0.5  # seconds between two looks into the store, at first and at most
 
 
-def say(topic: str, text: str) -> None:
-    """Leave a text of this process, once, on a topic: a path with which no other topic begins."""
+def say(topic: str, text: str, *, again: bool = False) -> None:
+    """Leave a text of this process on a topic: a path with which no other topic begins.
+
+    Args:
+      topic: where to leave it.
+      text: what the others read.
+      again: whether the text may replace one that this process has left there.
+    """
     client, process = coordination()
-    client.key_value_set(f"{FOLDER}/{topic}/{process}", text)
+    more = {"allow_overwrite": True} if again else {}
+    client.key_value_set(f"{FOLDER}/{topic}/{process}", text, **more)
 
 
 def said(topic: str) -> dict[int, str]:

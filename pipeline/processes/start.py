@@ -17,6 +17,7 @@ import jax
 from pipeline.base.arguments import is_number
 from pipeline.processes import service
 from pipeline.processes.agreement import agree, fields_of
+from pipeline.processes.alive import Signs
 from pipeline.processes.cluster import Cluster, find
 from pipeline.processes.names import text_of_processes
 
@@ -76,6 +77,10 @@ def initialize(
         jax.config.update(BETWEEN_CPUS, "gloo")
     fields = fields_of(config) | {"num_processes": str(here.count)}
     _connect(here, timeout, heartbeat)
+    if heartbeat < math.inf:
+        signs = Signs(here, heartbeat)
+        signs.start()
+        atexit.register(signs.stop)  # after `_leave`: the last that is registered runs first
     atexit.register(_leave, here, os.getpid(), timeout, grace)
     agree(fields, here.index, here.count, timeout)
     return here

@@ -163,6 +163,11 @@ def test_others_end(
     pid = last.split("(pid ")[1].split(")")[0]
     assert any(said.format(pid=pid, other=other) in err for other in range(3)), err
     assert last.startswith(f"launch: process {culprit} (pid ") == (how != "hang")
+    if how == "hang":  # jax's message has no host and no remedy (issue 56)
+        silent = ("process 0 at ", "does not answer") if culprit == 0 else ("process 1 on ", "sign")
+        lines = [line for line in err.splitlines() if f": {silent[0]}" in line]
+        assert len({line[:3] for line in lines}) == 2, err
+        assert all(silent[1] in line and "Start the job again" in line for line in lines), err
 
 
 @pytest.mark.slow

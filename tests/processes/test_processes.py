@@ -105,13 +105,15 @@ def test_programs_give_the_losses_of_the_scan(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_the_example_gives_the_losses_of_one_process(tmp_path: Path) -> None:
     example, found = ROOT / "examples" / "train_processes.py", []
-    path = tmp_path / "losses.json"  # the same option on all
+    path = tmp_path / "losses.jsonl"  # the same option on all
     for processes in (1, 4, 8):
         err = io.BytesIO()
         command = [sys.executable, str(example), "--data=2", f"--losses={path}"]
         code = run(Job(command, processes, 8 // processes), io.BytesIO(), err)
         assert code == 0, err.getvalue().decode()
-        found.append(json.loads(path.read_text(encoding="utf-8")))
+        lines = path.read_text(encoding="utf-8").splitlines()
+        path.unlink()
+        found.append([json.loads(line)[1] for line in lines])
     assert len(found[0]) == 30
     assert found[0][-1] < found[0][0]
     assert found[1] == found[0]

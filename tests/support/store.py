@@ -28,8 +28,8 @@ class Store:
         self.own = threading.local()
         monkeypatch.setattr(service, "coordination", lambda: (self, getattr(self.own, "index", 0)))
 
-    def key_value_set(self, key: str, text: str) -> None:
-        assert key not in self.texts
+    def key_value_set(self, key: str, text: str, *, allow_overwrite: bool = False) -> None:
+        assert allow_overwrite or key not in self.texts
         self.log.append(key)
         self.texts[key] = text
 

@@ -20,7 +20,7 @@ from tests.processes.test_cluster import FOREIGN
 PAGE = "slurm-kubernetes.md"
 # Starts a task for each that the job asks for, with what SLURM says to each of them.
 SRUN = """#!/bin/bash
-shift  # --kill-on-bad-exit
+while [[ $1 == --* ]]; do shift; done  # options of srun
 for i in $(seq 0 $((SLURM_NTASKS - 1))); do
   SLURM_PROCID=$i SLURM_LOCALID=0 SLURM_STEP_NODELIST=localhost "$@" 2>&1 &
   pids="$pids $!"
@@ -47,9 +47,14 @@ def manifests() -> dict[str, Any]:
     return found
 
 
+def test_the_page_shows_the_script_that_runs() -> None:
+    (script,) = blocks(PAGE, "bash")
+    assert script == (ROOT / "examples" / "train.sbatch").read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_the_script_for_slurm(tmp_path: Path) -> None:
-    (script,) = blocks(PAGE, "bash")
+    script = (ROOT / "examples" / "train.sbatch").read_text(encoding="utf-8")
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script, re.MULTILINE))
     (tmp_path / "job.sh").write_text(script, encoding="utf-8")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -60,6 +65,7 @@ def test_the_script_for_slurm(tmp_path: Path) -> None:
     port = next(port for port in iter(free_port, None) if port >= BASE or not _ephemeral())
     job = environment(
         SLURM_SUBMIT_DIR=str(tmp_path),
+        STEPS="10",
         SLURM_JOB_ID=str(SPAN + (port - BASE) % SPAN),
         SLURM_NTASKS=str(int(asked["nodes"]) * int(asked["ntasks-per-node"])),
     )

@@ -1,0 +1,141 @@
+"""Signs of life: the processes of a job tell each other that they run, and name one that is silent.
+
+jax ends all processes when one is silent for ``heartbeat`` seconds. Its message names a number, or
+nobody where the coordinator cannot be reached, and no host. So each process writes a count into the
+coordination service's store from a thread; process 0 reads all counts and tells the others. Where
+process 0 ends, jax ends the others at once; a connection to it, which the system closes then, says
+so a moment before.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+
+import jax
+
+from pipeline.processes import service
+from pipeline.processes.cluster import Cluster
+
+# Shares of `heartbeat`: from one sign to the next, and the silence after which a process is named.
+# jax's own call to a coordinator that does not answer fails after half of it.
+PAUSE, SILENT, UNREACHED = 0.05, 0.45, 0.35
+COUNTS, LOST = "alive/count", "alive/lost"
+REMEDY = "Start the job again: with checkpoints it goes on from the last one"
+
+
+class Signs:
+    """The thread of one process; `start` starts it.
+
+    Args:
+      here: the place of this process.
+      heartbeat: seconds without a sign of life until jax ends all processes.
+    """
+
+    def __init__(self, here: Cluster, heartbeat: float) -> None:
+        self._here, self._heartbeat, self._host = here, heartbeat, socket.gethostname()
+        self._over = threading.Event()
+        self._seen: dict[int, tuple[str, float]] = {}  # by process: its last sign, and when it came
+        self._told: set[int] = set()  # processes that were named
+
+    def start(self) -> None:
+        """Give signs until the interpreter ends."""
+        threading.Thread(target=self._run, name="signs of life", daemon=True).start()
+        if self._here.index:
+            threading.Thread(target=self._listen, name="coordinator", daemon=True).start()
+
+    def stop(self) -> None:
+        """Give no further sign."""
+        self._over.set()
+
+    def _run(self) -> None:
+        count = 0
+        while not self._over.wait(PAUSE * self._heartbeat):
+            count += 1
+            late = threading.Timer(UNREACHED * self._heartbeat, self._say_gone)
+            late.daemon = True
+            late.start()
+            try:
+                self.turn(count, time.monotonic())
+            except Exception:  # noqa: BLE001  # of the service, whose process has ended
+                if jax.distributed.is_initialized() and not self._over.is_set():
+                    self._say_gone()
+                return
+            finally:
+                late.cancel()
+
+    def _listen(self) -> None:
+        """Wait until the coordinator's port refuses a connection, and say that process 0 is gone.
+
+        A connection ends without that too: gRPC closes one on which nobody speaks.
+        """
+        while not self._over.is_set():
+            try:
+                with socket.create_connection(self._here.address, self._heartbeat) as connection:
+                    connection.settimeout(None)
+                    while connection.recv(4096):
+                        pass
+            except ConnectionRefusedError:
+                if jax.distributed.is_initialized() and not self._over.is_set():
+                    self._say_gone("has ended: see what it wrote last. jax ends this process too")
+                return
+            except ConnectionResetError:
+                continue
+            except OSError:  # out of reach, which `_run` sees
+                self._over.wait(PAUSE * self._heartbeat)
+
+    def turn(self, count: int, now: float) -> None:
+        """Give a sign, and look whose is missing.
+
+        Args:
+          count: of this process's signs, this one included.
+          now: seconds of a clock that only rises.
+        """
+        service.say(COUNTS, f"{count} {self._host}", again=True)
+        if self._here.index == 0:
+            self._look(now)
+            return
+        for text in service.said(LOST).values():
+            for line in text.splitlines():
+                number, said = line.split(" ", 1)
+                if int(number) not in {*self._told, self._here.index}:
+                    self._told.add(int(number))
+                    self._say(said)
+
+    def _look(self, now: float) -> None:
+        """On process 0: name the processes whose last sign is too old."""
+        signs = service.said(COUNTS)
+        lines = []
+        for process, sign in signs.items():
+            if self._seen.get(process, ("", 0.0))[0] != sign:
+                self._seen[process] = sign, now
+            silent = now - self._seen[process][1]
+            if silent < SILENT * self._heartbeat or process in self._told:
+                continue
+            self._told.add(process)
+            host = sign.partition(" ")[2]
+            text = (
+                f"process {process} on {host} has given no sign of life for {silent:.0f} s: it was "
+                f"killed or stands still, or its host or link is down. After "
+                f"{self._heartbeat:g} s of silence jax ends all processes. {REMEDY}"
+            )
+            self._say(text)
+            lines.append(f"{process} {text}")
+        if lines:
+            before = service.said(LOST).get(0, "")
+            service.say(LOST, "\n".join(filter(None, [before, *lines])), again=True)
+
+    def _say_gone(self, how: str = "") -> None:
+        how = how or (
+            f"does not answer: it was killed or stands still, its host or link is down, or this "
+            f"host is cut off. jax ends this process within {self._heartbeat:g} s"
+        )
+        where = f"process 0 at {self._here.coordinator}, which coordinates,"
+        self._say(f"{where} {how}. {REMEDY}")
+
+    def _say(self, text: str) -> None:
+        """Write to standard error at once, whatever the interpreter does."""
+        here = self._here
+        os.write(2, f"process {here.index} of {here.count} on {self._host}: {text}\n".encode())
