@@ -52,8 +52,10 @@ def _slow(folder: Path) -> Iterator[str]:
             host.signal(9)
         job.until_end(60)
     rest = max(sent - MESSAGE * MICROBATCHES, 0)  # sums of gradients that both hosts have
-    yield f"a step takes {1e3 * free:.0f} ms; host 0 sends {sent / 1e6:.2f} MB in it, of which "
-    yield f"messages are {MESSAGE * MICROBATCHES / 1e6:.2f} MB"
+    yield (
+        f"a step takes {1e3 * free:.0f} ms; host 0 sends {sent / 1e6:.2f} MB in it, of which "
+        f"messages are {MESSAGE * MICROBATCHES / 1e6:.2f} MB"
+    )
     for rate, seconds in times.items():
         said = predicted(free, MESSAGE * 8 / BITS[rate], rest * 8 / BITS[rate])
         yield f"{rate}: {seconds / free:.2f} times as long, by the clock {said:.2f}"

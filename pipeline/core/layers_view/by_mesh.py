@@ -80,14 +80,16 @@ class _MeshPart:
     """The code that one mesh runs between two messages.
 
     Attributes:
-      place: its devices.
+      sent: the variables that are sent to it.
+      to: where each of them is sent.
       kept: the variables that it reads.
       given: variables that it reads and whose memory it may reuse.
       writes: the variables that it returns.
       run: the compiled function of (kept, given).
     """
 
-    place: Place
+    sent: list[Var]
+    to: list[NamedSharding]
     kept: list[Var]
     given: list[Var]
     writes: list[Var]
@@ -193,10 +195,11 @@ class _Program:
                 f"(stage_meshes=), between which up to {SENT:,} numbers pass, such as a norm: take "
                 f"an optimizer that updates each array by itself, or mesh= for ranks of one shape"
             )
+        of_ones = all(var.aval.size == 1 for var in places)
+        if of_ones and (not places or any(var.aval.size != 1 for var in eqn.outvars)):
+            return None
         if arrays:
             return arrays[max(arrays, key=lambda var: var.aval.size)]
-        if not places or any(var.aval.ndim for var in eqn.outvars):
-            return None
         of_numbers = {*places.values()}
         return home if len(of_numbers) > 1 else next(iter(of_numbers))
 
@@ -238,7 +241,9 @@ class _Program:
             ]
             options: Any = {"donate_argnums": 1, "compiler_options": compiler_options}
             jitted = jax.jit(part_of_update, out_shardings=named, **options)
-            parts.append(_MeshPart(key[1], kept, given, writes, jitted))
+            sent = [var for var in of if self._keys.get(var, key)[1] != key[1]]
+            to = [self._everywhere[key[1]] for _ in sent if key[1] is not None]
+            parts.append(_MeshPart(sent, to, kept, given, writes, jitted))
         return [part for part in parts if part.writes]
 
     def _reads(self, key: Key, makes: Sequence[Var]) -> list[Var]:
@@ -259,14 +264,9 @@ class _Program:
         """The results."""
         values = dict(zip(self._closed.jaxpr.invars, leaves, strict=True))
         for part in self._parts:
-            away = [
-                var
-                for var in (*part.kept, *part.given)
-                if _place_of(values[var]) not in (part.place, None)
-            ]
             # One call, of a sharding for each: ten times as quick as one by one.
-            to = [self._everywhere[part.place]] * len(away) if part.place else []
-            here = dict(zip(away, jax.device_put([values[v] for v in away], to), strict=True))
+            sent = jax.device_put([values[v] for v in part.sent], part.to)
+            here = dict(zip(part.sent, sent, strict=True))
             kept, given = ([here.get(v, values[v]) for v in of] for of in (part.kept, part.given))
             values |= zip(part.writes, part.run(kept, given), strict=True)
         return jax.tree.unflatten(self._tree, [values[v] for v in self._closed.jaxpr.outvars])
