@@ -152,6 +152,8 @@ def lane(folder: Path) -> Iterator[str]:
             run = prepare(folder / what.partition(" ")[0])
             job = cluster.submit(script, run, STEPS=steps)
             hosts.wait(lambda run=run: len(jobs.losses(run)) >= 15, 120, "step 15")
+            if held:
+                cluster.nodes[1].signal(signal.SIGSTOP, "examples/train_processes.py")
             urgent = ["sbatch", "--parsable", "--partition=high", "--nodes=2", "--output=/dev/null"]
             assert cluster.said(*urgent, "--wrap=sleep 5").isdecimal()
             if (
@@ -163,5 +165,9 @@ def lane(folder: Path) -> Iterator[str]:
                     return not cluster.state(job).startswith("RUNNING 0:0 0")
 
                 hosts.wait(gone, 2 * GRACE + 60, "the end of a job that cannot save")
-            cluster.until(job, "COMPLETED 0:0 1", 300)
-            yield f"preempted, {what}: {check(run, wanted, 1)}; {took()}"
+            # After a SIGKILL this SLURM asked the restarted job to stop once more, 30 s later.
+            cluster.until(job, "COMPLETED 0:0", 300)
+            restarts = int(cluster.state(job).rpartition(" ")[2])
+            assert restarts >= 1
+            assert held == (len(jobs.losses(run)) > steps)  # those since the last checkpoint
+            yield f"preempted, {what}: {check(run, wanted, restarts)}; {took()}"
