@@ -104,7 +104,7 @@ def test_two_hosts_give_the_losses_of_one_bit_by_bit(
     codes = [process.wait(timeout=1200) for process in processes]
     assert codes == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)
     with jax.numpy_dtype_promotion("standard"):  # of optax
-        wanted = many.losses(data=1, ranks=2, stages=2)
+        wanted = list(many.losses(data=1, ranks=2, stages=2))
     assert json.loads(path.read_text(encoding="utf-8")) == wanted
 
 
