@@ -11,7 +11,7 @@ DOORS = {
         autodiff.accumulate autodiff.jaxpr.evaluate autodiff.jaxpr.primitives
         autodiff.jaxpr.scopes layers_view.replace model.microbatch model.model model.objects
         model.stage model.trained model.unlike options.checks options.plan placement.meshes
-        placement.placement programs.program programs.run programs.runtime programs.traced
+        placement.placement programs.operands programs.run programs.runtime programs.traced
         step.operands step.runtime
     """,
     "pipeline.lint": """

@@ -2,11 +2,14 @@
 
 A message between two processes is a call that both make, and that ends for neither before both have
 made it. So two processes that make the same calls in different orders may wait for each other for
-ever. Letters as in `schedules.core.action`, A as in `schedules.core.flat`.
+ever. Letters as in `schedules.core.action`, A as in `schedules.core.flat`. Kinds of values are
+those of `schedules.lowering.kinds`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -63,3 +66,119 @@ def dispatch_order(schedule: Schedule) -> list[Call]:
     is_action = np.arange(len(calls)) < len(actions)
     order = np.lexsort((is_action, times))
     return [calls[n] for n in order.tolist()]
+
+
+Value = tuple[str, int, int]  # its kind, the stage that reads it, its microbatch
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the stages of a timetable compute, and the values that their actions pass on.
+
+    Attributes:
+      kinds: [K] the kinds of actions that compute anything.
+      sends: [K] whether the stage's backward has a gradient for the stage before.
+      keeps_residuals: whether F leaves residuals for its backward; else a backward runs it again.
+    """
+
+    kinds: Sequence[frozenset[str]]
+    sends: Sequence[bool]
+    keeps_residuals: bool
+
+    def reads(self, kind: str, stage: int) -> tuple[str, ...]:
+        """The kinds of values that an action of a stage reads."""
+        if kind == "W":
+            return ("crossing",)
+        operand = ("operand",) if stage > 0 else ()
+        if kind == "F":
+            return operand
+        # The last stage's backward starts from its own output, where F has left it. A stage that
+        # adds losses has a backward also where no gradient comes back to it.
+        is_last = stage + 1 == len(self.sends)
+        has_message = self.keeps_residuals if is_last else self.sends[stage + 1]
+        gradient = ("gradient",) if has_message else ()
+        return (*(("stash",) if self.keeps_residuals else operand), *gradient)
+
+    def writes(self, kind: str, stage: int) -> dict[str, int]:
+        """The kinds of values that an action of a stage writes, and the stage that reads each."""
+        if kind == "W":
+            return {}
+        if kind == "F":
+            kept = {"stash": stage} if self.keeps_residuals else {}
+            if stage + 1 < len(self.sends):
+                return {"operand": stage + 1} | kept
+            return {"gradient": stage} | kept if self.keeps_residuals else {}
+        message = {"gradient": stage - 1} if self.sends[stage] else {}
+        return message | ({"crossing": stage} if kind == "I" else {})
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """An action, and its values.
+
+    Attributes:
+      action: it.
+      rank: the rank that runs it.
+      reads: by kind, a value that it reads, and whether no later action reads it.
+      writes: by kind, a value that it writes.
+    """
+
+    action: Action
+    rank: int
+    reads: Mapping[str, tuple[Value, bool]]
+    writes: Mapping[str, Value]
+
+    @property
+    def ranks(self) -> tuple[int]:
+        """The ranks whose processes call it, as of `Send`."""
+        return (self.rank,)
+
+
+@dataclass(frozen=True)
+class Send:
+    """A message.
+
+    Attributes:
+      ranks: the rank that sends, and the one that receives.
+      value: what it sends.
+    """
+
+    ranks: tuple[int, int]
+    value: Value
+
+
+def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
+    """The actions and messages of all ranks with their values, in the order of `dispatch_order`.
+
+    An action that computes nothing is left out: a W of a frozen stage, or the last stage's F if its
+    backward runs it again.
+
+    Args:
+      schedule: a legal schedule.
+      work: of its stages.
+    """
+    calls = [
+        call
+        for call in dispatch_order(schedule)
+        if call.action.kind in work.kinds[call.action.stage]
+    ]
+
+    def read_by(action: Action) -> dict[str, Value]:
+        stage, kind, microbatch = action
+        return {name: (name, stage, microbatch) for name in work.reads(kind, stage)}
+
+    # The last reader of a value gives it up. A value without a reader is dropped.
+    readers = ((n, call.action) for n, call in enumerate(calls) if call.target is None)
+    last = {value: n for n, action in readers for value in read_by(action).values()}
+    results: list[Dispatch | Send] = []
+    for n, (action, rank, target) in enumerate(calls):
+        stage, kind, microbatch = action
+        written = {name: (name, to, microbatch) for name, to in work.writes(kind, stage).items()}
+        writes = {name: value for name, value in written.items() if value in last}
+        if target is None:
+            reads = {name: (value, last[value] == n) for name, value in read_by(action).items()}
+            results.append(Dispatch(action, rank, reads, writes))
+            continue
+        crossing = (value for value in writes.values() if schedule.placement[value[1]] == target)
+        results += (Send((rank, target), value) for value in crossing)
+    return results

@@ -75,6 +75,11 @@ def parts_of(state: Tree) -> list[str]:
     return [str(path[0]) for path, variable in flat for _ in jax.tree.leaves(variable)]
 
 
+def stages_of_ends(state: Tree, last: int) -> list[int]:
+    """By leaf of the ends' state the stage on whose rank it is; ``last`` is the last stage."""
+    return [0 if part == "embed" else last for part in parts_of(state)]
+
+
 def choose_shared(mode: Any, embed: Any, head: Any, loss_fn: Any) -> Shared:
     """Choose the ends that all ranks share.
 

@@ -110,11 +110,29 @@ def make_plan(
         "options": options,
     }
     if options.engine == "programs":
-        entries.check(options, timetable.num_slices, shared)
+        _check_programs(options, timetable.num_slices, shared)
     check_host(options.offload, mesh, timetable)
     also: dict[str, Any] = {"offload": options.offload, "vocabulary": options.vocabulary}
     check_sliced(timetable.num_slices, options.slices, **also)
     return Plan(**(options.to_dict() | chosen))
+
+
+def _check_programs(options: Options, num_slices: int, shared: Shared) -> None:
+    """Raise ValueError for an option beside ``engine="programs"`` that only the scan has."""
+    only_of_scan = {
+        f"slices={options.slices!r} (a timetable with slices)": num_slices > 1,
+        f"vocabulary={options.vocabulary!r}": bool(shared),
+        f"offload={options.offload!r}": options.offload is not None,
+        f"gather={options.gather!r}": options.gather == "repeat",
+        f"pattern={options.pattern!r}": options.pattern is not None,
+        f"delayed={options.delayed!r}": bool(options.delayed),
+    }
+    for option, is_used in only_of_scan.items():
+        if is_used:
+            raise ValueError(
+                f"engine='programs' with {option}, which only the scan has: leave it out, "
+                f"or use engine='scan'"
+            )
 
 
 def with_microbatches(plan: Plan, num_microbatches: int) -> Plan:

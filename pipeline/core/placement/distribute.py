@@ -29,6 +29,13 @@ def distribute(x: Any, sharding: Sharding, *, compare: bool = True) -> jax.Array
     return jax.make_array_from_callback(x.shape, sharding, np.asarray(x).__getitem__)
 
 
+def placed_on(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """An array with a sharding; not copied if it has it already."""
+    is_array = isinstance(leaf, jax.Array)
+    is_there = is_array and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    return leaf if is_there else distribute(leaf, sharding, compare=False)
+
+
 def constrained(x: Any, sharding: Any) -> Any:
     """A traced array where a sharding says; over Explicit axes of its mesh, typed so."""
     if not isinstance(sharding, NamedSharding) or not sharding.mesh.explicit_axes:

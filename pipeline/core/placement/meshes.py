@@ -38,6 +38,16 @@ def mesh_in_force() -> Any:
     return None if mesh.empty or mesh.manual_axes else mesh
 
 
+def check_no_mesh_in_force() -> None:
+    """Raise ValueError where programs of ranks are called under `jax.set_mesh`."""
+    if (here := mesh_in_force()) is not None:
+        raise ValueError(
+            f"engine='programs' under jax.set_mesh, of a mesh of {mesh_text(here)}: each rank's "
+            f"programs have a mesh of their own, and JAX has one in force at a time; make and call "
+            f"the pipeline outside of jax.set_mesh, or use engine='scan'"
+        )
+
+
 def default_mesh() -> Mesh | None:
     """The mesh of `jax.set_mesh` with its devices, None where there is none or under a trace.
 

@@ -14,7 +14,8 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from collectives import STAGE
-from pipeline.base.axes import Axes
+from pipeline.base.axes import Axes, axes_in
+from pipeline.base.tree import Tree
 
 
 def check_stage_meshes(given: Any) -> tuple[Mesh, ...]:
@@ -101,3 +102,28 @@ def axes_of(axes: Axes, meshes: Sequence[Mesh]) -> list[Axes]:
                     f"meshes as many, and let them differ along other axes, such as 'tensor'"
                 )
     return [dataclasses.replace(axes, sizes=tuple(mesh.shape.values())) for mesh in meshes]
+
+
+def check_alike(sent: Tree, received: Tree, kind: str, stage: int) -> None:
+    """Check that the devices of both ranks of a message have the same parts of it.
+
+    Args:
+      sent: types of its arrays on the rank that sends.
+      received: on the rank that receives.
+      kind: of the value, "operand" or "gradient".
+      stage: the stage that reads it.
+
+    Raises:
+      ValueError: they have others.
+    """
+    for a, b in zip(jax.tree.leaves(sent), jax.tree.leaves(received), strict=True):
+        if (a.shape, a.sharding.spec) != (b.shape, b.sharding.spec):
+            axes = axes_in(a.sharding.spec[0])
+            end = "input" if kind == "operand" else "output"
+            raise ValueError(
+                f"the {end} of stages[{stage}] has a part for each device along "
+                f"{' x '.join(map(repr, axes))}, {a.shape[0]} on one side of the message and "
+                f"{b.shape[0]} on the other, whose stage_meshes differ: let the stage join its "
+                f"parts before it returns (jax.lax.all_gather), or give both ranks meshes of one "
+                f"shape"
+            )

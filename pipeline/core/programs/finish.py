@@ -7,6 +7,7 @@ rank.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +18,13 @@ from jax.sharding import Mesh
 from pipeline.base.tree import Leaves, Tree
 from pipeline.core.model.model import Weights
 from pipeline.core.options.plan import Plan
-from pipeline.core.programs.meshes import drop_device_axis, placed_on
-from pipeline.core.programs.program import (
-    RankModel,
-    entering,
-    without_warnings_of_donation,
-)
+from pipeline.core.placement.distribute import placed_on
+from pipeline.core.programs.meshes import drop_device_axis
+from pipeline.core.programs.program import entering, without_warnings_of_donation
+from pipeline.core.programs.traced import Traced
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.stores.totals import StepSums
+from schedules.core.action import KINDS
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,16 @@ class JoinedFinish:
       results: of the step.
     """
 
-    def __init__(self, ranks: Sequence[RankModel], results: Results, _: Any) -> None:
-        self._of, mesh = ranks[0], ranks[0].traced.options.plan.mesh
-        sums = self._of.traced.sums
-        self._run = lower_finish(self._of, mesh, sums, results.of, results.specs).compile()
+    def __init__(self, ranks: Sequence[Traced], results: Results, _: Any) -> None:
+        traced, self._operands = ranks[0], ranks[0].operands
+        given = traced.options.plan.mesh, traced.sums, results.of, results.specs
+        self._run = lower_finish(traced, *given).compile()
 
     def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
         """By rank of this process the operands of a step; under None on the pipeline's mesh."""
-        operands = self._of.operands
-        placed: dict[int | None, Leaves] = {}
-        placed[None] = operands.meshes.placed(leaves, operands.specs)
-        return placed | operands.meshes.split(placed[None], operands.specs)
+        meshes, specs = self._operands.meshes, self._operands.specs
+        placed: dict[int | None, Leaves] = {None: meshes.placed(leaves, specs)}
+        return placed | meshes.split(placed[None], specs)
 
     def __call__(
         self,
@@ -70,7 +69,7 @@ class JoinedFinish:
         factors: Mapping[int, Tree],
     ) -> Any:
         """The results of the step, on the pipeline's mesh."""
-        join = self._of.operands.meshes.join
+        join = self._operands.meshes.join
         return self._run(operands[None], join(sums.values()), join(factors.values()))
 
 
@@ -80,45 +79,47 @@ class FinishByRank:
     Args:
       ranks: [S] the model of each rank.
       results: of the step.
-      compiled: by key the compiled functions of the step.
+      compiled: the functions of the step, as of `StepPrograms`.
     """
 
     def __init__(
-        self, ranks: Sequence[RankModel], results: Results, compiled: Mapping[Any, Any]
+        self,
+        ranks: Sequence[Traced],
+        results: Results,
+        compiled: Mapping[tuple[str, int], Any],
     ) -> None:
-        options, self._ranks = ranks[0].traced.options, ranks
-        placement = options.schedule.placement
-        self._owners = jax.tree.map(lambda stage: placement[stage], results.stages)
-        self._last = placement[-1]
+        traced, self._ranks = ranks[0], ranks
+        self._placement = traced.options.schedule.placement
+        self._owners = jax.tree.map(lambda stage: self._placement[stage], results.stages)
         # Names of sums of which each rank has an addend; and those that the last rank has alone,
         # on which the gradients of others may depend.
-        traced = ranks[0].traced
         self._common = [name for name in traced.sums if name not in traced.stages_of_sums]
         self._of_last = [name for name in ("loss", "weight") if name in traced.sums]
         self._add = jax.jit(lambda parts: jax.tree.map(lambda *x: sum(x), *parts))
-        self._finish = {}
+        self._finish, self._shardings = {}, {}
         for rank, of in enumerate(ranks):
-            sums = of.traced.sums_on(rank)
-            sums |= {name: of.traced.sums[name] for name in self._of_last}
-            specs = self._only(rank, results.specs)
-            run = self._own_results(rank, results.of)
-            mesh = of.operands.meshes.ranks[rank]
-            self._finish[rank] = lower_finish(of, mesh, sums, run, specs).compile()
+            meshes, of_last = of.operands.meshes, {name: of.sums[name] for name in self._of_last}
+            own = functools.partial(self._only, rank)
+            results_of = lambda *given, own=own: own(results.of(*given))  # noqa: E731
+            given = meshes.ranks[rank], of.sums_on(rank) | of_last, results_of, own(results.specs)
+            self._finish[rank] = lower_finish(of, *given).compile()
+            sent = of.operands.sum_specs(of_last | {name: of.sums[name] for name in self._common})
+            to_rank = functools.partial(meshes.sharding, rank)
+            self._shardings[rank] = jax.tree.map(to_rank, sent)
         self._reads = {rank: self._operands_read(rank, compiled) for rank in self._finish}
 
     def _only(self, rank: int, tree: Tree) -> Tree:
         """A tree like the results without what is on other ranks."""
         return jax.tree.map(lambda owner, x: x if owner == rank else None, self._owners, tree)
 
-    def _own_results(self, rank: int, results: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: self._only(rank, results(*given))
-
     def _operands_read(self, rank: int, compiled: Mapping[Any, Any]) -> list[bool]:
         """For each operand whether a program of the rank reads it; jit drops unused arguments."""
         given = [self._finish[rank].input_shardings[0][0]]
-        for key, program in compiled.items():
-            if len(key) == 2 and key[1] == rank and hasattr(program, "input_shardings"):
-                given.append(program.input_shardings[0][0 if key[0] == "begin" else 3])
+        for (kind, where), program in compiled.items():
+            if (kind, where) == ("begin", rank):
+                given.append(program.input_shardings[0][0])
+            elif kind in KINDS and self._placement[where] == rank:
+                given.append(program.input_shardings[0][3])
         return [any(x is not None for x in of) for of in zip(*given, strict=True)]
 
     def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
@@ -140,27 +141,27 @@ class FinishByRank:
         factors: Mapping[int, Tree],
     ) -> Any:
         """The results of the step, each on the mesh of its rank."""
-        parts = [self._sent({n: of[n] for n in self._common}, self._last) for of in sums.values()]
-        common = self._add(parts) | {name: sums[self._last][name] for name in self._of_last}
+        last = self._placement[-1]
+        common: dict[str, Leaves] = {name: sums[last][name] for name in self._of_last}
+        if self._common:
+            parts = ({name: of[name] for name in self._common} for of in sums.values())
+            common |= self._add([self._sent(part, last) for part in parts])
         # All are sent before the first finish, which takes the memory of its own.
         given = {rank: of | self._sent(common, rank) for rank, of in sums.items()}
         found = [
             finish(operands[rank], given[rank], factors[rank])
             for rank, finish in self._finish.items()
         ]
-        is_none = lambda x: x is None  # noqa: E731
-        return jax.tree.map(lambda owner, *of: of[owner], self._owners, *found, is_leaf=is_none)
+        return jax.tree.map(lambda owner, *of: of[owner], self._owners, *found)
 
-    def _sent(self, values: dict[str, Leaves], rank: int) -> dict[str, Leaves]:
+    def _sent(self, values: dict[str, Leaves], rank: int) -> Any:
         """Sums of another rank on the devices of this one."""
-        operands, types = self._ranks[rank].operands, self._ranks[rank].traced.sums
-        specs = operands.sum_specs({name: types[name] for name in values})
-        shardings = jax.tree.map(lambda spec: operands.meshes.sharding(rank, spec), specs)
+        shardings = {name: self._shardings[rank][name] for name in values}
         return jax.device_put(values, shardings)
 
 
 def lower_finish(
-    of: RankModel,
+    traced: Traced,
     mesh: Mesh,
     sums: dict[str, Leaves],
     results: Callable[..., Any],
@@ -169,13 +170,13 @@ def lower_finish(
     """The program after the last action.
 
     Args:
-      of: the model.
+      traced: the model.
       mesh: of the pipeline, or of a rank that has its own.
       sums: the types of those that are given.
       results: as of `Results`.
       out_specs: the specs of what it makes.
     """
-    traced, operands, plan = of.traced, of.operands, of.traced.options.plan
+    operands, plan = traced.operands, traced.options.plan
 
     def finish(leaves: list[Any], given: Any, factors: Any) -> Any:
         weights, batch, _ = operands.of(leaves)

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE
 from collectives.compat import varying_in
+from collectives.transfer import from_shards, shards_of, typed
 from pipeline.base.axes import axes_in
 from pipeline.base.tree import Leaves, Tree
 from pipeline.core.options.plan import Plan
-from pipeline.core.placement.distribute import distribute
+from pipeline.core.placement.distribute import distribute, placed_on
 
 
 class RankMeshes:
@@ -53,12 +53,6 @@ class RankMeshes:
     def devices(self, rank: int) -> tuple[Any, ...]:
         """The devices of a rank, in the order of its mesh."""
         return tuple(self.ranks[rank].devices.flat)
-
-    def pair(self, source: int, target: int) -> Mesh:
-        """The mesh of two ranks, in which they are the two entries of ``stage``."""
-        names = self._mesh.axis_names
-        pair_devices = [self.ranks[rank].devices for rank in (source, target)]
-        return Mesh(np.concatenate(pair_devices, names.index(STAGE)), names)
 
     # --- state and batch: arrays of the pipeline's mesh ---
 
@@ -144,37 +138,6 @@ class RankMeshes:
             return from_shards((lead * count, *rest), sharding, shards)
 
         return jax.tree.map(joined, *trees)
-
-
-def placed_on(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """An array with a sharding; not copied if it has it already."""
-    is_array = isinstance(leaf, jax.Array)
-    is_there = is_array and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-    return leaf if is_there else distribute(leaf, sharding, compare=False)
-
-
-def shards_of(x: jax.Array) -> dict[Any, jax.Array]:
-    """The shards of an array that this process holds, by device."""
-    # What jax.device_put makes of a jax.Array for several processes has no `addressable_shards` in
-    # a process of one device (jax 0.10.2).
-    if len(x.sharding.addressable_devices) == 1:
-        return dict.fromkeys(x.sharding.addressable_devices, x.addressable_data(0))
-    return {shard.device: shard.data for shard in x.addressable_shards}
-
-
-def from_shards(
-    shape: tuple[int, ...], sharding: NamedSharding, shards: Mapping[Any, jax.Array]
-) -> jax.Array:
-    """An array on those devices of a sharding that this process holds; by device, its shards."""
-    local_shards = [shards[device] for device in sharding.mesh.devices.flat if device in shards]
-    return jax.make_array_from_single_device_arrays(shape, sharding, local_shards)
-
-
-def typed(
-    mesh: Mesh | AbstractMesh, shape: tuple[int, ...], dtype: Any, spec: P
-) -> jax.ShapeDtypeStruct:
-    """The type of an array on a mesh."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
 def drop_device_axis(tree: Tree) -> Tree:

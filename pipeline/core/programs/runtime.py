@@ -15,17 +15,17 @@ from jax.sharding import PartitionSpec as P
 from collectives.compat import trace_context
 from pipeline.base.masks import chosen
 from pipeline.base.tree import Leaves, Tree, signature
-from pipeline.core.model.ends import parts_of
+from pipeline.core.model.ends import stages_of_ends
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.compiled import FunctionKey
 from pipeline.core.options.plan import Plan
-from pipeline.core.placement.meshes import mesh_in_force, mesh_text
+from pipeline.core.placement.meshes import check_no_mesh_in_force
 from pipeline.core.placement.zero import constrain
-from pipeline.core.programs.checks import check
 from pipeline.core.programs.finish import Results
-from pipeline.core.programs.program import RankModel, rank_models
+from pipeline.core.programs.operands import StepInputs, StepOptions
 from pipeline.core.programs.run import StepPrograms
-from pipeline.core.programs.traced import StepInputs, StepOptions
+from pipeline.core.programs.traced import Traced, trace_ranks
+from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.ranks import gradient_specs, input_specs, manual
 from pipeline.core.step.results import (
     Gradients,
@@ -36,8 +36,9 @@ from pipeline.core.step.results import (
     training_results,
 )
 from pipeline.core.step.run.places import StepRequest
+from pipeline.core.step.stores.totals import StepSums
 
-__all__ = "check", "evaluate", "logprobs", "narrows_train", "outputs", "trace_ranks", "train"
+__all__ = "evaluate", "logprobs", "narrows_train", "outputs", "trace_train", "train"
 
 _TRACED = (
     "engine='programs' calls a compiled function for each action, which nothing that traces the "
@@ -81,8 +82,9 @@ def training_programs(
         return training_results(local, plan, sums, weights, of_inputs, normalise=normalise)
 
     specs = manual(plan, gradient_specs(model)), of_inputs, manual(plan, model.state_specs)
-    last, of_ends = len(model.stages) - 1, _stages_of_ends(weights.ends, model)
-    gradients = tuple(range(len(weights.chunks))), chosen(of_ends, model.trained.ends)
+    last = len(model.stages) - 1
+    of_ends = chosen(stages_of_ends(weights.ends, last), model.trained.ends)
+    gradients = tuple(range(len(weights.chunks))), of_ends
     stages = last, gradients, 0, _stages_of_state(weights, model)
     made = Results(results, (P(), *specs), stages)
     return _programs(options, "train", weights, batch, StepInputs(scale), made)
@@ -96,18 +98,17 @@ def training_options(
     return StepOptions(plan, model, request, counts=True, normalise=normalise)
 
 
-def trace_ranks(
+def trace_train(
     plan: Plan, model: Model, weights: Weights, batch: Batch, **wanted: bool
-) -> list[RankModel]:
+) -> list[Traced]:
     """[S] the model of each rank, of which the programs of `train` are made."""
     options = training_options(plan, model, **wanted)
-    return rank_models(options, weights, batch, StepInputs())
+    return trace_ranks(options, weights, batch, StepInputs())
 
 
 def narrows_train(plan: Plan, model: Model, weights: Weights, batch: Batch, **wanted: bool) -> bool:
     """Tell whether a step computes in floats in which gradients vanish or overflow."""
-    ranks = trace_ranks(plan, model, weights, batch, **wanted)
-    return any(of.traced.is_narrow for of in ranks)
+    return any(of.is_narrow for of in trace_train(plan, model, weights, batch, **wanted))
 
 
 def evaluate(
@@ -115,22 +116,26 @@ def evaluate(
 ) -> tuple[Any, StateLeaves]:
     """As `pipeline.core.step.runtime.evaluate`."""
     request = StepRequest(training=False, take_loss=True)
-    results = lambda plan, *of: evaluation_results(of[0], plan, of[1], want_share=want_share)  # noqa: E731
+
+    def results(plan: Plan, local: LocalModel, sums: StepSums) -> Any:
+        return evaluation_results(local, plan, sums, want_share=want_share)
+
     return _infer(plan, model, weights, batch, request, results, P(), counts=want_share)
 
 
-def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, StateLeaves]:
-    """As `pipeline.core.step.runtime.outputs`."""
-    request = StepRequest(training=False, take_loss=False)
+def outputs(
+    plan: Plan, model: Model, weights: Weights, batch: Batch, *, logprobs: bool = False
+) -> Any:
+    """As `pipeline.core.step.runtime.outputs`; or with ``logprobs`` as that function."""
+    request = StepRequest(training=False, take_loss=False, logprobs=logprobs)
     results = lambda plan, _, sums: outputs_of(sums, plan)  # noqa: E731
     return _infer(plan, model, weights, batch, request, results, plan.axes.output_spec)
 
 
 def logprobs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, StateLeaves]:
     """As `pipeline.core.step.runtime.logprobs`."""
-    request = StepRequest(training=False, take_loss=False, logprobs=True)
-    results = lambda plan, _, sums: outputs_of(sums, plan)  # noqa: E731
-    return _infer(plan, model, weights, batch, request, results, plan.axes.output_spec)
+    results: tuple[Tree, StateLeaves] = outputs(plan, model, weights, batch, logprobs=True)
+    return results
 
 
 def _infer(
@@ -156,14 +161,9 @@ def _infer(
     return step(weights, batch, given)
 
 
-def _stages_of_ends(state: Tree, model: Model) -> list[int]:
-    """By leaf of the ends' state the stage on whose rank it is."""
-    return [0 if part == "embed" else len(model.stages) - 1 for part in parts_of(state)]
-
-
 def _stages_of_state(weights: Weights, model: Model) -> tuple[list[Any], list[int]]:
     """The stages of declared state, as `Model.state_specs` has it."""
-    declared, of_ends = model.declared, _stages_of_ends(weights.ends_rest, model)
+    declared, of_ends = model.declared, stages_of_ends(weights.ends_rest, len(model.stages) - 1)
     chunks = [[v] * len(cells) for v, cells in enumerate(declared.chunk_cells)]
     return chunks, [of_ends[n] for n in declared.ends_cells]
 
@@ -180,12 +180,7 @@ def _programs(
     operands = weights, batch, given
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
         raise ValueError(_TRACED)
-    if (here := mesh_in_force()) is not None:
-        raise ValueError(
-            f"engine='programs' under jax.set_mesh, of a mesh of {mesh_text(here)}: each rank's "
-            f"programs have a mesh of their own, and JAX has one in force at a time; make and call "
-            f"the pipeline outside of jax.set_mesh, or use engine='scan'"
-        )
+    check_no_mesh_in_force()
     request = dataclasses.astuple(options.request)
     depends_on = {
         "types": signature(operands),
@@ -197,5 +192,4 @@ def _programs(
     with jax.disable_jit(False):  # refs and collectives have no meaning outside of a program
         if key not in functions:
             functions[key] = StepPrograms(options, weights, batch, given, results)
-    programs: Any = functions[key]
-    return cast("StepPrograms", programs)
+    return cast("StepPrograms", functions[key])

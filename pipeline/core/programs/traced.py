@@ -8,91 +8,36 @@ that pass between programs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from pipeline.base.masks import Needs, chosen
+from pipeline.base.masks import chosen
 from pipeline.base.tree import Leaves, Tree, signature
 from pipeline.base.warn import warn_once
 from pipeline.core.autodiff.jaxpr.evaluate import narrows
-from pipeline.core.model.ends import parts_of
-from pipeline.core.model.model import Batch, Model, Weights
-from pipeline.core.options.plan import Plan
+from pipeline.core.model.ends import stages_of_ends
+from pipeline.core.model.model import Batch, Weights
+from pipeline.core.programs.operands import Operands, StepInputs, StepOptions, find_operands
 from pipeline.core.step.calls.groups import StageGroup
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.calls.rank import LossScale
 from pipeline.core.step.inspect import Inspected, inspect
 from pipeline.core.step.ranks import make_rank
-from pipeline.core.step.run.actions import Actions
+from pipeline.core.step.run.actions import Actions, sums_of
 from pipeline.core.step.run.grouped import own_totals
-from pipeline.core.step.run.places import StepPlaces, StepRequest, make_sums
+from pipeline.core.step.run.places import StepPlaces, make_sums
 from pipeline.core.step.runtime import NOTHING_TO_GATHER, loss_scale
 from pipeline.core.step.share import find_share
 from pipeline.core.step.stores.device import check_no_host
 from pipeline.core.step.stores.slices import WholeSequences
 from pipeline.core.step.stores.store import Row, Stores
 from pipeline.core.step.stores.totals import StepSums
+from schedules.clocks.dispatch import Work
 from schedules.lowering.program import Op
-from schedules.orders.schedule import Schedule
-
-
-@dataclass(frozen=True, eq=False)
-class StepOptions:
-    """The static arguments of a step.
-
-    Attributes:
-      plan, model: the pipeline's.
-      request: the results that actions keep.
-      counts: whether the step counts as one that trains.
-      normalise: as of `pipeline.core.step.runtime.train`.
-    """
-
-    plan: Plan
-    model: Model
-    request: StepRequest
-    counts: bool = False
-    normalise: bool = True
-
-    @property
-    def schedule(self) -> Schedule:
-        """The orders of the ranks."""
-        whole = self.plan.orders or self.plan.schedule
-        return whole if self.request.training else whole.forward()
-
-    @property
-    def needs(self) -> Needs:
-        """[K] how far each stage's backward goes."""
-        training, want_inputs = self.request.training, self.request.want_inputs
-        return self.model.trained.needs_gradients(want_inputs=want_inputs, backward=training)
-
-    @property
-    def keeps_residuals(self) -> bool:
-        """Whether F stashes residuals; else a backward runs it again."""
-        return self.request.training and self.plan.keep == "residuals"
-
-    def op(self, kind: Any, stage: int) -> Op:
-        """An action of a stage."""
-        last = self.plan.schedule.num_stages - 1
-        return Op(kind, self.plan.schedule.chunk_of[stage], stage == 0, stage == last)
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """The inputs of a step besides weights and batch.
-
-    Attributes:
-      scale: as of `pipeline.core.step.runtime.train`.
-      ratio: share and mean of a loss whose weight follows from outputs, if the step needs them.
-    """
-
-    scale: Any = None
-    ratio: Any = None
-
-
-jax.tree_util.register_dataclass(StepInputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +68,7 @@ class Traced:
     """The facts and types that a trace of the whole model has shown.
 
     Attributes:
-      options: of the step.
+      operands: the types of the step's operands.
       inspected: the facts, without arrays; its rank has the factors of losses that are numbers.
       factors: the types of those that are arrays.
       sums: the types of all sums of a rank, and of declared state, by name.
@@ -134,7 +79,7 @@ class Traced:
       unsplit: parts of backwards that could not be split.
     """
 
-    options: StepOptions
+    operands: Operands
     inspected: Inspected
     factors: dict[str, Any]
     sums: dict[str, Leaves]
@@ -144,6 +89,17 @@ class Traced:
     stages: list[StageTypes]
     unsplit: tuple[str, ...]
 
+    @property
+    def options(self) -> StepOptions:
+        """The options of the step."""
+        return self.operands.options
+
+    @functools.cached_property
+    def work(self) -> Work:
+        """What the stages compute and pass on."""
+        kinds, sends = [of.actions for of in self.stages], [of.sends for of in self.stages]
+        return Work(kinds, sends, self.options.keeps_residuals)
+
     def sums_on(self, rank: int) -> dict[str, Leaves]:
         """The types of the sums that a rank has, by name."""
         placement, stages = self.options.schedule.placement, self.stages_of_sums
@@ -152,6 +108,12 @@ class Traced:
             for name, types in self.sums.items()
             if name not in stages or placement[stages[name]] == rank
         }
+
+    def sums_of(self, op: Op, rank: int) -> tuple[str, ...]:
+        """The names of the sums that an action of a rank may add to, or of state that it writes."""
+        names = [name for name, types in self.sums_on(rank).items() if types]
+        training = self.options.request.training
+        return sums_of(op, names, self.inspected.rank.facts, training=training)
 
     def on_rank(self, weights: Weights, batch: Batch, loss: LossScale) -> Inspected:
         """The model on a rank's arrays, in another trace."""
@@ -195,15 +157,11 @@ class OpenStep:
         """
         model, rank = self.options.model, self.inspected.rank
         last = len(model.stages) - 1
-
-        def of_ends(state: Tree) -> list[int]:
-            return [0 if part == "embed" else last for part in parts_of(state)]
-
         stages = {"inputs": 0} | dict.fromkeys(("results", "metrics", "loss", "weight"), last)
         stages |= {f"chunk{v}": v for v in range(last + 1)}
-        trained = chosen(of_ends(rank.weights.ends), model.trained.ends)
+        trained = chosen(stages_of_ends(rank.weights.ends, last), model.trained.ends)
         stages |= {f"ends{n}": stage for n, stage in enumerate(trained)}
-        of_state = of_ends(rank.weights.ends_rest)
+        of_state = stages_of_ends(rank.weights.ends_rest, last)
         for n, ((chunk, cell), _) in enumerate(rank.declared.refs if rank.declared else ()):
             stages[f"state{n}"] = of_state[cell] if chunk is None else chunk
         return stages
@@ -259,8 +217,36 @@ class ActionValues(Stores):
         self.written[kind] = value
 
 
-def trace(options: StepOptions, weights: Weights, batch: Batch, given: StepInputs) -> Traced:
-    """Trace a model within a rank's shard_map."""
+def trace_ranks(
+    options: StepOptions, weights: Weights, batch: Batch, given: StepInputs
+) -> list[Traced]:
+    """[S] the model of each rank, traced once for all whose meshes are alike."""
+    known: dict[Any, Traced] = {}
+    plans = options.plan.of_ranks
+    for plan in plans:
+        if plan.mesh.abstract_mesh not in known:
+            of_rank = dataclasses.replace(options, plan=plan)
+            operands = find_operands(of_rank, weights, batch, given)
+            known[plan.mesh.abstract_mesh] = _trace(operands)
+    return [known[plan.mesh.abstract_mesh] for plan in plans]
+
+
+def _trace(operands: Operands) -> Traced:
+    """Trace the model on the devices of a rank."""
+    results = []
+
+    def body(leaves: list[Any]) -> None:
+        results.append(_trace_on_device(operands, *operands.of(leaves)))
+
+    jax.eval_shape(operands.sharded(body, (operands.manual,), None), operands.types)
+    return results[0]
+
+
+def _trace_on_device(
+    operands: Operands, weights: Weights, batch: Batch, given: StepInputs
+) -> Traced:
+    """Trace the model within a rank's shard_map."""
+    options = operands.options
     plan, request = options.plan, options.request
     rank = make_rank(plan, options.model, weights, batch)
     rank = dataclasses.replace(rank, loss=first_loss(options, given))
@@ -291,8 +277,8 @@ def trace(options: StepOptions, weights: Weights, batch: Batch, given: StepInput
     stages, unsplit = _stages(step)
     bodies = [*inspected.activations.bodies, *([inspected.ends_body] * request.take_loss)]
     return Traced(
-        options=options,
-        inspected=_without_arrays(step.inspected, numbers),
+        operands=operands,
+        inspected=step.inspected.without_arrays(numbers),
         factors=factors,
         sums=sums,
         stages_of_sums=step.stages_of_sums() if plan.orders else {},
@@ -301,13 +287,6 @@ def trace(options: StepOptions, weights: Weights, batch: Batch, given: StepInput
         stages=stages,
         unsplit=unsplit,
     )
-
-
-def _without_arrays(inspected: Inspected, loss: LossScale) -> Inspected:
-    """The facts of a trace, without its arrays."""
-    rank = dataclasses.replace(inspected.rank.without_arrays(), loss=loss)
-    usage: Any = [(stages, None, usage) for stages, _, usage in inspected.usage]
-    return dataclasses.replace(inspected, rank=rank, usage=usage, ends_body=None)
 
 
 def first_loss(options: StepOptions, given: StepInputs) -> LossScale:

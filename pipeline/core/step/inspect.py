@@ -22,7 +22,7 @@ from pipeline.core.step.calls.declared import DeclaredState, Usage
 from pipeline.core.step.calls.ends import ends_usage
 from pipeline.core.step.calls.groups import make_local_model
 from pipeline.core.step.calls.local_model import LocalModel
-from pipeline.core.step.calls.rank import Rank
+from pipeline.core.step.calls.rank import LossScale, Rank
 from pipeline.core.step.casts import cast_once
 
 
@@ -53,6 +53,12 @@ class Inspected:
         loss = dataclasses.replace(rank.loss, is_mean=self.rank.loss.is_mean)
         rank = dataclasses.replace(rank, facts=self.rank.facts, loss=loss)
         return dataclasses.replace(self, rank=_prepared(rank, self.activations))
+
+    def without_arrays(self, loss: LossScale) -> Inspected:
+        """The facts alone, with other factors of losses."""
+        rank = dataclasses.replace(self.rank.without_arrays(), loss=loss)
+        usage: Any = [(stages, None, usage) for stages, _, usage in self.usage]
+        return dataclasses.replace(self, rank=rank, usage=usage, ends_body=None)
 
     def local(self, **changes: Any) -> LocalModel:
         """The rank's part of the model; ``changes`` are fields of the rank."""

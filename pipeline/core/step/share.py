@@ -30,6 +30,7 @@ from pipeline.core.step.results import calls_of, totals_of
 from pipeline.core.step.run.grouped import make_actions
 from pipeline.core.step.run.places import StepRequest
 from pipeline.core.step.run.ticks import run_ticks
+from pipeline.core.step.stores.totals import StepSums
 
 RunForwards = Callable[[LocalModel, Plan], tuple[jax.Array, jax.Array]]
 
@@ -108,7 +109,12 @@ def of_outputs(local: LocalModel, plan: Plan) -> tuple[jax.Array, jax.Array]:
     plan.lint.effects(local)
     actions = make_actions(plan, local, program, StepRequest(training=False, take_loss=True))
     run_ticks(actions, program, tables)
-    totals = totals_of(actions.sums, plan)
+    return share_of(actions.sums, plan)
+
+
+def share_of(sums: StepSums, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    """Share and loss, of the sums of all forward actions."""
+    totals = totals_of(sums, plan)
     mean, share = mean_of(totals.loss, totals.weight)
     return share, mean
 

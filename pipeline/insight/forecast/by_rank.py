@@ -19,11 +19,12 @@ from pipeline.base.tree import Tree, nbytes
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.programs import runtime
-from pipeline.core.programs.program import RankModel
-from pipeline.core.programs.run import Dispatch, Key, Send, StepPrograms, make_order
+from pipeline.core.programs.run import StepPrograms
+from pipeline.core.programs.traced import Traced
 from pipeline.insight.forecast.ahead import check_optimizer
 from pipeline.insight.forecast.bytes import plural
 from pipeline.lint.placed import placed
+from schedules.clocks.dispatch import Dispatch, Send, Value, calls_of
 
 _NAMES = {"operand": "message", "gradient": "message"}  # other kinds keep their names
 
@@ -72,23 +73,23 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
     Not counted: the forward actions of a loss that the step needs before it runs, the numbers of
     microbatches and, between processes, the zeros that a receiver gives an exchange.
     """
-    models = runtime.trace_ranks(plan, model, weights, batch)
+    models = runtime.trace_train(plan, model, weights, batch)
     ranks = []
     for rank, of in enumerate(models):
-        operands, factors = of.operands, of.operands.meshes.value_types(of.traced.factors)
+        operands, factors = of.operands, of.operands.meshes.value_types(of.factors)
         given, rows, _ = operands.of(operands.types)
         if plan.stage_meshes is not None:
             given, rows = _on_rank(plan, rank, weights, given, rows)
-        added = operands.sum_types(of.traced.sums_on(rank)), factors
+        added = operands.sum_types(of.sums_on(rank)), factors
         of_weights, of_batch, of_sums = map(_bytes_on_device, (given, rows, added))
         ranks.append(RankBytes(of_weights, of_batch, of_sums))
-    for one, held in held_before_calls(make_order(models), models):
+    for one, held in held_before_calls(models):
         for rank, values in held.items():
             if (size := sum(values.values())) > ranks[rank].values:
                 counts = Counter(_NAMES.get(kind, kind) for kind, *_ in values)
                 ranks[rank].values, ranks[rank].counts = size, counts
         if isinstance(one, Send):
-            ranks[one.ranks[0]].sent += held[one.ranks[0]][one.key]
+            ranks[one.ranks[0]].sent += held[one.ranks[0]][one.value]
     return ranks
 
 
@@ -112,35 +113,35 @@ def _bytes_on_device(types: Tree) -> int:
 
 
 def held_before_calls(
-    order: Sequence[Dispatch | Send], ranks: Sequence[RankModel]
-) -> Iterator[tuple[Dispatch | Send, dict[int, dict[Key, int]]]]:
+    ranks: Sequence[Traced],
+) -> Iterator[tuple[Dispatch | Send, dict[int, dict[Value, int]]]]:
     """Each call of a step, and by rank the bytes of the values that are held before it."""
-    held: dict[int, dict[Key, int]] = defaultdict(dict)
-    placement = ranks[0].traced.options.schedule.placement
+    held: dict[int, dict[Value, int]] = defaultdict(dict)
+    schedule = ranks[0].options.schedule
 
-    def size(key: Key) -> int:
-        kind, stage, _ = key
-        types = ranks[placement[stage]].traced.stages[stage]
+    def size(value: Value) -> int:
+        kind, stage, _ = value
+        types = ranks[schedule.placement[stage]].stages[stage]
         return sum(map(nbytes, jax.tree.leaves(getattr(types, kind))))
 
-    for one in order:
+    for one in calls_of(schedule, ranks[0].work):
         yield one, held
         if isinstance(one, Send):
             source, target = one.ranks
-            held[target][one.key] = held[source].pop(one.key)
+            held[target][one.value] = held[source].pop(one.value)
             continue
         rank = one.rank
-        for key, is_last in one.reads.values():
+        for value, is_last in one.reads.values():
             if is_last:
-                del held[rank][key]
-        held[rank] |= {key: size(key) for key in one.writes.values()}
+                del held[rank][value]
+        held[rank] |= {value: size(value) for value in one.writes.values()}
 
 
 def add_compiled(ranks: Sequence[RankBytes], step: StepPrograms) -> None:
     """Set `compiled` of this process's ranks to their peak while an action runs."""
-    for one, held in held_before_calls(make_order(step.ranks), step.ranks):
+    for one, held in held_before_calls(step.ranks):
         if isinstance(one, Dispatch) and (rank := one.rank) in step.meshes.local_ranks:
-            found = step.compiled[one.program, rank].memory_analysis()
+            found = step.compiled[one.action.kind, one.action.stage].memory_analysis()
             beside = found.output_size_in_bytes - found.alias_size_in_bytes
             size = sum(held[rank].values()) + found.temp_size_in_bytes + beside
             ranks[rank].compiled = max(ranks[rank].compiled or 0, ranks[rank].always + size)

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from pipeline.core.options.plan import Plan
-from pipeline.core.programs.run import Dispatch, StepPrograms
+from pipeline.core.programs.operands import StepInputs
+from pipeline.core.programs.run import StepPrograms
 from pipeline.core.programs.runtime import training_programs
-from pipeline.core.programs.traced import StepInputs
 from pipeline.core.step.operands import Operands
 from pipeline.insight.profile.read import Instruction
 from pipeline.insight.profile.timeline import Interval, Key, report_runs
+from schedules.clocks.dispatch import Dispatch
 from schedules.core.action import Action
 from schedules.timing.report import Report
 
@@ -69,7 +70,8 @@ def calls(programs: StepPrograms, rank: int) -> Iterator[Call]:
     yield "jit_begin", None
     for one in programs.order:
         if isinstance(one, Dispatch) and one.rank == rank:
-            yield f"jit_{one.program[0].label}", one.action
+            op = programs.ranks[rank].options.op(one.action.kind, one.action.stage)
+            yield f"jit_{op.label}", one.action
 
 
 def _runs(

@@ -14,9 +14,11 @@ from flax import nnx
 
 import schedules
 from collectives import make_mesh
+from collectives.compat import lower_without_devices
 from pipeline import Pipeline
-from pipeline.core.programs.run import Dispatch, Send
+from pipeline.core.programs import program
 from pipeline.insight.forecast.by_rank import predict
+from schedules.clocks.dispatch import Dispatch, Send
 from tests.support import models
 from tests.support.sizes import CHUNKS
 
@@ -35,11 +37,6 @@ def make(schedule: str, S: int = 2, remat: Any = None, **options: Any) -> Pipeli
     return Pipeline(stages, 8, mesh=make_mesh(stage=S), schedule=schedule, **options)
 
 
-def actions(one: Any, schedule: Any) -> tuple[int, str, int]:
-    """(stage, kind, microbatch) of a dispatch."""
-    return tuple(one.action)
-
-
 def dispatches(pipe: Pipeline) -> list[Dispatch]:
     """The actions of its step, without messages."""
     return [one for one in programs_of(pipe).order if isinstance(one, Dispatch)]
@@ -52,45 +49,47 @@ def test_each_rank_has_its_order_and_no_action_comes_before_its_data(family):
     for one in order:
         if isinstance(one, Send):
             source, target = one.ranks
-            held[source].remove(one.key)
-            held[target].add(one.key)
+            held[source].remove(one.value)
+            held[target].add(one.value)
             continue
         rank = one.rank
-        assert held[rank] >= {key for key, _ in one.reads.values()}
-        held[rank] -= {key for key, is_last in one.reads.values() if is_last}
+        assert held[rank] >= {value for value, _ in one.reads.values()}
+        held[rank] -= {value for value, is_last in one.reads.values() if is_last}
         held[rank] |= set(one.writes.values())
     assert held == [set(), set()]
     for rank, wanted in enumerate(pipe.schedule.orders):
-        found = [actions(one, pipe.schedule) for one in dispatches(pipe) if one.rank == rank]
-        assert found == [tuple(action) for action in wanted]
+        found = [one.action for one in dispatches(pipe) if one.rank == rank]
+        assert found == list(wanted)
 
 
 def test_every_value_is_given_up_by_its_last_reader():
     order = dispatches(make("zb_h1"))
-    reads = Counter(key for one in order for key, is_last in one.reads.values() if is_last)
-    assert set(reads) == {key for one in order for key in one.writes.values()}
+    reads = Counter(value for one in order for value, is_last in one.reads.values() if is_last)
+    assert set(reads) == {value for one in order for value in one.writes.values()}
     assert set(reads.values()) == {1}
 
 
 @pytest.mark.filterwarnings("ignore:wrt freezes")
 def test_what_computes_nothing_is_not_dispatched():
-    kinds = Counter(one.program[0].kind for one in dispatches(make("1f1b", remat="stage")))
+    kinds = Counter(one.action.kind for one in dispatches(make("1f1b", remat="stage")))
     assert kinds == {"F": 8, "B": 16}  # the last stage's backward runs its forward
     frozen = make("zb_h1", wrt=lambda path, _: path[:2] == ("stages", 1))
-    kinds = Counter(one.program[0] for one in dispatches(frozen))
-    assert {(op.kind, op.first): n for op, n in kinds.items()} == {
-        ("F", True): 8,
-        ("F", False): 8,
-        ("I", False): 8,
-        ("W", False): 8,
-    }
+    kinds = Counter((one.action.kind, one.action.stage) for one in dispatches(frozen))
+    assert kinds == {("F", 0): 8, ("F", 1): 8, ("I", 1): 8, ("W", 1): 8}
 
 
-def test_alike_stages_are_lowered_once():
-    programs = programs_of(make("1f1b", S=4))
-    messages = {one.message for one in programs.order if isinstance(one, Send)}
-    ops = {key[0] for key in set(programs.compiled) - messages}
-    assert len(ops) == 1 + 2 * 3  # begin; F and B of the first, the last, and those between
+def test_alike_stages_are_lowered_once(monkeypatch):
+    names = []
+
+    def lower(traced: Any, platform: str) -> Any:
+        names.append(traced.fun_name)
+        return lower_without_devices(traced, platform)
+
+    monkeypatch.setattr(program, "lower_without_devices", lower)
+    programs_of(make("1f1b", S=4))
+    # The two stages between the first and the last share theirs.
+    actions = [f"{kind}0{end}" for kind in "FB" for end in ("_first", "", "_last")]
+    assert sorted(names) == sorted(["begin", *actions])
 
 
 class Wide(nnx.Module):
@@ -162,7 +161,7 @@ def test_describe_says_what_each_rank_holds():
         match = re.fullmatch(wanted, lines[1 + rank])
         assert match, lines[1 + rank]
         predicted, values, compiled = (int(size.replace(",", "")) for size in match.groups())
-        keys = [key for key in step.compiled if key[1:] == (rank,)]
+        keys = [("begin", rank), ("F", rank), ("B", rank)]  # stage = rank
         sizes = [step.compiled[key].memory_analysis() for key in keys]
         beside = [
             one.temp_size_in_bytes + one.output_size_in_bytes - one.alias_size_in_bytes
@@ -180,14 +179,9 @@ def test_sums_are_added_to_in_place():
     pipe = Pipeline(stages, 4, mesh=make_mesh(stage=2), schedule="1f1b", **options)
     jax.block_until_ready(pipe.value_and_grad(x, x))
     (programs,) = pipe.plan.compiled.functions.values()
-    backwards = [
-        one
-        for key, one in programs.compiled.items()
-        if len(key) == 2 and key[0] != "begin" and key[0][0].kind == "B"
-    ]
+    backwards = [programs.compiled["B", stage] for stage in range(2)]
     wide = rf"f32\[(1,)?({models.WIDTH},{5 * models.WIDTH}|{5 * models.WIDTH},{models.WIDTH})\]"
     for one in backwards:
         text = one.as_text()
         assert re.search(wide, text)
         assert not re.search(rf"= {wide}\S* copy\(", text)
-    assert len(backwards) == 2

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from pipeline.core.autodiff.outcome import Outcome
 from pipeline.core.model.loss import logprobs_of
 from pipeline.core.step.calls import ends
 from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.rank import Facts
 from pipeline.core.step.run.places import StepPlaces, StepRequest
 from pipeline.core.step.run.saved import SavedInput, SavedResiduals
 from pipeline.core.step.stores.device import unwritten
@@ -294,3 +296,25 @@ class Actions:
         types, axes = self.local.activation, self.local.axes
         _, others = partition(types)
         return combine(types, floats, blank(others, axes))
+
+
+def sums_of(op: Op, names: Iterable[str], facts: Facts, *, training: bool) -> tuple[str, ...]:
+    """Those sums of a step, and declared state, that an action may add to or write.
+
+    Args:
+      op: the action.
+      names: as of `StepSums.refs`, and "state" with a number.
+      facts: of the rank.
+      training: whether backwards run.
+    """
+    parts: tuple[str, ...] = ("state",)
+    own = set(facts.stage_sums) if op.kind == "F" else {f"chunk{op.chunk}"}
+    if facts.adds and (op.kind != "F" or not training):
+        own.add("added")
+    # Head and loss run in the last stage's backward, or in its F if there is none; embed is
+    # differentiated in the first stage's backward.
+    if op.kind in ("B", "I") if training else op.kind == "F":
+        own |= {"loss", "weight", "metrics", "results"} if op.last else set()
+        own |= {"inputs"} if op.first else set()
+        parts += ("ends",) if op.first or op.last else ()
+    return tuple(name for name in names if name in own or name.startswith(parts))

@@ -1,0 +1,104 @@
+"""Arrays that pass from the devices of one mesh to those of another, by their shards.
+
+Within a process `jax.device_put` does this. Between processes a message is a collective of the
+devices of both meshes, which all their processes call in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from collectives.places.sizes import STAGE
+
+Tree = Any  # a pytree of arrays
+
+
+def shards_of(x: jax.Array) -> dict[Any, jax.Array]:
+    """The shards of an array that this process holds, by device."""
+    # What jax.device_put makes of a jax.Array for several processes has no `addressable_shards` in
+    # a process of one device (jax 0.10.2).
+    if len(x.sharding.addressable_devices) == 1:
+        return dict.fromkeys(x.sharding.addressable_devices, x.addressable_data(0))
+    return {shard.device: shard.data for shard in x.addressable_shards}
+
+
+def from_shards(
+    shape: tuple[int, ...], sharding: NamedSharding, shards: Mapping[Any, jax.Array]
+) -> jax.Array:
+    """An array on those devices of a sharding that this process holds; by device, its shards."""
+    local_shards = [shards[device] for device in sharding.mesh.devices.flat if device in shards]
+    return jax.make_array_from_single_device_arrays(shape, sharding, local_shards)
+
+
+def typed(
+    mesh: Mesh | AbstractMesh, shape: tuple[int, ...], dtype: Any, spec: P
+) -> jax.ShapeDtypeStruct:
+    """The type of an array on a mesh."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+class Exchange:
+    """A message between meshes of several processes, by one ppermute.
+
+    Each device of both meshes takes part: one of the source with its value, one of the target with
+    zeros, which nobody receives.
+
+    Args:
+      source: the mesh that sends; it has one entry on ``stage``.
+      target: the mesh that receives, of the same shape.
+      types: of the value that each device sends, a tree.
+      received: the types of the arrays that these make on ``target``, with a leading axis that
+        tells devices apart.
+    """
+
+    def __init__(self, source: Mesh, target: Mesh, types: Tree, received: Tree) -> None:
+        names = source.axis_names
+        devices = [source.devices, target.devices]
+        both = Mesh(np.concatenate(devices, names.index(STAGE)), names)
+        leaves, self._tree = jax.tree.flatten(types)
+        spec = P(names)
+        self._sent = [typed(both, (both.size, *t.shape), t.dtype, spec) for t in leaves]
+        self._received = jax.tree.leaves(received)
+        here = target.local_devices
+        self._receives = bool(here)
+        # What the target sends: one message's bytes, kept for all calls.
+        self._zeros = [
+            {device: jnp.zeros((1, *t.shape), t.dtype, device=device) for device in here}
+            for t in leaves
+        ]
+
+        def exchange(values: list[jax.Array]) -> list[jax.Array]:
+            return [jax.lax.ppermute(x, STAGE, [(0, 1)]) for x in values]
+
+        run = jax.shard_map(exchange, mesh=both, in_specs=spec, out_specs=spec)
+        self._lowered = jax.jit(run).lower(self._sent)
+        self._run: Callable[[list[jax.Array]], list[jax.Array]]
+
+    def compile(self) -> Exchange:
+        """The message, which can be called."""
+        self._run = self._lowered.compile()
+        return self
+
+    def __call__(self, value: Tree | None) -> Tree | None:
+        """The value on the target's devices.
+
+        None in a process that holds none of them; ``value`` is None where none sends.
+        """
+        held = [{}] * len(self._sent) if value is None else map(shards_of, jax.tree.leaves(value))
+        shards = [zeros | mine for zeros, mine in zip(self._zeros, held, strict=True)]
+        results = self._run(list(map(self._array, self._sent, shards)))
+        if not self._receives:
+            return None
+        received = map(self._array, self._received, map(shards_of, results))
+        return jax.tree.unflatten(self._tree, list(received))
+
+    @staticmethod
+    def _array(t: jax.ShapeDtypeStruct, shards: Mapping[Any, jax.Array]) -> jax.Array:
+        return from_shards(t.shape, cast("NamedSharding", t.sharding), shards)

@@ -1,0 +1,188 @@
+"""The operands of a step: the list of arrays that each of its programs is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from collectives.transfer import typed
+from pipeline.base.axes import axes_in
+from pipeline.base.masks import Needs
+from pipeline.base.tree import Leaves
+from pipeline.core.model.model import Batch, Model, Weights
+from pipeline.core.options.plan import Plan
+from pipeline.core.placement.zero import kernel_spec
+from pipeline.core.programs.meshes import RankMeshes
+from pipeline.core.step.ranks import gradient_specs, manual, weight_specs
+from pipeline.core.step.run.places import StepRequest
+from schedules.lowering.program import Op
+from schedules.orders.schedule import Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class StepOptions:
+    """The static arguments of a step.
+
+    Attributes:
+      plan, model: the pipeline's.
+      request: the results that actions keep.
+      counts: whether the step counts as one that trains.
+      normalise: as of `pipeline.core.step.runtime.train`.
+    """
+
+    plan: Plan
+    model: Model
+    request: StepRequest
+    counts: bool = False
+    normalise: bool = True
+
+    @property
+    def schedule(self) -> Schedule:
+        """The orders of the ranks."""
+        whole = self.plan.orders or self.plan.schedule
+        return whole if self.request.training else whole.forward()
+
+    @property
+    def needs(self) -> Needs:
+        """[K] how far each stage's backward goes."""
+        training, want_inputs = self.request.training, self.request.want_inputs
+        return self.model.trained.needs_gradients(want_inputs=want_inputs, backward=training)
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether F stashes residuals; else a backward runs it again."""
+        return self.request.training and self.plan.keep == "residuals"
+
+    def op(self, kind: Any, stage: int) -> Op:
+        """An action of a stage."""
+        last = self.plan.schedule.num_stages - 1
+        return Op(kind, self.plan.schedule.chunk_of[stage], stage == 0, stage == last)
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The inputs of a step besides weights and batch.
+
+    Attributes:
+      scale: as of `pipeline.core.step.runtime.train`.
+      ratio: share and mean of a loss whose weight follows from outputs, if the step needs them.
+    """
+
+    scale: Any = None
+    ratio: Any = None
+
+
+jax.tree_util.register_dataclass(StepInputs)
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """The types of a step's operands, weights, batch and `StepInputs`, as one list of leaves.
+
+    A step passes them to each of its programs. JAX flattens a list ten times faster than states.
+
+    Attributes:
+      options: of the step.
+      meshes: of the ranks.
+      tree: the structure of the operands.
+      specs: the specs of the leaves on the pipeline's mesh.
+      types: the types of a rank's parts.
+      shapes: the shapes of the leaves on the pipeline's mesh.
+    """
+
+    options: StepOptions
+    meshes: RankMeshes
+    tree: Any
+    specs: list[P]
+    types: list[Any]
+    shapes: list[tuple[int, ...]]
+
+    @property
+    def manual(self) -> list[P]:
+        """The specs within a shard_map."""
+        specs: list[P] = manual(self.options.plan, self.specs)
+        return specs
+
+    def sum_specs(self, sums: dict[str, Leaves]) -> dict[str, list[P]]:
+        """The specs of sums between programs.
+
+        A compiler that divides a weight divides its gradient too: no device has a sum whole. Its
+        axes come after those of a shard_map, for which a device's block is contiguous.
+
+        Args:
+          sums: types, by name.
+        """
+        plan, model = self.options.plan, self.options.model
+        specs: dict[str, list[P]] = self.meshes.value_specs(sums)
+        if not (plan.auto_axes and self.options.request.training):
+            return specs
+        chunks, ends = gradient_specs(model)
+        # A chunk's leaf has an axis of ranks first, which its sum lacks.
+        of = {f"chunk{v}": [P(*spec[1:]) for spec in chunk] for v, chunk in enumerate(chunks)}
+        of |= {f"ends{n}": [spec] for n, spec in enumerate(ends)}
+        for name in specs.keys() & of:
+            parts = [kernel_spec(spec, frozenset(plan.auto_axes)) for spec in of[name]]
+            pairs = zip(specs[name], parts, strict=True)
+            specs[name] = [
+                P((*axes_in(lead[0]), *axes_in(part[0] if part else None)), *part[1:])
+                for lead, part in pairs
+            ]
+        return specs
+
+    def sum_types(self, sums: dict[str, Leaves], mesh: Any = None) -> dict[str, list[Any]]:
+        """The types of sums that enter and leave a program; on a mesh, as of `RankMeshes.join`.
+
+        The sums of all devices are concatenated along the first axis, and only a scalar gets a new
+        one, unlike other values (`RankMeshes.value_specs`). So the shape within a program is that
+        of its argument, and XLA adds in place; else it copies (CPUs, jaxlib 0.10.2 and 0.12).
+        """
+        mesh = self.meshes.abstract if mesh is None else mesh
+
+        def sum_type(t: Any, lead: P, spec: P) -> jax.ShapeDtypeStruct:
+            first, *rest = t.shape or (1,)
+            count = math.prod(mesh.shape[axis] for axis in axes_in(lead[0]))
+            return typed(mesh, (count * first, *rest), t.dtype, spec)
+
+        return jax.tree.map(sum_type, sums, self.meshes.value_specs(sums), self.sum_specs(sums))
+
+    def whole_types(self, mesh: Mesh) -> list[Any]:
+        """The types of the leaves on a mesh."""
+        whole = zip(self.shapes, self.types, self.specs, strict=True)
+        return [typed(mesh, shape, t.dtype, spec) for shape, t, spec in whole]
+
+    def of(self, leaves: list[Any]) -> tuple[Weights, Batch, StepInputs]:
+        """The operands that have these leaves."""
+        operands: tuple[Weights, Batch, StepInputs] = jax.tree.unflatten(self.tree, leaves)
+        return operands
+
+    def sharded(
+        self, body: Callable[..., Any], in_specs: Any, out_specs: Any, mesh: Any = None
+    ) -> Any:
+        """A body on every device of a rank."""
+        plan = self.options.plan
+        return jax.shard_map(
+            body,
+            mesh=self.meshes.abstract if mesh is None else mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=plan.axes.manual,
+            check_vma=plan.tracks_varying,
+        )
+
+
+def find_operands(
+    options: StepOptions, weights: Weights, batch: Batch, given: StepInputs
+) -> Operands:
+    """The types and specs of a step's operands."""
+    meshes = RankMeshes(options.plan)
+    leaves, tree = jax.tree.flatten((weights, batch, given))
+    everywhere = jax.tree.map(lambda _: P(), given)
+    specs = jax.tree.leaves((weight_specs(options.model, weights), batch.spec_tree(), everywhere))
+    shapes = [tuple(x.shape) for x in leaves]
+    return Operands(options, meshes, tree, specs, meshes.types(leaves, specs), shapes)
