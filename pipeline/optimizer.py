@@ -91,8 +91,7 @@ def make_optimizer(
 
     def typed(path: Any, leaf: Any) -> Any:
         names = tuple(map(key_name, path))
-        mesh = pipe.mesh if pipe.plan.stage_meshes is None else pipe.plan.mesh_at(names)
-        place = NamedSharding(mesh, places.get(names, PartitionSpec()))
+        place = NamedSharding(pipe.plan.home_at(names), places.get(names, PartitionSpec()))
         if offload and layered.get(names, False):
             place = place.with_memory_kind(HOST_MEMORY)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)

@@ -9,7 +9,6 @@ so a moment before.
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -18,6 +17,7 @@ import jax
 
 from pipeline.processes import service
 from pipeline.processes.cluster import Cluster
+from pipeline.processes.names import write_at_once
 
 # Shares of `heartbeat`: from one sign to the next, and the silence after which a process is named.
 # jax's own call to a coordinator that does not answer fails after half of it.
@@ -136,6 +136,5 @@ class Signs:
         self._say(f"{where} {how}. {REMEDY}")
 
     def _say(self, text: str) -> None:
-        """Write to standard error at once, whatever the interpreter does."""
         here = self._here
-        os.write(2, f"process {here.index} of {here.count} on {self._host}: {text}\n".encode())
+        write_at_once(f"process {here.index} of {here.count} on {self._host}: {text}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 # What `pipeline.processes.launch` sets, and what anybody else may set by hand.
@@ -24,3 +25,8 @@ def numbers(processes: Sequence[int]) -> str:
 def text_of_processes(who: Sequence[int]) -> str:
     """``process 3``, or ``processes 0, 2-5``."""
     return f"process{'es' if len(who) > 1 else ''} {numbers(who)}"
+
+
+def write_at_once(text: str) -> None:
+    """Write a line to standard error, whatever the interpreter does: from handlers and threads."""
+    os.write(2, f"{text}\n".encode())

@@ -19,7 +19,7 @@ from pipeline.processes import service
 from pipeline.processes.agreement import agree, fields_of
 from pipeline.processes.alive import Signs
 from pipeline.processes.cluster import Cluster, find
-from pipeline.processes.names import text_of_processes
+from pipeline.processes.names import text_of_processes, write_at_once
 
 BETWEEN_CPUS = "jax_cpu_collectives_implementation"
 LOOPBACK = ("localhost", "127.", "::1")
@@ -95,7 +95,7 @@ def _connect(here: Cluster, timeout: float, heartbeat: float) -> None:
     late = threading.Timer(
         min(max(timeout, 1), FOREVER),
         partial(
-            _say,
+            write_at_once,
             f"process {here.index} of {here.count}: not all processes have come to coordinator="
             f"{here.coordinator!r} within {timeout:g} s; see that process 0 runs there, that every "
             f"process was started, with this address and a number of its own, and that no firewall "
@@ -151,7 +151,7 @@ def _leave(here: Cluster, process: int, timeout: float, grace: float) -> None:
         if time.monotonic() - began >= seconds:
             missing = text_of_processes([i for i in range(here.count) if i not in ended])
             end = "has failed" if failed else "is done"
-            _say(
+            write_at_once(
                 f"process {here.index} of {here.count}: its program {end}, but {missing} did not "
                 f"come to an end within {seconds:g} s: killed, or waiting for this one; it leaves "
                 f"with exit code 1"
@@ -162,11 +162,6 @@ def _leave(here: Cluster, process: int, timeout: float, grace: float) -> None:
             time.sleep(LOOK)
         except KeyboardInterrupt:  # jax, which waits next, would not hear of it
             os._exit(130)
-
-
-def _say(text: str) -> None:
-    """At once, whatever the interpreter does."""
-    os.write(2, f"{text}\n".encode())
 
 
 def _check_seconds(**given: float) -> None:

@@ -27,7 +27,7 @@ import numpy as np
 from collectives import STAGE
 from pipeline.base.arguments import is_number
 from pipeline.processes import service
-from pipeline.processes.names import numbers, text_of_processes
+from pipeline.processes.names import numbers, text_of_processes, write_at_once
 
 LOOK = 0.3  # seconds between two looks whether somebody is to stop
 ANSWER = 60.0  # seconds that processes wait for each other's word
@@ -160,7 +160,7 @@ def stop_on_signals() -> Iterator[Stop]:
         name = signal.Signals(number).name
         stop.ask(name)
         with contextlib.suppress(OSError):  # the terminal may be closed
-            os.write(2, f"{name}: stopping after this step; once more ends it at once\n".encode())
+            write_at_once(f"{name}: stopping after this step; once more ends it at once")
 
     try:
         for number in SIGNALS:
@@ -266,7 +266,7 @@ class Watchdog:
             f"a step may take {self._seconds:g} s; it ends with exit code {STUCK}. The stacks of "
             f"its threads:"
         )
-        os.write(2, ("\n".join(lines) + "\n").encode())
+        write_at_once("\n".join(lines))
         with contextlib.suppress(Exception):  # stderr may be no file
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
         if count > 1:  # who is about to say the same would be ended with this process

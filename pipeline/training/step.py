@@ -184,14 +184,14 @@ class Step:
         places = {d for x in jax.tree.leaves(state) for d in x.sharding.device_set}
         self._waits = len(places) > 1 and all(d.platform == "cpu" for d in places)
         self._carry = self._replicated(_start(loss_scale))
-        meshes = {x.sharding.mesh for x in jax.tree.leaves(state) if _is_on_mesh(x)}
         # With `stage_meshes` the arrays are on several meshes: programs for each.
-        self._by_mesh = len({frozenset(mesh.devices.flat) for mesh in meshes}) > 1
+        meshes = {frozenset(p.device_set) for p in jax.tree.leaves(_shardings(state))}
+        self._by_mesh = len(meshes) > 1
         jit: Any = ByMesh if self._by_mesh else jax.jit
         weights = nnx.state(model, optimizer.wrt)
+        self._places_of_weights = _shardings(weights)
         self.ema = None if ema is None else self._laid(mean_like, weights)
         self._places = [v.get_raw_value().sharding for v in self._variables]
-        self._places_of_mean = _shardings(weights)
         self._sums: Tree = None
         self._ahead: dict[int, jax.Array] = {}  # leaves that calls of this update have written
         self._called = self.updates = 0
@@ -449,8 +449,8 @@ class Step:
         return jax.jit(lambda: tree, out_shardings=self._everywhere)()
 
     def _laid(self, function: Any, weights: Tree) -> Tree:
-        """What a function makes of weights, laid out as they are."""
-        places = _shardings(weights)
+        """The result of a function of the weights, laid out as they are."""
+        places = self._places_of_weights
         if not self._by_mesh:
             return jax.jit(function, out_shardings=places)(weights)
         return ByMesh(lambda x: jax.lax.with_sharding_constraint(function(x), places))(weights)
@@ -648,7 +648,7 @@ class Step:
         if self._by_mesh:  # each stays where it was, also a number
             leaves = jax.lax.with_sharding_constraint(leaves, self._places)
             if mean is not None:
-                mean = jax.lax.with_sharding_constraint(mean, self._places_of_mean)
+                mean = jax.lax.with_sharding_constraint(mean, self._places_of_weights)
         scale = carry["scale"]
         after, good = scale, carry["good"]
         if isinstance(self.scaling, DynamicScale):
@@ -693,7 +693,7 @@ def _unscaled(grads: Tree, scale: jax.Array) -> Tree:
 def _if_finite(
     pairs: dict[int, tuple[jax.Array, jax.Array]], loss: jax.Array, grads: Tree
 ) -> dict[int, jax.Array]:
-    """Of each pair the first if loss and gradients are finite, else the second."""
+    """The first of each pair if loss and gradients are finite, else the second."""
     finite = jnp.isfinite(global_norm(grads)) & jnp.isfinite(loss)
     return {n: jnp.where(finite, *pair) for n, pair in pairs.items()}
 
@@ -871,10 +871,6 @@ def _places_of_results(variables: Sequence[nnx.Variable[Any]], results: int) -> 
     if all(place.memory_kind != HOST_MEMORY for place in places):
         return {}
     return {"out_shardings": (places, *[None] * (results - 1))}
-
-
-def _is_on_mesh(x: Any) -> bool:
-    return isinstance(x.sharding, NamedSharding)
 
 
 def _shardings(tree: Tree) -> Tree:

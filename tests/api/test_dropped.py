@@ -123,7 +123,8 @@ def test_a_step_writes_nothing_into_its_plan() -> None:
     assert pipe.plan.facts.last is None
     pipe.value_and_grad(X, X)
     pipe.describe()
-    made = {"training", "forward", "is_straight"}  # tables, which are made when they are asked for
+    # Tables and meshes, which are made when they are asked for.
+    made = {"training", "forward", "is_straight", "rank_meshes"}
     assert {name: value for name, value in vars(pipe.plan).items() if name not in made} == before
     assert pipe.plan.facts.last is not None
     assert pipe.plan.facts.straight is False

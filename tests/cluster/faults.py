@@ -39,7 +39,7 @@ def names(count: int) -> list[str]:
 
 
 def why(text: str) -> str:
-    """What a process wrote about its end."""
+    """The lines that a process wrote about its end."""
     for pattern in WHY:
         if found := re.search(pattern, text):
             return found[1].strip()

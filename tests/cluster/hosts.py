@@ -42,7 +42,7 @@ TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter":
 
 
 class MissingError(RuntimeError):
-    """What this machine lacks, in one line."""
+    """A line on what this machine lacks."""
 
 
 @dataclass

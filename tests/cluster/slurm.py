@@ -67,7 +67,7 @@ class Slurm:
         host.start(command, self.folder / f"{host.name}.{command[0]}", self.environment)
 
     def said(self, *command: str) -> str:
-        """What a command of SLURM says on the head."""
+        """The output of a command of SLURM on the head."""
         setting = [f"{name}={text}" for name, text in self.environment.items()]
         return self.head.run("env", *setting, *command, check=False).strip()
 

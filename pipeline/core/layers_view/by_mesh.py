@@ -123,10 +123,8 @@ class _Program:
         types = [ShapedArray(t.shape, t.dtype, weak_type=t.weak_type) for t in of_leaves]
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*types)
         places = list(map(_place_of, leaves))
-        for is_cond_inlined in (False, True):
-            run = functools.partial(_run_inline, closed.jaxpr, closed.consts)
-            call = lambda *x, run=run, conds=is_cond_inlined: _distinct(run(x, conds=conds))  # noqa: E731
-            self._closed = jax.make_jaxpr(call)(*types)
+        for conds in (False, True):
+            self._closed = _inlined(closed, types, conds=conds)
             self._keys, has_mixed_cond = self._find_keys(places)
             if not has_mixed_cond:
                 break
@@ -140,6 +138,7 @@ class _Program:
         meshes = [x.sharding.mesh for x in leaves if _place_of(x) is not None]
         self._everywhere = {frozenset(m.devices.flat): NamedSharding(m, P()) for m in meshes}
         jaxpr = self._closed.jaxpr
+        self._made_by = producers(jaxpr)
         self._results = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
         given = {var for var, is_donated in zip(jaxpr.invars, donated, strict=True) if is_donated}
         self._parts = self._make_parts(given - {*self._results}, compiler_options)
@@ -206,7 +205,6 @@ class _Program:
     def _make_parts(self, donated: set[Var], compiler_options: Any) -> list[_MeshPart]:
         """The parts, each after those whose results it reads."""
         jaxpr, constants = self._closed.jaxpr, self._closed.consts
-        self._made_by = producers(jaxpr)
         makes: dict[Key, list[Var]] = defaultdict(list)
         for var in (var for eqn in jaxpr.eqns for var in eqn.outvars):
             if var in self._keys:
@@ -233,11 +231,9 @@ class _Program:
 
             # What is laid out by a constraint has just that sharding, so that the next call finds
             # arguments of the same types.
-            makers = [self._made_by[var] for var in writes]
-            is_laid = [eqn.primitive.name == "sharding_constraint" for eqn in makers]
             named = [
-                eqn.params["sharding"] if laid else None
-                for eqn, laid in zip(makers, is_laid, strict=True)
+                eqn.params["sharding"] if eqn.primitive.name == "sharding_constraint" else None
+                for eqn in map(self._made_by.__getitem__, writes)
             ]
             options: Any = {"donate_argnums": 1, "compiler_options": compiler_options}
             jitted = jax.jit(part_of_update, out_shardings=named, **options)
@@ -270,6 +266,15 @@ class _Program:
             kept, given = ([here.get(v, values[v]) for v in of] for of in (part.kept, part.given))
             values |= zip(part.writes, part.run(kept, given), strict=True)
         return jax.tree.unflatten(self._tree, [values[v] for v in self._closed.jaxpr.outvars])
+
+
+def _inlined(closed: Any, types: Sequence[ShapedArray], *, conds: bool) -> Any:
+    """A jaxpr as `_run_inline` runs it, whose results have memory of their own."""
+
+    def run(*values: Any) -> list[Any]:
+        return _distinct(_run_inline(closed.jaxpr, closed.consts, values, conds=conds))
+
+    return jax.make_jaxpr(run)(*types)
 
 
 def _run_inline(

@@ -95,21 +95,16 @@ def from_layers(pipe: Any, layers: Layers) -> nnx.State[Any, Any]:
             for slot in stack.slots
             for rank, (k, path) in slot.names
         }
-        arrays.append((stack.path, _joined(_mesh_at(pipe, stack.path), view, stack, leaves)))
+        arrays.append((stack.path, _joined(pipe.plan.home_at(stack.path), view, stack, leaves)))
     for end in view.ends:
         leaf, path = value_at(layers, end.path), ("ends", *end.path)
         if getattr(leaf, "shape", None) == end.shape:
-            sharding = NamedSharding(_mesh_at(pipe, path), end.spread.stored)
+            sharding = NamedSharding(pipe.plan.home_at(path), end.spread.stored)
             leaf = _placed(end.fill(leaf), sharding)
         arrays.append((path, leaf))
     return nnx.from_flat_state(
         [(p, variables[p].replace(x) if hasattr(x, "shape") else x) for p, x in arrays]
     )
-
-
-def _mesh_at(pipe: Any, path: Path) -> Any:
-    """The mesh of a variable, with the axis types that state has."""
-    return pipe.mesh if pipe.plan.stage_meshes is None else pipe.plan.mesh_at(path)
 
 
 def _foreign(pipe: Any) -> dict[Path, Any]:

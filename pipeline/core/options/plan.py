@@ -137,6 +137,10 @@ class Plan(Options):
                 return self.mesh_of_stage(0) if part == "embed" else self.mesh
         return self.mesh
 
+    def home_at(self, path: Sequence[Any]) -> Mesh:
+        """As `mesh_at`, with the axis types that state has."""
+        return self.home if self.stage_meshes is None else self.mesh_at(path)
+
     def mesh_of_stage(self, stage: int) -> Mesh:
         """The mesh of a stage's rank, if it has one of its own; else that of all ranks."""
         meshes = self.stage_meshes

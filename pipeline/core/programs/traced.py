@@ -96,7 +96,7 @@ class Traced:
 
     @functools.cached_property
     def work(self) -> Work:
-        """What the stages compute and pass on."""
+        """The kinds of actions that compute anything, and the values that pass between them."""
         kinds, sends = [of.actions for of in self.stages], [of.sends for of in self.stages]
         return Work(kinds, sends, self.options.keeps_residuals)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from pipeline.base.tree import Tree, nbytes
 from pipeline.core.model.model import Batch, Model, Weights
@@ -99,9 +100,14 @@ def _on_rank(plan: Plan, rank: int, weights: Weights, types: Weights, batch: Bat
     The first rank reads inputs, the last rank targets, every rank extras.
     """
     pairs = zip(jax.tree.leaves(types), jax.tree.leaves(weights), strict=True)
-    own = [t for t, x in pairs if x.sharding.device_set == {*plan.rank_meshes[rank].devices.flat}]
+    own = [t for t, x in pairs if _is_on(x, plan.rank_meshes[rank])]
     first, last = plan.schedule.placement[0] == rank, plan.schedule.placement[-1] == rank
     return own, (batch.extras, [batch.inputs] * first, [batch.targets] * last)
+
+
+def _is_on(x: Any, mesh: Mesh) -> bool:
+    """Tell whether an array is on the devices of a mesh."""
+    return bool(x.sharding.device_set == {*mesh.devices.flat})
 
 
 def _bytes_on_device(types: Tree) -> int:
@@ -182,10 +188,6 @@ def _optimizer_bytes(plan: Plan, optimizer: nnx.Optimizer[Any]) -> str:
     state = nnx.state(optimizer)
     if plan.stage_meshes is None:
         return f"{sum(one.device_bytes for one in placed(state, plan.mesh)):,}"
-    sizes = [0] * len(plan.rank_meshes)
-    for leaf in jax.tree.leaves(state):
-        for rank, mesh in enumerate(plan.rank_meshes):
-            if leaf.sharding.device_set == {*mesh.devices.flat}:
-                shape = leaf.sharding.shard_shape(leaf.shape)
-                sizes[rank] += nbytes(jax.ShapeDtypeStruct(shape, leaf.dtype))
-    return ", ".join(f"{size:,}" for size in sizes)
+    leaves = jax.tree.leaves(state)
+    of_ranks = ([x for x in leaves if _is_on(x, mesh)] for mesh in plan.rank_meshes)
+    return ", ".join(f"{_bytes_on_device(own):,}" for own in of_ranks)

@@ -84,7 +84,7 @@ def _axes(plan: Plan) -> str:
 def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
     """A few lines: sizes, schedule and why, ticks, places, bubbles, memory, unlike stages."""
     schedule, unlike = plan.schedule, [] if plan.stage_meshes else _unlike(chunks)
-    used = plan.mesh.size if plan.stage_meshes is None else sum(m.size for m in plan.stage_meshes)
+    used = sum(mesh.size for mesh in plan.rank_meshes)
     present = len(plan.mesh.devices.flat[0].client.devices())
     straight = plan.facts.straight
     if straight is None:

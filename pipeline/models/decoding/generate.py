@@ -100,11 +100,7 @@ def generate(
     Raises:
       ValueError: arguments that do not fit, or a pipeline that cannot decode; the message says why.
     """
-    if pipe.plan.stage_meshes is not None:
-        raise ValueError(
-            "generate() is one program on one mesh, and stage_meshes= gives each rank its own: "
-            "call it on pipe.replace(engine='scan', stage_meshes=None, mesh=mesh)"
-        )
+    _check_one_mesh(pipe)
     has_caches = start is not None or may_have_caches(pipe)
     if has_caches:
         _check_pipe(pipe)
@@ -305,6 +301,15 @@ def _in_a_loop(pipe: Any) -> Any:
         found = pipe.replace(**changes)
         found.plan = like.plan
     return found
+
+
+def _check_one_mesh(pipe: Any) -> None:
+    """Raise ValueError for a pipeline whose ranks have meshes of their own."""
+    if pipe.plan.stage_meshes is not None:
+        raise ValueError(
+            "generate() is one program on one mesh, and stage_meshes= gives each rank its own: "
+            "call it on pipe.replace(engine='scan', stage_meshes=None, mesh=mesh)"
+        )
 
 
 def _check_pipe(pipe: Any) -> None:

@@ -59,16 +59,21 @@ def test_the_cases_hold_every_pair_of_values():
     ],
 )
 def test_the_grid(family, remat, axes, data_parallel):
+    check(family, remat, data_parallel, mesh=make_mesh(**MESHES[axes]))
+
+
+def check(family: str, remat: str, data_parallel: str, **mesh: Any) -> None:
+    """Compare a case of a grid with the plain model; ``mesh`` is an option of `Pipeline`."""
     K = 2 * CHUNKS.get(family, 1 + (family in ("interleaved_1f1b", "interleaved_zb", "looped_bfs")))
     pipe = Pipeline(
         models.build(tensor_stages.Parallel, K),
         4,
         schedule=family,
-        mesh=make_mesh(**MESHES[axes]),
         remat=REMATS[remat],
         data_parallel=data_parallel,
         loss_fn=models.cross_entropy,
         engine="programs",
+        **mesh,
         **tensor_stages.ends(object),
     )
     models.assert_matches(pipe, pipe.value_and_grad(*batch()), wanted(K))

@@ -22,7 +22,6 @@ from tests.core.programs import test_parity as parity
 from tests.support import adding, models, tensor_stages
 from tests.support.close import assert_close
 from tests.support.grids import covering, effort
-from tests.support.sizes import CHUNKS
 from tests.support.stage_meshes import meshes_of
 
 MESHES: dict[str, tuple[dict[str, int], ...]] = {
@@ -43,20 +42,7 @@ SLOW = covering(GRID, FAST)
     ],
 )
 def test_the_grid(family, remat, meshes, data_parallel):
-    K = 2 * CHUNKS.get(family, 1 + (family in ("interleaved_1f1b", "interleaved_zb", "looped_bfs")))
-    pipe = Pipeline(
-        models.build(tensor_stages.Parallel, K),
-        4,
-        schedule=family,
-        stage_meshes=meshes_of(*MESHES[meshes]),
-        remat=parity.REMATS[remat],
-        data_parallel=data_parallel,
-        loss_fn=models.cross_entropy,
-        engine="programs",
-        **tensor_stages.ends(object),
-    )
-    found = pipe.value_and_grad(*parity.batch())
-    models.assert_matches(pipe, found, parity.wanted(K))
+    parity.check(family, remat, data_parallel, stage_meshes=meshes_of(*MESHES[meshes]))
 
 
 # --- what an encoder and a decoder are: other widths, meshes and parameters ---
@@ -191,7 +177,7 @@ UPDATES = {
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "by kind")) for n in UPDATES]
 )
 def test_updates_are_those_of_one_mesh(name):
-    """Of a cond both sides run, and small state of the optimizer is sent."""
+    """Both sides of a cond run, and small state of the optimizer is sent."""
     found = []
     for pipe in (on_one_mesh(), unlike()):
         optimizer = make_optimizer(pipe, UPDATES[name])
@@ -229,7 +215,7 @@ def both(kind: Any, **options: Any) -> list[Pipeline]:
 
 
 def by_layer(pipe: Pipeline, tree: Any) -> Any:
-    """What a call has returned, with gradients by layer."""
+    """The results of a call, with gradients by layer."""
     if isinstance(tree, tuple):
         return tuple(by_layer(pipe, part) for part in tree)
     return pipe.to_layers(tree) if isinstance(tree, nnx.State) else tree
