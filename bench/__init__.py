@@ -6,7 +6,7 @@ devices says so in XLA_FLAGS.
 
 What a step has freed stays with the process where glibc can keep it. Else it gives every large
 buffer back, and the next step takes its pages anew from the system, one fault a page:
-docs/kernel.md.
+bench/notes/kernel.md.
 """
 
 import ctypes

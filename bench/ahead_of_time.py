@@ -4,7 +4,7 @@ Loss, gradients and Adam's update: Llama 3 8B on described v5p or v6e slices of 
 512 or 256, or ``tiny`` on 8. Sequences of 8192 (tiny: 1024), float32 weights, sums of gradients and
 Adam state, bfloat16 activations and products. Compares the compiler's HBM bytes with those that
 `pipe.describe` predicts; the exit code is 1 where they differ by more than 3%. Nothing is allocated
-and nothing runs; needs `libtpu` and no TPU. docs/llama.md has what it prints.
+and nothing runs; needs `libtpu` and no TPU. bench/notes/llama.md has what it prints.
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ WIDE = 4 / COMPUTE_BYTES  # float32 over bfloat16
 # Parts in which a head forms its logits where not all ranks share it: `loss_chunks=` of
 # `pipeline.decoders.build`. A head that forms all at once holds so many times the bytes.
 LOGIT_PARTS = 8
-# Of a chip's memory, what a plan may take: docs/llama.md has compiled / predicted up to 1.01. Of
+# Of a chip's memory, what a plan may take: bench/notes/llama.md has compiled / predicted up to 1.01. Of
 # its part of the host's: the rest is for batches, checkpoints and the system.
 USABLE, USABLE_HOST = 0.95, 0.9
 # Bytes that autodiff alone keeps of a block for its backward, over those that the backward reads:
-# the compiler's bytes of 8B under FSDP on v5p (docs/plans.md).
+# the compiler's bytes of 8B under FSDP on v5p (bench/notes/plans.md).
 UNTRIMMED = 2.25
 # Places on a chip for stashes on their way to or from the host, by the TPU compiler
 # (docs/offload.md).
@@ -59,7 +59,7 @@ def fullness(job: PlannedJob, layout: MeshLayout) -> float:
 
 
 class Columns(NamedTuple):
-    """Numbers of a token in one block (docs/kernel.md).
+    """Numbers of a token in one block (bench/notes/kernel.md).
 
     Attributes:
       kept: by a stage for the backward, the smallest set: the block's input and the sum between;

@@ -1,4 +1,4 @@
-"""docs/communication.md: its formulas against the optimised HLO, byte for byte within 1%.
+"""bench/notes/communication.md: its formulas against the optimised HLO, byte for byte within 1%.
 
 Letters as on the page, which is where the formulas are read from.
 """
@@ -29,7 +29,7 @@ from tests.support.hlo import Sent
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from llama import LlamaConfig, build, ends_by_stage, loss_fn
 
-PAGE = (Path(__file__).parents[2] / "docs" / "communication.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "bench" / "notes" / "communication.md").read_text(encoding="utf-8")
 M, ROWS, LENGTH, WORDS = 4, 2, 8, 64
 DATA_AXES = ("data",), ("data", "stage"), ("stage",)
 TENSOR_AXES = ("data", "tensor"), ("data", "stage", "tensor"), ("tensor",), ("stage", "tensor")

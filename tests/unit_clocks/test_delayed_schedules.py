@@ -48,7 +48,7 @@ from tests.unit_clocks.test_check_program import (
 from tests.unit_clocks.test_lower import peak, pools
 
 TWO = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
-KERNEL = Path(__file__).parents[2] / "docs" / "kernel.md"
+KERNEL = Path(__file__).parents[2] / "bench" / "notes" / "kernel.md"
 
 
 def late(schedule: Schedule, costs: Costs | None = None, **options):
@@ -343,7 +343,7 @@ def test_a_program_cannot_hide_what_it_is():
 
 
 def test_the_table_of_ratios():
-    """docs/kernel.md: makespan with delayed sends over that without, S = 8, M = 32."""
+    """bench/notes/kernel.md: makespan with delayed sends over that without, S = 8, M = 32."""
     text = KERNEL.read_text(encoding="utf-8").split("## Sends beside work", 1)[1]
     head, *rows = re.findall(r"^\| (.*) \|$", text.split("The table counts", 1)[0], re.MULTILINE)
     comms = [float(cell) for cell in head.split(" | ")[2:]]

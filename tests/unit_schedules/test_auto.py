@@ -375,7 +375,7 @@ def test_slots_of_other_kinds_want_other_orders(V, slots, winner, text):
         pytest.approx(best),
         pytest.approx(choice.report.makespan),
     ]
-    page = (Path(__file__).parents[2] / "docs" / "auto.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "bench" / "notes" / "auto.md").read_text(encoding="utf-8")
     assert text in " ".join(page.split())
 
 

@@ -233,7 +233,7 @@ class MixtureOfExperts(nnx.Module):
         bias = None if self.gate_up_bias is None else self.gate_up_bias[...].astype(rows.dtype)
         if platform() == "tpu":
             # One product of 2·f columns has a gradient whose layout is not that of [e, d, 2, f]: to
-            # add it up took 7 times as long in Mixtral 8x7B on v5p (docs/tpu.md).
+            # add it up took 7 times as long in Mixtral 8x7B on v5p (bench/notes/tpu.md).
             one = functools.partial(jax.lax.index_in_dim, keepdims=False)
             parts = [(one(weight, n, 2), None if bias is None else one(bias, n, 1)) for n in (0, 1)]
         else:

@@ -76,7 +76,7 @@ class SwiGLU(nnx.Module):
         hidden = self.activation(both[:, 0]) * both[:, 1]
         if platform() == "tpu":
             # Else it is formed again for every tile of the products that read it: in 8B on v5p they
-            # then take 1.6 times what they do alone (docs/tpu.md).
+            # then take 1.6 times what they do alone (bench/notes/tpu.md).
             hidden = jax.lax.optimization_barrier(hidden)
         return self.down(hidden.reshape(*x.shape[:-1], -1))
 

@@ -1,7 +1,7 @@
 """Weights gathered, and gradients shared out, once for a run of microbatches (``gather="repeat"``).
 
 Letters: S ranks, V chunks per rank, M microbatches, D data shards. The formulas are those of
-docs/communication.md.
+bench/notes/communication.md.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
+NOTES = ROOT / "bench" / "notes"
 FENCE = re.compile(
     r"^(?P<fence>`{3,}|~{3,})(?P<info>[^`\n]*)\n(?P<code>.*?)^(?P=fence)\s*$",
     re.MULTILINE | re.DOTALL,
@@ -44,8 +45,9 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Every page and notebook; those of the site that only include another have no own blocks."""
+    """Every page, note and notebook; those of the site that only include another have no blocks."""
     outside = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    outside += sorted(NOTES.glob("*.md"))
     return outside + sorted(p for end in ("md", "ipynb") for p in DOCS.rglob(f"*.{end}"))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages.reading import DOCS, ROOT, anchors, broken, links, name_of, pages
+from tests.docs.pages.reading import DOCS, NOTES, ROOT, anchors, broken, links, name_of, pages
 
 PAGES = pages()
 
@@ -19,7 +19,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_links_are_found() -> None:
     assert sum(len(links(page)) for page in PAGES) >= 100
-    assert "what-ran-when" in anchors(DOCS / "kernel.md")
+    assert "what-ran-when" in anchors(NOTES / "kernel.md")
 
 
 def test_the_navigation_has_every_page() -> None:

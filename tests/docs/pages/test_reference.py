@@ -139,16 +139,16 @@ def test_every_command_has_its_help_on_a_page(contents: ModuleType) -> None:
 
 def test_links_out_of_the_folder(contents: ModuleType) -> None:
     text = (
-        "[a](docs/kernel.md#x) [b](CONTRIBUTING.md) ![c](docs/timeline.png) [d](https://e.org/f.md)"
+        "[a](docs/limits.md#x) [b](CONTRIBUTING.md) ![c](docs/timeline.png) [d](https://e.org/f.md)"
     )
     assert contents.relinked(text, ROOT / "README.md") == (
-        "[a](/kernel.md#x) [b](/contributing.md) ![c](/timeline.png) [d](https://e.org/f.md)"
+        "[a](/limits.md#x) [b](/contributing.md) ![c](/timeline.png) [d](https://e.org/f.md)"
     )
-    text = "[a](../CONTRIBUTING.md#x) [b](../kernel.md)"
+    text = "[a](../CONTRIBUTING.md#x) [b](../limits.md)"
     assert contents.relinked(text, DOCS / "guides" / "a.md") == (
-        "[a](../CONTRIBUTING.md#x) [b](../kernel.md)"
+        "[a](../CONTRIBUTING.md#x) [b](../limits.md)"
     )
-    assert contents.relinked(text, DOCS / "a.md") == "[a](/contributing.md#x) [b](../kernel.md)"
+    assert contents.relinked(text, DOCS / "a.md") == "[a](/contributing.md#x) [b](../limits.md)"
 
 
 @pytest.mark.parametrize(

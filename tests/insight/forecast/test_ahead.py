@@ -496,7 +496,7 @@ def test_the_docs_have_the_predicted_bytes():
         "workspace of one action": [one.gradients.workspace for one in found],
         "all, predicted": [one.total for one in found],
     }
-    text = (Path(__file__).parents[3] / "docs" / "llama.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "bench" / "notes" / "llama.md").read_text(encoding="utf-8")
     for what, sizes in rows.items():
         (cells,) = re.findall(rf"^\| {re.escape(what)} \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
         # A workspace is a walk through a program that JAX's next release may write otherwise.

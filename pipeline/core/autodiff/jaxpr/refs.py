@@ -3,7 +3,7 @@
 JAX makes an array of every index of `ref[place]`, also of those of axes that are taken whole, and
 tests and wraps each in case it is negative: three operations and four constants for each axis, once
 to read and twice to write. Of what `zb_h1` lowered to they were three quarters; XLA drops them all,
-but they are traced, lowered and read first (docs/kernel.md, "What compiling costs").
+but they are traced, lowered and read first (bench/notes/kernel.md, "What compiling costs").
 
 Both are jitted below their ref: a type is traced once, and the constants that `checkify` adds to a
 slice stay in there. In the body of a loop over refs JAX refuses them.
@@ -75,7 +75,7 @@ def tiled(x: jax.Array) -> jax.Array:
 
     A TPU's compiler gives what a product reads or writes a layout of its own. If F and B want
     different ones of a place, the whole pool is copied from one to the other and back in every
-    tick: in 8B on v5p that took 57 million cycles, and F and B 358 (docs/tpu.md). Dims are tiled by
+    tick: in 8B on v5p that took 57 million cycles, and F and B 358 (bench/notes/tpu.md). Dims are tiled by
     8 x 128, and what is shorter is padded: those go before the others.
     """
     if platform() != "tpu" or x.ndim < 2 or is_key(x):

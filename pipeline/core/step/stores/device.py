@@ -37,7 +37,7 @@ class Pool:
         stack of their refs.
       cleared: whether they are zeros at first. They need not be if no action reads a place before
         another has written it: on a TPU clearing the stashes of 8B takes 2% of a step
-        (docs/tpu.md).
+        (bench/notes/tpu.md).
 
     Raises:
       ValueError: the type of a value says that it is in host memory.
@@ -91,7 +91,7 @@ def check_no_host(types: Leaves, name: str) -> None:
 def unwritten(types: Tree, axes: tuple[str, ...]) -> Tree:
     """A placeholder that nobody reads, of a tree's types, varying as they do and over ``axes``.
 
-    On a TPU, zeros in its place in every slot take 2% of a step (8B on v6e, docs/tpu.md).
+    On a TPU, zeros in its place in every slot take 2% of a step (8B on v6e, bench/notes/tpu.md).
     """
     return vary_like(vary(jax.tree.map(_uncleared, types), axes), types)
 

@@ -1,7 +1,7 @@
 """Sizes of the blocks in which splash attention takes positions, by length and chip.
 
 No TPU was at hand to time them. The choice follows the sizes that MaxText publishes with measured
-steps (docs/tpu.md), and sizes that compile without a flag, whoever compiles the step.
+steps (bench/notes/tpu.md), and sizes that compile without a flag, whoever compiles the step.
 
 * Large blocks read keys and values from HBM less often and start fewer steps of the grid. But a
   causal mask passes over whole blocks only: blocks of s positions make 1 + s / t of the products
