@@ -1,7 +1,7 @@
 """Seconds of a layout's step, by a roofline: products, passes through HBM, bytes over links.
 
-Letters as in `pipeline.planner.layout`. Bytes of collectives are those of bench/notes/communication.md,
-for sequence parallelism. No latency is counted, and of a pipeline's collectives nothing hides
+Letters as in `pipeline.planner.layout`. Bytes of collectives are as bench/notes/communication.md has
+them for sequence parallelism. No latency is counted, and of a pipeline's collectives nothing hides
 behind work; those of FSDP alone hide as far as they can, so a pipeline must beat it at its best.
 """
 
@@ -371,7 +371,7 @@ def _data(job: PlannedJob, layout: MeshLayout) -> float:
     """Seconds, once a step, of a pipeline: sums of gradients, and new weights that ZeRO-1 gathers.
 
     With windows chunks are gathered in bfloat16 and their gradients reduced in float32 as often as
-    the schedule needs; compilers for TPUs hide few of these (bench/notes/kernel.md), so all of them count.
+    the schedule needs; compilers for TPUs hide few of these (bench/notes/kernel.md), so all count.
     """
     held, way, R = parameters_of(job.model, layout), layout.data_parallel, layout.context
     each = (2.0 * WEIGHT,) * 3

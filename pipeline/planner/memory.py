@@ -31,8 +31,8 @@ WIDE = 4 / COMPUTE_BYTES  # float32 over bfloat16
 # Parts in which a head forms its logits where not all ranks share it: `loss_chunks=` of
 # `pipeline.decoders.build`. A head that forms all at once holds so many times the bytes.
 LOGIT_PARTS = 8
-# Of a chip's memory, what a plan may take: bench/notes/llama.md has compiled / predicted up to 1.01. Of
-# its part of the host's: the rest is for batches, checkpoints and the system.
+# The parts of a chip's memory (bench/notes/llama.md has compiled / predicted up to 1.01) and of its
+# host's that a plan may take: the rest of a host's is for batches, checkpoints and the system.
 USABLE, USABLE_HOST = 0.95, 0.9
 # Bytes that autodiff alone keeps of a block for its backward, over those that the backward reads:
 # the compiler's bytes of 8B under FSDP on v5p (bench/notes/plans.md).

@@ -1,7 +1,7 @@
 """Policies for `schedules.search.greedy` that are worth trying, those that win most often first.
 
 What they and `schedules.search.improve` make is quickest in 62 to 69% of the contests under a tight
-limit of memory, and gains up to 22% elsewhere (bench/notes/auto.md): families alone would lose that.
+limit of memory, and gains up to 22% elsewhere (bench/notes/auto.md): families alone would lose it.
 
 Letters as in `schedules.core.action`, C and codes as in `schedules.search.problem`.
 """

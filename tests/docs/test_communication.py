@@ -29,7 +29,8 @@ from tests.support.hlo import Sent
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from llama import LlamaConfig, build, ends_by_stage, loss_fn
 
-PAGE = (Path(__file__).parents[2] / "bench" / "notes" / "communication.md").read_text(encoding="utf-8")
+NOTES = Path(__file__).parents[2] / "bench" / "notes"
+PAGE = (NOTES / "communication.md").read_text(encoding="utf-8")
 M, ROWS, LENGTH, WORDS = 4, 2, 8, 64
 DATA_AXES = ("data",), ("data", "stage"), ("stage",)
 TENSOR_AXES = ("data", "tensor"), ("data", "stage", "tensor"), ("tensor",), ("stage", "tensor")

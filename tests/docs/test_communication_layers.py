@@ -1,4 +1,4 @@
-"""bench/notes/communication.md: what one layer sends over `tensor`, forward and backward, by the HLO.
+"""bench/notes/communication.md: bytes of one layer over `tensor`, forward and backward, by the HLO.
 
 Letters as on the page.
 """

@@ -1,4 +1,4 @@
-"""bench/notes/communication.md: how many messages a rank sends, and how many of them somebody reads."""
+"""bench/notes/communication.md: how many messages a rank sends, and how many are read."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 A weight in float32 that a stage reads in bfloat16 gets a gradient in bfloat16: the product is
 rounded, widened again, and then added to its float32 sum. XLA for GPUs compiles that as two
 kernels: the second reads the product and the sum and writes the sum. If the product is in float32,
-one kernel multiplies and adds (bench/notes/gpu.md, "Sums of gradients"). XLA for TPUs has one for both.
+one kernel multiplies and adds (bench/notes/gpu.md, "Sums of gradients"). XLA for TPUs has one for
+both.
 
 Only sums of a whole ref count. To a part of one, as in the body of a scan over layers, XLA for GPUs
 adds in a kernel of its own anyhow, and a product in float32 has more bytes to write and to read.

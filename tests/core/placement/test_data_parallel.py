@@ -1,6 +1,6 @@
 """ZeRO-1 and FSDP: what is stored where, what is sent, and that the numbers stay the same.
 
-Letters: D data shards, S ranks, M microbatches. The formulas are those of bench/notes/communication.md.
+Letters: D data shards, S ranks, M microbatches. bench/notes/communication.md has the formulas.
 """
 
 from __future__ import annotations

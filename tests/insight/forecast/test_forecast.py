@@ -168,7 +168,8 @@ def test_blocks_of_attention_and_a_head(family, remat, head):
 
 # What libtpu allocated for temporaries. Two slices of v5e: 2x2, M = 8, two residual MLP layers a
 # stage; and 2x4, M = 32, four layers. bfloat16 weights and sums of gradients. Left out is 1f1b of
-# two layers, remat="stage": vector memory has one of the three large arrays there (bench/notes/kernel.md).
+# two layers, remat="stage": vector memory has one of the three large arrays there
+# (bench/notes/kernel.md).
 SMALL = {"ranks": (2, 2), "M": 8, "layers": 2, "width": 2048, "hidden": 8192}
 LARGE = {"ranks": (2, 4), "M": 32, "layers": 4, "width": 4096, "hidden": 16384}
 ROWS = 2048  # of a microbatch

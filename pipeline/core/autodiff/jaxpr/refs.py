@@ -75,8 +75,8 @@ def tiled(x: jax.Array) -> jax.Array:
 
     A TPU's compiler gives what a product reads or writes a layout of its own. If F and B want
     different ones of a place, the whole pool is copied from one to the other and back in every
-    tick: in 8B on v5p that took 57 million cycles, and F and B 358 (bench/notes/tpu.md). Dims are tiled by
-    8 x 128, and what is shorter is padded: those go before the others.
+    tick: in 8B on v5p that took 57 million cycles, and F and B 358 (bench/notes/tpu.md). Dims are
+    tiled by 8 x 128, and what is shorter is padded: those go before the others.
     """
     if platform() != "tpu" or x.ndim < 2 or is_key(x):
         return x
