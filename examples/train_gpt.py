@@ -107,7 +107,8 @@ def main(argv: list[str] | None = None) -> int:
         seconds = np.median(trainer.seconds[1:] or trainer.seconds or [math.nan])
         for line in timing.table(1e3 * float(seconds), devices.cores()):
             console.print(line)
-        save_timeline(timing.reports[-1:], options.out / "timeline.png", title="One step, in ms")
+        picture = options.out / "timeline.png"
+        save_timeline(timing.reports[-1:], picture, title="One step, predicted", unit="ms")
     console.print(
         f"wrote {', '.join(sorted(p.name for p in options.out.iterdir()))} to {options.out}"
     )

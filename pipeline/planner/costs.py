@@ -1,7 +1,7 @@
 """Seconds of a layout's step, by a roofline: products, passes through HBM, bytes over links.
 
-Letters as in `pipeline.planner.layout`. Bytes of collectives are as bench/notes/communication.md has
-them for sequence parallelism. No latency is counted, and of a pipeline's collectives nothing hides
+Letters as in `pipeline.planner.layout`. Bytes of collectives are in bench/notes/communication.md,
+for sequence parallelism. No latency is counted, and of a pipeline's collectives nothing hides
 behind work; those of FSDP alone hide as far as they can, so a pipeline must beat it at its best.
 """
 

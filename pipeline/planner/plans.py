@@ -23,6 +23,7 @@ from pipeline.planner.memory import host_bytes, usable, usable_host
 
 GB = 10**9
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16"}
+LINES = 5  # of those that lost, which are printed
 COLUMNS = ("schedule", "V", "M", "rows", "remat", "sharding", "words")
 SHARES = {n: n for n in ("bubble", "tensor", "expert", CONTEXT, "data")}
 SHARES |= {"recompute": "recomputed", "host": "host link"}
@@ -88,11 +89,14 @@ class Plans:
         ratio = self.alone.step / self.pipeline.step
         if self.best is not self.alone:
             return f"pipeline, {other}: {ratio:.2f} times as fast as {one} alone"
-        near = f", which is no more than such predictions are off ({ERROR:.0%})"
-        return (
-            f"do not pipeline: {one} takes {self.alone.step:.3g} s, the best pipeline, "
-            f"{other}, {self.pipeline.step:.3g} s{near * (ratio > 1)}"
+        times = (
+            f"{one} takes {self.alone.step:.3g} s, the best pipeline, {other}, "
+            f"{self.pipeline.step:.3g} s"
         )
+        if ratio > 1:
+            error = f"such predictions are off by {ERROR:.0%}"
+            return f"no clear winner: {times}, and {error}; the first is simpler"
+        return f"do not pipeline: {times}"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -139,7 +143,9 @@ class Plans:
             lines.append(f"Host memory of the best, GB a chip{of}: {held:.2f}")
         lines += self.notes
         if self.lost:
-            lines += ["", "Not chosen:", *(f"  {line}" for line in self.lost)]
+            lines += ["", "Not chosen:", *(f"  {line}" for line in self.lost[:LINES])]
+            more = len(self.lost) - LINES
+            lines += [f"  and {more} more, in the attribute `lost`"] * (more > 0)
         return "\n".join(lines)
 
     def write(self, path: str | os.PathLike[str], estimate: Estimate | None = None) -> Path:
@@ -339,7 +345,13 @@ def _table(job: PlannedJob, ranked: Sequence[Estimate]) -> list[str]:
             )
         )
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    meanings = {
+        "windows": "FSDP with gather='repeat'",
+        "stage": "embedding and head are split by words over the stage ranks",
+    }
+    used = {word for one in ranked for word in (one.layout.data_parallel, one.layout.vocabulary)}
+    return table + [f"{word}: {text}" for word, text in meanings.items() if word in used]
 
 
 def _limits(job: PlannedJob, one: Estimate) -> str:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schedules.core.action import Kind, ScheduleError
+from schedules.core.text import printable
 from schedules.drawing.palette import (
     LIGHT,
     NAMES,
     TOGETHER,
-    heading,
+    clock_name,
     joined,
     kinds,
     several,
@@ -36,6 +37,11 @@ CAUSE_HATCHES: dict[Cause, str] = {
     "optimizer wait": "",
 }
 FAINT, MUTED = "#C9CDD2", "#5A6370"  # the hatching and the words of idle time
+MEANINGS = {  # of clocks
+    "event": "predicted: a rank waits only for its data",
+    "lockstep": "predicted in lockstep: in every slot all ranks wait for the slowest",
+    "measured": "measured",
+}
 HEIGHT = 0.86  # of a row, of 1
 SMALLEST = 3.5  # points of a label; a box too narrow for that has none
 
@@ -45,6 +51,7 @@ def save_timeline(
     path: str | os.PathLike[str],
     *,
     title: str | None = None,
+    unit: str | None = None,
 ) -> None:
     """Draw one or several reports below each other, on one time axis.
 
@@ -52,6 +59,7 @@ def save_timeline(
       reports: what `simulate` returned.
       path: a ``.png`` or ``.svg`` file.
       title: a line above it all.
+      unit: the unit of the reports' times, such as "ms"; None for that of the costs.
 
     Raises:
       ScheduleError: nothing to draw, or another suffix.
@@ -64,14 +72,14 @@ def save_timeline(
             f"path={os.fspath(path)!r} ends in {suffix!r}; a timeline is written as "
             f"{' or '.join(SUFFIXES)}, so choose one of those suffixes"
         )
-    figure = _draw(reports, title)
+    figure = _draw(reports, title, unit)
     figure.savefig(path, dpi=160, format=suffix[1:], metadata=_METADATA[suffix])
 
 
 _METADATA: dict[str, dict[str, Any]] = {".png": {"Software": None}, ".svg": {"Date": None}}
 
 
-def _draw(reports: Sequence[Report], title: str | None) -> Figure:
+def _draw(reports: Sequence[Report], title: str | None, unit: str | None) -> Figure:
     """The whole picture."""
     try:
         import matplotlib as mpl
@@ -92,9 +100,10 @@ def _draw(reports: Sequence[Report], title: str | None) -> Figure:
             len(reports), 1, sharex=True, squeeze=False, height_ratios=[n + 0.6 for n in ranks]
         )[:, 0]
         for axis, report in zip(axes, reports, strict=True):
-            _timeline(axis, report, width)
+            _timeline(axis, report, width, unit)
         axes[-1].set_xlim(0, max(report.makespan for report in reports) or 1.0)
-        axes[-1].set_xlabel("time, in the unit of the costs")
+        clocks = "; ".join(dict.fromkeys(MEANINGS[report.clock] for report in reports))
+        axes[-1].set_xlabel(f"time in {unit or 'the unit of the costs'}; {clocks}")
         _legend(figure, reports, width)
         if title:
             figure.suptitle(title, fontweight="bold", fontsize=12, parse_math=False)
@@ -112,7 +121,7 @@ def _units(report: Report) -> float:
     return report.makespan / shortest
 
 
-def _timeline(axis: Axes, report: Report, inches: float) -> None:
+def _timeline(axis: Axes, report: Report, inches: float, unit: str | None) -> None:
     """One report."""
     schedule = report.schedule
     ranks = range(schedule.num_ranks)
@@ -142,7 +151,13 @@ def _timeline(axis: Axes, report: Report, inches: float) -> None:
     axis.set_ylim(schedule.num_ranks - 0.45, -0.55)
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.set_title(heading(report), loc="left", fontsize=10, parse_math=False)
+    cut = f" of {schedule.num_slices} slices" if schedule.num_slices > 1 else ""
+    heading = (
+        f"{printable(schedule.name)}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+        f"{schedule.num_microbatches} microbatches{cut}; {clock_name(report)}; makespan "
+        f"{report.makespan:.4g}{f' {unit}' if unit else ''}, bubble {report.step_bubble_rate:.1%}"
+    )
+    axis.set_title(heading, loc="left", fontsize=10, parse_math=False)
 
 
 def _boxes(report: Report, rank: int) -> dict[tuple[Kind, int], list[tuple[float, float, str]]]:

@@ -269,7 +269,10 @@ def test_one_slice_where_fsdp_fits_needs_no_pipeline():
     assert found.best is found.alone
     assert found.best.hbm < found.job.chip.hbm
     assert mfu(found.job, found.best.step) < found.job.efficiency
-    assert "Not chosen:" in str(found)
+    *_, header, first, _, _, _, fifth, more = str(found).splitlines()
+    assert header == "Not chosen:"
+    assert [first, fifth] == [f"  {found.lost[0]}", f"  {found.lost[4]}"]
+    assert more == f"  and {len(found.lost) - 5} more, in the attribute `lost`"
     assert any("data 1 x stage 32 x tensor 2: " in line for line in found.lost)
     assert "stage 64: cannot share 32 layers with less than 10% idle" in found.lost
 
@@ -301,7 +304,8 @@ def test_a_pipeline_has_to_be_quicker_by_more_than_predictions_are_off():
     found = plan(model="llama-70b", schedules=("interleaved_1f1b",), **sizes)
     assert found.alone.step > found.pipeline.step > 0.9 * found.alone.step
     assert found.best is found.alone
-    assert found.verdict.endswith(" s, which is no more than such predictions are off (10%)")
+    assert found.verdict.startswith("no clear winner: FSDP on ")
+    assert found.verdict.endswith(" s, and such predictions are off by 10%; the first is simpler")
 
 
 @pytest.mark.slow

@@ -26,14 +26,14 @@ def test_svg_says_what_it_shows(tmp_path):
     split = from_orders([["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]], name="cost of $5")
     reports = [REPORT, simulate(split, Costs(1, 1.5, 0.5), clock="lockstep", pattern="single")]
     path = tmp_path / "timeline.SVG"
-    save_timeline(reports, str(path), title="a title")
+    save_timeline(reports, str(path), title="a title", unit="ms")
     text = path.read_text(encoding="utf-8")
     for comment in (
         "a title",
-        "1f1b   S=2 K=4 M=3   event   bubble 18.2% of the step   makespan 22",
+        "1f1b: 2 ranks, 4 stages, 3 microbatches; event; makespan 22 ms, bubble 18.2%",
         (
-            "cost of $5   S=2 K=2 M=1   lockstep, single ticks   bubble 45.5% "
-            "of the step   makespan 5.5"
+            "cost of $5: 2 ranks, 2 stages, 1 microbatches; lockstep, single ticks; "
+            "makespan 5.5 ms, bubble 45.5%"
         ),
         "rank 1",
         "F  forward",
@@ -43,7 +43,10 @@ def test_svg_says_what_it_shows(tmp_path):
         "chunk 1",
         "fill",
         "drain",
-        "time, in the unit of the costs",
+        (
+            "time in ms; predicted: a rank waits only for its data; predicted in lockstep: "
+            "in every slot all ranks wait for the slowest"
+        ),
     ):
         assert f"<!-- {comment} -->" in text
     for colour in LIGHT.fill.values():
