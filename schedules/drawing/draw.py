@@ -18,6 +18,7 @@ from schedules.drawing.palette import (
     joined,
     kinds,
     several,
+    sizes,
     unit_text,
 )
 from schedules.timing.report import CAUSES, Cause, Report, Wait
@@ -151,10 +152,8 @@ def _timeline(axis: Axes, report: Report, inches: float, unit: str | None) -> No
     axis.set_ylim(schedule.num_ranks - 0.45, -0.55)
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
-    cut = f" of {schedule.num_slices} slices" if schedule.num_slices > 1 else ""
     heading = (
-        f"{printable(schedule.name)}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
-        f"{schedule.num_microbatches} microbatches{cut}; {clock_name(report)}; makespan "
+        f"{printable(schedule.name)}: {sizes(schedule)}; {clock_name(report)}; makespan "
         f"{report.makespan:.4g}{f' {unit}' if unit else ''}, bubble {report.step_bubble_rate:.1%}"
     )
     axis.set_title(heading, loc="left", fontsize=10, parse_math=False)

@@ -93,9 +93,12 @@ def several(reports: Report | Iterable[Report]) -> list[Report]:
 
 
 def sizes(schedule: Schedule) -> str:
-    """``S=4 K=8 M=16``, and ``N=4`` for slices."""
-    cut = f" N={schedule.num_slices}" if schedule.num_slices > 1 else ""
-    return f"S={schedule.num_ranks} K={schedule.num_stages} M={schedule.num_microbatches}{cut}"
+    """``4 ranks, 8 stages, 16 microbatches``, and ``of 4 slices``."""
+    cut = f" of {schedule.num_slices} slices" if schedule.num_slices > 1 else ""
+    return (
+        f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+        f"{schedule.num_microbatches} microbatches{cut}"
+    )
 
 
 def unit_text(action: Action) -> str:

@@ -202,8 +202,8 @@ def test_work_and_waits_fill_every_rank_without_a_gap(name, S, M, costs, shared,
 def test_a_terminal_shows_them():
     text = render(simulate(TWO, COSTS, shared=BOTH), colour=False, unit=1)
     assert text == (
-        "custom   S=2 K=2 M=2   event, embed and head shared   bubble 35.5% of "
-        "the step   makespan 31   one character = 1\n"
+        "custom   2 ranks, 2 stages, 2 microbatches   event, embed and head shared   bubble 35.5% "
+        "of the step   makespan 31   one character = 1\n"
         "rank 0  =F0...===F1...B0--===.....B1--=\n"
         "rank 1  =...F0===B0--F1...===B1--.....=\n"
         " F  forward   B  backward  . idle   =  shared by all ranks"

@@ -72,7 +72,7 @@ def test_the_policy_permits_what_is_in_the_file_and_nothing_else(tmp_path):
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; "
         "trusted-types 'none'"
     )
-    assert json.loads(data)["entries"][0]["label"] == "1f1b  S=2 K=2 M=4"
+    assert json.loads(data)["entries"][0]["label"] == "1f1b  2 ranks, 2 stages, 4 microbatches"
 
 
 def test_it_points_nowhere(tmp_path):
@@ -97,8 +97,10 @@ def test_hostile_names_end_no_element(tmp_path):
     data = page.all("script")[0][1]
     assert not set("<>&\u2028\u2029") & set(data)
     assert [entry["label"] for entry in json.loads(data)["entries"]] == [
-        f"{HOSTILE[0]}  S=1 K=1 M=1",
-        f"{HOSTILE[1]}  S=1 K=1 M=1".replace("\u2028", r"\u2028").replace("\u2029", r"\u2029"),
+        f"{HOSTILE[0]}  1 ranks, 1 stages, 1 microbatches",
+        f"{HOSTILE[1]}  1 ranks, 1 stages, 1 microbatches".replace("\u2028", r"\u2028").replace(
+            "\u2029", r"\u2029"
+        ),
     ]
 
 
@@ -126,7 +128,9 @@ def test_other_costs_are_another_timeline_and_a_measured_one_stays_alone(tmp_pat
     durations = dict.fromkeys(actions, 2.5)
     measured = simulate(ONE.schedule, Costs(9), "measured", durations=durations)
     found = entries(tmp_path, [ONE, simulate(ONE.schedule, costs), measured])
-    assert [entry["label"] for entry in found] == [f"{n}. 1f1b  S=2 K=2 M=4" for n in (1, 2, 3)]
+    assert [entry["label"] for entry in found] == [
+        f"{n}. 1f1b  2 ranks, 2 stages, 4 microbatches" for n in (1, 2, 3)
+    ]
     assert found[1]["note"] == (
         "Costs: F 1 to 2, I 1, W 1, message 0, overlapped pair 1.5, "
         "optimizer step 3 after the makespan"
@@ -686,7 +690,7 @@ def test_hostile_names_stay_text(open_page):
     labels = page.run(
         "return [...document.querySelector('select').options].map((o) => o.textContent)"
     )
-    assert labels[0] == f"{HOSTILE[0]}  S=1 K=1 M=1"
+    assert labels[0] == f"{HOSTILE[0]}  1 ranks, 1 stages, 1 microbatches"
     assert HOSTILE[0] in page.run("return document.getElementById('tables').textContent")
 
 

@@ -112,7 +112,9 @@ def test_nothing_lacks_a_name_or_a_colour():
 
 def test_a_heading_gives_both_bubbles_and_no_control_characters():
     report = simulate(build("zb_v", num_ranks=4, num_microbatches=8, num_stages=8))
-    assert heading(report) == ("zb_v   S=4 K=8 M=8   event   bubble 5.9% of the step   makespan 51")
+    assert heading(report) == (
+        "zb_v   4 ranks, 8 stages, 8 microbatches   event   bubble 5.9% of the step   makespan 51"
+    )
     schedule = from_orders([["0F0", "0B0"]], name="a\x1bb")
     two = build("gpipe", num_ranks=2, num_microbatches=1)
     assert clock_name(simulate(two, clock="lockstep", delayed=True, pattern="single")) == (
@@ -120,7 +122,7 @@ def test_a_heading_gives_both_bubbles_and_no_control_characters():
     )
     partners = simulate(schedule, clock="lockstep", pattern="single", partners=True)
     assert heading(partners).startswith(
-        r"a\x1bb   S=1 K=1 M=1   lockstep, single ticks, partners   "
+        r"a\x1bb   1 ranks, 1 stages, 1 microbatches   lockstep, single ticks, partners   "
     )
     assert clock_name(report) == "event"
 

@@ -20,7 +20,7 @@ CHUNKS = build("zb_v", num_ranks=2, num_microbatches=2, num_stages=4)
 
 def test_a_schedule_in_letters():
     assert render(ONE, colour=False) == (
-        "1f1b   S=2 K=2 M=3\n"
+        "1f1b   2 ranks, 2 stages, 3 microbatches\n"
         "rank 0   0F0  0F1    .  0B0  0F2  0B1    .  0B2\n"
         "rank 1     .  1F0  1B0  1F1  1B1  1F2  1B2    .\n"
         " F  forward   B  backward  . idle"
@@ -38,7 +38,8 @@ def test_slots_in_lockstep():
     report = simulate(ONE, Costs(f=1, i=2, w=1), "lockstep", pattern="single")
     text = render(report, colour=False)
     assert text.splitlines()[0] == (
-        "1f1b   S=2 K=2 M=3   lockstep, single ticks   bubble 40.0% of the step   makespan 20"
+        "1f1b   2 ranks, 2 stages, 3 microbatches   lockstep, single ticks   "
+        "bubble 40.0% of the step   makespan 20"
     )
     assert text.splitlines()[1:-1] == render(ONE, colour=False).splitlines()[1:-1]
 
@@ -46,7 +47,7 @@ def test_slots_in_lockstep():
 def test_one_character_per_unit_of_time():
     report = simulate(ONE, Costs(f=2, i=2, w=1, comm=1))
     assert render(report, colour=False, unit=1) == (
-        "1f1b   S=2 K=2 M=3   event   bubble 37.5% of the step   makespan 24"
+        "1f1b   2 ranks, 2 stages, 3 microbatches   event   bubble 37.5% of the step   makespan 24"
         "   one character = 1\n"
         "rank 0  F0F1.....B0-F2B1-....B2-\n"
         "rank 1  ...F0B0-F1B1-..F2B2-....\n"
@@ -139,7 +140,9 @@ def test_a_name_cannot_command_the_terminal(unit):
     schedule = from_orders([["0F0", "0B0"]], name=name)
     for drawn in (schedule, simulate(schedule)):
         head = render(drawn, unit=unit).splitlines()[0]
-        assert head.startswith(r"a\x1b[31mb\rc\x9b2Jd\u202ee\ttab\x07   S=1 K=1 M=1")
+        assert head.startswith(
+            r"a\x1b[31mb\rc\x9b2Jd\u202ee\ttab\x07   1 ranks, 1 stages, 1 microbatches"
+        )
 
 
 def test_what_takes_no_time_and_what_is_no_schedule():

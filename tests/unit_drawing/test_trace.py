@@ -202,7 +202,7 @@ def test_the_same_every_time_and_hostile_names_stay_text(tmp_path):
     save_trace(report, str(after))
     assert before.read_bytes() == after.read_bytes()
     first = json.loads(before.read_text(encoding="utf-8"))["traceEvents"][0]
-    assert first["args"]["name"].startswith('"}],\\x1b\\u202e\\ud83d   S=1')
+    assert first["args"]["name"].startswith('"}],\\x1b\\u202e\\ud83d   1 ranks')
 
 
 @pytest.mark.parametrize(
