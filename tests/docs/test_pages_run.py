@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import pytest
 
 from tests.docs.pages.reading import DOCS
@@ -11,8 +12,9 @@ from tests.docs.pages.running import run
 
 
 @pytest.mark.slow
-def test_state(tmp_path: Path) -> None:
-    found = run(DOCS / "state.md", tmp_path).names
+def test_state_of_losses(tmp_path: Path) -> None:
+    with jax.numpy_dtype_promotion("standard"):
+        found = run(DOCS / "losses.md", tmp_path).names
     pipe, moe = found["pipe"], found["moe"]
     assert all(float(abs(stage.norm.mean[...]).max()) > 0 for stage in pipe.stages())
     for stage in moe.stages():

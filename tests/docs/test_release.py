@@ -11,7 +11,7 @@ import pipeline
 from tests.docs.pages.reading import DOCS, ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-TABLE = (DOCS / "compatibility.md").read_text(encoding="utf-8")
+TABLE = (DOCS / "limits.md").read_text(encoding="utf-8")
 
 
 def row(name: str) -> str:

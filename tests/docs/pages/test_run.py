@@ -18,7 +18,7 @@ OWN = {
     "ahead.md": "tests/insight/forecast/test_ahead.py",
     "generation.md": "tests/docs/test_pages_run.py",
     "split.md": "tests/splitting/test_docs.py",
-    "state.md": "tests/docs/test_pages_run.py",
+    "losses.md": "tests/docs/test_pages_run.py",
     "trainers.md": "tests/trainers/test_docs.py",
     "training.md": "tests/training/test_docs.py",
     "weights.md": "tests/docs/test_weights.py",
