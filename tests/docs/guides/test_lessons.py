@@ -1,6 +1,6 @@
 """Guides that are one program, what they leave; the tutorial; and the drawings of the concepts.
 
-quickstart.md, precision.md, saving.md, memory.md, tutorial.ipynb; others run as any page does.
+quickstart.md, precision.md, checkpoints.md, memory.md, tutorial.ipynb; others run as any page does.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def test_memory() -> None:
 
 
 @pytest.mark.slow
-def test_saving(folder: Path) -> None:
-    found = follow(GUIDES / "saving.md", folder)
+def test_checkpoints(folder: Path) -> None:
+    found = follow(DOCS / "checkpoints.md", folder)
     assert sorted(found["before"]) == [0, 1, 2]
     assert sorted(found["after"]) == [3, 4, 5]
     assert sorted(found["rest"]) == [6, 7]
