@@ -24,7 +24,7 @@ def blocks(language: str) -> list[str]:
 @pytest.mark.usefixtures("standard_promotion")
 def test_the_page_runs_as_printed(capsys):
     names: dict[str, Any] = {}
-    assert len(blocks("python")) == 5
+    assert len(blocks("python")) == 7
     for block in blocks("python"):
         exec(compile(block, "docs/training.md", "exec"), names)
     assert len(names["trainer"].losses) == 5
