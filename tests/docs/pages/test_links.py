@@ -49,17 +49,17 @@ def test_the_readme_leads_to_every_topic() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[a](nowhere.md)", "glossary.md:1: (nowhere.md) names a file that is not there"),
-        ("\n[a](limits.md#no)", "glossary.md:2: (limits.md#no): limits.md has no heading #no"),
-        ("[a](#no)", "glossary.md:1: (#no): glossary.md has no heading #no"),
+        ("[a](nowhere.md)", "concepts.md:1: (nowhere.md) names a file that is not there"),
+        ("\n[a](limits.md#no)", "concepts.md:2: (limits.md#no): limits.md has no heading #no"),
+        ("[a](#no)", "concepts.md:1: (#no): concepts.md has no heading #no"),
         (
             "![a](/docs/x.png)",
-            "glossary.md:1: (/docs/x.png) is absolute; write it from the page's own folder",
+            "concepts.md:1: (/docs/x.png) is absolute; write it from the page's own folder",
         ),
     ],
 )
 def test_broken_links_are_told(monkeypatch: pytest.MonkeyPatch, text: str, told: str) -> None:
-    page, read = DOCS / "glossary.md", Path.read_text
+    page, read = DOCS / "concepts.md", Path.read_text
     monkeypatch.setattr(
         Path, "read_text", lambda self, **options: text if self == page else read(self, **options)
     )
@@ -69,4 +69,4 @@ def test_broken_links_are_told(monkeypatch: pytest.MonkeyPatch, text: str, told:
 def test_code_and_comments_hold_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "`[a](x.md)` <!-- [a](x.md) -->\n```\n[a](x.md)\n```\n[b](https://b.org) [c](mailto:c)"
     monkeypatch.setattr(Path, "read_text", lambda _, **__: text)
-    assert broken(DOCS / "glossary.md", PAGES) == []
+    assert broken(DOCS / "concepts.md", PAGES) == []
