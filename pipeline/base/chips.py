@@ -18,7 +18,7 @@ TPU_EFFICIENCY, GPU_EFFICIENCY = 0.85, 0.65
 # second. Nobody measured them here.
 TPU_HOST, V6E_HOST = 16e9, 32e9
 # Of an action's work, beside which its copy travels: of F beside a write, of B beside its own read.
-# Fitted to six compiled steps (docs/offload.md).
+# Fitted to six compiled steps (bench/notes/offload.md).
 TPU_OVERLAP = (0.7, 0.05)
 GPU: dict[str, Any] = {"efficiency": GPU_EFFICIENCY, "host_overlap": 0.0}
 
@@ -38,8 +38,8 @@ class Chip:
       network: bytes a second of a chip, one way, to chips outside its slice or host.
       efficiency: the share of `flops` that the products of a block reach.
       host: bytes a second between a chip and its host's memory, one way.
-      host_overlap: as of `schedules.Costs`, by the compilers of each platform (docs/offload.md): on
-        TPUs they start copies late, on GPUs actions wait for their own.
+      host_overlap: as of `schedules.Costs`, by the compilers of each platform
+        (bench/notes/offload.md): on TPUs they start copies late, on GPUs actions wait for theirs.
       host_memory: bytes of its host's memory that fall to a chip, where all chips of a host take
         equal shares; without limit where nobody says.
     """

@@ -42,7 +42,7 @@ PASSES = 6.0
 # attention has two kernels in its backward, which each form the scores and their gradients again.
 # From .4 to .6 the error above is equal.
 ATTENTION_EFFICIENCY, ATTENTION_PRODUCTS = 0.5, (2, 7)
-# I and W together, over B: cycles of the v5e compiler (docs/schedules.md).
+# I and W together, over B: cycles of the v5e compiler (bench/notes/schedules.md).
 SPLIT = 1.10
 # The part of a block's backward that hides a copy from host memory without a pipeline; assumed for
 # MaxText's steps above. In a pipeline `Chip.host_overlap` says it.

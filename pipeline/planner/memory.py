@@ -38,7 +38,7 @@ USABLE, USABLE_HOST = 0.95, 0.9
 # the compiler's bytes of 8B under FSDP on v5p (bench/notes/plans.md).
 UNTRIMMED = 2.25
 # Places on a chip for stashes on their way to or from the host, by the TPU compiler
-# (docs/offload.md).
+# (bench/notes/offload.md).
 COPIES = 2
 
 

@@ -60,9 +60,9 @@ def test_offload_wins_where_copies_hide(host, overlap, wins):
     assert str(plans).splitlines()[2] == plans.offload
 
 
-# Milliseconds of F and B of four stages by the TPU compiler (docs/offload.md): chip, width, bytes a
-# second of the link, both, and the compiled steps with stashes on the host and computed again. In
-# the last row copies of sums of gradients are left out.
+# Milliseconds of F and B of four stages by the TPU compiler (bench/notes/offload.md): chip, width,
+# bytes a second of the link, both, and the compiled steps with stashes on the host and computed
+# again. In the last row copies of sums of gradients are left out.
 PAIRS = [
     ("v5e", 8192, 16e9, (14.53, (26.00, 31.55, 31.55, 26.37)), (570.6, 534.4)),
     ("v5e", 1024, 16e9, (0.215, (0.287, 0.377, 0.377, 0.432)), (28.5, 6.8)),

@@ -1,4 +1,4 @@
-"""Print published numbers beside ours, and the summary that docs/schedules.md has.
+"""Print published numbers beside ours, and the summary that bench/notes/schedules.md has.
 
 python -m tests.published             # all rows of all tables
 python -m tests.published MaxText     # those of tables whose source or place has the word

@@ -64,7 +64,7 @@ class Table:
         return [row.name, *numbers, row.reason if self.keeps(row) else f"NOT KEPT {row.reason}"]
 
     def summary(self) -> str:
-        """The line of this table in docs/schedules.md."""
+        """The line of this table in bench/notes/schedules.md."""
         errors: dict[str, list[float]] = {}
         for row in self.rows:
             errors.setdefault(row.reason, []).append(abs(self.error(row)))

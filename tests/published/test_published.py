@@ -11,7 +11,7 @@ from tests.published import formulas, gpipe, vocabulary, zero_bubble
 from tests.published.table import HEADER, Row, Table
 from tests.support.elsewhere import python
 
-PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
+PAGE = Path(__file__).parents[2] / "bench" / "notes" / "schedules.md"
 TABLES = [one for m in (gpipe, zero_bubble, vocabulary, formulas) for one in m.TABLES]
 ROWS = [
     pytest.param(table, row, id=f"{table.source.partition(']')[0][1:]} {table.place}: {row.name}")

@@ -256,7 +256,7 @@ def test_what_a_report_counts_is_what_a_program_holds(name):
             assert most <= program.values["stash"].device + program.values["crossing"].device
 
 
-BUFFERS = {  # what docs/schedules.md says, for S > 2 and M >= 2 S, without the discard buffer
+BUFFERS = {  # bench/notes/schedules.md: S > 2 and M >= 2 S, without the discard buffer
     "gpipe": lambda S, M: M + 1,
     "1f1b": lambda S, M: S + 1,
     "eager_1f1b": lambda S, M: 2 * S - 1,

@@ -225,7 +225,7 @@ def test_the_numbers_of_the_documentation(name, M, ratio):
         simulate(schedule, costs, "lockstep", shared=shared).makespan for shared in (("head",), ())
     ]
     assert f"{spans[0] / spans[1]:.3f}" == str(ratio)
-    text = (Path(__file__).parents[2] / "docs" / "vocabulary.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "bench" / "notes" / "meshes.md").read_text(encoding="utf-8")
     assert str(ratio) in text
 
 

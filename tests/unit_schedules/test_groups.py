@@ -157,7 +157,7 @@ def test_halves_lose_nothing_in_lockstep_at_equal_costs():
     ("S", "V", "M", "idle", "at_once"), [(4, 4, 16, 10, 12), (8, 4, 32, 22, 26), (8, 8, 32, 38, 42)]
 )
 def test_weight_gradients_fill_more_than_right_after_their_input_gradients(S, V, M, idle, at_once):
-    """The table of docs/schedules.md: ours, and the published schedule."""
+    """The table of bench/notes/schedules.md: ours, and the published schedule."""
     schedule = made("interleaved_zb", S, V, M, S // 2)
     assert max(simulate(schedule).idle) == idle
     assert max(simulate(check(with_weights_at_once(schedule))).idle) == at_once
@@ -172,7 +172,7 @@ def test_weight_gradients_fill_more_than_right_after_their_input_gradients(S, V,
     ],
 )
 def test_auto_takes_smaller_rounds_where_memory_is_short(S, V, M, idle, searched):
-    """The table of docs/schedules.md; the search without rounds leaves more time idle."""
+    """The table of bench/notes/schedules.md; the search without rounds leaves more time idle."""
     limit = (V - 1) * S // 2 + S
     choice = auto(S, M, S * V, max_activations=limit, budget=0)
     assert choice.won == f"interleaved_zb, group={S // 2}"

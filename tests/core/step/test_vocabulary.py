@@ -350,7 +350,7 @@ def test_the_rows_of_a_rank(words):
 
 
 def test_what_is_sent_for_a_microbatch():
-    """docs/vocabulary.md: four times [R, d], and three numbers a row to all."""
+    """bench/notes/meshes.md: four times [R, d], and three numbers a row to all."""
     text = compiled("stage")[1].as_text()
     ticks = "\n".join(line for line in text.splitlines() if "while/" in line)
     sums = re.findall(r"= (\w+\[[\d,]*\])\S* all-reduce\(", ticks)

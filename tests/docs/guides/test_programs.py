@@ -41,11 +41,6 @@ def test_debugging(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown in capsys.readouterr().out
 
 
-def test_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    program("gpus.md")
-    assert "mesh data 2 x stage 4" in capsys.readouterr().out
-
-
 def test_from_torch() -> None:
     assert program("from-torch.md")["timetable"].num_ranks == 2
 
@@ -61,23 +56,23 @@ def test_from_maxtext(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_plan_of_the_guide_to_pods(capsys: pytest.CaptureFixture[str]) -> None:
-    found = program("tpu-pods.md")
+def test_plan_and_mesh_of_the_guide_to_accelerators(capsys: pytest.CaptureFixture[str]) -> None:
+    found = program("accelerators.md")
     assert found["best"].stage == 4
     quicker = found["plans"].alone.step / found["plans"].pipeline.step
-    page = (GUIDES / "tpu-pods.md").read_text(encoding="utf-8")
+    page = (GUIDES / "accelerators.md").read_text(encoding="utf-8")
     assert f"{quicker:.2f} times" in " ".join(page.split())  # wherever its lines break
-    assert capsys.readouterr().out
+    assert "mesh data 2 x stage 4" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_the_compiler_of_the_guide_to_pods(
+def test_the_compiler_of_the_guide_to_accelerators(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("libtpu", reason="the TPU compiler comes with libtpu")
     for variable in ("TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE"):
         monkeypatch.setenv(variable, "")
-    program("tpu-pods.md", "tpu")
+    program("accelerators.md", "tpu")
     assert "data 2 x stage 8 x tensor 4" in capsys.readouterr().out
 
 

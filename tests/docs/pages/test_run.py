@@ -16,7 +16,6 @@ OWN = {
     "README.md": "tests/docs/test_readme.py",
     "CONTRIBUTING.md": "tests/docs/test_contributing.py",
     "checkpoints.md": "tests/docs/guides/test_lessons.py",
-    "ahead.md": "tests/insight/forecast/test_ahead.py",
     "generation.md": "tests/docs/test_pages_run.py",
     "split.md": "tests/splitting/test_docs.py",
     "losses.md": "tests/docs/test_pages_run.py",
@@ -24,16 +23,15 @@ OWN = {
     "training.md": "tests/training/test_docs.py",
     "weights.md": "tests/docs/test_weights.py",
     "tutorial.ipynb": "tests/docs/guides/test_lessons.py",
+    "guides/accelerators.md": "tests/docs/guides/test_programs.py",
     "guides/debugging-a-hang.md": "tests/docs/guides/test_hangs.py",
     "guides/from-maxtext.md": "tests/docs/guides/test_programs.py",
     "guides/from-torch.md": "tests/docs/guides/test_programs.py",
-    "guides/gpus.md": "tests/docs/guides/test_programs.py",
     "guides/memory.md": "tests/docs/guides/test_lessons.py",
     "guides/precision.md": "tests/docs/guides/test_lessons.py",
     "guides/processes.md": "tests/docs/guides/test_processes.py",
     "guides/quickstart.md": "tests/docs/guides/test_lessons.py",
     "guides/slurm-kubernetes.md": "tests/docs/guides/test_clusters.py",
-    "guides/tpu-pods.md": "tests/docs/guides/test_programs.py",
 }
 RUNS = {"python", "console", "text", "toml", "json"}
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import doctest
 import functools
 import re
 import sys
@@ -571,17 +570,3 @@ def test_arrays_and_types_cannot_be_mixed():
         "stages[0] is made of types (jax.ShapeDtypeStruct), stages[1] of arrays; make all parts "
         "of a model by nnx.eval_shape, to describe and to compile, or none, to train"
     )
-
-
-# --- what the docs say ---
-
-
-@pytest.mark.slow
-def test_the_examples_run_as_printed():
-    page = Path(__file__).parents[3] / "docs" / "ahead.md"
-    text = page.read_text(encoding="utf-8")
-    examples = doctest.DocTestParser().get_doctest(text, {}, page.name, str(page), 0)
-    assert len(examples.examples) >= 15
-    said: list[str] = []
-    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(examples, out=said.append)
-    assert "".join(said) == ""
