@@ -28,7 +28,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the table in docs/zoo.md.
+    """One row of the table in docs/split.md.
 
     Attributes:
       name: Row of the table.

@@ -1,4 +1,4 @@
-"""docs/zoo.md has a row for every model of the lane, with the lines of glue as they are counted."""
+"""docs/split.md has a row for every model of the lane, with the lines of glue as they are counted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.zoo.test_zoo import ENTRIES
 
-PAGE = (Path(__file__).parents[2] / "docs" / "zoo.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "split.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| ([^|`]+) \| `([\w-]+)` ([\d.]+) \| (\d+) \| (\S+) \|", PAGE, re.MULTILINE)
 
 
