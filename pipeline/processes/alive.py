@@ -22,6 +22,7 @@ from pipeline.processes.names import write_at_once
 # Shares of `heartbeat`: from one sign to the next, and the silence after which a process is named.
 # jax's own call to a coordinator that does not answer fails after half of it.
 PAUSE, SILENT, UNREACHED = 0.05, 0.45, 0.35
+AGAIN = 0.02  # seconds to the next connection after one that ended at once
 COUNTS, LOST = "alive/count", "alive/lost"
 REMEDY = "Start the job again: with checkpoints it goes on from the last one"
 
@@ -72,6 +73,7 @@ class Signs:
         A connection ends without that too: gRPC closes one on which nobody speaks.
         """
         while not self._over.is_set():
+            began = time.monotonic()
             try:
                 with socket.create_connection(self._here.address, self._heartbeat) as connection:
                     connection.settimeout(None)
@@ -81,10 +83,11 @@ class Signs:
                 if jax.distributed.is_initialized() and not self._over.is_set():
                     self._say_gone("has ended: see what it wrote last. jax ends this process too")
                 return
-            except ConnectionResetError:
-                continue
-            except OSError:  # out of reach, which `_run` sees
-                self._over.wait(PAUSE * self._heartbeat)
+            except OSError:  # closed; or out of reach, which `_run` sees
+                pass
+            # At once after a long connection, so that the line comes before jax ends this process.
+            if time.monotonic() - began < 1:
+                self._over.wait(AGAIN)
 
     def turn(self, count: int, now: float) -> None:
         """Give a sign, and look whose is missing.
