@@ -68,6 +68,7 @@ html_title = "shardpipe"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["timetables.js"]
+html_search_scorer = str(ROOT / "docs" / "_ext" / "scorer.js")
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {

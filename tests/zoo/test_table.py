@@ -1,4 +1,4 @@
-"""docs/split.md has a row for every model of the lane, with the lines of glue as they are counted."""
+"""docs/split.md has a row for every model of the lane, with the lines of glue as counted."""
 
 from __future__ import annotations
 
