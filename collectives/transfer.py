@@ -6,7 +6,7 @@ devices of both meshes, which all their processes call in one order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import jax
@@ -22,8 +22,8 @@ Tree = Any  # a pytree of arrays
 
 def shards_of(x: jax.Array) -> dict[Any, jax.Array]:
     """The shards of an array that this process holds, by device."""
-    # What jax.device_put makes of a jax.Array for several processes has no `addressable_shards` in
-    # a process of one device (jax 0.10.2).
+    # In a process of one device an array that jax.device_put has made of a jax.Array for several
+    # processes has no `addressable_shards` (jax 0.10.2).
     if len(x.sharding.addressable_devices) == 1:
         return dict.fromkeys(x.sharding.addressable_devices, x.addressable_data(0))
     return {shard.device: shard.data for shard in x.addressable_shards}
@@ -32,7 +32,7 @@ def shards_of(x: jax.Array) -> dict[Any, jax.Array]:
 def from_shards(
     shape: tuple[int, ...], sharding: NamedSharding, shards: Mapping[Any, jax.Array]
 ) -> jax.Array:
-    """An array on those devices of a sharding that this process holds; by device, its shards."""
+    """Make an array from the shards that this process holds, by device."""
     local_shards = [shards[device] for device in sharding.mesh.devices.flat if device in shards]
     return jax.make_array_from_single_device_arrays(shape, sharding, local_shards)
 
@@ -48,14 +48,13 @@ class Exchange:
     """A message between meshes of several processes, by one ppermute.
 
     Each device of both meshes takes part: one of the source with its value, one of the target with
-    zeros, which nobody receives.
+    zeros, which are not received.
 
     Args:
       source: the mesh that sends; it has one entry on ``stage``.
       target: the mesh that receives, of the same shape.
-      types: of the value that each device sends, a tree.
-      received: the types of the arrays that these make on ``target``, with a leading axis that
-        tells devices apart.
+      types: the types of the value on each device, a tree.
+      received: the types of the arrays on ``target``, with a leading axis over devices.
     """
 
     def __init__(self, source: Mesh, target: Mesh, types: Tree, received: Tree) -> None:
@@ -78,18 +77,18 @@ class Exchange:
             return [jax.lax.ppermute(x, STAGE, [(0, 1)]) for x in values]
 
         run = jax.shard_map(exchange, mesh=both, in_specs=spec, out_specs=spec)
-        self._lowered = jax.jit(run).lower(self._sent)
-        self._run: Callable[[list[jax.Array]], list[jax.Array]]
+        self._run: Any = jax.jit(run).lower(self._sent)
 
     def compile(self) -> Exchange:
-        """The message, which can be called."""
-        self._run = self._lowered.compile()
+        """Compile the collective; returns this message."""
+        self._run = self._run.compile()
         return self
 
     def __call__(self, value: Tree | None) -> Tree | None:
-        """The value on the target's devices.
+        """Send a value; returns it on the target's devices.
 
-        None in a process that holds none of them; ``value`` is None where none sends.
+        A process without devices of the source passes None; one without devices of the target gets
+        None.
         """
         held = [{}] * len(self._sent) if value is None else map(shards_of, jax.tree.leaves(value))
         shards = [zeros | mine for zeros, mine in zip(self._zeros, held, strict=True)]

@@ -561,7 +561,7 @@ class Pipeline(nnx.Module):
                 if plan.stage_meshes is None:
                     runtime.train.trace(plan, model, weights, batch)
                 else:
-                    plan.entries.trace_ranks(plan, model, weights, batch)
+                    plan.entries.trace_train(plan, model, weights, batch)
         for one in caught:
             if not issubclass(one.category, ModelWarning):
                 warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)

@@ -1,4 +1,4 @@
-"""Names of processes: variables that say which one this is, and texts that say which are meant."""
+"""Names of processes, in variables and in texts; and lines that a process writes at once."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def text_of_processes(who: Sequence[int]) -> str:
 
 
 def write_at_once(text: str) -> None:
-    """Write a line to standard error, whatever the interpreter does: from handlers and threads."""
+    """Write a line to standard error without Python's buffers and locks, as handlers need it."""
     os.write(2, f"{text}\n".encode())

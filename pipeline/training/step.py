@@ -185,8 +185,8 @@ class Step:
         self._waits = len(places) > 1 and all(d.platform == "cpu" for d in places)
         self._carry = self._replicated(_start(loss_scale))
         # With `stage_meshes` the arrays are on several meshes: programs for each.
-        meshes = {frozenset(p.device_set) for p in jax.tree.leaves(_shardings(state))}
-        self._by_mesh = len(meshes) > 1
+        device_sets = {frozenset(p.device_set) for p in jax.tree.leaves(_shardings(state))}
+        self._by_mesh = len(device_sets) > 1
         jit: Any = ByMesh if self._by_mesh else jax.jit
         weights = nnx.state(model, optimizer.wrt)
         self._places_of_weights = _shardings(weights)
@@ -449,8 +449,8 @@ class Step:
         return jax.jit(lambda: tree, out_shardings=self._everywhere)()
 
     def _laid(self, function: Any, weights: Tree) -> Tree:
-        """The result of a function of the weights, laid out as they are."""
-        places = self._places_of_weights
+        """The result of a function of weights, laid out as they are."""
+        places = _shardings(weights)
         if not self._by_mesh:
             return jax.jit(function, out_shardings=places)(weights)
         return ByMesh(lambda x: jax.lax.with_sharding_constraint(function(x), places))(weights)

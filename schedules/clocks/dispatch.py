@@ -2,8 +2,9 @@
 
 A message between two processes is a call that both make, and that ends for neither before both have
 made it. So two processes that make the same calls in different orders may wait for each other for
-ever. Letters as in `schedules.core.action`, A as in `schedules.core.flat`. Kinds of values are
-those of `schedules.lowering.kinds`.
+ever. `calls_of` adds the values that each call reads and writes. Letters as in
+`schedules.core.action`, A as in `schedules.core.flat`, kinds of values as in
+`schedules.lowering.kinds`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ Value = tuple[str, int, int]  # its kind, the stage that reads it, its microbatc
 
 @dataclass(frozen=True)
 class Work:
-    """What the stages of a timetable compute, and the values that their actions pass on.
+    """The kinds of actions that each stage runs, and the values that pass between them.
 
     Attributes:
       kinds: [K] the kinds of actions that compute anything.
@@ -117,10 +118,10 @@ class Dispatch:
     """An action, and its values.
 
     Attributes:
-      action: it.
+      action: the action.
       rank: the rank that runs it.
-      reads: by kind, a value that it reads, and whether no later action reads it.
-      writes: by kind, a value that it writes.
+      reads: the values that it reads, by kind, each with whether this action is the last reader.
+      writes: the values that it writes, by kind.
     """
 
     action: Action
@@ -130,7 +131,7 @@ class Dispatch:
 
     @property
     def ranks(self) -> tuple[int]:
-        """The ranks whose processes call it, as of `Send`."""
+        """The ranks whose processes make this call; `Send` has the same attribute."""
         return (self.rank,)
 
 
@@ -140,7 +141,7 @@ class Send:
 
     Attributes:
       ranks: the rank that sends, and the one that receives.
-      value: what it sends.
+      value: the value that is sent.
     """
 
     ranks: tuple[int, int]
@@ -155,7 +156,7 @@ def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
 
     Args:
       schedule: a legal schedule.
-      work: of its stages.
+      work: the work of its stages.
     """
     calls = [
         call

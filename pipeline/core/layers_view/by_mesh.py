@@ -269,7 +269,7 @@ class _Program:
 
 
 def _inlined(closed: Any, types: Sequence[ShapedArray], *, conds: bool) -> Any:
-    """A jaxpr as `_run_inline` runs it, whose results have memory of their own."""
+    """Trace `_run_inline` of a jaxpr; each result has memory of its own."""
 
     def run(*values: Any) -> list[Any]:
         return _distinct(_run_inline(closed.jaxpr, closed.consts, values, conds=conds))

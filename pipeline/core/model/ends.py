@@ -76,7 +76,7 @@ def parts_of(state: Tree) -> list[str]:
 
 
 def stages_of_ends(state: Tree, last: int) -> list[int]:
-    """By leaf of the ends' state the stage on whose rank it is; ``last`` is the last stage."""
+    """The stage on whose rank each leaf of the ends' state is; ``last`` is the last stage."""
     return [0 if part == "embed" else last for part in parts_of(state)]
 
 

@@ -138,7 +138,7 @@ class Plan(Options):
         return self.mesh
 
     def home_at(self, path: Sequence[Any]) -> Mesh:
-        """As `mesh_at`, with the axis types that state has."""
+        """The mesh of a variable, with the axis types of the pipeline's state."""
         return self.home if self.stage_meshes is None else self.mesh_at(path)
 
     def mesh_of_stage(self, stage: int) -> Mesh:

@@ -30,7 +30,7 @@ def distribute(x: Any, sharding: Sharding, *, compare: bool = True) -> jax.Array
 
 
 def placed_on(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """An array with a sharding; not copied if it has it already."""
+    """Place an array with a sharding; no copy if it has that sharding."""
     is_array = isinstance(leaf, jax.Array)
     is_there = is_array and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     return leaf if is_there else distribute(leaf, sharding, compare=False)

@@ -38,8 +38,8 @@ def mesh_in_force() -> Any:
     return None if mesh.empty or mesh.manual_axes else mesh
 
 
-def check_no_mesh_in_force() -> None:
-    """Raise ValueError where programs of ranks are called under `jax.set_mesh`."""
+def check_no_mesh_for_programs() -> None:
+    """Raise ValueError if `jax.set_mesh` is in force, where programs of ranks cannot run."""
     if (here := mesh_in_force()) is not None:
         raise ValueError(
             f"engine='programs' under jax.set_mesh, of a mesh of {mesh_text(here)}: each rank's "

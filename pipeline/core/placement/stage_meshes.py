@@ -104,17 +104,17 @@ def axes_of(axes: Axes, meshes: Sequence[Mesh]) -> list[Axes]:
     return [dataclasses.replace(axes, sizes=tuple(mesh.shape.values())) for mesh in meshes]
 
 
-def check_alike(sent: Tree, received: Tree, kind: str, stage: int) -> None:
+def check_parts_agree(sent: Tree, received: Tree, kind: str, stage: int) -> None:
     """Check that the devices of both ranks of a message have the same parts of it.
 
     Args:
       sent: types of its arrays on the rank that sends.
-      received: on the rank that receives.
+      received: types of its arrays on the rank that receives.
       kind: of the value, "operand" or "gradient".
       stage: the stage that reads it.
 
     Raises:
-      ValueError: they have others.
+      ValueError: the devices of the two ranks have different parts.
     """
     for a, b in zip(jax.tree.leaves(sent), jax.tree.leaves(received), strict=True):
         if (a.shape, a.sharding.spec) != (b.shape, b.sharding.spec):

@@ -7,7 +7,6 @@ rank.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,10 +50,10 @@ class JoinedFinish:
       results: of the step.
     """
 
-    def __init__(self, ranks: Sequence[Traced], results: Results, _: Any) -> None:
+    def __init__(self, ranks: Sequence[Traced], results: Results, _: Any = None) -> None:
         traced, self._operands = ranks[0], ranks[0].operands
-        given = traced.options.plan.mesh, traced.sums, results.of, results.specs
-        self._run = lower_finish(traced, *given).compile()
+        mesh = traced.options.plan.mesh
+        self._run = lower_finish(traced, mesh, traced.sums, results).compile()
 
     def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
         """By rank of this process the operands of a step; under None on the pipeline's mesh."""
@@ -96,17 +95,23 @@ class FinishByRank:
         self._common = [name for name in traced.sums if name not in traced.stages_of_sums]
         self._of_last = [name for name in ("loss", "weight") if name in traced.sums]
         self._add = jax.jit(lambda parts: jax.tree.map(lambda *x: sum(x), *parts))
-        self._finish, self._shardings = {}, {}
-        for rank, of in enumerate(ranks):
-            meshes, of_last = of.operands.meshes, {name: of.sums[name] for name in self._of_last}
-            own = functools.partial(self._only, rank)
-            results_of = lambda *given, own=own: own(results.of(*given))  # noqa: E731
-            given = meshes.ranks[rank], of.sums_on(rank) | of_last, results_of, own(results.specs)
-            self._finish[rank] = lower_finish(of, *given).compile()
-            sent = of.operands.sum_specs(of_last | {name: of.sums[name] for name in self._common})
-            to_rank = functools.partial(meshes.sharding, rank)
-            self._shardings[rank] = jax.tree.map(to_rank, sent)
+        self._finish = {rank: self._lower(rank, results).compile() for rank in range(len(ranks))}
+        self._shardings = [self._shardings_on(rank) for rank in range(len(ranks))]
         self._reads = {rank: self._operands_read(rank, compiled) for rank in self._finish}
+
+    def _lower(self, rank: int, results: Results) -> jax.stages.Lowered:
+        """The finish of a rank: the results that it holds."""
+        traced = self._ranks[rank]
+        sums = traced.sums_on(rank) | {name: traced.sums[name] for name in self._of_last}
+        of, specs = results.of, self._only(rank, results.specs)
+        own = Results(lambda *given: self._only(rank, of(*given)), specs, rank)
+        return lower_finish(traced, traced.operands.meshes.ranks[rank], sums, own)
+
+    def _shardings_on(self, rank: int) -> Any:
+        """The shardings of sums that come from other ranks."""
+        of = self._ranks[rank]
+        sums = {name: of.sums[name] for name in (*self._common, *self._of_last)}
+        return of.operands.meshes.shardings(rank, of.operands.sum_specs(sums))
 
     def _only(self, rank: int, tree: Tree) -> Tree:
         """A tree like the results without what is on other ranks."""
@@ -161,11 +166,7 @@ class FinishByRank:
 
 
 def lower_finish(
-    traced: Traced,
-    mesh: Mesh,
-    sums: dict[str, Leaves],
-    results: Callable[..., Any],
-    out_specs: Any,
+    traced: Traced, mesh: Mesh, sums: dict[str, Leaves], results: Results
 ) -> jax.stages.Lowered:
     """The program after the last action.
 
@@ -173,8 +174,7 @@ def lower_finish(
       traced: the model.
       mesh: of the pipeline, or of a rank that has its own.
       sums: the types of those that are given.
-      results: as of `Results`.
-      out_specs: the specs of what it makes.
+      results: of the step.
     """
     operands, plan = traced.operands, traced.options.plan
 
@@ -182,10 +182,10 @@ def lower_finish(
         weights, batch, _ = operands.of(leaves)
         step = traced.opened(weights, batch, drop_device_axis(factors))
         step.put(entering(given, sums))
-        return results(plan, step.inspected.local(), step.sums, weights)
+        return results.of(plan, step.inspected.local(), step.sums, weights)
 
     of_values = operands.meshes.value_specs((sums, traced.factors))
-    run = operands.sharded(finish, (operands.manual, *of_values), out_specs, mesh)
+    run = operands.sharded(finish, (operands.manual, *of_values), results.specs, mesh)
     factors = operands.meshes.value_types(traced.factors, mesh)
     types = operands.whole_types(mesh), operands.sum_types(sums, mesh), factors
     return without_warnings_of_donation(jax.jit(run, donate_argnums=1).trace(*types).lower)

@@ -120,7 +120,11 @@ class RankMeshes:
 
     def value_shardings(self, rank: int, types: Tree) -> Tree:
         """The shardings of these values on the devices of a rank."""
-        return jax.tree.map(lambda spec: self.sharding(rank, spec), self.value_specs(types))
+        return self.shardings(rank, self.value_specs(types))
+
+    def shardings(self, rank: int, specs: Tree) -> Tree:
+        """The shardings on the devices of a rank."""
+        return jax.tree.map(functools.partial(self.sharding, rank), specs)
 
     def join(self, trees: Iterable[Tree]) -> Tree:
         """The values of all ranks as one tree of arrays on the pipeline's mesh.

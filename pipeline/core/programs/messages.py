@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from collectives.places.homes import process_of
 from collectives.transfer import Exchange, from_shards, shards_of
 from pipeline.base.tree import Tree
-from pipeline.core.placement.stage_meshes import check_alike
+from pipeline.core.placement.stage_meshes import check_parts_agree
 from pipeline.core.programs.meshes import RankMeshes
 from pipeline.core.programs.traced import Traced
 
@@ -44,7 +44,7 @@ def lower_message(
     ends = meshes.devices(source), meshes.devices(target)
     if of_source is not of_target:  # within one process
         sent = of_source.operands.meshes.value_types(getattr(of_source.stages[stage], kind))
-        check_alike(sent, meshes.value_types(types), kind, stage)
+        check_parts_agree(sent, meshes.value_types(types), kind, stage)
     elif any(process_of(a) != process_of(b) for a, b in zip(*ends, strict=True)):
         on_target = meshes.value_types(types, meshes.ranks[target])
         return Exchange(meshes.ranks[source], meshes.ranks[target], types, on_target).compile

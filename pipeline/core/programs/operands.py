@@ -1,4 +1,4 @@
-"""The operands of a step: the list of arrays that each of its programs is given."""
+"""The options and operands of a step; each program gets the operands as one list of arrays."""
 
 from __future__ import annotations
 

@@ -25,12 +25,13 @@ from pipeline.base.tree import Tree, blank, vary_like
 from pipeline.core.programs.meshes import add_device_axis, drop_device_axis
 from pipeline.core.programs.operands import Operands
 from pipeline.core.programs.traced import (
-    ActionValues,
     OpenStep,
     Traced,
     first_loss,
     whole_loss,
 )
+from pipeline.core.step.stores.store import ActionValues
+from schedules.clocks.dispatch import Work
 from schedules.lowering.kinds import VALUE_KINDS
 from schedules.lowering.program import Op
 
@@ -73,9 +74,9 @@ class RankProgram:
 
     @functools.cached_property
     def _shared(self) -> jax.stages.Lowered | None:
-        """Lowered once for all ranks; None if JAX lowers it for devices alone.
+        """The function, lowered once for all ranks; None where JAX must lower it for given devices.
 
-        So it does what holds callbacks, and what has no results, whose devices nothing else tells.
+        It must if it has callbacks, or no results, so that no sharding names its devices.
         """
         if not jax.tree.leaves(self.results):
             return None
@@ -123,7 +124,9 @@ def begin_program(traced: Traced, names: Sequence[str]) -> RankProgram:
     return RankProgram(operands, begin, (operands.manual,), (operands.types,), out_specs, results)
 
 
-def action_program(traced: Traced, op: Op, stage: int, names: Sequence[str]) -> RankProgram:
+def action_program(
+    traced: Traced, op: Op, stage: int, names: Sequence[str], work: Work
+) -> RankProgram:
     """The program of an action, the same for all stages that are alike.
 
     ``(sums, values, microbatch, operands, factors)`` to ``(sums, values)``: the sums that it adds
@@ -134,9 +137,9 @@ def action_program(traced: Traced, op: Op, stage: int, names: Sequence[str]) -> 
       op: the action.
       stage: of the stage.
       names: of the sums that it adds to.
+      work: of the step.
     """
-    operands, types, work = traced.operands, traced.stages[stage], traced.work
-    meshes = operands.meshes
+    operands, types, meshes = traced.operands, traced.stages[stage], traced.operands.meshes
     message = types.gradient if op.kind == "F" else types.operand
     types_of = {"stash": types.stash, "crossing": types.crossing}
     given = types_of | {"operand": types.operand, "gradient": types.gradient}

@@ -21,7 +21,7 @@ from pipeline.core.programs.finish import FinishByRank, JoinedFinish, Results
 from pipeline.core.programs.messages import lower_message
 from pipeline.core.programs.operands import StepInputs, StepOptions
 from pipeline.core.programs.program import RankProgram, action_program, begin_program
-from pipeline.core.programs.traced import trace_ranks
+from pipeline.core.programs.traced import trace_ranks, work_of
 from pipeline.core.step.run.places import StepRequest
 from pipeline.core.step.share import share_of
 from schedules.clocks.dispatch import Send, Value, calls_of
@@ -41,8 +41,8 @@ class StepPrograms:
       schedule: the orders of ranks.
       ranks: [S] the model of each rank, the same of ranks whose meshes are alike.
       order: the calls of this process, in order.
-      compiled: the functions that they call: of ("begin", rank), of (kind of action, stage), and of
-        (kind of value, stage that reads it) for messages.
+      compiled: the functions that they call, by ("begin", rank), (kind of action, stage) and, for
+        messages, (kind of value, stage that reads it).
       ratio: forward actions that run before the step, if it needs the share of its loss.
     """
 
@@ -69,7 +69,8 @@ class StepPrograms:
         self.schedule = options.schedule
         self.meshes = self.ranks[0].operands.meshes
         local = set(self.meshes.local_ranks)
-        calls = calls_of(self.schedule, self.ranks[0].work)
+        self._work = work_of(self.ranks)
+        calls = calls_of(self.schedule, self._work)
         self.order = [one for one in calls if local & set(one.ranks)]
         # By kind and stage of an action, the names of the sums that it adds to.
         self._sums: dict[tuple[str, int], tuple[str, ...]] = {}
@@ -83,37 +84,40 @@ class StepPrograms:
         """The functions of this process's ranks, compiled by as many threads as there are cores."""
         programs: dict[Any, RankProgram] = {}
         lowered: dict[Any, Callable[[], Any]] = {}
-        keys: dict[tuple[str, int], Any] = {}  # in `lowered`
+        key_of: dict[tuple[str, int], Any] = {}  # by name, the key in `lowered`
 
-        def add(name: tuple[str, int], rank: int, make: Any, *key: Any) -> None:
+        def add(name: tuple[str, int], rank: int, key: Any, make: Any, *given: Any) -> None:
             if key not in programs:
-                programs[key] = make(*key)
+                programs[key] = make(*given)
             if (key, rank) not in lowered:
                 lowered[key, rank] = programs[key].lower(rank)
-            keys[name] = key, rank
+            key_of[name] = key, rank
 
         # JAX traces and lowers here, in one thread; XLA compiles in several.
         for rank in self.meshes.local_ranks:
             traced = self.ranks[rank]
-            add(("begin", rank), rank, begin_program, traced, tuple(traced.sums_on(rank)))
+            names = tuple(traced.sums_on(rank))
+            add(("begin", rank), rank, (traced, names), begin_program, traced, names)
         for one in self.order:
             if isinstance(one, Send):
                 (source, target), (kind, stage, _) = one.ranks, one.value
-                key = source, target, kind, self.ranks[target].stages[stage].representative
-                if key not in lowered:
-                    lowered[key] = lower_message(self.ranks, source, target, kind, stage)
-                keys[kind, stage] = key
+                like = self.ranks[target].stages[stage].representative
+                key_of[kind, stage] = source, target, kind, like
+                if key_of[kind, stage] not in lowered:
+                    message = lower_message(self.ranks, source, target, kind, stage)
+                    lowered[key_of[kind, stage]] = message
                 continue
             stage, kind, _ = one.action
-            if (kind, stage) not in keys:
+            if (kind, stage) not in key_of:
                 traced, op = self.ranks[one.rank], self.ranks[one.rank].options.op(kind, stage)
                 names = self._sums[kind, stage] = traced.sums_of(op, one.rank)
                 like = traced.stages[stage].representative
-                add((kind, stage), one.rank, action_program, traced, op, like, names)
+                key = traced, op, like, names
+                add((kind, stage), one.rank, key, action_program, *key, self._work)
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             compiled = threads.map(lambda run: run(), lowered.values())
             functions = dict(zip(lowered, compiled, strict=True))
-        return {name: functions[key] for name, key in keys.items()}
+        return {name: functions[key] for name, key in key_of.items()}
 
     def __call__(self, weights: Weights, batch: Batch, given: StepInputs) -> Any:
         """Run the step: each program waits for its data, and this call for no result.
@@ -149,7 +153,7 @@ class StepPrograms:
 
 def _of_outputs(options: StepOptions, weights: Weights, batch: Batch) -> StepPrograms:
     """Forward actions alone, for the share of a microbatch's loss and the mean."""
-    model = replace(options.model, has_aux=None if options.model.has_aux else options.model.has_aux)
+    model = replace(options.model, has_aux=options.model.has_aux and None)
     forward = StepOptions(options.plan, model, StepRequest(training=False, take_loss=True))
     results = lambda plan, _, sums, __: share_of(sums, plan)  # noqa: E731
     last = options.plan.schedule.num_stages - 1

@@ -19,7 +19,7 @@ from pipeline.core.model.ends import stages_of_ends
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.compiled import FunctionKey
 from pipeline.core.options.plan import Plan
-from pipeline.core.placement.meshes import check_no_mesh_in_force
+from pipeline.core.placement.meshes import check_no_mesh_for_programs
 from pipeline.core.placement.zero import constrain
 from pipeline.core.programs.finish import Results
 from pipeline.core.programs.operands import StepInputs, StepOptions
@@ -126,7 +126,7 @@ def evaluate(
 def outputs(
     plan: Plan, model: Model, weights: Weights, batch: Batch, *, logprobs: bool = False
 ) -> Any:
-    """As `pipeline.core.step.runtime.outputs`; or with ``logprobs`` as that function."""
+    """Outputs as `pipeline.core.step.runtime.outputs`, or log-probabilities with ``logprobs``."""
     request = StepRequest(training=False, take_loss=False, logprobs=logprobs)
     results = lambda plan, _, sums: outputs_of(sums, plan)  # noqa: E731
     return _infer(plan, model, weights, batch, request, results, plan.axes.output_spec)
@@ -180,11 +180,10 @@ def _programs(
     operands = weights, batch, given
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
         raise ValueError(_TRACED)
-    check_no_mesh_in_force()
-    request = dataclasses.astuple(options.request)
+    check_no_mesh_for_programs()
     depends_on = {
         "types": signature(operands),
-        "kind": (*request, options.counts, options.normalise),
+        "kind": (*dataclasses.astuple(options.request), options.counts, options.normalise),
         "context": trace_context(),
     }
     key = FunctionKey(options.plan, name, options.model, frozenset(depends_on.items()))

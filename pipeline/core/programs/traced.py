@@ -8,8 +8,7 @@ that pass between programs.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +26,14 @@ from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.calls.rank import LossScale
 from pipeline.core.step.inspect import Inspected, inspect
 from pipeline.core.step.ranks import make_rank
-from pipeline.core.step.run.actions import Actions, sums_of
+from pipeline.core.step.run.actions import Actions, sums_of_action
 from pipeline.core.step.run.grouped import own_totals
 from pipeline.core.step.run.places import StepPlaces, make_sums
 from pipeline.core.step.runtime import NOTHING_TO_GATHER, loss_scale
 from pipeline.core.step.share import find_share
 from pipeline.core.step.stores.device import check_no_host
 from pipeline.core.step.stores.slices import WholeSequences
-from pipeline.core.step.stores.store import Row, Stores
+from pipeline.core.step.stores.store import ActionValues
 from pipeline.core.step.stores.totals import StepSums
 from schedules.clocks.dispatch import Work
 from schedules.lowering.program import Op
@@ -94,12 +93,6 @@ class Traced:
         """The options of the step."""
         return self.operands.options
 
-    @functools.cached_property
-    def work(self) -> Work:
-        """The kinds of actions that compute anything, and the values that pass between them."""
-        kinds, sends = [of.actions for of in self.stages], [of.sends for of in self.stages]
-        return Work(kinds, sends, self.options.keeps_residuals)
-
     def sums_on(self, rank: int) -> dict[str, Leaves]:
         """The types of the sums that a rank has, by name."""
         placement, stages = self.options.schedule.placement, self.stages_of_sums
@@ -113,7 +106,7 @@ class Traced:
         """The names of the sums that an action of a rank may add to, or of state that it writes."""
         names = [name for name, types in self.sums_on(rank).items() if types]
         training = self.options.request.training
-        return sums_of(op, names, self.inspected.rank.facts, training=training)
+        return sums_of_action(op, names, self.inspected.rank.facts, training=training)
 
     def on_rank(self, weights: Weights, batch: Batch, loss: LossScale) -> Inspected:
         """The model on a rank's arrays, in another trace."""
@@ -199,22 +192,6 @@ class OpenStep:
                 halves = local.split_backward(residuals)
         places = StepPlaces(sums, stores, residuals, halves)
         return Actions(local, options.request, places, WholeSequences())
-
-
-class ActionValues(Stores):
-    """The values of one action: it reads the arguments of its program, and returns what it writes.
-
-    Args:
-      values: that it reads, by kind. The last stage's output is where others have a gradient.
-    """
-
-    def __init__(self, values: Mapping[str, Tree]) -> None:
-        super().__init__({kind: [value] for kind, value in values.items()}, {})
-        self.written: dict[str, Tree] = {}
-
-    def write(self, kind: str, op: Op, row: Row, value: Tree) -> None:  # noqa: ARG002
-        """Return a value of a kind."""
-        self.written[kind] = value
 
 
 def trace_ranks(
@@ -349,3 +326,11 @@ def _stages(step: OpenStep) -> tuple[list[StageTypes], tuple[str, ...]]:
     if options.request.training and options.plan.remat == "gathered" and not gathers:
         warn_once(NOTHING_TO_GATHER, options.plan.compiled.warned, "gathered")
     return stages, tuple(dict.fromkeys(unsplit))
+
+
+def work_of(ranks: Sequence[Traced]) -> Work:
+    """The work of a step; each stage's entry comes from the trace of its own rank."""
+    options = ranks[0].options
+    stages = [ranks[rank].stages[k] for k, rank in enumerate(options.schedule.placement)]
+    kinds = [stage.actions for stage in stages]
+    return Work(kinds, [stage.sends for stage in stages], options.keeps_residuals)

@@ -113,7 +113,7 @@ def of_outputs(local: LocalModel, plan: Plan) -> tuple[jax.Array, jax.Array]:
 
 
 def share_of(sums: StepSums, plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """Share and loss, of the sums of all forward actions."""
+    """The share and the mean loss, from the sums of all forward actions."""
     totals = totals_of(sums, plan)
     mean, share = mean_of(totals.loss, totals.weight)
     return share, mean

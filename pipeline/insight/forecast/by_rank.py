@@ -21,7 +21,7 @@ from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.programs import runtime
 from pipeline.core.programs.run import StepPrograms
-from pipeline.core.programs.traced import Traced
+from pipeline.core.programs.traced import Traced, work_of
 from pipeline.insight.forecast.ahead import check_optimizer
 from pipeline.insight.forecast.bytes import plural
 from pipeline.lint.placed import placed
@@ -130,7 +130,7 @@ def held_before_calls(
         types = ranks[schedule.placement[stage]].stages[stage]
         return sum(map(nbytes, jax.tree.leaves(getattr(types, kind))))
 
-    for one in calls_of(schedule, ranks[0].work):
+    for one in calls_of(schedule, work_of(ranks)):
         yield one, held
         if isinstance(one, Send):
             source, target = one.ranks

@@ -119,6 +119,43 @@ def test_steps_are_those_of_one_mesh(tx, options):
     assert_close(found[1], found[0])
 
 
+def test_it_is_checked():
+    assert unlike().check(*parity.batch()) == []
+
+
+class Counts(nnx.Variable):
+    """Declared state."""
+
+
+class Dividing(models.Block):
+    """A block that counts its calls where `tensor` divides it."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.count = Counts(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        if jax.lax.axis_size("tensor") > 1:
+            self.count[...] += 1
+        return super().__call__(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*tensor")
+def test_the_trace_of_a_rank_decides_what_its_stages_write():
+    pipe = Pipeline(
+        [Dividing(nnx.Rngs(k)) for k in range(2)],
+        4,
+        stage_meshes=meshes_of({"tensor": 1}, {"tensor": 2}),
+        engine="programs",
+        loss_fn=models.squares,
+        remat="stage",
+        state=Counts,
+    )
+    x = models.rows(16)
+    pipe.value_and_grad(x, x)
+    assert [int(stage.count[...]) for stage in pipe.stages()] == [0, 4]
+
+
 class Gated(models.Readout):
     """A head with a weight of one number, in a module that has the name of an end."""
 

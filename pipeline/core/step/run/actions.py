@@ -298,8 +298,10 @@ class Actions:
         return combine(types, floats, blank(others, axes))
 
 
-def sums_of(op: Op, names: Iterable[str], facts: Facts, *, training: bool) -> tuple[str, ...]:
-    """Those sums of a step, and declared state, that an action may add to or write.
+def sums_of_action(
+    op: Op, names: Iterable[str], facts: Facts, *, training: bool
+) -> tuple[str, ...]:
+    """The names of the sums and of declared state that an action may change.
 
     Args:
       op: the action.

@@ -88,3 +88,19 @@ class Stores:
         # Only an action that uses host memory needs its arrays in the loop around it.
         once = self.carried.at_most_once if op.host else at_most_once
         return once(wanted, action, otherwise)
+
+
+class ActionValues(Stores):
+    """The values of one action: it reads the arguments of its program, and returns what it writes.
+
+    Args:
+      values: that it reads, by kind. The last stage's output is where others have a gradient.
+    """
+
+    def __init__(self, values: Mapping[str, Tree]) -> None:
+        super().__init__({kind: [value] for kind, value in values.items()}, {})
+        self.written: dict[str, Tree] = {}
+
+    def write(self, kind: str, op: Op, row: Row, value: Tree) -> None:  # noqa: ARG002
+        """Return a value of a kind."""
+        self.written[kind] = value
