@@ -492,6 +492,7 @@ def compiled():
     logger.removeHandler(handler)
 
 
+@pytest.mark.slow
 def test_the_second_call_does_not_compile(compiled):
     pipe = make(Noisy, D=2)
     optimizer = nnx.Optimizer(pipe, optax.adam(1e-2), wrt=nnx.Param)

@@ -166,6 +166,7 @@ ERRORS = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("part", ["stages[0]", "stages[1]", "embed", "head", "loss_fn"])
 def test_an_error_says_which_part_raised_it(error, part):
@@ -233,6 +234,7 @@ def rule(error, where):
     return f
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(
     ("part", "said", "options"),

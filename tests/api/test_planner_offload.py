@@ -250,6 +250,7 @@ def sharded() -> Plans:
     return plan(**sizes, **options, chip="v6e")
 
 
+@pytest.mark.slow
 def test_without_a_pipeline_activations_are_offloaded_too(tmp_path):
     """Inputs, queries, keys, values and attention's results, as MaxText's recipes offload them."""
     plans = sharded()

@@ -374,6 +374,7 @@ class Normed(nnx.Module):
         return self.out(self.norm(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slices", [4, 8])
 def test_slices_of_one_position_are_those_of_a_whole_sequence(slices):
     """A dim of size 1 is not taken for that of positions (issue 52)."""

@@ -222,6 +222,7 @@ def test_a_loss_that_is_no_sum_over_positions_is_warned_of(function, primitive):
     )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "loss_fn",
     [
@@ -381,6 +382,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("way", "order", "slices"), CASES)
 def test_layers_of_this_library(way, order, slices):
     if slices:  # a stage of one's own needs call_slice, which attention has
@@ -396,6 +398,7 @@ def test_layers_of_this_library(way, order, slices):
 LATENT = LatentConfig(query_rank=8, rank=8, nope=4, rope=4, value=4)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("context", "more", "chunks"),
     [

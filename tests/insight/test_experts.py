@@ -25,6 +25,7 @@ from tests.support.close import assert_close
 STATE = {"state": ExpertState, "after_step": advance_experts}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("E", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_described_bytes_of_a_rank_are_its_part_of_the_experts(E):
     pipe = piped(2, 2, (2, E, 1), {})

@@ -177,6 +177,7 @@ def idle(batch: Any = None, kind: Any = None, **sizes: int) -> list[str]:
     return [str(one.message) for one in caught]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("axis", "spec", "hint"),
     [
@@ -203,6 +204,7 @@ class UsesAxis(nnx.Module):
         return jax.lax.psum(x, "dp") / 2
 
 
+@pytest.mark.slow
 def test_axes_with_a_role_are_passed_over():
     assert idle(batch=P("dp"), dp=2) == []
     assert idle(dp=1) == []

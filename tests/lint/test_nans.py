@@ -80,6 +80,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     ["value_and_grad", *(pytest.param(w, marks=pytest.mark.slow) for w in WAYS if w[0] != "v")],
@@ -195,6 +196,7 @@ class Nested(Block):
         return super().__call__(jax.lax.scan(body, x, jnp.arange(2))[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "remat"),
     [("zb_v", None), pytest.param("interleaved_1f1b", "stage", marks=pytest.mark.slow)],

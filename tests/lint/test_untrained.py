@@ -47,6 +47,7 @@ def plain_loss(model):
     return model.loss_fn(x if model.head is None else model.head(x), T)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tied", "K", "options"),
     [

@@ -100,6 +100,7 @@ def same(found: Any, expected: Any) -> None:
         assert_close(a, b)
 
 
+@pytest.mark.slow
 def test_stages_that_carry_a_state_in_slices_of_several_lengths():
     x, y = X[:, :8, :4], Y[:, :8, :4]
     scale = jnp.asarray(make.uniform(size=(ROWS, 1, 1)), jnp.float32)

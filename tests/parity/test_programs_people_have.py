@@ -199,6 +199,7 @@ SELDOM = [
 PROGRAMS = [*OFTEN, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SELDOM)]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("schedule", "remat"), plans())
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_a_program_has_the_gradients_of_the_plain_model(kind, schedule, remat):

@@ -47,6 +47,7 @@ def cases(grid, fast, slow):
     ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("kind", "schedule", "remat", "data_parallel", "data", "loss"), cases(GRID, FAST, SLOW)
 )

@@ -70,6 +70,7 @@ class Model(nnx.Module):
         return self.last(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_experts_of_a_model_run_on_their_ranks(skip):
     model = Model(Mixture, skip=skip)

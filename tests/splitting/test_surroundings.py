@@ -184,6 +184,7 @@ class Ruled(nnx.Module):
         return x + self.apply(self.make(SCALE.get()), self.up(x))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", RULES)
 def test_rules_of_derivatives_that_read_what_is_set_around_blocks(name):
     """Values are equal then, gradients are not (issue 38)."""

@@ -789,6 +789,7 @@ def test_a_pipelines_checkpoint_says_what_to_give_for_another_model(tmp_path: Pa
 # --- one run in a folder ---
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("way", ["made", "made by another path", "saves the same step"])
 def test_a_save_under_way_outlives_other_checkpoints_of_its_folder(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -818,6 +819,7 @@ def test_a_save_under_way_outlives_other_checkpoints_of_its_folder(
     np.testing.assert_array_equal(model.weight, Small(seed).weight)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("ends", ["while it saves", "after it", "by close"])
 def test_a_failed_save_is_told_if_nobody_waits(
     ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -847,6 +849,7 @@ def test_a_failed_save_is_told_if_nobody_waits(
     assert ("the checkpoint of step 1 could not be written to" in said) == (ends != "by close")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.parametrize("way", ["os.fork", "multiprocessing"])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")

@@ -278,6 +278,7 @@ def test_a_stuck_process_speaks_when_the_service_is_gone(
     assert ended == [70]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a new shape", "a new function"])
 def test_a_step_that_is_compiled_may_take_longer(
     kind: str, capfd: pytest.CaptureFixture[str]

@@ -177,6 +177,7 @@ def test_a_run_that_starts_from_a_checkpoint(vocabulary, tmp_path, monkeypatch):
     assert len(continue_prompt(model, tokens, length=5, temperature=0)) == 8
 
 
+@pytest.mark.slow
 def test_a_configuration_without_a_pipeline(path):
     config = Config.from_dict(
         {
@@ -327,6 +328,7 @@ def small_path(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a pipeline", "a module"])
 def test_a_mean_of_bfloat16_weights_is_evaluated(kind, small_path, capsys):
     """Issue 52: the float32 mean was refused as that of another model."""
@@ -342,6 +344,7 @@ def test_a_mean_of_bfloat16_weights_is_evaluated(kind, small_path, capsys):
     assert capsys.readouterr().out == printed
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("setting", "fault"),
     [
@@ -367,6 +370,7 @@ def test_the_configuration_of_a_run_is_one_that_ran(setting, fault, small_path, 
     assert (small_path.parent / "out/config.json").read_text() == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "pad"), [(signal.SIGTERM, "false"), (getattr(signal, "SIGHUP", 1), "true")]
 )
@@ -404,6 +408,7 @@ def test_there_is_nothing_to_read(path, command, capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_run_prints_where_the_time_of_a_step_goes(small_path, capsys):
     """Issue 52: `train --measure` ends with the table of `Pipeline.measure`."""
     assert cli.main(["train", "--config", str(small_path), "--measure"]) == 0

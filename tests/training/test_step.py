@@ -302,6 +302,7 @@ class Around(nnx.Module):
         return 2 * self.pipe.loss(x, t)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", [False, True])
 def test_an_update_of_several_calls_moves_state_once(around):
     """Issue 52: `after_step` ran in every call, and state between two updates was ahead."""
@@ -323,6 +324,7 @@ def test_an_update_of_several_calls_moves_state_once(around):
     assert {int(n) for x in jax.tree.leaves(counts) for n in x} == {2 * 3}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_a_step_is_not_copied(way):
     """Issue 52: the copy's first call raised an AttributeError of JAX."""
@@ -340,6 +342,7 @@ def test_a_step_is_not_copied(way):
         equal(step.ema, other.ema)
 
 
+@pytest.mark.slow
 def test_a_pipeline_without_jit_is_the_same():
     """Issue 52: JAX said that an eager shard_map cannot return a ref."""
 
@@ -368,6 +371,7 @@ def test_a_step_without_jit_is_the_same():
         assert_close(run(), compiled, tolerance=1e-5)
 
 
+@pytest.mark.slow
 def test_a_call_that_raises_is_no_call_of_its_update():
     """Issue 52: the update came one call early, or was lost."""
     step = Step(pipeline(), make_optimizer(pipeline(), optax.sgd(0.1)), accumulate=2)
@@ -546,6 +550,7 @@ def test_a_state_goes_on():
     )
 
 
+@pytest.mark.slow
 def test_arrays_are_given_away_unless_they_are_to_stay():
     for donate in (True, False):
         model = chain()

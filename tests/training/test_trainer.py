@@ -132,6 +132,7 @@ class Told:
         self.closed = True
 
 
+@pytest.mark.slow
 def test_a_run_tells_evaluates_and_saves():
     told, saves, seen = Told(), Memory(), []
     held_out = [
@@ -237,6 +238,7 @@ class Broken(Numbered):
         return super().__next__()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "again", [pytest.param("another process", marks=pytest.mark.slow), "the same trainer"]
 )
@@ -279,6 +281,7 @@ def test_a_save_that_failed_is_tried_again():
     assert [one[0] for one in kept.kept] == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back_evaluates_again():
     """Issue 52: the evaluation of the same step before it went back counted."""
     told, kept = Told(), Memory()
@@ -293,6 +296,7 @@ def test_a_run_that_goes_back_evaluates_again():
     assert [record["step"] for record in told.records if "eval_loss" in record] == [2, 2]
 
 
+@pytest.mark.slow
 def test_updates_that_are_told_of_do_not_end_the_next_run():
     """Issue 52: after a run had ended for two bad updates, the first bad one ended the next."""
     kept = Memory()

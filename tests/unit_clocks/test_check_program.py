@@ -118,6 +118,7 @@ def test_no_entry_of_a_table_can_change(name, keep, pattern):
     assert_no_entry_can_change(program, TABLES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["seq1f1b", "seq1f1b_zb"])
 def test_no_place_of_a_carry_can_change(name):
     """Carries of slices and their gradients lie where they are read (issue 41)."""
@@ -394,6 +395,7 @@ def reordered(draw) -> Schedule:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(reordered(), st.sampled_from(KEEPS))
 def test_what_check_passes_lowers_to_a_right_program(schedule, keep):

@@ -298,6 +298,7 @@ def test_inference(name, V):
         check_program(lower(built.forward(), delayed=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(reordered(), st.sampled_from(KEEPS))
 def test_what_check_passes_lowers_to_a_right_program(schedule, keep):

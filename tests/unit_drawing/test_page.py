@@ -343,6 +343,7 @@ def open_page(driver, tmp_path):
     assert {params["request"]["url"].split(":")[0] for params in sent} <= {"file", "data"}
 
 
+@pytest.mark.slow
 def test_the_whole_step_comes_first(open_page):
     page = open_page(ONE)
     assert page.view() == (0, ONE.makespan)
@@ -403,6 +404,7 @@ def test_every_wait_says_why_and_for_whom(open_page):
     assert {wait.cause for row in ONE.explain().waits for wait in row} >= {"fill", "communication"}
 
 
+@pytest.mark.slow
 def test_what_ranks_share_is_a_box_of_all_of_them(open_page):
     report = simulate(ONE.schedule, Costs(1, 1, 1, 0.5, head=2), shared=("head",))
     page = open_page(report)
@@ -424,6 +426,7 @@ def test_pointing_beside_the_rows_tells_nothing(open_page):
     assert page.tip() is None
 
 
+@pytest.mark.slow
 def test_zoom_by_button_wheel_and_key(open_page):
     page = open_page(ONE)
     whole = ONE.makespan
@@ -715,6 +718,7 @@ def test_the_policy_holds(open_page, driver):
     driver.get_log("browser")  # it complained, as it should
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("width", [320, 420, 1600])
 def test_nothing_sticks_out(open_page, width):
     page = open_page([ONE, CHUNKS], title="A rather long title " * 4)
@@ -751,6 +755,7 @@ def test_pairs_name_each_other(open_page):
     assert "overlapped pair" in page.texts("#legend")[0]
 
 
+@pytest.mark.slow
 def test_a_long_schedule_is_drawn_in_columns_and_boxes(open_page):
     report = simulate(build("gpipe", num_ranks=8, num_microbatches=3000))
     page = open_page(report)

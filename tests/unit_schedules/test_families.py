@@ -69,6 +69,7 @@ def test_other_sizes_are_refused_and_legal_ones_never(name):
             refusal(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", schedules.names())
 @pytest.mark.parametrize("num_chunks", [1, 2, *MORE_CHUNKS])
 def test_weight_gradients_accumulate_in_ascending_order(name, num_chunks):

@@ -130,6 +130,7 @@ def test_rounds_of_all_ranks_are_the_default_of_halves():
         assert made("interleaved_zb", S, V, n * S, S).orders == one.orders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GROUPED)
 def test_every_number_of_microbatches_is_legal_and_lowers(name, tmp_path):
     for S, V, M in itertools.product((2, 3, 4), (1, 2), range(1, 10)):
@@ -163,6 +164,7 @@ def test_weight_gradients_fill_more_than_right_after_their_input_gradients(S, V,
     assert max(simulate(check(with_weights_at_once(schedule))).idle) == at_once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("S", "V", "M", "idle", "searched"),
     [

@@ -29,6 +29,7 @@ def random_costs(rng: random.Random, S: int) -> Costs:
     return Costs(f, i, w, rng.choice((0, 0.1, 5)))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("unit", [1e-310, 1e-3, 1 / 7, 1 / 3, 60, 1000, 1e190])
 def test_a_plan_does_not_depend_on_the_unit_of_time(unit):
     """Rounding errors broke ties: with the last of these times .0023 was idle (issue 56)."""

@@ -135,6 +135,7 @@ def test_no_action_casts_weights(kinds: list[str], schedule: str, remat: Any) ->
     assert found[False] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kinds", "options"),

@@ -60,6 +60,7 @@ class Stage(nnx.Module):
         return y + x @ jax.nn.softmax(self.w[...])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(
     ("schedule", "remat"), [("zb_h1", None), ("1f1b", None), ("zb_h1", "stage")]

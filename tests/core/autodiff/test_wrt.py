@@ -197,6 +197,7 @@ def test_gradients_are_those_of_the_plain_model_and_zeros_of_what_is_frozen(wrt,
     assert_parity(pipe, filter_, pipe.value_and_grad(*batch()), lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrt", ["adapters", pytest.param("upper stages", marks=pytest.mark.slow)])
 def test_a_trainer_that_differentiates_the_loss_gets_the_same(wrt):
     pipe = make(WRT[wrt], S=2, schedule="1f1b")
@@ -444,6 +445,7 @@ class Quantized(nnx.Module):
         return models.unit(x + jnp.tanh(self.dropout(base) + self.adapter(x)))
 
 
+@pytest.mark.slow
 def test_adapters_beside_integers():
     stages = models.build(Quantized, 2)
     x = models.rows(ROWS)

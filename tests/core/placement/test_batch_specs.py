@@ -36,6 +36,7 @@ def extras():
 WHOLE = {"extras": {"mask": P(), "shift": P()}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "remat", "data"),
     [

@@ -38,6 +38,7 @@ def layers(pipe, tree):
     return pipe.to_layers(tree)["stages"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data_parallel", ["zero1", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fsdp", "none"))]
 )

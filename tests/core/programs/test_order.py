@@ -42,6 +42,7 @@ def dispatches(pipe: Pipeline) -> list[Dispatch]:
     return [one for one in programs_of(pipe).order if isinstance(one, Dispatch)]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("family", ["1f1b", "zb_v", "dualpipe_v"])
 def test_each_rank_has_its_order_and_no_action_comes_before_its_data(family):
     pipe = make(family)
@@ -103,6 +104,7 @@ class Wide(nnx.Module):
         return jnp.tanh(x @ self.up[...]) @ self.down[...]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "D", "V", "remat", "stashes"),
     [

@@ -169,6 +169,7 @@ def test_precision_is_a_part_of_a_program():
     assert len(pipe.plan.compiled.functions) == 2
 
 
+@pytest.mark.slow
 def test_a_trace_leaves_no_arrays_behind():
     with jax.checking_leaks():
         make(schedule="zb_h1", remat=None).value_and_grad(*rows())

@@ -171,6 +171,7 @@ def counted(outputs, targets):
     return models.cross_entropy(outputs, targets), {"rows": len(targets), "mean": outputs.mean()}
 
 
+@pytest.mark.slow
 def test_arrays_stay_and_results_are_their_own():
     """Every number stays on its rank, so nothing compiles again; no result is given away."""
     found = []

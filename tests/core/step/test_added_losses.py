@@ -213,6 +213,7 @@ def test_frozen_stages_before_all_that_is_trained_add_too():
             assert_close(g[...][1], same[1])
 
 
+@pytest.mark.slow
 def test_outputs_are_differentiated_as_of_a_plain_call():
     x, t = models.rows(ROWS), models.rows(ROWS, seed=1)
     stages = models.build(Scanned, 2)
@@ -352,6 +353,7 @@ def bare_gives(x, w):
     return y + 0.3 * added
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("loop", [in_scan, in_map, in_fori, in_checkpoint])
 @pytest.mark.parametrize(
     ("of", "plain"), [(gives, bare_gives), (closes_over, bare_closes_over)], ids=["gives", "closes"]

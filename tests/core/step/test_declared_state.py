@@ -442,6 +442,7 @@ class Counted(nnx.Module):
         return self.layer(x)
 
 
+@pytest.mark.few
 @pytest.mark.filterwarnings("ignore:the mesh axis")
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8])
 @pytest.mark.parametrize(

@@ -184,6 +184,7 @@ def test_keys_in_activations_inputs_targets_and_extras(options):
     models.assert_matches(pipe, pipe.value_and_grad(x, t, extras=extras), want)
 
 
+@pytest.mark.slow
 def test_keys_between_stages_that_are_not_alike():
     stages, x, t = [*models.build(Keyed, 1), Keyed(nnx.Rngs(9), more=True)], keyed(), keyed()
     pipe = Pipeline(stages, 4, loss_fn=squares_of_rows, mesh=make_mesh(stage=2))
@@ -191,6 +192,7 @@ def test_keys_between_stages_that_are_not_alike():
     models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", [pytest.param("threefry2x32", marks=pytest.mark.slow), "rbg"])
 def test_keys_as_outputs(impl):
     """Bits of an "rbg" key depend on what is drawn beside it in a `vmap`; keys do not."""

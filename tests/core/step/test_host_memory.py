@@ -61,6 +61,7 @@ def test_a_policy_that_offloads_is_refused(options):
     assert str(caught.value) == REFUSED
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "options",
     [

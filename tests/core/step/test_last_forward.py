@@ -40,6 +40,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("kind", "options", "free"), CASES)
 def test_a_last_forward_costs_nothing_where_it_computes_nothing(kind, options, free):
     """Issue 39: it was free also where a shared head reads it, and where it writes state."""

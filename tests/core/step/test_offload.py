@@ -400,6 +400,7 @@ def test_devices_are_asked_what_memory_they_have(platform, kinds, wanted):
     assert compat.has_host_memory([Device(platform, kinds)]) is wanted
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("offload", ["stash", 0.5])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_forward_derivatives_of_values_on_the_host_are_refused(offload, wrap):

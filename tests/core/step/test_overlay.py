@@ -47,6 +47,7 @@ def test_what_is_filled_in_is_read_again(given):
         assert sum(np.count_nonzero(x) for x in filled) == sum(x.size for x in values)
 
 
+@pytest.mark.slow
 @given(lists)
 def test_a_column_has_one_name(given):
     cells, _ = overlay(given)

@@ -58,6 +58,7 @@ def test_forked_streams_are_those_of_the_plain_stages(ranks):
         nnx.fork_rngs(pipe, split=3)
 
 
+@pytest.mark.slow
 def test_streams_of_stages_that_are_not_alike_cannot_be_forked():
     """Issue 38: what cannot be reached is refused, with what to do instead."""
     pipe = make([Noisy(nnx.Rngs(0)), nnx.Sequential(Noisy(nnx.Rngs(1)), Block(nnx.Rngs(2)))])
@@ -124,6 +125,7 @@ def test_plain_arrays(data_parallel):
     np.testing.assert_array_equal(found, stages[0].speed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [pytest.param({}, marks=pytest.mark.slow), {"remat": None, "schedule": "zb_h1"}],
@@ -317,6 +319,7 @@ class Deep(nnx.Module):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["stage", pytest.param(None, marks=pytest.mark.slow)])
 def test_layers_with_a_stream_each(remat):
     pipe = make(models.build(Deep, 2), remat=remat)

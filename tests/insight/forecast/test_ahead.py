@@ -114,6 +114,7 @@ def test_an_optimizer_of_types(option):
             assert a.get_value().sharding.is_equivalent_to(b.get_value().sharding, len(b.shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["zero1", slow("action")])
 def test_a_step_of_types_is_that_of_arrays(option):
     """To the letter of its StableHLO; also a step that the user wrote."""
@@ -148,6 +149,7 @@ def test_the_users_own_step_takes_the_same_memory(option):
     assert a.temp_size_in_bytes == pytest.approx(b.temp_size_in_bytes, rel=0.02)
 
 
+@pytest.mark.slow
 def test_three_compiled_steps_train():
     """A lowered step runs, and gives the plain model's losses."""
     pipe = pipeline("zero1", types=False)
@@ -446,6 +448,7 @@ def test_large_models_take_what_the_formula_says(name):
     assert found.gradients.casts == 2 * cut  # tables too, though rows are cast that are looked up
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["8B", slow("70B")])
 def test_the_planner_says_the_same_of_a_step(name):
     """Its arithmetic and the walk through the traced step agree, part by part."""

@@ -35,6 +35,7 @@ print(json.dumps([table.mean_error(), {name: one.ratio for name, one in ALL.item
 """
 
 
+@pytest.mark.slow
 def test_the_error_that_plans_state_is_that_of_published_steps() -> None:
     """The mean of 21, 20 of which are within 17%; 405B on v6e takes 1.6 times as long."""
     done = python("-c", CODE)

@@ -258,6 +258,7 @@ def test_a_forecast_that_fails_does_not_stop_the_step(monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_a_step_that_is_too_large_is_told_of_once():
     pipe, x = make("gpipe", remat=None, memory_limit=60_000_000)
     text = (
@@ -291,6 +292,7 @@ def test_what_would_help(family, M, limit, help_):
     assert text.endswith(f" bytes; {help_}")
 
 
+@pytest.mark.slow
 def test_nothing_would_help():
     pipe, _ = make("1f1b", memory_limit=1_000_000)
     one_row_each = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)

@@ -129,6 +129,7 @@ class Head(nnx.Module):
         return models.unit(x) @ self.w[...]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "remat", "head"),
     [

@@ -63,6 +63,7 @@ def places_of(pipe) -> tuple[int, int]:
     return values["operand"].device, values["stash"].device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "remat"),
     [

@@ -187,6 +187,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_the_plain_model_has_the_losses_of_the_report():
     (stages, embed, head), params = made("Et|tmL", 1, tied=True)
     inputs, targets, extras = batch("packed")
@@ -317,6 +318,7 @@ def test_what_lies_further_on():
     assert within(x, segments, 2)[0].tolist() == [True, False, False, False, False]
 
 
+@pytest.mark.slow
 def test_losses_that_do_not_fit():
     z, words = jnp.zeros((1, 4, 30)), jnp.zeros((1, 4), jnp.int32)
     outputs = {"logits": z, "ahead": (z,), "inside": (jnp.ones((1, 4), bool),)}

@@ -189,6 +189,7 @@ def test_any_number_of_microbatches_and_prompts_fed_at_once(M):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("V", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_stages_that_are_not_alike(V):
     """Caches of other names and sizes share storage, and each rank runs its own stage."""
@@ -277,6 +278,7 @@ def test_a_causal_model_without_caches_is_run_again(S, V, D, options):
     np.testing.assert_array_equal(found, plain(model, **drawn))
 
 
+@pytest.mark.slow
 def test_a_model_that_trains_is_evaluated_and_stays_as_it_is():
     pipe, *model = make(Causal, S=2)
     wanted = plain(model)
@@ -330,6 +332,7 @@ def test_the_share_that_may_be_drawn(vocabulary):
     np.testing.assert_array_equal(least, plain(model))
 
 
+@pytest.mark.slow
 def test_words_that_may_be_drawn():
     """Probabilities .5, .3, .15, .05: the fewest tokens that reach the share are kept."""
     logits = jnp.log(jnp.array([0.15, 0.5, 0.05, 0.3]))
@@ -424,6 +427,7 @@ class Forgetful(nnx.Module):
         return self.words[...][tokens] + self.places[...][: tokens.shape[1]][None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [5, 1])
 def test_positions_that_nobody_remembers(width):
     """Every token after the first would get position 0."""
@@ -491,6 +495,7 @@ class Mixed(Own):
         return self.experts(super().__call__(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drawn", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_rows_over_an_axis_that_stages_have_collectives_over(drawn):
     """All ranks of the axis stop together, so every collective of the last call is met."""

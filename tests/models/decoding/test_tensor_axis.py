@@ -116,6 +116,7 @@ class Words(nnx.Module):
         return z
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "gathers", "told"), [(None, False, 15), (WORDS, True, 30)])
 def test_logits_that_may_be_those_of_all_words(words, gathers, told):
     stages, embed, head = decoder([2, 2])

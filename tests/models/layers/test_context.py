@@ -95,6 +95,7 @@ FAST = {
 SLOW = covering(GRID, FAST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "way", "order", "name", "packed_rows"),
     [pytest.param(*case, marks=effort(case, FAST, SLOW)) for case in GRID],
@@ -148,6 +149,7 @@ def test_in_pieces_of_tensor(way):
     assert_close(plain(x), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "order"),
     [

@@ -144,6 +144,7 @@ class Nothing(nnx.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the mesh axis")
 def test_ranks_with_the_same_drop_the_same() -> None:
     """Else outputs would differ between them, which is refused."""

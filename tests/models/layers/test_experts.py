@@ -88,6 +88,7 @@ ROUTERS = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("router", ROUTERS, ids=str)
 def test_routers_choose_as_by_hand(router):
     bias = np.array([0.9, 0.0, 0.4, -0.3]) if router.scoring == "sigmoid" else np.zeros(4)
@@ -99,6 +100,7 @@ def test_routers_choose_as_by_hand(router):
     assert_close(found.shares.sum(-1), 1.0)
 
 
+@pytest.mark.slow
 def test_of_equal_scores_the_first_experts_are_chosen_and_weights_have_gradients():
     logits = jnp.zeros((3, 4))
     assert route(logits, Router(4, 2)).chosen.tolist() == [[0, 1]] * 3
@@ -153,6 +155,7 @@ def test_an_expert_without_tokens_has_no_gradient():
     assert all(jnp.any(grads["gate_up"][...][n]) for n in (1, 2, 3))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("all_here", [True, False])
 @pytest.mark.parametrize(("tokens", "experts", "size"), [(13, 3, 4), (3, 8, 4), (24, 2, 16)])
 def test_products_in_blocks_are_those_of_ragged_dot(tokens, experts, size, all_here, monkeypatch):
@@ -182,6 +185,7 @@ def test_products_in_blocks_are_those_of_ragged_dot(tokens, experts, size, all_h
     assert_close(values("cpu")[0], np.where(here[..., None], wanted + 0.5, 0))
 
 
+@pytest.mark.slow
 def test_shared_experts_are_added_to_what_was_chosen():
     moe = made(shared_hidden=10, shared_gate=True)
     gate = jax.nn.sigmoid(X @ moe.shared_gate[...])
@@ -230,6 +234,7 @@ RANKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -322,6 +327,7 @@ def test_losses_are_those_written_out():
     assert with_losses(lambda m, x: m(x))(moe, x)[1] == 0
 
 
+@pytest.mark.slow
 def test_the_balance_of_experts_that_get_the_same_is_one():
     moe = made(balance_weight=1.0)
     moe.router_weight.set_value(jnp.zeros((D, E)))
@@ -411,6 +417,7 @@ def test_experts_in_stages_are_those_of_the_plain_model(request, case):
     assert models.distance(models.by_stage(pipe, grads), want_grads) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "remat", "M"),
     [
@@ -471,6 +478,7 @@ def test_loads_of_the_batch_itself_come_from_a_forward_pass():
 # ---- bad input ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -572,6 +580,7 @@ def test_ragged_is_refused_where_the_platform_lacks_it():
     )
 
 
+@pytest.mark.slow
 def test_inputs_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"^x is int32\[2\]: experts compute in the dtype"):
         made()(jnp.zeros(2, jnp.int32))
@@ -681,6 +690,7 @@ def test_gate_and_up_by_themselves_are_those_of_one_product(bias, monkeypatch):
     assert_close(step(params, X), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis", "batch"), [("expert", P(("data", "expert"))), ("context", P("data", "context"))]
 )

@@ -155,6 +155,7 @@ def test_head_and_loss(ranks: int, sequence_parallel: bool, chunks: int | None) 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [None, 3])
 def test_padding_never_wins(chunks: int | None) -> None:
     head = VocabularyHead(width=D, vocabulary=WORDS, rngs=nnx.Rngs(0), multiple_of=12)
@@ -253,6 +254,7 @@ def slow_attention(x, q, k, v, out, c, theta):
     return y.reshape(B, T, -1) @ out
 
 
+@pytest.mark.slow
 def test_swiglu_and_norm_by_their_definitions() -> None:
     x, gate, up = normal(B, T, D), normal(D, 10, seed=1), normal(D, 10, seed=2)
     mlp = SwiGLU(D, 10, nnx.Rngs(0))
@@ -471,6 +473,7 @@ def test_refusals(make: Any, message: str) -> None:
     assert str(caught.value) == message
 
 
+@pytest.mark.slow
 def test_a_head_without_sizes_is_refused() -> None:
     old = VocabularyHead(width=D, vocabulary=WORDS, rngs=nnx.Rngs(0), multiple_of=8)
     assert (old.words, old.table.shape) == (WORDS, (24, D))
@@ -485,6 +488,7 @@ def test_a_head_without_sizes_is_refused() -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_what_is_no_word_is_nan(ranks: int) -> None:
     embed = VocabularyEmbedding(WORDS, D, nnx.Rngs(0), multiple_of=8)  # with rows of padding

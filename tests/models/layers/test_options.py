@@ -89,6 +89,7 @@ def test_sinks_are_refused_by_kernels_of_slices_too():
     )
 
 
+@pytest.mark.slow
 def test_options_that_are_set_later_are_those_of_the_next_call():
     layer = Attention(16, 4, 2, nnx.Rngs(0), window=4)
     x = jax.random.normal(jax.random.key(0), (1, 8, 16))

@@ -260,6 +260,7 @@ def said(kind: Any, rows: int = 8, loss_fn: Any = None, **options: Any) -> tuple
     return float(loss), [str(one.message) for one in caught]
 
 
+@pytest.mark.slow
 def test_a_foreign_loss_over_padding_is_warned_of_by_name():
     texts = [f"stages[{k}] calls add_loss, and {REMEDY}" for k in range(2)]
     assert said(Penalty)[1] == texts
@@ -271,6 +272,7 @@ def test_foreign_state_over_padding_is_warned_of_by_name():
     assert said(Normed, state=nnx.BatchStat)[1] == [text]
 
 
+@pytest.mark.slow
 def test_foreign_state_in_embed_and_head_is_warned_of_by_name():
     ends = {"embed": Normed(nnx.Rngs(5)), "head": Normed(nnx.Rngs(6))}
     make = lambda rngs: nnx.Linear(D, D, rngs=rngs)  # noqa: E731
@@ -280,6 +282,7 @@ def test_foreign_state_in_embed_and_head_is_warned_of_by_name():
     assert said(make, state=nnx.BatchStat, **ends)[1] == texts
 
 
+@pytest.mark.slow
 def test_experts_in_embed_are_told_that_no_step_advances_them():
     make = lambda rngs: nnx.Linear(D, D, rngs=rngs)  # noqa: E731
     embed = MixtureOfExperts(D, 12, 4, 2, nnx.Rngs(9), bias_rate=0.1)
@@ -301,6 +304,7 @@ def test_an_embed_that_asks_for_the_mask_is_passed_over():
     assert said(make, state=nnx.BatchStat, embed=AskingNorm(nnx.Rngs(5)))[1] == []
 
 
+@pytest.mark.slow
 def test_a_foreign_layer_that_asks_for_the_mask_is_right_and_passed_over():
     loss, texts = said(AskingPenalty)
     assert not texts

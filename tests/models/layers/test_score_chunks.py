@@ -100,6 +100,7 @@ CONFIG: dict[str, Any] = {
 LATENT = LatentConfig(query_rank=None, rank=4, nope=2, rope=2, value=2)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("options", "context"),
     [
@@ -140,6 +141,7 @@ def test_a_long_prompt_is_read_in_chunks():
     assert largest(jaxpr) <= CONFIG["heads"] * MOST_PAIRS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["splash", "xla"])
 def test_a_kernel_takes_values_of_another_width(implementation):
     """Keys of 24 and values of 16, as latent attention has them, are padded for a kernel."""

@@ -69,6 +69,7 @@ def compare(implementation, *, query_chunk=None, tolerance=1e-5, **options):
         assert_close(a, b, tolerance=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "query_chunk"),
     [
@@ -86,6 +87,7 @@ def test_xla(query_chunk):
     compare("xla", query_chunk=query_chunk, window=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["both", *[pytest.param(n, marks=pytest.mark.slow) for n in OPTIONS if n != "both"]]
 )
@@ -268,6 +270,7 @@ def message(call: Any, *args: Any, **options: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_segments_that_do_not_fit():
     layer = Attention(D, 4, 2, nnx.Rngs(0), head_dim=8)
     assert message(layer, normal(2, 4, D), segments=jnp.ones((2, 3))) == (
@@ -300,6 +303,7 @@ def test_windows_and_caps_that_cannot_be():
     )
 
 
+@pytest.mark.slow
 def test_two_names_and_caches():
     stages, _, _ = decoder()
     x, ids = normal(1, 4, D), jnp.ones((1, 4), jnp.int32)

@@ -60,6 +60,7 @@ CASES = {
 NAMES = [pytest.param(name, marks=() if name == "fused" else pytest.mark.slow) for name in CASES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_do_not_depend_on_blocks(name):
     """Interpreted: two blocks each way of 512 positions, four heads that read two."""

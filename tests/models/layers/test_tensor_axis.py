@@ -184,6 +184,7 @@ class Stacked(nnx.Module):
         return jax.lax.scan(layer, x, tuple(weights))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.slow)])
 def test_uneven_numbers_of_layers_in_one_array(family):
     """A stage reads the first rows of what its rank has, which are sharded along another dim."""
@@ -250,6 +251,7 @@ def normed(counts=(1, 1), **options):
     return Pipeline(stages, M, **ends, **options), (x, t), want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -502,6 +504,7 @@ def test_exchanges_of_the_compiler():
     models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "options",
     [{"shape": (2, 1, 4)}, {"shape": (2, 1, 2), "remat": None}, {"shape": (4, 2, 1)}],

@@ -33,6 +33,7 @@ OWN = dataclasses.replace(
 )
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own(tmp_path: Path):
     tensors = tiny.tensors_of(CONFIG)
     folder = tiny.write(tmp_path / "given", CONFIG, tensors)

@@ -29,6 +29,7 @@ def expected_loss(config: dict[str, Any], tensors: tiny.Tensors) -> float:
     return -np.take_along_axis(logs, TOKENS[:, 1:, None], -1).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
