@@ -61,7 +61,8 @@ def stream(pipe: Pipeline, *, mesh: Mesh | None = None) -> Iterator[tuple[str, s
     (`pipeline.weights.load`, most models of `pipeline.split`), a layer is one of the blocks; other
     stages are one layer each. A name is the path of the weight in the model that was split. Of
     other pipelines it begins with its layer: "layers.3.mlp.up". A weight that several layers share
-    comes once.
+    comes once. Declared state (`Pipeline(state=...)`) comes with its layer, but for variables that
+    hold several arrays.
 
     Args:
       pipe: the pipeline.
@@ -190,7 +191,8 @@ def _weights(pipe: Pipeline) -> list[Weight]:
             "this pipeline has types in place of weights, made under nnx.eval_shape: read weights "
             "into it first"
         )
-    kinds = nnx.Any(ExpertState, *([] if pipe.plan.state is None else [pipe.plan.state]))
+    declared = [] if pipe.plan.state is None else [nnx.All(pipe.plan.state, _is_array)]
+    kinds = nnx.Any(ExpertState, *declared)
     has_state = bool(nnx.to_flat_state(nnx.state(pipe, kinds)))
     views = [layer_view(pipe), *([layer_view(pipe, state=kinds)] if has_state else [])]
     cells: dict[Any, LeafCell] = {}
@@ -208,6 +210,12 @@ def _weights(pipe: Pipeline) -> list[Weight]:
     for path in sorted(found, key=_position):
         weights.setdefault(names[path][1], Weight(*names[path], *found[path]))
     return list(weights.values())
+
+
+def _is_array(path: Any, variable: Any) -> bool:
+    """Tell whether a variable holds one array, and not a tree of several."""
+    del path
+    return hasattr(raw(variable), "shape")
 
 
 def _parts(view: LayerView) -> Iterator[tuple[tuple[Any, ...], Any]]:
