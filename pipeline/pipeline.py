@@ -123,6 +123,7 @@ class Pipeline(nnx.Module):
         )
         stages, ends = unshared(stages, embed, head, loss_fn)
         stages, self.ignored = ignoring(stages, options.ignore)
+        checks.check_intercepted(stages)
         checks.warn_of_attributes(stages)
         given = [*([stages] if is_stacked(stages) else stages), ends.embed, ends.head, loss_fn]
         for mesh in plan.stage_meshes or (plan.mesh,):  # a stage is traced on each

@@ -28,6 +28,7 @@ DOORS = {
         step.ranks step.run.vocabulary step.stores.device step.stores.loops
     """,
     "pipeline.models.weights": """
-        layers_view.layout layers_view.view placement.distribute placement.meshes
+        layers_view.layout layers_view.leaf layers_view.view placement.distribute
+        placement.meshes
     """,
 }

@@ -73,6 +73,30 @@ def warn_of_attributes(stages: Any) -> None:
     )
 
 
+def check_intercepted(stages: Any) -> None:
+    """Check that stages are called through the class that qwix gave to what it quantised.
+
+    Adapters of qwix have a warning of their own: they are read by no part of the model.
+
+    Raises:
+      ValueError: a stage was taken out of a quantised model, and would compute without it.
+    """
+    if is_stacked(stages) or any(nnx.to_flat_state(nnx.state(x, nnx.LoRAParam)) for x in stages):
+        return
+    for k, stage in enumerate(stages):
+        modules = [(p, m) for p, m in nnx.iter_graph(stage) if isinstance(m, nnx.Module)]
+        called = [path for path, module in modules if hasattr(type(module), "_unquantized_type")]
+        for path, module in sorted(modules, key=lambda item: len(item[0])):
+            if hasattr(module, "qwix_path") and not any(path[: len(p)] == p for p in called):
+                raise ValueError(
+                    f"{'.'.join(map(str, (f'stages[{k}]', *path)))} is a part of a model that "
+                    f"qwix.quantize_model was given whole, and qwix acts where that model is "
+                    f"called, so the stage would compute unquantised: quantise each stage, "
+                    f"qwix.quantize_model(stage, provider, x), or split the quantised model with "
+                    f"pipeline.split"
+                )
+
+
 def warn_of_no_names(sharding: Asked | None) -> None:
     """Warn of a function that names the axes of no weight, after it was asked of all."""
     if sharding is None or sharding.answers or not sharding.paths:

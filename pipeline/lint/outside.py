@@ -107,7 +107,8 @@ class _OutsideSearch:
                         yield ".".join([path, *map(str, inner)]), node
             case list() | tuple() | Mapping():
                 items = value.items() if isinstance(value, Mapping) else enumerate(value)
-                for key, item in itertools.islice(items, _LENGTH):
+                # A list, since to look at an item may fill a dictionary, such as a module's names.
+                for key, item in list(itertools.islice(items, _LENGTH)):
                     yield from self._used(f"{path}[{key!r}]", item, depth + 1)
             case _:
                 yield from self._run(path, value, depth)

@@ -43,12 +43,16 @@ class SplitCut:
     """A model's call in parts, found anew for inputs of each type.
 
     Equal to itself alone; stages of one model share it.
+
+    Attributes:
+      tables: of each stage, embed and head, path of a variable in it to the path in the model.
     """
 
     def __init__(self, recipe: Recipe, counts: Sequence[int], *, is_regular: bool) -> None:
         self.recipe = recipe
         self.counts = tuple(counts)
         self.is_regular = is_regular
+        self.tables: list[dict[Path, Path]] = []
         self._known: dict[Any, tuple[Trace, PlacedBlock | Regular]] = {}
 
     @property

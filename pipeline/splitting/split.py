@@ -332,7 +332,7 @@ def _parts(
     blocks = tuple(tuple(calls[start:stop]) for start, stop in itertools.pairwise(ends))
     ids = {id(node): path for path, node in variables.items()}
     # Of each part, path in the part to path in the model.
-    tables = [
+    tables = cut.tables = [
         {path: ids[id(node)] for path, node in nnx.iter_graph(one) if id(node) in ids}
         for one in (*stages, embed, head)
     ]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pipeline.models.weights.load import load, parts, read_into
     from pipeline.models.weights.native import export_stages, import_stages
     from pipeline.models.weights.save import Layer, named_layers, save
+    from pipeline.models.weights.stream import stream, to_plain
     from pipeline.models.weights.tables.families import FAMILIES
     from pipeline.models.weights.tables.family import Family
     from pipeline.models.weights.tables.patterns import Row, row
@@ -34,6 +35,8 @@ __all__ = [
     "read_layout",
     "row",
     "save",
+    "stream",
+    "to_plain",
     "write_layout",
 ]
 
@@ -44,6 +47,7 @@ __getattr__, __dir__ = exports(
         "pipeline.models.weights.load": "load parts read_into",
         "pipeline.models.weights.native": "export_stages import_stages",
         "pipeline.models.weights.save": "Layer named_layers save",
+        "pipeline.models.weights.stream": "stream to_plain",
         "pipeline.models.weights.tables.families": "FAMILIES",
         "pipeline.models.weights.tables.family": "Family",
         "pipeline.models.weights.tables.patterns": "Row row",

@@ -25,15 +25,12 @@ def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     )
     monkeypatch.chdir(tmp_path)
     page = DOCS / "weights.md"
-    assert [block.language for block in blocks(page)].count("python") == 5
+    assert [block.language for block in blocks(page)].count("python") == 6
     said = run(page, tmp_path).printed
-    assert [line.split()[0] for line in said.splitlines()] == [
-        "embed",
-        "layers.0",
-        "layers.1",
-        "layers.2",
-        "head",
-    ]
+    layers = ["embed", "layers.0", "layers.1", "layers.2", "head"]
+    named, streamed = said.split("NamedSharding", 1)[0].splitlines()[:5], said.splitlines()[5:]
+    assert [line.split()[0] for line in named] == layers
+    assert list(dict.fromkeys(line.split()[0] for line in streamed)) == layers
     assert (tmp_path / "trained" / "model.safetensors").exists()
     trained, given = tiny.read_all(tmp_path / "trained"), tiny.read_all(tmp_path / "checkpoint")
     assert set(trained) == set(given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,25 @@ def test_two_hosts() -> None:
     assert "2 processes, 4 devices, data 2 x stage 2" in both.stdout
 
 
+@pytest.mark.slow
+def test_grpo_by_tunix() -> None:
+    """Ten steps of a pipeline and a plain model are those of tunix with the plain model alone."""
+    if not find_spec("tunix"):
+        pytest.skip("google-tunix is not installed")
+    flags = "--xla_force_host_platform_device_count=4"
+    done = python("-W", "ignore", str(RECIPES / "grpo_by_tunix.py"), XLA_FLAGS=flags)
+    assert done.returncode == 0, done.stderr
+    losses = re.findall(r"step \d: loss (\S+) alone, (\S+) by the pipeline", done.stdout)
+    assert len(losses) == 10
+    assert len(set(losses)) > 5
+    apart, weights = re.findall(r"losses differ by (\S+), weights by (\S+)", done.stdout)[0]
+    assert float(apart) < 1e-7
+    assert float(weights) < 1e-5
+
+
 def test_every_recipe_is_tested_and_on_the_page() -> None:
     files = {path.stem for path in RECIPES.glob("*.py")}
-    assert files == {check.__name__ for check in IN_PROCESS} | {"two_hosts"}
+    assert files == {check.__name__ for check in IN_PROCESS} | {"grpo_by_tunix", "two_hosts"}
     linked = re.findall(r"examples/recipes/(\w+)\.py\)", PAGE.read_text(encoding="utf-8"))
     assert sorted(linked) == sorted(files)
 

@@ -232,6 +232,21 @@ def test_nobody_is_warned_of_what_holds_or_reads_none(function):
     warn_of_parameters_read_from_outside([WHOLE, LOCAL], head=function)
 
 
+def test_a_dictionary_that_grows_while_it_is_searched():
+    """Objects that load something when they are looked at fill the names of a module (issue 56)."""
+
+    class Late:
+        @property
+        def __class__(self):
+            names["more"] = 1
+            return Late
+
+    names = {"first": Late(), "second": LOCAL}
+    with pytest.warns(UserWarning, match=r"names\['second'\]\.kernel"):
+        warn_of_parameters_read_from_outside([], loss_fn=lambda y, t: names["second"](y) - t)
+    assert names["more"]
+
+
 def test_a_pipeline_warns_at_the_line_that_makes_it():
     options = {"mesh": make_mesh(stage=2), "embed": WHOLE.embed}
     with pytest.warns(UserWarning, match=r"^embed reads .*: self.table.embedding; ") as caught:

@@ -2,6 +2,8 @@
 
 memory FOLDER    reads a checkpoint in one of two processes; prints how much its host held at most
 layers FOLDER    the same for a small one; prints digests of all layers, and writes it again
+stream FOLDER    sums of the weights of the small one on each process's devices, by name, on meshes
+                 of both processes and of the second alone
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from collectives import make_mesh
 from pipeline import initialize, weights
@@ -62,8 +66,21 @@ def layers(folder: Path) -> dict[str, Any]:
     return {"layers": found, "refused": ""}
 
 
+def stream(folder: Path) -> dict[str, Any]:
+    """Sums of this process's parts of each weight, on three placements."""
+    pipe = weights.load(folder / "given", layout="Ett|tL", mesh=make_mesh(stage=2))
+    both, second = (Mesh(np.array(jax.devices()[n:][::-1]), ("tensor",)) for n in (0, 1))
+    return {
+        where: {
+            name: [float(np.abs(shard.data).sum()) for shard in array.addressable_shards]
+            for _, name, array in weights.stream(pipe, mesh=mesh)
+        }
+        for where, mesh in (("pipeline", None), ("both", both), ("second", second))
+    }
+
+
 if __name__ == "__main__":
     initialize()
-    result = {"memory": memory, "layers": layers}[sys.argv[1]](Path(sys.argv[2]))
+    result = {"memory": memory, "layers": layers, "stream": stream}[sys.argv[1]](Path(sys.argv[2]))
     path = Path(sys.argv[2]) / f"{sys.argv[1]}-{jax.process_index()}.json"
     path.write_text(json.dumps(result), encoding="utf-8")

@@ -88,6 +88,22 @@ def test_layers_are_the_same_on_every_process(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
+def test_weights_go_to_meshes_of_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every process gets the parts of its devices, also where a mesh has none of them."""
+    config = tiny.CONFIGS["llama"]
+    tensors = tiny.tensors_of(config)
+    tiny.write(tmp_path / "given", config, tensors)
+    first, second = launched("stream", tmp_path, monkeypatch)
+    whole = second["second"]
+    total = sum(float(np.abs(x).sum()) for x in tensors.values())
+    assert_close(sum(sums[0] for sums in whole.values()), total)
+    assert set(map(len, first["second"].values())) == {0}
+    assert list(first["both"]) == list(first["pipeline"]) == list(whole)
+    for name, (sum_of,) in whole.items():
+        assert first["both"][name] == second["both"][name] == [sum_of], name
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for the peak")
 def test_no_host_holds_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two processes: the peak of each is its shards and less than 1.2 of the largest layer."""

@@ -1,0 +1,311 @@
+"""A pipeline's weights on another mesh, one array at a time, and in a model without a pipeline.
+
+Letters: K stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from collectives import STAGE
+from pipeline.base.axes import axes_in
+from pipeline.base.tree import is_abstract
+from pipeline.base.variables import raw
+from pipeline.core.layers_view.leaf import LayerLeaf, LeafCell
+from pipeline.core.layers_view.view import EndRef, LayerView, layer_view
+from pipeline.models.layers.experts.state import ExpertState
+from pipeline.models.weights.checkpoint import listed
+from pipeline.models.weights.names import BLOCKS, EMBED, HEAD, leaves_of
+from pipeline.models.weights.save import gathered
+from pipeline.pipeline import Pipeline
+from pipeline.splitting.parts import SplitCut, SplitPart
+from pipeline.splitting.recording import member
+
+Path = tuple[str, ...]
+Name = tuple[str, str]  # a layer, and a weight's path in the model without a pipeline
+ENDS = (EMBED, HEAD, "loss_fn")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of a pipeline.
+
+    Attributes:
+      layer, name: as of `stream`.
+      leaf: where it is stored.
+      spec: the mesh axes of its dims, without those of the pipeline and of FSDP.
+    """
+
+    layer: str
+    name: str
+    leaf: LayerLeaf
+    spec: PartitionSpec
+
+
+def stream(pipe: Pipeline, *, mesh: Mesh | None = None) -> Iterator[tuple[str, str, jax.Array]]:
+    """Yield (layer, name, array) of all weights in the order of the model's layers.
+
+    A device holds one array at a time beyond the pipeline's own, if you keep none. Arrays are
+    copies: they stay as they are when the pipeline trains on. On several processes all of them have
+    to go through to the end together.
+
+    A layer is "embed", "layers.0", "layers.1", ..., "head". Where each stage is a list ``blocks``
+    (`pipeline.weights.load`, most models of `pipeline.split`), a layer is one of the blocks; other
+    stages are one layer each. A name is the path of the weight in the model that was split. Of
+    other pipelines it begins with its layer: "layers.3.mlp.up". A weight that several layers share
+    comes once. Declared state (`Pipeline(state=...)`) comes with its layer, but for variables that
+    hold several arrays.
+
+    Args:
+      pipe: the pipeline.
+      mesh: where the arrays go. Each is sharded over the axes that its layer names, such as
+        ``tensor``, and is whole on the devices of all other axes. By default an array is on the
+        devices of its stage's rank.
+
+    Raises:
+      ValueError: a mesh without an axis that a layer names, or of a size that does not divide the
+        dim; or a pipeline that has types in place of weights.
+    """
+    weights = _weights(pipe)
+    if mesh is None:
+        return _arrays(weights, [None] * len(weights))
+    _check_mesh(weights, mesh)
+    return _arrays(weights, [NamedSharding(mesh, weight.spec) for weight in weights])
+
+
+def to_plain(pipe: Pipeline, model: nnx.Module) -> None:
+    """Copy a pipeline's weights into a model without a pipeline, one array at a time.
+
+    Each variable of the model keeps its dtype and its sharding, on whichever mesh that is; one that
+    has a type in place of an array (`nnx.eval_shape`) gets it on the first device, if the type has
+    no sharding. Random streams, caches and other variables that the pipeline does not have stay as
+    they are.
+
+    Args:
+      pipe: the pipeline.
+      model: of the class that `pipeline.split` was given; of other pipelines a module with
+        ``embed``, ``head`` and one list of layers or of stages, as `pipeline.decoders.Parts` is.
+
+    Raises:
+      ValueError: layers that differ, by names and shapes; the model is unchanged then.
+    """
+    weights = _weights(pipe)
+    cut = _cut_of(pipe)
+    variables = {_texts(p): member(model, p) for p, _ in nnx.to_flat_state(nnx.state(model))}
+    names = {path: name for path, (_, name) in _numbered(variables).items()}
+    if cut is not None:
+        names = {path: ".".join(path) for path in variables}
+    own = {names[path]: variable for path, variable in variables.items()}
+    unused = set() if cut is None else {".".join(_texts(path)) for path in cut.recipe.kinds}
+    _check_model(weights, own, unused)
+    first = SingleDeviceSharding(jax.devices()[0])
+    targets = [getattr(raw(own[weight.name]), "sharding", None) or first for weight in weights]
+    for _, name, array in _arrays(weights, targets):
+        variable = own[name]
+        variable.set_raw_value(array.astype(raw(variable).dtype))
+
+
+def _arrays(
+    weights: Sequence[Weight], targets: Sequence[Sharding | None]
+) -> Iterator[tuple[str, str, jax.Array]]:
+    """Yield each weight with the sharding of its target."""
+    for weight, target in zip(weights, targets, strict=True):
+        yield weight.layer, weight.name, _moved(weight.leaf.read(), target)
+
+
+def _moved(array: jax.Array, target: Any) -> jax.Array:
+    """A copy of an array, with another sharding."""
+    source: Any = array.sharding
+    target = source if target is None else target
+    if array.is_fully_addressable:
+        return jax.device_put(array, target, may_alias=False)
+    if target == source:
+        return array.copy()
+    whole = gathered(array, None, source.mesh)
+    return jax.make_array_from_callback(array.shape, target, whole.__getitem__, dtype=array.dtype)
+
+
+def _check_mesh(weights: Sequence[Weight], mesh: Mesh) -> None:
+    """Check that the layers' axes are in a mesh, and divide their dims.
+
+    Raises:
+      ValueError: all that do not fit.
+    """
+    wrong = []
+    for weight in weights:
+        for dim, (size, entry) in enumerate(zip(weight.leaf.shape, weight.spec, strict=False)):
+            axes = axes_in(entry)
+            if lacking := [axis for axis in axes if axis not in mesh.shape]:
+                wrong.append(f"{weight.name} is sharded over {lacking[0]!r}")
+            elif size % (parts := math.prod(mesh.shape[axis] for axis in axes)):
+                wrong.append(f"{weight.name} has {size} entries in dim {dim}, over {parts} devices")
+    if wrong:
+        raise ValueError(
+            f"mesh={dict(mesh.shape)}: {listed(wrong)}; give a mesh with the axes that layers "
+            f"name, whose sizes divide their dims (an axis of 1 keeps weights whole)"
+        )
+
+
+def _check_model(weights: Sequence[Weight], own: Mapping[str, Any], unused: set[str]) -> None:
+    """Check that a model's variables are those of the pipeline.
+
+    Raises:
+      ValueError: all differences.
+    """
+    wrong, names = [], {weight.name for weight in weights}
+    for weight in weights:
+        value, shape = raw(own.get(weight.name)), list(weight.leaf.shape)
+        if value is None:
+            wrong.append(f"{weight.name} {shape} is not in the model")
+        elif list(value.shape) != shape:
+            wrong.append(f"{weight.name} is {shape}, and {list(value.shape)} in the model")
+    wrong += [
+        f"{name} {list(raw(variable).shape)} is in the model alone"
+        for name, variable in own.items()
+        if isinstance(variable, nnx.Param) and name not in names and name not in unused
+    ]
+    if wrong:
+        raise ValueError(
+            f"to_plain: the model's layers are not the pipeline's: {listed(wrong)}; give a model "
+            f"of the class that pipeline.split was given, or one with embed, head and one list of "
+            f"the same layers"
+        )
+
+
+# --- a pipeline's weights by name ---
+
+
+def _weights(pipe: Pipeline) -> list[Weight]:
+    """All weights of a pipeline in layer order, each once."""
+    state = dict(nnx.to_flat_state(nnx.state(pipe)))
+    if is_abstract(state):
+        raise ValueError(
+            "this pipeline has types in place of weights, made under nnx.eval_shape: read weights "
+            "into it first"
+        )
+    declared = [] if pipe.plan.state is None else [nnx.All(pipe.plan.state, _is_array)]
+    kinds = nnx.Any(ExpertState, *declared)
+    has_state = bool(nnx.to_flat_state(nnx.state(pipe, kinds)))
+    views = [layer_view(pipe), *([layer_view(pipe, state=kinds)] if has_state else [])]
+    cells: dict[Any, LeafCell] = {}
+    found: dict[Path, tuple[LayerLeaf, PartitionSpec]] = {}
+    for view in views:
+        for part, tree in _parts(view):
+            for path, ref in leaves_of(tree):
+                at, place, spread = _place(view, ref)
+                if at not in cells:
+                    cells[at] = LeafCell(raw(state[at]), lambda _: None)
+                leaf = LayerLeaf((*part, *path), cells[at], *place)
+                found[_texts(leaf.path)] = leaf, _spec(leaf, spread)
+    names = _names(pipe, found)
+    weights: dict[str, Weight] = {}
+    for path in sorted(found, key=_position):
+        weights.setdefault(names[path][1], Weight(*names[path], *found[path]))
+    return list(weights.values())
+
+
+def _is_array(path: Any, variable: Any) -> bool:
+    """Tell whether a variable holds one array, and not a tree of several."""
+    del path
+    return hasattr(raw(variable), "shape")
+
+
+def _parts(view: LayerView) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The trees of a view, each with its path."""
+    yield from ((("stages", k), tree) for k, tree in enumerate(view.tree["stages"]))
+    yield from (((part,), tree) for part, tree in view.tree.items() if part != "stages")
+
+
+def _place(view: LayerView, ref: Any) -> tuple[Path, tuple[Any, ...], Any]:
+    """The path of the variable that has a leaf; its shape, row and spot there; and its layout."""
+    if isinstance(ref, EndRef):
+        end = view.ends[ref.end]
+        return ("ends", *end.path), (end.shape,), end.spread
+    stack = view.stacks[ref.stack]
+    slot = stack.slots[ref.slot]
+    return stack.path, (slot.shape, ref.rank, slot.spot), stack.spread
+
+
+def _spec(leaf: LayerLeaf, spread: Any) -> PartitionSpec:
+    """The mesh axes that a layer names for the dims of its weight."""
+    if leaf.spot is not None:
+        return PartitionSpec()
+    own = spread.own - {STAGE}
+    entries = [tuple(a for a in axes_in(entry) if a in own) or None for entry in spread.stored]
+    return PartitionSpec(*entries[leaf.rank is not None :])
+
+
+def _texts(path: Iterable[Any]) -> Path:
+    return tuple(map(str, path))
+
+
+def _cut_of(pipe: Pipeline) -> SplitCut | None:
+    """The cut of `pipeline.split` that all parts of a pipeline are of, if they are."""
+    parts = pipe.embed, pipe.head
+    cuts = {part.cut if isinstance(part, SplitPart) else None for part in parts}
+    return cuts.pop() if len(cuts) == 1 else None
+
+
+def _names(pipe: Pipeline, paths: Iterable[Path]) -> dict[Path, Name]:
+    """The names of a pipeline's weights, by their paths in the layer view."""
+    cut = _cut_of(pipe)
+    if cut is None:
+        return _numbered(paths)
+    *stages, embed, head = cut.tables
+    parts: dict[Path, Any] = {("stages", str(k)): table for k, table in enumerate(stages)}
+    parts |= {("embed",): embed, ("head",): head}
+    of_model = {
+        (*part, *_texts(own)): ".".join(_texts(path))
+        for part, table in parts.items()
+        for own, path in table.items()
+    }
+    named = _numbered(paths, is_mixed=True)
+    return {path: (layer, of_model.get(path, name)) for path, (layer, name) in named.items()}
+
+
+def _numbered(paths: Iterable[Path], *, is_mixed: bool = False) -> dict[Path, Name]:
+    """Names of weights by path, numbering the blocks of all stages through.
+
+    Args:
+      paths: of a model with embed, head and one list of layers or of stages.
+      is_mixed: whether a stage may have other weights than those of its blocks; else a stage is one
+        layer if any has.
+    """
+    paths = list(paths)
+    lists = [p for p in paths if p[0] not in ENDS and len(p) > 2 and p[1].isdecimal()]
+    if len({p[0] for p in lists}) > 1:
+        lists = []
+    in_blocks = [p for p in lists if len(p) > 4 and p[2] == BLOCKS and p[3].isdecimal()]
+    by_block = bool(in_blocks) and (is_mixed or len(in_blocks) == len(lists))
+    counts = Counter({int(k): 0 for _, k, *_ in lists})
+    for k, i in {(int(p[1]), int(p[3])) for p in in_blocks} if by_block else ():
+        counts[k] = max(counts[k], i + 1)
+    names: dict[Path, Name] = {}
+    numbered = {*lists}
+    for path in paths:
+        if path not in numbered:
+            names[path] = path[0], ".".join(path)
+            continue
+        k, rest = int(path[1]), path[2:]
+        if by_block:
+            k = sum(count for stage, count in counts.items() if stage < k)
+            if rest[0] == BLOCKS:
+                k, rest = k + int(rest[1]), rest[2:]
+        names[path] = f"layers.{k}", ".".join((f"layers.{k}", *rest))
+    return names
+
+
+def _position(path: Path) -> tuple[int, ...]:
+    """The position of a layer, by the path of one of its weights."""
+    if path[0] != "stages":
+        return (ENDS.index(path[0]) and 1 + ENDS.index(path[0]),)
+    is_block = len(path) > 3 and path[2] == BLOCKS and path[3].isdecimal()
+    return 1, int(path[1]), int(path[3]) if is_block else -1
