@@ -1,4 +1,4 @@
-"""Arrays that pass from the devices of one mesh to those of another, by their shards.
+"""Transfers of arrays, shard by shard, from the devices of one mesh to another mesh.
 
 Within a process `jax.device_put` does this. Between processes a message is a collective of the
 devices of both meshes, which all their processes call in one order.
@@ -21,7 +21,7 @@ Tree = Any  # a pytree of arrays
 
 
 def shards_of(x: jax.Array) -> dict[Any, jax.Array]:
-    """The shards of an array that this process holds, by device."""
+    """Return, by device, the shards of an array that this process holds."""
     # What jax.device_put makes of a jax.Array for several processes has no `addressable_shards` in
     # a process of one device (jax 0.10.2).
     if len(x.sharding.addressable_devices) == 1:
@@ -32,7 +32,7 @@ def shards_of(x: jax.Array) -> dict[Any, jax.Array]:
 def from_shards(
     shape: tuple[int, ...], sharding: NamedSharding, shards: Mapping[Any, jax.Array]
 ) -> jax.Array:
-    """An array on those devices of a sharding that this process holds; by device, its shards."""
+    """Make an array on this process's devices of a sharding, from its shards by device."""
     local_shards = [shards[device] for device in sharding.mesh.devices.flat if device in shards]
     return jax.make_array_from_single_device_arrays(shape, sharding, local_shards)
 
@@ -54,8 +54,8 @@ class Exchange:
       source: the mesh that sends; it has one entry on ``stage``.
       target: the mesh that receives, of the same shape.
       types: of the value that each device sends, a tree.
-      received: the types of the arrays that these make on ``target``, with a leading axis that
-        tells devices apart.
+      received: the types of the received arrays on ``target``, with a leading axis that tells
+        devices apart.
     """
 
     def __init__(self, source: Mesh, target: Mesh, types: Tree, received: Tree) -> None:
@@ -82,14 +82,15 @@ class Exchange:
         self._run: Callable[[list[jax.Array]], list[jax.Array]]
 
     def compile(self) -> Exchange:
-        """The message, which can be called."""
+        """Compile the message to a callable."""
         self._run = self._lowered.compile()
         return self
 
     def __call__(self, value: Tree | None) -> Tree | None:
-        """The value on the target's devices.
+        """Send the value; return it on the target's devices.
 
-        None in a process that holds none of them; ``value`` is None where none sends.
+        The result is None in a process without devices of the target; ``value`` is None in a
+        process without devices of the source.
         """
         held = [{}] * len(self._sent) if value is None else map(shards_of, jax.tree.leaves(value))
         shards = [zeros | mine for zeros, mine in zip(self._zeros, held, strict=True)]
