@@ -224,7 +224,7 @@ def pad(batch: Batch, rows: int) -> Batch:
 
 
 class padded(_Made):  # noqa: N801  it is called as a function
-    """Batches of equal rows: a multiple of ``multiple`` that holds the first of them.
+    """Pad batches to one number of rows: the first batch's, rounded up to ``multiple``.
 
     Targets become `Padded`, so give the pipeline ``loss_fn=masked(loss_fn)``. Each shape compiles
     once; a larger later batch is padded to its own multiple.
@@ -400,7 +400,7 @@ def check_packed(tokens: Any, segments: Any) -> None:
 
 
 def segment_mask(segment_ids: jax.Array) -> jax.Array:
-    """[N, 1, t, t] bool: which position reads which, causally and within its segment.
+    """Make a [N, 1, t, t] bool mask: causal attention within each segment.
 
     Every position reads itself, even an empty position, so every row of scores has a finite number.
     """

@@ -122,7 +122,7 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """While this lasts, SIGTERM, SIGHUP and Ctrl-C ask the run to stop; the second ends it at once.
+    """Let SIGTERM, SIGHUP and Ctrl-C ask the run to stop; a second signal ends it at once.
 
     An ignored SIGHUP, as under nohup, stays ignored.
 
@@ -173,7 +173,7 @@ def stop_on_signals() -> Iterator[Stop]:
 
 
 class Watchdog:
-    """Ends a process whose step does not end, and says which it was, and where the others are.
+    """A thread that ends a process whose step hangs, and reports the steps of all processes.
 
     A waiting collective cannot be interrupted, and the main thread runs no Python meanwhile. So a
     thread checks the time since the last step began. The watchdog knows the step but not the tick,

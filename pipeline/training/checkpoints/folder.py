@@ -284,7 +284,7 @@ class Checkpoints:
             self._untold.append(str(self._failure))
 
     def _complete(self, step: int, response: Any, said: dict[str, Any], topic: str) -> None:
-        """Have arrays, manifest and name on the disk, then drop what is too old."""
+        """Write arrays, manifest and name to disk, then delete checkpoints that are too old."""
         temporary, several = self._folder / f".{_name(step)}.tmp", jax.process_count() > 1
 
         def tried(work: Callable[[], Any]) -> str:
