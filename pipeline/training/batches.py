@@ -294,7 +294,8 @@ class packed(_Made):  # noqa: N801
     ... in each segment), [N, t] int32. Their weight is the number of tokens.
 
     Args:
-      source: an iterable of sequences, [n] integers each. rows: N.
+      source: an iterable of sequences, [n] integers each.
+      rows: N.
       length: t.
     """
 

@@ -1,9 +1,9 @@
 """One order of all actions and messages, in which processes call them without deadlock.
 
-A message between two processes is a call that both make, and that ends for neither before both have
-made it. So two processes that make the same calls in different orders may wait for each other for
-ever. Letters as in `schedules.core.action`, A as in `schedules.core.flat`. Kinds of values are
-those of `schedules.lowering.kinds`.
+A message between two processes is a call that both make, and that ends only after both have made
+it. So two processes that make the same calls in different orders may wait for each other for ever.
+Letters as in `schedules.core.action`, A as in `schedules.core.flat`. Kinds of values are defined in
+`schedules.lowering.kinds`.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class Call(NamedTuple):
 
 
 def dispatch_order(schedule: Schedule) -> list[Call]:
-    """All actions, and all messages between ranks, as they start under the event clock.
+    """List all actions, and all messages between ranks, by their start under the event clock.
 
-    Each process makes the calls of its ranks in this order. Take the first call that has not ended.
-    Its data come from calls before it, which have ended; and its processes have made it, for all
-    that they call before has ended. So it ends, and after it the next, whichever process holds
-    which rank.
+    Each process makes the calls of its ranks in this order. This never deadlocks, for any
+    assignment of ranks to processes. Proof: take the first call that has not ended. Its data come
+    from earlier calls, which have ended. Its processes have made this call, because their earlier
+    calls have ended. So the call ends, and then the next call in the same way.
 
     Args:
-      schedule: a legal schedule. An action lasts as long as by default in `simulate`, whatever was
-        measured: all processes must find one order, and what they measure may differ.
+      schedule: a legal schedule. Durations are the defaults of `simulate`, not measured ones: all
+        processes must find the same order, and their measurements may differ.
 
     Raises:
       ScheduleError: an illegal schedule.
@@ -73,12 +73,12 @@ Value = tuple[str, int, int]  # its kind, the stage that reads it, its microbatc
 
 @dataclass(frozen=True)
 class Work:
-    """What the stages of a timetable compute, and the values that their actions pass on.
+    """The computation of the stages of a timetable, and the values between their actions.
 
     Attributes:
       kinds: [K] the kinds of actions that compute anything.
       sends: [K] whether the stage's backward has a gradient for the stage before.
-      keeps_residuals: whether F leaves residuals for its backward; else a backward runs it again.
+      keeps_residuals: whether F keeps residuals for its backward; otherwise the backward repeats F.
     """
 
     kinds: Sequence[frozenset[str]]
@@ -117,7 +117,7 @@ class Dispatch:
     """An action, and its values.
 
     Attributes:
-      action: it.
+      action: the action.
       rank: the rank that runs it.
       reads: by kind, a value that it reads, and whether no later action reads it.
       writes: by kind, a value that it writes.
@@ -130,13 +130,13 @@ class Dispatch:
 
     @property
     def ranks(self) -> tuple[int]:
-        """The ranks whose processes call it, as of `Send`."""
+        """The ranks whose processes make the call, as in `Send`."""
         return (self.rank,)
 
 
 @dataclass(frozen=True)
 class Send:
-    """A message.
+    """A message between two ranks.
 
     Attributes:
       ranks: the rank that sends, and the one that receives.
@@ -151,7 +151,7 @@ def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
     """The actions and messages of all ranks with their values, in the order of `dispatch_order`.
 
     An action that computes nothing is left out: a W of a frozen stage, or the last stage's F if its
-    backward runs it again.
+    backward repeats F.
 
     Args:
       schedule: a legal schedule.

@@ -49,12 +49,12 @@ class Timetable:
 
     @property
     def num_ranks(self) -> int:
-        """S."""
+        """The number of ranks S."""
         return len(self.orders)
 
     @property
     def num_stages(self) -> int:
-        """K."""
+        """The number of stages K."""
         return len(self.placement)
 
     @property
