@@ -44,7 +44,7 @@ def linear_cross_entropy(
     ignore: int | None = IGNORED,
     vocabulary: int | None = None,
 ) -> jax.Array:
-    """Cross entropy of each token, from what a linear head `x @ table.T` would take.
+    """Compute the cross entropy of each token from the input of a linear head `x @ table.T`.
 
     Products are summed in float32.
 
@@ -135,6 +135,6 @@ def _logits(x: jax.Array, chunk: Any, local: int, how: Any) -> jax.Array:
 
 
 def _find(labels: jax.Array, chunk: Any, local: int, how: Any) -> tuple[jax.Array, jax.Array]:
-    """Find the places of labels in a chunk, and a mask of those that lie in it."""
+    """Find the columns of labels in a chunk, and a mask of the labels within the chunk."""
     index, rows = chunk
     return find_rows(labels, rows.shape[0], first=group_rank(how[0]) * local + index * len(rows))

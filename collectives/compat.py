@@ -147,7 +147,7 @@ def typed_as(aval: Any, others: Sequence[Any]) -> Any:
 
 
 def is_on_host(aval: Any) -> bool:
-    """Tell whether values of a type, or a traced value, lie in host memory; jax 0.10.2 to 0.12."""
+    """Tell whether a type, or a traced value, is in host memory; jax 0.10.2 to 0.12."""
     # A traced value's own attribute raises ValueError from 0.12 on.
     aval = jax.typeof(aval) if isinstance(aval, jax.Array) else aval
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
@@ -164,7 +164,7 @@ def to_device(x: jax.Array) -> jax.Array:
 
 
 def put_on_host(x: Any) -> Any:
-    """An array in host memory: a traced one, or one that lies where its sharding says."""
+    """Move an array, traced or not, to the host memory of its devices."""
     if isinstance(x, jax.core.Tracer):
         return to_host(x)
     return jax.device_put(x, x.sharding.with_memory_kind(HOST_MEMORY))
@@ -219,7 +219,7 @@ def untyped() -> AbstractContextManager[None]:
 
 
 def platform() -> str:
-    """The platform that is traced for: "cpu", "gpu", "tpu"; that of the mesh if there is one.
+    """Return the platform of the current trace, "cpu", "gpu" or "tpu"; from the mesh if any.
 
     The devices of a mesh may be described and not there, while this process has others.
     """
@@ -235,7 +235,7 @@ def is_gpu() -> bool:
 
 
 def device_kind() -> str:
-    """The kind of device that is traced for, such as "TPU v6 lite"; that of the mesh if any."""
+    """Return the device kind of the current trace, such as "TPU v6 lite"; from the mesh if any."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return str((device or jax.devices()[0]).device_kind)
 
@@ -258,7 +258,7 @@ def has_cudnn() -> bool:
 
 
 def loop_sizes(eqn: Any) -> tuple[int, int]:
-    """Number of constants of a `scan`, and number of values that it carries.
+    """Return the number of constants of a `scan`, and the number of its carried values.
 
     Up to 0.11 they are parameters, in 0.12 lengths of trees. What would take its place is a
     reader of a scan's equation in `jax.extend`.
@@ -299,7 +299,7 @@ def custom_vjp(
     backward: Callable[..., Any],
     nondiff_argnums: tuple[int, ...],
 ) -> Callable[..., Any]:
-    """`jax.custom_vjp` whose forward rule is told what is differentiated, by symbolic zeros.
+    """A `jax.custom_vjp` whose forward rule knows, by symbolic zeros, the differentiated arguments.
 
     With `jax_custom_vjp3`, seen in 0.12.0, `jax.checkpoint` says of all operands that they are,
     unless it shall call the function for the second time and not its rule. How to ask for this is
@@ -320,7 +320,7 @@ def custom_vjp(
 
 
 def fixes_shardings(eqn: Any) -> bool:
-    """Tell whether the equation of a `jit` says how its operands or results lie."""
+    """Tell whether the equation of a `jit` fixes shardings of operands or results."""
     params = eqn.params
     fixed = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     return not all(isinstance(sharding, UnspecifiedValue) for sharding in fixed)
@@ -362,7 +362,7 @@ def without_refs(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def discharged(closed: Any) -> Any:
-    """A closed jaxpr with values in place of the refs that it makes, as `without_refs` has it."""
+    """Replace the refs that a closed jaxpr makes by values, as `without_refs` returns it."""
     from jax._src.state.discharge import discharge_state
 
     return discharge_state(closed, lower=False)  # with its custom derivatives
@@ -372,7 +372,7 @@ def discharged(closed: Any) -> Any:
 
 
 def has_effect(effects: Iterable[Any]) -> bool:
-    """Tell whether there is an effect beside those of refs and mesh axes, such as a print."""
+    """Tell whether there is an effect other than effects of refs and mesh axes, such as a print."""
     return not all(isinstance(effect, _HARMLESS) for effect in effects)
 
 
@@ -456,7 +456,7 @@ def trace_context() -> Any:
 
 
 def lower_without_devices(traced: jax.stages.Traced, platform: str) -> jax.stages.Lowered | None:
-    """A function of an abstract mesh, to be compiled for any devices; None if it needs devices.
+    """Lower a function of an abstract mesh, to compile for any devices; None if devices are needed.
 
     A callback does, whose lowering names the device that calls back.
     """

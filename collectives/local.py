@@ -77,7 +77,7 @@ def _differentiable(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _floats(tree: Any) -> Any:
-    """Cotangents, with None for those of integers, which no array can hold."""
+    """Return cotangents with None for integers, whose cotangents no array can hold."""
     return jax.tree.map(lambda c: None if c.dtype == jax.dtypes.float0 else c, tree)
 
 

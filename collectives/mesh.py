@@ -117,7 +117,7 @@ def _arrange(devices: list[jax.Device], shape: tuple[int, ...], *, whole: bool) 
 
 
 def check_mesh(mesh: Mesh) -> Mesh:
-    """Return the mesh, or explain why no pipeline can run on it.
+    """Return the mesh if a pipeline can run on the mesh, else explain the obstacle.
 
     Raises:
       TypeError: not a `jax.sharding.Mesh`.

@@ -30,7 +30,7 @@ Tree = TypeVar("Tree")
 
 
 def sum_over(tree: Tree, axes: Axes) -> Tree:
-    """Sum each leaf over those of `axes` that it varies over.
+    """Sum each leaf over the axes of `axes` over which the leaf varies.
 
     Leaves that vary over the same axes share one collective. Integers stay integers, booleans are
     counted (int32).
@@ -47,7 +47,7 @@ def sum_over(tree: Tree, axes: Axes) -> Tree:
 
 
 def mean_over(tree: Tree, axes: Axes) -> Tree:
-    """Average each leaf over those of `axes` that it varies over; always a float.
+    """Average each leaf over the axes of `axes` over which the leaf varies; always a float.
 
     The mean of equal values is that value, so here the rule above changes nothing. Arguments and
     errors as in `sum_over`.
@@ -56,9 +56,9 @@ def mean_over(tree: Tree, axes: Axes) -> Tree:
 
 
 def from_rank(tree: Tree, rank: int, axis: str) -> Tree:
-    """One rank's leaves, on every rank of the axis.
+    """Broadcast one rank's leaves to every rank of the axis.
 
-    What other ranks hold cannot leak, NaN and infinity included, and the gradient reaches only
+    Values of other ranks cannot leak, not even NaN and infinity, and the gradient reaches only
     `rank`. Dtypes are kept, booleans included.
 
     Args:

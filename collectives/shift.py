@@ -71,23 +71,23 @@ def _sent_in_groups(x: jax.Array, axis: str, perm: Sequence[Edge]) -> jax.Array:
 
 
 def shift_right(tree: Tree, axis: str) -> Tree:
-    """Rank r receives from r - 1; rank 0 receives zeros."""
+    """Shift right: rank r receives from r - 1; rank 0 receives zeros."""
     return exchange(tree, [(r, r + 1) for r in range(axis_size(axis) - 1)], axis)
 
 
 def shift_left(tree: Tree, axis: str) -> Tree:
-    """Rank r receives from r + 1; rank S - 1 receives zeros."""
+    """Shift left: rank r receives from r + 1; rank S - 1 receives zeros."""
     return exchange(tree, [(r + 1, r) for r in range(axis_size(axis) - 1)], axis)
 
 
 def ring_shift(tree: Tree, axis: str, *, steps: int = 1) -> Tree:
-    """Rank r receives from (r - steps) mod S; negative steps go left."""
+    """Shift around the ring: rank r receives from (r - steps) mod S; negative steps go left."""
     ranks = axis_size(axis)
     return exchange(tree, [(r, (r + steps) % ranks) for r in range(ranks)], axis)
 
 
 def axis_size(axis: str) -> int:
-    """S, as a Python integer.
+    """Return the number of ranks S on the axis, as a Python integer.
 
     Raises:
       ValueError: no surrounding shard_map is manual over `axis`.

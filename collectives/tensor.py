@@ -11,7 +11,7 @@ layer nothing is exchanged. M. Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
                       gradient is summed and scattered   its gradient is gathered
 
 The second line is sequence parallelism (V. Korthikanti et al., arXiv:2205.05198): the same bytes
-cross the links, and what lies between blocks takes 1/R of the memory.
+cross the links, and activations between blocks take 1/R of the memory.
 
 Letters: R = ranks on the axis, t = positions of a sequence. Where the axis is not manual (a plain
 model, a mesh without it, an axis left to the compiler) R is 1 and every function here returns its
@@ -38,19 +38,19 @@ def is_manual(axis: str | None) -> TypeGuard[str]:
 
 
 def group_size(axis: str | None) -> int:
-    """R, as a Python integer; 1 where the axis is not manual."""
+    """Return the number of ranks R, as a Python integer; 1 where the axis is not manual."""
     return jax.lax.axis_size(axis) if is_manual(axis) else 1
 
 
 def group_rank(axis: str | None) -> jax.Array | int:
-    """This rank's position in 0..R-1; the integer 0 where the axis is not manual."""
+    """Return this rank's position in 0..R-1; the integer 0 where the axis is not manual."""
     return jax.lax.axis_index(axis) if is_manual(axis) else 0
 
 
 def column_input(
     x: jax.Array, axis: str | None = TENSOR, *, sequence_axis: int | None = None
 ) -> jax.Array:
-    """The input of a column layer: the same on all ranks, and marked as varying.
+    """Prepare the input of a column layer: equal on all ranks, and marked as varying.
 
     Args:
       x: an activation, equal on all ranks; or with `sequence_axis` this rank's part of one.
@@ -83,7 +83,7 @@ def column_input(
 
 
 def row_output(y: jax.Array, axis: str = TENSOR, *, sequence_axis: int | None = None) -> jax.Array:
-    """The output of a row layer: the sum over ranks, or this rank's part of it.
+    """Compute the output of a row layer: the sum over ranks, or this rank's part of the sum.
 
     Args:
       y: this rank's addend.
@@ -109,7 +109,7 @@ def row_output(y: jax.Array, axis: str = TENSOR, *, sequence_axis: int | None = 
 
 
 def split_sequence(x: jax.Array, axis: str = TENSOR, *, sequence_axis: int) -> jax.Array:
-    """This rank's part of an activation that all ranks hold; for what no row layer has made.
+    """Take this rank's part of an activation that all ranks hold and no row layer has made.
 
     Args:
       x: an activation `[..., t, ...]`, equal on all ranks.
@@ -128,9 +128,10 @@ def split_sequence(x: jax.Array, axis: str = TENSOR, *, sequence_axis: int) -> j
 
 
 def join_sequence(x: jax.Array, axis: str = TENSOR, *, sequence_axis: int) -> jax.Array:
-    """The whole of an activation of which each rank holds a part: the way back of `split_sequence`.
+    """Gather the whole activation from the parts of all ranks: the inverse of `split_sequence`.
 
-    All ranks then hold it alike. Of its gradient each takes its part; nothing is exchanged for it.
+    All ranks then hold the same activation. Each rank takes its part of the gradient, without an
+    exchange.
 
     Args:
       x: this rank's part of an activation, `[..., t / R, ...]`.
@@ -155,15 +156,15 @@ def check_divides(
     ranks: int | None = None,
     pad_with: str | None = None,
 ) -> int:
-    """`size / R`; what a rank holds of something that cannot be cut anywhere.
+    """Return `size / R`, the share of a rank; refuse a size that R does not divide.
 
     Args:
       what: the name of the size, as the user gave it.
       size: how many there are.
       axis: the mesh axis of the group.
       ranks: R; by default that of the surrounding shard_map.
-      pad_with: the option that rounds the size up to a multiple of its value, if there is one; or,
-        as ``name=True``, one that gives every rank all of them.
+      pad_with: the option, if any, that rounds the size up to a multiple of its value; or, as
+        ``name=True``, the option that gives every rank the whole size.
 
     Raises:
       ValueError: `size` is no multiple of R; lists the R that fit.

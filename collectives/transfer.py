@@ -1,4 +1,4 @@
-"""Arrays that pass from the devices of one mesh to those of another, by their shards.
+"""Transfers of arrays, shard by shard, from the devices of one mesh to another mesh.
 
 Within a process `jax.device_put` does this. Between processes a message is a collective of the
 devices of both meshes, which all their processes call in one order.

@@ -1,12 +1,12 @@
-"""Embedding and cross entropy over a vocabulary whose rows lie on different ranks.
+"""Embedding and cross entropy over a vocabulary whose rows are split over ranks.
 
-Letters: R = ranks on the axis, v = rows of the vocabulary on one rank, V = R·v of them in all, d =
-width. Rank r holds the rows r·v .. (r+1)·v-1. Tokens and labels are global, in 0..V-1, and equal on
-all ranks. No rank ever sees another's logits: cross entropy exchanges one maximum and two sums per
-token. M. Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
+Letters: R = ranks on the axis, v = rows of the vocabulary on one rank, V = R·v = rows on all ranks,
+d = width. Rank r holds the rows r·v .. (r+1)·v-1. Tokens and labels are global, in 0..V-1, and
+equal on all ranks. No rank ever sees another's logits: cross entropy exchanges one maximum and two
+sums per token. M. Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
 
-The axis may be any: `tensor`, or `stage` where all ranks share a microbatch's head. Where it is not
-manual, R is 1 and these are the plain functions. All statistics are float32.
+Any axis is allowed: `tensor`, or `stage` where all ranks share a microbatch's head. Where the axis
+is not manual, R is 1 and the functions are the plain functions. All statistics are float32.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def vocabulary_embedding(
     vocabulary: int | None = None,
     dtype: Any = None,
 ) -> jax.Array:
-    """Rows of a table that is spread over ranks.
+    """Look up rows of a table that is split over ranks.
 
     Args:
       table: `[v, d]`, this rank's rows.
-      tokens: integers of any shape `[...]`, equal on all ranks. One outside 0..V-1 gives zeros.
+      tokens: integers of any shape `[...]`, equal on all ranks. A token outside 0..V-1 gives zeros.
       axis: the mesh axis of the group; None if there is one rank.
       sequence_axis: the axis of the result along which each rank keeps its part.
-      vocabulary: how many of the V rows are words; a token that is none then gives NaN.
+      vocabulary: the number of words among the V rows; a token that is no word then gives NaN.
       dtype: of the result; by default that of the table.
 
     Returns:
@@ -67,10 +67,10 @@ def vocabulary_embedding(
 def vocabulary_cross_entropy(
     logits: jax.Array, labels: jax.Array, axis: str | None = TENSOR, *, ignore: int | None = IGNORED
 ) -> jax.Array:
-    """Cross entropy of each token, from logits that stay where they are.
+    """Compute the cross entropy of each token from split logits, without gathering the logits.
 
-    The backward keeps the logits as they came and one number per token, and makes the gradient in
-    the dtype of the logits.
+    The backward keeps the given logits and one number per token, and computes the gradient in the
+    dtype of the logits.
 
     Args:
       logits: `[..., v]`, this rank's part, of any float dtype; -inf where a label cannot be.
@@ -83,8 +83,8 @@ def vocabulary_cross_entropy(
       one whose logit is -inf gives inf.
 
     Raises:
-      ValueError: the logits do not vary over the axis, so they are not a part of anything; or
-        labels of another shape.
+      ValueError: the logits do not vary over the axis, so they are not split over ranks; or labels
+        of another shape.
     """
     check_parts("logits", logits, axis)
     check_labels("logits", logits, labels)
@@ -143,7 +143,7 @@ def sum_up(
 
 
 def losses_of(largest: jax.Array, total: jax.Array, picked: jax.Array) -> jax.Array:
-    """Cross entropy, from sums over all columns."""
+    """Compute the cross entropy from sums over all columns."""
     # In this order: large logits that are nearly equal lose no digits.
     return jnp.log(total) + (largest - picked)
 
@@ -156,14 +156,14 @@ def logit_gradient(
     total: jax.Array,
     g: jax.Array,
 ) -> jax.Array:
-    """The gradient of cross entropy: softmax less one at the label, times `g`.
+    """Compute the gradient of cross entropy: softmax minus one at the label, times `g`.
 
     Args:
       logits: `[..., v]`.
       local: `[...]`, the labels' columns.
       mine: `[...]`, whether they are among them.
       largest: `[...]`, the largest logit of the whole vocabulary.
-      total: `[...]`, Σ exp(logit - largest) over it.
+      total: `[...]`, Σ exp(logit - largest) over the whole vocabulary.
       g: `[...]`, the losses' gradient.
     """
     columns = jax.lax.broadcasted_iota(local.dtype, logits.shape, logits.ndim - 1)
@@ -192,7 +192,7 @@ def combine(largest: jax.Array, total: jax.Array, picked: jax.Array, axis: str |
 def find_rows(
     indices: jax.Array, rows: int, *, first: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
-    """Find global indices among the rows from `first` on, clipped, and a mask of those found."""
+    """Find global indices among the rows from `first` on, clipped, with a mask of indices found."""
     local = indices.astype(jnp.int32) - first
     return jnp.clip(local, 0, rows - 1), (local >= 0) & (local < rows)
 
@@ -203,7 +203,7 @@ def _find(indices: jax.Array, rows: int, axis: str | None) -> tuple[jax.Array, j
 
 
 def mask_losses(losses: jax.Array, labels: jax.Array, size: int, ignore: int | None) -> jax.Array:
-    """NaN where a label is none of the vocabulary, 0 where it is to be ignored."""
+    """Set losses to NaN for labels outside the vocabulary, and to 0 for ignored labels."""
     known = (labels >= 0) & (labels < size)
     losses = jnp.where(known, losses, jnp.nan)
     return losses if ignore is None else jnp.where(labels == ignore, 0.0, losses)
@@ -219,7 +219,7 @@ def check_labels(name: str, x: jax.Array, labels: jax.Array) -> None:
 
 
 def check_parts(name: str, x: jax.Array, axis: str | None) -> None:
-    """Refuse what is not spread over the axis: every rank would count it again."""
+    """Refuse a value that is not split over the axis: every rank would count the value again."""
     if is_manual(axis) and axis not in varying_axes(x):
         raise ValueError(
             f"{name}{list(x.shape)} does not vary over {axis!r}: it must be this rank's part of "

@@ -226,7 +226,7 @@ class ParallelConfig:
 
 
 def _pairs(axes: Any) -> tuple[tuple[Any, Any], ...]:
-    """Names and sizes; what is neither a mapping nor pairs is refused."""
+    """Return pairs of names and sizes; refuse a value that is no mapping and no pairs."""
     pairs = tuple(axes.items()) if isinstance(axes, Mapping) else axes
     if not isinstance(pairs, (list, tuple)) or any(
         not isinstance(pair, (list, tuple)) or len(pair) != 2 for pair in pairs
@@ -236,7 +236,7 @@ def _pairs(axes: Any) -> tuple[tuple[Any, Any], ...]:
 
 
 def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that must be equal on all processes; the order of further axes is that of the mesh."""
+    """Return the fields that must be equal on all processes; further axes are in mesh order."""
     shared = {name: value for name, value in values.items() if name != _OWN}
     return shared | {"axes": [list(pair) for pair in _pairs(shared.get("axes", ()))]}
 
@@ -246,7 +246,7 @@ def _count(number: int | None, noun: str) -> str:
 
 
 def resolve(fields: Fields) -> list[str]:
-    """Fill in what follows, in place; return all faults."""
+    """Fill in inferred fields, in place; return all faults."""
     faults = [*_types(fields), *_precision(fields)]
     known = sorted({*fields, "devices"} - {"axes"})
     faults += name_faults([name for name, _ in fields["axes"]], known)
@@ -295,7 +295,7 @@ def _types(fields: Fields) -> list[str]:
 
 
 def _precision(fields: Fields) -> list[str]:
-    """Dtypes by their names; those left open are as the parameters."""
+    """Resolve dtypes by name; open dtypes are the parameters' dtype."""
     faults, found = [], {}
     for name in DTYPES:
         given = fields["param_dtype"] if fields[name] is None else fields[name]
@@ -333,7 +333,7 @@ def _world(fields: Fields) -> list[str]:
 
 
 def _processes(fields: Fields) -> list[str]:
-    """W = P * devices of each; the index of a process lies in 0..P-1."""
+    """Check W = P * devices per process, and a process index in 0..P-1."""
     world, count, each = (
         fields[name] for name in ("world_size", "num_processes", "devices_per_process")
     )
@@ -370,7 +370,7 @@ def _own_process(fields: Fields) -> list[str]:
 
 
 def _groups(fields: Fields) -> list[str]:
-    """Groups of devices lie evenly in processes."""
+    """Check that groups of devices divide evenly over processes."""
     count, each = fields["num_processes"], fields["devices_per_process"]
     sizes = sizes_of(fields)
     if None in (count, each, *sizes.values()) or count * each != math.prod(sizes.values()):

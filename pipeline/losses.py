@@ -1,4 +1,4 @@
-"""`with_losses`: the sum of what `add_loss` adds within a function, without a pipeline."""
+"""`with_losses`: the sum of the losses added within a function, without a pipeline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.facade import forwarded
 
 
 def with_losses(f: Callable[..., Any]) -> Callable[..., tuple[Any, jax.Array]]:
-    """``f``, which also returns the sum of what `add_loss` adds within it, a float32 scalar.
+    """Wrap ``f`` to return also the sum of its losses of `add_loss`, a float32 scalar.
 
     ``y, added = with_losses(f)(*arguments)`` for models without a pipeline. Both may be
     differentiated, multiplied and averaged as one likes, also in loops.
@@ -48,7 +48,7 @@ def with_losses(f: Callable[..., Any]) -> Callable[..., tuple[Any, jax.Array]]:
 
 
 def _check_nothing_is_written(f: Callable[..., Any], arguments: Tree) -> None:
-    """Refuse what a module among the arguments keeps: the caller's module never sees it.
+    """Refuse writes to a module among the arguments, which would not reach the caller.
 
     `nnx.remat` and `nnx.scan` hand back new values for all variables, most of them the same.
     """

@@ -1,16 +1,16 @@
-"""Optimizers of a pipeline: the plain model's update, of state that is sharded as its weights are.
+"""Optimizers of a pipeline: the plain model's update, with state sharded like the weights.
 
-An optimizer is written for layers: it asks for a weight's norm, for the number of its axes, for its
-name. A pipeline holds S layers in one array, over which all these mean something else. So an
-optimizer here is given the layer view (`pipeline.core.layers_view.view`), and what it does for S
-layers is found again and run at once, on the ranks that hold them
-(`pipeline.core.layers_view.reroll`).
+An optimizer is written for layers: it uses a weight's norm, number of axes and name. A pipeline
+holds S layers in one array, which has another norm, number of axes and name. So an optimizer here
+receives the layer view (`pipeline.core.layers_view.view`), and its equal operations on S layers are
+run as one, on the ranks that hold the layers (`pipeline.core.layers_view.reroll`).
 
-Its state lies over ``stage`` as weights do, and, for ZeRO-1 and FSDP, over ``data`` as gradients
-do: D data shards each keep a D-th of it, make the update of that, and gather the updates.
+Its state is sharded over ``stage`` like weights, and, for ZeRO-1 and FSDP, over ``data`` like
+gradients: each of D data shards keeps a D-th of the state, computes the update of this part, and
+gathers the updates.
 
-Of a pipeline made of types (`jax.ShapeDtypeStruct`), an optimizer's state is types too, which say
-where each array would lie: enough to compile a step for machines that are not there.
+For a pipeline of types (`jax.ShapeDtypeStruct`) the optimizer's state is types with shardings too,
+so that a step can be compiled for machines that are not available.
 """
 
 from __future__ import annotations
@@ -44,22 +44,21 @@ from pipeline.pipeline import Pipeline
 def make_optimizer(
     pipe: Pipeline, *parts: optax.GradientTransformation, offload: bool = False
 ) -> nnx.Optimizer[Pipeline]:
-    """An `nnx.Optimizer` whose update is that of the model without a pipeline.
+    """Make an `nnx.Optimizer` with the same update as for the model without a pipeline.
 
-    Masks and labels, trees or functions, speak of the layer view: ``{"stages": [K trees], "embed":
-    tree, "head": tree}``. All state lies on the pipeline's mesh.
+    Masks and labels, trees or functions, refer to the layer view: ``{"stages": [K trees], "embed":
+    tree, "head": tree}``. All state is on the pipeline's mesh.
 
     Args:
       pipe: a pipeline of arrays, or of `jax.ShapeDtypeStruct` (its stages made by
         `nnx.eval_shape`). The optimizer's state is of the same kind.
-      parts: an optax transformation, or several, one after another as in `optax.chain`.
-      offload: whether the state of layers (moments, say) lies in host memory between updates. An
-        update copies it to the devices leaf by leaf and back. On CPU results are the same bit by
-        bit.
+      parts: an optax transformation, or several to be chained as by `optax.chain`.
+      offload: whether the state of layers (such as moments) is kept in host memory between updates.
+        An update copies it to the devices leaf by leaf and back. On CPU results are bitwise equal.
 
     Raises:
-      ValueError: no transformation, or one that needs the weights of several layers in one place;
-        or ``offload`` on devices whose programs can keep nothing in host memory.
+      ValueError: no transformation; a transformation that combines the weights of several layers;
+        or ``offload`` on devices whose programs cannot use host memory.
     """
     _check_pipeline("make_optimizer", pipe)
     _check_offload(offload, pipe)
@@ -104,11 +103,11 @@ def make_optimizer(
 def shard_optimizer(
     tx: optax.GradientTransformation, pipe: Pipeline
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation with which `make_optimizer` makes an optimizer.
+    """Adapt an optax transformation to a pipeline, as `make_optimizer` does.
 
-    Its updates are laid out as the weights, so that under jit the update of a step runs on shards
-    and is gathered once, and no weight changes its place from step to step. Of arrays in which only
-    some stages are trained the rest is left as it is.
+    Its updates are laid out like the weights. So under jit the update of a step runs on shards and
+    is gathered once, and no weight changes its place from step to step. In an array of which only
+    some stages are trained, the other stages do not change.
 
     Args:
       tx: any optax transformation.
@@ -119,7 +118,7 @@ def shard_optimizer(
 
 
 def _check_pipeline(what: str, pipe: Any) -> None:
-    """Check that an optimizer is asked for a pipeline, and say where one is if it is not.
+    """Check that the module is a pipeline; if it only contains one, the error says where.
 
     Raises:
       ValueError: it is another object, perhaps a module that holds a pipeline.
@@ -140,7 +139,7 @@ def _check_pipeline(what: str, pipe: Any) -> None:
 
 
 def _check_offload(offload: Any, pipe: Pipeline) -> None:
-    """Check that an optimizer's state can lie in host memory, if that is asked for.
+    """Check that an optimizer's state can be in host memory, if ``offload`` asks for this.
 
     Raises:
       ValueError: no bool, or devices without such memory.
@@ -204,7 +203,7 @@ class PipelineOptimizer(nnx.Optimizer[Pipeline]):
     def update_on_device(self, model: Pipeline, grads: Tree, /, **extra: Any) -> Any:
         """Update as `update` does, but leave on the devices the state that belongs in host memory.
 
-        For callers that may have the old state back, and put away what they keep.
+        It is for callers that may restore the old state, and then offload the state that they keep.
         """
         _check_pipeline("PipelineOptimizer.update", model)
         if (ranks := len(model.plan.stages_of)) != self._ranks:
@@ -293,14 +292,14 @@ class _Layered:
         )
 
     def _with_types(self, tree: Tree, specs: Callable[[], Tree]) -> Tree:
-        """Results with the types of the pipeline's state, if it has any: else nothing is asked."""
+        """Give results the types of the pipeline's state, if the state has types."""
         home = self._home
         if not home.explicit_axes:
             return tree
         return meshes.typed(tree, home, jax.tree.leaves(specs()))
 
     def _stored_specs(self, updates: Tree) -> Tree:
-        """Specs of updates: those of the weights."""
+        """Return the specs of updates, which are the specs of the weights."""
         view = self._view
         specs = {stack.path: stack.spread.stored for stack in view.stacks}
         specs |= {("ends", *end.path): end.spread.stored for end in view.ends}
@@ -404,7 +403,7 @@ class _LayerInputs:
         return len(self.stacks) - 1
 
     def layers(self, tree: Tree, lay: Lay | None = None) -> Tree:
-        """Layers whose leaves are rows and arrays, perhaps laid out as gradients first."""
+        """Return layers of rows and arrays, first laid out like gradients if needed."""
         view = self.view
         indices = []
         for stack in view.stacks:
@@ -447,7 +446,7 @@ def _at(found: Mapping[tuple[Any, ...], Any], path: Any) -> Any:
 def _leaving_frozen(
     tx: optax.GradientTransformation, parts: Mapping[str, Parts]
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that changes nothing of what is frozen in arrays that are trained in part.
+    """Wrap an optimizer so that frozen entries of partly trained arrays do not change.
 
     Their gradients are zeros there, but weight decay would change them.
 
@@ -475,7 +474,7 @@ def _leaving_frozen(
 
 
 def _is_trained(ranks: Parts, leaf: Any) -> jax.Array:
-    """[S, n, 1, ...] for each entry of a leaf whether it is trained."""
+    """A mask [S, n, 1, ...]: whether each entry of a leaf is trained."""
     most = max(map(len, ranks))
     bounds = jnp.asarray([[*of, *[(0, 0)] * (most - len(of))] for of in ranks])  # [S, parts, 2]
     entries = jnp.arange(leaf.shape[1] if leaf.ndim > 1 else 1)[None, None]

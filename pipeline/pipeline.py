@@ -60,20 +60,19 @@ class Pipeline(nnx.Module):
     Letters: S ranks on the mesh axis ``stage``, K stages, V = K // S chunks per rank, M
     microbatches, D data shards, N rows of a batch.
 
-    Calls take ``extras``, a dict of side inputs with [N, ...] leaves, such as masks and positions:
-    each stage is called as ``stage(x, **extras)`` on the rows of its microbatch; embed, head and
-    loss_fn are not given them.
+    Calls take ``extras``, a dict of side inputs with [N, ...] leaves, such as masks and positions.
+    Each stage is called as ``stage(x, **extras)`` on the rows of its microbatch; embed, head and
+    loss_fn receive no extras.
 
     Attributes:
       chunks: [V] modules with leaves of leading length S, sharded over ``stage``; index r of chunk
-        v is the stage that rank r runs as its v-th. With V = 1 that is layer order. Where the
-        stages of a chunk differ it is a `pipeline.core.model.unlike.Overlaid`; `stages()` gives
-        them as they are.
-      ends: embed and head, and a loss_fn that is a module, on every rank; a table that all share
-        has its rows sharded over ``stage``, and perhaps rows of zeros behind its last word.
+        v is the v-th stage of rank r. With V = 1 this is layer order. A chunk of stages that differ
+        is a `pipeline.core.model.unlike.Overlaid`; `stages()` returns the stages themselves.
+      ends: embed, head and, if it is a module, loss_fn, on every rank. A table that all ranks share
+        has its rows sharded over ``stage``, and may have rows of zeros after its last word.
 
     Raises:
-      ValueError: options that do not fit each other; the message says which and what to do.
+      ValueError: options that contradict each other; the message names them and the remedy.
     """
 
     __signature__ = ConstructorSignature()
@@ -179,7 +178,7 @@ class Pipeline(nnx.Module):
 
     @property
     def num_microbatches(self) -> int:
-        """M."""
+        """The number of microbatches M."""
         return self.plan.schedule.num_microbatches
 
     @property
@@ -208,18 +207,18 @@ class Pipeline(nnx.Module):
         extras: dict[str, Tree] | None = None,
         num_microbatches: int | None = None,
     ) -> Tree:
-        """Forward only: [N, ...] outputs, on every rank of ``stage``.
+        """Run forward only: [N, ...] outputs, on every rank of ``stage``.
 
-        May be differentiated with respect to parameters and inputs; the backward pass runs the
-        schedule. Gradients count what stages add by `add_loss`, once, as those of a stage without
-        a pipeline do: they are those of the loss made of the outputs plus the mean of what is
-        added. The outputs cannot hold it; `loss` does.
+        The call can be differentiated with respect to parameters and inputs; the backward pass runs
+        the schedule. Gradients include the losses that stages add by `add_loss`, once, as without a
+        pipeline: they are the gradients of the loss of the outputs plus the mean of the added
+        losses. The outputs do not contain added losses; `loss` does.
 
         Args:
           inputs: [N, ...] leaves.
           extras: [N, ...] leaves, by name, for every stage.
-          num_microbatches: M of this call, if not the pipeline's: a batch to evaluate may have
-            another size than one to train on. Each M is a program of its own.
+          num_microbatches: M of this call; by default the pipeline's M. An evaluation batch may
+            have another size than a training batch. Each M is compiled separately.
         """
         plan = self._plan_of(num_microbatches)
         operands = self._operands(inputs, (), extras, plan=plan)
@@ -239,19 +238,20 @@ class Pipeline(nnx.Module):
         extras: dict[str, Tree] | None = None,
         num_microbatches: int | None = None,
     ) -> jax.Array:
-        """The log-probability of every target: float32 of their shape, on every rank of ``stage``.
+        """Compute the log-probability of every target: float32, on every rank of ``stage``.
 
-        Logits stay where they are, a microbatch's on the last rank, or, with
-        ``vocabulary="stage"``, a part of them on each. What is to be differentiated is `loss`.
+        The result has the shape of ``targets``. Logits are not sent: the logits of a microbatch are
+        on the last rank, or, with ``vocabulary="stage"``, split over all ranks. Differentiate
+        `loss` instead.
 
         Args:
-          inputs: [N, ...] leaves, of which the model makes [N, ..., words] logits.
-          targets: [N, ...] integers; what is -100 does not count and has 0.
+          inputs: [N, ...] leaves, for which the model returns [N, ..., words] logits.
+          targets: [N, ...] integers; the result is 0 for a target of -100, which does not count.
           extras: as of a call.
           num_microbatches: as of a call.
 
         Raises:
-          ValueError: targets of another shape; or it was differentiated.
+          ValueError: targets of another shape; or the call is differentiated.
         """
         plan = self._plan_of(num_microbatches)
         operands = self._operands(inputs, targets, extras, plan=plan)
@@ -276,11 +276,11 @@ class Pipeline(nnx.Module):
         weighed: bool = False,
         num_microbatches: int | None = None,
     ) -> Any:
-        """The mean loss, a float32 scalar on every rank; with ``has_aux`` (loss, metrics).
+        """Compute the mean loss, a float32 scalar on every rank; with ``has_aux`` (loss, metrics).
 
-        Differentiated, it runs the whole schedule once; otherwise forward actions alone. Where a
-        step computes in float16, both run, forward actions first: a loss scale (what the loss is
-        multiplied with before it is differentiated) must be known to the schedule.
+        Under differentiation the whole schedule runs once, otherwise only forward actions. If a
+        step computes in float16, forward actions run first and then the schedule, because the
+        schedule must know the loss scale, the factor of the loss before differentiation.
 
         Args:
           inputs: [N, ...] leaves.
@@ -310,31 +310,33 @@ class Pipeline(nnx.Module):
         has_aux: bool = False,
         weighed: bool = False,
     ) -> tuple[Any, nnx.State[Any, Any]]:
-        """The mean loss and its gradients, laid out as ``nnx.state(pipe, pipe.wrt)``.
+        """Compute the mean loss and its gradients, laid out as ``nnx.state(pipe, pipe.wrt)``.
 
-        With ``has_aux``, ``((loss, metrics), gradients)``.
+        With ``has_aux`` the result is ``((loss, metrics), gradients)``.
 
         Args:
           inputs: [N, ...] leaves.
           targets: [N, ...] leaves.
           extras: [N, ...] leaves, by name, for every stage.
-          wrt: of what, if not of all that the pipeline trains: a filter as of `Pipeline`.
-          loss_scale: a scalar, perhaps traced, that the loss is multiplied with before it is
-            differentiated, so that small gradients do not vanish in float16. Gradients come back
-            multiplied with it, to be divided by whoever chose it (in float32, and after a look for
-            infinities and NaN, which say that it was too large); the loss does not.
-          has_aux: whether loss_fn returns (loss, metrics): any tree of scalars, each of which is
-            what a loss may be. A pair (sum, weight) comes back as Σ sum / Σ weight over all
-            microbatches and data shards; a float as the mean of the microbatches, weighted as the
-            loss is; an integer is a count, and added up. They are float32 (counts int32) scalars on
-            every rank, and have no gradient.
-          weighed: whether the loss, and each metric that is no count, comes as `Weighed` (mean,
-            weight). The mean over several batches is Σ mean * weight / Σ weight, and so are the
-            gradients, each times the weight of its loss.
+          wrt: the variables of the gradients, a filter as for `Pipeline`; by default all variables
+            that the pipeline trains.
+          loss_scale: a scalar, perhaps traced, by which the loss is multiplied before
+            differentiation, so that small gradients do not vanish in float16. The returned
+            gradients are multiplied by the scale; the returned loss is not. The caller divides the
+            gradients by the scale, in float32, after a check for infinities and NaN, which mean
+            that the scale was too large.
+          has_aux: whether loss_fn returns (loss, metrics), where metrics are any tree whose entries
+            have the forms that a loss may have. A pair (sum, weight) is returned as Σ sum / Σ
+            weight over all microbatches and data shards; a float as the mean over microbatches with
+            the weights of the loss; an integer is a count and is added up. Metrics are float32
+            (counts int32) scalars on every rank, without gradients.
+          weighed: whether the loss, and each metric that is not a count, is returned as `Weighed`
+            (mean, weight). The mean over several batches is Σ mean * weight / Σ weight. Gradients
+            of several batches are averaged in the same way, with the weights of their losses.
 
         Raises:
-          ValueError: a batch, a filter or a scale that does not fit; a loss_fn that returns other
-            than ``has_aux`` says; or it was differentiated.
+          ValueError: a batch, filter or scale that does not fit; a loss_fn that contradicts
+            ``has_aux``; or the call is differentiated.
         """
         wrt, scale = self.plan.wrt if wrt is None else wrt, check_scale(loss_scale)
         operands = self._operands(
@@ -365,10 +367,10 @@ class Pipeline(nnx.Module):
         extras: dict[str, Tree] | None = None,
         optimizer: nnx.Optimizer[Any] | None = None,
     ) -> jax.stages.Lowered:
-        """The training step, traced and not yet compiled, to see its memory or its HLO.
+        """Trace the training step without compiling it, to see its memory or its HLO.
 
-        Leaves may be `jax.ShapeDtypeStruct`, of the batch as of the stages: nothing is run. With an
-        optimizer its update follows, and weights and state are given away to their new values.
+        Leaves of the batch and of the stages may be `jax.ShapeDtypeStruct`: nothing is run. With an
+        optimizer the step includes its update, and weights and state are donated.
         """
         from pipeline.insight.forecast.ahead import lower_step
 
@@ -391,17 +393,18 @@ class Pipeline(nnx.Module):
     ) -> Report:
         """Time each action of each rank, in seconds, in steps that run under `jax.profiler`.
 
-        A report of the clock "measured", to be drawn as any other (`schedules.drawing`). Its costs
-        are the means of the actions of each stage, so that `schedules.differences(report)` says
-        what a step takes beyond them, and why. The step is compiled anew, and runs once before it
-        is measured; weights, and random streams, stay as they are.
+        The result is a report of the clock "measured", which `schedules.drawing` can draw. Its
+        costs are the mean durations of the actions of each stage, so that
+        `schedules.differences(report)` explains the rest of the step's time. The step is compiled
+        anew, and runs once before it is measured. Weights and random streams do not change.
 
         Args:
           inputs: as of `value_and_grad`.
           targets: as of `value_and_grad`.
           extras: as of `value_and_grad`.
-          steps: how many are measured; the report is the median.
-          directory: where the profile is kept, for XProf or Perfetto; by default it is not.
+          steps: the number of measured steps; the report is the median.
+          directory: the folder for the profile, to open in XProf or Perfetto; by default the
+            profile is deleted.
 
         Raises:
           ValueError: a batch that does not fit; plain accumulation on one rank, or a mesh of
@@ -426,31 +429,31 @@ class Pipeline(nnx.Module):
         split: bool = True,
         topology: None = None,
     ) -> Calibration:
-        """Measure what its actions take on the devices of its first rank, for ``costs``.
+        """Measure the durations of actions on the devices of the first rank, for ``costs``.
 
-        Each action (F, B, I, W) of each stage that differs from others, the first with embed and
-        the last with head and loss, is timed within the kernel, on microbatches of the size that
-        these rows give; on a mesh of several ranks an exchange too, and with ``offload`` a copy
-        over the host link. The stages that differ are
-        copied to those devices. Weights stay as they are. With ``slices=`` actions are those of all
-        slices of a microbatch, and ``costs.slices`` says how slices compare.
+        Each action (F, B, I, W) of each distinct stage, the first with embed and the last with head
+        and loss, is timed within the kernel, on microbatches of the size that these rows give. On a
+        mesh of several ranks an exchange is timed too, and with ``offload`` a copy over the host
+        link. Distinct stages are copied to these devices; weights do not change. With ``slices=``
+        an action covers all slices of a microbatch, and ``costs.slices`` has the ratio of the
+        slices.
 
         Args:
           inputs: as of `value_and_grad`, arrays.
           targets: as of `value_and_grad`, arrays.
           extras: as of `value_and_grad`, arrays.
-          rounds: how often each step is timed. Results are medians.
-          repeats: how often an action runs within a step; more where actions are short.
-          split: whether I and W are measured too, which compiles a second program. Without them
-            the result says that splitting gains nothing: that I takes what B takes, and W nothing.
+          rounds: the number of times that each step is timed. Results are medians.
+          repeats: the number of runs of an action within a step; short actions need more.
+          split: whether I and W are measured too, which compiles a second program. Otherwise the
+            result assumes that splitting gains nothing: I takes as long as B, and W no time.
           topology: removed; measure on devices of that kind, or give ``costs=``.
 
         Raises:
           TypeError: a topology.
           ValueError: arguments that do not fit, or a mesh of several processes or one that is in
             force.
-          CalibrationError: times that cannot all be right, which and what to do; or whose spread is
-            too large to say anything.
+          CalibrationError: contradictory times (the message names them and the remedy), or times
+            whose spread is too large for a result.
         """
         from pipeline.insight.calibrate.host import with_host
         from pipeline.insight.calibrate.measure import calibrate, seconds
@@ -494,9 +497,9 @@ class Pipeline(nnx.Module):
         steps: int = 10,
         extras: dict[str, Tree] | None = None,
     ) -> Efficiency:
-        """Measure how efficient a training step is on the pipeline's devices, and where time goes.
+        """Measure the efficiency of a training step on the pipeline's devices, and its lost time.
 
-        Steps, without an optimizer, are timed in turn with the actions of each rank alone. The
+        Steps without an optimizer are timed alternately with the actions of each rank alone. The
         result has ``step`` and ``ideal`` in seconds, ``efficiency`` = ideal / step, ``bubble`` and
         ``rest``; ``print`` shows each with its definition and spread. On a busy machine it still
         returns numbers, and adds a note. Weights and state stay as they are.
@@ -504,7 +507,7 @@ class Pipeline(nnx.Module):
         Args:
           inputs: as of `value_and_grad`, arrays.
           targets: as of `value_and_grad`, arrays.
-          steps: how many are timed.
+          steps: the number of timed steps.
           extras: as of `value_and_grad`, arrays.
 
         Raises:
@@ -520,13 +523,13 @@ class Pipeline(nnx.Module):
     def check(
         self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
     ) -> list[str]:
-        """List what is suspicious about the model on such a batch; nothing is compiled or run.
+        """List suspected mistakes of the model on such a batch; nothing is compiled or run.
 
-        Found are parameters that no part reads or that a part reads from outside, parts that mix
-        positions which are split, statistics that include padding, state that nothing advances,
-        mesh axes without work, weights that an axis does not divide, and too little memory. The
-        constructor and the first step warn of these too. Options that only the constructor warns
-        of, such as devices without a stage, are not listed.
+        The list has parameters that no part reads or that a part reads from outside, parts that mix
+        split positions, statistics that include padding, state that no code advances, mesh axes
+        without work, weights that an axis does not divide, and too little memory. The constructor
+        and the first step warn of these too. Warnings that only the constructor gives, such as
+        devices without a stage, are not listed.
 
         Args:
           inputs: as of `value_and_grad`; leaves may be `jax.ShapeDtypeStruct`.
@@ -534,7 +537,7 @@ class Pipeline(nnx.Module):
           extras: as of `value_and_grad`, likewise.
 
         Raises:
-          ValueError: as `value_and_grad`, of a batch or a model that cannot run, or no loss.
+          ValueError: a batch or a model that cannot run, as for `value_and_grad`; or no loss.
         """
         from pipeline.lint.outside import warn_of_parameters_read_from_outside
         from pipeline.lint.sharding import warn_of_undivided_weights
@@ -579,10 +582,10 @@ class Pipeline(nnx.Module):
         return [results[k] for k in range(len(results))]
 
     def stages(self) -> list[nnx.Module]:
-        """Copies of the K stages in layer order, each whole.
+        """Return copies of the K whole stages in layer order.
 
-        To write to a copy changes nothing in the pipeline. Weights are written in layer order by
-        ``nnx.update(pipe, pipe.from_layers(layers))``, with ``layers`` of `to_layers`.
+        A write to a copy does not change the pipeline. To write weights in layer order, call
+        ``nnx.update(pipe, pipe.from_layers(layers))``, with ``layers`` from `to_layers`.
         """
         is_typed = bool(self.plan.home.explicit_axes)
         with self._entered():
@@ -598,20 +601,21 @@ class Pipeline(nnx.Module):
         return stages
 
     def replace(self, **options: Any) -> Self:
-        """Another pipeline of the same stages and weights, and of other options.
+        """Make another pipeline of the same stages and weights, with other options.
 
-        The rest is as it was given to the constructor, and chosen anew where it was left open.
-        Weights are those of now: what one of the two learns later the other does not. Arrays that
-        stay where they are are not copied, so do not donate those of one and go on with both.
-        State of an optimizer is laid out as weights are: make it anew if mesh, placement or
-        ``data_parallel`` change, or carry its moments over by `to_layers` and `from_layers`.
+        Other options are as given to the constructor; options that were left open are chosen anew.
+        Weights are the current weights; later updates of one pipeline do not reach the other. An
+        array that keeps its place is not copied, so do not donate the arrays of one pipeline and
+        then use both. State of an optimizer is laid out like the weights: make a new optimizer if
+        mesh, placement or ``data_parallel`` change, or convert its moments by `to_layers` and
+        `from_layers`.
 
         Args:
-          options: any of the constructor's but ``stages``, such as ``num_microbatches=8``,
+          options: any argument of the constructor but ``stages``, such as ``num_microbatches=8``,
             ``schedule="zb_v"``, ``mesh=mesh`` or ``head=head``.
 
         Raises:
-          TypeError: ``stages``, or no option of a pipeline.
+          TypeError: ``stages``, or an unknown option.
           ValueError: as the constructor.
         """
         from pipeline.core.layers_view.replace import check_changes, replaced
@@ -628,22 +632,23 @@ class Pipeline(nnx.Module):
         extras: dict[str, Tree] | None = None,
         optimizer: nnx.Optimizer[Any] | None = None,
     ) -> Self:
-        """Another pipeline with as few stashes in host memory as a budget of device bytes asks for.
+        """Make a pipeline with the fewest stashes in host memory that a device budget allows.
 
-        Its ``offload`` is the smallest share with which a step is predicted to fit, or None if it
-        fits without. Bytes are those of `describe`, whose error is on the page about memory: leave
-        room. Nothing is run or compiled. Weights are shared as by `replace`.
+        Its ``offload`` is the smallest share with which a step is predicted to fit, or None if a
+        step fits without offload. Bytes are predicted as by `describe`; the page about memory gives
+        the error, so leave room. Nothing is run or compiled. Weights are shared as by `replace`.
 
         Args:
           budget: bytes of each device that a step may take, arguments included.
           inputs: as of `value_and_grad`; leaves may be `jax.ShapeDtypeStruct`.
           targets: as of `value_and_grad`, likewise.
           extras: as of `value_and_grad`, likewise.
-          optimizer: counts its state and its update too.
+          optimizer: an optimizer whose state and update count too.
 
         Raises:
-          ValueError: a budget below what must stay on the devices, how much that is, and what to
-            do; devices without host memory; or an optimizer of other parameters.
+          ValueError: a budget below the bytes that must stay on the devices (the message has their
+            number and the remedy); devices without host memory; or an optimizer of other
+            parameters.
         """
         from pipeline.insight.forecast.step_memory import share_within
 
@@ -652,15 +657,16 @@ class Pipeline(nnx.Module):
         return self.replace(offload=share_within(self, budget, optimizer, operands))
 
     def to_layers(self, tree: Tree) -> dict[str, Any]:
-        """The layer view of a tree that is shaped like the parameters.
+        """Convert a tree shaped like the parameters to the layer view.
 
-        ``{"stages": [K trees], "embed": tree, "head": tree}`` in layer order, whatever S, V and
-        the placement, also of stages that are not alike: what the model is without a pipeline.
+        The result is ``{"stages": [K trees], "embed": tree, "head": tree}`` in layer order, as in
+        the model without a pipeline. It does not depend on S, V or the placement; stages may
+        differ.
 
         Args:
           tree: ``nnx.state(pipe, nnx.Param)``, gradients, an optimizer's moments; arrays (or types)
-            with a leading axis of length S where the parameters have it, or labels. Of a tree that
-            lacks what ``wrt`` freezes, the layers lack it too.
+            with a leading axis of length S where the parameters have one, or labels. If the tree
+            lacks the variables that ``wrt`` freezes, the layers lack them too.
 
         Raises:
           ValueError: a tree of another shape.
@@ -672,11 +678,12 @@ class Pipeline(nnx.Module):
         return meshes.typed_as_they_lie(layers, self.plan.home)
 
     def from_layers(self, layers: dict[str, Any]) -> nnx.State[Any, Any]:
-        """Undo `to_layers`: a tree laid out as ``nnx.state(pipe, nnx.Param)``, or ``pipe.wrt``.
+        """Convert layers to a tree laid out as ``nnx.state(pipe, nnx.Param)`` or ``pipe.wrt``.
 
-        Arrays are placed as the parameters are, so ``nnx.update(pipe, pipe.from_layers(layers))``
-        loads weights of any pipeline of the same model, or of none. That also mends a pipeline that
-        was given the state of one with another placement or other ranks.
+        This undoes `to_layers`. Arrays are placed like the parameters, so ``nnx.update(pipe,
+        pipe.from_layers(layers))`` loads weights of the same model from any pipeline, or from a
+        model without one. It also repairs a pipeline that received the state of a pipeline with
+        another placement or other ranks.
 
         Raises:
           ValueError: other layers, or labels that differ between layers that share an array.
@@ -697,14 +704,13 @@ class Pipeline(nnx.Module):
     ) -> str:
         """Describe the program, its placement, and its predicted cost.
 
-        Bytes are predicted for the batch given, whose leaves may be `jax.ShapeDtypeStruct`, or
-        else for the last one trained on; before there is any, only those of weights and gradients
-        are known. With an optimizer they are those of a step with its update (`lower`). With
-        ``compiled=True`` the step is compiled, and the compiler's bytes stand beside the predicted
-        ones. Nothing is run.
+        Bytes are predicted for the given batch, whose leaves may be `jax.ShapeDtypeStruct`, or for
+        the last training batch; without a batch only the bytes of weights and gradients are known.
+        With an optimizer the bytes include its update (`lower`). With ``compiled=True`` the step is
+        compiled, and the compiler's bytes are shown next to the predicted bytes. Nothing is run.
 
         Raises:
-          ValueError: ``compiled=True`` or an optimizer, and no batch is known; or an optimizer of
+          ValueError: ``compiled=True`` or an optimizer without a known batch; or an optimizer of
             other parameters.
         """
         from pipeline.insight.forecast.describe import describe
@@ -736,7 +742,7 @@ class Pipeline(nnx.Module):
 
     @contextlib.contextmanager
     def _step(self, name: str, operands: Operands) -> Iterator[Operands]:
-        """The operands of a call that computes; random streams count it, the mesh is in force."""
+        """Return the operands of a call that computes; advance random streams and set the mesh."""
         check_arrays(name, operands)
         self.origin.copies.warn(self)
         with counting(self) as counts:
@@ -798,7 +804,7 @@ class Pipeline(nnx.Module):
         return make_operands(plan, *state, *given, wrt=wrt, has_aux=has_aux, weighed=weighed)
 
     def _keep(self, plan: Plan, model: Model, kept: StateLeaves) -> None:
-        """Take over the state that a step has written, if it has written any."""
+        """Store the state that a step has written, if any, in the pipeline."""
         if (model.stages, model.ends) in plan.compiled.writes:
             specs = jax.tree.leaves(model.state_specs)
             kept = meshes.typed(kept, self.plan.home, specs)
@@ -807,16 +813,16 @@ class Pipeline(nnx.Module):
 
     @property
     def trained(self) -> Trained:
-        """The leaves of its parameters that have gradients."""
+        """The parameter leaves that have gradients."""
         return self._trained_by(self.plan.wrt)[0]
 
     def _trained_by(self, wrt: Any) -> tuple[Trained, nnx.filterlib.Filter]:
-        """Resolve a filter to the leaves it trains, and to a filter of the pipeline's own state."""
+        """Resolve a filter to the trained leaves, and to a filter of the pipeline's own state."""
         stages, known = self.plan.stages_of, self.plan.compiled.trained
         return trained_by(wrt, self.chunks, self.ends, stages, known)
 
     def _filter(self, wrt: Any) -> nnx.filterlib.Filter:
-        """The filter of the pipeline's own state for one of the plain model's."""
+        """Convert a filter of the plain model to a filter of the pipeline's own state."""
         if isinstance(wrt, type) and issubclass(wrt, nnx.Param):
             return wrt
         return self._trained_by(wrt)[1]

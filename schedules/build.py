@@ -1,4 +1,4 @@
-"""Schedules by name: the published families, and those made to measure."""
+"""Schedules by name: the published families, and families made for given costs."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ _TAILORED: dict[str, tuple[Callable[..., Schedule], tuple[str, ...]]] = {
 
 
 def names() -> tuple[str, ...]:
-    """Every family, each a rule that gives one timetable for given sizes.
+    """List all families; a family is a rule that gives one timetable for given sizes.
 
-    Not among them is "auto", which `build` and ``Pipeline(schedule=...)`` take too: it times all of
-    these, searches beyond them, and returns what is quickest (`schedules.auto`). Nor are "seq1f1b"
-    and "seq1f1b_zb", which need a number of slices beside the sizes.
+    The list does not contain "auto", which `build` and ``Pipeline(schedule=...)`` take too: it
+    times all families, searches further timetables, and returns the quickest (`schedules.auto`).
+    The list also omits "seq1f1b" and "seq1f1b_zb", which need a number of slices.
     """
     return (*FAMILIES, *(name for name in _TAILORED if name != "auto"))
 
 
 def options(name: str) -> tuple[str, ...]:
-    """The options that `build` takes for a name beside sizes."""
+    """Return the options of `build` for a name, besides the sizes."""
     return _TAILORED[name][1] if name in _TAILORED else ()
 
 
 def takes_slices(name: object) -> bool:
-    """Tell whether a name is that of a family that cuts sequences into slices."""
+    """Tell whether a name is a family that cuts sequences into slices."""
     return is_one_of(name, SLICED)
 
 
 def stages_per_rank(name: str) -> int | None:
-    """The number of stages that a family needs on every rank; None where any number will do."""
+    """Return the number of stages that a family needs on every rank; None for any number."""
     try:
         build(name, num_ranks=1, num_microbatches=1, num_stages=_NO_FAMILYS)
     except StagesPerRankError as error:
@@ -70,7 +70,7 @@ def stages_per_rank(name: str) -> int | None:
 
 @functools.cache
 def split_names() -> tuple[str, ...]:
-    """The families of `names` that run I and W, which `merge` joins where that loses nothing."""
+    """List the families that run I and W, which `merge` joins where this loses no time."""
     built = {
         name: build(name, num_ranks=1, num_microbatches=2, num_stages=stages_per_rank(name))
         for name in names()
@@ -108,15 +108,16 @@ def build(
       num_ranks: S.
       num_microbatches: M.
       num_stages: K, a multiple of S; S by default.
-      costs: durations, for a family that is made to measure (`options`), and for ``merge``.
-      max_activations: how many stage inputs a rank may hold at once, likewise.
-      weight_memory: how much of an input is held from I to W, likewise.
-      clock: which clock it should be quick under, likewise.
-      merge: for a family of `split_names()`: a W that fills no idle time stays in its B, as far as
-        the event clock with these costs shows no loss. "auto" does so by itself.
-      num_slices: N, into how many slices "seq1f1b" and "seq1f1b_zb" cut every sequence.
-      group: g, from S / 2 to S: how many microbatches "interleaved_1f1b" and "interleaved_zb" run
-        through a chunk before the next one's turn. Fewer hold less, and leave more time idle.
+      costs: durations, for a family made for given costs (`options`), and for ``merge``.
+      max_activations: the number of stage inputs that a rank may hold at once, for such a family.
+      weight_memory: the share of an input that is held from I to W, for such a family.
+      clock: the clock under which such a family should be quick.
+      merge: for a family of `split_names()`: whether a W that fills no idle time stays in its B, if
+        the event clock with these costs shows no loss. "auto" always merges.
+      num_slices: N, the number of slices of every sequence in "seq1f1b" and "seq1f1b_zb".
+      group: g, from S / 2 to S: the number of microbatches that "interleaved_1f1b" and
+        "interleaved_zb" run through a chunk before the next chunk. A smaller group holds less
+        memory, and leaves more time idle.
 
     Raises:
       ScheduleError: unknown name (with the nearest ones), sizes that the family cannot run or

@@ -26,7 +26,7 @@ def slice_of(device: Any) -> int:
 
 
 def by_process(devices: Sequence[Any]) -> list[Any]:
-    """Devices of one slice together, and in it of one process; otherwise as they come."""
+    """Group devices by slice, then by process; keep the given order otherwise."""
     return sorted(devices, key=lambda device: (slice_of(device), process_of(device)))
 
 
@@ -68,7 +68,7 @@ def held(counts: Mapping[int, int]) -> str:
 
 
 def straddling(sizes: Mapping[str, int], per_process: int, processes: int) -> str | None:
-    """Word the fault of groups that lie unevenly in processes; None if there is no fault.
+    """Describe the fault of groups that divide processes unevenly; None if there is no fault.
 
     The devices of a group, all with the same index on the slower axes, come one after the other.
     Either a process holds whole groups, or a group whole processes.

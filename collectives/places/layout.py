@@ -27,10 +27,10 @@ Walk = tuple[Place, ...]  # every place of a box, in order
 
 
 def lay_out(devices: Sequence[Any], shape: tuple[int, ...], *, whole: bool) -> np.ndarray:
-    """Devices of TPU slices as a grid, slices along its first axis.
+    """Arrange devices of TPU slices as a grid, with slices along its first axis.
 
-    Where there are more slices than the first axis has parts, the second (stage) crosses slices
-    too, each as a run of neighbours.
+    If there are more slices than parts of the first axis, the second axis (stage) crosses slices
+    too, with a run of neighbours in each slice.
 
     Args:
       devices: as many as the grid has places; those of a slice together.
@@ -89,7 +89,7 @@ def _score(grid: np.ndarray, torus: Torus) -> list[int]:
 
 
 def as_grid(devices: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
-    """Devices in the order given, the last axis fastest."""
+    """Arrange devices as a grid in the given order, with the last axis fastest."""
     grid = np.empty(len(devices), dtype=object)
     grid[:] = devices
     return grid.reshape(shape)
@@ -127,7 +127,7 @@ def _splits(lengths: Place, shape: tuple[int, ...]) -> Iterator[tuple[Place, ...
 
 
 def _best_walk(box: Place, stride: Place, torus: Torus) -> tuple[tuple[int, int], Walk]:
-    """The shortest ring through a box whose places lie a stride apart; its hops as in `_score`."""
+    """Find the shortest ring through a box of places a stride apart; hops are as in `_score`."""
 
     def hops(walk: Walk) -> tuple[int, int]:
         where = np.array([_times(place, stride) for place in walk])
@@ -151,7 +151,7 @@ def _walks(box: Place) -> Iterator[Walk]:
 
 
 def _snake(lengths: Sequence[int]) -> list[Place]:
-    """Along the last axis to and fro, a step along the one before it at each turn."""
+    """Walk along the last axis to and fro, with a step along the previous axis at each turn."""
     if not lengths:
         return [()]
     inner = _snake(lengths[1:])

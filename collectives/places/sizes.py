@@ -1,4 +1,4 @@
-"""Sizes of mesh axes: names, what follows from the number of devices, what would have fitted."""
+"""Sizes of mesh axes: names, sizes inferred from the device count, and sizes that would fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 6  # factorizations in an error
 
 
 def in_order(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The axes as a mesh has them: data, stage, further ones as given, tensor."""
+    """Return the axes in mesh order: data, stage, further axes as given, tensor."""
     first = [name for name in (DATA, STAGE) if name in sizes]
     last = [name for name in (TENSOR,) if name in sizes]
     further = [name for name in sizes if name not in (*first, *last)]
@@ -54,7 +54,7 @@ def name_faults(further: Collection[str], known: Collection[str]) -> list[str]:
 
 
 def integer(value: Any) -> int | None:
-    """Whatever Python takes for an index, numpy's integers too; None for others, and for a bool."""
+    """Convert an index, such as a numpy integer, to int; None for a bool and any other value."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -68,7 +68,7 @@ def is_size(value: Any) -> bool:
 
 
 def size_faults(sizes: Mapping[str, Any]) -> list[str]:
-    """List the faults of axis sizes, on any devices; None takes what the other axes leave."""
+    """List the faults of axis sizes on any devices; None is a size to be inferred."""
     faults = [
         f"{name}={size!r}: must be an integer >= 1"
         for name, size in sizes.items()
@@ -84,7 +84,7 @@ def size_faults(sizes: Mapping[str, Any]) -> list[str]:
 
 
 def fill(sizes: Mapping[str, int | None], available: int) -> dict[str, int]:
-    """Sizes with the one that was None made what the others leave.
+    """Infer the size that is None from the other sizes and the number of devices.
 
     Args:
       sizes: without faults of their own.
@@ -108,7 +108,7 @@ def fill(sizes: Mapping[str, int | None], available: int) -> dict[str, int]:
 
 
 def text(sizes: Mapping[str, Any]) -> str:
-    """``data=2 stage=4``."""
+    """Write axis sizes as text, such as ``data=2 stage=4``."""
     return " ".join(f"{name}={size}" for name, size in sizes.items())
 
 

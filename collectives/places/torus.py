@@ -38,14 +38,14 @@ class Torus:
         return math.prod(self.lengths)
 
     def hops(self, apart: np.ndarray) -> np.ndarray:
-        """[...] links on the shortest way, for [..., 4] differences of places."""
+        """Count [...] links on the shortest path, for [..., 4] differences of places."""
         apart = np.abs(apart)
         around = np.where(self.closed, np.asarray(self.lengths) - apart, apart)
         return np.minimum(apart, around)[..., :_CHIP].sum(axis=-1)
 
 
 def places(devices: Sequence[Any]) -> list[Place] | None:
-    """[N] places in the grid, counted from 0; None for devices that do not say."""
+    """Return [N] places in the grid, counted from 0; None for devices without coordinates."""
     found = []
     for device in devices:
         coords = getattr(device, "coords", None)
@@ -57,7 +57,7 @@ def places(devices: Sequence[Any]) -> list[Place] | None:
 
 
 def torus_of(devices: Sequence[Any]) -> Torus | None:
-    """The box that devices of one slice fill; None where they do not fill one."""
+    """Find the box that devices of one slice fill; None if they fill no box."""
     found = places(devices)
     if not found or len(set(found)) != len(devices):
         return None
@@ -74,7 +74,7 @@ def ring_hops(grid: np.ndarray, axis: int, torus: Torus) -> np.ndarray:
 
 
 def _closed(devices: Sequence[Any], chips: Place) -> tuple[bool, ...]:
-    """Tell which lines of chips close to a ring: those of a whole slice, by its kind and size."""
+    """Tell which lines of chips close to a ring, by the kind and size of a whole slice."""
     client = getattr(devices[0], "client", None)
     if client is not None and len(client.devices()) != len(devices):
         return (False,) * _CHIP

@@ -2,15 +2,15 @@
 
 Letters: M microbatches, D data shards.
 
-What a stage adds need not travel with its activation to the last stage, and its gradient not back.
-`add_loss` returns what it is given, and leaves the value's cotangent in the backward pass where it
-stands (as Megatron-LM's and DeepSeek's auxiliary losses do). So it costs no message, works within
+An added loss need not travel with its activation to the last stage, nor its gradient back.
+`add_loss` returns its argument, and inserts the value's cotangent at the same place of the backward
+pass (like Megatron-LM's and DeepSeek's auxiliary losses). So it costs no message, works within
 `nnx.scan`, `nnx.remat`, `jax.jit`, `jax.vmap` and `jax.lax.cond`, and is the same for every
 schedule.
 
-What the values sum up to comes out the same way: as the gradient for a *probe*, a zero on which
-nothing depends and whose cotangent is the value. Whoever differentiates a stage adds it up with
-the gradients of weights, once for each microbatch, however often forward passes are repeated.
+The sum of the values is computed in the same way: as the gradient for a *probe*, a zero on which
+nothing depends and whose cotangent is the value. It is summed with the gradients of weights, once
+for each microbatch, even if forward passes are repeated.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ T = TypeVar("T")
 
 
 def add_loss(x: T, value: Any) -> T:
-    """Add a loss where it arises; returns ``x``, to be used in its place.
+    """Add a loss within a stage; returns ``x``, to use in place of the argument.
 
     ``x = add_loss(x, value)`` in a stage, embed or head of a pipeline adds the value's mean over
     microbatches and data shards to the loss: to the value that `Pipeline.value_and_grad` and
     `Pipeline.loss` return, and to its gradients. A loss of (sum, weight) is divided by its weight
     first: the mean over M * D calls is added to Σ sum / Σ weight. Each call of `add_loss` adds its
-    own value, so of layers in a scan, or of examples under `jax.vmap`, it is the sum.
+    own value, so the values of layers in a scan, or of examples under `jax.vmap`, are summed.
 
-    Without a pipeline a call of the stage under `jax.grad` has the gradients of loss + value, if
-    what is differentiated is the loss itself, once, and nothing multiplied with it; the loss does
-    not contain the value. `with_losses` returns values to do anything with.
+    Without a pipeline `jax.grad` of a function that calls the stage returns the gradients of loss +
+    value, if the differentiated function is the loss itself, once, and not a multiple; the loss
+    does not contain the value. `with_losses` returns the values for any use.
 
     Args:
       x: a tree of arrays with a float in it, on which the loss depends.
@@ -121,7 +121,7 @@ _inject.defvjp(_inject_forward, _inject_backward)
 
 @dataclass(eq=False)
 class Adding:
-    """Effect of `add_loss` in a part of a model while it is traced.
+    """The effect of `add_loss` during the trace of a part of a model.
 
     Attributes:
       share: the cotangent of values.

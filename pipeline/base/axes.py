@@ -133,7 +133,7 @@ class Axes:
 
     @property
     def output_spec(self) -> PartitionSpec:
-        """The spec of outputs, which lie as leaves do of which ``batch=`` says nothing."""
+        """The spec of outputs: the default spec of leaves that ``batch=`` does not name."""
         return self._present(list(self.default))
 
     def missing_in(self, spec: PartitionSpec) -> tuple[str, ...]:
@@ -253,7 +253,7 @@ def _check(text: str, spec: PartitionSpec, names: Sequence[str], auto: Sequence[
 
 
 def _of_leaves(name: str, prefix: Any, tree: Tree) -> list[PartitionSpec | None]:
-    """The spec of every leaf of a tree, as its prefix has it."""
+    """Return the spec of every leaf of a tree from a tree prefix of specs."""
     count = len(jax.tree.leaves(tree))
     if prefix is None or isinstance(prefix, PartitionSpec) or not count:
         return [prefix] * count
@@ -294,7 +294,7 @@ def axes_in(entry: Any) -> tuple[str, ...]:
 
 
 def spec_over(*dims: Sequence[str]) -> PartitionSpec:
-    """A spec whose leading dims are split over some axes each, as JAX returns it."""
+    """Make a spec whose leading dims are split over given axes, in JAX's normal form."""
     entries = [tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in dims]
     while entries and entries[-1] is None:
         entries.pop()

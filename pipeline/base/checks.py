@@ -27,7 +27,7 @@ class ModelChecks(Protocol):
         """
 
     def explain_part(self, rank: Any, part: str, given: Tree, error: Exception) -> None:
-        """Say why embed, head or loss_fn does not run on what it is given, likewise."""
+        """Explain on an exception why embed, head or loss_fn does not run on its argument."""
 
     def stages(self, rank: Any, activations: Any) -> None:
         """Check stages that have been traced one after the other."""
@@ -36,7 +36,7 @@ class ModelChecks(Protocol):
         """Look at stages, embed, head and loss one by one, before the loss is traced."""
 
     def whole(self, plan: Any, traced: Any, *, training: bool, unread: bool = False) -> None:
-        """Look at the whole model, once it is traced.
+        """Check the whole model, after its trace.
 
         Args:
           plan: the options of the pipeline.

@@ -53,7 +53,7 @@ def null_fault(key: str, kinds: Mapping[str, Kind]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of a file, of any length, as an error shows it."""
+    """Write a file's value for an error message, shortened if needed."""
     try:
         text = "null" if value is None else repr(value)
     except (RecursionError, ValueError):  # nested deep; too many digits
@@ -71,7 +71,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_object(text: str | bytes, where: str) -> dict[str, Any]:
-    """The object of a JSON text; ``where`` is what an error calls it.
+    """Parse a JSON text to an object; ``where`` names the text in an error.
 
     Raises:
       ValueError: no JSON, or no object.

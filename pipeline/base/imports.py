@@ -21,7 +21,7 @@ _PAIRS = (((0, 11), (0, 12, 9)),)  # from this jax on, at least this flax
 
 
 def check_releases(jax: str | None = None, flax: str | None = None) -> None:
-    """Check that flax knows the jax beside it.
+    """Check that the installed flax supports the installed jax.
 
     Args:
       jax: its version; by default of what is installed.
@@ -86,7 +86,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def exports(
     package: str, homes: Mapping[str, str], rooms: tuple[str, ...] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of a package whose names come when they are used.
+    """Make the ``__getattr__`` and ``__dir__`` of a package that imports names on first use.
 
     Args:
       package: its ``__name__``.

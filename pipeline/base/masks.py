@@ -1,4 +1,4 @@
-"""Masks over leaves: those that are trained, and how far a backward goes."""
+"""Masks over leaves: the trained leaves, and the extent of a backward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NeedsGradient:
 
 
 def chosen(items: Sequence[T], mask: Mask | None) -> list[T]:
-    """The items that are trained; all, without a mask."""
+    """Return the trained items; all items without a mask."""
     if mask is None:
         return list(items)
     return [item for item, yes in zip(items, mask, strict=True) if yes]

@@ -53,7 +53,7 @@ def check_dtype(name: str, dtype: Any, others: str = "None, for what the model h
 
 
 def as_computed(tree: Tree, dtype: Any) -> Tree:
-    """Leaves of real floats in a dtype; all as they are if it is None."""
+    """Cast leaves of real floats to a dtype; None casts nothing."""
     if dtype is None:
         return tree
     return jax.tree.map(lambda x: x.astype(dtype) if _is_real(x) else x, tree)
@@ -65,7 +65,7 @@ def checks_nans() -> bool:
 
 
 def keep_params_in(module: nnx.Module, dtype: Any) -> None:
-    """Cast a module's parameters of real floats where they lie, one after the other."""
+    """Cast a module's parameters of real floats in place, one after the other."""
     if dtype is None:
         return
     for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):

@@ -1,4 +1,4 @@
-"""Padding in a batch, and the mesh axes that split it, for layers that form a statistic.
+"""Padding in a batch, and the batch's mesh axes, for layers that compute a statistic.
 
 Letters: b rows of a microbatch on one rank, t positions of a slice there, n tokens of a call, M
 microbatches, N slices. A mask is [b] where rows are padding, [b, t] where positions are.
@@ -52,7 +52,7 @@ class PaddedWords(NamedTuple):
 
 
 class DataStatistic(nnx.Variable[Any]):
-    """State whose layer leaves padding out of it.
+    """A state variable whose layer excludes padding.
 
     A variable with the metadata ``after_step`` changes by that function alone, once a step.
     """
@@ -166,7 +166,7 @@ class BatchPart:
         return jnp.maximum(self.sequences * self._tokens_of_position(shape), 1)
 
     def over(self, value: Any, axes: tuple[str, ...]) -> Any:
-        """Sum a value over those of some axes that are manual."""
+        """Sum a value over the manual axes among the given axes."""
         manual = tuple(axis for axis in axes if is_manual(axis))
         return jax.lax.psum(value, manual) if manual else value
 
@@ -187,7 +187,7 @@ class BatchPart:
         )
 
     def _tokens_of_position(self, shape: Shape) -> float:
-        """Tokens of the layer for each unit of `sequences`."""
+        """The layer's tokens for each unit of `sequences`."""
         tokens = self._tokens_of_entry(shape)
         if self.mask.ndim > 1:
             return tokens

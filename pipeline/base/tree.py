@@ -93,12 +93,12 @@ def zeros(leaf: Any, *, lead: tuple[int, ...] = ()) -> jax.Array:
 
 
 def blank(types: Tree, axes: tuple[str, ...]) -> Tree:
-    """Zeros of a tree's types, varying as they do and over ``axes``: a value nobody reads."""
+    """Make a placeholder of zeros of a tree's types, which also varies over ``axes``."""
     return vary_like(vary(jax.tree.map(zeros, types), axes), types)
 
 
 def vary_like(tree: Tree, types: Tree) -> Tree:
-    """Leaves that also vary over those axes over which values of the types do."""
+    """Make leaves vary over the axes over which the types vary."""
     return jax.tree.map(lambda x, t: vary(x, varying_in(t)), tree, types)
 
 
@@ -129,7 +129,7 @@ def nbytes(leaf: Any) -> int:
 
 
 def shape_text(leaf: Any) -> str:
-    """``float32[4,8]``."""
+    """Write a type as text, such as ``float32[4,8]``."""
     return f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]"
 
 

@@ -21,7 +21,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 def raw(leaf: Any) -> Any:
-    """Its value: an array, a type, or what else a variable holds."""
+    """Return a variable's value: an array, a type, or any other value."""
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
@@ -65,7 +65,7 @@ def remade(leaf: Any, value: Any, said: Mapping[str, Any]) -> Any:
 
 
 class Placeholder(nnx.Variable[Any]):
-    """Placeholder of a variable whose value lies in a cell of `pipeline.core.model.unlike`."""
+    """The placeholder of a variable whose value is in a cell of `pipeline.core.model.unlike`."""
 
 
 def without_values(stage: nnx.Module) -> nnx.Module:

@@ -22,7 +22,7 @@ def warn(text: str, category: type[Warning] = ModelWarning) -> None:
 
 
 def warn_once(text: str, warned: set[Any], key: Any = None) -> None:
-    """Warn unless ``key``, by default the text, is in ``warned``, to which it is added."""
+    """Warn unless ``key``, by default the text, is in ``warned``, and add the key."""
     key = text if key is None else key
     if key not in warned:
         warned.add(key)

@@ -115,6 +115,6 @@ class VocabularyHead(layers.VocabularyHead, SplitHead):
             self.table = shared(self.table.get_value(), TENSOR, Table)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """All logits."""
+        """Compute all logits."""
         found = logits(self.features(x), self.table[...])[..., : self.words]
         return join_sequence(found, sequence_axis=-2) if self.sequence_parallel else found

@@ -1,9 +1,9 @@
 """Ragged data: padded batches and their masked losses, packed sequences, buckets of length.
 
-What does not count has weight 0, exactly: a loss is the sum over all rows or tokens that count,
-divided by how many they are, over all microbatches and data shards. Sources are iterables; where a
-source's iterator has ``get_state`` and ``set_state`` (as those of grain have), so has what is made
-of it here, with states that are ready for JSON.
+Padding has exactly weight 0: a loss is the sum over all rows or tokens that count, divided by their
+number, over all microbatches and data shards. Sources are iterables. If a source's iterator has
+``get_state`` and ``set_state`` (like grain's iterators), so has the iterator made here, with states
+that are ready for JSON.
 
 Letters: N rows of a batch, t positions of a row.
 """
@@ -34,8 +34,9 @@ class Batch(NamedTuple):
       inputs: [N, ...] leaves.
       targets: [N, ...] leaves.
       extras: [N, ...] leaves, by name, for every stage.
-      weight: what counts in it, rows or tokens: its part in means over batches. None: what the
-        loss counts, or the rows that are no padding if the model does not say that.
+      weight: the number of rows or tokens that count: the weight of the batch in means over
+        batches. None takes the weight of the loss, or, if the model does not return one, the number
+        of rows without padding.
     """
 
     inputs: Tree
@@ -45,13 +46,13 @@ class Batch(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """N."""
+        """The number of rows N."""
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(self.inputs)]
         return shapes[0][0] if shapes and shapes[0] else 0
 
     @property
     def counts(self) -> float:
-        """Its part in means over batches."""
+        """The weight of the batch in means over batches."""
         if self.weight is not None:
             return float(self.weight)
         is_padded = isinstance(self.targets, Padded)
@@ -59,7 +60,7 @@ class Batch(NamedTuple):
 
 
 def as_batch(item: Any) -> Batch:
-    """A batch of what a source gave: a `Batch`, (inputs, targets[, extras]), or a dict of those.
+    """Make a batch from a source's item: a `Batch`, (inputs, targets[, extras]), or a dict.
 
     Arrays of other libraries, such as torch's tensors, become numpy's.
 
@@ -138,7 +139,7 @@ class MaskedCrossEntropy(CrossEntropy):
     """A `CrossEntropy` that takes `Padded` targets too."""
 
     def tokens(self, targets: Any) -> tuple[jax.Array, jax.Array]:
-        """Words and weights, 0 in rows that were added."""
+        """Return words and weights; the weight is 0 in rows of padding."""
         if not isinstance(targets, Padded):
             return super().tokens(targets)
         ids, weights = super().tokens(targets.targets)
@@ -147,18 +148,19 @@ class MaskedCrossEntropy(CrossEntropy):
 
 
 def masked(loss_fn: Callable[..., Any]) -> Any:
-    """The loss that leaves out the rows that `padded` has added.
+    """Make a loss that ignores the rows added by `padded`.
 
-    It takes the loss of each row by itself, so it is for losses that are a mean over rows, or a sum
-    with its weight; then it is the same to rounding. One that compares rows, or that multiplies
-    something over a batch, is another loss by itself.
+    The new loss calls ``loss_fn`` on each row by itself. So it equals ``loss_fn``, to rounding, if
+    ``loss_fn`` is a mean over rows, or a sum with its weight. A loss that compares rows, or
+    multiplies over a batch, has another value on single rows.
 
     Args:
-      loss_fn: ``loss_fn(outputs, targets)`` to a mean or to (sum, weight), a function. Metrics
-        of one that says ``has_metrics`` are left out.
+      loss_fn: a function ``loss_fn(outputs, targets)`` that returns a mean or (sum, weight). If it
+        declares ``has_metrics``, its metrics are dropped.
 
     Returns:
-      A function of outputs and `Padded` targets to (sum, weight); of other targets it is loss_fn.
+      A function that returns (sum, weight) of outputs and `Padded` targets. For other targets it
+        calls loss_fn.
 
     Raises:
       ValueError: a loss that is a module.
@@ -196,7 +198,7 @@ def masked(loss_fn: Callable[..., Any]) -> Any:
 
 
 def pad(batch: Batch, rows: int) -> Batch:
-    """A batch filled up with copies of its last row, which a `masked` loss ignores.
+    """Fill a batch up with copies of its last row, which a `masked` loss ignores.
 
     Raises:
       ValueError: it has more rows, or none.
@@ -222,15 +224,15 @@ def pad(batch: Batch, rows: int) -> Batch:
 
 
 class padded(_Made):  # noqa: N801  it is called as a function
-    """Batches of equal rows: a multiple of ``multiple`` that holds the first of them.
+    """Pad batches to one number of rows: the first batch's, rounded up to ``multiple``.
 
-    Targets become `Padded`, so give the pipeline ``loss_fn=masked(loss_fn)``. One shape compiles
-    once; a later batch that is larger gets its own multiple.
+    Targets become `Padded`, so give the pipeline ``loss_fn=masked(loss_fn)``. Each shape compiles
+    once; a larger later batch is padded to its own multiple.
 
     Args:
-      source: of batches, as `as_batch` takes them.
-      multiple: M * D, the parts that a batch is cut into.
-      rows: of a batch; by default as many as the first needs.
+      source: an iterable of batches, as `as_batch` takes them.
+      multiple: M * D, the number of parts of a batch.
+      rows: the rows of a batch; by default as many as the first batch needs.
     """
 
     def __init__(self, source: Iterable[Any], multiple: int, rows: int = 0) -> None:
@@ -283,16 +285,16 @@ def _laid_out(rows: Sequence[Sequence[np.ndarray[Any, Any]]], length: int) -> An
 
 
 class packed(_Made):  # noqa: N801
-    """Batches of packed sequences: each row holds several, told apart by segment ids.
+    """Pack sequences into batches: each row holds several sequences with segment ids.
 
-    A sequence of n tokens takes n - 1 positions: its inputs, and as targets what follows them. It
-    goes into the first row with room (first fit); where none has, the batch is given out. Batches
-    have inputs [N, t], targets (words, weights) as `pipeline.CrossEntropy` takes them, and the
-    extras ``segment_ids`` (1, 2, ...; 0 for what is empty) and ``positions`` (0, 1, ... in each
-    segment), [N, t] int32. Their weight is the number of tokens.
+    A sequence of n tokens takes n - 1 positions: the targets are the tokens after the inputs. The
+    sequence goes into the first row with room (first fit); if no row has room, the batch is
+    yielded. Batches have inputs [N, t], targets (words, weights) as `pipeline.CrossEntropy` takes
+    them, and the extras ``segment_ids`` (1, 2, ...; 0 for empty positions) and ``positions`` (0, 1,
+    ... in each segment), [N, t] int32. Their weight is the number of tokens.
 
     Args:
-      source: of sequences, [n] integers each.
+      source: an iterable of sequences, [n] integers each.
       rows: N.
       length: t.
     """
@@ -337,10 +339,10 @@ class packed(_Made):  # noqa: N801
 
 
 def loss_weights(segments: Any, following: Any = None) -> Any:
-    """Compute [N, t] float32, 1 where a position of packed rows counts in a loss and 0 elsewhere.
+    """Compute [N, t] float32 loss weights of packed rows: 1 for positions that count, else 0.
 
-    A position counts if it is no padding and its target lies in its own document. It is the one
-    definition: `packed` and `next_tokens` use it.
+    A position counts if it is no padding and its target is in the same document. `packed` and
+    `next_tokens` use this definition.
 
     Args:
       segments: [N, t] integers, 0 for padding.
@@ -354,9 +356,9 @@ def loss_weights(segments: Any, following: Any = None) -> Any:
 def next_tokens(tokens: Any, segments: Any) -> tuple[Any, Any]:
     """Make targets of packed rows: (words, weights), [N, t] each.
 
-    A position's word is the token that follows it. The last token of a document has weight 0, for
-    its neighbour belongs to another. Shift before a sequence is cut into parts: what follows the
-    last position of a part is in another one.
+    A position's word is the next token. The last token of a document has weight 0, because the next
+    token belongs to another document. Call this before a sequence is cut into parts: the token
+    after the last position of a part is in the next part.
 
     Args:
       tokens: [N, t] integers.
@@ -399,9 +401,9 @@ def check_packed(tokens: Any, segments: Any) -> None:
 
 
 def segment_mask(segment_ids: jax.Array) -> jax.Array:
-    """[N, 1, t, t] bool: which position reads which, causally and within its segment.
+    """Make a [N, 1, t, t] bool mask: causal attention within each segment.
 
-    Every position reads itself, an empty one too, so no row of scores is without a number.
+    Every position reads itself, even an empty position, so every row of scores has a finite number.
     """
     t = segment_ids.shape[1]
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
@@ -409,14 +411,15 @@ def segment_mask(segment_ids: jax.Array) -> jax.Array:
 
 
 class bucketed(_Made):  # noqa: N801
-    """Batches of sequences of similar length, padded to the next of a few: each compiles once.
+    """Batch sequences of similar length, padded to the next of a few lengths, each compiled once.
 
-    Targets are (words, weights) as `pipeline.CrossEntropy` takes them, of weight 0 behind a
-    sequence's end. The last batch of a bucket is filled up with rows that do not count. Weights of
+    Targets are (words, weights) as `pipeline.CrossEntropy` takes them, with weight 0 after a
+    sequence's end. The last batch of a bucket is filled up with rows of weight 0. Weights of
     batches are numbers of tokens.
 
     Args:
-      source: of sequences, [n] integers each; one of n tokens takes n - 1 positions.
+      source: an iterable of sequences, [n] integers each; a sequence of n tokens takes n - 1
+        positions.
       rows: N.
       lengths: t of each bucket.
     """

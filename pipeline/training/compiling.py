@@ -38,7 +38,7 @@ _COMMON = "jaxlib", "libjax_common.so"
 
 
 def default_compiler_options(device: jax.Device) -> dict[str, str | bool]:
-    """The options that a `Step` takes for a device with ``compiler_options="default"``.
+    """Return the options of a `Step` with ``compiler_options="default"`` on a device.
 
     An option that the installed compiler does not know is left out.
     """
@@ -49,11 +49,11 @@ def default_compiler_options(device: jax.Device) -> dict[str, str | bool]:
 
 
 def resolve_compiler_options(given: Given, device: jax.Device) -> dict[str, str | bool] | None:
-    """The options of a step as `jax.jit` takes them, checked; None for none.
+    """Check the options of a step, and return them as `jax.jit` takes them; None for none.
 
     Args:
-      given: by name; "default" for those of the platform; None for XLA's own.
-      device: one of those that the step is compiled for.
+      given: options by name; "default" for the platform's defaults; None for XLA's own.
+      device: a device that the step is compiled for.
 
     Raises:
       ValueError: no mapping, a name that the platform does not know, or a value that it refuses.
@@ -80,7 +80,7 @@ def resolve_compiler_options(given: Given, device: jax.Device) -> dict[str, str 
 
 
 def _text(value: Value) -> str | bool:
-    """A value as JAX's types have it; XLA reads numbers from their text."""
+    """Convert a value to the text that XLA reads numbers from."""
     return value if isinstance(value, bool) else str(value)
 
 
@@ -106,7 +106,7 @@ def _refusal(name: str, value: str | bool, device: jax.Device) -> str | None:
 
 @functools.lru_cache(maxsize=4)
 def _names(platform: str) -> Sequence[str]:
-    """Names of options in the library of a platform's compiler; none where it cannot be read."""
+    """Return the option names in a platform's compiler library; none if it is unreadable."""
     package, name = _LIBRARIES.get(platform, _COMMON)
     spec = importlib.util.find_spec(package)
     path = Path(spec.origin or "").parent / name if spec is not None else None

@@ -1,4 +1,4 @@
-"""The balance of a model's experts in a step, from the state of its mixtures of experts."""
+"""The load balance of a model's experts in a step, from the state of its mixtures of experts."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Requests to stop a run, and a watchdog for a run that stands still.
+"""Requests to stop a run, and a watchdog for a run that hangs.
 
-A signal comes to one process, or to all at different moments, and steps are made by all together: a
-process that stops a step before the others leaves them waiting in a collective for ever. So they
-agree on a step over jax's coordination service (`Stop`). And a process that waits for ever in a
-collective cannot say so, since it is not in Python: a thread of it does (`Watchdog`).
+A signal reaches one process, or all processes at different moments. All processes run each step
+together, so a process that stops one step early leaves the others waiting in a collective for ever.
+So processes agree on a step by jax's coordination service (`Stop`). A process that waits for ever
+in a collective does not run Python, so a thread reports the hang (`Watchdog`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ STUCK = 70  # the exit code of a process that stood still
 class Stop:
     """The request to stop a run, read once a step; all processes get the same answer.
 
-    `stop_on_signals` makes one. Where there are several processes a thread looks whether any was
-    asked to stop; each then says which step it has begun, begins no further one until all have said
-    it, and all stop before the step after the last of these.
+    `stop_on_signals` makes a `Stop`. With several processes, a thread checks whether any process
+    was asked to stop. Each process then reports its current step, and begins no other step until
+    all have reported. All processes stop after the latest of these steps.
 
     Attributes:
-      reason: "SIGTERM", or what else has asked; "" if nothing has.
+      reason: the cause of the request, such as "SIGTERM"; "" without a request.
     """
 
     _made = itertools.count()  # alike in all processes, which make them in the same order
@@ -60,19 +60,19 @@ class Stop:
             threading.Thread(target=self._watch, name="stop", daemon=True).start()
 
     def ask(self, reason: str = "stop") -> None:
-        """Ask all processes to stop; one is enough."""
+        """Ask all processes to stop; a call in one process is enough."""
         self.reason = self.reason or reason
         self._asked.set()
 
     def __call__(self) -> bool:
-        """Tell whether to stop before the next step; to be called once before each."""
+        """Tell whether to stop before the next step; call this once before each step."""
         return self.requested(self._begun + 1)
 
     def requested(self, step: int) -> bool:
-        """Tell whether to stop before this step. Every process asks before each of its steps.
+        """Tell whether to stop before this step. Every process must call this before each step.
 
         Raises:
-          TimeoutError: some process said nothing of where it is.
+          TimeoutError: a process did not report its step.
         """
         if self._is_alone:
             self._begun = step
@@ -87,7 +87,7 @@ class Stop:
         return False
 
     def close(self) -> None:
-        """Look no longer."""
+        """End the thread that checks for requests."""
         self._over.set()
 
     def _watch(self) -> None:
@@ -122,9 +122,9 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """While this lasts, SIGTERM, SIGHUP and Ctrl-C ask the run to stop; the second ends it at once.
+    """Let SIGTERM, SIGHUP and Ctrl-C ask the run to stop; a second signal ends it at once.
 
-    A SIGHUP that is ignored, as under nohup, stays so.
+    An ignored SIGHUP, as under nohup, stays ignored.
 
     ::
 
@@ -173,17 +173,17 @@ def stop_on_signals() -> Iterator[Stop]:
 
 
 class Watchdog:
-    """Ends a process whose step does not end, and says which it was, and where the others are.
+    """A thread that ends a process whose step hangs, and reports the steps of all processes.
 
-    A collective that waits for somebody cannot be interrupted, and Python is not asked meanwhile.
-    So a thread looks how long ago the last step began. What it knows is the step: of ticks nothing
-    leaves the devices before a step ends.
+    A waiting collective cannot be interrupted, and the main thread runs no Python meanwhile. So a
+    thread checks the time since the last step began. The watchdog knows the step but not the tick,
+    because devices report nothing before a step ends.
 
     Args:
-      seconds: that a step may take. The first one, and one that JAX compiles anew, may take ten
-        times as long.
-      mesh: of the pipeline, to say which ranks are this process's.
-      end: ends the process; by default with exit code 70, at once.
+      seconds: the time limit of a step. The first step, and a step that JAX compiles anew, may take
+        ten times as long.
+      mesh: the pipeline's mesh, to report the ranks of this process.
+      end: a function that ends the process; by default at once, with exit code 70.
 
     Raises:
       ValueError: no number of seconds > 0.
@@ -205,12 +205,12 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def beat(self, step: int) -> None:
-        """Say that a step begins."""
+        """Note that a step begins."""
         self._step, self._at = step, time.monotonic()
         self._beats += 1
 
     def rest(self) -> None:
-        """Say that no step is under way, as in an evaluation."""
+        """Note that no step is running, as in an evaluation."""
         self._step = None
 
     def __enter__(self) -> Self:
@@ -225,7 +225,7 @@ class Watchdog:
         jax.monitoring.unregister_event_duration_listener(self._heard)
 
     def _heard(self, event: str, duration_secs: float, **_: Any) -> None:
-        """Note that a program was traced, which comes before it is compiled."""
+        """Note that a program was traced, which precedes its compilation."""
         del duration_secs
         if event.startswith("/jax/core/compile/"):
             self._compiled_at = self._beats
@@ -249,7 +249,7 @@ class Watchdog:
         return f"for {time.monotonic() - self._at:.0f} s in step {self._step}"
 
     def _report(self, look: float) -> None:
-        """Say what is known, and end."""
+        """Report the hang, and end the process."""
         index, count = jax.process_index(), jax.process_count()
         lines = [f"process {index} of {count}{self._ranks()} is stuck: {self._state()}"]
         if count > 1:

@@ -1,4 +1,4 @@
-"""A prompt continued: by caches where the model keeps them, else by all of it for every token."""
+"""Continue a prompt: with caches if the model has them, else by reading all tokens each time."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ def continue_prompt(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> list[int]:
-    """Continue a prompt; both ways draw the same tokens.
+    """Continue a prompt; with and without caches the same tokens are drawn.
 
-    A pipeline with a module that has a method ``start_decoding`` does it by `pipeline.generate`,
-    unless its mesh has axes on which that does not run, or the text outgrows the context. Any other
-    model runs on one device, over all that is there for each token.
+    A pipeline with a module that has a method ``start_decoding`` uses `pipeline.generate`, unless
+    its mesh has axes that `generate` does not support, or the text outgrows the context. Any other
+    model runs on one device and reads all tokens again for each new token.
 
     Args:
       model: a causal decoder that takes [1, t] tokens and returns [1, t, N] logits, as a pipeline
         or as a module that is called so.
       prompt: tokens, at least one.
-      length: how many follow.
-      context: positions that the model sees, the last ones; by default all.
-      temperature: of the draw; 0 takes the likeliest.
-      seed: of the draw.
+      length: the number of tokens to add.
+      context: the number of last positions that the model sees; by default all.
+      temperature: the temperature of the draw; 0 takes the likeliest token.
+      seed: the seed of the draw.
 
     Returns:
-      The prompt and what follows it.
+      The prompt and the new tokens.
 
     Raises:
-      ValueError: numbers that cannot be.
+      ValueError: numbers out of range.
     """
     if not len(prompt) or length < 1 or temperature < 0 or (context is not None and context < 1):
         raise ValueError(
@@ -63,7 +63,7 @@ def continue_prompt(
 
 
 def remembers(model: Any) -> bool:
-    """Tell whether a model is a pipeline whose text `pipeline.generate` can make."""
+    """Tell whether a model is a pipeline that `pipeline.generate` supports."""
     if not isinstance(model, Pipeline):
         return False
     axes = model.plan.axes

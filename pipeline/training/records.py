@@ -1,6 +1,6 @@
 """Records of a run: progress on a terminal, JSON lines, TensorBoard.
 
-A record is a dict of numbers, texts and dicts of those, and a recorder anything that takes one.
+A record is a dict of numbers, texts and nested dicts. A recorder is any object that takes records.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Recorder(Protocol):
     """A receiver of the trainer's metrics, step by step."""
 
     def write(self, record: Record) -> None:
-        """Take a record: of a step, of an evaluation, or of an event."""
+        """Write a record of a step, an evaluation or an event."""
         ...
 
     def close(self) -> None:
-        """No more will come."""
+        """End the records; no further call follows."""
         ...
 
 
@@ -37,14 +37,14 @@ class JsonLines:
       path: of the file; its folder must be there.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115  closed below
 
     def write(self, record: Record) -> None:
-        """A line, with null for NaN and infinity, which JSON has not."""
+        """Write a line, with null for NaN and infinity, which JSON lacks."""
         finite = json.loads(json.dumps(record), parse_constant=lambda _: None)
         self._file.write(json.dumps(finite) + "\n")
 
@@ -68,23 +68,23 @@ class TensorBoard:
         self._writer = writers.SummaryWriter(str(folder))
 
     def write(self, record: Record) -> None:
-        """A point of each curve."""
+        """Add a point to each curve."""
         for name, value in flatten_mapping(record, sep="/").items():
             if name != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(name, float(value), record["step"])
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining points."""
         self._writer.close()
 
 
 class Progress:
-    """A line of progress that is redrawn on a terminal; else a line for each tenth of the run.
+    """A progress line that is redrawn on a terminal; elsewhere a line for each tenth of the run.
 
     Args:
-      steps: of the run.
-      console: a `rich.console.Console`; by default that of standard error.
-      title: what stands before the bar.
+      steps: the number of steps of the run.
+      console: a `rich.console.Console`; by default the console of standard error.
+      title: the text before the bar.
 
     Raises:
       ImportError: rich is not installed.
@@ -117,7 +117,7 @@ class Progress:
             self._console.print(f"step {step}/{self._steps} · {text}", soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the last line."""
+        """Keep the last line on the terminal."""
         with contextlib.suppress(OSError):
             self._bars.stop()
 
@@ -134,7 +134,7 @@ def _extra(module: str, user: str) -> Any:
 
 
 def status_of(record: Record) -> str:
-    """A record in a line."""
+    """Format a record as one line."""
     if "eval_loss" in record:
         return f"held-out loss {record['eval_loss']:.4f}"
     parts = [f"loss {record['loss']:.3f}"]

@@ -4,11 +4,11 @@
     for inputs, targets in batches:
         metrics = step(inputs, targets)
 
-One jit does all of it, and `fwd_bwd`, `update` and `eval_step` are the same in parts. A pipeline
-with ``engine="programs"`` computes gradients by itself, and one jit does the rest. What a step
-decides (whether it is finite, the next loss scale) it decides on the device: nothing waits for the
-host. The model is a `pipeline.Pipeline`, or any `nnx.Module` with ``value_and_grad`` or ``loss`` of
-``(inputs, targets)``; of where its arrays lie nothing is known here.
+One jit runs the whole step; `fwd_bwd`, `update` and `eval_step` run its parts. A pipeline with
+``engine="programs"`` computes gradients by itself, and one jit runs the rest. The step's decisions
+(whether it is finite, the next loss scale) are made on the device: nothing waits for the host. The
+model is a `pipeline.Pipeline`, or any `nnx.Module` with ``value_and_grad`` or ``loss`` of
+``(inputs, targets)``; this module does not know the placement of its arrays.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ _COMPILED = jax.disable_jit(False)  # a step is a program, also under `jax.disab
 
 
 class Metrics(NamedTuple):
-    """Metrics of a step: scalar arrays, which nobody has to wait for.
+    """Metrics of a step: scalar arrays, which may still be under computation.
 
     Attributes:
-      loss: the mean loss before the update, of all calls that it takes together.
+      loss: the mean loss before the update, over all accumulated calls.
       grad_norm: the global norm of the gradients, before they are clipped.
-      finite: whether both are, so that weights, optimizer and mean were updated.
-      loss_scale: with which the loss was scaled; 1 if it was not.
-      updates: how many updates there were, with this one.
-      skipped: how many were left out because something was not finite.
-      in_a_row: how many were left out last, one after another.
-      aux: with ``has_aux``, the metrics of the model's loss, of all calls together; else None.
-      experts: the balance of mixtures of experts that count (`pipeline.training.experts`); else
-        None.
+      finite: whether loss and norm are finite, so that weights, optimizer and mean were updated.
+      loss_scale: the factor of the loss; 1 without scaling.
+      updates: the number of updates so far, this update included.
+      skipped: the number of updates skipped because a value was not finite.
+      in_a_row: the number of consecutive updates skipped last.
+      aux: with ``has_aux``, the metrics of the model's loss over all accumulated calls; else None.
+      experts: the load balance of mixtures of experts that count choices
+        (`pipeline.training.experts`); else None.
     """
 
     loss: jax.Array
@@ -77,10 +77,10 @@ class DynamicScale:
 
     Attributes:
       initial: the first scale.
-      factor: by which it grows, and by whose inverse it falls.
-      interval: finite steps in a row after which it grows.
-      least: it falls no further.
-      most: it grows no further.
+      factor: the factor of growth; its inverse is the factor of decrease.
+      interval: the number of consecutive finite steps after which the scale grows.
+      least: the lower bound.
+      most: the upper bound.
     """
 
     initial: float = 2.0**15
@@ -102,7 +102,7 @@ class DynamicScale:
             )
 
     def after(self, scale: jax.Array, good: jax.Array, finite: jax.Array) -> tuple[Any, Any]:
-        """The next scale, and how many finite steps it has had."""
+        """Return the next scale, and the number of its finite steps."""
         good = jnp.where(finite, good + 1, 0)
         grows = good >= self.interval
         grown = jnp.minimum(scale * self.factor, self.most)
@@ -118,38 +118,39 @@ class NotFiniteError(RuntimeError):
 class Step:
     """A training step of a model and its optimizer, which it updates in place.
 
-    It makes copies of their arrays first, one by one, and each step gives them away to their new
-    values: who holds an array of the model from one step to the next holds a deleted one (give
-    ``donate=False``). Variables are looked up once, here: a model or an optimizer that is given
-    others needs another step.
+    The constructor copies their arrays, one by one, and each step donates these copies: an array of
+    the model that you keep from one step to the next is deleted (or give ``donate=False``).
+    Variables are looked up once, in the constructor: a model or an optimizer with new variables
+    needs another step.
 
     Args:
       model: a `pipeline.Pipeline`, or an `nnx.Module` with ``value_and_grad(inputs, targets)`` or
         ``loss(inputs, targets)``.
-      optimizer: of its parameters: `pipeline.make_optimizer(pipe, tx)`, or an `nnx.Optimizer`.
-      clip: the most that the global norm of the gradients may be, over all parameters.
-      ema: decay of a mean of the trained parameters, ``decay * mean + (1 - decay) * weights`` after
-        each update, in float32 or wider; it starts at the weights.
-      accumulate: how many calls one update takes together, as one mean over all that counts. The
-        last one writes what the model has counted in all of them, and runs a pipeline's
-        ``after_step``; until then the model is that of the update before.
-      loss_scale: a number, or a `DynamicScale`, that the loss is multiplied with before it is
-        differentiated; gradients are divided by it before anything sees them.
+      optimizer: the optimizer of the model's parameters: `pipeline.make_optimizer(pipe, tx)`, or an
+        `nnx.Optimizer`.
+      clip: the maximum global norm of the gradients, over all parameters.
+      ema: the decay of a running mean of the trained parameters, ``decay * mean + (1 - decay) *
+        weights`` after each update, in float32 or wider. The mean starts at the weights.
+      accumulate: the number of calls for one update, which uses the mean over all rows or tokens
+        that count. The last call writes the model's state of all calls and runs a pipeline's
+        ``after_step``; until then the model is unchanged since the previous update.
+      loss_scale: a number, or a `DynamicScale`, by which the loss is multiplied before
+        differentiation; gradients are divided by the scale before any other use.
       has_aux: whether the model's loss is (loss, metrics), and its methods take ``has_aux=True`` if
-        it is a pipeline or has a ``value_and_grad``. Calls of one update are taken together: counts
-        (integers) are added up, to 2**31 - 1 at most; all else is the mean by weights.
-      donate: whether arrays of model, optimizer and mean are given away to their new values.
+        it is a pipeline or has a ``value_and_grad``. Over the calls of one update counts (integers)
+        are added up, to 2**31 - 1 at most; other metrics are averaged by weight.
+      donate: whether arrays of model, optimizer and mean are donated.
       compiler_options: options of XLA for the step's programs by name, as
         `jax.jit(compiler_options=...)` takes them; "default" takes those of
         `pipeline.training.compiling.DEFAULTS` for the platform, None takes XLA's own.
 
     Attributes:
       ema: the mean, laid out as ``nnx.state(model, optimizer.wrt)``; None without one.
-      weighs: whether the model says what its loss counts: its methods take ``weighed=True``, as
-        those of a pipeline do.
+      weighs: whether the model returns the weight of its loss: its methods take ``weighed=True``,
+        as a pipeline's methods do.
 
     Raises:
-      ValueError: options that do not fit, or a model that cannot be trained.
+      ValueError: options that contradict each other, or a model that cannot be trained.
     """
 
     @_COMPILED
@@ -242,17 +243,17 @@ class Step:
     def __call__(
         self, inputs: Tree, targets: Tree, *, extras: Extras = None, weight: Any = None
     ) -> Metrics | None:
-        """One call of a step: the update, if it is the last of ``accumulate``, else None.
+        """Run one call; return the update's metrics at the last call of ``accumulate``, else None.
 
         Args:
-          inputs: as of the model's ``value_and_grad``.
-          targets: as of the model's ``value_and_grad``.
-          extras: as of the model's ``value_and_grad``; None gives the model none.
-          weight: what this call counts beside the others of its update, such as its number of
-            tokens: the update is that of the mean over all of them. A call that counts 0 adds
-            nothing, even if its loss is NaN. By default what the loss counts, if the model says so:
-            of a pipeline the weights of a loss (sum, weight), added up, or the rows of one that is
-            a mean. Calls of another model count alike.
+          inputs: as for the model's ``value_and_grad``.
+          targets: as for the model's ``value_and_grad``.
+          extras: as for the model's ``value_and_grad``; None gives the model no extras.
+          weight: the weight of this call in the mean over the calls of its update, such as its
+            number of tokens. A call of weight 0 adds nothing, even if its loss is NaN. By default
+            the weight that the model returns with its loss: for a pipeline the sum of the weights
+            of a loss (sum, weight), or the number of rows for a mean loss. Calls of a model without
+            such a weight have equal weights.
 
         Raises:
           ValueError: a weight that is no number >= 0.
@@ -275,7 +276,7 @@ class Step:
 
     @_COMPILED
     def fwd_bwd(self, inputs: Tree, targets: Tree, *, extras: Extras = None) -> tuple[Any, Tree]:
-        """The mean loss and its gradients, unscaled, laid out as ``nnx.state(model, wrt)``.
+        """Compute the mean loss and its gradients, unscaled, laid out as ``nnx.state(model, wrt)``.
 
         With ``has_aux``, ``((loss, metrics), gradients)``.
         """
@@ -289,8 +290,8 @@ class Step:
         """Clip, update and average: the part of a step after `fwd_bwd`. The gradients are donated.
 
         Args:
-          grads: as of `fwd_bwd`.
-          loss: that of the gradients; a step whose loss is not finite is left out too.
+          grads: the gradients from `fwd_bwd`.
+          loss: the loss of these gradients; a step whose loss is not finite is skipped too.
         """
         loss = jnp.asarray(loss, jnp.float32)
         done = self._updated(self._leaves(), self.ema, self._carry, grads, loss)
@@ -306,11 +307,11 @@ class Step:
         ema: bool = False,
         weighed: bool = False,
     ) -> Any:
-        """The mean loss, forward only; with ``ema`` that of the mean of the weights.
+        """Compute the mean loss, forward only; with ``ema`` at the running mean of the weights.
 
-        Modules are as after ``model.eval()``: none drops, a batch norm reads its statistics.
-        With ``has_aux``, ``(loss, metrics)``. With ``weighed`` they are as of a pipeline's
-        ``loss(..., weighed=True)``, for a model that `weighs`.
+        Modules run as after ``model.eval()``: no dropout, and a batch norm reads its statistics.
+        With ``has_aux`` the result is ``(loss, metrics)``. With ``weighed`` the result is as of a
+        pipeline's ``loss(..., weighed=True)``, for a model that `weighs`.
         """
         if ema and self.ema is None:
             raise ValueError("eval_step(ema=True), and there is no mean: make the Step with ema=")
@@ -320,15 +321,14 @@ class Step:
 
     @property
     def pending(self) -> int:
-        """Calls since the last update, of those that the next one takes together."""
+        """The number of calls since the last update."""
         return self._called
 
     @property
     def is_whole(self) -> bool:
-        """True if model, optimizer and mean are all of the last update, none half replaced.
+        """True if model, optimizer and mean are all from the last update.
 
-        They are not if an exception came between the start of an update, to which their arrays are
-        given away, and its end.
+        This is False if an exception came during an update, after their arrays were donated.
         """
         arrays = self._leaves(), self.ema, self._carry
         return not self._writing and not any(x.is_deleted() for x in jax.tree.leaves(arrays))
@@ -336,18 +336,18 @@ class Step:
     # --- what a checkpoint keeps beside model and optimizer
 
     def shaped(self) -> dict[str, Tree]:
-        """Trees shaped like the trained parameters."""
+        """Return the step's trees that are shaped like the trained parameters, for a checkpoint."""
         return {} if self.ema is None else {"ema": self.ema}
 
     def plain(self) -> dict[str, Any]:
-        """Numbers: counts, and the loss scale."""
+        """Return the step's numbers for a checkpoint: counts, and the loss scale."""
         return {name: value.item() for name, value in jax.device_get(self._carry).items()}
 
     @_COMPILED
     def load(self, shaped: dict[str, Tree] | None = None, plain: Any = None) -> None:
-        """Take what `shaped` and `plain` gave; sums of calls that had no update yet are dropped.
+        """Load the results of `shaped` and `plain`; drop sums of calls without an update yet.
 
-        A loss scale that does not change is this step's own.
+        A constant loss scale is not loaded; this step's own scale stays.
 
         Raises:
           ValueError: other names.
@@ -445,7 +445,7 @@ class Step:
         return jax.block_until_ready(found) if self._waits else found
 
     def _replicated(self, tree: Tree) -> Tree:
-        """Scalars where the optimizer's count lies, so that no step compiles again for them."""
+        """Place scalars like the optimizer's count, so that no step compiles again for them."""
         return jax.jit(lambda: tree, out_shardings=self._everywhere)()
 
     def _laid(self, function: Any, weights: Tree) -> Tree:
@@ -517,7 +517,7 @@ class Step:
         return loss, aux, grads
 
     def _options(self, model: Any, extras: Extras, *, weighed: bool) -> dict[str, Any]:
-        """The keyword arguments of the model's methods; those without a meaning are left out."""
+        """Return the keyword arguments of the model's methods, without unused arguments."""
         has_aux = self.has_aux and hasattr(model, "value_and_grad")
         wanted = {"weighed": weighed, "has_aux": has_aux}
         given = {} if extras is None else {"extras": extras}
@@ -699,12 +699,12 @@ def _if_finite(
 
 
 def with_weight(found: Tree, weight: jax.Array) -> Tree:
-    """Means of one call with that weight; counts have none."""
+    """Attach the call's weight to its means; counts have no weight."""
     return jax.tree.map(lambda x: x if is_count(x) else Weighed(x, weight), found)
 
 
 def plus_weighed(sums: Tree, found: Tree) -> Tree:
-    """Sums (Σ mean * weight, Σ weight) with those of one more call; counts are added up.
+    """Add one call to the sums (Σ mean * weight, Σ weight); counts are added up.
 
     Counts are added as int64, also where JAX has no 64 bits elsewhere: they do not wrap.
     """
@@ -719,7 +719,7 @@ def plus_weighed(sums: Tree, found: Tree) -> Tree:
 
 
 def mean_weighed(sums: Tree) -> Tree:
-    """The means of sums as of `plus_weighed`; 0 where nothing counts."""
+    """Compute the means of the sums of `plus_weighed`; 0 where the weight is 0."""
 
     def mean(t: Any) -> Any:
         return _over(t.mean, t.weight) if isinstance(t, Weighed) else t
@@ -754,7 +754,7 @@ def _is_weighed(x: Any) -> bool:
 
 
 def _plus(sums: Tree, found: tuple[Weighed, Tree, Tree]) -> Tree:
-    """Sums of loss, metrics and gradients with those of one more call."""
+    """Add loss, metrics and gradients of one call to the sums."""
     *means, grads = found
     *totals, total = sums
     weight = means[0].weight
@@ -763,7 +763,7 @@ def _plus(sums: Tree, found: tuple[Weighed, Tree, Tree]) -> Tree:
 
 
 def _plus_part(total: jax.Array, part: jax.Array, weight: jax.Array) -> jax.Array:
-    """A sum with a part that may be NaN if it counts nothing."""
+    """Add a part to a sum; a part of weight 0 may be NaN."""
     part = part.astype(total.dtype) * weight.astype(total.dtype)
     return total + jnp.where(weight == 0, jnp.zeros_like(part), part)
 
@@ -777,7 +777,7 @@ def _means(sums: Tree, like: Tree) -> tuple[Tree, Tree]:
 
 
 def _bounded(count: jax.Array) -> jax.Array:
-    """A count as an integer of JAX's width, which it fills if it is larger."""
+    """Convert a count to an integer of JAX's width, clipped to its range."""
     kind = jax.dtypes.canonicalize_dtype(np.int64)
     least, most = int(np.iinfo(kind).min), int(np.iinfo(kind).max)
     with jax.enable_x64(True):
@@ -835,11 +835,11 @@ def _variables(node: Any) -> list[nnx.Variable[Any]]:
 
 
 def _settle(variables: Sequence[nnx.Variable[Any]], *, copied: bool) -> None:
-    """Have each variable's array stay where it lies, and perhaps be one that nobody else holds.
+    """Commit each variable's array to its sharding; with ``copied``, copy the array first.
 
-    An array that jax may still move is of another type to a compiled step than one that a
-    checkpoint, or the step before, has put there. Numbers that nobody has put on the mesh on which
-    others lie, such as the count of an `nnx.Optimizer`, go on all of it.
+    A compiled step treats an uncommitted array as another type than a committed array, such as a
+    checkpoint or the previous step returns. Uncommitted numbers outside the mesh of the other
+    arrays, such as the count of an `nnx.Optimizer`, are replicated over the mesh.
     """
     values = [jnp.asarray(variable.get_raw_value()) for variable in variables]
     meshes = [v.sharding.mesh for v in values if isinstance(v.sharding, NamedSharding)]
@@ -854,7 +854,7 @@ def _settle(variables: Sequence[nnx.Variable[Any]], *, copied: bool) -> None:
 
 
 def _kept(finite: Any, new: Any, old: Any) -> Any:
-    """The new array if all is finite (None: in any case), in the memory in which the old lies."""
+    """Select the new array if all is finite (None: in any case), in the memory of the old array."""
     hosted = is_on_host(old)
     if finite is not None:
         new = jnp.where(finite, new, to_device(old) if hosted else old)
@@ -862,10 +862,10 @@ def _kept(finite: Any, new: Any, old: Any) -> Any:
 
 
 def _places_of_results(variables: Sequence[nnx.Variable[Any]], results: int) -> dict[str, Any]:
-    """Options of a jit that returns the variables' arrays first, if some lie in host memory.
+    """Make jit options for results that begin with variables' arrays, if some are in host memory.
 
-    An array that is given away lends its memory to a result of its shape: to one in the same
-    memory, if jax is told where results lie.
+    A donated array lends its memory to a result of the same shape. The result must be in the same
+    kind of memory, so jax needs the shardings of the results.
     """
     places = [variable.get_raw_value().sharding for variable in variables]
     if all(place.memory_kind != HOST_MEMORY for place in places):
@@ -880,7 +880,7 @@ def _shardings(tree: Tree) -> Tree:
 
 
 def _name(path: Any) -> str:
-    """A path of the layer view as one writes it: stages[2].up."""
+    """Write a path of the layer view as text, such as stages[2].up."""
     names = [name for key in path if (name := jax.tree_util.keystr((key,), simple=True)) != "value"]
     return "".join(f"[{n}]" if n.isdecimal() else f".{n}" for n in names).removeprefix(".")
 

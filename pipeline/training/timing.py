@@ -1,9 +1,8 @@
 """The parts of a step's time: measured parts, and the prediction of the schedule's clock.
 
 Measured are a step's seconds, from the end of the one before, the wait for its batch, and memory.
-How the rest falls into compute, bubble and communication is the prediction of the clock that the
-pipeline was lowered for, at the costs that it knows: `Pipeline(costs=)`, or F = I = W and messages
-that take no time.
+The division into compute, bubble and communication is predicted by the clock that the pipeline was
+lowered for, with the costs `Pipeline(costs=)`, or F = I = W and messages that take no time.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ class Shares(NamedTuple):
     """Predicted shares of a step on all ranks; their sum is 1.
 
     Attributes:
-      compute: in which ranks work.
-      bubble: in which they wait for work of others.
-      communication: in which they wait for messages that are under way.
+      compute: the share in which ranks work.
+      bubble: the share in which they wait for work of other ranks.
+      communication: the share in which they wait for messages.
     """
 
     compute: float
@@ -51,7 +50,7 @@ class Shares(NamedTuple):
 
 
 def predicted(model: Any) -> Shares:
-    """The shares of a pipeline's step by its own clock; of any other model all is compute."""
+    """Predict the shares of a pipeline's step by its clock; other models have only compute."""
     if not isinstance(model, Pipeline):
         return Shares(1.0, 0.0, 0.0)
     report = simulate(model.schedule, **model.plan.clock)
@@ -62,7 +61,7 @@ def predicted(model: Any) -> Shares:
 
 
 def tokens_of(batch: Batch) -> int:
-    """Numbers of an integer input [N, t]; of any other its rows."""
+    """Count the numbers of an integer input [N, t], or the rows of any other input."""
     leaves = jax.tree.leaves(batch.inputs)
     shape = np.shape(leaves[0]) if leaves else ()
     is_words = len(shape) > 1 and jnp.issubdtype(leaves[0].dtype, jnp.integer)
@@ -72,9 +71,8 @@ def tokens_of(batch: Batch) -> int:
 def flops_per_token(model: Any) -> float:
     """6 operations for each number of each matrix: products of a forward and a backward pass.
 
-    Matrices are the parameters with two axes or more in the model without a pipeline; those of a
-    pipeline's embed are looked up and do not count. Scores of attention are left out, and so is
-    what is computed again.
+    Matrices are the parameters with two axes or more in the model without a pipeline; a pipeline's
+    embed is a lookup and does not count. Attention scores and recomputation do not count.
     """
     weights = nnx.state(model, nnx.Param)
     layers: Any = weights
@@ -85,15 +83,15 @@ def flops_per_token(model: Any) -> float:
 
 
 def peak_flops(device: jax.Device) -> float | None:
-    """bfloat16 operations a second at a device's peak; None of what is not in the table."""
+    """Return a device's peak bfloat16 operations a second; None for a device not in the table."""
     name = next((chip for kind, chip in KINDS.items() if kind in device.device_kind), None)
     return None if name is None else CHIPS[name].flops
 
 
 def memory() -> int | None:
-    """Bytes: the most that a device of this process holds, or else what the process holds.
+    """Return the most bytes that a device of this process holds, or else the process's bytes.
 
-    None where neither is known.
+    The result is None if neither is known.
     """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     used = [one["bytes_in_use"] for one in stats if "bytes_in_use" in one]
@@ -101,7 +99,7 @@ def memory() -> int | None:
 
 
 def resident() -> int | None:
-    """Bytes of this process in main memory; None where the system does not say."""
+    """Return the bytes of this process in main memory; None if the system does not report them."""
     if sys.platform != "linux":
         return None
     lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()

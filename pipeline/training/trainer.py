@@ -45,7 +45,7 @@ Hook = Callable[["Trainer", Record], None]
 
 @dataclass
 class _Running:
-    """A step whose numbers nobody has read yet."""
+    """A step whose metrics have not been read yet."""
 
     number: int
     metrics: Metrics
@@ -58,35 +58,37 @@ class Trainer:
     """A run of training steps.
 
     Args:
-      step: what is repeated.
-      data: an iterable of batches, as `pipeline.training.batches.as_batch` takes them. One whose
-        iterator has ``get_state`` and ``set_state``, as those of grain have, can be resumed.
-      steps: updates of the whole run, with those before it was resumed.
-      evaluation: batches to evaluate on, an iterable that can be gone through again; or a function
-        that returns one.
-      eval_interval: updates from one evaluation to the next; 0: only at the end.
+      step: the training step to repeat.
+      data: an iterable of batches, as `pipeline.training.batches.as_batch` takes them. Data whose
+        iterator has ``get_state`` and ``set_state``, such as grain's, can be resumed.
+      steps: the number of updates of the whole run, including updates before it was resumed.
+      evaluation: batches for evaluation: an iterable that can be iterated again, or a function that
+        returns an iterable.
+      eval_interval: the number of updates between evaluations; 0: only at the end.
       eval_ema: whether the mean of the weights is evaluated in place of the weights.
-      checkpoints: where states are saved: `Checkpoints`, or an object with the same ``save``,
-        ``restore``, ``close`` and perhaps ``wait``; None saves none.
-      checkpoint_interval: updates from one to the next; 0: only at the end or where it is stopped.
-      recorders: told of every step, on process 0.
-      hooks: called with the trainer and the record of a step, as soon as it is known.
-      stop: asked before each step; what is true ends the run, after a checkpoint.
-      stop_after: updates in a row that are not finite, after which the run ends.
-      stuck_after: seconds that a step may take before the process ends with a message
+      checkpoints: the storage of states: `Checkpoints`, or an object with the same ``save``,
+        ``restore``, ``close`` and perhaps ``wait``; None saves nothing.
+      checkpoint_interval: the number of updates between checkpoints; 0: only when the run ends or
+        is stopped.
+      recorders: receive the record of every step, on process 0.
+      hooks: called with the trainer and the record of a step, as soon as the record is known.
+      stop: called before each step; a true result ends the run, after a checkpoint.
+      stop_after: the number of consecutive updates that are not finite, after which the run ends.
+      stuck_after: the seconds after which a hanging step ends the process with a message
         (`pipeline.training.faults.Watchdog`); None waits for ever.
-      flops_per_token: of the model; by default counted (`timing.flops_per_token`).
-      peak_flops: operations a second of a device; by default those of the planner's table.
+      flops_per_token: the model's operations per token; by default counted
+        (`timing.flops_per_token`).
+      peak_flops: a device's peak operations a second; by default from the planner's table.
 
     Attributes:
-      is_resumable: whether the data have a position, so that a checkpoint can be gone on from.
-      done: updates so far.
-      losses: of those in this process, as far as they are known.
-      seconds: from one to the next.
-      eval_loss: the last, and `evaluated` at which update.
+      is_resumable: whether the data have a position, so that the run can resume from a checkpoint.
+      done: the number of updates so far.
+      losses: the losses of this process's updates, as far as known.
+      seconds: the time of each update.
+      eval_loss: the last evaluation's loss; `evaluated` is its update.
 
     Raises:
-      ValueError: intervals that cannot be, or without what they are of.
+      ValueError: invalid intervals, or an interval without evaluation or checkpoints.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class Trainer:
     # --- the loop
 
     def resume(self) -> int | None:
-        """Go on from the newest checkpoint: its step, or None if there is none.
+        """Resume from the newest checkpoint; return its step, or None without a checkpoint.
 
         Raises:
           ValueError: no checkpoints to resume from, or data without a position.
@@ -179,15 +181,16 @@ class Trainer:
         return found
 
     def run(self) -> bool:
-        """Train to the end; whether it got there, or was stopped.
+        """Train to the end; return whether the run was finished, not stopped.
 
-        It returns, or raises, once all checkpoints are on the disk. Where an exception ends it (of
-        a hook, of the data, Ctrl-C), the update that was reached is saved first, unless the
-        exception came within an update or there are several processes, which save together.
+        It returns, or raises, when all checkpoints are on disk. If an exception ends the run (from
+        a hook, from the data, Ctrl-C), the last update is saved first. It is not saved if the
+        exception came within an update, or if there are several processes, which must save
+        together.
 
         Raises:
           NotFiniteError: too many updates in a row were not finite.
-          ValueError: the data ended, or gave no batch.
+          ValueError: the data ended, or had no batch.
           CheckpointError: the last checkpoint could not be written.
         """
         if self._stuck_after is not None:
@@ -208,7 +211,7 @@ class Trainer:
         return ended
 
     def _save_after(self, error: BaseException) -> None:
-        """Save what an exception has left whole; a failure to do so is noted on the exception."""
+        """Save the state after an exception if it is whole; note a failed save on the exception."""
         try:
             if self.done > 0 and self.step.is_whole and jax.process_count() == 1:
                 self.save()
@@ -217,7 +220,7 @@ class Trainer:
             error.add_note(f"the state after update {self.done} is not saved: {failure}")
 
     def _wait(self) -> None:
-        """Wait for the save under way; what saves at once need not have a `wait`."""
+        """Wait for the running save; checkpoints that save at once need no `wait`."""
         try:
             getattr(self._checkpoints, "wait", lambda: None)()
         except BaseException:
@@ -257,7 +260,7 @@ class Trainer:
             self._watchdog.rest()
 
     def evaluate(self) -> float:
-        """The mean loss over all batches of the evaluation, each by its weight.
+        """Compute the weighted mean loss over all batches of the evaluation.
 
         Raises:
           ValueError: there is no evaluation, or it has no batch.
@@ -272,7 +275,7 @@ class Trainer:
         return self.eval_loss
 
     def save(self) -> None:
-        """Save the state now, if there are checkpoints and it is not saved yet."""
+        """Save the state now, if the trainer has checkpoints and the state is not saved yet."""
         if self._checkpoints is None or self._saved == self.done:
             return
         step = self.step
@@ -302,7 +305,7 @@ class Trainer:
     # --- one step
 
     def _next(self, before: _Running | None) -> _Running:
-        """Start an update; read the one before it meanwhile."""
+        """Start an update; read the metrics of the previous update meanwhile."""
         if before is not None and _is_ready(before.metrics.loss):
             self._read(before)  # so that its seconds are not those of the next one
             before = None
@@ -334,7 +337,7 @@ class Trainer:
             ) from None
 
     def _read(self, running: _Running | None) -> None:
-        """Wait for a step and tell of it; fail if it is one too many that is not finite."""
+        """Wait for a step and record it; fail after too many steps that are not finite."""
         if running is None:
             return
         metrics = cast("Metrics", jax.device_get(running.metrics))
@@ -400,13 +403,13 @@ class Trainer:
 
 
 def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[float, Any]:
-    """The mean loss over all batches, each by its weight, and metrics; None if there are none.
+    """Compute the weighted mean loss over all batches, and metrics, None without metrics.
 
-    A batch without a weight counts what its loss does (`Step` says what that is), or its rows. With
-    ``ema`` they are those of the mean weights. Counts among metrics are added up.
+    A batch without a weight has the weight of its loss (see `Step`), or its number of rows. With
+    ``ema`` the running mean of the weights is evaluated. Counts among metrics are added up.
 
     Raises:
-      ValueError: there is no batch, or nothing counts.
+      ValueError: there is no batch, or all weights are 0.
     """
     total: Any = None
     for item in batches:
@@ -434,12 +437,12 @@ def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[flo
 
 
 def _weight(step: Step, batch: Batch) -> float | None:
-    """The weight of a batch beside others; None if the model's loss has one."""
+    """Return the weight of a batch; None if the model's loss returns a weight."""
     return batch.weight if step.weighs else batch.counts
 
 
 def _has_position(data: Any) -> bool:
-    """Tell whether data can say where they are; batches made of others only if those can."""
+    """Tell whether data know their position; derived batches know it only if their source does."""
     if not isinstance(data, Resumable):
         return False
     try:

@@ -1,7 +1,7 @@
 """Prove that a schedule is legal, or show every fault of it.
 
-It trusts nobody: it shares no code with the families, and with the lowering only who waits for
-whom; what comes of that `check_program` proves. Letters as in `schedules.core.action`, A as in
+The check shares no code with the families, and with the lowering only the graph of messages;
+`check_program` proves the lowering. Letters as in `schedules.core.action`, A as in
 `schedules.core.flat`.
 """
 
@@ -29,21 +29,22 @@ Made = TypeVar("Made", bound=Timetable)
 def check(schedule: Made, *, max_activations: float | None = None) -> Made:
     """Return the schedule if it is legal.
 
-    Legal means: every rank holds the same number of stages; every stage runs, on its own rank,
-    F for every microbatch once and after it B, or I and then W; an overlapped pair is an F and
-    then a B or I of another stage; and the ranks never wait for each other in a circle, also where
-    every pair runs as one action. A schedule without any backward action is legal too: inference.
-    Where microbatches are cut into slices (`Timetable.num_slices`) all this holds for every slice,
-    and on every stage the slices of a microbatch ascend in F and descend in B or I.
+    Legal means: every rank holds the same number of stages; every stage runs, on its own rank, F
+    once for every microbatch and then B, or I and then W; an overlapped pair is an F and then a B
+    or I of another stage; and the ranks never wait for each other in a circle, even if every pair
+    runs as one action. A schedule without any backward action is legal too: inference. If
+    microbatches are cut into slices (`Timetable.num_slices`), these rules hold for every slice, and
+    on every stage the slices of a microbatch ascend in F and descend in B or I.
 
     Args:
       schedule: any schedule.
-      max_activations: how many stage inputs a rank may hold at once. One is held from the start of
-        its F to the end of its B or I; what I leaves for W counts as one until that ends. A slice
-        counts as 1/N.
+      max_activations: the number of stage inputs that a rank may hold at once. An input is held
+        from the start of its F to the end of its B or I; the values that I keeps for W count as one
+        input until the end of W. A slice counts as 1/N.
 
     Raises:
-      ScheduleError: with every fault, and a grid in which the culprits are marked.
+      ScheduleError: the schedule is illegal; the message has every fault, and a grid that marks
+        them.
     """
     check_schedule(schedule)
     if max_activations is not None and not _is_limit(max_activations):
@@ -61,7 +62,7 @@ def check(schedule: Made, *, max_activations: float | None = None) -> Made:
 
 @once
 def _faults(schedule: Timetable) -> tuple[Fault, ...]:
-    """All faults but those of memory; a schedule is asked for them again and again."""
+    """Find all faults except memory faults; the result is cached for repeated checks."""
     faults = list(_sizes(schedule))
     if not faults:
         case = inspect(schedule)
@@ -138,7 +139,7 @@ def _deadlocks(case: Case) -> Iterator[Fault]:
 
 
 def _blocked(case: Case, starts: list[Times], index: int) -> tuple[int, int]:
-    """An action that cannot start, and the one it waits for; of a pair, the half that cannot."""
+    """Find an action that cannot start, or the half of a pair, and the action it waits for."""
     wait = index, -1
     for n in (index, index + 1)[: 1 + int(case.flat.pair[index])]:
         message = int(case.wires.awaited[n])

@@ -18,9 +18,9 @@ class Culprit:
     """One place where a rule is broken.
 
     Attributes:
-      text: what stands there.
+      text: the text of the place.
       marks: (rank, position in its order) of the actions to mark.
-      missing: (rank, action) to write beside the rank's row, for what stands nowhere.
+      missing: (rank, action) of a missing action, to write next to the rank's row.
     """
 
     text: str
@@ -33,10 +33,10 @@ class Fault:
     """A broken rule.
 
     Attributes:
-      what: what was found.
-      rule: what should be, and what to do.
+      what: the fault.
+      rule: the broken rule, and the remedy.
       culprits: the first few places.
-      count: how many places there are.
+      count: the number of places.
     """
 
     what: str
@@ -46,7 +46,7 @@ class Fault:
 
 
 def error(schedule: Timetable, faults: Sequence[Fault]) -> ScheduleError:
-    """One error for all faults."""
+    """Make one error for all faults."""
     total = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"
     sizes = (
         f"S={schedule.num_ranks} ranks, K={schedule.num_stages} stages, "

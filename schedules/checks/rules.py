@@ -25,11 +25,11 @@ class Case:
     """A schedule, prepared for inspection.
 
     Attributes:
-      schedule: what is inspected.
+      schedule: the inspected schedule.
       flat: its actions.
       wires: its messages.
       at: [4, K * U] index of the first action of each kind, stage and unit; -1 if missing.
-      repeated: [A] True for an action that is already among those before it.
+      repeated: [A] True for an action that has occurred before.
     """
 
     schedule: Timetable
@@ -49,7 +49,7 @@ class Case:
         return rank, index - int(self.flat.first[rank])
 
     def show(self, index: int) -> str:
-        """An action, and where the grid shows it."""
+        """Write an action, and its place in the grid."""
         rank, position = self.mark(index)
         action = self.schedule.orders[rank][position]
         return f"{label(action)} (rank {rank}, step {self.columns[rank][position]})"
@@ -160,7 +160,7 @@ def _absences(case: Case) -> Iterator[Fault]:
 
 
 def _halves(case: Case) -> Iterator[Fault]:
-    """B stands alone, I and W come together."""
+    """Check that a backward is B alone, or I and W together."""
     has = case.at >= 0
 
     def tell(item: int) -> Culprit:
@@ -213,7 +213,7 @@ def _overlaps(case: Case) -> Iterator[Fault]:
 
 
 def _lost_pairs(schedule: Timetable) -> Iterator[tuple[int, int]]:
-    """(rank, position) of every pair outside its order, or in part of a pair before it."""
+    """Find (rank, position) of every pair outside its order, or overlapping an earlier pair."""
     for rank, positions in enumerate(schedule.pairs):
         lowest, last = 0, len(schedule.orders[rank]) - 1
         for position in positions:
@@ -224,7 +224,7 @@ def _lost_pairs(schedule: Timetable) -> Iterator[tuple[int, int]]:
 
 
 def _order(case: Case) -> Iterator[Fault]:
-    """F before its backward, I before W, on one rank; across ranks it is a matter of messages."""
+    """Check on one rank that F precedes its backward, and I precedes W; messages order ranks."""
     for early, late in ((F, B), (F, I), (F, W), (I, W)):
         first, second = case.at[early], case.at[late]
         both = np.flatnonzero((second >= 0) & (first > second))

@@ -1,4 +1,4 @@
-"""The command line, ``python -m schedules``: options in common, commands, how it talks.
+"""The command line, ``python -m schedules``: shared options, commands, and text output.
 
-Everything it does the package does for whoever imports it; nothing is computed here.
+The package offers all of its functions to Python code too; nothing is computed here.
 """

@@ -30,7 +30,7 @@ ILLEGAL = 1  # a timetable is illegal, or nothing meets the limit
 
 
 def draw(options: argparse.Namespace) -> int:
-    """A timetable on the terminal, or in the files named."""
+    """Draw a timetable on the terminal, or into the named files."""
     files.check_writable(options.output, files.DRAWINGS)
     schedules = [given.load(options, name) for name in options.schedules]
     for path in options.output:
@@ -44,7 +44,7 @@ def draw(options: argparse.Namespace) -> int:
 
 
 def table(options: argparse.Namespace) -> int:
-    """The numbers of one timetable, rank by rank."""
+    """Print the numbers of one timetable, rank by rank."""
     report = given.clocked(options, given.load(options, options.schedule))
     if options.json:
         say(json.dumps(report_record(report), indent=2))
@@ -113,7 +113,7 @@ def check_files(options: argparse.Namespace) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Timetables side by side, the quickest first; those that cannot be built last, with why."""
+    """Compare timetables, the quickest first; failed builds come last, with the reason."""
     reports: list[Report] = []
     absent: list[tuple[str, str]] = []
     for label, make in _candidates(options):
@@ -135,7 +135,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def _candidates(options: argparse.Namespace) -> list[tuple[str, Callable[[], Report]]]:
-    """(label, how to time it) of all that is to be compared."""
+    """List (label, timing function) of all timetables to compare."""
     costs = given.costs(options)
     for name in options.schedules:
         given.check_source(name)
@@ -176,7 +176,7 @@ def _compared(report: Report) -> list[str]:
 
 
 def choose(options: argparse.Namespace) -> int:
-    """The best timetable for costs, limit and clock, and why the others lost."""
+    """Print the best timetable for costs, limit and clock, and why the others lost."""
     if (options.pattern, options.pair) != (None, None):
         raise given.UsageError(
             "auto chooses slots itself, and without pairs; leave out --pattern and --pair"
@@ -225,7 +225,7 @@ def _chosen(choice: Choice) -> dict[str, Any]:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """A timetable into another file: .csv as torch.distributed.pipelining has it, or .json."""
+    """Convert a timetable: to .csv in torch.distributed.pipelining's format, or to .json."""
     if not given.is_file(options.target):
         raise given.UsageError(f"{options.target}: a timetable is written as .csv or .json")
     schedule = given.load(options, options.schedule)

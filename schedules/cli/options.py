@@ -44,19 +44,19 @@ _OF_ONE_STAGE = {
 
 
 class UsageError(Exception):
-    """A command line that says too little, or what cannot be."""
+    """A command line with missing or invalid arguments."""
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are ours to print."""
 
     def error(self, message: str) -> NoReturn:
-        """Argparse's own way to fail."""
+        """Raise a UsageError in place of argparse's exit."""
         raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
 
 
 def add_sizes(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """S, M and K."""
+    """Add the options of sizes: S, M and K."""
     group = parser.add_argument_group(
         "sizes", None if required else "of a family; a file has its own"
     )
@@ -71,7 +71,7 @@ def add_sizes(parser: argparse.ArgumentParser, *, required: bool = False) -> Non
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
-    """Costs."""
+    """Add the options of costs."""
     group = parser.add_argument_group("costs", "in any one unit of time")
     each = "one number, or K of them with commas between"
     group.add_argument(
@@ -89,7 +89,7 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_merge(parser: argparse.ArgumentParser) -> None:
-    """Tell whether halves of backwards are merged."""
+    """Add the option that merges halves of backwards."""
     parser.add_argument(
         "--merge",
         action="store_true",
@@ -98,7 +98,7 @@ def add_merge(parser: argparse.ArgumentParser) -> None:
 
 
 def add_clock(parser: argparse.ArgumentParser) -> None:
-    """Costs and clock."""
+    """Add the options of costs and clock."""
     add_costs(parser)
     group = parser.add_argument_group("clock")
     group.add_argument(
@@ -149,7 +149,7 @@ class _Renamed(argparse.Action):
 
 
 def add_timing(parser: argparse.ArgumentParser) -> None:
-    """All that a timetable and its report follow from."""
+    """Add all options of a timetable and its report."""
     add_sizes(parser)
     add_limit(parser, ", for zb_auto and auto")
     add_merge(parser)
@@ -157,7 +157,7 @@ def add_timing(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Output for machines."""
+    """Add the option of JSON output."""
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
@@ -176,13 +176,13 @@ def limit(text: str) -> float:
 
 
 def durations(text: str) -> float | tuple[float, ...]:
-    """One number, or several with commas between."""
+    """Parse one number, or several numbers separated by commas."""
     parts = [float(part) for part in text.split(",")]
     return parts[0] if len(parts) == 1 else tuple(parts)
 
 
 def costs(options: argparse.Namespace) -> Costs:
-    """The costs that the options state, or the file that they name.
+    """Return the costs in the options, or in the file that they name.
 
     Raises:
       UsageError: both.
@@ -197,10 +197,10 @@ def costs(options: argparse.Namespace) -> Costs:
 
 
 def scaled(whole: Costs, share: float) -> Costs:
-    """The costs of stages of another size: uniform durations times ``share``.
+    """Scale uniform costs to stages of another size: durations times ``share``.
 
     Raises:
-      UsageError: durations per stage say nothing of other stages.
+      UsageError: durations per stage, which cannot be scaled to other stages.
     """
     if math.isclose(share, 1.0):
         return whole
@@ -220,12 +220,12 @@ def is_file(name: str) -> bool:
 
 
 def read(path: str) -> Schedule:
-    """A timetable from a file."""
+    """Read a timetable from a file."""
     return read_json(path) if Path(path).suffix.lower() == ".json" else Schedule.from_csv(path)
 
 
 def check_source(name: str) -> None:
-    """See to it before anything is timed.
+    """Check the name or file of a timetable before anything is timed.
 
     Raises:
       UsageError: no such file, or a file that is no timetable.
@@ -248,7 +248,7 @@ def load(
     num_stages: int | None = None,
     given: Costs | None = None,
 ) -> Schedule:
-    """A timetable from a file, or a family of the stated sizes, for the stated or given costs.
+    """Load a timetable from a file, or build a family of the given sizes and costs.
 
     Raises:
       UsageError: a family without sizes.
@@ -296,7 +296,7 @@ def _wanted(options: argparse.Namespace, name: str, given: Costs | None) -> dict
 
 
 def clocked(options: argparse.Namespace, schedule: Schedule, given: Costs | None = None) -> Report:
-    """A timetable under the stated clock."""
+    """Time a timetable under the given clock."""
     return simulate(
         schedule,
         costs(options) if given is None else given,

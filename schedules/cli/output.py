@@ -17,11 +17,11 @@ DRAWINGS = (".html", ".png", ".svg", ".txt", ".json")
 
 
 def check_writable(paths: Sequence[str], suffixes: Sequence[str]) -> None:
-    """See to it before anything is searched for, simulated or written.
+    """Check that a file can be written, before any search or simulation.
 
     Raises:
-      UsageError: a suffix that says nothing.
-      FileNotFoundError: a folder that is not there.
+      UsageError: an unknown suffix.
+      FileNotFoundError: a missing folder.
     """
     for path in paths:
         if Path(path).suffix.lower() not in suffixes:

@@ -19,7 +19,7 @@ FIELDS = ("name", "num_microbatches", "placement", "orders")
 
 
 def schedule_record(schedule: Schedule) -> dict[str, Any]:
-    """Everything a schedule is; an overlapped pair stands in its order as "1F0&2B1"."""
+    """Convert a schedule to a dict; an overlapped pair is written as "1F0&2B1"."""
     columns = steps(schedule)
     orders = [
         ["&".join(map(str, actions)) for _, actions in in_cells(schedule, columns, rank)]
@@ -40,7 +40,7 @@ def _slices(schedule: Schedule) -> dict[str, int]:
 
 
 def report_record(report: Report) -> dict[str, Any]:
-    """The numbers of a report, per step and per rank, with idle time split by cause."""
+    """Convert a report to a dict, per step and per rank, with idle time split by cause."""
     schedule = report.schedule
     parts = report.explain().parts
     return {

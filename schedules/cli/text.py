@@ -14,10 +14,10 @@ from schedules.core.text import printable
 
 
 def say(text: str, *, end: str = "\n") -> None:
-    """Print to standard output, whatever it can encode.
+    """Print to standard output, replacing characters that it cannot encode.
 
     Raises:
-      OSError: it cannot be written to.
+      OSError: standard output cannot be written to.
     """
     encoding = sys.stdout.encoding or "ascii"
     try:
@@ -29,7 +29,7 @@ def say(text: str, *, end: str = "\n") -> None:
 
 
 def complain(text: str) -> None:
-    """Say on standard error why there is nothing to show, if it can be written to."""
+    """Print an error on standard error, if it can be written to."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"python -m schedules: {text}\n")
         sys.stderr.flush()
@@ -43,7 +43,7 @@ def open_streams() -> None:
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table, its first column left-aligned."""
+    """Format a table with a left-aligned first column."""
     lines = [head, *rows]
     widths = [max(len(line[n]) for line in lines) for n in range(len(head))]
     return "\n".join(
@@ -56,12 +56,12 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float) -> str:
-    """Six digits are enough to read."""
+    """Write a number with six digits."""
     return f"{value:.6g}"
 
 
 def reason(error: ScheduleError) -> str:
-    """The first line of an error."""
+    """Return the first line of an error."""
     return printable(in_options(str(error)).splitlines()[0])
 
 

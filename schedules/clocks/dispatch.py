@@ -39,16 +39,16 @@ class Call(NamedTuple):
 
 
 def dispatch_order(schedule: Schedule) -> list[Call]:
-    """All actions, and all messages between ranks, as they start under the event clock.
+    """List all actions, and all messages between ranks, by their start under the event clock.
 
-    Each process makes the calls of its ranks in this order. Take the first call that has not ended.
-    Its data come from calls before it, which have ended; and its processes have made it, for all
-    that they call before has ended. So it ends, and after it the next, whichever process holds
-    which rank.
+    Each process makes the calls of its ranks in this order. This never deadlocks, for any
+    assignment of ranks to processes. Proof: take the first call that has not ended. Its data come
+    from earlier calls, which have ended. Its processes have made this call, because their earlier
+    calls have ended. So the call ends, and then the next call in the same way.
 
     Args:
-      schedule: a legal schedule. An action lasts as long as by default in `simulate`, whatever was
-        measured: all processes must find one order, and what they measure may differ.
+      schedule: a legal schedule. Durations are the defaults of `simulate`, not measured ones: all
+        processes must find the same order, and their measurements may differ.
 
     Raises:
       ScheduleError: an illegal schedule.
@@ -79,7 +79,7 @@ class Work:
     Attributes:
       kinds: [K] the kinds of actions that compute anything.
       sends: [K] whether the stage's backward has a gradient for the stage before.
-      keeps_residuals: whether F leaves residuals for its backward; else a backward runs it again.
+      keeps_residuals: whether F keeps residuals for its backward; otherwise the backward repeats F.
     """
 
     kinds: Sequence[frozenset[str]]
@@ -137,7 +137,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Send:
-    """A message.
+    """A message between two ranks.
 
     Attributes:
       ranks: the rank that sends, and the one that receives.
@@ -152,7 +152,7 @@ def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
     """The actions and messages of all ranks with their values, in the order of `dispatch_order`.
 
     An action that computes nothing is left out: a W of a frozen stage, or the last stage's F if its
-    backward runs it again.
+    backward repeats F.
 
     Args:
       schedule: a legal schedule.

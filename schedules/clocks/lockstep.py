@@ -2,15 +2,15 @@
 
 A slot takes a rank as long as its action, then one exchange. Exchanges are static: one runs at
 every tick, along every edge that its slot needs at any tick, and takes as long as the slowest of
-them. Slots that no rank uses before an exchange cost only the exchange; ranks that no edge joins do
-not wait for each other, unless every exchange is a barrier, but for the work that they share: what
-all do before a slot is over when it begins, what they do after it precedes its exchange. Behind a
-slot that never sends anything, as that of W, nobody waits; unless exchanges are barriers and
-delayed, where ranks of virtual CPU devices were measured to meet in every slot.
+them. Slots that no rank uses before an exchange cost only the exchange. Ranks that no edge joins do
+not wait for each other, unless every exchange is a barrier, or the ranks share work. Shared work
+before a slot ends when the slot begins; shared work after a slot precedes its exchange. After a
+slot that never sends a message, such as a slot of W, no rank waits; but if exchanges are barriers
+and delayed, ranks of virtual CPU devices were measured to meet in every slot.
 
-Where sends are delayed a slot takes as long as its action or the exchange of the slot before,
-whichever is longer, and partners meet where it begins. Letters as in `schedules.core.action`, A as
-in `schedules.core.flat`.
+With delayed sends a slot takes as long as its action or the exchange of the previous slot,
+whichever is longer, and partners meet at the start of the slot. Letters as in
+`schedules.core.action`, A as in `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Slots(NamedTuple):
     """Start times of slots on each rank, and of the work that all ranks share.
 
     Attributes:
-      begins: [T * slots + 1, S] when each rank begins each slot, and when it has ended the last.
-      before: [T * slots] when the work that all share before a slot begins.
-      after: [T * slots] likewise, after it.
+      begins: [T * slots + 1, S] the start of each slot on each rank, and the end of the last slot.
+      before: [T * slots] the start of the work that all ranks share before a slot.
+      after: [T * slots] the start of the work that all ranks share after a slot.
     """
 
     begins: Times
@@ -46,12 +46,12 @@ class Slots(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Lockstep:
-    """A layout under the clock.
+    """A layout timed by the lockstep clock.
 
     Attributes:
       ticks: the layout.
       costs: durations.
-      partners: an exchange makes only those ranks meet that it joins, not all.
+      partners: whether an exchange makes only the ranks meet that it joins, not all ranks.
       shared: which ends of the model all ranks share.
       copies: [A] whether an action copies a value over the host link; None for none.
     """
@@ -64,19 +64,19 @@ class Lockstep:
 
     @functools.cached_property
     def starts(self) -> Times:
-        """[A] when each action starts."""
+        """[A] the start of each action."""
         begins: Times = self._slots.begins[self.ticks.times, flatten(self.ticks.schedule).rank]
         return begins
 
     @functools.cached_property
     def makespan(self) -> float:
-        """End of the last action, and of the work that ranks share after it."""
+        """The end of the last action, and of the work that ranks share after the action."""
         end = (self.starts + self._lasting).max(initial=0.0)
         return float(max(end, self.common[:, 1].max(initial=0.0)))
 
     @functools.cached_property
     def common(self) -> Times:
-        """[n, 2] when the ranks' common work begins and ends, in order of time."""
+        """[n, 2] start and end of the ranks' shared work, in order of time."""
         before, after = self.sharing
         spans = [
             np.stack([start[length > 0], (start + length)[length > 0]], axis=1)
@@ -87,7 +87,7 @@ class Lockstep:
 
     @functools.cached_property
     def sharing(self) -> tuple[Times, Times]:
-        """[T * slots] how long the ranks' common work takes before each slot, and after it."""
+        """[T * slots] durations of the ranks' shared work before each slot, and after each slot."""
         ticks, schedule = self.ticks, self.ticks.schedule
         work = together(schedule, ticks.times, ticks.num_ticks * ticks.width, self.shared)
         return lasting(work, self.costs, schedule.num_ranks, schedule.num_slices)
@@ -128,7 +128,7 @@ class Lockstep:
 
 
 def among_all(joined: Mask, exchange: Times) -> tuple[Mask, Times]:
-    """Treat every exchange as a barrier: it joins all ranks, and all wait for the longest.
+    """Treat every exchange as a barrier: all ranks wait for the longest exchange.
 
     Args: as of `among_partners`.
     """
@@ -140,12 +140,12 @@ def among_all(joined: Mask, exchange: Times) -> tuple[Mask, Times]:
 def among_partners(
     work: Times, joined: Mask, exchange: Times, sharing: tuple[Times, Times], *, delayed: bool
 ) -> Slots:
-    """Start times of slots where an exchange joins only some of the ranks.
+    """Compute start times of slots if an exchange joins only some of the ranks.
 
     Args:
-      work: [T * slots, S] how long each rank works in each slot.
+      work: [T * slots, S] the duration of each rank's work in each slot.
       joined: [slots, S, S] which rank ever sends to which in a slot of a tick: source, target.
-      exchange: [slots, S, S] how long that takes, 0 where nobody sends.
+      exchange: [slots, S, S] the duration of this message, 0 without a message.
       sharing: [T * slots] how long the ranks' common work takes before each slot, and after it.
       delayed: an exchange runs beside the work of its slot, not after it.
     """
@@ -181,7 +181,7 @@ def _joined(ticks: Ticks) -> Mask:
 
 
 def _neighbours(meets: Mask) -> Ints:
-    """[most, S] the ranks that each rank meets, itself repeated where it meets fewer."""
+    """Return [most, S] the ranks that each rank meets; the rank itself fills empty entries."""
     lists = [np.flatnonzero(row) for row in meets]
     most = max(map(len, lists))
     return np.stack([np.pad(row, (0, most - len(row)), mode="edge") for row in lists], axis=1)
@@ -206,7 +206,7 @@ def fastest(
       schedule: what is laid out.
       pattern: the slots of a tick, or None for the fastest.
       costs: durations.
-      partners: an exchange makes only those ranks meet that it joins, not all.
+      partners: whether an exchange makes only the ranks meet that it joins, not all ranks.
       delayed: whether sends are; None for what is faster.
       shared: which ends of the model all ranks share.
       copies: [A] whether an action copies a value over the host link; None for none.
@@ -233,7 +233,7 @@ def fastest(
 
 
 def _worth_trying(schedule: Schedule, costs: Costs, partners: bool, delayed: bool) -> list[str]:
-    """Patterns that can be the fastest: W needs no slot where there is none of it.
+    """List patterns that can be the fastest; schedules without W need no slot for W.
 
     Partner slots may gain, too, if messages take time, of which each such slot carries a part, or
     if W can run beside what is longer.

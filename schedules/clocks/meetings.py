@@ -1,4 +1,4 @@
-"""The event clock where ranks share work: meetings of all ranks, among what each does alone.
+"""The event clock with shared work: meetings of all ranks between the ranks' own actions.
 
 Under this clock a rank waits only for its data; but what all ranks do together
 (`schedules.clocks.shared`) begins when the last of them has come. Where it stands in the order of

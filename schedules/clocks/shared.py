@@ -84,7 +84,7 @@ def together(schedule: Schedule, times: Ints, count: int, shared: Shared) -> Tog
 def lasting(
     work: Together, costs: Costs, num_ranks: int, num_slices: int = 1
 ) -> tuple[Times, Times]:
-    """[times] what the ranks' common work takes before each slot, and after it."""
+    """Return [times] durations of the ranks' shared work before and after each slot."""
     shares = costs.shares(num_slices)
 
     def take(units: NDArray[np.int32], whole: float) -> Times:

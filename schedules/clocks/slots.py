@@ -1,4 +1,4 @@
-"""The first slot of a pattern in which each action can run: what a lockstep layout is.
+"""A lockstep layout: the first slot of a pattern in which each action can run.
 
 Letters as in `schedules.core.action`, A as in `schedules.core.flat`.
 """
@@ -21,7 +21,7 @@ Pattern = tuple[tuple[str, ...], ...]
 
 
 def slot_times(schedule: Schedule, pattern: Pattern, *, delayed: bool = False) -> Ints:
-    """[A] the slot of each action, counted from 0: it permits the kind and the message is there.
+    """Find [A] the first slot, from 0, that permits each action's kind and has its message.
 
     Args:
       schedule: what is laid out.
@@ -82,7 +82,7 @@ def fill(
     durations: Sequence[float],
     num_messages: int,
 ) -> tuple[list[int], list[float]]:
-    """The slot of each action, -1 where it never runs; and how long the longest of each slot takes.
+    """Find each action's slot, -1 if it never runs, and the duration of each slot's longest action.
 
     Rank by rank, as far as each can go.
 

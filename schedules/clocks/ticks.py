@@ -1,11 +1,11 @@
 """Times of actions in lockstep: ticks of a few slots, and exchanges after them.
 
-A message sent in one slot can be used in the next. How long slots take is for
-`schedules.clocks.lockstep` to say.
+A message sent in one slot can be used in the next slot. `schedules.clocks.lockstep` computes the
+durations of slots.
 
-Sends may be *delayed*: the exchange of a slot then runs beside the work of the next one, and its
-messages can be used from the slot after that. Messages that stay on their rank are not. Letters as
-in `schedules.core.action`, A as in `schedules.core.flat`.
+Sends may be *delayed*: the exchange of a slot then runs during the work of the next slot, and its
+messages can be used from the slot after the next. Messages that stay on their rank are not delayed.
+Letters as in `schedules.core.action`, A as in `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Ticks:
     """A schedule laid out in slots.
 
     Attributes:
-      schedule: what was laid out; no rank's order has changed.
-      name: of its slot pattern.
+      schedule: the schedule; no rank's order has changed.
+      name: the name of its slot pattern.
       times: [A] the time of each action, counted in slots; time t is slot ``t % width`` of tick
         ``t // width``.
-      delayed: messages to other ranks travel during the slot after their own.
+      delayed: whether messages to other ranks travel during the next slot.
     """
 
     schedule: Schedule
@@ -59,7 +59,7 @@ class Ticks:
 
     @property
     def num_ticks(self) -> int:
-        """T."""
+        """The number of ticks T."""
         return int(self.times.max(initial=-1)) // self.width + 1
 
     @property
@@ -71,7 +71,7 @@ class Ticks:
 def lay_out(schedule: Schedule, name: str, *, delayed: bool = False) -> Ticks:
     """Run every action in the first slot that permits its kind and has its message.
 
-    On one rank nothing is delayed: no message leaves it.
+    On one rank no message is delayed, because no message leaves the rank.
 
     Raises:
       ScheduleError: the schedule deadlocks, or its slots need more memory than there is.
@@ -84,7 +84,7 @@ def lay_out(schedule: Schedule, name: str, *, delayed: bool = False) -> Ticks:
 
 
 def exchanges(ticks: Ticks) -> int:
-    """Number of permutations of ranks that run: all that a slot ever needs, at every tick."""
+    """Count the permutations of ranks that run: all permutations of every slot, at every tick."""
     path, ranks = links(ticks.schedule), ticks.schedule.num_ranks
     slot = ticks.times[path.crosses] % ticks.width
     shift = (path.target - flatten(ticks.schedule).rank)[path.crosses] % ranks
@@ -92,10 +92,10 @@ def exchanges(ticks: Ticks) -> int:
 
 
 def check_pattern(pattern: str) -> None:
-    """See that there are ticks of this name.
+    """Check the name of a slot pattern.
 
     Raises:
-      ScheduleError: there are none.
+      ScheduleError: an unknown name.
     """
     if not is_one_of(pattern, PATTERNS):
         raise ScheduleError(

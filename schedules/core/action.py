@@ -32,7 +32,7 @@ _ACTION = re.compile(_NUMBER + r"([FBIW])" + _NUMBER + r"(?:\." + _NUMBER + ")?"
 
 
 class ScheduleError(ValueError):
-    """A timetable that cannot be built, read or run; the message shows where and what to do."""
+    """A timetable that cannot be built, read or run; the message shows the place and the remedy."""
 
 
 class Action(NamedTuple):
@@ -51,7 +51,7 @@ class Action(NamedTuple):
 
     @property
     def slice(self) -> int | None:
-        """Slice of the microbatch's sequences that it works on; None where there are none."""
+        """The slice of the microbatch's sequences; None for whole sequences."""
         return None
 
     @classmethod
@@ -75,7 +75,7 @@ class SlicedAction(Action):
     __slots__ = ()
 
     def __new__(cls, stage: int, kind: Kind, microbatch: int, slice: int) -> Self:  # noqa: A002
-        """Make it of its four numbers."""
+        """Make the action from kind, stage, microbatch and slice."""
         return tuple.__new__(cls, (stage, kind, microbatch, slice))
 
     def __repr__(self) -> str:
@@ -90,7 +90,7 @@ class SlicedAction(Action):
 
     @property
     def slice(self) -> int:
-        """Slice that it works on."""
+        """The slice of the microbatch's sequences."""
         return self[3]  # type: ignore[misc]
 
     def _replace(self, **changes: object) -> SlicedAction:
@@ -99,7 +99,7 @@ class SlicedAction(Action):
 
 
 def action_of(stage: int, kind: Kind, unit: int, num_slices: int = 1) -> Action:
-    """Make the action of a stage on a unit, with its slice where there are several."""
+    """Make the action of a stage on a unit, with a slice if there are several."""
     if num_slices == 1:
         return Action(stage, kind, unit)
     return SlicedAction(stage, kind, *divmod(unit, num_slices))
@@ -111,7 +111,7 @@ def unit_of(action: Action, num_slices: int = 1) -> int:
 
 
 def shorten(text: object, most: int = 40) -> str:
-    """The repr of what a user gave, cut to fit an error message."""
+    """Return the repr of a user's value, shortened for an error message."""
     try:
         shown = repr(text)
     except Exception:  # noqa: BLE001  an int of 5000 digits, or whatever an object may raise

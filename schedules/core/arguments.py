@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def renamed(old: str, new: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A function that takes a keyword by its old name too, and says that it has another.
+    """Make a function accept the old name of a keyword too, with a warning.
 
     Raises:
       TypeError: both names are given.
@@ -44,7 +44,7 @@ def renamed(old: str, new: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def integer(value: object) -> int | None:
-    """Whatever Python takes for an index, numpy's integers too; None for others, and for a bool."""
+    """Convert an index, such as a numpy integer, to int; None for a bool and any other value."""
     try:
         return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -52,7 +52,7 @@ def integer(value: object) -> int | None:
 
 
 def is_number(value: object) -> bool:
-    """A real number that a float can hold, of Python's or numpy's; no bool, which is a mistake."""
+    """Tell whether a value is a real number that a float can hold; a bool is not."""
     if integer(value) is None and not isinstance(value, float | np.floating):
         return False
     try:
@@ -63,10 +63,10 @@ def is_number(value: object) -> bool:
 
 
 def check_duration(what: str, value: object) -> None:
-    """See that a time can be added up, a million times.
+    """Check that a time is finite, and that a million such times can be summed.
 
     Raises:
-      ScheduleError: it is no finite number >= 0, or so large that sums overflow.
+      ScheduleError: the time is no finite number >= 0, or so large that sums overflow.
     """
     if not (is_number(value) and math.isfinite(value) and value >= 0):  # type: ignore[arg-type, operator]
         raise ScheduleError(
@@ -81,12 +81,12 @@ def check_duration(what: str, value: object) -> None:
 
 
 def is_one_of(value: object, words: Iterable[str]) -> bool:
-    """Tell whether a value is one of some words; the value may be anything, also an array."""
+    """Tell whether a value is one of some words; the value may have any type, even an array."""
     return isinstance(value, str) and value in words
 
 
 def listed(value: Any, alone: type | UnionType) -> list[Any]:
-    """List a value alone, or all that a container holds."""
+    """List a value alone, or all elements of a container."""
     try:
         return [value] if isinstance(value, alone) else list(value)
     except TypeError:  # it holds nothing; whoever asks will refuse it
@@ -94,10 +94,10 @@ def listed(value: Any, alone: type | UnionType) -> list[Any]:
 
 
 def need(argument: str, value: object, kind: type, remedy: str) -> None:
-    """See that a value is of a kind.
+    """Check the type of a value.
 
     Raises:
-      ScheduleError: it is not.
+      ScheduleError: a value of another type.
     """
     if not isinstance(value, kind):
         a = "an" if kind.__name__[0] in "AEIOU" else "a"

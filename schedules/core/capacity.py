@@ -1,4 +1,4 @@
-"""Refuse what needs more memory than there is, before any of it is allocated.
+"""Checks that refuse schedules larger than the available memory, before any allocation.
 
 Letters as in `schedules.core.action`. The figures per action and per slot are measured, and rounded
 down: nothing is refused that would have run.
@@ -20,10 +20,10 @@ ALWAYS_FITS = 1 << 28  # bytes; below this nobody is asked what there is
 
 
 def check_actions_fit(num_stages: int, num_microbatches: int, num_slices: int = 1) -> None:
-    """See that a schedule of these sizes can be held and checked; it has 2KMN actions or more.
+    """Check that memory suffices to hold and check a schedule, which has 2KMN actions or more.
 
     Raises:
-      ScheduleError: it takes more memory than this process can have.
+      ScheduleError: the schedule needs more memory than this process can have.
     """
     actions = 2 * num_stages * num_microbatches * num_slices
     _check_fits(
@@ -35,10 +35,10 @@ def check_actions_fit(num_stages: int, num_microbatches: int, num_slices: int = 
 
 
 def check_slots_fit(schedule: Timetable, num_slots: int) -> None:
-    """See that a schedule can be lowered to this many slots, of all ticks together.
+    """Check that memory suffices to lower a schedule to this number of slots in all ticks.
 
     Raises:
-      ScheduleError: it takes more memory than this process can have.
+      ScheduleError: the schedule needs more memory than this process can have.
     """
     actions = sum(map(len, schedule.orders))
     _check_fits(
@@ -58,7 +58,7 @@ def _check_fits(needed: int, what: str, remedy: str) -> None:
 
 
 def memory() -> float:
-    """The bytes that this process can have: of the machine, of its control groups, of its limit."""
+    """Return the bytes that this process can have, by the machine, control groups and limits."""
     return min(_bounds(), default=float("inf"))
 
 
@@ -77,7 +77,7 @@ def _bounds() -> Iterator[int]:
 
 
 def _control_groups(system: Path = Path("/")) -> Iterator[int]:
-    """Memory limits of the process's Linux control groups and of those above them."""
+    """List the memory limits of the process's Linux control groups and their parent groups."""
     try:
         lines = (system / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -100,7 +100,7 @@ def _control_groups(system: Path = Path("/")) -> Iterator[int]:
 
 
 def bytes_text(count: float) -> str:
-    """A number of bytes, to be read: ``1.5 MiB``; exact below a KiB."""
+    """Write a number of bytes as text, such as ``1.5 MiB``; exact below a KiB."""
     for power, unit in enumerate(("PiB", "TiB", "GiB", "MiB", "KiB")):
         size = 1 << 10 * (5 - power)
         if count >= size:

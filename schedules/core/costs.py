@@ -26,30 +26,32 @@ class Costs:
     Attributes:
       f: forward pass of one stage on one microbatch; one number, or [K] numbers, one per stage
         (the stages with the embedding and the head take longer).
-      i: gradient for the input, likewise.
-      w: gradient for the weights, likewise.
-      b: a whole backward, likewise, by keyword only; None for ``i + w``. Halves write and read
-        what crosses from one to the other, so B is cheaper as a rule, and where B recomputes what
-        it needs, much cheaper.
-      comm: a message between two ranks; one number, or [S, S] numbers, ``comm[source][target]``.
-        One that stays on its rank is free.
-      optimizer: the synchronous optimiser step that every rank makes when all have ended.
-      head: of one microbatch, the head and the loss, forward and backward; the last stage's B or I
-        takes so much longer or, where all ranks share it, every rank takes 1/S of it.
-      embed: looking up one microbatch, and as much again for its gradient, on the first stage's F
-        and B or I; shared likewise.
-      pair: an overlapped pair, F beside the backward of another stage; None if its halves run one
-        after the other and so take the sum. In lockstep they always do, and where ranks share work.
-      slices: [N] numbers, by keyword only, for schedules that cut microbatches into N slices: what
-        the slices take in relation to each other, such as (1, 3, 5) where later ones read
-        more keys. All durations here are those of whole microbatches, of which a slice takes its
-        share; None for equal shares. A message of a slice takes 1/N of ``comm``.
-      host: a stash of a stage over the host link, one way, by keyword only; one number, or [K]. It
-        counts where ``offload=`` moves stashes; with "crossings" it is what I leaves for W.
-      host_overlap: the share of an action's own time beside which its copy travels, from 0 to 1,
-        by keyword only. With 1 (asynchronous copies) an action that moves something lasts as long
-        as the longer of the two; with 0 it lasts as long as both together. Two numbers instead
-        are the shares of an F beside its write, and of another action beside its own copy.
+      i: gradient for the input, in the same form.
+      w: gradient for the weights, in the same form.
+      b: a whole backward, in the same form, by keyword only; None for ``i + w``. I writes values
+        that W reads, so B is usually cheaper than I + W, and much cheaper if B recomputes the
+        forward.
+      comm: a message between two ranks; one number, or [S, S] numbers, ``comm[source][target]``. A
+        message that stays on its rank is free.
+      optimizer: the synchronous optimiser step that every rank runs after all ranks have ended.
+      head: the head and the loss of one microbatch, forward and backward. The last stage's B or I
+        takes this time longer; if all ranks share the head, every rank takes 1/S of it.
+      embed: the lookup of one microbatch on the first stage's F, and the same time for its gradient
+        on B or I; if all ranks share the embedding, every rank takes 1/S of it.
+      pair: an overlapped pair of F and the backward of another stage; None if its halves run one
+        after the other and take the sum of their times. In lockstep, and if ranks share work, they
+        always take the sum.
+      slices: [N] numbers, by keyword only, for schedules that cut microbatches into N slices: the
+        relative durations of the slices, such as (1, 3, 5) if later slices read more keys; None for
+        equal shares. All other durations are for whole microbatches, and a slice takes its share. A
+        message of a slice takes 1/N of ``comm``.
+      host: the copy of a stage's stash over the host link, one way, by keyword only; one number, or
+        [K]. It counts if ``offload=`` moves stashes; with "crossings" it is the copy of the values
+        that I keeps for W.
+      host_overlap: the share of an action's time that its copy can overlap, from 0 to 1, by keyword
+        only. With 1 (asynchronous copies) an action with a copy takes the longer of the two times;
+        with 0 their sum. Two numbers are the share for F and its write, and the share for other
+        actions and their copies.
     """
 
     f: float | Sequence[float] = 1.0
@@ -105,12 +107,12 @@ class Costs:
         object.__setattr__(self, name, _plain(value))
 
     def table(self, num_stages: int, shared: Sequence[str] = ()) -> Times:
-        """[4, K] duration of F, B, I and W (the order of `ir.KINDS`) of every stage.
+        """Return [4, K] durations of F, B, I and W (the order of `ir.KINDS`) of every stage.
 
-        The first and the last do embed and head, but for those that are shared by all ranks.
+        The first stage runs embed and the last stage head, unless all ranks share them.
 
         Raises:
-          ScheduleError: one of them is given for another number of stages.
+          ScheduleError: a duration is given for another number of stages.
         """
         names = ("f", "i", "w") + ("b",) * (self.b is not None)
         rows = {name: self._row(name, num_stages) for name in names}
@@ -133,7 +135,7 @@ class Costs:
         return np.broadcast_to(np.asarray(value, np.float64), num_stages)
 
     def shares(self, num_slices: int) -> Times:
-        """Compute [N] parts of a microbatch's time, one for each slice.
+        """Compute [N] shares of a microbatch's time, one for each slice.
 
         Raises:
           ScheduleError: `slices` is given for another number of slices.
@@ -157,12 +159,12 @@ class Costs:
         shared: Sequence[str] = (),
         copies: NDArray[np.bool_] | None = None,
     ) -> Times:
-        """Compute [A] how long actions take.
+        """Compute [A] durations of actions.
 
         Args:
-          kind: [A] of each, a position in `KINDS`.
-          stage: [A] likewise.
-          unit: [A] likewise, ``microbatch * N + slice``.
+          kind: [A] the kind of each action, a position in `KINDS`.
+          stage: [A] the stage of each action.
+          unit: [A] the unit of each action, ``microbatch * N + slice``.
           sizes: K and N.
           shared: which ends of the model all ranks share.
           copies: [A] whether an action copies a value over the host link; None for none.
@@ -199,7 +201,7 @@ class Costs:
         return replace(self, comm=comm)
 
     def messages(self, num_ranks: int) -> Times:
-        """[S, S] duration of a message from one rank to another, 0 where it stays.
+        """Return [S, S] durations of messages from rank to rank, 0 on the diagonal.
 
         Raises:
           ScheduleError: comm is given for another number of ranks.
@@ -214,7 +216,7 @@ class Costs:
         return np.where(np.eye(num_ranks, dtype=bool), 0.0, full)
 
     def lags(self, source: NDArray[np.int64], target: NDArray[np.int64], num_ranks: int) -> Times:
-        """[A] how long messages take from rank to rank, each pair of ranks given by two arrays."""
+        """Return [A] durations of messages between the pairs of ranks in two arrays."""
         if is_number(self.comm):  # without a table of all pairs, which may be huge
             return np.where(source == target, 0.0, float(self.comm))  # type: ignore[arg-type]
         return self.messages(num_ranks)[source, target]
@@ -224,9 +226,9 @@ def is_last_forward_free(*, recomputes: bool, shares_head: bool, writes: bool) -
     """Tell whether the last stage's F computes nothing in a step that trains.
 
     Args:
-      recomputes: whether its backward runs it again, from its input.
-      shares_head: whether all ranks take part in the head, and so are sent its output.
-      writes: whether it writes state, which a forward does once.
+      recomputes: whether its backward repeats F from its input.
+      shares_head: whether all ranks share the head, and so receive the output of F.
+      writes: whether F writes state, which must happen once.
     """
     return recomputes and not shares_head and not writes
 
@@ -267,7 +269,7 @@ def _overlap(value: Any) -> float | tuple[float, ...]:
 
 
 def _plain(value: object) -> float:
-    """A number as one of Python's: those of numpy impose their type on every sum."""
+    """Convert a numpy number to Python's, because numpy types spread through sums."""
     if isinstance(value, np.floating):
         return float(value)
     whole = integer(value)
@@ -285,7 +287,7 @@ def _check_lasts(name: str, option: object, value: object) -> None:
 def _tuple(
     name: str, option: object, value: object, wanted: str, each: type | None = None
 ) -> tuple[float, ...]:
-    """A sequence of durations (or of what ``each`` says) as a tuple."""
+    """Convert a sequence of durations (or of ``each``) to a tuple."""
     is_array = isinstance(value, np.ndarray) and value.ndim > 0
     if is_array or (isinstance(value, Sequence) and not isinstance(value, str | bytes)):
         parts: tuple[float, ...] = tuple(value)  # type: ignore[arg-type]

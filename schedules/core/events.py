@@ -24,10 +24,10 @@ class Steps(NamedTuple):
 
     Attributes:
       first: [S + 1] index of each rank's first step, then their number.
-      awaited: the message that it cannot start without, -1 for none.
+      awaited: the message that the step needs to start, -1 for none.
       sent: the message that its end releases, -1 for none.
-      cost: how long it takes.
-      lag: how long its message is on its way.
+      cost: its duration.
+      lag: the duration of its message.
     """
 
     first: Ints
@@ -44,14 +44,14 @@ def run(
     lag: Times | None = None,
     pair: float | None = None,
 ) -> list[Times]:
-    """[S] arrays of start times; one shorter than its order stops where the rank waits forever.
+    """Compute [S] arrays of start times; an array ends early if its rank waits forever.
 
     Args:
       schedule: legal or not, but `is_dense`.
-      durations: [A] how long each action takes; 1 by default.
-      lag: [A] how long the message is on its way that each action sends; 0 by default.
-      pair: how long the two actions of an overlapped pair take together: they start when both
-        messages are there, and send when both end. By default they run one after the other.
+      durations: [A] the duration of each action; 1 by default.
+      lag: [A] the duration of the message that each action sends; 0 by default.
+      pair: the duration of an overlapped pair: its two actions start when both messages have
+        arrived, and send when both end. By default they run one after the other.
     """
     flat, wires = flatten(schedule), links(schedule)
     cost = np.ones(len(flat.kind)) if durations is None else durations
@@ -63,7 +63,7 @@ def run(
 
 
 def _paired_rows(flat: Flat, steps: Steps, pair: float) -> list[Times]:
-    """Start times where each action that opens a pair overlaps with the one after it.
+    """Compute start times if the two actions of each pair overlap.
 
     Such a pair is three steps: wait for the first message; wait for the second, take the time
     of both and send the second message; send the first.
@@ -86,13 +86,13 @@ def _paired_rows(flat: Flat, steps: Steps, pair: float) -> list[Times]:
 
 
 def _rows(steps: Steps) -> list[Times]:
-    """[S] starts of the steps of each rank, of as many as it can run."""
+    """Split start times by rank: [S] starts of the steps that each rank can run."""
     rows = np.split(starts_of(steps), steps.first[1:-1])
     return [row[: np.count_nonzero(row >= 0)] for row in rows]
 
 
 def starts_of(steps: Steps) -> Times:
-    """The start of each step, -1 where it never does."""
+    """Compute the start of each step, -1 for a step that never starts."""
     first, awaited, sent, cost, lag = (column.tolist() for column in steps)
     orders = [range(begin, end) for begin, end in itertools.pairwise(first)]
     messages = 1 + int(max(steps.awaited.max(initial=-1), steps.sent.max(initial=-1)))
@@ -108,10 +108,10 @@ def visit(
     lag: Sequence[float],
     num_messages: int,
 ) -> tuple[list[float], list[float]]:
-    """The start of each step, -1 where it never does; and [S] when each rank has ended.
+    """Compute the start of each step, -1 if it never starts, and [S] the end of each rank.
 
-    Rank by rank, as far as each can go. Of a message that is sent again, which no legal schedule
-    does, the first counts.
+    Ranks run in turn, each as far as it can. If a message is sent twice, which no legal schedule
+    does, the first send counts.
 
     Args:
       orders: [S] numbers of steps, in the order of each rank.

@@ -29,11 +29,11 @@ _CODE[[ord(kind) for kind in KINDS]] = F, B, I, W
 
 
 def once(function: Callable[[Timetable], Result]) -> Callable[[Timetable], Result]:
-    """Remember what a function says of a schedule, in the schedule, if that cannot change.
+    """Cache a function's result for a schedule in the schedule object, if it is immutable.
 
-    `functools.cached_property` keeps its results there too; a cache by value would have to hash
-    a million actions at every look. What is remembered is no part of the schedule: it stands in no
-    comparison, copy or pickle, and is never changed.
+    `functools.cached_property` stores its results in the object too; a cache by value would have to
+    hash a million actions at every lookup. The cached results are not part of the schedule:
+    comparisons, copies and pickles ignore them, and they never change.
     """
     name = f"{function.__module__}.{function.__name__}"
 
@@ -57,11 +57,12 @@ class Flat:
 
     Attributes:
       first: [S + 1] index of each rank's first action, then A.
-      rank: [A] the rank whose order it stands in.
+      rank: [A] the rank whose order contains the action.
       stage: [A] its stage.
       kind: [A] its kind, as a position in `KINDS`.
       microbatch: [A] its microbatch; in a schedule with slices the number of its unit.
-      in_range: [A] False for what is no action of this schedule; it stands here as 0F0 (0F0.0).
+      in_range: [A] False for an entry that is no action of this schedule, which is stored as 0F0
+        (0F0.0).
       pair: [A] True for the first action of an overlapped pair; the second is the next.
     """
 
@@ -104,7 +105,7 @@ def flatten(schedule: Timetable) -> Flat:
 
 
 def is_dense(schedule: Timetable) -> bool:
-    """Tell whether a table of K * M * N entries is in proportion to the actions that are there.
+    """Tell whether a table of K * M * N entries is in proportion to the number of actions.
 
     A legal schedule has at least that many actions; a mistyped number must not allocate memory.
     """
@@ -122,34 +123,34 @@ def codes(schedule: Timetable) -> Ints:
 def takes_and_frees(kinds: Ints) -> tuple[Mask, Mask]:
     """Find the actions of a rank that take a place, at their start, or free one, at their end.
 
-    A place holds what the kernel does: a stage input from the start of its F to the end of its B
-    or I, and then what I leaves for W (a crossing) to the end of that. Without any backward on its
-    rank an input is held while F runs.
+    Places are held as in the kernel: a stage input from the start of its F to the end of its B or
+    I, and then the values that I keeps for W (a crossing) to the end of W. On a rank without
+    backwards an input is held while F runs.
     """
     taken = kinds == F
     return taken, taken if taken.all() else (kinds == B) | (kinds == W)
 
 
 def inputs_held(kinds: Ints) -> Ints:
-    """Number of places that a rank holds while each of its actions runs, in order of time."""
+    """Count the places that a rank holds during each of its actions, in order of time."""
     taken, freed = takes_and_frees(kinds)
     return np.cumsum(taken.astype(np.int64) - freed) + freed
 
 
 def crossings_held(kinds: Ints) -> Ints:
-    """Number of these places that hold I's residuals for W, and no input any more."""
+    """Count the places that hold I's residuals for W, and no input any more."""
     written, read = kinds == I, kinds == W
     return np.cumsum(written.astype(np.int64) - read) + read - written
 
 
 def activations(schedule: Timetable) -> list[Ints]:
-    """[S] arrays: how many inputs and crossings a rank holds while each of its actions runs."""
+    """Count, in [S] arrays, the inputs and crossings that a rank holds during each action."""
     flat = flatten(schedule)
     return [inputs_held(kinds) for kinds in np.split(flat.kind, flat.first[1:-1])]
 
 
 def _pairs(schedule: Timetable, first: Sequence[int]) -> list[int]:
-    """Indices of the first actions of pairs; without those that fit no order or share an action."""
+    """Return indices of the first actions of valid pairs: in range, and without shared actions."""
     indices: list[int] = []
     rows = schedule.pairs if isinstance(schedule.pairs, tuple) else ()
     for rank, positions in zip(range(schedule.num_ranks), rows, strict=False):

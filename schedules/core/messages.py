@@ -20,7 +20,7 @@ class Links(NamedTuple):
     """The messages of actions.
 
     Attributes:
-      awaited: [A] the message that an action cannot start without.
+      awaited: [A] the message that an action needs to start.
       sent: [A] the message that its end releases.
       target: [A] the rank that the message goes to; its own where it sends none.
       crosses: [A] whether that is another rank.
@@ -34,7 +34,7 @@ class Links(NamedTuple):
 
 @once
 def links(schedule: Timetable) -> Links:
-    """The messages of a schedule, legal or not; what is no action of it has none."""
+    """Find the messages of a schedule, legal or not; an invalid entry has no message."""
     flat = flatten(schedule)
     placement = np.array(schedule.placement, np.int64)
     wires = connect(
@@ -74,7 +74,7 @@ def connect(
 
 @once
 def senders(schedule: Timetable) -> Ints:
-    """[A] index of the action that sends what each waits for, -1 for none."""
+    """Return [A] the index of the action that sends each action's message, -1 for none."""
     wires = links(schedule)
     sends = np.flatnonzero(wires.sent >= 0)
     sender_of = np.full(2 * schedule.num_stages * schedule.num_units + 1, -1)

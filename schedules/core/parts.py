@@ -29,7 +29,7 @@ def check_schedule(schedule: Timetable) -> None:
 
 
 def _faults(schedule: Timetable) -> Iterator[tuple[str, str]]:
-    """(attribute, what it has to be) of each part that is something else."""
+    """List (attribute, required type) of each part of a wrong type."""
     parts: dict[str, Any] = vars(schedule)
     if not isinstance(parts["name"], str):
         yield "name", "a name is a string"

@@ -1,4 +1,4 @@
-"""Text of others' files as a terminal may show it."""
+"""Text from other users' files, made safe for a terminal."""
 
 from __future__ import annotations
 

@@ -49,12 +49,12 @@ class Timetable:
 
     @property
     def num_ranks(self) -> int:
-        """S."""
+        """The number of ranks S."""
         return len(self.orders)
 
     @property
     def num_stages(self) -> int:
-        """K."""
+        """The number of stages K."""
         return len(self.placement)
 
     @property
@@ -64,7 +64,7 @@ class Timetable:
 
     @functools.cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
-        """[S] tuples of the stages on each rank, in layer order; index in it is the chunk."""
+        """[S] tuples of the stages on each rank, in layer order, by chunk."""
         stages: list[list[int]] = [[] for _ in self.orders]
         for stage, rank in enumerate(self.placement):
             stages[rank].append(stage)

@@ -57,10 +57,10 @@ def save_timeline(
     """Draw one or several reports below each other, on one time axis.
 
     Args:
-      reports: what `simulate` returned.
+      reports: reports of `simulate`.
       path: a ``.png`` or ``.svg`` file.
-      title: a line above it all.
-      unit: the unit of the reports' times, such as "ms"; None for that of the costs.
+      title: a line above the timelines.
+      unit: the unit of the reports' times, such as "ms"; None for the unit of the costs.
 
     Raises:
       ScheduleError: nothing to draw, or another suffix.
@@ -123,7 +123,7 @@ def _units(report: Report) -> float:
 
 
 def _timeline(axis: Axes, report: Report, inches: float, unit: str | None) -> None:
-    """One report."""
+    """Draw one report."""
     schedule = report.schedule
     ranks = range(schedule.num_ranks)
     points = 72 * inches / (report.makespan or 1.0)  # per unit of time
@@ -171,7 +171,7 @@ def _boxes(report: Report, rank: int) -> dict[tuple[Kind, int], list[tuple[float
 
 
 def _waits(axis: Axes, waits: Sequence[Wait], rank: int, points: float) -> None:
-    """Idle time, hatched by cause, and the cause in words where it fits."""
+    """Draw idle time, hatched by cause, with the cause in words where the text fits."""
     row = (rank - HEIGHT / 2, HEIGHT)
     for cause, hatch in CAUSE_HATCHES.items():
         mine = [(wait.start, wait.end - wait.start) for wait in waits if wait.cause == cause]
@@ -194,7 +194,7 @@ def _pairs(axis: Axes, report: Report, rank: int) -> None:
 def _label(
     axis: Axes, at: tuple[float, float], text: str, size: float, colours: tuple[str, str]
 ) -> None:
-    """A word in its box, with a rim that keeps hatching away from it."""
+    """Draw a word in its box, with a rim free of hatching."""
     from matplotlib.patheffects import withStroke
 
     ink, ground = colours

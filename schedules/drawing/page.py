@@ -1,9 +1,8 @@
 """Timelines as one interactive HTML file: zoom, hover, clocks side by side, schedules compared.
 
-The file loads nothing and is allowed to: its Content-Security-Policy permits the one style and the
-one script that are in it, by hash, and no markup from strings. The data, schedule names included,
-is JSON in which no character can end the element that holds it. Letters as in
-`schedules.core.action`.
+The file loads nothing and may load nothing: its Content-Security-Policy permits only its one style
+and one script, by hash, and no markup from strings. The data, schedule names included, is JSON in
+which no character can end the enclosing element. Letters as in `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -77,11 +76,11 @@ def save_page(
     *,
     title: str | None = None,
 ) -> None:
-    """Write one or several timelines as a web page that needs nothing else.
+    """Write one or several timelines as a self-contained web page.
 
-    Reports of one schedule with the same costs become one timeline with a switch for the clock.
-    The event clock and lockstep are there in any case: what was not given is simulated, except
-    beside a report of the measured clock, whose costs say nothing of its actions.
+    Reports of one schedule with the same costs become one timeline with a switch for the clock. The
+    event clock and lockstep are always included: a missing report is simulated, except with a
+    report of the measured clock, whose costs do not describe its actions.
 
     Args:
       drawn: reports, or schedules, which are timed with every F, I and W one long.
@@ -89,8 +88,8 @@ def save_page(
       title: its heading; the schedules' names by default.
 
     Raises:
-      ScheduleError: nothing to draw, or what cannot be; another suffix; more than `MOST_ACTIONS`
-        actions.
+      ScheduleError: nothing to draw, or an invalid schedule; another suffix; more than
+        `MOST_ACTIONS` actions.
     """
     items = listed(drawn, Report | Schedule)
     if not items:
@@ -154,7 +153,7 @@ def _entries(items: Sequence[Report | Schedule]) -> list[Entry]:
 
 
 def render(entries: Sequence[Entry], title: str) -> str:
-    """The page."""
+    """Render the page as HTML."""
     parts = files("schedules.drawing") / "page_files"
     style = (parts / "page.css").read_text(encoding="utf-8")
     bodies = [(parts / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
@@ -175,7 +174,7 @@ def _hash(text: str) -> str:
 
 
 def _inert(data: object) -> str:
-    """JSON in ASCII without <, > and &, which only stand in its strings."""
+    """Write JSON in ASCII without <, > and &, which occur only in its strings."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -242,7 +241,7 @@ def _report(report: Report, place: dict[Action, tuple[int, int]]) -> dict[str, A
 
 
 def _waits(row: Sequence[Wait], place: dict[Action, tuple[int, int]]) -> dict[str, str]:
-    """A rank's waits in columns; -1 where there is no action before or behind."""
+    """Return a rank's waits in columns; -1 without an action before or after the wait."""
     behind = [(-1, -1) if wait.behind is None else place[wait.behind] for wait in row]
     before = [-1 if wait.position is None else wait.position for wait in row]
     return {

@@ -102,7 +102,7 @@ def sizes(schedule: Schedule) -> str:
 
 
 def unit_text(action: Action) -> str:
-    """Write what an action works on: ``3``, or ``3.1`` for a slice of microbatch 3."""
+    """Write the unit of an action: ``3``, or ``3.1`` for slice 1 of microbatch 3."""
     cut = "" if action.slice is None else f".{action.slice}"
     return f"{action.microbatch}{cut}"
 

@@ -46,7 +46,7 @@ MOST_CHARACTERS = 1_000_000  # of a row of bars
 
 
 class Cell(NamedTuple):
-    """A run of characters of one look; ``kind`` is None for what is not coloured."""
+    """A run of characters with one style; ``kind`` is None for text without colour."""
 
     text: str
     kind: Kind | None = None

@@ -113,7 +113,7 @@ class _Slices:
         self.writer = "F" if "F" in moved else "I"
 
     def at(self, time: float) -> int:
-        """Nanoseconds."""
+        """Convert a time to nanoseconds."""
         return round(time * self.scale)
 
     def slice(self, rank: int, name: str, category: str, start: float, end: float) -> Event:
@@ -170,7 +170,7 @@ class _Slices:
             yield event
 
     def messages(self) -> Iterator[Event]:
-        """An arrow from the end of the action that sends to the start of the one that needs it."""
+        """Draw an arrow from the end of the sending action to the start of the receiving action."""
         schedule, flat = self.report.schedule, flatten(self.report.schedule)
         starts, ends = (
             list(itertools.chain.from_iterable(row))

@@ -13,7 +13,7 @@ from schedules.orders.schedule import Schedule, from_orders
 
 
 def accumulation(num_stages: int, num_microbatches: int) -> Schedule:
-    """Build it; a microbatch goes through all stages and back before the next."""
+    """Build the schedule: a microbatch goes through all stages and back before the next."""
     passes: tuple[tuple[Kind, range], ...]
     passes = ("F", range(num_stages)), ("B", range(num_stages)[::-1])
     order = [

@@ -24,7 +24,7 @@ from schedules.orders.schedule import Schedule
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build it.
+    """Build the schedule.
 
     Raises:
       ScheduleError: other than two stages per rank, or fewer than 2S microbatches.

@@ -18,7 +18,7 @@ from schedules.orders.schedule import Schedule
 
 
 def gpipe(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build it; stage k runs F(m) at time k + m and B(m) once every F has run."""
+    """Build: stage k runs F(m) at time k + m, and B(m) after every F has run."""
     k, m = np.ogrid[:num_stages, :num_microbatches]
     drain = 2 * (num_stages - 1) + num_microbatches
     return fold("gpipe", num_ranks, {"F": k + m, "B": drain - k + m})

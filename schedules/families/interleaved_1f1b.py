@@ -43,9 +43,9 @@ from schedules.orders.schedule import Schedule
 def interleaved_1f1b(
     num_ranks: int, num_microbatches: int, num_stages: int, *, group: int | None = None
 ) -> Schedule:
-    """Build it; rank r runs 2(S - 1 - r) + (V - 1) g forward passes, (F, B) pairs, then drains.
+    """Build: rank r runs 2(S - 1 - r) + (V - 1) g forward passes, (F, B) pairs, then drains.
 
-    With ``group`` these are S - 1 - r + (V - 1) g.
+    With ``group`` it runs S - 1 - r + (V - 1) g forward passes first.
 
     Raises:
       ScheduleError: M does not make rounds of equal size; or no group from S / 2 to S.

@@ -38,7 +38,7 @@ from schedules.orders.schedule import Schedule
 def interleaved_zb(
     num_ranks: int, num_microbatches: int, num_stages: int, *, group: int | None = None
 ) -> Schedule:
-    """Build it; rank r runs (V - 1) g + S - 1 - r forward passes ahead, and W r actions behind I.
+    """Build: rank r runs (V - 1) g + S - 1 - r forward passes first, and W r actions after I.
 
     Raises:
       ScheduleError: M does not make rounds of equal size; or no group from S / 2 to S.

@@ -16,7 +16,7 @@ from schedules.orders.schedule import Schedule
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build it; stages ascend for F and descend for B, microbatches always ascend."""
+    """Build: stages ascend for F and descend for B, microbatches always ascend."""
     microbatches, orders = range(num_microbatches), []
     for rank in range(num_ranks):
         stages = range(rank, num_stages, num_ranks)

@@ -23,7 +23,7 @@ from schedules.orders.schedule import Schedule
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build it; stage k runs min(K-1-k, M) forward passes, then (F, B) pairs, then drains.
+    """Build: stage k runs min(K-1-k, M) forward passes, then (F, B) pairs, then drains.
 
     With V > 1 the timetable of K ranks is folded: stage k is given F(m) at half-step k + 2m and
     B(m) at 2K - 1 - k + 2m, the steady state's times, which keep the order of every stage.

@@ -27,7 +27,7 @@ from schedules.orders.schedule import Schedule
 def seq1f1b(
     num_ranks: int, num_microbatches: int, num_stages: int, *, num_slices: int = 1
 ) -> Schedule:
-    """Build it: rank r runs min(S - 2 - r + N, MN) forward passes, then (F, B) pairs, then drains.
+    """Build: rank r runs min(S - 2 - r + N, MN) forward passes, then (F, B) pairs, then drains.
 
     The units are slices: F takes them in ascending order, B in descending order within each
     microbatch.
@@ -41,7 +41,7 @@ def seq1f1b(
 def seq1f1b_zb(
     num_ranks: int, num_microbatches: int, num_stages: int, *, num_slices: int = 1
 ) -> Schedule:
-    """Build it with I in the place of B; W on rank r stays r units behind, as in zb_h1.
+    """Build with I in the place of B; W on rank r runs r units later, as in zb_h1.
 
     Raises:
       ScheduleError: more than one stage per rank.

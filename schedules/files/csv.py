@@ -82,7 +82,7 @@ def _rows(path: str | os.PathLike[str]) -> list[list[str]]:
 
 
 def _as_of_now(rows: list[list[str]]) -> list[list[str]]:
-    """Cells in the notation of torch 2.7 and later, for those of the older one.
+    """Convert cells of the older torch notation to that of torch 2.7 and later.
 
     A file is of the older one if it has a BW, or if it has no I and every W has a B beside it: in
     the later one a B is whole, and has no W.
@@ -138,7 +138,7 @@ def _parts(cell: str) -> list[str]:
 
 
 def _parse(cell: str, num_actions: int) -> Action | str:
-    """The action in a cell, or what is wrong with it."""
+    """Parse the action in a cell, or return its fault."""
     try:
         action = Action.parse(cell)
     except ScheduleError as error:

@@ -52,6 +52,6 @@ def replace(text: str, path: Where) -> None:
 
 
 def shown(path: Where) -> str:
-    """A path to begin a message with; quoted if it is long, or holds what a terminal would obey."""
+    """Write a path for a message; quoted if it is long or has control characters."""
     text = os.fsdecode(path)
     return text if text.isprintable() and len(text) < 200 else shorten(text, 200)

@@ -1,8 +1,8 @@
-"""Run a program's tables on symbols and prove that they do what the schedule says.
+"""Proof that a program does what its schedule says, by a run of its tables on symbols.
 
-Places hold numbers that stand for values, and `schedules.lowering.check_values` says which of them
-each action must read and write. The proof shares the table of kinds with the lowering, and no code.
-Letters as in `schedules.core.action`, C as in `schedules.lowering.program`.
+Places hold numbers that represent values, and `schedules.lowering.check_values` lists the values
+that each action must read and write. The proof shares the table of kinds with the lowering, and no
+code. Letters as in `schedules.core.action`, C as in `schedules.lowering.program`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from schedules.lowering.program import Channel, Op, Program
 
 
 def check_program(program: Program, *, ascending: bool = False) -> Program:
-    """Return the program if it runs its schedule, the whole schedule and nothing else.
+    """Return the program if it runs exactly its schedule.
 
-    Proved: the tables are well formed; every rank runs its actions once, in its order; every
-    action reads exactly its operands; a value stays in place until its last reader, in the memory
-    (of the device or of the host) that both its writer and its readers name; whole weights and
-    gradients of a chunk are in their windows, where there are any; nothing is stored that nobody
-    reads; and slices find the carries of earlier ones and complete gradients of their own.
+    Proved: the tables are well formed; every rank runs its actions once, in its order; every action
+    reads exactly its operands; a value stays in place until its last reader, in the memory (of the
+    device or of the host) that both its writer and its readers name; whole weights and gradients of
+    a chunk are in their windows, if there are any; no value is stored that no action reads; and
+    slices find the carries of earlier slices and complete gradients of their own carries.
 
     Args:
       program: any program.
-      ascending: prove also that every stage accumulates its weight gradients in ascending
-        microbatch order, as all built-in families do, so that their results agree bit for bit.
+      ascending: whether to prove also that every stage accumulates its weight gradients in
+        ascending microbatch order, as all built-in families do, so that their results are bitwise
+        equal.
 
     Raises:
       ScheduleError: the first fault, with its tick, slot, rank and action, what was expected
@@ -48,7 +49,7 @@ def check_program(program: Program, *, ascending: bool = False) -> Program:
 
 
 class _Entry(NamedTuple):
-    """The places of a kind of values that actions name; of carries, those of one slice.
+    """The places of a kind of values that actions name; for carries, the places of one slice.
 
     Attributes:
       kind: the kind.
@@ -126,7 +127,7 @@ class _Machine:
                 )
 
     def _look_up(self, tick: int, slot: int) -> None:
-        """Store what all ranks embed before a slot where the first stage's rank reads."""
+        """Store the shared embedding before a slot in the place that the first stage reads."""
         microbatch = self.common.tables["lookup"][tick][slot]
         if microbatch >= 0:
             rank = self.program.schedule.placement[0]
@@ -137,7 +138,7 @@ class _Machine:
             self._store(at, self.operand, self.operand.table[tick][slot][rank], value)
 
     def _act(self, at: Place, branch: int) -> int:
-        """Run one action and return the value that it offers to the channels."""
+        """Run one action and return the value for the channels."""
         tick, slot, rank = at
         op = self.program.slots[slot].ops[branch - 1]
         if (slot, rank, branch) not in self.stages:
@@ -218,7 +219,7 @@ class _Machine:
             fail(self.program, f"{text}, found {pool} {place}", at)
 
     def _exchange(self, tick: int, slot: int, results: list[int], sent: list[int]) -> None:
-        """Store results that stay on their rank, and what other channels of a slot bring."""
+        """Store results that stay on their rank, and the messages of a slot's other channels."""
         discard = self.operand.discard
         for column, sources in enumerate(self.sources[slot]):
             places = self.arrival[tick][slot][column]

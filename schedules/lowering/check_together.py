@@ -1,7 +1,7 @@
 """A symbolic run of the work that all ranks do together.
 
-They do the head right after the slot in which the last stage returns an output, and the gradient of
-the embedding right after the slot in which the first stage returns its own.
+Ranks run the head right after the slot in which the last stage returns an output, and the
+embedding's gradient right after the slot in which the first stage returns its input's gradient.
 
 Letters as in `schedules.core.action`, values as in `schedules.lowering.check_values`.
 """
@@ -26,7 +26,7 @@ class Common:
         self.tables = {name: t.tolist() for name, t in program.common._asdict().items()}
 
     def work(self, tick: int, slot: int, results: list[int]) -> None:
-        """See that all ranks work on a value in the slot in which it is returned, and only then.
+        """Check that all ranks work on a value exactly in the slot that returns it.
 
         Args:
           tick: of the slot.

@@ -1,4 +1,4 @@
-"""The values of a program as numbers: what they are called, and who must read which.
+"""The values of a program as numbers: their names, and the values that actions must read.
 
 The output of a stage for a unit (a microbatch, or a slice of one) is ``(stage * U + unit) *
 len(WHAT)`` for U units, the others that belong to it follow; -1 is none. The embedding and the
@@ -40,7 +40,7 @@ class SymbolicValues:
         return (stage * self._schedule.num_units + microbatch) * len(WHAT) + OUTPUT
 
     def name(self, value: int) -> str:
-        """The value in words."""
+        """Write a value in words."""
         if value < 0:
             return "nothing"
         item, what = divmod(value, len(WHAT))
@@ -52,7 +52,7 @@ class SymbolicValues:
         return f"the {WHAT[what]} of stage {stage} for microbatch {microbatch}"
 
     def reads(self, action: Action) -> list[int]:
-        """[entries] the value that an action must find in each place that it names, -1 for none."""
+        """Return [entries] the value that an action must find in each place, -1 for none."""
         # An input comes from the stage before, or from all ranks; a gradient from the stage after.
         stage, unit = action.stage, unit_of(action, self._slices)
         own, part, last = self.output(unit, stage), unit % self._slices, self._slices - 1
@@ -83,7 +83,7 @@ class SymbolicValues:
         ]
 
     def writes(self, action: Action) -> list[int]:
-        """[entries] the value that an action leaves in each place, where one is read; else -1."""
+        """Return [entries] the value that an action leaves in each place if it is read; else -1."""
         unit = unit_of(action, self._slices)
         own, part, last = self.output(unit, action.stage), unit % self._slices, self._slices - 1
         slices = self._outputs_of_slices(action.stage, unit)

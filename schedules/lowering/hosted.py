@@ -1,9 +1,8 @@
-"""The choice of the values that lie in host memory between two actions of a rank.
+"""The choice of the values kept in host memory between two actions of a rank.
 
-It follows from the orders alone: a value is born with the action that makes it, is read last by
-another action of the same rank, and nothing else of a clock counts. Letters as in
-`schedules.core.action`, A as in `schedules.core.flat`; U is the number of units, M or, with slices,
-M N.
+The choice depends only on the orders: a value is born with the action that makes it, and is read
+last by another action of the same rank; times do not matter. Letters as in `schedules.core.action`,
+A as in `schedules.core.flat`; U is the number of units, M or, with slices, M N.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ WORDS = ("stash", "crossings")
 
 
 class Hosted(NamedTuple):
-    """The values that lie in host memory.
+    """The values in host memory.
 
     Attributes:
-      stash: [K, U] whether what F leaves for its backward does.
-      crossing: [K, U] whether what I leaves for W does.
+      stash: [K, U] whether the values that F keeps for its backward are in host memory.
+      crossing: [K, U] whether the values that I keeps for W are in host memory.
     """
 
     stash: Mask
@@ -58,7 +57,7 @@ def check_offload(offload: object) -> Offload:
 
 
 def check_keep(keep: object) -> Keep:
-    """Return what F leaves for its backward.
+    """Check the option that names the values that F keeps for its backward.
 
     Raises:
       ScheduleError: neither of the two words.
@@ -69,12 +68,12 @@ def check_keep(keep: object) -> Keep:
 
 
 def hosted(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = ()) -> Hosted:
-    """Choose the values of a legal schedule that lie in host memory.
+    """Choose the values of a legal schedule to keep in host memory.
 
     Args:
-      schedule: whose.
-      keep: what F leaves for its backward, the stage's input or its residuals. The input of the
-        first stage is made anew from the batch, unless all ranks share "embed".
+      schedule: a legal schedule.
+      keep: the values that F keeps for its backward: the stage's input or its residuals. The input
+        of the first stage is made anew from the batch, unless all ranks share "embed".
       offload: as `check_offload` returns it.
       shared: which ends of the model all ranks share.
     """
@@ -127,16 +126,16 @@ def _hosted(schedule: Timetable, keep: Keep, offload: Offload, *, embeds: bool) 
 
 
 def choose(rank: Ints, born: Ints, read: Ints, num_ranks: int, share: float) -> Mask:
-    """[N] whether each value lies in host memory.
+    """Choose [N] whether each value is in host memory.
 
     The device keeps P - floor(share * P) places, where P is the most values that any rank holds at
-    once. Whenever a rank holds more, the value that is read last of all goes to the host, for all
-    of its life. This greedy choice keeps as many values on the device as so many places can hold.
-    Ranks with few values offload none of them. A value that the rank's very next action reads
-    stays on the device, whatever the share: at most one exists at a time.
+    once. Whenever a rank holds more, the value that is read last is kept in host memory, for its
+    whole life. This greedy choice keeps the most values on the device for this number of places.
+    Ranks with few values offload none of them. A value that the rank's very next action reads stays
+    on the device, whatever the share: at most one exists at a time.
 
     Args:
-      rank: [N] who holds it.
+      rank: [N] the rank that holds it.
       born: [N] the position in its rank's order of the action that makes it.
       read: [N] the position of the action that reads it last.
       num_ranks: S.
@@ -166,6 +165,6 @@ def choose(rank: Ints, born: Ints, read: Ints, num_ranks: int, share: float) -> 
 
 
 def _peak(born: Ints, read: Ints) -> int:
-    """The most values that are held at once, of those of one rank in the order of their births."""
+    """Count the most values held at once, given one rank's values in the order of birth."""
     gone = np.searchsorted(np.sort(read), born, side="right")
     return int((np.arange(1, len(born) + 1) - gone).max(initial=0))

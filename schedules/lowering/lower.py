@@ -1,4 +1,4 @@
-"""From a schedule to a program: choose the slots of a tick, give every value a place.
+"""Lowering of a schedule to a program: choose the slots of a tick, give every value a place.
 
 Letters as in `schedules.core.action`, A as in `schedules.core.flat`, C as in
 `schedules.lowering.program`.
@@ -43,23 +43,23 @@ def lower(
 
     Args:
       schedule: a legal schedule.
-      keep: what F leaves for its backward, the stage's input or its residuals.
-      pattern: the slots of a tick: "single" (one action of any kind), "paired" (an F slot, then
-        a backward slot), "unit" (F, then B or I, then W) or "partner" (two slots; ranks of one
-        parity run F while those of the other run backwards, so that classic 1F1B exchanges
-        between disjoint pairs); by default the one with the smallest lockstep makespan.
+      keep: the values that F keeps for its backward: the stage's input or its residuals.
+      pattern: the slots of a tick: "single" (one action of any kind), "paired" (an F slot, then a
+        backward slot), "unit" (F, then B or I, then W) or "partner" (two slots; ranks of one parity
+        run F while ranks of the other parity run backwards, so that classic 1F1B exchanges between
+        disjoint pairs); by default the pattern with the smallest lockstep makespan.
       costs: durations for that choice; by default F = I = W.
-      partners: exchanges make only those ranks meet that they join, not all; for that choice.
-      delayed: a message to another rank travels beside the work of the slot after its own and can
-        be used from the slot after that, so that an exchange costs only what is longer than that
-        work; None for what has the smaller makespan.
-      shared: which of "embed" and "head" all ranks share, split by vocabulary.
-      offload: what lies in host memory between two actions: "stash", "crossings", or a share of the
-        stashes from 0 to 1, those that are held longest (`schedules.lowering.hosted`). Where
-        ``costs`` have a `host` time, the choice of slots counts what moves.
-      gathers: weights lie in parts on several devices; a chunk's are gathered into a window when a
-        rank comes to it, and its gradients shared out when the rank leaves it
-        (`schedules.lowering.windows`).
+      partners: for that choice, whether exchanges make only the ranks meet that they join.
+      delayed: whether a message to another rank travels during the work of the next slot and can be
+        used from the slot after it. An exchange then costs only its time beyond this work. None
+        takes the choice with the smaller makespan.
+      shared: the parts of "embed" and "head" that all ranks share, split by vocabulary.
+      offload: the values in host memory between two actions: "stash", "crossings", or a share of
+        the stashes from 0 to 1, longest held first (`schedules.lowering.hosted`). If ``costs`` have
+        a `host` time, the choice of slots includes the copies.
+      gathers: whether weights are sharded over several devices. A chunk's weights are gathered into
+        a window when a rank begins the chunk, and its gradients are reduced when the rank leaves
+        the chunk (`schedules.lowering.windows`).
 
     Raises:
       ScheduleError: unknown keep, pattern, shared or offload, or an illegal schedule.

@@ -1,8 +1,7 @@
 """The parts of a program that a run of ticks needs: slots in use, branches, channels, segments.
 
-Letters: S ranks, T ticks, C channels of a slot. A loop over ticks compiles all that any of them
-does, so whoever runs a program asks here where one loop ends and the next begins, and which
-exchanges bring anything.
+Letters: S ranks, T ticks, C channels of a slot. A loop over ticks compiles the work of all its
+ticks. So this module divides a program into loops, and lists the exchanges that carry messages.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ MOST_SEGMENTS = 8  # scans of their own for parts of a timetable, before it is o
 
 
 def segments(program: Program) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Runs of ticks (start, stop), and of each slot whether some rank works or waits in them.
+    """Find runs of ticks (start, stop), and the slots in which some rank works or waits.
 
-    An idle branch costs nothing, so a new run starts only where all that happens changes
-    (`segment_starts`). A timetable that changes too often is one run, for the sake of compile time.
-    Where sends are delayed a message may arrive in a slot that nobody works in.
+    An idle branch costs nothing, so a new run starts only where all work changes
+    (`segment_starts`). A timetable that changes too often is one run, to limit compile time. With
+    delayed sends a message may arrive in a slot in which no rank works.
     """
     waits = program.arrives.any(axis=(2, 3))
     uses = np.where((program.op != 0).any(axis=2), WORK, np.where(waits, WAIT, UNUSED))
@@ -37,7 +36,7 @@ def segments(program: Program) -> list[tuple[int, int, tuple[int, ...]]]:
 
 
 def without(program: Program, sends: Sequence[bool]) -> Program:
-    """The program without messages of gradients that nobody needs, so without their exchanges.
+    """Remove messages of gradients that no stage needs, and their exchanges, from a program.
 
     Args:
       program: any.
@@ -65,7 +64,7 @@ def without(program: Program, sends: Sequence[bool]) -> Program:
 
 
 def busy_in(program: Program, start: int, stop: int) -> list[dict[str, bool]]:
-    """For each slot, which of the tables have anything in some ticks."""
+    """Find, for each slot, the tables that have entries in some ticks."""
     works = [(table[start:stop] >= 0).any(axis=0).tolist() for table in program.common]
     return [dict(zip(COMMON, slot, strict=True)) for slot in zip(*works, strict=True)]
 
@@ -83,7 +82,7 @@ def num_gathers(program: Program) -> list[int]:
 def last_in_windows(program: Program) -> dict[int, list[bool]]:
     """By chunk, [S] whether its gradients are in a window after the last tick.
 
-    Chunks that have none there on any rank are left out.
+    Chunks whose gradients are in no window on any rank are left out.
     """
     on_ranks: dict[int, list[bool]] = {}
     windows = program.windows.gradients if program.windows else ()
@@ -106,12 +105,12 @@ def last_in_windows(program: Program) -> dict[int, list[bool]]:
 
 @dataclass(frozen=True, eq=False)
 class Needed:
-    """A slot with only what some ticks need of it.
+    """A slot reduced to the parts that some ticks need.
 
     Attributes:
       slot: with those of its ops that occur, and all of its channels.
       branch: for each branch of the program's slot that of this one, 0 where it does not occur.
-      channels: by the column of their arrivals, those that bring anything, with edges that do.
+      channels: the channels that carry messages, by column of arrival, with the edges in use.
     """
 
     slot: Slot
@@ -145,7 +144,7 @@ def needed(program: Program, index: int, start: int, stop: int) -> Needed:
 
 
 def segment_starts(program: Program) -> list[int]:
-    """The ticks at which all that happens becomes other, and exchanges other directions."""
+    """Find the ticks at which all work and the directions of exchanges change."""
     # A cut may not separate ticks that do the same, for their code would be compiled twice.
     happens = _happens(program)
     first, last = happens.argmax(axis=0), program.num_ticks - 1 - happens[::-1].argmax(axis=0)
@@ -168,7 +167,7 @@ def segment_starts(program: Program) -> list[int]:
 
 
 def _happens(program: Program) -> NDArray[np.bool_]:
-    """[T, things] what runs in which ticks: branches of slots, and what all ranks do together."""
+    """Return [T, n] flags of the work in each tick: branches of slots, and shared work."""
     columns = [
         (program.op[:, index] == branch).any(axis=1)
         for index, slot in enumerate(program.slots)

@@ -41,7 +41,7 @@ class Values(NamedTuple):
 
     @property
     def read(self) -> Ints:
-        """[n] the time of the slot that reads it last."""
+        """[n] the time of the last slot that reads each value."""
         last: Ints = self.touched.max(axis=0)
         return last
 

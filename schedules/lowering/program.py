@@ -7,9 +7,9 @@ rank, ended by neighbour exchanges over the static permutations of its channels.
 Between slots every rank keeps values in numbered places. `schedules.lowering.kinds` lists the kinds
 of values, and a program has a `Placement` for each: a table that says which place an action reads
 or writes, and the number of places. The places in host memory come after those on the device in one
-numbering. One more number, `Placement.discard`, is for values that nobody reads, so that no store
-needs a condition. A value of a split backward's I stays until its W; the operand, the gradient and
-the stash end at I.
+numbering. One more number, `Placement.discard`, is for values that no action reads, so that no
+store needs a condition. The crossing of a split backward is held from I to W; the operand, the
+gradient and the stash end at I.
 
 Where ranks share an end of the model (`schedules.clocks.shared`), three more tables say what all of
 them do together around a slot. The embedding of a microbatch is then in the buffer that the first
@@ -43,7 +43,7 @@ JOBS = ("gather", "reduce")  # names of jobs, in the order in which they stand i
 
 
 class Job(NamedTuple):
-    """Work beside an action.
+    """Work that runs during an action.
 
     Attributes:
       name: "gather", of a chunk's weights into their window, or "reduce", of its gradients.
@@ -59,13 +59,13 @@ class Op(NamedTuple):
 
     Attributes:
       kind: what it computes.
-      chunk: which of the rank's V stages.
+      chunk: the index among the rank's V stages.
       first: it is stage 0, whose input is made from the user's inputs, not from a message. Where
         all ranks share the embedding, no op is first.
       last: it is stage K-1, whose output goes to the loss; its backward starts there. Where all
         ranks share the head, no op is last.
       host: names of the kinds of values that it writes or reads in host memory.
-      jobs: what runs beside it, a gather before a reduce.
+      jobs: the jobs that run during it, a gather before a reduce.
     """
 
     kind: Kind
@@ -115,8 +115,8 @@ class Slot(NamedTuple):
     Attributes:
       kinds: the kinds of action that may run in it, such as "F" or "BIW".
       ops: the ops that occur in it; op i is branch i + 1, branch 0 is idle.
-      channels: the exchanges that end it; in a delayed program those between ranks run beside it,
-        with the messages of the slot before.
+      channels: the exchanges that end it; in a delayed program exchanges between ranks run during
+        the slot, with the messages of the previous slot.
     """
 
     kinds: str
@@ -125,13 +125,13 @@ class Slot(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """The places of one kind of values, and which of them each action reads or writes.
+    """The places of one kind of values, and the place that each action reads or writes.
 
     Attributes:
       table: [T, slots, S] or, of a kind that is `ValueKind.per_slice`, [T, slots, S, N]: a place,
         `discard` where the action has no such value or the rank is idle.
       device: places per rank on the device, the peak over ranks.
-      host: places per rank in host memory, likewise; their numbers start at ``device``.
+      host: places per rank in host memory, the peak over ranks; their numbers start at ``device``.
     """
 
     table: Table
@@ -140,7 +140,7 @@ class Placement(NamedTuple):
 
     @property
     def discard(self) -> int:
-        """The place that nobody reads: one past the last."""
+        """The place that no action reads: one past the last."""
         return self.device + self.host
 
 
@@ -149,22 +149,23 @@ class Program:
     """A lowered schedule.
 
     Attributes:
-      schedule: what was lowered.
-      keep: what a forward pass leaves for its backward: the stage's input or its residuals.
+      schedule: the lowered schedule.
+      keep: the values that F keeps for its backward: the stage's input or its residuals.
       slots: the slots of one tick.
       op: [T, slots, S] branch, 0 where idle.
       microbatch: [T, slots, S] microbatch of the action, 0 where idle; of a schedule with slices,
         here and below, the number of its unit.
-      arrival: [T, slots, S, C] buffer where each channel's message is stored, the discard place of
-        buffers where nobody reads it; C is the largest number of channels of any slot.
-      values: by name of a `ValueKind` its placement. Kinds of one pool have the same places, and
-        carries are left out without slices.
-      common: [T, slots] tables, the microbatch that all ranks work on around the slot, -1 for none.
-      delayed: whether a message to another rank waits for a slot, travels beside the work of the
-        next one and is stored when that ends. Every rank then holds one message more, in no
-        buffer: what its last slot has sent. A message that stays on its rank is stored at once.
-      windows: in which window the weights and the gradients of each chunk are; None where actions
-        find whole weights. Chunk 0 is in its own before the first tick.
+      arrival: [T, slots, S, C] the buffer in which each channel's message is stored, or the discard
+        place if no action reads it; C is the largest number of channels of any slot.
+      values: the placement by name of a `ValueKind`. Kinds of one pool have the same places.
+        Without slices there are no carries.
+      common: [T, slots] tables of the microbatch that all ranks work on around the slot, -1 for
+        none.
+      delayed: whether a message to another rank travels during the work of the next slot and is
+        stored at its end. Every rank then holds one message more, outside the buffers: the message
+        of its last slot. A message that stays on its rank is stored at once.
+      windows: the windows of the weights and gradients of each chunk; None if weights are not
+        sharded. Chunk 0 is in its window before the first tick.
     """
 
     schedule: Schedule
@@ -180,7 +181,7 @@ class Program:
 
     @property
     def rank_tables(self) -> dict[str, Table]:
-        """Tables with a column for each rank, by name, in the order in which programs have them."""
+        """The tables with a column for each rank, by name, in the order of a program's fields."""
         # jax makes a constant of each table in this order, and other text is another cache entry.
         tables = {name: placement.table for name, placement in self.values.items()}
         kinds = kinds_of(self.schedule.num_slices)
@@ -190,12 +191,12 @@ class Program:
 
     @property
     def arrives(self) -> Mask:
-        """[T, slots, S, C] whether a channel brings a rank a message that it reads."""
+        """[T, slots, S, C] whether a channel brings a rank a message that the rank reads."""
         return np.asarray(self.arrival != self.values["operand"].discard)
 
     @property
     def num_ticks(self) -> int:
-        """T."""
+        """The number of ticks T."""
         return int(self.op.shape[0])
 
     @property
@@ -212,5 +213,5 @@ class Program:
 
     @property
     def pattern(self) -> tuple[str, ...]:
-        """The kinds of each slot: what a tick looks like."""
+        """The kinds of each slot of a tick."""
         return tuple(slot.kinds for slot in self.slots)

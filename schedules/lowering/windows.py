@@ -1,4 +1,4 @@
-"""Windows: places in which a rank has the whole weights and gradients of chunks that it works on.
+"""Windows: places for the whole weights and gradients of the chunks that a rank works on.
 
 Letters: V chunks per rank, A as in `schedules.core.flat`. Where weights lie in parts on several
 devices (FSDP), a chunk is gathered when a rank comes to it and stays while the rank's actions read
@@ -33,9 +33,9 @@ class Windows(NamedTuple):
       weights: [V] the window of each chunk's weights. Before a rank's first action chunk 0 is in
         its own.
       gradients: [V] the window of each chunk's gradients.
-      gathers: [A] the chunk that is gathered beside an action, -1 for none.
-      reduces: [A] the chunk whose gradients are shared out beside an action, -1 for none. After the
-        last action those that are in a window then are.
+      gathers: [A] the chunk that is gathered during an action, -1 for none.
+      reduces: [A] the chunk whose gradients are reduced during an action, -1 for none. Gradients
+        left in a window are reduced after the last action.
     """
 
     weights: tuple[int, ...]
@@ -47,13 +47,13 @@ class Windows(NamedTuple):
 def windows(schedule: Timetable) -> Windows:
     """Find windows for a schedule.
 
-    A run is what a rank does of one kind on one chunk before it does that kind on another. Weights
-    are in their window from the action before the first of a run to its last, gradients from the
-    first to the action behind the last. Chunks that are there at a time on any rank have windows of
-    their own. A chunk stays after a run until another takes its window.
+    A run is a rank's successive actions of one kind on one chunk. Weights are in their window from
+    the action before a run to its last action, gradients from the first action to the action after
+    the run. Chunks that are in windows at the same time on any rank have different windows. A chunk
+    stays after a run until another chunk takes its window.
 
     Args:
-      schedule: a legal one.
+      schedule: a legal schedule.
     """
     flat = flatten(schedule)
     chunks = np.asarray(schedule.chunk_of)[flat.stage]
@@ -77,7 +77,7 @@ def windows(schedule: Timetable) -> Windows:
 
 
 def _places(schedule: Timetable, kinds: Sequence[Kind]) -> tuple[int, ...]:
-    """[V] the first window for each chunk in which it meets no other on any rank.
+    """Find [V] the first free window for each chunk, on all ranks.
 
     Args:
       schedule: whose chunks they are.

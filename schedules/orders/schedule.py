@@ -1,4 +1,4 @@
-"""A schedule: a timetable with its doors, to files, to text and to orders written by hand.
+"""A schedule: a timetable that can be read and written as files, text and hand-written orders.
 
 Letters as in `schedules.core.action`.
 """
@@ -19,15 +19,15 @@ from schedules.files.whole import shown
 
 
 class Schedule(Timetable):
-    """A timetable that is read from and written to CSV files, and prints as a grid.
+    """A timetable that can be read from and written to CSV files, and prints as a grid.
 
-    Its attributes are those of `schedules.core.timetable.Timetable`.
+    It has the attributes of `schedules.core.timetable.Timetable`.
     """
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write it as a CSV file: one row per rank, an empty cell for an idle step.
+        """Write the schedule as a CSV file: one row per rank, an empty cell for an idle step.
 
-        A reader sees the old file or the whole new one, never a part.
+        A reader sees the old file or the whole new file, never a part.
 
         Raises:
           OSError: the file cannot be written.
@@ -41,13 +41,13 @@ class Schedule(Timetable):
         """Read a CSV file and check it.
 
         Args:
-          path: a file as `to_csv` or ``torch.distributed.pipelining`` writes it. A byte order mark,
-            any line ends, spaces around actions and blank lines at the end are all fine.
-          name: what to call it; the file's name without its suffix by default.
+          path: a file in the format of `to_csv` or ``torch.distributed.pipelining``. A byte order
+            mark, any line ends, spaces around actions and blank lines at the end are accepted.
+          name: the schedule's name; by default the file's name without its suffix.
 
         Raises:
-          ScheduleError: no such file, no such text, no such action (with its row and column), or
-            no legal schedule (with the grid of `check`).
+          ScheduleError: a missing file, invalid text, an unknown action (with its row and column),
+            or an illegal schedule (with the grid of `check`).
         """
         from schedules.files.csv import read_csv
 
@@ -59,7 +59,7 @@ class Schedule(Timetable):
             raise ScheduleError(f"{shown(path)}: {error}") from None
 
     def __str__(self) -> str:
-        """The timetable as a grid, clipped where it is too large to read."""
+        """Format the timetable as a grid, clipped if it is too large to read."""
         return grid(self, clip=True)
 
 
@@ -69,18 +69,18 @@ def from_orders(
     name: str = "custom",
     placement: Sequence[int] | None = None,
 ) -> Schedule:
-    """A schedule from hand-written orders; M, slices and, unless given, placement follow from them.
+    """Make a schedule from orders, with M, slices and, unless given, placement inferred.
 
     Args:
       orders: [S] sequences of actions, each an `Action` or text like ``"3F0"``, or ``"3F0.1"``
         where microbatches are cut into slices. An overlapped pair is text like
         ``"1F0&2B1"``, or a tuple or list of two actions.
-      name: what to call it.
+      name: the schedule's name.
       placement: [K] ranks.
 
     Raises:
-      ScheduleError: an action that does not parse, or a stage that no rank holds. Whether the
-        schedule is legal is for `check` to say.
+      ScheduleError: an action that does not parse, or a stage that no rank holds. `check` tells
+        whether the schedule is legal.
     """
     parsed: list[tuple[Action, ...]] = []
     pairs: list[tuple[int, ...]] = []

@@ -2,8 +2,8 @@
 
 All families, the eight variants of `schedules.families.zero_bubble.zb_auto`, list schedules by
 priority (`schedules.search.greedy`), and local improvement of the best of them
-(`schedules.search.improve`). Where a whole backward has a price of its own (`Costs.b`), each is
-also tried with its halves merged (`schedules.search.merge`).
+(`schedules.search.improve`). If a whole backward has its own duration (`Costs.b`), each timetable
+is also tried with its halves merged (`schedules.search.merge`).
 
 Letters as in `schedules.core.action`.
 """
@@ -35,11 +35,11 @@ class Candidate:
     """One timetable of the contest.
 
     Attributes:
-      name: a family, or how it was made.
-      schedule: the timetable; None if there is none of these sizes.
-      makespan: its time under the clock; infinite if there is none.
-      peak: the most stage inputs that a rank holds; 0 if there is none.
-      lost: why it is not the winner; empty for the winner.
+      name: a family, or the search step that made it.
+      schedule: the timetable; None if the family has none of these sizes.
+      makespan: its time under the clock; infinite without a timetable.
+      peak: the most stage inputs that a rank holds; 0 without a timetable.
+      lost: the reason why it is not the winner; empty for the winner.
     """
 
     name: str
@@ -55,8 +55,8 @@ class Choice:
 
     Attributes:
       schedule: the winner.
-      report: when it runs.
-      candidates: all, the winner first, those that do not fit last.
+      report: the winner's report.
+      candidates: all candidates, the winner first, candidates that do not fit last.
     """
 
     schedule: Schedule
@@ -69,7 +69,7 @@ class Choice:
         return self.candidates[0].name
 
     def __str__(self) -> str:
-        """A table, one line for each candidate."""
+        """Format a table with one line for each candidate."""
         rows = [("candidate", "makespan", "peak", "")]
         for candidate in self.candidates:
             there = candidate.schedule is not None
@@ -97,29 +97,31 @@ def auto(
     budget: int | None = None,
     seed: int = 0,
 ) -> Choice:
-    """Find the timetable with the smallest makespan; of equal ones that with the smallest peak.
+    """Find the timetable with the smallest makespan; among equals the one with the smallest peak.
 
-    It is never slower than a family that fits into memory nor, if `Costs.b` is given and there are
-    not too many actions, than one with its halves merged. The same arguments give the same result.
+    The result is never slower than a family that fits into memory nor, if `Costs.b` is given and
+    there are not too many actions, than such a family with its halves merged. The same arguments
+    give the same result.
 
     Args:
       num_ranks: S.
       num_microbatches: M.
       num_stages: K, a multiple of S; S by default.
       costs: durations; by default F = I = W = 1 and messages are free.
-      max_activations: how many stage inputs a rank may hold at once, as in `check`; None for any.
+      max_activations: the number of stage inputs that a rank may hold at once, as in `check`; None
+        for no limit.
       clock: "event" or "lockstep", as in `simulate`.
-      pattern: in lockstep, the slots of a tick, as in `simulate`; None for what is faster.
+      pattern: in lockstep, the slots of a tick, as in `simulate`; None for the fastest pattern.
       partners: in lockstep, as in `simulate`.
-      delayed: in lockstep, as in `simulate`; None for what is faster.
-      budget: how many timetables local improvement may time; by default 2000, and fewer if they
-        have more than 1000 actions.
-      seed: of its choices.
+      delayed: in lockstep, as in `simulate`; None for the faster choice.
+      budget: the number of timetables that local improvement may time; by default 2000, fewer with
+        more than 1000 actions.
+      seed: the seed of random choices.
 
     Raises:
-      ScheduleError: sizes that no schedule has, a limit that none can meet (with the smallest that
-        one can), costs for other sizes, an unknown clock or one that has no such slots, or a budget
-        or seed that is no number.
+      ScheduleError: sizes that no schedule has; a limit that no schedule can meet (the message has
+        the smallest possible limit); costs for other sizes; an unknown clock or a clock without
+        such slots; or a budget or seed that is no number.
     """
     setting = _setting(num_ranks, num_microbatches, num_stages, costs, max_activations, clock)
     check_arguments(clock, pattern, partners, delayed, None)
@@ -177,7 +179,7 @@ def _count(argument: str, value: object) -> int:
 
 
 def _unfit(entries: Sequence[Find | tuple[str, str]], limit: float) -> Iterator[Candidate]:
-    """List candidates that hold too much, then those that do not exist."""
+    """List candidates that exceed the limit, then candidates that do not exist."""
     for entry in entries:
         if isinstance(entry, Find) and entry.peak > limit:
             lost = f"needs {entry.peak} stage inputs, the limit is {limit}"
@@ -189,7 +191,7 @@ def _unfit(entries: Sequence[Find | tuple[str, str]], limit: float) -> Iterator[
 
 
 def _rounded(makespan: float) -> float:
-    """Nine digits: rounding errors make nobody win."""
+    """Round to nine digits, so that rounding errors do not decide the winner."""
     return float(f"{makespan:.9g}")
 
 

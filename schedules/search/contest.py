@@ -35,7 +35,7 @@ _LARGE = 2000  # actions of a timetable; of larger ones only the best few are me
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes, costs, clock and limits that a timetable is sought for.
+    """The sizes, costs, clock and limits of a search.
 
     Attributes:
       num_ranks: S.
@@ -46,7 +46,7 @@ class Setting:
       clock: "event" or "lockstep".
       partners: as in `simulate`.
       delayed: as in `simulate`.
-      pattern: the only one that may be, in lockstep; None for any.
+      pattern: the only allowed pattern, in lockstep; None for any.
     """
 
     num_ranks: int
@@ -93,7 +93,7 @@ class Find:
     """A timetable that was found.
 
     Attributes:
-      name: how.
+      name: the step that made it.
       schedule: the timetable; None while it is only orders.
       makespan: its time.
       orders: [S] codes.
@@ -112,7 +112,7 @@ class Find:
         return max(peak(self.timer.problem, order) for order in self.orders)
 
     def get(self) -> Schedule:
-        """The timetable."""
+        """Return the timetable, built from its orders if needed."""
         return self.schedule or self.timer.problem.decode(self.name, self.orders)
 
 
@@ -128,9 +128,9 @@ def judge(setting: Setting, name: str, schedule: Schedule) -> Find:
 
 
 def known(setting: Setting) -> Iterator[Find | tuple[str, str]]:
-    """Every family and every variant of zb_auto; a name and a reason for one that has no such.
+    """Build every family and every variant of zb_auto; a name and a reason for a failed build.
 
-    Where B has a price of its own, they come with their backwards merged too.
+    If B has its own duration, each is also built with merged backwards.
     """
     entries: list[Find] = []
     for entry in _published(setting):
@@ -142,7 +142,7 @@ def known(setting: Setting) -> Iterator[Find | tuple[str, str]]:
 
 
 def hybrids(setting: Setting, finds: Iterable[Find]) -> Iterator[Find]:
-    """Timetables with halves, these merged where that loses nothing; none if B costs as they do."""
+    """Merge halves of timetables where this loses no time; none if B takes as long as I + W."""
     if setting.costs.b is None:
         return
     for find in finds:
@@ -189,12 +189,12 @@ def _grouped(setting: Setting, name: str) -> Iterator[Find]:
 
 
 def search(setting: Setting, finds: Iterable[Find], budget: int, seed: int) -> list[Find]:
-    """Timetables beside the given ones: the best of the policies, and what improving made.
+    """Find further timetables: the best of the policies, and their improvements.
 
     Args:
-      setting: what is wanted.
+      setting: the setting of the search.
       finds: timetables within the limit, to start from.
-      budget: how many timetables local improvement may time.
+      budget: the number of timetables that local improvement may time.
       seed: of its choices.
     """
     finds = list(finds)

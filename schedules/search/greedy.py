@@ -23,12 +23,12 @@ class Policy:
 
     Attributes:
       urgency: [C] smaller runs first.
-      ahead: [S] how many F a rank may be ahead of its I or B; V or more.
+      ahead: [S] the number of F that a rank may be ahead of its I or B; V or more.
       whole: [K * M] whether a backward is one B, at stage * M + microbatch; where a W of the stage
         still has to run, it is I and W all the same.
-      patience: the part of a W's time that a rank rather waits for a message under way.
-      even: in lockstep, pass over what would make a slot last too long for the work in it.
-      quorum: in lockstep, how many ranks have to run W in a slot in which nothing else runs.
+      patience: the share of a W's time for which a rank waits for a coming message instead.
+      even: in lockstep, skip actions that make a slot too long for the work in it.
+      quorum: in lockstep, the number of ranks that must run W in a slot with nothing but W.
     """
 
     urgency: Sequence[float]
@@ -53,7 +53,7 @@ class Board:
     """
 
     def __init__(self, problem: Problem, policy: Policy) -> None:
-        """Nothing has run."""
+        """Make a board on which no action has run."""
         self.problem, self.policy = problem, policy
         self.forward, self.back, self.weights = ([0] * problem.num_stages for _ in range(3))
         self.held, self.flying = [0] * problem.num_ranks, [0] * problem.num_ranks
@@ -64,9 +64,9 @@ class Board:
     def messages(self, rank: int) -> list[tuple[float, int]]:
         """(arrival, code) of the next F and backward actions whose messages have been sent.
 
-        A rank needs room for an F. One of a later microbatch has to leave room for the oldest that
-        has not passed all stages: else ranks with V > 1 fill up with microbatches of which none
-        can turn round.
+        A rank needs room for an F. An F of a later microbatch must leave room for the oldest
+        microbatch that has not passed all stages. Otherwise ranks with V > 1 fill up with
+        microbatches that cannot reach the last stage.
         """
         problem, forward, back, there = self.problem, self.forward, self.back, self.there
         each, awaited, stages = problem.num_microbatches, problem.awaited, problem.stages_of[rank]
@@ -114,7 +114,7 @@ class Board:
         ]
 
     def put(self, rank: int, code: int, arrival: float) -> None:
-        """Run an action, whose message arrives at a time."""
+        """Run an action; its message arrives at the given time."""
         kind, item = divmod(code, self._size)
         stage = item // self.problem.num_microbatches
         self.orders[rank].append(code)
@@ -135,7 +135,7 @@ class Board:
 
 
 def run(timer: Timer, policy: Policy) -> list[list[int]]:
-    """[S] orders: every rank runs what is most urgent as soon as it can, under a timer's clock."""
+    """Make [S] orders: each rank runs its most urgent action as early as a timer's clock allows."""
     board = Board(timer.problem, policy)
     if timer.pattern is None:
         _by_event(board)
@@ -203,7 +203,7 @@ def _by_slot(board: Board, waits: Sequence[Sequence[int]], *, delayed: bool) -> 
 
 
 def _even(problem: Problem, options: list[list[int]]) -> list[list[int]]:
-    """Leave out what lasts longer than the duration that gives a slot most work for its time."""
+    """Leave out actions longer than the slot duration with the most work for its time."""
     durations = problem.durations
     levels = sorted({durations[code] for codes in options for code in codes}, reverse=True)
 

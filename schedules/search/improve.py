@@ -1,8 +1,8 @@
 """Local improvement of orders: move, swap, retime; and merge or split, if that changes the work.
 
-Annealing: at first a change that makes a timetable a little slower may be kept, at last none; what
-is returned is the best that was met. Letters as in `schedules.core.action`, C and codes as in
-`schedules.search.problem`.
+The method is annealing: at first a change may be kept that makes a timetable a little slower, at
+the end none. The best timetable met is returned. Letters as in `schedules.core.action`, C and codes
+as in `schedules.search.problem`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _HEAT = 0.002  # the part of the makespan by which a trial may be slower, at fir
 def improve(
     timer: Timer, orders: Orders, *, budget: int, floor: float, rng: random.Random
 ) -> tuple[float, Orders]:
-    """The makespan and the orders of the best timetable found; the given one if none is better.
+    """Return makespan and orders of the best timetable found, which may be the given one.
 
     Args:
       timer: the clock.
       orders: a start, within the problem's limit.
-      budget: how many timetables to time.
+      budget: the number of timetables to time.
       floor: a makespan at which to stop.
-      rng: where chance comes from.
+      rng: the random generator.
     """
     size = timer.problem.num_stages * timer.problem.num_microbatches
     prices_halves = timer.problem.prices_halves
@@ -64,7 +64,7 @@ def improve(
 
 
 def _move(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None:
-    """One action of a rank some places earlier or later; None if its order or memory forbids it."""
+    """Move an action of a rank in its order; None if the order or memory forbids the move."""
     each, size = problem.num_microbatches, problem.num_stages * problem.num_microbatches
     rank = rng.randrange(len(orders))
     order = orders[rank]
@@ -135,7 +135,7 @@ def _in_turn(kind: int, other: int) -> bool:
 
 
 def _with(problem: Problem, orders: Orders, rank: int, changed: list[int]) -> Orders | None:
-    """Orders of which one is another; None where it does not fit."""
+    """Replace one rank's order; None if the new order does not fit."""
     if not _fits(problem, changed):
         return None
     result = list(orders)

@@ -10,12 +10,12 @@ from schedules.search.problem import Problem
 
 
 def shortest(problem: Problem) -> float:
-    """A makespan that no timetable of a problem beats, under any clock; none need reach it.
+    """Compute a lower bound of a problem's makespan under any clock, not necessarily reachable.
 
     The first microbatch has to reach a rank before it starts, and after a rank's last I or B a
-    gradient has to reach stage 0. One microbatch has to pass all stages and back: on its way it is
-    held, and a rank holds no more than the limit at once. Of a backward, B or I and W, what takes
-    less is counted, wherever either may run.
+    gradient has to reach stage 0. One microbatch has to pass all stages and back: it is held
+    meanwhile, and a rank holds no more than the limit at once. If B or I and W may both run, the
+    shorter is counted.
     """
     num_stages, last = problem.num_stages, problem.num_stages - 1
     each, durations, lag = problem.num_microbatches, problem.durations, problem.lag

@@ -1,7 +1,8 @@
-"""Policies for `schedules.search.greedy` that are worth trying, those that win most often first.
+"""Useful policies for `schedules.search.greedy`, the most frequent winners first.
 
-What they and `schedules.search.improve` make is quickest in 62 to 69% of the contests under a tight
-limit of memory, and gains up to 22% elsewhere (bench/notes/auto.md): families alone would lose it.
+Timetables of these policies and `schedules.search.improve` win 62 to 69% of the contests under a
+tight memory limit, and gain up to 22% elsewhere (bench/notes/auto.md), compared with families
+alone.
 
 Letters as in `schedules.core.action`, C and codes as in `schedules.search.problem`.
 """
@@ -21,9 +22,9 @@ from schedules.search.timing import Timer
 def policies(timer: Timer) -> Iterator[tuple[str, Policy]]:
     """Names and policies for one placement, and in lockstep one pattern.
 
-    They combine: which of F and backward comes first; which microbatch, the oldest or, with V > 1,
-    in groups that pass chunk after chunk; and how far a rank may be ahead: as with 1F1B, as with
-    ZB-H2, or as far as memory reaches.
+    They combine three choices: F or backward first; the oldest microbatch first or, with V > 1,
+    groups that pass chunk after chunk; and the number of F that a rank may be ahead, as in 1F1B, as
+    in ZB-H2, or up to the memory limit.
     """
     problem = timer.problem
     several = len(problem.stages_of[0]) > 1

@@ -23,7 +23,7 @@ Orders = Sequence[Sequence[int]]  # [S] codes in order of time
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Sizes, durations, placement and limit; what depends on an action is a list over all codes.
+    """Sizes, durations, placement and limit; values per action are lists over all codes.
 
     Attributes:
       placement: [K] ranks.
@@ -31,10 +31,10 @@ class Problem:
       num_microbatches: M.
       limit: stage inputs that a rank may hold.
       durations: [C].
-      awaited: [C] the message that an action cannot start without, -1 for none.
+      awaited: [C] the message that an action needs to start, -1 for none.
       sent: [C] the message that it sends, -1 for none.
-      reader: [C] the rank that reads what is sent, -1 for none.
-      lag: [C] how long what is sent is under way.
+      reader: [C] the rank that receives the message, -1 for none.
+      lag: [C] the duration of the message.
     """
 
     placement: tuple[int, ...]
@@ -49,12 +49,12 @@ class Problem:
 
     @property
     def num_stages(self) -> int:
-        """K."""
+        """The number of stages K."""
         return len(self.placement)
 
     @property
     def num_ranks(self) -> int:
-        """S."""
+        """The number of ranks S."""
         return len(self.stages_of)
 
     @property

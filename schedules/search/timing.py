@@ -67,7 +67,7 @@ class Timer:
         return _slot_by_slot(work, self._exchanges(times), self.delayed), times
 
     def _meets_in_every_slot(self, times: Sequence[int]) -> bool:
-        """Tell whether there is an exchange behind every slot of a tick."""
+        """Tell whether an exchange follows every slot of a tick."""
         width, slots = len(self.waits), set()
         for code in self._crossing:
             if times[code] >= 0:
@@ -123,7 +123,7 @@ class Timer:
 
     @functools.cached_property
     def late(self) -> list[bool]:
-        """[C] whether what an action sends travels during the slot after its own."""
+        """[C] whether an action's message travels during the next slot."""
         return [self.delayed and crosses for crosses in self._crosses]
 
     @functools.cached_property
@@ -181,7 +181,7 @@ def _is_stuck(orders: Orders, times: Sequence[float]) -> bool:
 
 
 def _slot_by_slot(work: list[float], exchange: list[float], delayed: bool) -> float:
-    """The makespan where all ranks meet in every slot; the last slot's exchange is nobody's."""
+    """Compute the makespan if all ranks meet in every slot, without the last slot's exchange."""
     width, last = len(exchange), len(work) - 1
     if delayed:
         return sum(max(w, exchange[slot % width]) for slot, w in enumerate(work[:-1])) + work[-1]

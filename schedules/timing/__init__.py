@@ -1,4 +1,4 @@
-"""The time that a schedule takes: simulation, reports of it, and differences to a measured step.
+"""The time of a schedule: simulation, reports, and differences from a measured step.
 
 The clocks themselves are in `schedules.clocks`.
 """

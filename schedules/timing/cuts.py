@@ -1,8 +1,8 @@
 """Cuts of sequences into slices that take equal time.
 
 Letters: N slices, T positions of a sequence, a = the share of attention in the time of a whole
-sequence. With causal attention the positions up to x T take (1 - a) x + a x² of the time, since a
-position reads those before it.
+sequence. With causal attention the positions up to x T take (1 - a) x + a x² of the time, because a
+position reads all earlier positions.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def equal_time(
     Args:
       length: T.
       num_slices: N.
-      attention: a, from 0 to 1, where attention reads the keys before each query and no others; or
-        costs with ``slices`` that were measured on slices of equal length, which tell it.
+      attention: a, from 0 to 1, if attention reads only the keys before each query; or costs with
+        ``slices`` measured on slices of equal length, from which a follows.
       multiple: a divisor of T, of which every length is a multiple; such as 128 for the blocks of a
         kernel, or twice the ranks of a context axis in zig-zag order.
 

@@ -1,9 +1,9 @@
 """Differences between the time of a run and its prediction, and their causes.
 
-A step lasts until its last rank has ended, so S ranks have S makespans of time between them. A rank
-works, or waits while another works (for its message, or for it to come to an exchange), or no rank
-works at all: then a step is between actions, in exchanges, in the loop over ticks, in dispatch.
-Letters as in `schedules.core.action`.
+A step lasts until its last rank has ended, so S ranks have S makespans of time together. A rank
+works, or it waits while another rank works (for a message, or for the other rank to reach an
+exchange), or no rank works at all: then the step is in exchanges, in the loop over ticks, or in
+dispatch. Letters as in `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MOST = 8  # lines of text
 
 
 class Difference(NamedTuple):
-    """One cause.
+    """One cause of a difference between measured and predicted time.
 
     Attributes:
       measured: time of ranks, in the unit of the report.
       predicted: time of ranks, in the unit of the report.
-      cause: where it goes, in words.
+      cause: the cause in words.
     """
 
     measured: float
@@ -37,7 +37,7 @@ class Difference(NamedTuple):
 
     @property
     def more(self) -> float:
-        """Seconds measured beyond the prediction."""
+        """The measured time beyond the prediction."""
         return self.measured - self.predicted
 
 
@@ -46,11 +46,12 @@ class Differences:
     """Differences between two reports of a schedule.
 
     Attributes:
-      measured: of a run.
-      predicted: of a clock.
-      found: every cause, the largest difference first; they sum to S times that of the makespans.
-      slow: (time, cause) of actions that took longer than others of their kind and stage, by how
-        much, the most first; they are within ``found``.
+      measured: the report of a run.
+      predicted: the report of a clock.
+      found: every cause, the largest difference first; they sum to S times the difference of the
+        makespans.
+      slow: (excess time, cause) of actions that took longer than others of their kind and stage,
+        the largest first; ``found`` includes these times.
     """
 
     measured: Report
@@ -59,7 +60,7 @@ class Differences:
     slow: tuple[tuple[float, str], ...]
 
     def __str__(self) -> str:
-        """A line for the makespans, and one for each of the largest differences."""
+        """Write a line for the makespans, and a line for each of the largest differences."""
         took, said = self.measured.makespan, self.predicted.makespan
         whole = said * self.measured.schedule.num_ranks or 1.0
         against = f" ({took / said - 1:+.1%})" if said else ""
@@ -75,17 +76,17 @@ class Differences:
 
 
 def differences(measured: Report, predicted: Report | None = None) -> Differences:
-    """Compare a run with what was predicted of it.
+    """Compare a run with its prediction.
 
     Args:
-      measured: what `pipeline.Pipeline.trace` returned, or any other report.
-      predicted: of the same schedule, in the same unit; by default the clock of what ran, with the
-        costs of ``measured``: lockstep with its slots, or the event clock where it had none
-        (``engine="programs"``). Then actions take what they took, and all differences are in what
-        lies between them.
+      measured: a report of `pipeline.Pipeline.trace`, or any other report.
+      predicted: a report of the same schedule, in the same unit; by default simulated by the clock
+        of the run with the costs of ``measured``: lockstep with its slots, or the event clock for a
+        run without slots (``engine="programs"``). Then actions have their measured durations, and
+        all differences are between actions.
 
     Raises:
-      ScheduleError: no reports, or those of two schedules.
+      ScheduleError: no reports, or reports of two schedules.
     """
     need("measured", measured, Report, "give what pipe.trace() or simulate() returned")
     if predicted is None and measured.pattern is None:
@@ -114,7 +115,7 @@ def differences(measured: Report, predicted: Report | None = None) -> Difference
 
 
 def _parts(report: Report, flat: Flat) -> dict[str, float]:
-    """All ranks' time by what it goes to."""
+    """Divide all ranks' time by use."""
     schedule, times = report.schedule, {}
     starts, ends = (np.concatenate(rows) for rows in (report.starts, report.ends))
     for stage in range(schedule.num_stages):

@@ -1,13 +1,14 @@
-"""The report of a clock: times of all actions, sums that follow, and reasons why ranks wait.
+"""The report of a clock: times of all actions, their sums, and the causes of waiting.
 
-Every moment of idle time has a cause. A rank that waits for a message is idle because the action
-that sends it has not ended (*fill*, *drain* or *imbalance*, by phase), because the message is under
-way (*communication*), or because the exchange that brings it is not over for others (*lockstep*):
-for their work or, where sends are delayed, for the slot in which it travels. Whoever has ended
-waits for the last rank: the *optimizer wait* of a synchronous step.
+Every moment of idle time has a cause. A rank that waits for a message is idle because the sending
+action has not ended (*fill*, *drain* or *imbalance*, by phase), because the message is being sent
+(*communication*), or because its exchange waits for other ranks (*lockstep*): for their work or,
+with delayed sends, for the slot in which the message travels. A rank that has ended waits for the
+last rank: the *optimizer wait* of a synchronous step.
 
-What ranks share is work and no waiting. Before it a rank waits for what its next action needs, as
-if nothing were shared; or, if that is there, for the others to come: *lockstep* under any clock.
+Shared work is work, not waiting. Before shared work a rank waits for the input of its next action,
+as without shared work; or, if the input has arrived, for the other ranks: *lockstep* under any
+clock.
 
 The phase is *fill* until the rank's first backward action begins, *drain* after its last F, and
 *imbalance* between.
@@ -58,11 +59,11 @@ class Wait(NamedTuple):
     """An interval in which a rank idles for one cause.
 
     Attributes:
-      start: when it begins, in the unit of the costs.
-      end: when it ends.
+      start: its start, in the unit of the costs.
+      end: its end.
       cause: one of `CAUSES`.
       position: index in the rank's order of the action that waits; None after the last one.
-      behind: the action whose message it waits for; None if there is none.
+      behind: the action that sends the awaited message; None without one.
     """
 
     start: float
@@ -77,7 +78,7 @@ class Explanation:
     """The idle time of a step, from 0 to the makespan.
 
     Attributes:
-      report: what is explained.
+      report: the explained report.
       waits: [S] tuples of Wait, in order of time, none empty.
     """
 
@@ -97,11 +98,11 @@ class Explanation:
 
     @functools.cached_property
     def total(self) -> tuple[float, ...]:
-        """[S] idle time, makespan - work: what the causes sum to."""
+        """[S] idle time, makespan - work: the sum of the causes."""
         return tuple(sum(part.values()) for part in self.parts)
 
     def __str__(self) -> str:
-        """A table, ranks as rows, causes as columns, in shares of the makespan."""
+        """Format a table, ranks as rows, causes as columns, in shares of the makespan."""
         whole = self.report.makespan or 1.0
         used = [cause for cause in CAUSES if any(part[cause] for part in self.parts)]
         heads = ["work", *used, "idle"]
@@ -123,29 +124,29 @@ class Report:
       schedule: what was timed.
       costs: the durations.
       clock: "event", "lockstep" or "measured".
-      pattern: the slots of a lockstep tick, as in `lower`, or of those that a run was measured of;
-        None if there were none.
-      partners: whether a lockstep exchange makes only those ranks meet that it joins.
-      delayed: whether a lockstep exchange runs beside the work of the slot after its own.
+      pattern: the slots of a lockstep tick, as in `lower`, also of a measured run; None without
+        slots.
+      partners: whether a lockstep exchange makes only the ranks meet that it joins.
+      delayed: whether a lockstep exchange runs during the work of the next slot.
       shared: which ends of the model all ranks share.
-      makespan: the end of the last action, and of what ranks share.
-      span: [S] from the start of a rank's first action to the end of its last; all of the step
-        where ranks share work.
-      work: [S] the sum of a rank's durations, and its part of what is shared.
+      makespan: the end of the last action and of shared work.
+      span: [S] the time from the start of a rank's first action to the end of its last; the whole
+        step if ranks share work.
+      work: [S] the sum of a rank's durations, and its part of the shared work.
       idle: [S] the waiting inside the span, span - work.
       bubble_rate: idle / span of the rank with the longest span. Ranks that start or end at
-        different times wait outside of their spans, so 0 here is no promise for a step that ends
-        in a synchronous optimiser: `step_bubble_rate` counts that waiting too.
-      peak_activations: [S] the most stage inputs held at once, each from the start of its F to
-        the end of its B or I; what I leaves for W counts as one from then to the end of W. Of a
-        schedule with N slices, microbatches: a slice counts as 1/N.
-      peak_crossings: [S] the most of the latter alone.
+        different times wait outside of their spans, so a step that ends in a synchronous optimiser
+        may wait even if this is 0: `step_bubble_rate` counts that waiting too.
+      peak_activations: [S] the most stage inputs held at once. An input is held from the start of
+        its F to the end of its B or I; then the values that I keeps for W count as one input to the
+        end of W. With N slices a slice counts as 1/N.
+      peak_crossings: [S] the most values that I keeps for W, held at once.
       starts: [S] tuples, aligned with ``schedule.orders``. The halves of a pair that overlaps
-        (`Costs.pair`) share its time in proportion to what they take alone.
-      ends: [S] tuples, likewise.
-      common: when what the ranks share begins and ends, in order of time.
-      moved: [S] tuples, aligned likewise: whether the action writes to host memory or waits for a
-        stash from there; empty where nothing lies there.
+        (`Costs.pair`) share its time in proportion to their own durations.
+      ends: [S] tuples, in the same form.
+      common: start and end of shared work, in order of time.
+      moved: [S] tuples, aligned with ``schedule.orders``: whether the action writes to host memory
+        or waits for a stash from host memory; empty without offload.
     """
 
     schedule: Schedule
@@ -168,7 +169,7 @@ class Report:
     moved: tuple[tuple[bool, ...], ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
-        """A line for the step, and one for each rank."""
+        """Write a line for the step, and a line for each rank."""
         of, rows = self.schedule, zip(self.work, self.peak_activations, strict=True)
         cut = f" of {of.num_slices} slices" if of.num_slices > 1 else ""
         step = (
@@ -185,12 +186,12 @@ class Report:
 
     @property
     def step_time(self) -> float:
-        """The makespan and the synchronous optimiser step after it."""
+        """The time of the makespan plus the synchronous optimiser step."""
         return self.makespan + self.costs.optimizer
 
     @property
     def step_bubble_rate(self) -> float:
-        """The share of all ranks' time, from 0 to the makespan, in which they do not work."""
+        """The idle share of all ranks' time, from 0 to the makespan."""
         whole = self.makespan * len(self.work)
         return max(0.0, 1.0 - sum(self.work) / whole) if whole else 0.0
 
@@ -201,11 +202,11 @@ class Report:
 
     @functools.cached_property
     def ideal(self) -> float:
-        """The makespan if no rank waited, all worked alike, and no backward took more than it must.
+        """The makespan with no waiting, equal work on all ranks, and the cheapest backwards.
 
-        It must take B or, where the schedule has halves and they take less, I and W. What halves
-        take longer than the whole is work, and no waiting, but no ideal either. Of a measured clock
-        only what ran is known.
+        A backward takes B or, if the schedule has halves and they take less, I and W. The time that
+        halves take beyond B is work, not waiting, but the ideal excludes it. For a measured clock
+        only the actions that ran are known.
         """
         schedule, ranks = self.schedule, len(self.work)
         if self.clock == "measured":
@@ -219,11 +220,11 @@ class Report:
 
     @property
     def against_ideal(self) -> float:
-        """The ideal over the makespan: efficiency, less what splitting adds to the work."""
+        """The ideal over the makespan: efficiency without the work that splitting adds."""
         return self.ideal / self.makespan if self.makespan else 1.0
 
     def explain(self) -> Explanation:
-        """Every rank's waiting from 0 to the makespan, split by cause."""
+        """Split every rank's waiting from 0 to the makespan by cause."""
         return explain(self)
 
 
@@ -237,17 +238,17 @@ def sum_up(
     lasting: Times,
     common: Times,
 ) -> Report:
-    """Sum up what follows from the start times.
+    """Make a report from the start times.
 
     Args:
       schedule: what was timed.
       costs: the durations.
       clock: which.
-      slots: the fields of `Report` that say what lockstep is like, and what moves.
+      slots: the fields of `Report` on lockstep and on moved values.
       flat: the schedule's actions.
-      starts: [A] when each starts.
-      lasting: [A] how long it takes.
-      common: [n, 2] when what ranks share begins and ends.
+      starts: [A] the start of each action.
+      lasting: [A] the duration of each action.
+      common: [n, 2] start and end of shared work.
     """
     ends = starts + lasting
     cuts = flat.first[1:-1].tolist()
@@ -288,14 +289,14 @@ def _microbatches(schedule: Schedule, inputs: Ints) -> float:
 
 
 def _common(schedule: Schedule, costs: Costs, shared: Shared) -> float:
-    """A rank's part of what all share in a step."""
+    """Return a rank's part of the shared work of a step."""
     times = 1 if schedule.is_forward else 2  # an embedding and its gradient
     each = costs.head * ("head" in shared) + times * costs.embed * ("embed" in shared)
     return schedule.num_microbatches * each / schedule.num_ranks
 
 
 def held(report: Report) -> tuple[tuple[tuple[float, int], ...], ...]:
-    """[S] tuples of (time, places held from then on), in order of time, one per change."""
+    """Return [S] tuples of (time, places held from then on), in order of time, one per change."""
     flat = flatten(report.schedule)
     ranks = zip(np.split(flat.kind, flat.first[1:-1]), report.starts, report.ends, strict=True)
     return tuple(_rank(*columns) for columns in ranks)

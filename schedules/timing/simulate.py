@@ -45,25 +45,26 @@ def simulate(
     Args:
       schedule: a legal schedule.
       costs: durations; by default F = I = W = 1 and messages are free.
-      clock: "event": an action starts when its rank is free and its message is there, and
-        sending occupies nobody. "lockstep": what `lower` makes of it, ranks meet at the end of
-        every slot that sends, and an action starts with its slot. "measured": the event clock with
-        a duration for each action, from a run.
+      clock: "event": an action starts when its rank is free and its message has arrived; sending
+        occupies no rank. "lockstep": the slots of `lower`: ranks meet at the end of every slot that
+        sends, and an action starts with its slot. "measured": the event clock with a duration for
+        each action, from a run.
       pattern: the slots of a lockstep tick, as in `lower`; by default the fastest.
-      partners: under lockstep, an exchange makes only those ranks meet that it joins (processes,
-        GPUs and TPUs), not all of them (virtual CPU devices of one process).
-      delayed: under lockstep, as in `lower`: an exchange runs beside the work of the next slot;
-        None for what is faster. On one rank nothing is.
-      durations: for "measured", the time that each action took; messages and the optimiser are
-        as in ``costs``.
-      shared: which of "embed" and "head" are split by vocabulary over all ranks: each does 1/S of
-        every microbatch's, when all meet: in lockstep beside a slot, under the other clocks at the
-        same place in the order of each rank, as soon as the last has come; and there no halves of
-        a pair overlap. By default the first and the last rank have them to themselves.
-      offload: what lies in host memory, as in `lower`: actions that write or read it take
-        `Costs.host` into account. A measured
-        clock has it in its durations.
-      keep: what F leaves for its backward, as in `lower`, for the choice of what is offloaded.
+      partners: under lockstep, whether an exchange makes only the ranks meet that it joins
+        (processes, GPUs and TPUs), or all ranks (virtual CPU devices of one process).
+      delayed: under lockstep, as in `lower`: whether an exchange runs during the work of the next
+        slot; None for the faster choice. On one rank no message is delayed.
+      durations: for "measured", the time of each action; messages and the optimiser are as in
+        ``costs``.
+      shared: the parts of "embed" and "head" that are split by vocabulary over all ranks. Each rank
+        does 1/S of every microbatch's work, when all ranks meet: in lockstep before or after a
+        slot, under the other clocks at the same place in the order of each rank, as soon as the
+        last rank has arrived; halves of a pair do not overlap then. By default the first rank runs
+        embed and the last head.
+      offload: the values in host memory, as in `lower`: actions that write or read them include
+        `Costs.host`. The durations of a measured clock include it already.
+      keep: the values that F keeps for its backward, as in `lower`, for the choice of offloaded
+        values.
 
     Raises:
       ScheduleError: an illegal schedule, an unknown clock, or an argument that does not fit it.
@@ -100,7 +101,7 @@ def simulate(
 
 
 def _share(flat: Flat, pair: float, starts: Times, lasting: Times) -> None:
-    """Show the halves of overlapped pairs one after the other, in proportion to what they take."""
+    """Show the halves of overlapped pairs one after the other, in proportion to their durations."""
     first = np.flatnonzero(flat.pair)
     alone = lasting[first] + lasting[first + 1]
     lasting[first] *= np.divide(pair, alone, out=np.ones_like(alone), where=alone > 0)
@@ -115,10 +116,10 @@ def check_arguments(
     delayed: bool | None,
     durations: Mapping[Action, float] | None,
 ) -> None:
-    """See that a clock is known, and that it takes what else is given; arguments as `simulate`'s.
+    """Check the clock, and the arguments that it takes, which are as for `simulate`.
 
     Raises:
-      ScheduleError: it is not, or it does not.
+      ScheduleError: an unknown clock, or an argument that it does not take.
     """
     need("partners", partners, bool, "give True or False")
     if not is_one_of(clock, CLOCKS):

@@ -1,4 +1,4 @@
-"""Whole pieces, such as heads: the metadata ``pieces`` of a weight says how it may be cut."""
+"""Whole pieces, such as heads: the metadata ``pieces`` of a weight limits its cuts."""
 
 from __future__ import annotations
 

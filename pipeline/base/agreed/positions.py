@@ -10,9 +10,9 @@ READS_ALL_RANKS = "reads_all_ranks"  # a name scope
 
 
 def reads_all_ranks(*, when: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Mark what is computed here as right for positions that are split over ranks.
+    """Mark the enclosed computation as correct for positions that are split over ranks.
 
-    A pipeline traces stages under a position axis for layers that mix positions of one rank only,
-    and passes over what is marked (`pipeline.lint.split_positions`).
+    A pipeline traces stages under a position axis to find layers that mix positions of one rank
+    only, and skips marked computations (`pipeline.lint.split_positions`).
     """
     return jax.named_scope(READS_ALL_RANKS) if when else contextlib.nullcontext()

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class SequenceSlice:
-    """The place of a slice in its sequence: what ``call_slice(x, earlier, part)`` is given.
+    """The place of a slice in its sequence: the argument ``part`` of ``call_slice``.
 
     Attributes:
       index: its number, 0..N-1, an int32 scalar that may be traced.

@@ -16,7 +16,7 @@ from pipeline.base.tree import is_array, shape_text
 
 
 class Table(nnx.Param[jax.Array]):
-    """[V, d] one row per word, whole; behind the last word rows may belong to none."""
+    """[V, d] a whole table, one row per word; rows after the last word are padding."""
 
 
 class SplitEmbedding:
@@ -31,13 +31,13 @@ class SplitHead:
 
 
 def marked(end: Any, mark: type[Any]) -> type[Any] | None:
-    """Find the class of an end that has a mark of its own; None if it has none."""
+    """Find the class of an end that has a mark; None without a mark."""
     return next((kind for kind in type(end).__mro__ if mark in kind.__bases__), None)
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """The negative log likelihood of words, as (sum, weight): the mean is over all that count.
+    """The negative log likelihood of words, as (sum, weight): a mean over all counted words.
 
     Called as ``loss(logits, targets)`` with [b, N] logits. Targets are the words, [b] integers of
     which those below 0 do not count (-1 and -100 are usual); or a pair of them and of [b] weights,
@@ -65,7 +65,7 @@ class CrossEntropy:
         return ids, jax.lax.stop_gradient(jnp.where(ids < 0, 0.0, counts))
 
     def __call__(self, scores: jax.Array, targets: Any) -> tuple[jax.Array, jax.Array]:
-        """(sum, weight), float32 scalars."""
+        """Compute (sum, weight), float32 scalars."""
         from collectives import vocabulary_cross_entropy
 
         ids, weights = self.tokens(targets)
@@ -75,7 +75,7 @@ class CrossEntropy:
 
 
 def spoil(ids: jax.Array, weights: jax.Array, words: int) -> jax.Array:
-    """Weights, NaN for what counts and is no word."""
+    """Set weights to NaN for targets that count but are no word."""
     return jnp.where((ids >= words) & (weights != 0), jnp.nan, weights)
 
 

@@ -29,12 +29,12 @@ Function = Callable[[Leaves, Leaves], tuple[Any, Any]]  # (weights, x) -> (value
 
 
 def as_summed(weights: Leaves, grad_dtype: GradDtype = None) -> Leaves:
-    """Weights in the dtype in which their gradients are summed.
+    """Cast weights to the dtype in which their gradients are summed.
 
     Args:
       weights: arrays.
-      grad_dtype: None for the weight's own dtype, float32 where it has fewer bits; "weights" for
-        the weight's own; or one for all that are real, but scalars, of which a sum costs nothing.
+      grad_dtype: None for the weight's dtype, but at least float32; "weights" for the weight's
+        dtype; or a dtype for all real weights but scalars, whose sums cost nothing.
     """
     is_one = grad_dtype is not None and not isinstance(grad_dtype, str)
     return [
@@ -79,7 +79,7 @@ class Pullback:
     part: str = ""
 
     def __call__(self, cotangent: Any, refs: Leaves | None, *, want_x: bool) -> Leaves:
-        """Add the trained weights' gradients to ``refs``, return those of x's leaves.
+        """Add the trained weights' gradients to ``refs``; return the gradients of x's leaves.
 
         With ``refs=None`` the weights' gradients are not computed, with ``want_x=False`` x's
         are not.
@@ -117,7 +117,7 @@ class Pullback:
 
 @contextlib.contextmanager
 def _noted(part: str) -> Iterator[None]:
-    """Note on every exception that a part of the model raised it while it was differentiated.
+    """Note on every exception that it was raised during differentiation of a part.
 
     Rules of its own (`jax.custom_vjp`) are not traced before.
     """
@@ -139,7 +139,7 @@ def differentiate(
     late: bool = False,
     part: str = "",
 ) -> tuple[Any, Any, Pullback]:
-    """Value of ``f(weights, x)``, its auxiliary output, and its pullback; ``part`` as that has it.
+    """Compute ``f(weights, x)``, its auxiliary output, and its pullback.
 
     The pullback is over weights `as_summed`: those that are ``trained``, all without a mask. A
     ``late`` one adds gradients when all are formed, but for those that a loop forms: XLA's CPU
@@ -159,7 +159,7 @@ def differentiate(
 
 
 def _formed_by_value(f: Function, weights: Leaves, x: Leaves, *, late: bool) -> tuple[bool, ...]:
-    """For each weight, whether its gradient is formed before it is added.
+    """Tell, for each weight, whether its gradient is computed as a value before it is added.
 
     It is where the way in which the weight is used keeps it from being added in place; and if
     ``late`` where no loop forms it.

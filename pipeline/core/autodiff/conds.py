@@ -47,7 +47,7 @@ class _Branch:
 def split_branches(
     step: JaxprStep, inner: Branches, mine: Mask, theirs: Mask, facts: NameFacts, halve: Halve
 ) -> Pieces:
-    """Take a `cond` apart; the arguments are those of `split_loop`."""
+    """Split a `cond` into two; the arguments are as for `split_loop`."""
     reads, first, second, whole = step.reads[1:], [], [], []
     all_slots: list[Name] = []
     for block in inner.blocks:
@@ -120,5 +120,5 @@ def _switch(
 
 
 def _blank(name: Name) -> jax.Array:
-    """A value nobody reads."""
+    """Make a placeholder value."""
     return vary(zeros(name.aval), varying_in(name.aval))

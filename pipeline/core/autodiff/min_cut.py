@@ -81,7 +81,7 @@ def smallest_cut(
 
 
 def _behind(links: list[tuple[int, int, int]], nodes: int) -> set[int]:
-    """Nodes on the sink's side of the minimum cut nearest to it."""
+    """Find the nodes on the sink's side of the minimum cut nearest to the sink."""
     tail, head, capacity = (np.array(column, np.int32) for column in zip(*links, strict=True))
     graph = csr_array((capacity, (tail, head)), shape=(nodes, nodes))
     spare = (graph - maximum_flow(graph, _SOURCE, _SINK).flow).tocsr()

@@ -1,4 +1,4 @@
-"""Values that a forward pass leaves for its backward, and values that it need not leave.
+"""The residuals that a forward pass keeps for its backward, and the recomputed values.
 
 `jax.vjp` closes over residuals. Here they are taken apart, so that little of them is stashed:
 
@@ -152,7 +152,7 @@ class Residuals:
 def _between(
     cut: list[Var], wanted: list[Var], before: Callable[[Var], list[Var] | None]
 ) -> set[Var]:
-    """Find the values to recompute: those wanted and not kept, and all that they are made of."""
+    """Find the values to recompute: wanted values that are not kept, and their inputs."""
     between: set[Var] = set()
     left = list(wanted)
     while left:

@@ -1,4 +1,4 @@
-"""A `scan` taken apart into two: its body in halves, what crosses stacked, a row for each trip.
+"""The split of a `scan` into two scans, with crossing values stacked, one row per trip.
 
 The second loop carries only what the first does not need: nothing, where gradients are added to
 refs.
@@ -103,7 +103,7 @@ def _loop_step(
     ys_more: Sequence[tuple[Atom, Name]] = (),
     xs_more: dict[Name, Atom] | None = None,
 ) -> JaxprStep | None:
-    """A loop over some steps of a body, with the operands they read; None if it does nothing."""
+    """Make a loop over some steps of a body, with their operands; None if there are no steps."""
     ys, xs = [*ys, *ys_more], xs | (xs_more or {})
     if not steps and not carries and not ys:
         return None

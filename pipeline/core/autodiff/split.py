@@ -1,4 +1,4 @@
-"""Steps taken apart into two halves: what the input's gradient needs, and the rest.
+"""The split of steps into two halves: the steps for the input's gradient, and the rest.
 
 The first half runs when a gradient arrives, the second at any time later. What crosses is stashed,
 so it is chosen small (`pipeline.core.autodiff.min_cut`): the second half computes cheap arithmetic
@@ -88,7 +88,7 @@ class _Splitter:
         return uses[::-1]
 
     def _place(self, step: JaxprStep, mine: Mask, theirs: Mask) -> None:
-        """Give a step to a half, or take it apart."""
+        """Assign a step to a half, or split the step."""
         refs = self.facts.refs
         pinned, adds = is_pinned(step, refs), adds_to(step, refs)
         if not any(mine) and not pinned:
@@ -114,7 +114,7 @@ class _Splitter:
             self._add(step, late=False)
 
     def _split(self, step: JaxprStep, mine: Mask, theirs: Mask) -> Pieces:
-        """Take a step with a body apart, with what is known of every name made so far."""
+        """Split a step with a body, by the facts about all names so far."""
         facts = replace(
             self.facts,
             same=frozenset(self.same),
@@ -147,7 +147,7 @@ class _Splitter:
         return step.cost == Cost.HEAVY or step.effect or adds_to(step, self.facts.refs)
 
     def halves(self) -> Halves:
-        """Choose what crosses; the steps of each half."""
+        """Choose the crossing values; return the steps of each half."""
         refs = self.facts.refs
         free = self.same | self.again | self.made_late | self.facts.late | refs
         reads: list[Atom] = list(self.late)

@@ -111,7 +111,7 @@ class SplitBackward:
         *,
         want_x: bool = True,
     ) -> tuple[Leaves, Leaves]:
-        """The gradients for the stage's input, and what crosses.
+        """Compute the gradients for the stage's input, and the crossing values.
 
         Args:
           weights: as `linearize` takes them.

@@ -57,7 +57,7 @@ def with_wide_products(f: Callable[..., tuple[Tree, Tree]], *args: Any) -> tuple
 
 
 def widened(jaxpr: Any, summed: Mask, parts: Mask = ()) -> Any:
-    """A jaxpr that makes products in float32 if they are widened to it and then summed.
+    """Rewrite a jaxpr to compute products in float32 if they are widened to float32 and summed.
 
     Bodies are looked into. Without any such product it is the one that was given.
 
@@ -154,7 +154,7 @@ def _within(eqn: Any, parameter: Any, wanted: set[Any], parts: set[Any]) -> Any:
 
 
 def _closed(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
-    """A jaxpr with its constants, if it has any, after a change of its equations."""
+    """Close a jaxpr over its constants, if any, after a change of its equations."""
     if not isinstance(jaxpr, ClosedJaxpr) or isinstance(jaxpr, Jaxpr):
         return change(jaxpr)
     changed = change(jaxpr.jaxpr)

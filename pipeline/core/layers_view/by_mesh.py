@@ -33,7 +33,7 @@ Key = tuple[int, Place]  # of a part: how many messages come before it, and wher
 
 
 class ByMesh:
-    """A compiled function, as `jax.jit` makes it, of arrays on several meshes.
+    """A compiled function, like `jax.jit`'s, of arrays on several meshes.
 
     Under a trace the function is called directly.
 
@@ -55,7 +55,7 @@ class ByMesh:
         self._programs: dict[Any, _Program] = {}
 
     def __deepcopy__(self, memo: Any) -> ByMesh:
-        """Itself: a copy of an optimizer runs what is compiled already."""
+        """Return the same object, so that a copy of an optimizer shares the compiled programs."""
         return self
 
     def __call__(self, *args: Tree) -> Any:
@@ -203,7 +203,7 @@ class _Program:
         return home if len(of_numbers) > 1 else next(iter(of_numbers))
 
     def _make_parts(self, donated: set[Var], compiler_options: Any) -> list[_MeshPart]:
-        """The parts, each after those whose results it reads."""
+        """Make the parts, each after the parts whose results it reads."""
         jaxpr, constants = self._closed.jaxpr, self._closed.consts
         makes: dict[Key, list[Var]] = defaultdict(list)
         for var in (var for eqn in jaxpr.eqns for var in eqn.outvars):
@@ -257,7 +257,7 @@ class _Program:
         return list(found)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        """The results."""
+        """Run the parts and return the results."""
         values = dict(zip(self._closed.jaxpr.invars, leaves, strict=True))
         for part in self._parts:
             # One call, of a sharding for each: ten times as quick as one by one.
@@ -282,7 +282,7 @@ def _run_inline(
 ) -> list[Any]:
     """Run a jaxpr with the equations of functions that it calls in place of the calls.
 
-    With ``conds`` all branches of a cond run, each array on its mesh, and results are selected.
+    With ``conds`` all branches of a cond run, and results are selected.
     """
 
     def run(eqn: Any, given: list[Any]) -> Sequence[Any]:

@@ -108,7 +108,7 @@ def from_layers(pipe: Any, layers: Layers) -> nnx.State[Any, Any]:
 
 
 def _foreign(pipe: Any) -> dict[Path, Any]:
-    """The pipeline's own variables, as types, in place of those of another that it was given."""
+    """Replace another pipeline's variables by this pipeline's variables, as types."""
     order, ranks = layout_name(pipe.plan.stages_of), len(pipe.plan.stages_of)
     types = {}
     for path, variable in nnx.to_flat_state(nnx.state(pipe)):
@@ -127,7 +127,7 @@ def _stored(view: LayerView) -> list[Path]:
 
 
 def _other_view(pipe: Any, fits: Callable[[LayerView], bool]) -> LayerView:
-    """The view of what is trained, or of declared state, for a tree that has not all parameters."""
+    """Choose the view of trained parameters, or of declared state, for an incomplete tree."""
     if pipe.plan.state is not None:
         view = layer_view(pipe, state=True)
         if fits(view):
@@ -146,7 +146,7 @@ def _has_all(tree: Tree, paths: Iterable[Path]) -> bool:
 
 
 def _check_layers(view: LayerView, layers: Any) -> None:
-    """Check that it is a tree of the pipeline's layers."""
+    """Check that a tree has the pipeline's layers."""
     wanted = len(view.tree["stages"])
     if not (isinstance(layers, Mapping) and layers.keys() == view.tree.keys()):
         said = sorted(layers) if isinstance(layers, Mapping) else type(layers).__name__

@@ -1,4 +1,4 @@
-"""Says in a pipeline's state in which order its layers lie, so that no other order is read into it.
+"""A record of the order of layers in a pipeline's state, so that no other order is loaded.
 
 Letters: S ranks, V chunks. For V > 1 the same arrays [S, ...] hold other layers in another
 placement, and nothing in their shapes would tell. So it is written down twice: as metadata of every
@@ -123,7 +123,7 @@ def drop_marks(layout: Layout, stages_of: StagesOf, foreign: Mapping[Any, Any]) 
 def check_layout(
     what: str, stages_of: StagesOf, layout: Layout, variables: Iterable[tuple[Any, Any]]
 ) -> None:
-    """Check that a state's layers lie as a pipeline has them.
+    """Check that a state's layers are in a pipeline's order.
 
     Args:
       what: whose state it is.

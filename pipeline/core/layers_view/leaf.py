@@ -1,4 +1,4 @@
-"""A leaf of a model: read out of the row of a stack in which it lies, and written back.
+"""A leaf of a model: read from its row of a stack, and written back.
 
 Letters: S ranks. A leaf is read out of a row of a stack [S, ...] into an array of its own, and
 written back in the same way. With one process it lies on the devices of its rank, and nothing is
@@ -31,7 +31,7 @@ Put = Callable[[Any], None]
 
 
 class LeafCell:
-    """An array of some state, in which lies one leaf, or one of each rank.
+    """An array of some state that contains one leaf, or one leaf of each rank.
 
     Args:
       value: the array.
@@ -63,12 +63,12 @@ class LeafCell:
 
     @property
     def mesh(self) -> Any:
-        """The mesh on which it lies, or None."""
+        """The mesh of the array, or None."""
         sharding = getattr(self.value, "sharding", None)
         return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
     def store(self) -> None:
-        """Put the array where it came from."""
+        """Store the array in its variable."""
         value = self.value
         if self._is_free:
             value = jax.device_put(np.asarray(value.addressable_data(0)))
@@ -109,12 +109,12 @@ class LayerLeaf:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """The size of the leaf in bytes."""
         return nbytes(jax.ShapeDtypeStruct(self.shape, self.cell.value.dtype))
 
     @property
     def type(self) -> Any:
-        """Its shape and dtype, and where it lies while it is read or written."""
+        """The shape, dtype and sharding of the leaf while it is read or written."""
         value = self.cell.value
         sharding: Any = getattr(value, "sharding", None)
         if self.rank is not None or self.shape != value.shape:
@@ -143,7 +143,7 @@ class LayerLeaf:
         return jax.block_until_ready(_sent_row(_on_device(value), rank, **how, out=out))
 
     def write(self, leaf: jax.Array) -> None:
-        """Have the cell hold it."""
+        """Write a leaf into its array."""
         value = self.cell.value
         how: Any = {"spot": self.spot, "impl": self._impl}
         if self.rank is None:
@@ -189,7 +189,7 @@ def _row_of(stack: jax.Array, rank: int) -> jax.Array:
 
 
 def _with_row(stack: jax.Array, row: jax.Array) -> jax.Array:
-    """The stack with another row, that of the devices on which it is; the others stay."""
+    """Replace the row of a stack that is on the row's devices."""
     data = {shard.device: shard.data for shard in stack.addressable_shards}
     for shard in row.addressable_shards:
         place = SingleDeviceSharding(shard.device, memory_kind=stack.sharding.memory_kind)
@@ -211,12 +211,12 @@ def _reshaped(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _on_device(value: Any) -> Any:
-    """The array, out of host memory if it lies there: programs compute on devices."""
+    """Move an array from host memory to the device, because programs compute on devices."""
     return jax.device_put(value, _device_sharding(value)) if _is_hosted(value) else value
 
 
 def _device_sharding(value: Any) -> Any:
-    """The sharding of the array, out of host memory if it lies there; nothing is copied."""
+    """Return the array's sharding in device memory; nothing is copied."""
     sharding: Any = getattr(value, "sharding", None)
     return sharding.with_memory_kind("device") if _is_hosted(value) else sharding
 
@@ -239,7 +239,7 @@ def _part(row: Any, *, spot: Spot, impl: str | None, out: Any) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("spot", "impl", "out"))
 def _filled(row: Any, leaf: Any, *, spot: Spot, impl: str | None, out: Any) -> jax.Array:
-    """A row with a leaf in it."""
+    """Make a row that contains a leaf."""
     if impl is None:
         result = spot.fill(row, leaf)
     else:
@@ -252,7 +252,7 @@ def _filled(row: Any, leaf: Any, *, spot: Spot, impl: str | None, out: Any) -> j
 
 
 def _shared(shape: Sequence[int], names: Sequence[Any], mesh: Any) -> P:
-    """Over which axes a leaf is shared: those of its dims, and ``stage`` along a further one."""
+    """Return the mesh axes of a leaf's dims, and ``stage`` for a further dim."""
     entries = [*names, *[None] * (len(shape) - len(names))][: len(shape)]
     S = mesh.shape.get(STAGE, 1)
     for dim, (size, entry) in enumerate(zip(shape, entries, strict=True)):
@@ -276,14 +276,14 @@ def _of_bits(bits: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _is_row(stack: jax.Array, rank: Any) -> jax.Array:
-    """[S, 1, ...] which row it is."""
+    """Make a mask [S, 1, ...] of the leaf's row."""
     mask = jnp.arange(stack.shape[0], dtype=jnp.int32) == rank
     return mask.reshape(-1, *[1] * (stack.ndim - 1))
 
 
 @functools.partial(jax.jit, static_argnames=("spot", "impl", "out"))
 def _sent_row(stack: Any, rank: Any, *, spot: Spot | None, impl: str | None, out: Any) -> jax.Array:
-    """A leaf of a rank; what others have is no part of the sum, since an index would gather it."""
+    """Send one rank's leaf by a masked sum, because an index would gather all rows."""
     masked = jnp.where(_is_row(stack, rank), _bits(stack), jnp.zeros((), _bits(stack).dtype))
     row = _of_bits(masked.sum(axis=0, dtype=masked.dtype), stack.dtype)
     row = row if spot is None else _part_of(row, spot, impl)
@@ -309,7 +309,7 @@ def _with_sent_row(
 
 @functools.partial(jax.jit, static_argnames=("rows", "out"))
 def _cut(table: Any, *, rows: int, out: Any) -> jax.Array:
-    """A table without the rows of zeros behind its last word."""
+    """Cut the rows of zeros after a table's last word."""
     return jax.lax.with_sharding_constraint(table[:rows], out)
 
 

@@ -55,13 +55,13 @@ def _module_cells(module: Any, *filters: Any) -> dict[Path, LeafCell]:
 
 
 def plain_leaves(module: nnx.Pytree) -> Iterator[LayerLeaf]:
-    """The leaves of any module's state, as they lie."""
+    """Return the leaves of any module's state, without conversion."""
     for path, cell in _module_cells(module).items():
         yield LayerLeaf(path, cell, cell.value.shape)
 
 
 def tree_leaves(tree: Tree, put: Put) -> Iterator[LayerLeaf]:
-    """The leaves of any tree, as they lie.
+    """Return the leaves of any tree, without conversion.
 
     Args:
       tree: the tree.
@@ -127,7 +127,7 @@ def _viewed(view: LayerView, prefix: Path, cells: Mapping[Path, LeafCell]) -> It
 
 
 def _stored_shapes(view: LayerView) -> dict[Path, tuple[int, ...]]:
-    """The shape of every array of parameters, by where it lies in a pipeline."""
+    """Return the shape of every array of parameters, by its place in a pipeline."""
     stacks = {stack.path: (view.ranks, *stack.row) for stack in view.stacks}
     return stacks | {("ends", *end.path): end.stored for end in view.ends}
 

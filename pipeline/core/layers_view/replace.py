@@ -48,7 +48,7 @@ def check_changes(changes: Mapping[str, Any]) -> None:
 
 
 def refusal(name: str) -> str:
-    """Why an option cannot be assigned, and what to do instead."""
+    """Explain why an option cannot be assigned, and the remedy."""
     if name == "stages":
         return (
             "pipe.stages is the method that gives the stages back and cannot be assigned; for "
@@ -131,7 +131,7 @@ def _by_name(ends: Ends) -> dict[str, Any]:
 
 
 def typed(module: Any) -> Any:
-    """The module with types for its arrays; what is no module as it is."""
+    """Replace a module's arrays by types; return other values unchanged."""
     if not isinstance(module, nnx.Module):
         return module
     graphdef, state = nnx.split(module)
@@ -203,7 +203,7 @@ def _stacked(chunks: dict[int, jax.Array], *, picks: tuple[Pick, ...], sharding:
 
 
 def _resized(like: Any, sources: Mapping[int, jax.Array]) -> jax.Array:
-    """An array with as many rows as a type has: behind the last word of a table are zeros."""
+    """Resize an array to a type's rows: zeros follow the last word of a table."""
     x = sources[0]
     if x.shape != like.shape:
         x = x[: like.shape[0]]
@@ -212,5 +212,5 @@ def _resized(like: Any, sources: Mapping[int, jax.Array]) -> jax.Array:
 
 
 def _put(x: jax.Array, like: Any) -> jax.Array:
-    """An array where, and in the dtype in which, a type has it."""
+    """Put an array in a type's place and dtype."""
     return distribute(x if x.dtype == like.dtype else x.astype(like.dtype), like.sharding)

@@ -113,7 +113,7 @@ class Rerolled:
         )
 
     def _need(self, key: Any) -> Any:
-        """Run a task after all that it asks for; tasks may be many deep."""
+        """Run a task after its dependencies, without recursion."""
         if key in self._results:
             return self._results[key]
         tasks = [(key, self._task(key))]
@@ -170,7 +170,7 @@ class Rerolled:
         return bind(op.eqn, *inputs)
 
     def _all_rows(self, template: Template) -> Task:
-        """[S, ...] what an equation makes of all rows."""
+        """Compute [S, ...] an equation's results for all rows."""
         if template.op is None:
             return [self._stacks[template.stack]]
         if (number := _sums(template.op)) is not None:
@@ -185,7 +185,7 @@ class Rerolled:
         return jax.vmap(functools.partial(bind, template.op.eqn), tuple(axes))(*inputs)
 
     def _all_cells(self, wide: Wide) -> Task:
-        """[S, ...] what an equation makes of whole cells."""
+        """Compute [S, ...] an equation's results for whole cells."""
         if wide.eqn is None:
             return wide.cell
         inputs = []

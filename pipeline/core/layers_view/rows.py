@@ -77,22 +77,22 @@ class Value:
 
     @property
     def is_number(self) -> bool:
-        """True if it is one number."""
+        """True if the value is one number."""
         return math.prod(self.aval.shape) == 1
 
     @property
     def is_mixed(self) -> bool:
-        """True if it is made of several rows, and so is no part of one."""
+        """True if the value is computed from several rows."""
         return self.row is None and self.op is not None and self.op.is_mixed
 
     @property
     def is_spread(self) -> bool:
-        """True if it is one number, repeated."""
+        """True if the value is one number, repeated."""
         return self.repeats is not None
 
     @property
     def repeats(self) -> Value | None:
-        """The number that it repeats, if it does."""
+        """The repeated number, if any."""
         if self.op is None or self.op.eqn.primitive.name != "broadcast_in_dim":
             return None
         return self.op.operands[0] if self.op.operands[0].is_number else None
@@ -105,7 +105,7 @@ class Value:
 
 @dataclass(eq=False)
 class Op:
-    """An equation of the program: what it reads, and what those that do the same have in common."""
+    """An equation of the program: its operands, and a key shared by equal equations."""
 
     eqn: Any
     key: Any
@@ -118,7 +118,7 @@ class Op:
 
 @dataclass(eq=False)
 class Template:
-    """A stack: an input, or what an equation makes of each row.
+    """A stack: an input, or an equation's result for each row.
 
     Attributes:
       op: of one of the rows; None for an input.
@@ -147,7 +147,7 @@ class Wide:
 
 
 class Program:
-    """A program's values, each once for those that are made alike.
+    """A program's values, with equal computations merged.
 
     Args:
       closed: the program, a closed jaxpr.
@@ -224,7 +224,7 @@ class Program:
         return self._values[common, row]
 
     def _widen(self, value: Value, op: Op) -> None:
-        """See whether a value is made number by number of parts of cells that lie alike."""
+        """Check whether a value is computed elementwise from equally placed parts of cells."""
         spots = {v.spot for v in op.operands if v.wide is not None}
         if not traits(op.eqn).elementwise or len(spots) != 1:
             return
@@ -236,7 +236,7 @@ class Program:
         value.spot = spots.pop()
 
     def _both(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-        """All branches of a conditional over several layers, and what is chosen of them."""
+        """Run all branches of a conditional over several layers, and select the results."""
         which, *rest = operands
         branches = [self._inline(b.jaxpr, b.consts, rest) for b in eqn.params["branches"]]
         return [
@@ -264,7 +264,7 @@ class Program:
 
 
 def _row_of(operands: Sequence[Value]) -> int | None:
-    """Row of a result: that of the arrays it is made of, or else of the numbers."""
+    """Find the row of a result: the row of its array operands, or else of its numbers."""
     arrays = list(filter(_is_array, operands))
     rows = {v.row for v in arrays if v.row is not None}
     if not arrays:

@@ -1,4 +1,4 @@
-"""The options of a pipeline: the one place where an option has its name, default, text and check.
+"""The options of a pipeline: the name, default, text and check of each option.
 
 `Pipeline` takes the fields of `Arguments`, so its signature and its documentation come from here. A
 configuration file may set each option whose type has a spelling in TOML.
@@ -48,10 +48,10 @@ from schedules.orders.schedule import Schedule
 
 @runtime_checkable
 class Measured(Protocol):
-    """Costs that `pipe.calibrate` has measured, with the model they belong to."""
+    """Costs measured by `pipe.calibrate`, together with the signature of the measured model."""
 
     def costs_for(self, model: Any) -> tuple[Costs, str]:
-        """The costs for a pipeline whose model has this signature, and their origin in words."""
+        """Return the costs for a model with this signature, and their origin in words."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,83 +60,85 @@ class Options:
 
     Attributes:
       num_microbatches: M; a batch of N rows is split into M * D equal parts.
-      schedule: a name out of `schedules.names()`, or "auto" for a search beyond them, for equal
+      schedule: a name from `schedules.names()`; "auto" for a search over more timetables, for equal
         stages under the lockstep clock of this mesh (`schedules.auto` takes costs); a `Schedule`;
         the path of a CSV timetable; or None to choose one.
-      slices: N, into how many slices every sequence is cut, for the schedules "seq1f1b", the
-        default with slices, and "seq1f1b_zb"; None or 1 for whole sequences. Dim 1 of every leaf of
-        the batch is cut, and a rank holds 1/N of a microbatch where it held a whole one. A stage
-        that mixes positions has a method ``call_slice(x, earlier, part, **extras)``, as those of
-        `pipeline.decoders` and `pipeline.layers.Attention` have. Or the lengths of N slices in
-        positions, such as (6, 4, 3, 3): later ones read more keys, and shorter ones take equal time
-        (`schedules.equal_time`). Each slice then has a compiled body of its own.
-      wrt: what is trained: any nnx filter, such as nnx.LoRAParam. It is asked about the plain
-        model: about variables under ("stages", k, *path), ("embed", *path), ("head", *path). What
-        is frozen has no gradient, and stages before the first that is trained no backward.
-      state: what stages, embed, head and loss may write when they are called: an nnx filter such as
-        nnx.BatchStat, asked as ``wrt`` is. Forward actions update it, microbatch by microbatch in
-        ascending order; where they write it in a call, the pipeline has the new values behind it.
-        Data shards have rows of their own: of floats the result is the mean over ``data``, of
-        integers what it was and the sum of what all shards have added.
-      after_step: ``after_step(stage)`` is called with every stage once in a step that trains, when
-        its microbatches are through, and may write declared state.
-      ignore: names of attributes that make no difference to what a stage computes, such as
-        ("layer_index",): stages that differ in nothing else are alike. Within the pipeline all
-        have the value of the first; `stages()` gives each its own back.
+      slices: N, the number of slices into which every sequence is cut; None or 1 for whole
+        sequences. Slices need the schedule "seq1f1b" (the default with slices) or "seq1f1b_zb". Dim
+        1 of every leaf of the batch is cut, so a rank holds 1/N of each microbatch at a time. A
+        stage that mixes positions needs a method ``call_slice(x, earlier, part, **extras)``; stages
+        of `pipeline.decoders` and `pipeline.layers.Attention` have this method. N lengths in
+        positions, such as (6, 4, 3, 3), give slices of unequal length: later slices read more keys,
+        so they take equal time if they are shorter (`schedules.equal_time`). Each slice then has a
+        compiled body of its own.
+      wrt: the trained variables: any nnx filter, such as nnx.LoRAParam. The filter is called with
+        paths of the plain model: ("stages", k, *path), ("embed", *path), ("head", *path). Frozen
+        variables have no gradient. Stages before the first trained stage run no backward.
+      state: the variables that stages, embed, head and loss may write in a call: an nnx filter such
+        as nnx.BatchStat, with the same paths as ``wrt``. Forward actions update these variables,
+        microbatch by microbatch in ascending order. A variable that a call writes has its new value
+        after the call. Each data shard sees its own rows: a float becomes the mean over ``data``,
+        an integer its old value plus the sum of the additions of all shards.
+      after_step: a function. A training step calls ``after_step(stage)`` once with every stage,
+        after all microbatches; the function may write declared state.
+      ignore: names of attributes that do not change the computation of a stage, such as
+        ("layer_index",). Stages that differ only in these attributes count as equal. Within the
+        pipeline all stages have the first stage's value; `stages()` returns each stage with its own
+        value.
       engine: "scan" runs the timetable as one program, in which all ranks keep step; "programs"
-        runs each action as a program of its rank's own devices, which waits for its data alone.
-        Such a step cannot be a part of another program: `jax.jit` the optimizer's update alone.
-        docs/engines.md has what each takes.
-      pattern: the slots of a tick, "single", "paired", "unit" or "partner" (`schedules.lower`); by
-        default the fastest on this mesh.
-      delayed: whether a message between ranks travels beside the work of the slot after its own,
-        which hides exchanges that are no longer than that work; an edge takes one slot more.
-      costs: how long actions take, as `schedules.Costs` or as `calibrate` has measured it, for the
-        schedule and the slots that are chosen and the bubble that is predicted. By default F, I and
-        W of all stages take as long as each other, and what ``remat`` runs again as long as what it
-        repeats; embed and head count nothing.
-      remat: "stage" keeps each stage's input and runs its forward again in the backward; None
-        keeps its residuals; "gathered" these, but what a stage's own all-gathers made (as sequence
-        parallelism does) is gathered again; a `jax.checkpoint` policy keeps what it says.
-      memory_limit: bytes that a device may hold; by default what its runtime reports, which on
-        CPU is nothing. A step predicted to exceed it warns before it is compiled.
-      offload: the values that a rank keeps in host memory from one action to another: "stash" for
-        what F keeps for its backward (with remat="stage" the stage's input), "crossings" for what I
-        leaves for W, or a share of the stashes from 0 to 1, such as 0.5, those that are held
-        longest. A value that the next action of its rank reads stays on the device. Where ``costs``
-        have a `host` time, some stashes come back beside an action before their backward. On CPU
-        results are the same bit by bit.
-      data_parallel: what is sharded over ``data``: nothing ("replicated"), gradients and the state
-        of the optimizer ("zero1", see `make_optimizer`), or weights too ("fsdp").
-      gather: with "fsdp", whether weights are gathered once a "step", a chunk's on each "repeat" of
-        the rank's way through its chunks, for a run of microbatches, or by each "action".
-      param_dtype: in which parameters are kept; None keeps them as they are.
-      compute_dtype: to which parameters and activations are cast before they are used, such as
-        jnp.bfloat16 beside float32 parameters; None casts nothing. What is neither, constants and
-        extras, has the dtype that the model gives it.
-      grad_dtype: in which gradients are summed over microbatches and data shards: None for each
-        weight's dtype, but at least float32; "weights" for each weight's own; or a dtype, such as
-        jnp.bfloat16, which halves their memory but keeps 8 bits of a sum: what is less than 1/512
-        of it is lost, the more the larger M. Gradients are returned in their weight's dtype.
-      mesh: with an axis ``stage`` whose size divides K, and perhaps ``data``; by default as many
-        devices as share K stages equally.
-      stage_meshes: [S] meshes in place of ``mesh``, one for each rank, beside engine="programs":
-        ranks then have as many devices as their stages need. All split the batch alike; along other
-        axes, such as ``tensor``, they may differ.
-      batch: over which mesh axes a batch is split: a `jax.sharding.PartitionSpec`, whose first
-        entry splits rows and later ones positions, as ``P(("data", "expert"), "context")``. Leaves
-        with fewer dims use the leading part. Or a tree prefix of specs for (inputs, targets,
-        extras), or a dict by these names; a leaf of extras whose spec is ``P()`` has no batch axis
-        and reaches every stage whole. The loss is summed over these axes, and so is the gradient of
-        a weight that does not name them.
-      sharding: ``sharding(path, variable)`` returns the mesh axes of a variable's dims, for weights
-        whose metadata does not say it (`nnx.with_partitioning`), else None. Paths are those of
-        ``wrt``; they also compare and split as text, "up.kernel" of a stage.
-      auto_axes: mesh axes left to the compiler, for stages that know nothing of them. On virtual
-        CPU devices several ranks then need engine="programs".
-      vocabulary: "ends" has embed on the first rank and head on the last; "stage" splits a
+        runs each action as a program on the devices of its rank, which waits only for its data. A
+        step of "programs" cannot be a part of another program: `jax.jit` only the optimizer's
+        update. docs/engines.md lists the options that each engine accepts.
+      pattern: the slots of a tick: "single", "paired", "unit" or "partner" (`schedules.lower`); by
+        default the fastest pattern on this mesh.
+      delayed: whether a message between ranks travels during the work of the next slot. This hides
+        exchanges that are no longer than the work; each edge then takes one slot more.
+      costs: the durations of actions, a `schedules.Costs` or the result of `calibrate`. They decide
+        the choice of schedule and slots, and the predicted bubble. By default F, I and W of all
+        stages take the same time, work that ``remat`` repeats takes as long as the first time, and
+        embed and head take no time.
+      remat: the values that a forward keeps for its backward. "stage" keeps each stage's input and
+        repeats its forward in the backward; None keeps its residuals; "gathered" keeps its
+        residuals but repeats the stage's own all-gathers (of sequence parallelism, for example); a
+        `jax.checkpoint` policy chooses the values.
+      memory_limit: the bytes that a device may hold; by default the limit that its runtime reports
+        (on CPU none). A step that is predicted to exceed the limit warns before it is compiled.
+      offload: the values that a rank keeps in host memory between two actions: "stash" for the
+        values that F keeps for its backward (with remat="stage" the stage's input); "crossings" for
+        the values that I keeps for W; or a share of the stashes from 0 to 1, such as 0.5, longest
+        held first. A value that the next action of its rank reads stays on the device. If ``costs``
+        have a `host` time, some stashes are copied back during an action before their backward. On
+        CPU the results are bitwise equal.
+      data_parallel: the arrays sharded over ``data``: none ("replicated"); gradients and the
+        optimizer's state ("zero1", see `make_optimizer`); or also weights ("fsdp").
+      gather: with "fsdp", how often weights are gathered: once per "step"; once per "repeat", when
+        the rank begins a run of microbatches on a chunk; or once per "action".
+      param_dtype: the dtype in which parameters are stored; None does not change it.
+      compute_dtype: the dtype to which parameters and activations are cast before use, such as
+        jnp.bfloat16 with float32 parameters; None casts nothing. Constants and extras are not cast.
+      grad_dtype: the dtype in which gradients are summed over microbatches and data shards: None
+        for each weight's dtype, but at least float32; "weights" for each weight's own dtype; or a
+        dtype. jnp.bfloat16 halves their memory but keeps 8 bits of a sum: a term below 1/512 of the
+        sum is lost, and the loss grows with M. Gradients are returned in their weight's dtype.
+      mesh: a mesh with an axis ``stage`` whose size divides K, and optionally ``data``; by default
+        a mesh of the most devices among which K stages divide evenly.
+      stage_meshes: [S] meshes in place of ``mesh``, one for each rank, with engine="programs": each
+        rank then has as many devices as its stages need. All meshes split the batch in the same
+        way; other axes, such as ``tensor``, may differ.
+      batch: the mesh axes that split a batch: a `jax.sharding.PartitionSpec` whose first entry
+        splits rows and whose later entries split positions, such as ``P(("data", "expert"),
+        "context")``. Leaves with fewer dims use the leading part. It may also be a tree prefix of
+        specs for (inputs, targets, extras), or a dict by these names. A leaf of extras whose spec
+        is ``P()`` has no batch axis, and every stage receives it whole. The loss is summed over
+        these axes, and so is the gradient of a weight that does not name them.
+      sharding: ``sharding(path, variable)`` returns the mesh axes of a variable's dims, or None. It
+        serves weights without sharding metadata (`nnx.with_partitioning`). Paths are the paths of
+        ``wrt``; they also compare and split as text, such as "up.kernel" in a stage.
+      auto_axes: mesh axes that the compiler handles, for stages without code for these axes. On
+        virtual CPU devices several ranks then need engine="programs".
+      vocabulary: "ends" runs embed on the first rank and head on the last; "stage" splits a
         `pipeline.vocabulary.VocabularyEmbedding` and a `VocabularyHead` by vocabulary over all
-        ranks, which share the work on every microbatch. Losses are then a
+        ranks, which share the work on every microbatch. The loss must then be a
         `pipeline.vocabulary.CrossEntropy`, and outputs are sharded by vocabulary.
     """
 
@@ -210,16 +212,17 @@ class ModelParts:
     """The model of a pipeline, in parts.
 
     Attributes:
-      stages: K modules, or one module stacked on a leading axis of length K. ``stage(x)`` takes
-        what the stage before it returns; ``x`` may be a pytree. Stages may differ in structure and
-        in what they return; where they are alike, all ranks share their code and a rank stores
-        them as they are. The pipeline holds copies: the modules given here, and embed and head,
-        stay as they are, untrained, and what is written to them later it does not see.
-      embed: a module or function of one microbatch of inputs; makes the first stage's input.
-      head: a module or function of the last stage's output; makes what the user sees. Neither embed
-        nor head nor ``loss_fn`` is given ``extras``.
-      loss_fn: ``loss_fn(outputs, targets)`` of one microbatch: a scalar mean, or (sum, weight). A
-        module is trained as embed and head are, with which it may share parameters.
+      stages: K modules, or one module stacked on a leading axis of length K. ``stage(x)`` takes the
+        output of the previous stage; ``x`` may be a pytree. Stages may differ in structure and in
+        output types; equal stages share their code on all ranks and are stored unchanged. The
+        pipeline holds copies of stages, embed and head: the given modules are not trained, and
+        later writes to the given modules do not reach the pipeline.
+      embed: a module or function of one microbatch of inputs; returns the first stage's input.
+      head: a module or function of the last stage's output; returns the model's outputs. Embed,
+        head and ``loss_fn`` receive no ``extras``.
+      loss_fn: ``loss_fn(outputs, targets)`` of one microbatch returns a scalar mean, or (sum,
+        weight). A loss that is a module is trained like embed and head, and may share parameters
+        with them.
     """
 
     stages: Any

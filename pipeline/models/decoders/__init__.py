@@ -1,1 +1,1 @@
-"""The modules behind `pipeline.decoders`, which says what they are."""
+"""The modules of `pipeline.decoders`, whose documentation describes them."""

@@ -1,4 +1,4 @@
-"""Causal attention as decoders vary it: normed queries and keys, windows, soft caps, biases.
+"""Causal attention of decoders, with normed queries and keys, windows, soft caps and biases.
 
 Letters as in `pipeline.models.layers.attention`: b = sequences, t = positions, d = width, c = width
 of a head, k = heads of keys and values.
@@ -28,14 +28,14 @@ from pipeline.models.layers.weights import check_cut, make_weight
 
 
 class DecoderAttention(nnx.Module):
-    """`[b, t, d] -> [b, t, d]`: every position reads itself and those before it.
+    """Causal attention, `[b, t, d] -> [b, t, d]`: each position reads itself and earlier ones.
 
     Args:
       config: of the decoder.
-      layer: which of its layers this is.
+      layer: the number of this layer.
       rngs: has a stream ``params``.
-      dtype: of the parameters; activations: of what is kept of keys and values, by default that.
-      context: how sequences lie on the ranks of an axis.
+      dtype: of the parameters; activations: of cached keys and values, by default the same.
+      context: the split of sequences over the ranks of an axis.
     """
 
     prefills = True
@@ -78,7 +78,7 @@ class DecoderAttention(nnx.Module):
         self.rule = Rule(*kind, config.attention_scale, context=context)
 
     def start_decoding(self, rows: int, length: int) -> None:
-        """Have room for the keys and values of that many sequences of that many positions."""
+        """Allocate caches of keys and values for a number of sequences and positions."""
         # Within a stage, a rank of the axis keeps those of its own heads.
         heads = self.kv_heads // group_size(self.qkv.linear.axis)
         shape = rows, length, heads, self.qkv.head_dim
@@ -92,16 +92,16 @@ class DecoderAttention(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
     ) -> jax.Array:
-        """Attend; to what it remembers too, once it was told to (`start_decoding`).
+        """Attend; after `start_decoding` also to cached keys and values.
 
         Args:
-          x: `[b, t, d]`, of a decoder the positions that follow those it has seen.
-          positions: `[b, t]`, by default 0..t-1, or behind those seen. They turn queries and keys;
-            what a position may read is decided by its place in the sequence.
+          x: `[b, t, d]`; with caches, the positions after the cached positions.
+          positions: `[b, t]`, by default 0..t-1, or the positions after the cached ones. They
+            rotate queries and keys; the causal mask depends on the place in the sequence.
           segments: `[b, t]` integers, the document of each position (`layers.Attention`).
 
         Raises:
-          ValueError: segments for a decoder that remembers, of which a row is one document.
+          ValueError: segments with caches, where a row is one document.
         """
         if not hasattr(self, "seen"):
             return self.call_slice(x, None, WHOLE_SEQUENCE, positions, segments)[0]
@@ -141,7 +141,7 @@ class DecoderAttention(nnx.Module):
         return q, k, v
 
     def _remember(self, q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array) -> jax.Array:
-        """Attention to these positions and to those before, which are kept."""
+        """Attend to these positions and to the cached earlier positions."""
         for cache, new in ((self.keys, k), (self.values, v)):
             cache[...] = jax.lax.dynamic_update_slice(
                 cache[...], new.astype(self.kept_dtype), (0, first, 0, 0)
@@ -180,7 +180,7 @@ class HeadsNorm(nnx.Module):
         self.scale = _per_head(config, nnx.Rngs(0), numbers, jax.nn.initializers.ones, dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """In the dtype of the input."""
+        """Normalise, in the dtype of the input."""
         check_cut(self.scale, TENSOR)
         wide = x.astype(jnp.float32)
         square = jnp.mean(wide * wide, axis=(-2, -1), keepdims=True)
@@ -197,7 +197,7 @@ def _per_head(config: DecoderConfig, rngs: nnx.Rngs, size: int, init: Any, dtype
 
 
 def check_not_remembered(first: jax.Array | None, segments: jax.Array | None) -> None:
-    """Refuse segments where a decoder remembers: there a row is one document.
+    """Refuse segments with caches, where a row is one document.
 
     Raises:
       ValueError: so.

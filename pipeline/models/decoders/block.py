@@ -37,7 +37,7 @@ class PlainMLP(nnx.Module):
         self.down = RowLinear(f, d, rngs, bias=config.mlp_bias, dtype=dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """The whole output."""
+        """Compute the whole output."""
         return self.down(self.activation(self.up(x)))
 
 
@@ -46,10 +46,10 @@ class Block(nnx.Module):
 
     Args:
       config: of the decoder.
-      layer: which of its layers this is.
+      layer: the number of this layer.
       rngs: has a stream ``params``.
-      dtype: of the parameters; activations: of activations, by default that.
-      context: how sequences lie on the ranks of an axis.
+      dtype: of the parameters; activations: of activations, by default the same.
+      context: the split of sequences over the ranks of an axis.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Block(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
     ) -> jax.Array:
-        """Run it; positions and segments as of `DecoderAttention`."""
+        """Run the block; positions and segments are as for `DecoderAttention`."""
         x = self._attended(x, self.attention(self.attention_norm(x), positions, segments))
         return self._added(
             x, (self.experts if hasattr(self, "experts") else self.mlp)(self.mlp_norm(x))
@@ -99,7 +99,7 @@ class Block(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Run it on one slice of a sequence, as `DecoderAttention.call_slice`."""
+        """Run the block on one slice of a sequence, as `DecoderAttention.call_slice`."""
         of_attention, of_experts = earlier or (None, None)
         given = self.attention_norm(x), of_attention, part, positions, segments
         y, own = self.attention.call_slice(*given)

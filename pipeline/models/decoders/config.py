@@ -1,4 +1,4 @@
-"""The sizes and kinds of a decoder: what its layers are made of."""
+"""The configuration of a decoder: its sizes and the kinds of its layers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions.
+    """Rotary positions: the base of the wavelengths and their scaling.
 
     Attributes:
       theta: the base of the wavelengths.
-      scaling: how they are stretched, if at all.
+      scaling: the scaling of the wavelengths, None for none.
     """
 
     theta: float = 10000.0
@@ -49,25 +49,25 @@ class DecoderConfig:
       hidden: columns of the MLP.
       norm: "rms" or "layer"; norm_epsilon: added to the mean square or variance; norm_offset: to
         the scales of root-mean-square norms.
-      post_norms: whether what attention and MLP return is normed before it is added.
-      qk_norm: whether queries and keys are, head by head; "whole" for all heads together.
-      sinks: whether a head has a score of its own that no key has, and that takes a part of the
-        weights (gpt-oss).
+      post_norms: whether the outputs of attention and MLP are normed before they are added.
+      qk_norm: whether queries and keys are normed, head by head; "whole" for all heads together.
+      sinks: whether each head has a score without a key, which takes a part of the weights
+        (gpt-oss).
       qkv_bias, out_bias, mlp_bias: whether these layers have biases.
       activation: of the MLP; gated: whether it has a gate.
-      rope: rotary positions, None for positions that are learned; local_rope: those of layers with
-        a window, by default the same.
-      positions: how many are learned.
-      windows: [layers] how many positions each layer's queries see, their own and those before;
+      rope: rotary positions, None for learned positions; local_rope: rotary positions of layers
+        with a window, by default the same.
+      positions: the number of learned positions.
+      windows: [layers] the number of positions that each layer's queries see, including their own;
         None for all.
       attention_scale: of scores, by default head_dim ** -0.5.
       attention_softcap, logit_softcap: c of c·tanh(x / c), of scores and of logits.
-      embedding_scale: what embeddings are multiplied with.
+      embedding_scale: the factor of embeddings.
       experts: mixtures of experts in the place of some layers' MLPs.
       latent: multi-head latent attention in the place of heads of keys and values.
       tied: whether embedding and head share their table.
-      mtp_layers: D modules for multi-token prediction behind the blocks, of which module k predicts
-        the token k + 1 further on (`pipeline.models.decoders.multi_token`). Their losses are
+      mtp_layers: D modules for multi-token prediction after the blocks; module k predicts the token
+        k + 1 positions later (`pipeline.models.decoders.multi_token`). Their losses are
         `pipeline.decoders.MultiTokenLoss`.
     """
 
@@ -162,7 +162,7 @@ def with_options(config: DecoderConfig, experts: Mapping[str, Any] | None) -> De
     """Copy the configuration with other options of its experts.
 
     Raises:
-      ValueError: options of experts for a decoder without, or that are none.
+      ValueError: options of experts for a decoder without experts, or unknown options.
     """
     if experts is None:
         return config
@@ -174,7 +174,7 @@ def with_options(config: DecoderConfig, experts: Mapping[str, Any] | None) -> De
 
 
 def as_float(name: Any) -> Any:
-    """A dtype that is a float.
+    """Check that a dtype is a float.
 
     Raises:
       ValueError: it is none.

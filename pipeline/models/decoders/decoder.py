@@ -1,4 +1,4 @@
-"""One decoder for many families, in the parts that a pipeline wants.
+"""One decoder for many families, in the parts of a pipeline.
 
     stages, embed, head = build(config, [7, 8, 8, 7], nnx.Rngs(0))
     Pipeline(stages, 16, embed=embed, head=head, loss_fn=...)
@@ -49,7 +49,7 @@ class Stage(nnx.Module):
     """Consecutive blocks: `[b, t, d] -> [b, t, d]`.
 
     Args:
-      blocks: in layer order; modules for multi-token prediction behind all others.
+      blocks: in layer order; modules for multi-token prediction come last.
     """
 
     def __init__(self, blocks: Sequence[Block | MultiTokenBlock]) -> None:
@@ -94,14 +94,14 @@ class Stage(nnx.Module):
 
         Args:
           x: `[b, t, d]` of the slice.
-          earlier: what calls on earlier slices left, `[N, ...]` leaves, or None.
+          earlier: the second results of calls on earlier slices, `[N, ...]` leaves, or None.
           part: the place of the slice.
           positions: as of a call, of the slice.
           segments: as of a call, of the slice.
           segment_ids: as of a call, of the slice.
 
         Returns:
-          The output, and what later slices read: of each block its keys and values.
+          The output, and the keys and values of each block, which later slices read.
 
         Raises:
           ValueError: both segments and segment_ids; or multi-token prediction.
@@ -140,7 +140,7 @@ class Embedding(VocabularyEmbedding):
     Args:
       config: of the decoder.
       rngs: has a stream ``params``.
-      dtype: of the tables; activations: of what it returns.
+      dtype: of the tables; activations: of the result.
       context: how sequences lie on the ranks of an axis.
     """
 
@@ -169,10 +169,10 @@ class Embedding(VocabularyEmbedding):
     def start_decoding(self, _: int, length: int) -> None:
         """Count the positions seen so far, if positions are learned.
 
-        Modules for multi-token prediction get nothing any more: text is made by the main model.
+        Modules for multi-token prediction get no input then: the main model generates text.
 
         Raises:
-          ValueError: sequences longer than those.
+          ValueError: sequences longer than the learned positions.
         """
         self.feeds_modules = False
         if self.positions is not None:
@@ -180,7 +180,7 @@ class Embedding(VocabularyEmbedding):
             self.seen = nnx.Cache(jnp.zeros((), jnp.int32))
 
     def __call__(self, tokens: Any) -> Any:
-        """Look the words up.
+        """Look up the words.
 
         Args:
           tokens: `[b, t]`; or a pair of them and of their positions `[b, t]`, for learned positions
@@ -195,7 +195,7 @@ class Embedding(VocabularyEmbedding):
         return self.call_slice(tokens, None, WHOLE_SEQUENCE)[0]
 
     def call_slice(self, tokens: Any, _: None, part: SequenceSlice) -> tuple[Any, Any]:
-        """Look the words of one slice up, with the positions that it has in its sequence.
+        """Look up the words of one slice, with the slice's positions in its sequence.
 
         Raises:
           ValueError: as a call.
@@ -233,12 +233,12 @@ class Embedding(VocabularyEmbedding):
 
 @dataclass(frozen=True)
 class LogitFactors:
-    """The factors of logits, from which `next_token_loss` forms some of the words at a time.
+    """The factors of logits, from which `next_token_loss` computes logits in chunks of words.
 
     Attributes:
       x: `[b, t, d]`.
       table: `[v, d]`, of which a rank of ``tensor`` may have its part.
-      chunks: into how many parts of equal size the rows of a rank are cut.
+      chunks: the number of equal parts of a rank's rows.
       words: the number of words.
     """
 
@@ -252,7 +252,7 @@ jax.tree_util.register_dataclass(LogitFactors)
 
 
 class Head(VocabularyHead):
-    """Last activations to logits: `[b, t, d] -> [b, t, v]`.
+    """The head, from last activations to logits: `[b, t, d] -> [b, t, v]`.
 
     With ``loss_chunks`` its output is `LogitFactors`.
 
@@ -263,7 +263,7 @@ class Head(VocabularyHead):
     Args:
       config: of the decoder.
       rngs: has a stream ``params``.
-      table: that of the embedding, to share it.
+      table: the embedding's table, to share it.
       dtype: of the parameters.
       loss_chunks: as of `build`.
     """
@@ -289,7 +289,7 @@ class Head(VocabularyHead):
         self.softcap, self.chunks = config.logit_softcap, loss_chunks
 
     def __call__(self, x: Any) -> Any:
-        """This rank's logits."""
+        """Compute this rank's logits."""
         if self.chunks is not None:
             return LogitFactors(*self._factors(x), self.chunks, self.words)
         if not isinstance(x, Mapping):
@@ -324,29 +324,29 @@ def build(
     mtp: Sequence[int] | None = None,
     loss_chunks: int | None = None,
 ) -> tuple[list[Stage], Any, Any]:
-    """Stages, embed and head of a decoder.
+    """Build stages, embed and head of a decoder.
 
     Args:
-      config: what it is.
-      counts: [K] how many blocks each stage has, none or more (`split_layers`).
+      config: the decoder's configuration.
+      counts: [K] the number of blocks of each stage, 0 or more (`split_layers`).
       rngs: has a stream ``params``, for random weights; None makes types of weights, to describe
         them or to read a checkpoint into.
       dtype: of the parameters.
-      activations: of activations, by default that of the parameters.
-      vocabulary: as of `Pipeline`; with "stage" embed and head are those of `pipeline.vocabulary`.
-      context: how sequences lie on the ranks of an axis (`pipeline.layers.Context`), for
-        ``Pipeline(..., batch=P("data", "context"))``; by default they are whole.
-      mtp: [K] how many modules for multi-token prediction each stage has, behind all blocks; by
+      activations: the dtype of activations, by default the dtype of the parameters.
+      vocabulary: as for `Pipeline`; with "stage" embed and head are layers of
+        `pipeline.vocabulary`.
+      context: the split of sequences over the ranks of an axis (`pipeline.layers.Context`), for
+        ``Pipeline(..., batch=P("data", "context"))``; by default sequences are whole.
+      mtp: [K] the number of modules for multi-token prediction of each stage, after all blocks; by
         default the last stage has all.
-      loss_chunks: for training with `next_token_loss`: a divisor of the words of a rank, into as
-        many parts are the logits formed, and again in the backward, and none are kept. What
-        ``pipe(inputs)`` returns is then `LogitFactors`; None forms all logits at once.
+      loss_chunks: for training with `next_token_loss`: a divisor of the words of a rank. Logits are
+        computed in this number of parts, and again in the backward, and are not kept.
+        ``pipe(inputs)`` then returns `LogitFactors`; None computes all logits at once.
 
     Raises:
-      ValueError: counts that do not add up to the config's layers, or modules before a block; or
-        ranks that are to share what they cannot: embeddings that are scaled or have positions,
-        logits with a soft cap, multi-token prediction; or logits in chunks that are more than a
-        product: with a soft cap, of several modules, or that ranks share.
+      ValueError: counts that do not add up to the config's layers, or modules before a block; ranks
+        cannot share scaled or learned-position embeddings, logits with a soft cap, or multi-token
+        prediction; chunks do not support a soft cap, several modules, or shared logits.
     """
     check_ends(config, vocabulary, loss_chunks)
     if config.mtp_layers:
@@ -384,7 +384,7 @@ def build(
 def place_modules(
     config: DecoderConfig, counts: Sequence[int], mtp: Sequence[int] | None
 ) -> list[int]:
-    """[K] how many modules for multi-token prediction each stage has.
+    """Count the modules for multi-token prediction of each stage, [K].
 
     Args:
       config: of the decoder.
@@ -420,7 +420,7 @@ def place_modules(
 
 
 def check_ends(config: DecoderConfig, vocabulary: Any, loss_chunks: Any) -> None:
-    """Refuse ends that are more than a plain table where ranks share it, or a loss cuts it.
+    """Refuse ends that are not a plain table if ranks share the table or a loss cuts it.
 
     Raises:
       ValueError: they are; or ``loss_chunks`` that is no number.
@@ -473,12 +473,12 @@ def _shared_ends(
 
 
 def next_token_loss(logits: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
-    """(sum, weight) of the cross entropy of a microbatch, on any mesh.
+    """Compute (sum, weight) of the cross entropy of a microbatch, on any mesh.
 
     Args:
       logits: `[b, t, v]`, of which a rank of ``tensor`` may have its part; or `LogitFactors`.
-      targets: `[b, t]`, the word that follows each; -100 counts for nothing. Or a pair of them and
-        of weights `[b, t]`, as `pipeline.training.packed` gives them.
+      targets: `[b, t]`, the next word of each position; -100 does not count. Or a pair (words,
+        weights), `[b, t]` each, as `pipeline.training.packed` returns.
 
     Raises:
       ValueError: outputs of a model with multi-token prediction, or targets of another shape.
@@ -504,9 +504,9 @@ def _losses_in_chunks(at: LogitFactors, words: jax.Array) -> jax.Array:
 
 
 def split_layers(layers: int, num_stages: int) -> list[int]:
-    """[K] how many blocks each stage gets: as equal as can be, fewer at the ends.
+    """Divide blocks over stages, [K]: as equally as possible, with fewer at the ends.
 
-    Embedding and head stand beside the first and the last stage.
+    The first and last stage have fewer because their ranks also run embedding and head.
 
     Raises:
       ValueError: more stages than blocks.

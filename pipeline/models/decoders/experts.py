@@ -1,4 +1,4 @@
-"""Mixtures of experts in decoders: their sizes and kinds, and the layer made of them.
+"""Mixtures of experts in decoders: their configuration and their layer.
 
 Letters: d = width, e = experts, k = experts of a token, f = columns of an expert.
 """
@@ -31,14 +31,14 @@ class ExpertsConfig(RoutingOptions):
       number: e.
       top_k: k.
       hidden: f.
-      layers: which layers have experts in the place of an MLP.
+      layers: the layers with experts in place of an MLP.
       selection_bias: whether the choice has a bias, which is state.
-      bias_rate: by how much a step moves it.
-      clamp: of gpt-oss's gate, between which bounds its numbers are kept.
+      bias_rate: the change of this bias in a step.
+      clamp: the bounds of gpt-oss's gate.
       scoring, renormalise, scale, groups, group_top, router_bias, shared_hidden, shared_gate, bias:
         as of `pipeline.layers.ExpertOptions`.
-      dispatch, capacity_factor, chunk, balance_weight, balance, z_weight, counts: as there; no
-        checkpoint says them.
+      dispatch, capacity_factor, chunk, balance_weight, balance, z_weight, counts: as of
+        `pipeline.layers.ExpertOptions`; no checkpoint contains them.
     """
 
     number: int
@@ -50,7 +50,7 @@ class ExpertsConfig(RoutingOptions):
     clamp: float | None = field(default=None, kw_only=True)
 
     def faults(self) -> list[str]:
-        """List what is wrong with the router's values."""
+        """List the faults of the router's values."""
         try:
             self.router()
         except ValueError as error:
@@ -58,7 +58,7 @@ class ExpertsConfig(RoutingOptions):
         return []
 
     def router(self) -> Router:
-        """Rule that chooses experts.
+        """The rule that chooses experts.
 
         Raises:
           ValueError: sizes that do not fit.
@@ -66,7 +66,7 @@ class ExpertsConfig(RoutingOptions):
         return self.router_of(self.number, self.top_k)
 
     def with_options(self, options: dict[str, Any]) -> ExpertsConfig:
-        """Copy the options with other values of those that no checkpoint has.
+        """Copy the options, with other values for options that no checkpoint contains.
 
         Raises:
           ValueError: an option that is none of these.
@@ -87,8 +87,8 @@ class LatentConfig:
     Attributes:
       query_rank: width between the two products of queries; None for a single product.
       rank: width of the latent that keys and values are made of.
-      nope: numbers of a head's queries and keys that are not turned by positions.
-      rope: numbers that are; keys share theirs among all heads.
+      nope: numbers of a head's queries and keys without rotary positions.
+      rope: numbers with rotary positions; all heads share these numbers of keys.
       value: width of a head's values.
     """
 
@@ -118,7 +118,7 @@ class ClampedGate:
 
 @dataclass(frozen=True)
 class ActivatedGate:
-    """activation(gate)·up.
+    """The product activation(gate)·up.
 
     Attributes:
       activation: of one array.

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values out of one latent.
 
 Letters: b = sequences, t = positions, d = width, h = heads, r = width of the latent, n and o =
-numbers of a head that positions do not turn and that they do, w = width of values.
+numbers of a head without and with rotary positions, w = width of values.
 
 On R ranks of a context axis the latents are exchanged, r + o numbers of a position in place of
 h·(n + o + w) of keys and values: 576 in place of 40,960 in DeepSeek-V3. "allgather" forms the keys
@@ -49,17 +49,16 @@ EPSILON = 1e-6  # of the norms of latents, whatever config.json says of others
 
 
 class LatentAttention(nnx.Module):
-    """`[b, t, d] -> [b, t, d]`: every position reads itself and those before it.
+    """Latent attention, `[b, t, d] -> [b, t, d]`: each position reads itself and earlier ones.
 
-    A decoder that makes text keeps the latents, r + o numbers of a position, and forms keys and
-    values again.
+    In decoding the caches hold latents, r + o numbers per position; keys and values are recomputed.
 
     Args:
       config: of the decoder, with ``latent``.
-      layer: which of its layers this is.
+      layer: the number of this layer.
       rngs: has a stream ``params``.
-      dtype: of the parameters; activations: of what is kept of latents, by default that.
-      context: how sequences lie on the ranks of an axis, which exchange latents.
+      dtype: of the parameters; activations: of cached latents, by default the same.
+      context: the split of sequences over the ranks of an axis, which exchange latents.
 
     Raises:
       ValueError: when called, heads that the ranks of Ulysses cannot share.
@@ -105,7 +104,7 @@ class LatentAttention(nnx.Module):
         self.out = RowLinear(h * sizes.value, d, rngs, dtype=dtype, pieces=pieces)
 
     def start_decoding(self, rows: int, length: int) -> None:
-        """Have room for the latents of that many sequences of that many positions."""
+        """Allocate caches of latents for a number of sequences and positions."""
         shape = rows, length, self.sizes.rank + self.sizes.rope
         self.latents = nnx.Cache(jnp.zeros(shape, self.kept_dtype))
         self.seen = nnx.Cache(jnp.zeros((), jnp.int32))
@@ -129,7 +128,7 @@ class LatentAttention(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Attend from one slice of a sequence, of which the latents are left for later ones."""
+        """Attend from one slice of a sequence; later slices read its latents."""
         return self._attend(x, positions, segments, None, earlier, part)
 
     def _attend(
@@ -176,7 +175,7 @@ class LatentAttention(nnx.Module):
         part: SequenceSlice,
         first: Any,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Attention over local heads, `[b, t, h, w]`, and what later slices read."""
+        """Attend over local heads, `[b, t, h, w]`; also return the latents for later slices."""
         context, weight = self.context, read_weight(self.kv.weight, q, TENSOR)
         on_ranks = first is None and context.size > 1
         if on_ranks and context.way == "ring":

@@ -1,7 +1,7 @@
 """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): modules and their loss.
 
-Module k of D predicts, at position i, the token k + 1 further on. It reads the representation of
-the module before and the embedding of token i + k:
+Module k of D predicts, at position i, the token k + 1 positions later. It reads the representation
+of the previous module and the embedding of token i + k:
 
     h'_k = W_k [norm(Emb(t_{i+k})); norm(h_{k-1})]     h_k = norm(TRM_k(h'_k))
     P_k = OutHead(h_k)                                  loss = L_0 + sum over k of weight_k L_k
@@ -9,8 +9,8 @@ the module before and the embedding of token i + k:
 h_0 is the main model's last representation, after its final norm. Embedding and output head are
 those of the main model. The order within W_k is that of the published weights (`eh_proj`).
 
-Modules are layers of the last stages. So that they need no table of words, the activation that
-passes between stages carries embeddings beside the main stream:
+Modules are layers of the last stages. They need no table of words, because the activation between
+stages contains embeddings and the main stream:
 
     main      `[b, t, d]`, of the main model
     embedded  `[b, t, d]`, the embeddings of the tokens; until the last module
@@ -75,8 +75,7 @@ class MultiTokenBlock(Block):
         """Add h_k to the activation.
 
         Args:
-          x: the activation; or one array, the main stream of a model that makes text, which no
-            module has a part in.
+          x: the activation; or one array, the main stream in decoding, which modules ignore.
           positions: of the block, as are segments.
           segments: `[b, t]` the document of each position, if rows are packed.
         """
@@ -105,14 +104,14 @@ class MultiTokenBlock(Block):
 
 
 def shifted(x: jax.Array, places: int, fill: Any = 0) -> jax.Array:
-    """`[b, t, ...]` the entry of each position that so many places further on has."""
+    """Shift `[b, t, ...]` left: each position gets the entry a number of places later."""
     width = min(places, x.shape[1])
     behind = jnp.full_like(x[:, :width], fill)
     return jnp.concatenate([x[:, width:], behind], axis=1)
 
 
 def within(x: jax.Array, segments: jax.Array | None, places: int) -> jax.Array:
-    """`[b, t]` bool, whether the position so many places further on is in the row and document.
+    """Mark, `[b, t]` bool, whether the position k places later is in the same row and document.
 
     Args:
       x: `[b, t, d]`, for its size.
@@ -127,12 +126,12 @@ def within(x: jax.Array, segments: jax.Array | None, places: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class MultiTokenLoss:
-    """Cross entropy of the next token, and of those further on with weights of their own.
+    """The weighted sum of cross entropies of the next token and of later tokens.
 
     With T the weight of all targets of the batch, the loss is (1 / T) Σ of the next token's cross
-    entropy, plus for every module k weight_k (1 / T) Σ of that of the token k + 1 further on. A
-    target that is not there (behind the row, in another document, of weight 0) adds nothing to the
-    sum; T is the same in all terms, as in the report.
+    entropy, plus for every module k weight_k (1 / T) Σ of the cross entropy of the token k + 1
+    positions later. A missing target (after the row, in another document, of weight 0) adds
+    nothing; T is the same in all terms, as in the report.
 
     Attributes:
       weight: λ, which D modules share equally, λ / D each; or D numbers, one for each.
@@ -168,7 +167,7 @@ class MultiTokenLoss:
             object.__setattr__(self, "weight", tuple(self.weight))
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
-        """(sum, weight) of a microbatch, on any mesh.
+        """Compute (sum, weight) of a microbatch, on any mesh.
 
         Args:
           outputs: of a decoder's head with modules: ``logits``, and ``ahead`` and ``inside`` of
@@ -231,7 +230,7 @@ def check_targets(targets: Any, logits: jax.Array) -> None:
 
 
 def words_and_counts(targets: Any) -> tuple[jax.Array, jax.Array]:
-    """`[b, t]` target words, and the float32 weight of each.
+    """Return `[b, t]` target words, and their float32 weights.
 
     Args:
       targets: as of `pipeline.decoders.next_token_loss`.

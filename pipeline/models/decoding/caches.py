@@ -1,4 +1,4 @@
-"""A model that decodes: its modules with caches, as types, and what is in the caches at first.
+"""A model for decoding: its modules with caches, as types, and the initial caches.
 
 Letters: V chunks, b rows of a microbatch on one data shard.
 """
@@ -158,7 +158,7 @@ def make_decoder(rank: Rank, cache: Any, start: Callable[[Any], None]) -> Decode
 def with_types_of_writes(
     rank: Rank, kinds: Sequence[tuple[StagePosition, LocalModel]]
 ) -> Weights | None:
-    """A rank's weights whose caches vary over all mesh axes over which what is written does.
+    """Make a rank's caches vary over all mesh axes of the values written to them.
 
     Args:
       rank: what the rank holds, caches among it.
@@ -188,7 +188,7 @@ def with_types_of_writes(
 
 
 def _stage_writes(local: LocalModel) -> Leaves:
-    """The types of what a stage leaves in its declared state, in its order."""
+    """Return the types that a stage writes to its declared state, in the state's order."""
 
     def run() -> Tree:
         arguments = *local.stage_arguments(local.home, 0), blank(local.activation, ())
@@ -198,7 +198,7 @@ def _stage_writes(local: LocalModel) -> Leaves:
 
 
 def _ends_writes(local: LocalModel) -> list[Leaves]:
-    """The types of what embed, and head, leave in the declared state of the ends, in its order."""
+    """Return the types that embed and head write to the ends' declared state, in its order."""
     rank, values = local.rank, ends_values(local.rank)
     found: list[Callable[[], Outcome]] = []
     if local.model.has_embed:
@@ -266,7 +266,7 @@ def _ready_unlike(
 
 
 class _Ready(NamedTuple):
-    """A module's definition with caches, their leaves, its other state, and what makes that."""
+    """A module's definition with caches, cache leaves, other state, and the state's maker."""
 
     definition: Definition
     cells: Cells

@@ -35,7 +35,7 @@ from pipeline.models.decoding.sampling import Choice, sample_rows, sample_shared
 
 
 class Rows:
-    """The sequences of a data shard: what they are to say, and what they have said.
+    """The sequences of a data shard: their prompts and their generated tokens.
 
     Args:
       prompts: [M, b, P] tokens.
@@ -70,7 +70,7 @@ class Rows:
         words: int = 0,
         axes: tuple[str, ...] = (),
     ) -> jax.Array:
-        """[b] the tokens behind a position: of prompts as long as they last, then of the model.
+        """Choose [b] the tokens after a position: from the prompt, then from the model.
 
         Args:
           logits: [b, N] of that position; [b, n] of this rank's words if ranks share them.
@@ -150,7 +150,7 @@ class Flow:
         self.shared = local.model.tables
 
     def run(self) -> None:
-        """All calls, or as many as it takes until every row has ended."""
+        """Run all calls, or stop when every row has ended."""
         total = self.period * self.steps + self.num_ranks - 1
         last = None if self.shared.head >= 0 else self.num_ranks - 1
 
@@ -211,7 +211,7 @@ class Flow:
         return y, token
 
     def _look_up(self, i: Any) -> None:
-        """Embed on all ranks what the first is about to need."""
+        """Embed, on all ranks, the first rank's next tokens."""
         local = self.local
         real, step, chunk, lane = self._item(i)
         microbatch = jnp.minimum(lane, self.num_microbatches - 1)
@@ -230,7 +230,7 @@ class Flow:
         at_most_once(real & (chunk == 0), work, None)
 
     def _head(self, i: Any, y: Tree) -> None:
-        """Choose on all ranks the tokens behind what the last has just sent."""
+        """Choose, on all ranks, the tokens after the last rank's newest output."""
         local = self.local
         real, step, chunk, lane = self._item(i - (self.num_ranks - 1))
         microbatch = jnp.minimum(lane, self.num_microbatches - 1)
@@ -248,7 +248,7 @@ class Flow:
         at_most_once(real & (chunk == local.num_chunks - 1), work, None)
 
     def _fed(self, lane: Any, microbatch: Any, step: Any) -> jax.Array:
-        """[b, width] what the first stage sees of a microbatch in a call."""
+        """Return [b, width] the first stage's tokens of a microbatch in a call."""
         prompts, first = at(self.rows.prompts, microbatch), self._first(step)
         if self.width > 1:  # all of them are of prompts
             return jax.lax.dynamic_slice_in_dim(prompts, first, self.width, axis=1)
@@ -265,7 +265,7 @@ class Flow:
         return outcome.value
 
     def _choose(self, y: Tree, microbatch: Any, step: Any) -> jax.Array:
-        """[b] the tokens behind those that a call has seen."""
+        """Choose [b] the tokens after the tokens of a call."""
         local, given = self.local, (last_of(y, self.width), microbatch)
         outcome = ends.finish(local.rank, local.ends_weights, *given, take_loss=False)
         local.keep(outcome.state, 0, microbatch)
@@ -279,7 +279,7 @@ class Flow:
 
 
 def _check_parts(axes: tuple[str, ...], each: int, words: int, wanted: int | None) -> None:
-    """Check that logits which differ along other mesh axes are those of each rank's own words.
+    """Check that logits differ along other mesh axes only if ranks share the words.
 
     Args:
       axes: these.

@@ -1,4 +1,4 @@
-"""Generate text with a pipeline: what a user calls, and the one program that runs.
+"""Generation of text with a pipeline: the public function and its single program.
 
 Letters: S ranks, M microbatches, D data shards, N prompts of at most P tokens.
 """
@@ -65,37 +65,37 @@ def generate(
     start: Start | None = None,
     cache: nnx.filterlib.Filter = nnx.Cache,
 ) -> jax.Array:
-    """Continue prompts: [N, max_new_tokens] int32, what the plain model would, token for token.
+    """Continue prompts: [N, max_new_tokens] int32, the same tokens as of the plain model.
 
-    Every stage keeps the caches of its own layers, for each microbatch, and microbatches follow
-    each other through the ranks, each with its next token as soon as that is known: with M >= S no
-    rank waits. All of it is one program, which is compiled once for its placement, M, shapes and
-    options. A causal model without caches is run on all of the text again for every token, by
+    Every stage keeps the caches of its own layers, for each microbatch. Microbatches pass through
+    the ranks one after another, each with its next token as soon as it is known: with M >= S no
+    rank waits. The whole generation is one program, compiled once for its placement, M, shapes and
+    options. A causal model without caches runs on the whole text again for every token, by
     ``pipe(text)``.
 
     Args:
-      pipe: a `Pipeline` of tokens, [b, t] integers to [b, t, words] logits, whose stages are alike.
-        Embed, stages and head look at one position at a time, but for what caches bring. Of a
-        schedule with a V placement the weights are moved to a loop first, in every call.
+      pipe: a `Pipeline` from tokens, [b, t] integers, to [b, t, words] logits, with equal stages.
+        Embed, stages and head read other positions only through caches. With a V placement every
+        call first moves the weights to a loop placement.
       prompts: [N, P] integers; N need not be a multiple of anything.
-      max_new_tokens: how many to add to each.
-      lengths: [N] of the prompts, if they are not all P long: rows are filled up on the right.
-      key: to draw tokens with; row n's i-th is drawn with fold_in(fold_in(key, n), i). Or [N] keys,
-        one for each row, folded with i. None takes the likeliest.
-      temperature: what logits are divided by before one is drawn.
-      top_k: how many of the likeliest words may be drawn; 0 for all.
-      top_p: of those the fewest likeliest whose probabilities, at this temperature, add up to so
-        much may be drawn; None for all.
-      stop: a token that ends a row, or several, any of which does. When all rows have ended, so
-        does the call.
+      max_new_tokens: the number of tokens to add to each prompt.
+      lengths: [N] the lengths of the prompts, if not all are P: rows are padded on the right.
+      key: the key to draw tokens; token i of row n is drawn with fold_in(fold_in(key, n), i). Or
+        [N] keys, one for each row, folded with i. None takes the likeliest token.
+      temperature: the divisor of logits before a draw.
+      top_k: the number of likeliest words that may be drawn; 0 for all.
+      top_p: among these, only the fewest likeliest words whose probabilities, at this temperature,
+        add up to top_p may be drawn; None for all.
+      stop: a token that ends a row, or several such tokens. The call ends when all rows have ended.
       pad: the token of positions after the end of a row.
-      prefill: how many tokens of every prompt are fed in one call, if stages take more than one at
-        a time (flax's MultiHeadAttention does not); the rest one by one. By default the shortest
-        prompt in calls of up to 256 where all caches say that they take it (``prefills = True``).
-      num_microbatches: M; by default S, or fewer where there are fewer rows.
-      start: ``start(module, rows, length)`` readies a copy of a stage, of embed or head in place;
-        by default `start_decoding`.
-      cache: a filter, what each microbatch has its own of.
+      prefill: the number of tokens of every prompt to feed in one call, if stages take several at a
+        time (flax's MultiHeadAttention does not); the rest are fed one by one. By default the
+        length of the shortest prompt, in calls of up to 256, if all caches declare ``prefills =
+        True``.
+      num_microbatches: M; by default S, or fewer with fewer rows.
+      start: ``start(module, rows, length)`` prepares a copy of a stage, embed or head in place; by
+        default `start_decoding`.
+      cache: a filter of the variables that each microbatch has separately.
 
     Raises:
       ValueError: arguments that do not fit, or a pipeline that cannot decode; the message says why.
@@ -234,7 +234,7 @@ def _prefilled(
 
 
 def _with_cache_types(rank: Rank, inputs: Tree) -> Rank:
-    """The state with caches that vary over the mesh axes over which what is written to them does.
+    """Make caches vary over the same mesh axes as the values written to them.
 
     On a mesh with ``tensor`` a rank writes keys and values of its own heads to caches that begin as
     the same zeros everywhere; the kernel's types tell the two apart. One cache may feed another, so

@@ -21,7 +21,7 @@ ROUNDING = 1e-3  # of the largest number: what the values of a token may differ 
 
 
 def check_embed(pipe: Any, tokens: Any, max_new_tokens: int) -> None:
-    """Refuse an embed that adds positions and does not count what it has seen.
+    """Refuse an embed that adds positions but does not count the positions seen.
 
     While text is made it is given a token at a time, which to it is always the first.
 

@@ -1,7 +1,7 @@
-"""Text from a causal model without caches: all of it is read again for every token.
+"""Generation by a causal model without caches, which reads the whole text for every token.
 
-What stands behind a position cannot change its logits, so rows are filled up to the length that
-they will have, and every token is one call of the same program: the pipeline's forward pass.
+Later positions cannot change a position's logits. So rows are padded to their final length, and
+every token is one call of the same program: the pipeline's forward pass.
 
 Letters: N prompts of at most P tokens, L positions that are fed.
 """
@@ -30,19 +30,19 @@ def recompute(
     choice: Choice,
     num_microbatches: int,
 ) -> jax.Array:
-    """[N, max_new_tokens] what the model says next.
+    """Generate [N, max_new_tokens] tokens.
 
     Args:
       pipe: a `Pipeline` of tokens, set to evaluate.
       tokens: [N, P] prompts.
-      lengths: [N] theirs.
+      lengths: [N] the lengths of the prompts.
       keys: [N] to draw with, or None.
       draw: temperature and top_p.
       choice: how tokens are chosen.
       num_microbatches: M.
 
     Raises:
-      ValueError: what stands behind a position changes its logits.
+      ValueError: later positions change a position's logits.
     """
     rows, width = tokens.shape
     more = jnp.full((rows, choice.max_new_tokens), choice.pad, jnp.int32)
@@ -94,7 +94,7 @@ def _at(logits: jax.Array, positions: jax.Array) -> jax.Array:
 def _check_causal(
     pipe: Any, fed: jax.Array, lengths: jax.Array, logits: jax.Array, num_microbatches: int
 ) -> None:
-    """See that other tokens behind the prompts leave the first logits as they are."""
+    """Check that tokens after the prompts do not change the first logits."""
     if isinstance(fed, jax.core.Tracer):
         return
     behind = jnp.arange(fed.shape[1])[None] >= lengths[:, None]

@@ -1,8 +1,8 @@
-"""The next token, of logits: the likeliest, or one that is drawn.
+"""The choice of the next token from logits: the likeliest token, or a drawn token.
 
-Letters: N words, R ranks with n words each. Drawing is by Gumbel noise: the largest of
-logit / temperature + noise has the probabilities of a softmax. So what is drawn is a maximum, which
-ranks that share the words find together from a few numbers each.
+Letters: N words, R ranks with n words each. Drawing is by Gumbel noise: the largest of logit /
+temperature + noise has the probabilities of a softmax. So the drawn token is a maximum, which ranks
+that share the words find from a few numbers each.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Choice:
 
 
 class _Own(NamedTuple):
-    """A rank's words among those that ranks share.
+    """A rank's part of the words that ranks share.
 
     Attributes:
       first: its first word.
@@ -72,15 +72,15 @@ def sample(
     top_k: int = 0,
     top_p: float | None = None,
 ) -> jax.Array:
-    """The next token of one sequence: [N] logits -> int32. What `generate` does for a row.
+    """Choose the next token of one sequence, as `generate` does: [N] logits -> int32.
 
     Args:
       logits: of all words.
       key: to draw with; None takes the likeliest.
-      temperature: what logits are divided by.
-      top_k: how many of the likeliest words may be drawn; 0 for all.
-      top_p: of those the fewest likeliest whose probabilities, at this temperature, add up to so
-        much may be drawn; None for all.
+      temperature: the divisor of logits.
+      top_k: the number of likeliest words that may be drawn; 0 for all.
+      top_p: among these, only the fewest likeliest words whose probabilities, at this temperature,
+        add up to top_p may be drawn; None for all.
     """
     keys = None if key is None else key[None]
     choice = Choice(1, top_k, top_p is not None)
@@ -157,7 +157,7 @@ def _least_of_nucleus(z: jax.Array, top_p: Any, own: _Own | None) -> jax.Array:
 
 
 def _noise(key: jax.Array, each: int, own: _Own | None) -> jax.Array:
-    """Gumbel noise of a rank's words: the part of that of all words."""
+    """Return the Gumbel noise of a rank's words, as a part of all words' noise."""
     if own is None:
         return jax.random.gumbel(key, (each,))
     noise = jax.random.gumbel(key, (own.words,))

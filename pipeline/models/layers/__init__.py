@@ -1,1 +1,1 @@
-"""The modules behind `pipeline.layers`, which says what they are."""
+"""The modules of `pipeline.layers`, whose documentation describes them."""

@@ -47,8 +47,7 @@ def attend_slice(
         sequences.
       part: the place of the slice.
       segments: `[b, t]`, as of a call of `Attention`.
-      sinks: `[k·g]`, a score of each head beside those of its keys, whose weight goes to no value;
-        by the formula alone.
+      sinks: `[k·g]`, an extra score of each head without a key or value; only by the formula.
       options: ``window``, ``softcap``, ``query_chunk`` and ``implementation`` as of
         `AttentionOptions`; ``scale`` of the scores, by default c ** -0.5; ``context``, a `Context`:
         the keys and values of a slice are kept whole ("allgather"), of a part of the heads
@@ -56,11 +55,11 @@ def attend_slice(
         those of given lengths the kernel.
 
     Returns:
-      `[b, t, k·g, w]`, and what later slices read: keys, values and segments of this one; nothing
-      of a whole sequence.
+      `[b, t, k·g, w]`, and this slice's keys, values and segments, which later slices read; nothing
+        for a whole sequence.
 
     Raises:
-      TypeError: an option that there is not.
+      TypeError: an unknown option.
       ValueError: `query_chunk` does not divide t; a kernel asked for by name does not take this;
         segments of another shape, or that are no integers; heads that a context axis does not
         divide; a sequence that is split over an axis "context" that is not named.
@@ -105,7 +104,7 @@ def attend(
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """The arguments of attention on a rank that has the keys and values it reads.
+    """The arguments of attention on a rank that has all keys and values.
 
     Attributes:
       rule: its options.
@@ -129,7 +128,7 @@ class _Call:
 
 
 def _on_one_rank(call: _Call) -> _Call:
-    """Read what the rank has, whole sequences."""
+    """Attend to whole sequences on the rank."""
     places = call.part.places(call.q.shape[1]) if call.part.count > 1 else None
     return replace(call, rule=replace(call.rule, context=WHOLE), places=places)
 
@@ -181,7 +180,7 @@ _PREPARED: dict[str, Callable[[_Call], _Call]] = {
 
 
 def _by_keys(call: _Call) -> jax.Array:
-    """Attend to all keys at once, those of earlier slices included."""
+    """Attend to all keys at once, including keys of earlier slices."""
     rule, part, earlier = call.rule, call.part, call.earlier
     keys = {name: part.join(x, earlier and earlier[name]) for name, x in call.own.items()}
     if call.places is not None:
@@ -210,7 +209,7 @@ def _by_blocks(call: _Call) -> jax.Array:
 
 
 def _by_platform(call: _Call) -> jax.Array:
-    """Attend by the kernel of a TPU where it takes the slice, and by blocks otherwise."""
+    """Attend by a TPU's kernel if it supports the slice, and by blocks otherwise."""
     kernel = kernels.choose(call.q, softcap=call.rule.softcap, start=_start(call))
     if kernel != "splash":
         return _by_blocks(call)
@@ -218,7 +217,7 @@ def _by_platform(call: _Call) -> jax.Array:
 
 
 def _start(call: _Call) -> int:
-    """The place of the first query, where it is known."""
+    """Return the place of the first query, if it is known."""
     return call.part.start(call.q.shape[1]) if isinstance(call.part, FixedSlice) else 0
 
 

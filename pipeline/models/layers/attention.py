@@ -29,7 +29,7 @@ REPLICATE = "replicate_kv=True"
 
 
 class FusedQKV(nnx.Module):
-    """Queries, keys and values as one column layer.
+    """One column layer for queries, keys and values.
 
     Columns are k groups of g queries, a key and a value, so that any cut into k / R groups gives
     each rank the queries that read its keys.
@@ -76,7 +76,7 @@ class FusedQKV(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries `[b, t, k·g / R, c]`, keys and values `[b, t, k / R, c]`."""
+        """Compute queries `[b, t, k·g / R, c]`, keys and values `[b, t, k / R, c]`."""
         y = self.linear(x)
         b, t, _ = y.shape
         y = y.reshape(b, t, -1, self.group + 2, self.head_dim)
@@ -93,26 +93,26 @@ class AttentionOptions:
       theta, scaling: of the rotary positions (`rotary`).
       axis: the mesh axis of the group.
       sequence_parallel: whether input and output are this rank's part of the sequence.
-      init: of the fused weight; init_out: of the one after attention.
+      init: of the fused weight; init_out: of the output weight.
       dtype: of the parameters.
-      implementation: None takes the kernel of the platform, splash attention on TPUs and cuDNN's
-        on NVIDIA GPUs, where it takes what it is given (`models.layers.kernels`), and otherwise
-        "chunked", the formula as written here, in float32. Asked for by name, "splash" and "cudnn"
-        raise where they cannot run; "xla" is that of `jax.nn.dot_product_attention`.
+      implementation: None takes the platform's kernel, splash attention on TPUs and cuDNN's on
+        NVIDIA GPUs, if it supports the call (`models.layers.kernels`), and otherwise "chunked", the
+        formula written here, in float32. "splash" and "cudnn" by name raise if they cannot run;
+        "xla" is `jax.nn.dot_product_attention`'s own.
       replicate_kv: whether every rank has the weights of all heads of keys and values
         (`ReplicatedKV`); for more ranks than there are such heads.
-      query_chunk: a divisor of t: without a kernel the scores of so many queries, `[b, k·g / R,
-        query_chunk, t]`, are formed at a time, again in the backward. None takes as many as make
-        2^20 scores of a head, all of 1,024 positions. All scores are formed and kept for the
-        backward where ``query_chunk`` is t.
-      window: how many positions a query reads, its own and those before it; None for all.
+      query_chunk: a divisor of t: without a kernel the scores of this number of queries, `[b, k·g /
+        R, query_chunk, t]`, are computed at a time, and again in the backward. None takes as many
+        queries as make 2^20 scores of a head, all of 1,024 positions. With ``query_chunk`` = t all
+        scores are computed once and kept for the backward.
+      window: the number of positions that a query reads, including its own; None for all.
       softcap: a cap s of the scores, which become s·tanh(score / s); None for none.
       context_axis: a mesh axis over which the positions of a sequence are split, usually
         "context"; on a mesh without it sequences are whole.
-      context: how ranks of that axis read each other's keys and values. "allgather": every rank
-        gathers them all. "ulysses": ranks exchange heads for positions and read whole sequences,
-        with any kernel; the axis divides the heads of queries. "ring": they travel from rank to
-        rank, and one rank's are held at a time.
+      context: the exchange of keys and values between ranks of that axis. "allgather": every rank
+        gathers all keys and values. "ulysses": ranks exchange heads for positions and read whole
+        sequences, with any kernel; the axis size must divide the heads of queries. "ring": keys and
+        values travel from rank to rank, and a rank holds one other rank's at a time.
       context_order: "contiguous", or "zigzag" for batches that `pipeline.layers.zigzag` has
         reordered, whose causal work is the same on all ranks.
 
@@ -166,21 +166,20 @@ class _AttentionArguments(AttentionOptions):
 
 
 class Attention(nnx.Module):
-    """`[b, t, d] -> [b, t, d]`: every position reads those before it and itself.
+    """Causal attention, `[b, t, d] -> [b, t, d]`: each position reads itself and earlier ones.
 
     Args:
       width: d.
       num_heads: k·g.
       num_kv_heads: k.
       rngs: has a stream ``params``.
-      options: a record of the options; those of `AttentionOptions` that are given by name override
-        it.
+      options: a record of the options; fields of `AttentionOptions` given by name override it.
 
     Raises:
-      TypeError: an option that there is not.
-      ValueError: heads that do not divide each other or the width; as `AttentionOptions` and
-        `FusedQKV`. When called, a sequence that is split over an axis "context" that the layer
-        does not know.
+      TypeError: an unknown option.
+      ValueError: heads that do not divide each other or the width; an error of `AttentionOptions`
+        or `FusedQKV`. When called, a sequence split over an axis "context" without
+        ``context_axis``.
     """
 
     __signature__ = ConstructorSignature()
@@ -219,15 +218,15 @@ class Attention(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
     ) -> jax.Array:
-        """Attend.
+        """Compute attention over the sequence.
 
         Args:
           x: `[b, t, d]`, or `[b, t / R, d]` with sequence parallelism.
-          positions: `[b, t]` of the whole sequence; by default 0..t-1. They turn queries and keys;
-            what a position may read is decided by its place in the sequence. With a context axis,
-            here and below, those of this rank's part of the sequence.
-          segments: `[b, t]` integers of the whole sequence, for rows that hold several documents:
-            a position reads those of its own document. 0 is padding, which reads padding alone.
+          positions: `[b, t]` of the whole sequence; by default 0..t-1. They rotate queries and
+            keys; the causal mask depends on the place in the sequence. With a context axis,
+            positions and segments are of this rank's part of the sequence.
+          segments: `[b, t]` integers of the whole sequence, for rows that hold several documents: a
+            position reads positions of its own document. 0 is padding, which reads only padding.
 
         Raises:
           ValueError: segments of another shape, or that are no integers.
@@ -243,11 +242,12 @@ class Attention(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Attend from one slice of a sequence to it and to earlier ones.
+        """Compute attention of one slice of a sequence to the slice and to earlier slices.
 
         Args:
           x: `[b, t, d]` of the slice.
-          earlier: `[N, ...]` leaves, what calls on earlier slices returned; None without any.
+          earlier: `[N, ...]` leaves, the second results of calls on earlier slices; None without
+            any.
           part: the place of the slice.
           positions: as of a call, of the slice.
           segments: as of a call, of the slice.
@@ -268,7 +268,7 @@ class Attention(nnx.Module):
 
 
 def fuse_qkv(query: jax.Array, key: jax.Array, value: jax.Array, *, num_kv_heads: int) -> jax.Array:
-    """The fused weight of three, `[d, k·g·c]` and twice `[d, k·c]`, as other formats keep them."""
+    """Fuse three weights of other formats, `[d, k·g·c]` and twice `[d, k·c]`, into one."""
     parts = (w.reshape(w.shape[0], num_kv_heads, -1) for w in (query, key, value))
     return jnp.concatenate(list(parts), axis=-1).reshape(query.shape[0], -1)
 

@@ -1,4 +1,4 @@
-"""Dropout whose mask is that of the whole activation, on however many ranks it lies.
+"""Dropout with the same mask for any split of the activation over ranks.
 
 Letters: R = ranks on the axis, t = positions, d = width.
 """
@@ -17,17 +17,17 @@ from collectives.tensor import group_rank
 
 
 class Dropout(nnx.Dropout):
-    """`[..., t, d]` to the same, some of it zero and the rest larger.
+    """Dropout: `[..., t, d] -> [..., t, d]`, some numbers zero, the rest scaled up.
 
-    Every place along one dim has a key of its own, made of its number in the whole activation. A
-    rank that holds some of the places (sequence parallelism, or columns between a column and a row
-    layer) makes their part of the mask and no more; ranks that hold all of them make the same.
+    Every place along one dim has its own key, made from its number in the whole activation. A rank
+    that holds some of the places (sequence parallelism, or columns between a column and a row
+    layer) computes only their part of the mask; ranks that hold all places compute the same mask.
 
     Args:
       rate: the share that becomes zero.
       rngs: has a stream ``dropout``.
-      dim: that of which ranks hold parts, if they do: -2, the sequence, or -1 between a column
-        layer and its row layer.
+      dim: the dim that may be split over ranks: -2, the sequence, or -1 between a column layer and
+        its row layer.
       axis: the mesh axis of the group.
       deterministic: whether nothing is dropped, as after ``module.eval()``.
     """
@@ -49,7 +49,7 @@ class Dropout(nnx.Dropout):
     def __call__(  # type: ignore[override]
         self, x: jax.Array, *, deterministic: bool | None = None
     ) -> jax.Array:
-        """Drop, unless that is off."""
+        """Apply dropout, unless deterministic."""
         off = self.deterministic if deterministic is None else deterministic
         if off or self.rate == 0:
             return x

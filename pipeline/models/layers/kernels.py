@@ -1,4 +1,4 @@
-"""Attention by the kernel of a platform: which one takes what it is given.
+"""Attention by a platform's kernel: the choice of the kernel, and its calls.
 
 A kernel never forms the scores of all pairs of positions. On TPUs it is the splash attention that
 comes with JAX, in Pallas, which passes over what a causal mask hides; on NVIDIA GPUs that of cuDNN.
@@ -37,9 +37,9 @@ def choose(q: jax.Array, *, softcap: float | None = None, start: int = 0) -> Imp
 
     Queries whose places begin at ``start``, behind those of so many keys, take splash alone.
 
-    The platform is that of the mesh, which may be of devices that are not there. A compiler cannot
-    cut a kernel into parts: with mesh axes left to it, or without a mesh among several devices, it
-    is given the formula.
+    The platform is the mesh's, whose devices may be unavailable. A compiler cannot cut a kernel
+    into parts: with mesh axes left to it, or without a mesh among several devices, it is given the
+    formula.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty and jax.device_count() > 1:

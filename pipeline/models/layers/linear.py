@@ -1,4 +1,4 @@
-"""A linear layer cut by columns and one cut by rows, which belong together.
+"""A pair of linear layers: one cut by columns, one cut by rows.
 
 Letters: R = ranks on the axis, t = positions, d = width in, e = width out. See `collectives.tensor`
 for what they exchange.
@@ -98,7 +98,7 @@ class RowLinear(_Linear):
     _dim = 0
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """The sum over ranks, or this rank's part of it."""
+        """Compute the sum over ranks, or this rank's part of the sum."""
         y = apply(x, read_weight(self.weight, x, self.axis))
         y = row_output(y, self.axis, sequence_axis=self.sequence_axis)
         return y if self.bias is None else y + _row(self.bias.get_value().astype(y.dtype), y)

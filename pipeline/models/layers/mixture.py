@@ -130,7 +130,7 @@ class MixtureOfExperts(nnx.Module):
             self.dropped = ExpertState(jnp.zeros((), jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Run it, with its losses added to the result."""
+        """Run the mixture, and add its losses by `add_loss`."""
         part = self._part(WHOLE_SEQUENCE)
         if part.num_slices > 1 and self._balances_sequences:
             raise ValueError(
@@ -142,7 +142,7 @@ class MixtureOfExperts(nnx.Module):
         return self._run(x, part, None)[0]
 
     def call_slice(self, x: jax.Array, earlier: Any, part: SequenceSlice) -> tuple[jax.Array, Any]:
-        """Run it on one slice of a sequence (`Pipeline(slices=N)`).
+        """Run the mixture on one slice of a sequence (`Pipeline(slices=N)`).
 
         Args:
           x: `[b, t, d]` of the slice.

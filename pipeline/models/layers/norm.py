@@ -92,5 +92,5 @@ class LayerNorm(nnx.Module):
 
 
 def _row(weight: nnx.Param[Any], x: jax.Array) -> jax.Array:
-    """A weight `[d]` beside x, in float32."""
+    """Return a weight `[d]` in the layout of x, in float32."""
     return weight.get_value().astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))

@@ -73,7 +73,7 @@ class ReplicatedKV(nnx.Module):
         return apply(x, queries).reshape(heads), keys, values
 
     def _own(self, dtype: Any) -> jax.Array:
-        """The weights of those heads that this rank's queries read, `[d, heads, 2c]`."""
+        """Return the weights of the heads that this rank's queries read, `[d, heads, 2c]`."""
         both, ranks = self.keys_values.get_value().astype(dtype), group_size(self.axis)
         if ranks == 1:
             return both

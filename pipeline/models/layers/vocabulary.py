@@ -22,7 +22,7 @@ from pipeline.models.layers.weights import Initializer, check_cut, make_weight, 
 
 
 class VocabularyEmbedding(nnx.Module):
-    """Words to vectors: `[b, t] -> [b, t, d]`. What is no word is NaN.
+    """Embedding of words: `[b, t] -> [b, t, d]`; NaN for a number that is no word.
 
     Args:
       vocabulary: the number of words.
@@ -70,7 +70,7 @@ class VocabularyEmbedding(nnx.Module):
 
 
 class VocabularyHead(nnx.Module):
-    """Vectors to logits: `[b, t, d] -> [b, t, v]`; padding gets -inf, so that it never wins.
+    """Head from vectors to logits: `[b, t, d] -> [b, t, v]`; padding words get -inf.
 
     Args:
       width: d.

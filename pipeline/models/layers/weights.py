@@ -54,7 +54,7 @@ def shared(
 
 
 def read_weight(weight: nnx.Param[Any], x: jax.Array, axis: str | None) -> jax.Array:
-    """This rank's part, in the dtype of the input that meets it.
+    """Read this rank's part of a weight, in the dtype of its input.
 
     Raises:
       ValueError: the input is no float; the axis is manual, and the weight is not cut over it or
@@ -71,7 +71,7 @@ def read_weight(weight: nnx.Param[Any], x: jax.Array, axis: str | None) -> jax.A
 
 
 def check_cut(weight: nnx.Param[Any], axis: str | None) -> None:
-    """Refuse a weight that is not this rank's part; it would be summed once per rank."""
+    """Refuse a weight that is not this rank's part: its product would be summed once per rank."""
     if not is_manual(axis):
         return
     what, count, pad_with = weight.get_metadata("pieces")
@@ -86,7 +86,7 @@ def check_cut(weight: nnx.Param[Any], axis: str | None) -> None:
 
 
 def scaled(fan_in: int) -> Initializer:
-    """Normal numbers that keep the size of what they are multiplied with."""
+    """Make an initializer of normal numbers that keeps the scale of a product's input."""
     return jax.nn.initializers.normal(fan_in**-0.5)
 
 

@@ -1,1 +1,1 @@
-"""The modules behind `pipeline.weights`, which says what they are."""
+"""The modules of `pipeline.weights`, whose documentation describes them."""

@@ -1,4 +1,4 @@
-"""State of experts that checkpoints hold: biases of the choice, which are no parameters.
+"""Experts' state in checkpoints: biases of the router's choice, which are not parameters.
 
 A layer view has parameters or declared state. Here both are one tree, in which a leaf of state is
 marked.
@@ -26,7 +26,7 @@ class StateRef:
     """A leaf of state in a view of state.
 
     Attributes:
-      ref: where.
+      ref: the place of the leaf.
     """
 
     ref: Ref
@@ -37,20 +37,20 @@ class Constant:
     """A plan (`pipeline.models.weights.tables.patterns.TensorPlan`) of state that no file holds.
 
     Attributes:
-      value: of each number.
-      shape: of the leaf.
+      value: the value of each number.
+      shape: the shape of the leaf.
     """
 
     value: float
     shape: tuple[int, ...]
 
     def read(self, read: Read, dtype: Any) -> np.ndarray:
-        """The whole leaf."""
+        """Return the whole leaf."""
         del read
         return np.full(self.shape, self.value, dtype)
 
     def fill(self, out: np.ndarray, index: Sequence[Range], read: Read) -> None:
-        """Write a slice of it."""
+        """Write a slice of the leaf."""
         del index, read
         out[...] = self.value
 
@@ -67,7 +67,7 @@ def state_view(pipe: Any) -> LayerView | None:
 
 
 def with_biases(tree: Mapping[str, Any], view: LayerView | None) -> Mapping[str, Any]:
-    """A view's tree of parameters, with the leaves of biases in their layers.
+    """Add the leaves of biases to their layers in a view's tree of parameters.
 
     Args:
       tree: of parameters.
@@ -80,7 +80,7 @@ def with_biases(tree: Mapping[str, Any], view: LayerView | None) -> Mapping[str,
 
 
 def constants(view: LayerView) -> dict[Ref, Constant]:
-    """Plans for state that no file holds: loads begin equal, other arrays with zeros."""
+    """Make plans for state that no file holds: loads begin equal, other arrays with zeros."""
     found = {}
     for stage in view.tree["stages"]:
         for path, ref in leaves_of(stage):

@@ -17,10 +17,10 @@ _LONGEST_NAME = 255  # bytes, of a file
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Contents of a checkpoint's folder; no weight is read into memory.
+    """The contents of a checkpoint's folder; no weight is read into memory.
 
     Attributes:
-      folder: where it is.
+      folder: the path of the folder.
       config: the content of config.json.
       tensors: by name, in the order of their files.
     """
@@ -34,8 +34,8 @@ def open_checkpoint(folder: str | Path, config: Mapping[str, Any] | None = None)
     """Read the headers of a folder.
 
     Args:
-      folder: where config.json and the safetensors are.
-      config: in place of config.json.
+      folder: the folder of config.json and the safetensors.
+      config: a config that replaces config.json.
 
     Raises:
       ValueError: a file that is missing, cut short or mislabelled.
@@ -90,6 +90,6 @@ def _sharded(folder: Path) -> dict[str, Tensor]:
 
 
 def listed(names: list[str]) -> str:
-    """Names, and how many more there are."""
+    """Write some names, and the number of further names."""
     more = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""Files of a checkpoint, of which nothing half-written stays: a folder appears when whole."""
+"""Files of a checkpoint, without half-written files: a folder appears when it is complete."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SHARD_BYTES = 5_000_000_000
 
 @contextlib.contextmanager
 def written(folder: Path) -> Iterator[Path]:
-    """A folder beside the one that it becomes when the block ends well; else it goes.
+    """Open a temporary folder, renamed to the final one if the block succeeds, else deleted.
 
     Raises:
-      ValueError: the folder is there, and is not empty.
+      ValueError: the final folder exists and is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there and not empty; give a new folder")
@@ -51,7 +51,7 @@ def grouped(tensors: Types, shard_bytes: int) -> dict[str, Types]:
 
     Args:
       tensors: in layer order.
-      shard_bytes: of a file, unless one tensor has more.
+      shard_bytes: the maximum bytes of a file, unless one tensor has more.
 
     Raises:
       ValueError: no positive number of bytes.
@@ -78,9 +78,9 @@ def write_files(
     """Write files and, of several, their index.
 
     Args:
-      folder: where.
-      files: the types of the tensors of each.
-      tensors: all of them, in that order.
+      folder: the folder of the files.
+      files: the types of the tensors of each file.
+      tensors: all tensors, in the same order.
     """
     for file, own in files.items():
         writer = Writer(folder / file, own)

@@ -1,4 +1,4 @@
-"""A description of a checkpoint: family, sizes, files, and the contents of each stage."""
+"""The description of a checkpoint: family, sizes, files, and the contents of each stage."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def inspect(
     layout: Layout | None = None,
     names: bool = False,
 ) -> str:
-    """Read the headers of a checkpoint, check it whole, and say what is there.
+    """Read the headers of a checkpoint, check all of them, and describe the contents.
 
     Args:
-      folder: of the Hugging Face layout, or of stages.
-      num_stages: K, to say what each stage would hold.
-      layout: in place of it, which layers each has.
-      names: whether to list every tensor, and which weight it is part of.
+      folder: a folder in the Hugging Face layout, or a folder of stages.
+      num_stages: K, to list the contents of each stage.
+      layout: the layers of each stage, in place of ``num_stages``.
+      names: whether to list every tensor with the weight that contains it.
 
     Raises:
       ValueError: as `pipeline.weights.load`.

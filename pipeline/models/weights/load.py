@@ -1,4 +1,4 @@
-"""A checkpoint into a pipeline: each process reads the slices that its devices hold, one by one.
+"""Loads of checkpoints: each process reads the slices of its own devices, one by one.
 
 Letters: S ranks, K stages.
 """
@@ -50,10 +50,10 @@ Ranges = tuple[Range, ...]
 
 @dataclass(frozen=True)
 class LoadedFrom:
-    """The checkpoint that weights were read from, an attribute of the pipeline that has them.
+    """The source checkpoint of a pipeline's weights, an attribute of the pipeline.
 
-    An export needs it. It stays with the pipeline when that is copied or replaced; a head of other
-    sizes is refused by the shapes that `config` gives.
+    An export needs this attribute. Copies and `replace` keep it. An export of a head of another
+    size is refused, by the shapes in `config`.
 
     Attributes:
       family: the table of names.
@@ -79,31 +79,33 @@ def load(
     context: Context = WHOLE,
     **options: Any,
 ) -> Pipeline:
-    """A pipeline of the decoder that a checkpoint holds, with its weights.
+    """Make a pipeline of the decoder in a checkpoint, with its weights.
 
-    No process holds the model: each reads what its own devices hold, a weight at a time.
+    No process holds the whole model: each process reads the parts of its own devices, one weight at
+    a time.
 
     Args:
       folder: config.json, and safetensors in one file or with an index.
-      num_microbatches: M, as of `Pipeline`.
-      num_stages: K; by default the size of the mesh's axis ``stage``, or a stage for each device,
-        as far as there are layers.
-      layout: in place of it, which layers each stage has (`parse_layout`).
-      mesh: as of `Pipeline`.
-      dtype: of the weights; by default that of most bytes of the checkpoint.
-      activations: dtype of activations; by default that of the weights.
+      num_microbatches: M, as for `Pipeline`.
+      num_stages: K; by default the size of the mesh's axis ``stage``, or one stage for each device,
+        but at most one for each layer.
+      layout: the layers of each stage (`parse_layout`), in place of ``num_stages``.
+      mesh: as for `Pipeline`.
+      dtype: the dtype of the weights; by default the dtype of most bytes of the checkpoint.
+      activations: the dtype of activations; by default the dtype of the weights.
       family: in place of the one that ``model_type`` names; a name, or a table of one's own.
-      experts: options of mixtures of experts that no checkpoint says, such as ``dispatch`` and
+      experts: options of mixtures of experts that no checkpoint contains, such as ``dispatch`` and
         ``balance_weight`` (`pipeline.decoders.ExpertsConfig`).
-      mtp: how many modules for multi-token prediction are read: 0 leaves them out; by default those
-        of config.json, if the files have them. Their loss is `pipeline.decoders.MultiTokenLoss`.
-      context: how sequences lie on the ranks of an axis (`pipeline.layers.Context`), beside
-        ``batch=P("data", "context")``; by default they are whole.
-      options: any others of `Pipeline`, such as ``loss_fn`` and ``schedule``.
+      mtp: the number of modules for multi-token prediction to read: 0 reads none; by default the
+        number in config.json, if the files have these modules. Their loss is
+        `pipeline.decoders.MultiTokenLoss`.
+      context: the split of sequences over the ranks of an axis (`pipeline.layers.Context`), with
+        ``batch=P("data", "context")``; by default sequences are whole.
+      options: other options of `Pipeline`, such as ``loss_fn`` and ``schedule``.
 
     Raises:
-      ValueError: files that are missing, cut short or mislabelled, a family that is not known, a
-        config that this decoder has not, tensors of other sizes; or as `Pipeline`.
+      ValueError: files that are missing, cut short or mislabelled; an unknown family; a config that
+        this decoder does not support; tensors of other sizes; or an error of `Pipeline`.
     """
     shared = {"vocabulary": options["vocabulary"]} if "vocabulary" in options else {}
     made = parts(
@@ -140,25 +142,25 @@ def parts(
     mtp_weight: float | Sequence[float] | None = None,
     context: Context = WHOLE,
 ) -> dict[str, Any]:
-    """Make the parts of a `Pipeline` of a checkpoint, all of them types, and the reader of weights.
+    """Make the parts of a `Pipeline` from a checkpoint, all as types, and the reader of weights.
 
     Args:
-      folder: of the checkpoint.
-      num_stages: as of `load`, as are layout, mesh, dtype, activations and family.
-      layout: which layers each stage has.
-      mesh: of the pipeline.
-      dtype: of the weights.
-      activations: of activations.
-      vocabulary: as of `Pipeline`.
-      family: its names.
-      experts: as of `load`, as is mtp.
-      mtp: how many modules for multi-token prediction are read.
-      mtp_weight: of their losses, as `pipeline.decoders.MultiTokenLoss` takes it.
-      context: as of `load`.
+      folder: the folder of the checkpoint.
+      num_stages: as for `load`, like layout, mesh, dtype, activations and family.
+      layout: the layers of each stage.
+      mesh: the mesh of the pipeline.
+      dtype: the dtype of the weights.
+      activations: the dtype of activations.
+      vocabulary: as for `Pipeline`.
+      family: the table of names.
+      experts: as for `load`.
+      mtp: as for `load`.
+      mtp_weight: the weight of their losses, as for `pipeline.decoders.MultiTokenLoss`.
+      context: as for `load`.
 
     Returns:
-      stages, embed, head; loss_fn, the loss of the next token; and read, a function of the pipeline
-      that fills it.
+      stages, embed, head; loss_fn, the loss of the next token; and read, a function that fills a
+        pipeline with the weights.
 
     Raises:
       ValueError: as `load`.
@@ -202,8 +204,8 @@ def read_into(
 ) -> None:
     """Read a checkpoint into a pipeline of any model whose stages are lists ``blocks`` of layers.
 
-    Its weights may be types, made under `nnx.eval_shape`: then no other array is ever made. Weights
-    keep their dtype.
+    The pipeline's weights may be types, made under `nnx.eval_shape`: then no other array is ever
+    made. Weights keep their dtype.
 
     Args:
       pipe: the pipeline.
@@ -212,17 +214,17 @@ def read_into(
       config: in place of config.json.
 
     Raises:
-      ValueError: as `load`; or weights for which the table has no row, or of other sizes.
+      ValueError: an error of `load`; or weights that have no row in the table, or other sizes.
     """
     checkpoint = open_checkpoint(folder, config)
     _read(pipe, checkpoint, choose_family(family, checkpoint.config, f"{folder}/config.json"))
 
 
 def choose_family(family: str | Family | None, config: Config, where: str) -> Family:
-    """The family that is asked for, or that config.json names.
+    """Return the given family, or the family that config.json names.
 
     Raises:
-      ValueError: none that is known.
+      ValueError: an unknown family.
     """
     if isinstance(family, Family):
         return family
@@ -234,7 +236,7 @@ def choose_family(family: str | Family | None, config: Config, where: str) -> Fa
 def choose_loss(
     config: DecoderConfig, vocabulary: str, mtp_weight: float | Sequence[float] | None
 ) -> Any:
-    """The loss of a decoder: of the next token, and perhaps of those further on.
+    """Choose the loss of a decoder: for the next token, or also for further tokens.
 
     Raises:
       ValueError: a weight of modules that the model lacks.
@@ -253,10 +255,10 @@ def choose_loss(
 def count_blocks(
     config: DecoderConfig, num_stages: int | None, layout: Layout | None, mesh: Mesh | None
 ) -> tuple[list[int], list[int]]:
-    """[K] how many layers each stage has, and how many modules.
+    """Count the layers of each stage, [K], and the modules for multi-token prediction.
 
     Raises:
-      ValueError: both of two ways to say it, or a number that does not fit.
+      ValueError: both options, or a number that does not fit.
     """
     if layout is not None and num_stages is not None:
         raise ValueError(
@@ -270,7 +272,7 @@ def count_blocks(
 
 
 def common_dtype(checkpoint: Checkpoint) -> Any:
-    """The dtype of most bytes of a checkpoint."""
+    """Return the dtype of most bytes of a checkpoint."""
     sizes: Counter[Any] = Counter()
     for tensor in checkpoint.tensors.values():
         if tensor.dtype in DTYPES:  # what is not read is refused later, by name
@@ -352,7 +354,7 @@ class _Reading:
                     self._slot(plan, slot, out[rank - first], rest)
 
     def _slot(self, plan: TensorPlan | Constant, slot: Slot, out: np.ndarray, at: Ranges) -> None:
-        """A layer's leaf, within a device's part of the row in which it lies."""
+        """Read a layer's leaf into a device's part of its row."""
         part = None if slot.spot is None else slot.spot.part
         if part is None:
             self._fill(plan, at, out)
@@ -368,7 +370,7 @@ class _Reading:
             dest[...] = whole.reshape(-1)[slice(*inner)]
 
     def _end(self, n: int, out: np.ndarray, at: Ranges) -> None:
-        """A device's part of a weight of embed or head; rows behind the last word stay zero."""
+        """Read a device's part of a weight of embed or head; rows after the last word stay zero."""
         end = self.view.ends[n]
         held = tuple(
             (min(a, size), min(b, size)) for (a, b), size in zip(at, end.shape, strict=True)
@@ -390,12 +392,12 @@ def made_of_parts(
     sharding: Any,
     fill: Callable[[np.ndarray, Ranges], None],
 ) -> jax.Array:
-    """An array of which this process makes its own devices' parts, one after the other.
+    """Make an array from the parts of this process's devices, one after the other.
 
     Args:
-      shape: of all of it.
-      dtype: of its numbers.
-      sharding: where it lies.
+      shape: the shape of the whole array.
+      dtype: the dtype of its numbers.
+      sharding: its sharding.
       fill: writes a part into zeros, given the range of each dim.
     """
     held: dict[Ranges, list[Any]] = {}

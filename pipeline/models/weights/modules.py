@@ -1,7 +1,7 @@
-"""Modules for multi-token prediction in checkpoints: which are read, and tables said once more.
+"""Modules for multi-token prediction in checkpoints: the modules to read, and repeated tables.
 
-A module is a layer behind all others (`Family.mtp`). Published files
-have the tables of embedding and head in it a second time.
+A module is a layer after all other layers (`Family.mtp`). Published files repeat the tables of
+embedding and head in each module.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Copies = dict[int | str, list[tuple[str, Entry]]]  # of a layer: names, each wit
 def fit_modules(
     config: DecoderConfig, checkpoint: Checkpoint, family: Family, mtp: int | None = None
 ) -> DecoderConfig:
-    """The config with as many modules for multi-token prediction as are to be read.
+    """Set a config's number of modules for multi-token prediction to the number to read.
 
     Args:
       config: of the decoder, by config.json.
       checkpoint: that is read, of the Hugging Face layout or under our own names.
       family: its table.
-      mtp: how many; None for those of config.json if the files have them, else none.
+      mtp: the number of modules; None for the number in config.json if the files have them, else 0.
 
     Raises:
-      ValueError: neither none nor all of them, or files that have some; or none of a folder of
-        stages that has them.
+      ValueError: a number other than 0 and all, or files with only some modules; or 0 for a folder
+        of stages that has modules.
     """
     if mtp not in (None, 0, config.mtp_layers) or isinstance(mtp, bool):
         raise ValueError(
@@ -58,7 +58,7 @@ def fit_modules(
 
 
 def copies_of(entries: Sequence[Entry], family: Family, prefix: str) -> Copies:
-    """Find the tensors that say a table once more, by the layer that has them.
+    """Find the tensors that repeat a table, by their layer.
 
     Args:
       entries: a model's weights.
@@ -85,8 +85,8 @@ def each_tensor(
 
     Args:
       entries: a model's weights.
-      copies: tables that a layer has once more.
-      split: the tensors that a weight is made of, by name: arrays, or their types.
+      copies: the repeated tables of a layer.
+      split: the tensors of a weight by name: arrays, or their types.
     """
     for layer, own in itertools.groupby(entries, key=lambda entry: entry.layer):
         for entry in own:
@@ -97,7 +97,7 @@ def each_tensor(
 
 
 def spare_names(entries: Sequence[Entry], checkpoint: Checkpoint, family: Family) -> set[str]:
-    """Find the tensors that need not be read: tables said once more, or modules left out.
+    """Find the tensors that need not be read: repeated tables, or omitted modules.
 
     Args:
       entries: the weights that are read.
@@ -127,7 +127,7 @@ def spare_names(entries: Sequence[Entry], checkpoint: Checkpoint, family: Family
 
 
 def _left_out(checkpoint: Checkpoint, family: Family) -> set[str]:
-    """The tensors of modules that config.json counts, in a model that has none."""
+    """Return the tensors of modules that config.json counts but the model lacks."""
     if not family.mtp or family.config is None:
         return set()
     config = family.config(checkpoint.config)

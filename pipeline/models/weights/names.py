@@ -20,12 +20,12 @@ BLOCKS = "blocks"  # of a stage: the attribute that lists its blocks
 
 @dataclass(frozen=True)
 class Entry:
-    """A weight.
+    """A weight with its place in a checkpoint and in a pipeline.
 
     Attributes:
-      layer: its number, or "embed" or "head".
-      plan: what it is made of; parts have the names of tensors.
-      held: where it lies, a `Ref` or an `EndRef` of a layer view; None if it is in no pipeline.
+      layer: the layer's number, or "embed" or "head".
+      plan: the composition of the weight; parts have the names of tensors.
+      held: its place, a `Ref` or an `EndRef` of a layer view; None if it is in no pipeline.
     """
 
     layer: int | str
@@ -34,13 +34,13 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Its own name, such as ``layers.3.mlp.down.weight``."""
+        """The weight's name, such as ``layers.3.mlp.down.weight``."""
         layer = f"layers.{self.layer}" if isinstance(self.layer, int) else self.layer
         return f"{layer}.{self.plan.target}"
 
 
 def entries_of(tree: Mapping[str, Any], family: Family, config: Config, prefix: str) -> list[Entry]:
-    """All weights of a model in layer order: embed, layers 0, 1, ..., head.
+    """List all weights of a model in layer order: embed, layers 0, 1, ..., head.
 
     Args:
       tree: the layers of a `LayerView`.
@@ -116,7 +116,7 @@ def _matched(
 
 
 def check_layers(checkpoint: Checkpoint, family: Family, layers: int) -> None:
-    """See that a checkpoint has its last layer, before a model of so many is made.
+    """Check that a checkpoint has its last layer, before a model of so many layers is made.
 
     Args:
       checkpoint: that is read, of the Hugging Face layout or under our own names.
@@ -141,7 +141,7 @@ def has_layer(checkpoint: Checkpoint, family: Family, n: int) -> bool:
 
 
 def layer_prefixes(checkpoint: Checkpoint, family: Family, n: int) -> tuple[str, ...]:
-    """Find how the names of a layer's tensors begin: the family's, and our own."""
+    """Find the prefixes of a layer's tensor names: the family's, and our own."""
     prefix = family.prefix_of(list(checkpoint.tensors))
     return family.tensor_name(prefix, n, ""), f"layers.{n}."
 
@@ -149,9 +149,9 @@ def layer_prefixes(checkpoint: Checkpoint, family: Family, n: int) -> tuple[str,
 def with_tied_head(
     entries: Sequence[Entry], checkpoint: Checkpoint, family: Family, prefix: str
 ) -> Sequence[Entry]:
-    """The entries, where the head shares the embedding's table, of whichever tensor has it.
+    """Point the entries of a shared table at the tensor that exists, the embedding's or the head's.
 
-    Safetensors keep one of two names of one array, and that may be the head's.
+    Safetensors keep only one of two names of an array, which may be the head's name.
 
     Args:
       entries: as of `entries_of`.
@@ -160,7 +160,7 @@ def with_tied_head(
       prefix: of the names of tensors.
 
     Raises:
-      ValueError: both are there, and differ.
+      ValueError: both tensors exist, and differ.
     """
     tables = {one.layer: one for one in entries if one.plan.target == TABLE}
     if EMBED not in tables or HEAD in tables:
@@ -186,10 +186,10 @@ def with_tied_head(
 
 
 def check_shapes(entries: Sequence[Entry], shape_of: Callable[[Any], tuple[int, ...]]) -> None:
-    """See that a model's weights are as large as the table says.
+    """Check the sizes of a model's weights against the table.
 
     Raises:
-      ValueError: all that are not.
+      ValueError: all weights of other sizes.
     """
     wrong = [
         f"{entry.name} is {list(shape_of(entry.held))} in the model, and by its row and the sizes "
@@ -207,16 +207,16 @@ def check_tensors(
     family: Family,
     spare: Collection[str] = (),
 ) -> None:
-    """See that a checkpoint has what a model needs, of the right sizes, and nothing else.
+    """Check that a checkpoint has the tensors of a model, of the right sizes, and no others.
 
     Args:
       entries: the model's weights.
       checkpoint: that is read.
       family: its table.
-      spare: names of tensors that may be there and need not be read.
+      spare: names of tensors that may exist and need not be read.
 
     Raises:
-      ValueError: all that is wrong, up to a few.
+      ValueError: the faults, up to a few.
     """
     wrong, used = [], set()
     for entry in entries:

@@ -1,9 +1,9 @@
-"""A folder of stages: weights as layers here have them, under their own names, a file per stage.
+"""A folder of stages: weights in this library's layout and names, one file per stage.
 
-``python -m pipeline weights import`` writes it, and ``export`` makes the Hugging Face layout of it
-again; no more than one weight is in memory. Layers are numbered through, so what was written for
-four stages can be read into any other number of them, and a process reads of the files what its
-devices hold.
+``python -m pipeline weights import`` writes the folder, and ``export`` converts it back to the
+Hugging Face layout; no more than one weight is in memory. Layers are numbered across stages, so
+weights written for four stages can be read into any number of stages. A process reads only the
+parts of its devices.
 
 Letters: K stages.
 """
@@ -60,7 +60,7 @@ def is_native(checkpoint: Checkpoint) -> bool:
 
 
 def native_entries(entries: Sequence[Entry]) -> list[Entry]:
-    """Rename entries so that each weight is one tensor with a name of its own."""
+    """Rename entries so that each weight is one tensor with its own name."""
     return [replace(entry, plan=replace(entry.plan, parts=(_whole(entry),))) for entry in entries]
 
 
@@ -77,17 +77,17 @@ def import_stages(
     layout: Layout | None = None,
     dtype: Any = None,
 ) -> list[int]:
-    """Write a checkpoint as a folder of stages; what else lies beside it, such as a tokenizer, too.
+    """Convert a checkpoint to a folder of stages; copy other files, such as a tokenizer.
 
     Args:
-      folder: of the Hugging Face layout.
+      folder: a folder in the Hugging Face layout.
       out: a folder that is not there yet, or is empty.
       num_stages: K, by default 1.
       layout: in place of it, which layers each has.
-      dtype: of all weights; by default each keeps its own.
+      dtype: the dtype of all weights; by default each weight keeps its dtype.
 
     Returns:
-      [K] how many layers each stage has.
+      [K] the number of layers of each stage.
 
     Raises:
       ValueError: as `pipeline.weights.load`.
@@ -113,13 +113,13 @@ def import_stages(
 def export_stages(
     folder: str | Path, out: str | Path, *, dtype: Any = None, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write a folder of stages as a checkpoint of the Hugging Face layout.
+    """Convert a folder of stages to a checkpoint in the Hugging Face layout.
 
     Args:
-      folder: of `import_stages`.
+      folder: a folder that `import_stages` has written.
       out: a folder that is not there yet, or is empty.
-      dtype: of all weights; by default each keeps its own.
-      shard_bytes: of weights in a file; one tensor may have more.
+      dtype: the dtype of all weights; by default each weight keeps its dtype.
+      shard_bytes: the maximum bytes of weights in a file; one tensor may have more.
 
     Raises:
       ValueError: as `pipeline.weights.load`, or no folder of stages.
@@ -151,7 +151,7 @@ def export_stages(
 def describe_checkpoint(
     checkpoint: Checkpoint,
 ) -> tuple[DecoderConfig, list[Entry], list[Entry]]:
-    """Describe a checkpoint's decoder, and its weights: as tensors of a table, and as in the file.
+    """Describe a checkpoint's decoder, and its weights: by the table, and by the file.
 
     Raises:
       ValueError: as `pipeline.weights.load`.
@@ -176,7 +176,7 @@ def describe_checkpoint(
 
 
 def tree_of(stages: Sequence[Any], embed: Any, head: Any) -> dict[str, Any]:
-    """The layers of a model without a pipeline; a table that is shared is the embedding's."""
+    """Return the layers of a model without a pipeline; a shared table belongs to the embedding."""
     state = nnx.to_flat_state(
         nnx.state(Parts(list(stages), embed, head), nnx.Any(nnx.Param, is_bias))
     )
@@ -188,12 +188,12 @@ def tree_of(stages: Sequence[Any], embed: Any, head: Any) -> dict[str, Any]:
 def cut_layers(
     config: DecoderConfig, num_stages: int | None, layout: Layout | None
 ) -> tuple[list[int], list[int]]:
-    """[K] how many layers each stage has, and how many modules for multi-token prediction.
+    """Count the layers of each stage, [K], and the modules for multi-token prediction.
 
     Args:
       config: of the decoder.
       num_stages: K, by default 1.
-      layout: in place of it.
+      layout: the layers of each stage, in place of ``num_stages``.
 
     Raises:
       ValueError: a layout of another model.
@@ -206,7 +206,7 @@ def cut_layers(
 
 
 def _stage_of(entry: Entry, counts: Sequence[int], modules: Sequence[int]) -> int:
-    """In which stage's file a weight lies."""
+    """Return the stage whose file has a weight."""
     if not isinstance(entry.layer, int):
         return 0 if entry.layer == EMBED else len(counts) - 1
     own, layer = (counts, entry.layer)
@@ -232,7 +232,7 @@ def _convert(
     files: Mapping[str, Types],
     tensors: Iterator[tuple[str, np.ndarray]],
 ) -> None:
-    """Write files, and beside them what is no weight."""
+    """Write the files of weights, and copy the other files."""
     with written(out) as partial:
         for path in sorted(checkpoint.folder.iterdir()):
             is_weights = path.name == INDEX or path.suffix in WEIGHTS

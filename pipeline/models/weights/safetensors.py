@@ -1,10 +1,11 @@
-"""The safetensors format: a length, a JSON header, and arrays one behind another.
+"""The safetensors format: a length, a JSON header, and arrays one after another.
 
-Read by ranges of each array's dims, with no more in memory than was asked for, and written array by
-array. What a file says of itself is checked against its size before anything is read of it.
+Files are read by ranges of each array's dims, with only the requested range in memory, and written
+array by array. A file's header is checked against the file's size before any array is read.
 
-The package of that name writes a file only of arrays that are all in memory, and of a damaged file
-says less than which tensor is wrong; so both ways stand here. Tests read with it what is written.
+The package ``safetensors`` needs all arrays of a file in memory to write it, and its errors do not
+name the damaged tensor; so this module both reads and writes. Tests read the written files with
+that package.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class Tensor:
     """An array of a file.
 
     Attributes:
-      file: where it is.
+      file: the path of the file.
       name: its name.
-      dtype: as the file has it, such as BF16.
-      shape: of the array.
-      start: of its first byte in the file.
+      dtype: the dtype as in the file, such as BF16.
+      shape: the shape of the array.
+      start: the offset of its first byte in the file.
     """
 
     file: Path
@@ -76,13 +77,13 @@ class Tensor:
         return math.prod(self.shape) * width
 
     def read(self, ranges: Sequence[Range]) -> np.ndarray:
-        """A slice, of its own dtype.
+        """Read a slice, in the tensor's dtype.
 
-        Rows of the first dim are read in one go; where they are cut, row by row, so that the rest
-        of a row stays in the file.
+        Whole rows of the first dim are read together. Parts of rows are read row by row, so that
+        the rest of each row is not read.
 
         Raises:
-          ValueError: a dtype that is not read, or a file that has become shorter.
+          ValueError: an unsupported dtype, or a file that has become shorter.
         """
         dtype = self.readable()
         shape = [stop - start for start, stop in ranges]
@@ -104,7 +105,7 @@ class Tensor:
         return out
 
     def equals(self, other: Tensor) -> bool:
-        """Tell whether another tensor holds the same numbers; read some rows at a time."""
+        """Tell whether another tensor holds the same numbers; some rows are read at a time."""
         if (self.shape, self.dtype) != (other.shape, other.dtype):
             return False
         if (self.file, self.start) == (other.file, other.start) or not self.shape:
@@ -118,10 +119,10 @@ class Tensor:
         return True
 
     def readable(self) -> Any:
-        """Its dtype as NumPy knows it.
+        """Return the dtype as a NumPy dtype.
 
         Raises:
-          ValueError: one that is not read.
+          ValueError: an unsupported dtype.
         """
         if self.dtype not in DTYPES:
             raise ValueError(
@@ -144,7 +145,7 @@ class Tensor:
 
 
 def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file by name, in the order of their bytes, and its metadata.
+    """Read the tensors of a file by name, in the order of their bytes, and its metadata.
 
     Raises:
       ValueError: no safetensors file, one that was cut short, or one whose header contradicts
@@ -226,7 +227,7 @@ class Writer:
     """A file that is written array by array.
 
     Args:
-      path: of the file.
+      path: the path of the file.
       tensors: (dtype, shape) by name, in the order in which they will be written.
     """
 
@@ -248,7 +249,7 @@ class Writer:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, array: np.ndarray) -> None:
-        """The next array."""
+        """Write the next array."""
         if self._left[0] != name:
             raise ValueError(f"{name} was written where {self._left[0]} comes next")
         self._left.pop(0)
@@ -256,7 +257,7 @@ class Writer:
         self._file.write(flat.data)
 
     def close(self) -> None:
-        """All of it is on the disk."""
+        """Close the file; afterwards all arrays are on disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

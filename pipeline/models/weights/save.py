@@ -1,4 +1,4 @@
-"""A pipeline's weights as a checkpoint, and layer by layer for whoever serves or syncs them."""
+"""Exports of a pipeline's weights: as a checkpoint, and layer by layer for serving or syncing."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from pipeline.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's tensors, as a checkpoint has them.
+    """A layer's tensors in the form of a checkpoint.
 
     Attributes:
       name: "embed", "head" or "layers.3".
-      tensors: by their names in a checkpoint, whole, on the host.
+      tensors: whole tensors on the host, by their names in a checkpoint.
     """
 
     name: str
@@ -50,18 +50,19 @@ class Layer:
 def named_layers(
     pipe: Pipeline, *, family: str | Family | None = None, config: Config | None = None
 ) -> Iterator[Layer]:
-    """All layers with the names of a checkpoint: embed, layers 0, 1, ..., head.
+    """Iterate over all layers with a checkpoint's names: embed, layers 0, 1, ..., head.
 
-    The same on every process, which all have to go on to the end together: the ranks that hold a
-    layer send it to all others. One layer at a time is on the host.
+    The result is the same on every process. All processes must iterate to the end together: the
+    ranks that hold a layer send it to all others. One layer at a time is on the host.
 
     Args:
       pipe: the pipeline.
-      family: the table of names; by default that of the checkpoint the pipeline was loaded from.
-      config: the content of config.json, likewise.
+      family: the table of names; by default the table of the checkpoint that the pipeline was
+        loaded from.
+      config: the content of config.json; by default that checkpoint's config.
 
     Raises:
-      ValueError: a pipeline that came from no checkpoint, and no family and config.
+      ValueError: no family and config for a pipeline that was not loaded from a checkpoint.
     """
     family, content = _origin(pipe, family, config)
     return _layers(_Source(pipe), family, content)
@@ -77,20 +78,21 @@ def save(
 ) -> None:
     """Write a checkpoint of the Hugging Face layout, in layer order.
 
-    All processes call it, and the first writes. The folder appears when it is complete: until then
-    all is in one beside it, which goes if anything fails.
+    All processes must call this; the first process writes. The files are in a temporary folder,
+    which is renamed to ``folder`` when it is complete, and deleted after a failure.
 
     Args:
       pipe: the pipeline.
-      folder: which must not be there yet, or be empty.
-      family: the table of names; by default that of the checkpoint the pipeline was loaded from.
-      config: the content of config.json, likewise.
-      shard_bytes: of weights in a file; one tensor may have more. With more files than one there is
-        an index.
+      folder: a folder that does not exist yet, or is empty.
+      family: the table of names; by default the table of the checkpoint that the pipeline was
+        loaded from.
+      config: the content of config.json; by default that checkpoint's config.
+      shard_bytes: the maximum bytes of weights in a file; one tensor may have more. Several files
+        have an index.
 
     Raises:
-      ValueError: a folder that is not empty; as `named_layers`; or weights of a dtype that is not
-        written.
+      ValueError: a folder that is not empty; an error of `named_layers`; or weights of an
+        unsupported dtype.
     """
     folder = Path(folder)
     family, content = _origin(pipe, family, config)
@@ -198,7 +200,7 @@ class _Source:
         return np.dtype(self._place(entry.held)[0].dtype)
 
     def fetch(self, entry: Entry) -> np.ndarray:
-        """A weight."""
+        """Fetch a weight."""
         array, rank, shape = self._place(entry.held)
         if isinstance(entry.held, EndRef):
             whole = gathered(array, None, self.mesh)
@@ -220,14 +222,14 @@ class _Source:
         return self.values[stack.path], ref.rank, stack.slots[ref.slot].shape
 
     def _seen(self, held: Any) -> tuple[LayerView, Any]:
-        """The view that has a leaf of stages, and where in it."""
+        """Find the view that has a leaf of stages, and the leaf's place in the view."""
         if isinstance(held, StateRef) and self.state is not None:
             return self.state, held.ref
         return self.view, held
 
 
 def gathered(array: jax.Array, row: int | None, mesh: Any) -> np.ndarray:
-    """An array, or a row of it, on every process's host."""
+    """Gather an array, or a row of an array, on every process's host."""
     if not array.is_fully_addressable and not array.is_fully_replicated:
         return np.asarray(_replicated(array, row, mesh).addressable_data(0))
     shape = array.shape if row is None else array.shape[1:]

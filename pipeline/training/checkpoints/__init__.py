@@ -1,7 +1,7 @@
-"""Checkpoints of runs: what is in one, its manifest, the folder that keeps several.
+"""Checkpoints of runs: the contents of a checkpoint, its manifest, and the folder of checkpoints.
 
-What lives here names leaves in layer order, writes and reads them, and finds what is damaged. What
-never does is a step or a loop; and that processes end together is `pipeline.training.faults`.
+The package names leaves in layer order, writes and reads them, and finds damage. Steps and loops
+are elsewhere; `pipeline.training.faults` makes processes end together.
 """
 
 from pipeline.training.checkpoints.folder import CheckpointError, Checkpoints

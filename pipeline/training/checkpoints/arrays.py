@@ -22,7 +22,7 @@ GROUP = 2**28  # bytes of leaves that are read at once
 
 
 class Orbax:
-    """Orbax, set up as checkpoints want it.
+    """The Orbax checkpointer with the settings of this package.
 
     Raises:
       ImportError: it is not installed.
@@ -39,14 +39,14 @@ class Orbax:
         self._orbax: Any = orbax
 
     def save(self, folder: Path, tree: dict[str, Any]) -> Any:
-        """Begin to write what `read_leaves` gives; the response's ``result()`` waits for it."""
+        """Begin to write the result of `read_leaves`; the response's ``result()`` waits."""
         with self._context():
             return self._orbax.save_async(folder, tree)
 
     def load(self, folder: Path, leaves: Mapping[str, LayerLeaf], model: Any) -> None:
         """Load saved leaves into their places.
 
-        So many are read at once that a process holds a part of the model only.
+        Leaves are read in groups, so that a process holds only a part of the model.
         """
         left = Counter(id(leaf.cell) for leaf in leaves.values())
         with _entered(model):
@@ -72,7 +72,7 @@ class Orbax:
 
 
 def read_leaves(leaves: Mapping[str, LayerLeaf], model: Any) -> dict[str, Any]:
-    """Copies of all leaves, as the tree that `Orbax.save` writes."""
+    """Copy all leaves into the tree that `Orbax.save` writes."""
     with _entered(model):
         found = {
             tuple(name.split(".")): _of_all(leaf.read(), model)
@@ -115,7 +115,7 @@ def _own(found: Any, leaf: LayerLeaf) -> Any:
 
 
 def _groups(leaves: Mapping[str, LayerLeaf]) -> Iterator[list[tuple[Any, LayerLeaf]]]:
-    """Paths and leaves, those of one array after those of another, in groups of limited size."""
+    """Group paths and leaves, array by array, in groups of limited size."""
     first: dict[int, int] = {}
     order = sorted(leaves, key=lambda n: first.setdefault(id(leaves[n].cell), len(first)))
     group: list[tuple[Any, LayerLeaf]] = []

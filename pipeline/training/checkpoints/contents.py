@@ -48,16 +48,16 @@ OF_MODEL = "of_model"  # attribute of a part that `split` made
 
 
 class Contents:
-    """The leaves of a model and of what belongs to it, by name.
+    """The leaves of a model, its optimizer and its further trees, by name.
 
     Args:
       model: a pipeline, a module, or ``{"stages": [K modules], "embed": module, "head": module}``.
       optimizer: of the model.
-      shaped: trees like its parameters, by name; what is written to them is put there.
+      shaped: trees like the model's parameters, by name; loaded leaves are written to them.
 
     Attributes:
-      model: as given.
-      leaves: by name.
+      model: the given model.
+      leaves: the leaves by name.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ def _by_layers(path: Path, numbers: Mapping[Path, int]) -> Path:
 
 
 def _layers_among(paths: list[Path]) -> list[Path]:
-    """The paths of the layers of a stage with these parameters; () if it is one itself."""
+    """Return the paths of a stage's layers; () if the stage is one layer."""
     if not paths:
         return [()]
     n = 0
@@ -195,10 +195,10 @@ def describe(
     metrics: Mapping[str, float] | None,
     topic: str,
 ) -> dict[str, Any]:
-    """The manifest of a checkpoint, but for its files.
+    """Make the manifest of a checkpoint, without the digests of its files.
 
     Raises:
-      ValueError: what cannot be written.
+      ValueError: a value that cannot be written.
     """
     if not is_whole(step, 0, numpy=True):
         raise ValueError(f"step={step!r}: must be an integer >= 0, the steps that were done")
@@ -222,7 +222,7 @@ def _described(leaf: LayerLeaf) -> dict[str, Any]:
 
 
 def _layout(model: Any) -> dict[str, Any] | None:
-    """Record the layout of the saved model, for people; nothing is read by it."""
+    """Record the layout of the saved model for readers; no code reads this record."""
     if not isinstance(model, Pipeline):
         return None
     schedule = model.schedule
@@ -236,7 +236,7 @@ def _layout(model: Any) -> dict[str, Any] | None:
 
 
 def _json(what: str, value: Any) -> Any:
-    """A value as JSON, that of an array of one number being the number.
+    """Convert a value to JSON; an array of one number becomes the number.
 
     A dictionary with other keys than texts is a list of pairs under its `TYPE`, and so is a tuple.
     """
@@ -262,7 +262,7 @@ def _json(what: str, value: Any) -> Any:
 
 
 def of_json(value: Any) -> Any:
-    """The value that `_json` has made JSON of."""
+    """Convert the JSON of `_json` back to its value."""
     if isinstance(value, list):
         return [of_json(member) for member in value]
     if not isinstance(value, dict):
@@ -298,10 +298,10 @@ def _position(data: Any) -> Any:
 
 
 def own_position(folder: pathlib.Path, positions: list[Any]) -> Any:
-    """Read the place in the data at which this process goes on.
+    """Read this process's position in the data.
 
     Raises:
-      ValueError: other processes than now were each elsewhere.
+      ValueError: the saved positions differ, and were those of another number of processes.
     """
     count, index = jax.process_count(), jax.process_index()
     if all(one == positions[0] for one in positions):
@@ -320,7 +320,7 @@ def own_position(folder: pathlib.Path, positions: list[Any]) -> Any:
 
 
 def check_ignored(ignore: Collection[str]) -> None:
-    """Check what of a checkpoint is to be left there."""
+    """Check the names of a checkpoint's parts that are not to be restored."""
     known = get_args(Part)
     for part in [ignore] if isinstance(ignore, str) else ignore:
         if part not in known or isinstance(ignore, str):
@@ -337,7 +337,7 @@ def check_same(
     given: Mapping[str, Any],
     ignore: Collection[str],
 ) -> None:
-    """Check that all of a checkpoint has its place, and that nothing else has one.
+    """Check that a checkpoint and the given objects have the same leaves and values.
 
     Raises:
       ValueError: the first leaf, or value, that differs.
@@ -374,7 +374,7 @@ def check_same(
 
 
 def _different(name: str, saved: Mapping[str, Any], own: Mapping[str, Any], more: str) -> str:
-    """How a leaf differs, and what to do."""
+    """Describe the difference of a leaf, and the remedy."""
     part = name.partition(".")[0]
     remedy = f"it is a checkpoint of another model: give the {part} that was saved"
     if name not in own:

@@ -1,9 +1,9 @@
-"""Checkpoints: a model, its optimizer and where a run was, in layer order, written by Orbax.
+"""Checkpoints: a model, its optimizer and a run's position, in layer order, written by Orbax.
 
-A checkpoint holds the leaves of the model without a pipeline, so it fits every pipeline of that
-model, whatever S, V, placement, schedule and mesh, and the model too. While a run goes on it is
-written into a folder of another name; when all is on the disk the manifest follows
-(`pipeline.training.checkpoints.manifest`), then the folder gets its name.
+A checkpoint holds the leaves of the model without a pipeline. So it fits the model and every
+pipeline of it, with any S, V, placement, schedule and mesh. It is written, while the run goes on,
+into a folder of another name. When all arrays are on disk the manifest is written
+(`pipeline.training.checkpoints.manifest`), then the folder gets its final name.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ STEP = "step_([0-9]{9}|[1-9][0-9]{9,})"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written, or of which none can be read."""
+    """A checkpoint that could not be written, or a folder without a readable checkpoint."""
 
 
 class Checkpoints:
-    """The checkpoints of a run, in a folder of their own that all processes share.
+    """The checkpoints of a run, in one folder that all processes share.
 
     Args:
-      folder: where; it is made if it is not there. One run writes to it; whoever reads meanwhile
-        says ``read_only=True``.
-      keep: how many of the newest are kept.
-      best: whether the one whose metric is least ("min") or greatest ("max") is kept too.
-      read_only: nothing is written, as for evaluation from a disk that is not one's own.
+      folder: its path; a missing folder is made. Only one run writes to the folder; give
+        ``read_only=True`` to read it at the same time.
+      keep: the number of newest checkpoints to keep.
+      best: whether the checkpoint with the least ("min") or greatest ("max") metric is kept too.
+      read_only: whether nothing is written, as for evaluation from another user's disk.
 
     Raises:
       CheckpointError: another process writes to the folder.
       ValueError: the folder is a file, or holds something else.
-      OSError: it cannot be written to.
+      OSError: the folder cannot be written to.
       ImportError: Orbax is not installed.
     """
 
@@ -95,12 +95,12 @@ class Checkpoints:
 
     @property
     def folder(self) -> Path:
-        """Folder of the checkpoints."""
+        """The folder of the checkpoints."""
         return self._folder
 
     @property
     def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint, ascending."""
+        """The steps that have a checkpoint, ascending."""
         return sorted(
             int(path.name[5:])
             for path in self._folder.glob("step_*")
@@ -118,27 +118,28 @@ class Checkpoints:
         data: Any = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Write a checkpoint while the run goes on: it returns when all arrays are copied.
+        """Write a checkpoint in the background; return when all arrays are copied.
 
-        On Python 3.12.0 to 3.12.2, outside of ``with Checkpoints(...)``, it returns when all is on
-        the disk: these cannot write once the main thread has ended.
+        On Python 3.12.0 to 3.12.2, outside of ``with Checkpoints(...)``, this returns when the
+        checkpoint is on disk, because these releases cannot write after the main thread has ended.
 
-        All processes call it, at the same step. A save that is still being written is waited for.
+        All processes must call this at the same step. An unfinished earlier save is waited for.
 
         Args:
-          step: how many steps the run has done.
+          step: the number of finished steps of the run.
           model: a pipeline, any other `nnx.Module`, or ``{"stages": [K modules], "embed": module,
             "head": module}``. All of its state is written, random streams and counts too.
           optimizer: of the model.
-          shaped: trees shaped like the model's parameters, such as an average of them, by name.
-          plain: JSON, by name: what is no array, such as a loss scale.
-          data: an iterator with ``get_state()``, as those of grain; each process gives its own.
-          metrics: numbers, of which the first says which checkpoint is ``best``; one without, or
-            whose number is not finite, never is.
+          shaped: trees shaped like the model's parameters, such as their running mean, by name.
+          plain: JSON values by name, for state without arrays, such as a loss scale.
+          data: an iterator with ``get_state()``, such as grain's; each process gives its own
+            iterator.
+          metrics: numbers, of which the first decides the ``best`` checkpoint; a checkpoint without
+            metrics, or with a number that is not finite, is never the best.
 
         Raises:
-          CheckpointError: this one, or the one before, could not be written; or the disk has less
-            room than its arrays take, and nothing of it was.
+          CheckpointError: this checkpoint, or the previous one, could not be written; or the disk
+            has no room for its arrays, and nothing was written.
           ValueError: arguments that cannot be written.
         """
         if self._read_only:
@@ -175,7 +176,7 @@ class Checkpoints:
         """Wait until what was saved is on the disk.
 
         Raises:
-          CheckpointError: it could not be written; those before are as they were.
+          CheckpointError: the checkpoint could not be written; earlier checkpoints are unchanged.
         """
         if self._thread is not None:
             self._thread.join()
@@ -186,9 +187,9 @@ class Checkpoints:
             raise failure
 
     def close(self) -> None:
-        """Wait until what was saved is on the disk, as `wait` does, and let other runs write.
+        """Wait, as `wait` does, until the last save is on disk, then let other runs write.
 
-        Saving may go on after it.
+        Later saves are allowed.
         """
         try:
             self.wait()
@@ -213,28 +214,30 @@ class Checkpoints:
         step: int | None = None,
         ignore: Collection[contents.Part] = (),
     ) -> int | None:
-        """Have a model, and what else is given, be as they were when they were saved.
+        """Restore a model, and the other given objects, from a checkpoint.
 
-        Everything the checkpoint holds has its place in what is given, and the other way round. All
-        of it is compared, every file is compared with its digest, and ``data`` is set, before the
-        first array is changed. A damaged checkpoint is warned of, and the one before it taken.
+        The checkpoint and the given objects must have the same entries. All entries are compared,
+        every file is compared with its digest, and ``data`` is set, before the first array is
+        changed. A damaged checkpoint causes a warning, and the previous checkpoint is used.
 
         Args:
           model: as for `save`: any pipeline of the same layers, or the model without one.
           optimizer: of the model; one of the same transformation.
-          shaped: trees by name, which are replaced by those that were saved.
-          plain: values by name, likewise.
-          data: an iterator with ``set_state(state)``. Where each process was elsewhere in its data,
-            there must be as many processes now.
-          step: which; by default the newest good one.
-          ignore: of "optimizer", "shaped", "plain" and "data" what of a checkpoint is left there.
+          shaped: trees by name, which are replaced by the saved trees.
+          plain: values by name, which are replaced by the saved values.
+          data: an iterator with ``set_state(state)``. If processes had different positions in their
+            data, the number of processes must be the same as at the save.
+          step: the step of the checkpoint; by default the newest good checkpoint.
+          ignore: the parts of the checkpoint, of "optimizer", "shaped", "plain" and "data", that
+            are not restored.
 
         Returns:
           The step; None if the folder has no checkpoint.
 
         Raises:
-          ValueError: a checkpoint of another model, or of other things: the first that differs.
-          CheckpointError: there are checkpoints, and none is good.
+          ValueError: a checkpoint with another model or other entries; the message names the first
+            difference.
+          CheckpointError: none of the checkpoints is good.
         """
         self.wait()
         contents.check_ignored(ignore)
@@ -272,7 +275,7 @@ class Checkpoints:
             )
 
     def _finish(self, step: int, response: Any, said: dict[str, Any], topic: str) -> None:
-        """In a thread: have it all on the disk, and say at the next call what went wrong."""
+        """Finish the save in a thread; a failure is reported at the next call."""
         try:
             self._complete(step, response, said, topic)
         except Exception as error:  # noqa: BLE001  # of Orbax, TensorStore, the disk, others
@@ -281,7 +284,7 @@ class Checkpoints:
             self._untold.append(str(self._failure))
 
     def _complete(self, step: int, response: Any, said: dict[str, Any], topic: str) -> None:
-        """Have arrays, manifest and name on the disk, then drop what is too old."""
+        """Write arrays, manifest and name to disk, then delete checkpoints that are too old."""
         temporary, several = self._folder / f".{_name(step)}.tmp", jax.process_count() > 1
 
         def tried(work: Callable[[], Any]) -> str:
@@ -397,7 +400,7 @@ class Checkpoints:
         return found
 
     def _good(self, step: int | None) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint that is as it was written, or the one of a step."""
+        """Find the newest undamaged checkpoint, or the checkpoint of a step."""
         topic = self._topic("restore")
         wanted = from_first(f"{topic}/steps", self.steps)  # once process 0 has tidied up
         steps = self.steps
@@ -455,7 +458,7 @@ class Checkpoints:
 
 
 def _end(checkpoints: weakref.ref[Checkpoints]) -> None:
-    """Wait, before the interpreter ends, for a save that nobody waited for."""
+    """Wait, before the interpreter ends, for an unfinished save."""
     found = checkpoints()
     try:
         if found is not None:
@@ -465,7 +468,7 @@ def _end(checkpoints: weakref.ref[Checkpoints]) -> None:
 
 
 def _tell(failures: list[str]) -> None:
-    """Write failures of saves that nobody waited for to standard error."""
+    """Write failures of saves to standard error if no later call has reported them."""
     for text in failures:
         sys.stderr.write(f"{text}\n")
 
@@ -475,7 +478,7 @@ def _name(step: int) -> str:
 
 
 def _check_folder(folder: Path, *, read_only: bool) -> None:
-    """See that a folder is one of checkpoints, or can become one, and that it can be written to."""
+    """Check that a folder holds checkpoints or is empty, and that the folder can be written to."""
     if "://" in str(folder) or str(folder).startswith("gs:/"):
         raise ValueError(
             f"folder={str(folder)!r}: must be a folder of a file system, where a name changes at "

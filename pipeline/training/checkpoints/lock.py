@@ -18,7 +18,7 @@ _held: weakref.WeakValueDictionary[Path, Lock] = weakref.WeakValueDictionary()
 
 
 class Lock:
-    """The lock of a folder, kept as long as an object in this process refers to it."""
+    """The lock of a folder, held while this process refers to the lock object."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -27,7 +27,7 @@ class Lock:
 
 
 def take(folder: Path) -> Lock | None:
-    """This process's lock of a folder, None if another process has it.
+    """Take this process's lock of a folder; None if another process holds the lock.
 
     Raises:
       OSError: the folder cannot be written to.

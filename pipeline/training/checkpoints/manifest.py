@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: what it holds, and digests of its files, in one JSON file.
+"""The manifest of a checkpoint: its contents, and digests of its files, in one JSON file.
 
-It is the last file that is written into a checkpoint, before the folder gets its name: one that has
-its name and its manifest is whole. Orbax and TensorStore do not see a flipped byte in an array, so
-every file is compared with its digest before any of it is loaded.
+The manifest is the last file written into a checkpoint, before the folder gets its final name. So a
+checkpoint with its final name and a manifest is whole. Orbax and TensorStore do not detect a
+flipped byte in an array, so every file is compared with its digest before any array is loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Files = dict[str, list[Any]]  # path in the checkpoint -> [bytes, digest]
 
 
 class DamagedError(ValueError):
-    """A checkpoint that is not as it was written: which file, and what is wrong with it."""
+    """A damaged checkpoint; the message names the file and its damage."""
 
 
 class NewerError(ValueError):
@@ -46,7 +46,7 @@ def digests(folder: Path, names: Iterable[str]) -> Files:
 
 
 def write_manifest(folder: Path, said: Mapping[str, Any]) -> None:
-    """Write what a checkpoint says of itself; after this it is whole, and on the disk."""
+    """Write the manifest of a checkpoint; afterwards the checkpoint is whole and on disk."""
     text = json.dumps({**said, "format": FORMAT}, indent=1, allow_nan=False)
     digest = hashlib.sha256(text.encode()).hexdigest()
     write_durably(folder / NAME, f"{text}\n{digest}\n")
@@ -64,7 +64,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have a folder's entries on the disk."""
+    """Flush a folder's entries to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -73,7 +73,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Have all files and folders below a folder on the disk."""
+    """Flush all files and folders below a folder to disk."""
     for path in [*folder.rglob("*"), folder]:
         sync_folder(path)  # a file's handle is synced as a folder's is
 
@@ -82,7 +82,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of a checkpoint.
 
     Raises:
-      DamagedError: there is no manifest, or not the one that was written.
+      DamagedError: the manifest is missing, or differs from the written manifest.
     """
     path = folder / NAME
     try:
@@ -105,7 +105,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, wanted: Files, *, part: int = 0, parts: int = 1) -> None:
-    """Check that one of several equal parts of the files is as the manifest says.
+    """Check one of several equal parts of the files against the manifest.
 
     Raises:
       DamagedError: which file is missing, cannot be read, or differs.

@@ -1,4 +1,4 @@
-"""Messages between processes beside their arrays: JSON, by jax's coordination service."""
+"""JSON messages between processes, by jax's coordination service."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def everyone(topic: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
     """Gather each process's JSON value on a topic, which is used once, in their order.
 
     Raises:
-      TimeoutError: a process says nothing for so many seconds.
+      TimeoutError: a process gives no value for so many seconds.
     """
     if jax.process_count() == 1:
         return [value]

@@ -24,13 +24,14 @@ READER = "pipeline.weights:parts"  # of checkpoints; a function as any other
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunTables):
-    """A run: what is trained on what, how, and for how long.
+    """The configuration of a run: model, data, optimizer, length, and options.
 
-    Without [parallel] the model's function returns an `nnx.Module` with a loss, trained as it is;
-    with it, the parts of a `Pipeline` by name: stages, loss_fn and perhaps embed, head and others.
+    Without [parallel] the model's function returns an `nnx.Module` with a loss, which is trained
+    without a pipeline. With [parallel] the function returns the parts of a `Pipeline` by name:
+    stages, loss_fn and perhaps embed, head and others.
 
     Raises:
-      RunConfigError: a ValueError that lists all that is wrong.
+      RunConfigError: a ValueError that lists all faults.
     """
 
     def __post_init__(self) -> None:
@@ -40,7 +41,7 @@ class Config(RunTables):
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Config:
-        """From what TOML gives; unknown keys and wrong types are faults."""
+        """Make a configuration from a TOML dict; unknown keys and wrong types are faults."""
         faults: list[str] = []
         found = read_table(cls, table, "", faults)
         if faults:
@@ -49,7 +50,7 @@ class Config(RunTables):
 
     @classmethod
     def from_files(cls, paths: Iterable[str | Path], settings: Iterable[str] = ()) -> Config:
-        """From TOML files, and from settings such as ``optimizer.learning_rate=1e-3``.
+        """Read TOML files, and settings such as ``optimizer.learning_rate=1e-3``.
 
         Raises:
           OSError: a file that cannot be read.
@@ -62,13 +63,13 @@ class Config(RunTables):
         return cls.from_dict(table)
 
     def to_dict(self) -> Table:
-        """All fields, ready for JSON."""
+        """Return all fields, ready for JSON."""
         found = asdict(self)
         return found | {"parallel": None if self.parallel is None else self.parallel.to_dict()}
 
     @property
     def source(self) -> Source:
-        """The function that makes the model, and what it is called with."""
+        """The function that makes the model, and its arguments."""
         own = self.model
         if own.function is not None:
             return Source(function=own.function, arguments=own.arguments)
@@ -81,10 +82,10 @@ class Config(RunTables):
         return Source(function=READER, arguments=given)
 
     def check_functions(self) -> None:
-        """Import what is named, and compare its arguments; nothing is called.
+        """Import the named functions and check their arguments; no function is called.
 
         Raises:
-          RunConfigError: a function that is not there, or that does not take its arguments.
+          RunConfigError: a missing function, or a function that does not take its arguments.
         """
         faults: list[str] = []
         sources = {"model": self.source, "data": self.data, "evaluation": self.evaluation}

@@ -40,7 +40,7 @@ def read_file(path: Path) -> Table:
 
 
 def read_setting(text: str) -> Table:
-    """A table of one key."""
+    """Read a setting into a table of one key."""
     name, equals, value = text.partition("=")
     keys = name.strip().split(".")
     if not equals or not all(re.fullmatch(r"\w+", key) for key in keys):
@@ -71,7 +71,7 @@ def merge(table: Table, other: Table) -> None:
 
 
 def read_table(kind: Any, table: Any, where: str, faults: list[str]) -> Any:
-    """A dataclass of a table; what is wrong is added to the faults."""
+    """Make a dataclass from a table; append errors to the faults."""
     if not isinstance(table, Mapping):
         faults.append(f"{where}={table!r}: must be a table of keys")
         return None
@@ -122,13 +122,13 @@ def _kinds(hint: Any) -> Sequence[Any]:
 
 
 def _first_fitting(hint: Any, value: Any) -> Any:
-    """A value as the first member of a union that it fits; None if it fits none."""
+    """Convert a value to the first fitting member of a union; None if no member fits."""
     fitting = (_fitting(one, value) for one in _kinds(hint))
     return next((found for found in fitting if found is not None), None)
 
 
 def _fitting(kind: Any, value: Any) -> Any:
-    """A value as one of a type; None if it is none."""
+    """Convert a value to a type; None if the value does not fit."""
     is_fitting = type(value) is kind  # and no bool for a number
     if get_origin(kind) is Literal:
         is_fitting = isinstance(value, str) and value in get_args(kind)

@@ -1,4 +1,4 @@
-"""The tables of a run's configuration: what each key is, its type and its default."""
+"""The tables of a run's configuration: the meaning, type and default of each key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SPELT: dict[str, tuple[Any, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A function of the user's and what it is called with.
+    """A function of the user, with its arguments.
 
     Attributes:
       function: "package.module:function".
@@ -180,7 +180,7 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Length, folder and output of a run.
+    """The length, folder and output of a run.
 
     Attributes:
       steps: updates.
@@ -212,7 +212,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class RunTables:
-    """All of them: what is trained on what, how, and for how long."""
+    """All tables of a run: model, data, pipeline, optimizer, evaluation and output."""
 
     model: Model
     data: Data

@@ -1,4 +1,4 @@
-"""Sizes and limits: what every timetable needs, what only some families run, and the errors.
+"""Checks of sizes and limits: for every timetable, and for single families; with the errors.
 
 Letters as in `schedules.core.action`.
 """
@@ -19,7 +19,7 @@ def check_sizes(
     num_stages: object = None,
     num_slices: object = None,
 ) -> tuple[int, int, int]:
-    """S, M and K, by default S, of a timetable that has room.
+    """Check S, M and K (by default S), and that the timetable fits into memory.
 
     Raises:
       ScheduleError: one is no integer >= 1, K is no multiple of S, or the timetable needs more
@@ -51,7 +51,7 @@ class StagesPerRankError(ScheduleError):
     """A number of stages per rank for which a family is not defined.
 
     Attributes:
-      count: the number for which it is.
+      count: the number for which the family is defined.
     """
 
     def __init__(self, message: str, count: int) -> None:
@@ -60,7 +60,7 @@ class StagesPerRankError(ScheduleError):
 
 
 def need_stages_per_rank(family: str, count: int, num_ranks: int, num_stages: int) -> None:
-    """See that every rank holds ``count`` stages.
+    """Check that every rank holds ``count`` stages.
 
     Raises:
       StagesPerRankError: it holds another number.
@@ -75,7 +75,7 @@ def need_stages_per_rank(family: str, count: int, num_ranks: int, num_stages: in
 
 
 def need_microbatches(family: str, least: int, num_microbatches: int, rule: str) -> None:
-    """See that there are enough microbatches.
+    """Check that there are enough microbatches.
 
     Raises:
       ScheduleError: there are fewer than ``least``, which is what ``rule`` computes.
@@ -127,7 +127,7 @@ def rounds(
 
 
 def _group(family: str, num_ranks: int, group: object) -> int:
-    """The size of a round, if it is one: with fewer than S / 2 ranks wait for each other."""
+    """Check the size of a round: with fewer than S / 2 microbatches ranks deadlock."""
     size, least = integer(group), -(-num_ranks // 2)
     if size is None or not least <= size <= num_ranks:
         sizes = f"group={least}" + f" to {num_ranks}" * (least < num_ranks)
@@ -147,7 +147,7 @@ class OutOfReachError(ScheduleError):
 
 
 def need_memory(max_activations: object, num_ranks: int, num_stages: int) -> None:
-    """See that some timetable meets a limit of stage inputs per rank.
+    """Check that some timetable meets a limit of stage inputs per rank.
 
     One microbatch has to pass all stages before its first gradient, so a rank holds V inputs at
     once; and V are enough on any placement, one microbatch after the other.

@@ -95,7 +95,7 @@ def _move_up(slots: Ints, weights: Ints | None, moves: Callable[[int], bool]) ->
 
 
 def _squeeze(slots: Ints, weights: Ints) -> None:
-    """Start every action as soon as its rank and what it waits for permit; no order changes."""
+    """Start every action as soon as its rank and its inputs permit; no order changes."""
     free = [0] * len(slots)
     for _, rank, step, m in _in_time(slots, weights):
         slot = max(free[rank], _earliest(slots, weights, rank, step, m))
@@ -104,7 +104,7 @@ def _squeeze(slots: Ints, weights: Ints) -> None:
 
 
 def _earliest(slots: Ints, weights: Ints | None, rank: int, step: int, m: int) -> int:
-    """The slot after all that an action waits for, the same action for m - 1 among it."""
+    """Find the slot after all inputs of an action, and after the same action for m - 1."""
     if step == WEIGHT:
         after = int(np.sort(slots[rank, 2:], axis=None)[m])
         return 1 + max(after, int(weights[rank, m - 1]) if m else -1)  # type: ignore[index]

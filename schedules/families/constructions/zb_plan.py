@@ -62,9 +62,9 @@ class Plan:
         self.sent = [[[] for _ in range(num_ranks)] for _ in range(4)]
 
     def warm_up(self) -> None:
-        """The first F of every rank, then as many as fit before the first I can start.
+        """Run the first F of every rank, then as many F as fit before the first I can start.
 
-        A rank runs fewer than the one before it, unless that one runs all there are.
+        A rank runs fewer F than the previous rank, unless the previous rank runs all.
         """
         last = len(self.clock) - 1
         for rank in range(last + 1):
@@ -89,7 +89,7 @@ class Plan:
                 self.put(rank, _F)
 
     def forward(self) -> None:
-        """At most one F per rank; a rank that is left out leaves out those before it too."""
+        """Run at most one F per rank; if a rank runs none, earlier ranks run none either."""
         takes = [self.wants(rank) for rank in range(len(self.clock))]
         for rank in reversed(range(len(takes) - 1)):
             takes[rank] = takes[rank] and takes[rank + 1]
@@ -100,12 +100,12 @@ class Plan:
                     self.place(rank, _F)
 
     def backward(self) -> None:
-        """One I per rank, the last rank first."""
+        """Run one I per rank, the last rank first."""
         for rank in reversed(range(len(self.clock))):
             self.place(rank, _I)
 
     def flush(self) -> None:
-        """The remaining W."""
+        """Run the remaining W."""
         for rank in range(len(self.clock)):
             while self.has_weights(rank):
                 self.put(rank, _W)
@@ -133,7 +133,7 @@ class Plan:
             self.put(rank, _W)
 
     def place(self, rank: int, kind: int) -> None:
-        """Run an action, and before it the W that its wait has room for."""
+        """Run an action, and before it the W that fit into its wait."""
         arrives = self.arrival(rank, kind) or 0
         each = self.table[_W][rank]
         while self.has_weights(rank) and self.clock[rank] + each <= arrives:
@@ -144,7 +144,7 @@ class Plan:
         self.put(rank, kind)
 
     def put(self, rank: int, kind: int) -> None:
-        """Append an action and time it."""
+        """Append an action and compute its time."""
         microbatch = self.count[kind][rank]
         start = max(self.clock[rank], self.arrival(rank, kind) or 0)
         if self.orders[rank]:
@@ -157,7 +157,7 @@ class Plan:
         self.orders[rank].append(Action(rank, KINDS[kind], microbatch))
 
     def arrival(self, rank: int, kind: int) -> int | None:
-        """Arrival of the message for a rank's next action; None if it is not sent yet."""
+        """Return the arrival of the message for a rank's next action; None if not sent yet."""
         source = {_F: rank - 1, _I: rank + 1}.get(kind, -1)
         if not 0 <= source < len(self.clock):
             return 0
@@ -176,7 +176,7 @@ class Plan:
         return self.count[_W][rank] < self.count[_I][rank]
 
     def slack(self, rank: int) -> int:
-        """Time that a rank can still wait before it becomes the rank that waits longest."""
+        """Return the time that a rank can still wait before it is the rank that waits longest."""
         return max(self.bubble) - self.bubble[rank]
 
     def length(self) -> tuple[float, float]:

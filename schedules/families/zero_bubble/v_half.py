@@ -17,7 +17,7 @@ from schedules.orders.schedule import Schedule
 
 
 def v_half(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build it.
+    """Build the schedule.
 
     Raises:
       ScheduleError: other than two stages per rank.

@@ -17,7 +17,7 @@ from schedules.orders.schedule import Schedule
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build it; W on rank r stays r microbatches behind I.
+    """Build: W on rank r runs r microbatches after I.
 
     Raises:
       ScheduleError: more than one stage per rank.

@@ -21,7 +21,7 @@ from schedules.orders.schedule import Schedule
 
 
 def zb_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build it; fewer than 2S - 1 microbatches run the timetable of as many, less what they lack.
+    """Build; M < 2S - 1 microbatches use the timetable of 2S - 1, without the missing ones.
 
     Raises:
       ScheduleError: other than two stages per rank.

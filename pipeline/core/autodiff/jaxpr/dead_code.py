@@ -1,4 +1,4 @@
-"""Dead code elimination: steps without those that lead nowhere, at any depth.
+"""Dead code elimination: removal of unused steps at any depth.
 
 A loop or a branch may be given what its body does not use, and make what nobody wants. Without
 both, what a step reads is what its results need, which is what taking it apart goes by

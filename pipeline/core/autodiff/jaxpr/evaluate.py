@@ -32,7 +32,7 @@ def follow(
     literal: Callable[[Any], T],
     equation: Callable[[Eqn, list[T]], Iterable[T]],
 ) -> list[T]:
-    """Interpret a jaxpr over stand-ins for values, equation by equation, and return its results.
+    """Interpret a jaxpr on abstract values, equation by equation, and return its results.
 
     Args:
       jaxpr: an open one.
@@ -120,7 +120,7 @@ _EXPONENT_BITS = 8  # of float32
 
 
 def forwarded(jaxpr: Any) -> list[int | None]:
-    """For each result, the index of the operand that it is; None where it is computed.
+    """Map each result to the operand that it forwards; None for a computed result.
 
     A call that JAX traces by itself (`jax.jit`, `jax.checkpoint`, a scan) returns new values for
     everything, also for what its body only passes through.
@@ -134,7 +134,7 @@ def forwarded(jaxpr: Any) -> list[int | None]:
 
 
 def _operands_of(eqn: Any) -> Sequence[int | None]:
-    """For each result of an equation, the index of the operand that it is."""
+    """Map each result of an equation to the operand that it forwards."""
     if traits(eqn).identity:
         return range(len(eqn.outvars))
     candidates = [_of_body(body) for body in bodies(eqn)] or [[None] * len(eqn.outvars)]

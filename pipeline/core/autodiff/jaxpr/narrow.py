@@ -72,7 +72,7 @@ mlir.register_lowering(_narrowed, lambda _, narrow, wide: [narrow])  # noqa: ARG
 
 
 def read_in(jaxpr: Any) -> list[set[Any]]:
-    """The dtypes to which each input of a jaxpr is cast; None among them if it is read as it is."""
+    """Find the dtypes to which each input of a jaxpr is cast; None for an uncast read."""
     dtypes: list[set[Any]] = [set() for _ in jaxpr.invars]
 
     def note(inputs: Sequence[int | None], dtype: Any = None) -> None:

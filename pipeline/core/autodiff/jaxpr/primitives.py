@@ -126,7 +126,7 @@ def names() -> frozenset[str]:
 
 
 def is_cheap(eqn: Eqn) -> bool:
-    """Tell whether computing an equation again costs next to nothing beside reading its result."""
+    """Tell whether recomputing an equation costs little compared with reading its result."""
     if traits(eqn).calls and not traits(eqn).remat:
         body = body_of(eqn)
         return body is not None and all(map(is_cheap, body.jaxpr.eqns))
@@ -134,12 +134,12 @@ def is_cheap(eqn: Eqn) -> bool:
 
 
 def is_ref(aval: Any) -> bool:
-    """Tell whether a type is that of a mutable buffer."""
+    """Tell whether a type is a mutable buffer."""
     return isinstance(aval, jax.ref.AbstractRef)
 
 
 def barrier(*values: Any) -> list[Any]:
-    """`jax.lax.optimization_barrier` that leaves to each value the axes it varies over.
+    """Apply `jax.lax.optimization_barrier`, and keep each value's varying axes.
 
     JAX makes all operands of one barrier vary alike.
     """
@@ -199,7 +199,7 @@ def bodies(eqn: Eqn) -> list[Body]:
 
 
 def body_of(eqn: Eqn) -> Body | None:
-    """Body that an equation calls once, with its operands; None if it calls none."""
+    """Return the body that an equation calls once, with its operands; None without a body."""
     return _body(called(eqn)) if traits(eqn).calls else None
 
 
@@ -245,7 +245,7 @@ def _body(closed: Any, first: int = 0, num_consts: int = 0, num_carry: int = 0) 
 
 
 def equations(jaxpr: Any) -> Iterator[Eqn]:
-    """All equations in order, those of what is merely called in place of the call."""
+    """List all equations in order, with called bodies in place of their calls."""
     for eqn in jaxpr.eqns:
         body = callee(eqn)
         if body is None:

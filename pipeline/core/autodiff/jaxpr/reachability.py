@@ -77,7 +77,7 @@ def needed_inputs(
     refs: Refs,
     adds: bool,
 ) -> list[bool]:
-    """For each input of a block, whether some of its outputs, or its effects, need it."""
+    """Tell, for each input of a block, whether given outputs or effects need the input."""
     needed = set(names(a for a, w in zip(block.outs, wanted, strict=True) if w))
     for step in reversed(block.steps):
         is_needed = [n in needed for n in step.makes]

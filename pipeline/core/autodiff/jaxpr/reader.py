@@ -55,7 +55,7 @@ def _mark(step: JaxprStep, own_refs: set[Name]) -> JaxprStep:
 
 
 class _Reader:
-    """Collects steps."""
+    """The reader of a jaxpr, which collects steps."""
 
     def __init__(self) -> None:
         self.steps: list[JaxprStep] = []
@@ -90,7 +90,7 @@ class _Reader:
         return makes
 
     def _barrier(self, reads: Sequence[Atom], apart: Sequence[bool]) -> list[Atom]:
-        """Values of which some must not be merged with what came before, as in a recomputation."""
+        """Apply a barrier, so that values are not merged with equal earlier values."""
         chosen = [
             isinstance(a, Name) and b and not is_ref(a.aval)
             for a, b in zip(reads, apart, strict=True)

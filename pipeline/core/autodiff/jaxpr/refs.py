@@ -37,7 +37,7 @@ def read(ref: Any, *lead: Any, part: Span = None) -> jax.Array:
 
 
 def write(ref: Any, value: jax.Array, *lead: Any, part: Span = None) -> None:
-    """Put a value where `read` finds it, in the ref's own memory, as `ref[*lead] = value` does.
+    """Write a value in the ref's own memory, as `ref[*lead] = value` does.
 
     Raises:
       ValueError: the value has another shape; JAX would change a part of that place.

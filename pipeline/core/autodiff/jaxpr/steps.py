@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 
 
 class Cost(IntEnum):
-    """Cost of a step beside reading its operands.
+    """The cost of a step, besides reading its operands.
 
     CHEAP ones are computed again rather than stashed, LIGHT ones (reductions, random bits) at most
     once but wherever that saves bytes, HEAVY ones (matrix products, anything unknown) once, where
@@ -72,7 +72,7 @@ class JaxprLoop:
 
 @dataclass(frozen=True, eq=False)
 class Branches:
-    """The inside of a `cond`; the step reads an index, then what every branch is given."""
+    """The branches of a `cond`; its step reads an index, then the branches' operands."""
 
     blocks: tuple[JaxprBlock, ...]
 
@@ -116,7 +116,7 @@ class JaxprStep:
 
 
 def cost_inside(steps: Iterable[JaxprStep]) -> Cost:
-    """Cost of a body: it is not computed again, however cheap its steps are."""
+    """Return the cost of a body: not to be recomputed, even if its steps are cheap."""
     return max((step.cost for step in steps), default=Cost.LIGHT, key=int) or Cost.LIGHT
 
 
@@ -137,7 +137,7 @@ def prune(
     inputs: Iterable[Name],
     always: Callable[[JaxprStep], bool] = lambda _: False,
 ) -> tuple[JaxprStep, ...]:
-    """The steps that lead from known values to wanted ones, and those that always run."""
+    """Select the steps that compute wanted values from known values, and pinned steps."""
     inputs, needed, path = set(inputs), set(names(wanted)), []
     for step in reversed(list(steps)):
         is_needed = [n in needed and n not in inputs for n in step.makes]
@@ -151,7 +151,7 @@ def prune(
 
 
 def run(steps: Iterable[JaxprStep], values: dict[Name, Any]) -> dict[Name, Any]:
-    """Values of everything that steps make, and of what was known, which is not changed."""
+    """Run steps; return all their values together with the known values."""
     env = dict(values)
     for step in steps:
         results = step.call(*(read(env, atom) for atom in step.reads))

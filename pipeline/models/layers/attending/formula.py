@@ -38,10 +38,10 @@ class Rule:
     """The options of one call of attention.
 
     Attributes:
-      window: how many positions a query reads, its own and those before it; None for all.
+      window: the number of positions that a query reads, including its own; None for all.
       softcap: a cap s of the scores, which become s·tanh(score / s); None for none.
       scale: of the scores; None for c ** -0.5.
-      query_chunk: how many queries are scored at a time; None for `chunk_of`.
+      query_chunk: the number of queries scored at a time; None for `chunk_of`.
       implementation: by name, or None for that of the platform.
       context: layout of the sequence on ranks.
     """
@@ -130,7 +130,7 @@ def visible(
     Args:
       places: `[t]` of the queries in their sequence.
       of_keys: `[s]` of the keys.
-      window: how many positions a query reads, its own and those before it; None for all.
+      window: the number of positions that a query reads, including its own; None for all.
       segments: `[b, t]` of the queries; None where a row is one document.
       segments_of_keys: `[b, s]`.
     """
@@ -155,7 +155,7 @@ def read(
 
     Args:
       rule: of the scores.
-      sinks: `[k·g]`, a score of each head beside those of its keys, whose weight goes to no value.
+      sinks: `[k·g]`, an extra score of each head without a key or value.
       q: queries, `[b, t, k·g, c]`.
       k: keys, `[b, s, k, c]`.
       v: values, `[b, s, k, w]`.

@@ -1,8 +1,8 @@
 """The order of positions on the ranks of a context axis.
 
-A sequence of T positions lies on R ranks of the axis, T / R on each. In contiguous order rank r has
-the positions from r·T/R on. Causal attention then gives the last rank 2R - 1 times the work of the
-first. In zig-zag order the sequence is cut into 2R blocks, of which rank r has blocks r and
+A sequence of T positions is split over R ranks of the axis, T / R on each. In contiguous order rank
+r has the positions from r·T/R on. Causal attention then gives the last rank 2R - 1 times the work
+of the first. In zig-zag order the sequence is cut into 2R blocks, of which rank r has blocks r and
 2R - 1 - r: all ranks have equal work.
 
 Letters: R = ranks on the axis, T = positions of a sequence, t = T / R.
@@ -33,7 +33,7 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Context:
-    """Layout of a sequence on several ranks, and the way its attention is computed.
+    """The layout of a sequence on several ranks, and the method of its attention.
 
     Attributes:
       axis: the mesh axis over which positions are split; None for whole sequences.
@@ -117,7 +117,7 @@ class Context:
         return jnp.take(x, np.argsort(zigzag_places(x.shape[1], self.size)), axis=1)
 
     def as_on_ranks(self, x: jax.Array) -> jax.Array:
-        """Undo `natural`."""
+        """Bring whole sequences from ascending order to the order on ranks: undo `natural`."""
         if self.order == "contiguous":
             return x
         return jnp.take(x, zigzag_places(x.shape[1], self.size), axis=1)
@@ -127,7 +127,7 @@ WHOLE = Context()  # a sequence that no axis splits
 
 
 def zigzag_places(length: int, ranks: int) -> np.ndarray:
-    """Compute [T] which position of the sequence stands where in zig-zag order.
+    """Compute [T] the position of the sequence at each place in zig-zag order.
 
     Raises:
       ValueError: 2R does not divide T.
@@ -145,9 +145,9 @@ def zigzag_places(length: int, ranks: int) -> np.ndarray:
 def zigzag(tree: Tree, ranks: int, *, slices: int | Sequence[int] = 1) -> Tree:
     """Reorder batches for `Attention(context_order="zigzag")`: all leaves [N, T, ...] together.
 
-    Give it all of a batch at once, inputs, targets, positions and segments; what is reordered alone
-    no longer belongs to the rest. Targets are shifted before: what follows the last position of a
-    block lies in another. Numbers and leaves [N] stay as they are.
+    Reorder all of a batch at once: inputs, targets, positions and segments. Shift targets before,
+    because the token after a block's last position is in another block. Numbers and leaves [N] do
+    not change.
 
     Args:
       tree: a `pipeline.training.batches.Batch`, or any tree of arrays.
@@ -176,7 +176,7 @@ def unzigzag(tree: Tree, ranks: int, *, slices: int | Sequence[int] = 1) -> Tree
 
 
 def _sliced_places(length: int, ranks: int, slices: int | Sequence[int]) -> np.ndarray:
-    """Compute [T] which position stands where if each slice is in zig-zag order by itself."""
+    """Compute [T] the position at each place if each slice is in zig-zag order by itself."""
     if isinstance(slices, Sequence):
         lengths = list(slices)
     else:

@@ -96,15 +96,15 @@ def ring(
     Args:
       rule: which keys are read, and how.
       q: queries, `[b, t, k·g, c]`.
-      held: keys `[b, t, k, c]` and values `[b, t, k, w]`; or what ``expand`` makes them of, arrays
-        `[b, t, ...]`.
+      held: keys `[b, t, k, c]` and values `[b, t, k, w]`; or the arrays `[b, t, ...]` from which
+        ``expand`` makes them.
       segments: `[b, t]` integers, or None where a row is one document.
-      sinks: `[k·g]`, a score of each head beside those of its keys, whose weight goes to no value.
+      sinks: `[k·g]`, an extra score of each head without a key or value.
       expand: as of `BlockRule`.
       weights: of ``expand``.
       part: the place of the slice, of which q, held and segments are this rank's positions.
-      earlier: [N, ...] leaves, what slices have left on this rank of the arrays of ``held`` and of
-        segments, by name; None without any.
+      earlier: [N, ...] leaves, this rank's arrays of ``held`` and segments of earlier slices, by
+        name; None without any.
 
     Raises:
       ValueError: zig-zag order and an odd t; or a chunk that does not divide a block's queries.
@@ -187,7 +187,7 @@ def _ring(
 def _each_before(
     rule: BlockRule, index: Any, before: Any, length: int, other: Any, read: Any, sums: Any
 ) -> Any:
-    """Apply ``read(n, slot, places of its keys, sums)`` to what is kept of earlier slices.
+    """Apply ``read(n, slot, places of its keys, sums)`` to the keys of earlier slices.
 
     Args:
       rule: of the scores.
@@ -231,7 +231,7 @@ def _forward(
     index: Any,
     before: Any,
 ) -> Any:
-    """The output `[h, b, n, k, g, w]`, and what the backward reads."""
+    """Compute the output `[h, b, n, k, g, w]`, and the residuals for the backward."""
     context, wide = rule.context, q.astype(jnp.float32)
     b, n, heads = q.shape[1], q.shape[2], q.shape[3:5]
     length = q.shape[0] * n
@@ -353,7 +353,7 @@ _ring.defvjp(_forward, _backward)
 
 
 def _add_own(i: Any, own: Any, more: Any) -> Any:
-    """Add gradients of block i of the queries, and of weights, to those that stay on a rank."""
+    """Add gradients of block i of the queries, and of weights, to the rank's own sums."""
     dq, dw = own
     return dq.at[i].add(more[0]), jax.tree.map(lambda x, y: x + y.astype(x.dtype), dw, more[1])
 
@@ -404,7 +404,7 @@ def _seen(rule: Rule, wanted: Any) -> jax.Array:
 def _read_block(
     rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, wanted: Any, had: KeySums
 ) -> Any:
-    """Add what queries `[b, n, k, g, c]` read of a block of keys to their sums."""
+    """Add a block of keys, as read by queries `[b, n, k, g, c]`, to the queries' sums."""
 
     def some(q: jax.Array, wanted: Any, had: KeySums) -> KeySums:
         seen, scores = _seen(rule, wanted), rule.scores(q, k)
@@ -446,7 +446,7 @@ def _unread(rule: BlockRule, weights: Any, of_queries: Any, kv: Any, wanted: Any
 
 
 def _unread_block(rule: Rule, of_queries: Any, k: jax.Array, v: jax.Array, wanted: Any) -> Any:
-    """Compute the gradients of a block of queries, and of the keys and values that it has read."""
+    """Compute the gradients of a block of queries, and of its keys and values."""
     wide_k, wide_v = k.astype(jnp.float32), v.astype(jnp.float32)
 
     def some(of_queries: Any, wanted: Any) -> Any:

@@ -1,1 +1,1 @@
-"""The modules behind `pipeline.layers.experts`, which says what they are."""
+"""The modules of `pipeline.layers.experts`, whose documentation describes them."""

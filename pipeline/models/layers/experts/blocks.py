@@ -1,10 +1,10 @@
 """Products of experts in blocks of rows: the work of a row does not grow with the experts.
 
-Letters: n = tokens, k = experts of a token, e = experts that lie here, d = width, f = columns;
-b = rows of a block, p = blocks, all rows of a block of one expert. An expert's last block is filled
-up with zeros, so that p is at most n·k / b + e and at most e·b rows are computed for nothing.
+Letters: n = tokens, k = experts of a token, e = local experts, d = width, f = columns; b = rows of
+a block, p = blocks, all rows of a block of one expert. An expert's last block is filled up with
+zeros, so that p is at most n·k / b + e and at most e·b rows are computed for nothing.
 
-`jax.lax.ragged_dot` says the same with one operation. TPUs have a kernel for it; XLA for CPUs and
+`jax.lax.ragged_dot` computes the same in one operation. TPUs have a kernel for it; XLA for CPUs and
 GPUs multiplies every row with every expert and keeps one product of e.
 """
 
@@ -26,7 +26,7 @@ FEWEST, MOST = 16, 512  # rows of a block
 
 
 def block_size(rows: int, num_experts: int) -> int:
-    """b: a power of two, about half of what an expert gets if all get the same."""
+    """Choose the block size b: a power of two, about half of an expert's rows in balance."""
     half = max(1, rows // (2 * num_experts))
     return min(max(1 << (half.bit_length() - 1), FEWEST), MOST)
 
@@ -34,12 +34,12 @@ def block_size(rows: int, num_experts: int) -> int:
 def block_places(
     chosen: jax.Array, sizes: jax.Array, rank_of: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """`[m]` the place of each row among those of all blocks, and `[p]` the expert of each block.
+    """Compute `[m]` the place of each row in the blocks, and `[p]` the expert of each block.
 
     Args:
-      chosen: `[m]` the expert of each row; e where it lies elsewhere, whose place is p·b.
-      sizes: `[e]` how many rows each expert has.
-      rank_of: `[m]` how many rows of its expert come before it.
+      chosen: `[m]` the expert of each row; e for an expert of another rank, with the place p·b.
+      sizes: `[e]` the number of rows of each expert.
+      rank_of: `[m]` the number of earlier rows of the same expert.
       size: b.
     """
     rows, experts = chosen.shape[0], sizes.shape[0]

@@ -1,17 +1,17 @@
-"""Dispatch: how tokens come to experts that lie on other ranks of a mesh axis, and back.
+"""Dispatch of tokens to experts on other ranks of a mesh axis, and back.
 
 Letters: R = ranks on the axis, n = tokens of a rank, k = experts of a token, e = experts, E = e / R
 of a rank, C = places of an expert for tokens of a rank, d = width. Every rank has tokens of its own
-and E of the experts. Values that cross the axis in a forward pass, of one rank, beside small
+and E of the experts. Values that one rank sends over the axis in a forward pass, without small
 integers:
 
     gather    (R - 1)·n·(d + k) tokens and weights come, (R - 1)·n·d sums go
     capacity  (R - 1)·E·C·d go, and as many come back
     ragged    at most n·k·d go, and as many come back
 
-and in the backward pass as many again. `gather` and `ragged` lose no token, so their results are
-those of one rank. `capacity` drops what finds no place, which depends on how many tokens a rank
-has. Where the axis is not manual, R is 1 and nothing is exchanged.
+and as many in the backward pass. `gather` and `ragged` lose no token, so their results equal the
+results on one rank. `capacity` drops tokens without a place, which depend on the number of tokens
+of a rank. Where the axis is not manual, R is 1 and nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WITHOUT_RAGGED = ("cpu",)  # platforms whose compiler has no `ragged_all_to_all`
 
 
 def check_dispatch(dispatch: str) -> None:
-    """Refuse an exchange that the platform which is traced for cannot run.
+    """Refuse an exchange that the platform of the trace cannot run.
 
     Raises:
       ValueError: so.
@@ -62,7 +62,7 @@ def check_dispatch(dispatch: str) -> None:
 def dispatch_by_gather(
     x: jax.Array, routing: Routing, experts: Experts, num_experts: int, axis: str | None
 ) -> Done:
-    """Every rank takes all tokens, and returns the sums of its own experts. Nothing is dropped.
+    """Dispatch all tokens to every rank, which returns the sums of its experts; drop none.
 
     Args:
       x: `[n, d]` tokens of this rank.
@@ -85,13 +85,13 @@ def dispatch_by_gather(
 
 
 def capacity_of(tokens: int, top_k: int, num_experts: int, factor: float) -> int:
-    """C: how many tokens of a rank an expert takes, at least one.
+    """Compute C, the number of tokens of a rank that an expert takes, at least one.
 
     Args:
       tokens: n.
       top_k: k.
       num_experts: e.
-      factor: over n·k / e, what each would get if all got the same.
+      factor: the factor of n·k / e, the number of tokens of each expert in balance.
     """
     return min(max(1, math.ceil(factor * tokens * top_k / num_experts)), tokens)
 
@@ -114,11 +114,11 @@ def dispatch_by_capacity(
     factor: float,
     is_data: jax.Array | None = None,
 ) -> Done:
-    """Every expert takes C tokens of each rank, the first that chose it; others are dropped.
+    """Dispatch the first C tokens of each rank that chose an expert; drop the others.
 
-    Arguments are those of `dispatch_by_gather`; ``factor``, as of `capacity_of`; and ``is_data``,
-    `[n]` bool, False for padding, None if all are data. Padding takes no place, and C is computed
-    from the number of real tokens.
+    Arguments are as for `dispatch_by_gather`, with ``factor`` as for `capacity_of`, and
+    ``is_data``, `[n]` bool, False for padding, None if all are data. Padding takes no place, and C
+    is computed from the number of real tokens.
     """
     (n, d), k, ranks = x.shape, routing.chosen.shape[1], group_size(axis)
     places = capacity_of(n, k, num_experts, factor)
@@ -162,10 +162,10 @@ def dispatch_by_ragged(
     *,
     exchange: Callable[..., jax.Array] | None = None,
 ) -> Done:
-    """Every rank sends each token to the ranks of its experts, and no further. Nothing is dropped.
+    """Send each token only to the ranks of its experts; drop none.
 
-    A rank has room for the tokens of all ranks, R·n·min(k, E) rows, since all may choose it.
-    Arguments are those of `dispatch_by_gather`, and ``exchange``, by default
+    A rank has room for the tokens of all ranks, R·n·min(k, E) rows, because all tokens may choose
+    its experts. Arguments are as for `dispatch_by_gather`, with ``exchange``, by default
     `jax.lax.ragged_all_to_all`.
     """
     ranks = group_size(axis)

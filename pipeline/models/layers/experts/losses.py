@@ -23,7 +23,7 @@ BALANCES = ("microbatch", "sequence", "batch")
 
 
 def counts_of(chosen: jax.Array, num_experts: int, is_data: jax.Array | None = None) -> jax.Array:
-    """`[..., e]` int32 how often each expert was chosen.
+    """Count `[..., e]` int32 the choices of each expert.
 
     Args:
       chosen: `[..., n, k]`.
@@ -37,7 +37,7 @@ def counts_of(chosen: jax.Array, num_experts: int, is_data: jax.Array | None = N
 
 
 def joint_balance(counts: jax.Array, shares: jax.Array, earlier: Any) -> tuple[jax.Array, Any]:
-    """Compute e·Σ counts·shares of a slice with itself and with the slices before it.
+    """Compute e·Σ counts·shares of a slice with itself and with earlier slices.
 
     Both factors are sums over tokens. So the product for a whole sequence is the sum of these
     values over its slices, although no slice knows those after it.

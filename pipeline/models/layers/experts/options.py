@@ -70,9 +70,9 @@ class ExpertOptions(RoutingOptions):
       bias_rate: for a bias of the choice alone (arXiv:2408.15664): by how much `advance_experts`
         moves it for experts that had less or more than the mean. It is state; 0 keeps it.
       shared_hidden: columns of an MLP that every token passes, added to the experts; 0 for none.
-      shared_gate: whether it is multiplied with a sigmoid of the token.
+      shared_gate: whether the shared MLP is multiplied with a sigmoid of the token.
       bias: whether the experts' products have biases.
-      gate: of (gate, up), what the product down is given.
+      gate: a function of (gate, up) that returns the input of the down product.
       axis: the mesh axis that splits the experts.
       dispatch: "gather", "capacity" or "ragged" (`pipeline.layers.experts`). The first and
         the last drop no token, and their results do not depend on the mesh.
@@ -80,19 +80,19 @@ class ExpertOptions(RoutingOptions):
       chunk: tokens of a rank that are dispatched at a time, and again in the backward, which bounds
         the memory of it; None for all. "capacity" then counts places in each chunk.
       balance_weight: of the balance loss, which is added to the loss with `pipeline.add_loss`.
-      balance: which loads it reads: those of the "microbatch" over all rows of the mesh, of each
-        "sequence" (the input is `[b, t, d]`), or of the whole "batch" of the step before, from
-        state (`settle_experts` for those of the batch itself).
+      balance: the loads in the balance loss: of the "microbatch" over all rows of the mesh, of each
+        "sequence" (the input is `[b, t, d]`), or of the previous step's whole "batch", from state
+        (`settle_experts` for the loads of the batch itself).
       z_weight: of the z-loss.
-      counts: whether it counts how often experts are chosen, as state; with ``bias_rate`` and
-        ``balance="batch"`` always.
+      counts: whether choices of experts are counted, as state; always with ``bias_rate`` and
+        ``balance="batch"``.
       row_axes: mesh axes that split rows, and ``context``, which splits positions, in a `shard_map`
         of one's own. In a pipeline ``batch=`` says which axes these are.
-      init: of the fused weight; init_out: of the one down; init_router: of the router.
+      init: of the fused weight; init_out: of the down weight; init_router: of the router.
       dtype: of the parameters.
 
     Raises:
-      ValueError: all that is wrong, at once.
+      ValueError: all faults, at once.
     """
 
     axis: str | None = EXPERT

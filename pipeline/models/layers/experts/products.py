@@ -1,4 +1,4 @@
-"""The products of experts: rows in the order of their experts, and their way back to tokens.
+"""The products of experts, on rows ordered by expert, and the sums by token.
 
 Letters: n = tokens, k = experts of a token, m = n·k rows, e = experts that lie here, d = width,
 f = columns. `jax.lax.ragged_dot` is one product for all experts of a device, of any number of rows
@@ -44,12 +44,12 @@ def grouped_matmul(rows: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.
 def run_grouped(
     x: jax.Array, chosen: jax.Array, experts: Experts, num_experts: int, *, all_here: bool
 ) -> jax.Array:
-    """`[n, k, d]` the outputs of the experts that tokens chose; 0 of experts that lie elsewhere.
+    """Compute `[n, k, d]` the outputs of the chosen experts; 0 for experts on other ranks.
 
     Args:
       x: `[n, d]` tokens.
-      chosen: `[n, k]` which experts; those in 0..e-1 lie here.
-      experts: what they are, of rows in their order.
+      chosen: `[n, k]` the experts of each token; 0..e-1 are local.
+      experts: the function of the experts, on rows ordered by expert.
       num_experts: e.
       all_here: whether no other experts occur.
     """
@@ -115,7 +115,7 @@ def placed(x: jax.Array, places: jax.Array, total: int) -> jax.Array:
 
 
 def taken(y: jax.Array, places: jax.Array) -> jax.Array:
-    """`[n·k, d]` the rows in some places, 0 where a place is behind the last."""
+    """Take `[n·k, d]` the rows in some places, 0 for a place after the last."""
     total = y.shape[0]
     rows = y[jnp.minimum(places, total - 1)]
     return jnp.where((places < total)[:, None], rows, jnp.zeros((), y.dtype))
@@ -137,6 +137,6 @@ def count(flat: jax.Array, num_experts: int) -> jax.Array:
 
 
 def inverse(order: jax.Array) -> jax.Array:
-    """The permutation that undoes another."""
+    """Invert a permutation."""
     places = vary(jnp.arange(order.shape[0], dtype=order.dtype), varying_in(order))
     return jnp.zeros_like(order).at[order].set(places, unique_indices=True)

@@ -1,4 +1,4 @@
-"""Routers: which experts a token is given to, and with which weights.
+"""Routers: the experts of a token and their weights.
 
 Letters: n = tokens, e = experts, k = experts of a token. Everything is computed in float32. Of
 equal scores the expert with the smaller number is chosen, as `jax.lax.top_k` does.
@@ -31,10 +31,10 @@ class Router:
         "topk_softmax", the k largest logits, then softmax over these (gpt-oss); "sigmoid" of each
         logit (DeepSeek-V3).
       renormalise: whether the weights of a token are divided by their sum.
-      scale: what weights are multiplied with.
-      groups: (number of groups, groups of a token): experts lie in so many groups of equal size,
-        and a token chooses among the experts of the groups with the largest scores.
-      group_top: how many of a group's scores are added up to its score: 1 in DeepSeek-V2, 2 in
+      scale: the factor of weights.
+      groups: (number of groups, groups of a token): experts form groups of equal size, and a token
+        chooses among the experts of the groups with the largest scores.
+      group_top: the number of a group's scores that add up to its score: 1 in DeepSeek-V2, 2 in
         DeepSeek-V3.
     """
 
@@ -106,7 +106,7 @@ class Routing:
     """The destinations of tokens.
 
     Attributes:
-      weights: `[n, k]` float32, what the outputs of a token's experts are multiplied with.
+      weights: `[n, k]` float32, the factors of the outputs of a token's experts.
       chosen: `[n, k]` int32, the experts.
       shares: `[n, e]` float32, scores of a token that sum up to 1, for losses of balance.
     """
@@ -117,11 +117,11 @@ class Routing:
 
 
 def route(logits: jax.Array, router: Router, *, bias: jax.Array | None = None) -> Routing:
-    """Choose experts.
+    """Choose the experts of each token, and their weights, from the router's logits.
 
     Args:
       logits: `[n, e]`.
-      router: how.
+      router: the rule of the choice.
       bias: `[e]`, added to scores for the choice alone, not to weights; it has no gradient.
     """
     logits = logits.astype(jnp.float32)

@@ -1,6 +1,6 @@
-"""State of mixtures of experts: how often experts were chosen, and the bias that evens it out.
+"""State of mixtures of experts: counts of choices, and the bias that balances them.
 
-Stages write it during a step, so a pipeline must be told: ``state=ExpertState``, and
+Stages write this state during a step, so a pipeline needs ``state=ExpertState`` and
 ``after_step=advance_experts``, which runs once a step.
 """
 
@@ -15,7 +15,7 @@ from pipeline.base.rows import DataStatistic
 
 
 class ExpertState(DataStatistic):
-    """State of a mixture of experts; no parameter, so it has no gradient."""
+    """A state variable of a mixture of experts, not a parameter, so without a gradient."""
 
     declaration = "state=ExpertState, after_step=advance_experts (both of pipeline.layers)"
 
@@ -50,7 +50,7 @@ def advance_experts(module: nnx.Module) -> None:
 def settle_experts(module: nnx.Module) -> None:
     """Turn counts into loads and begin to count again; biases stay.
 
-    With ``balance="batch"`` the loss reads the loads of the step before. Loads of a batch itself
+    With ``balance="batch"`` the loss reads the loads of the previous step. Loads of a batch itself
     come from a forward pass before the step: ``pipe.loss(inputs, targets)``, whose targets say what
     is padding, then ``settle_experts(pipe)``.
 

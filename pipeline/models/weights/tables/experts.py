@@ -1,4 +1,4 @@
-"""Families with mixtures of experts: tables of names, and what their config.json means.
+"""Families with mixtures of experts: tables of names, and translations of config.json.
 
 Letters of patterns beside those of `weights.tables.families`: e experts, m columns of one,
 s columns of the shared ones; of latent attention q width of queries' latent, r of keys' and
@@ -93,7 +93,7 @@ def _size(given: Given, key: str) -> int:
 
 
 def _number(given: Given, key: str) -> int:
-    """Number of experts: releases of transformers write it under other names too."""
+    """Read the number of experts, under any of the names in releases of transformers."""
     others = (given.get(name) for name in ("num_local_experts", "num_experts"))
     found = given.get(key, next((n for n in others if n is not None), None))
     return _size({key: found}, key)

@@ -207,7 +207,7 @@ class _Given(dict[str, Any]):
 
 
 def _without_nulls(reading: Reading, content: Config) -> dict[str, Any]:
-    """Config.json with defaults, and without those nulls that say something.
+    """Fill config.json with defaults; null flags become False, optional nulls are dropped.
 
     Args:
       reading: of the family.

@@ -52,12 +52,12 @@ class TensorSource:
 
 @dataclass(frozen=True)
 class Row:
-    """A weight of a layer, and the arrays of a file that it is made of.
+    """A weight of a layer, and its source arrays in a file.
 
     Attributes:
       target: the path in the layer, dotted.
       pattern: its dims.
-      sources: one, or several that lie along ``+``.
+      sources: one, or several along ``+``.
     """
 
     target: str
@@ -133,7 +133,7 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A row with the sizes of a model: what to read for any slice of a weight.
+    """A row with a model's sizes, which computes the reads for any slice of a weight.
 
     Attributes:
       target: the path in the layer, dotted.
@@ -157,7 +157,7 @@ class TensorPlan:
         return out
 
     def fill(self, out: np.ndarray, index: Sequence[Range], read: Read) -> None:
-        """Write a slice of the weight, of which no more is read than it needs, a block at a time.
+        """Write a slice of the weight, a block at a time, and read only its numbers.
 
         Args:
           out: where to.
@@ -293,7 +293,7 @@ def _dims(pattern: str, sizes: Sizes, target: str) -> tuple[Factors, ...]:
 def _fill(
     view: np.ndarray, names: Sequence[str], part: TensorPart, spans: Mapping[str, Range], read: Read
 ) -> None:
-    """Read what a part has of a slice into its view, in which dims are letters."""
+    """Read a part's share of a slice into its view, whose dims are letters."""
     order = [name for factors in part.dims for name, _ in factors]
     rest = [name for name in names if name not in order]  # `+` of a single place
     dest = view.transpose([names.index(name) for name in (*order, *rest)])
@@ -306,7 +306,7 @@ def _fill(
 
 @dataclass(frozen=True)
 class _Run:
-    """Entries of one dim that lie behind each other.
+    """Consecutive entries of one dim.
 
     Attributes:
       span: from which to which.
@@ -320,7 +320,7 @@ class _Run:
 
 
 def _runs(factors: Factors, spans: Mapping[str, Range]) -> Iterator[_Run]:
-    """The runs of a dim that ranges of its letters leave."""
+    """Find the consecutive runs of a dim for ranges of its letters."""
     whole = {name: (0, size) for name, size in factors}
     # Up to the last letter that is cut, each entry of the letters before it has a run.
     cut = [n for n, (name, _) in enumerate(factors) if spans[name] != whole[name]]
