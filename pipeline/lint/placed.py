@@ -20,7 +20,7 @@ from pipeline.base.tree import is_array, shape_text
 
 @dataclass(frozen=True)
 class Placed:
-    """One array.
+    """One array with its placement.
 
     Attributes:
       path: its name in the state.

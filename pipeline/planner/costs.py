@@ -68,12 +68,12 @@ class Estimate:
 
     @property
     def step(self) -> float:
-        """Seconds."""
+        """The predicted seconds of a step."""
         return sum(self.seconds.values())
 
     @property
     def hbm(self) -> float:
-        """Bytes."""
+        """The predicted bytes of device memory."""
         return sum(self.bytes.values())
 
 
@@ -233,7 +233,7 @@ def all_to_all(job: PlannedJob, size: float, ranks: int) -> float:
 
 
 class Links(NamedTuple):
-    """Bytes a second of each axis; those of `data` and `tensor` within a slice."""
+    """The bandwidth of each axis in bytes a second; of `data` and `tensor` within a slice."""
 
     data: float
     stage: float
@@ -241,7 +241,7 @@ class Links(NamedTuple):
 
 
 def links_of(job: PlannedJob, layout: MeshLayout) -> Links:
-    """Assign torus axes to mesh axes: one to each, and those that are left to `data`."""
+    """Assign torus axes to mesh axes: one to each, and the remaining axes to `data`."""
     chip, left, inside = job.chip, job.chip.axes, layout.stage // layout.stage_slices
     left -= (inside > 1) + (layout.experts.ranks > 1) + (layout.context > 1)
     tensor = 1 if layout.data > layout.data_slices else max(1, left)
@@ -276,7 +276,7 @@ def _shared(job: PlannedJob, layout: MeshLayout, each: tuple[float, float, float
 
 
 def _stage(block: BlockSeconds, n: float) -> tuple[float, float, float, float]:
-    """Seconds of F, I, B and W of n layers, with what they send."""
+    """Compute seconds of F, I, B and W of n layers, including communication."""
     forward, backward = map(sum, zip(*block.sent.values(), strict=True))
     more = n * (block.again + backward)
     return n * (block.f + forward), n * block.i + more, n * block.b + more, n * block.w

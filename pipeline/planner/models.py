@@ -81,7 +81,7 @@ class LatentSizes:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A decoder.
+    """The sizes of a decoder.
 
     Attributes:
       layers: blocks.
@@ -231,7 +231,7 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """All parameters."""
+        """The number of all parameters."""
         dense, matrices = self._dense_layers, self._dense_matrices + 2 * self.width
         return (self.layers - dense) * self.block + dense * matrices + self.ends
 

@@ -75,7 +75,7 @@ class Plans:
 
     @property
     def best(self) -> Estimate:
-        """The choice."""
+        """The best estimate."""
         return self.ranked[0]
 
     @property

@@ -272,7 +272,7 @@ def _check_known(what: str, given: Sequence[Any], known: Sequence[Any]) -> None:
 
 
 def _bounds(job: PlannedJob, layouts: Iterable[MeshLayout]) -> list[Estimate]:
-    """Lower bounds of their steps, ascending."""
+    """Compute lower bounds of the layouts' step times, in ascending order."""
     return sorted((estimate(job, one, bound=True) for one in layouts), key=lambda one: one.step)
 
 

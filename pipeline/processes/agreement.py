@@ -194,7 +194,7 @@ def _files(paths: Iterable[Path]) -> str:
 
 
 def _modules() -> Iterator[tuple[str, str]]:
-    """(name, digest) of what is loaded and belongs to the user: neither Python's nor installed."""
+    """List (name, digest) of the loaded user modules, neither Python's nor installed."""
     libraries = tuple(
         f"{sysconfig.get_path(name)}{os.sep}"
         for name in ("stdlib", "platstdlib", "purelib", "platlib")

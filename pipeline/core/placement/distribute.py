@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 
 def distribute(x: Any, sharding: Sharding, *, compare: bool = True) -> jax.Array:
-    """The array as ``sharding`` says; each process gives what its own devices hold.
+    """Place an array by ``sharding``; each process provides the parts of its own devices.
 
     Args:
       x: any array, a typed key too; with several processes, the same on each.
@@ -30,7 +30,7 @@ def distribute(x: Any, sharding: Sharding, *, compare: bool = True) -> jax.Array
 
 
 def placed_on(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """An array with a sharding; not copied if it has it already."""
+    """Place an array by a sharding; no copy if the sharding is the same."""
     is_array = isinstance(leaf, jax.Array)
     is_there = is_array and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     return leaf if is_there else distribute(leaf, sharding, compare=False)

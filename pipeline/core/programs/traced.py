@@ -110,7 +110,7 @@ class Traced:
         }
 
     def sums_of(self, op: Op, rank: int) -> tuple[str, ...]:
-        """The names of the sums that an action of a rank may add to, or of state that it writes."""
+        """Return the names of sums that a rank's action may add to, or of state it writes."""
         names = [name for name, types in self.sums_on(rank).items() if types]
         training = self.options.request.training
         return sums_of(op, names, self.inspected.rank.facts, training=training)
@@ -127,7 +127,7 @@ class Traced:
 
 
 class OpenStep:
-    """A step of a rank within one trace: its model, and refs for what it adds up.
+    """A step of a rank within one trace: its model, and refs of its sums.
 
     Args:
       options: of the step.
@@ -202,7 +202,7 @@ class OpenStep:
 
 
 class ActionValues(Stores):
-    """The values of one action: it reads the arguments of its program, and returns what it writes.
+    """The values of one action: its reads are program arguments, its writes program results.
 
     Args:
       values: that it reads, by kind. The last stage's output is where others have a gradient.

@@ -35,7 +35,7 @@ class PerPlan:
         runs: Any = None,
         **options: Any,
     ) -> Any:
-        """As `jax.jit` calls it."""
+        """Call the function, as `jax.jit` does."""
         # Without the operands at the end that are None, a plain call has the signature of `trace`
         # and `lower`, and JAX finds their trace again.
         extra: tuple[Any, ...] = scale, runs

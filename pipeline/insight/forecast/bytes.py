@@ -103,7 +103,7 @@ class MemoryPrediction:
 
     @property
     def temporaries(self) -> int:
-        """Bytes held beside arguments and results."""
+        """The bytes held in addition to arguments and results."""
         passing = self.messages.size + self.crossings.size + self.kept + self.workspace
         passing += self.carries
         held = self.stashes.size + self.totals + self.casts + self.windows
@@ -111,7 +111,7 @@ class MemoryPrediction:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The total bytes."""
         return self.arguments + self.returned + self.temporaries
 
     @property

@@ -63,7 +63,7 @@ class FusionValue:
 
 @dataclass(eq=False)
 class Node:
-    """One equation.
+    """A node of the graph: one equation.
 
     Attributes:
       eqn: it.
@@ -116,7 +116,7 @@ class Node:
 
 
 class FusionFlow:
-    """Reads jaxprs.
+    """The reader of jaxprs, which builds the graph.
 
     Args:
       enter: looks into an equation with a body, given its node and its operands.

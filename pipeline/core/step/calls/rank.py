@@ -46,7 +46,7 @@ class Slices:
 
     @property
     def share(self) -> float:
-        """Weight of a mean over a slice's positions among those of all: 1 where they are equal."""
+        """The weight of a slice's mean relative to other slices: 1 for slices of equal length."""
         if self.number is None:
             return 1.0
         return self.count * self.lengths[self.number] / sum(self.lengths)
@@ -151,7 +151,7 @@ class Rank:
 
     @property
     def num_chunks(self) -> int:
-        """V."""
+        """The number of chunks V."""
         return len(self.weights.chunks)
 
     @property
@@ -227,7 +227,7 @@ class Rank:
 
     @functools.cached_property
     def streams(self) -> list[tuple[Tree, Tree]]:
-        """[V] the random streams in each chunk's other state, and what else is in it."""
+        """[V] the random streams, and the rest, of each chunk's other state."""
         return [split_streams(rest) for rest in self.weights.chunks_rest]
 
     @functools.cached_property
@@ -237,7 +237,7 @@ class Rank:
 
     @functools.cached_property
     def ends_streams(self) -> tuple[Tree, Tree]:
-        """The random streams in their other state, and what else is in it."""
+        """The random streams, and the rest, of the ends' other state."""
         return split_streams(self.weights.ends_rest)
 
     def varied(self, x: Tree) -> Tree:

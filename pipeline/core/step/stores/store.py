@@ -84,7 +84,7 @@ class Stores:
     def at_most_once(
         self, op: Op, wanted: Any, action: Callable[[], Tree], otherwise: Tree
     ) -> Tree:
-        """The result of an action that may use these stores if it is wanted, else ``otherwise``."""
+        """Run an action on these stores if its result is wanted; else return ``otherwise``."""
         # Only an action that uses host memory needs its arrays in the loop around it.
         once = self.carried.at_most_once if op.host else at_most_once
         return once(wanted, action, otherwise)
