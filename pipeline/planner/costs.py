@@ -78,7 +78,7 @@ class Estimate:
 
 
 def mfu(job: PlannedJob, step: float) -> float:
-    """The model's operations over what the chips could do in a step; of experts, those chosen."""
+    """Compute the model's operations over the chips' peak in a step, counting chosen experts."""
     tokens = job.batch * job.seq
     return tokens * job.model.step_operations(job.seq) / (job.devices * job.chip.flops * step)
 
@@ -97,7 +97,7 @@ class Repeated(NamedTuple):
 
 
 def repeated(model: ModelSizes, remat: str | None) -> Repeated:
-    """Find what a remat repeats; a block spares its last product, which no gradient needs.
+    """Count the work that a remat repeats, without a block's last product.
 
     With "mlp" that is attention's last product and the MLP, so one of four exchanges over `tensor`.
     """
@@ -114,7 +114,7 @@ def repeated(model: ModelSizes, remat: str | None) -> Repeated:
 
 
 class BlockSeconds(NamedTuple):
-    """Seconds of one block in one action, of head and lookup, and of what they send.
+    """Seconds of one block in one action, of head and lookup, and of their messages.
 
     Attributes:
       f, i, w, b: forward, halves of the backward, and a whole one, where nothing repeats.

@@ -1,4 +1,4 @@
-"""The sizes of a decoder, and what follows from them: parameters and operations.
+"""The sizes of a decoder, with its numbers of parameters and operations.
 
 Letters: d width, h heads, c width of a head, f hidden columns, e experts, k experts of a token.
 RMSNorm, grouped queries or latent attention, SwiGLU or a mixture of experts, and no biases, as in

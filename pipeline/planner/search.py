@@ -277,7 +277,7 @@ def _bounds(job: PlannedJob, layouts: Iterable[MeshLayout]) -> list[Estimate]:
 
 
 def _best(job: PlannedJob, bounds: Iterable[Estimate], kept: int = 1) -> list[Estimate]:
-    """The quickest that fits, and those within `ERROR` of it, no two of one mesh and schedule."""
+    """Find the quickest fitting layouts, within `ERROR`, one per mesh and schedule."""
     best: dict[Any, Estimate] = {}
     limit = math.inf
     for bound in bounds:
@@ -337,7 +337,7 @@ def _lost(job: PlannedJob, bounds: Iterable[Estimate], found: Plans) -> list[str
 
 
 def _said(rule: str, sizes: Sequence[int]) -> str:
-    """A rule with the sizes that it left out, after the name of their axis."""
+    """Write a rule with the sizes that it excluded, after the name of their axis."""
     axis, _, reason = rule.partition(":")
     return f"{axis} {', '.join(map(str, sorted(sizes)))}:{reason}"
 

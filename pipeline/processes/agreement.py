@@ -211,7 +211,7 @@ def _modules() -> Iterator[tuple[str, str]]:
 
 
 def _timetable(value: object) -> str | None:
-    """A digest of the schedule in a file that an option names; None if it names something else."""
+    """Return a digest of the schedule file that an option names; None for another value."""
     if isinstance(value, str | os.PathLike) and os.fspath(value).endswith(".csv"):
         with contextlib.suppress(OSError, ValueError):
             return digest_of(repr(schedules.Schedule.from_csv(value).orders).encode())

@@ -176,7 +176,7 @@ def overlay(lists: Sequence[Sequence[Leaf]]) -> tuple[list[Cell], list[tuple[Spo
 
 
 def _columns(members: list[list[Leaf]], taken: list[tuple[Hashable, ...]]) -> dict[Column, Shape]:
-    """The columns of a group that fit into what the longest list takes, with their shapes."""
+    """Find the columns of a group that fit into the longest list's memory, with their shapes."""
     sizes = [sum(math.prod(leaf.shape) for leaf in leaves) for leaves in members]
     slack = [max(sizes) - size for size in sizes]
     own: dict[Column, dict[int, Shape]] = {}

@@ -140,7 +140,7 @@ def _leaf(path: ModelPath, variable: Any, placement: Placement, why: str) -> Lea
 
 
 def _by_kind(leaves: Sequence[Leaf]) -> list[Leaf]:
-    """Leaves whose names, where they are sharded, count those of their kind in place of layers."""
+    """Rename sharded leaves by their number within a kind, in place of the layer's number."""
     seen: dict[Any, int] = {}
     result = []
     for leaf in leaves:

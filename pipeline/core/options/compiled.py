@@ -96,7 +96,7 @@ class Programs:
         return _revived(self) if programs is None else programs
 
     def keep_for(self, pipe: Any) -> None:
-        """Keep the `Compiled` as long as a pipeline lives; only its first one makes it."""
+        """Keep the `Compiled` as long as a pipeline lives; only the first pipeline makes one."""
         if pipe not in self._pipes:
             first = self._refer() is None and not self._has_lived
             self._pipes[pipe] = self.make() if first else self.get()

@@ -315,7 +315,7 @@ def whole_loss(
 
 
 def _stages(step: OpenStep) -> tuple[list[StageTypes], tuple[str, ...]]:
-    """[K] the types of stages, one trace for those that are alike; what could not be split."""
+    """Return [K] the types of stages, with one trace for equal stages; note failed splits."""
     options, inspected = step.options, step.inspected
     rank, types = inspected.rank, inspected.activations.types
     kinds = {action.kind for order in options.schedule.orders for action in order}

@@ -47,13 +47,13 @@ class PerPlan:
     def trace(
         self, plan: Plan, model: Model, weights: Weights, batch: Batch, **options: Any
     ) -> jax.stages.Traced:
-        """As `jax.jit` has it; leaves may be types."""
+        """Trace or lower the function, as of `jax.jit`; leaves may be types."""
         return self._of(plan, model, options).trace(weights, batch)
 
     def lower(
         self, plan: Plan, model: Model, weights: Weights, batch: Batch, **options: Any
     ) -> jax.stages.Lowered:
-        """As `jax.jit` has it; leaves may be types."""
+        """Trace or lower the function, as of `jax.jit`; leaves may be types."""
         return self._of(plan, model, options).lower(weights, batch)
 
     def _of(self, plan: Plan, model: Model, options: dict[str, Any]) -> Any:

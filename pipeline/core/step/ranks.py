@@ -203,7 +203,7 @@ def _squeeze(tree: Tree) -> Tree:
 
 
 def _was_sent(program: Program, runs: jax.Array) -> jax.Array:
-    """[T, slots, S, C] whether what a channel brings is from an entry that runs.
+    """Return [T, slots, S, C] whether a channel's message comes from an entry that runs.
 
     Args:
       program: any.

@@ -234,7 +234,7 @@ def compiler_of(mesh: Mesh) -> Compiler:
 
 
 def _name(eqn: Any) -> str:
-    """Name the use of a ref, by the name scope it was made in.
+    """Name the use of a ref, by the name scope of its creation.
 
     A scope is the one mark that JAX carries from the place where a ref is made to its equation: the
     ref that Python holds during a trace cannot be found again among the variables of the jaxpr.

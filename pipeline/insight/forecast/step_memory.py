@@ -154,7 +154,7 @@ def _gradients(found: MemoryPrediction | StepPrediction) -> MemoryPrediction:
 
 
 def _on_host(state: Any) -> Any:
-    """The part of a state that lies in host memory."""
+    """Return the part of a state in host memory."""
 
     def is_hosted(_: Any, variable: Any) -> bool:
         sharding = getattr(variable.get_raw_value(), "sharding", None)

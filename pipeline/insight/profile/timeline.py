@@ -166,7 +166,7 @@ def _together(medians: Sequence[Mapping[Key, Interval]]) -> dict[tuple[int, int,
 
 
 def _in_order(order: Sequence[Action], found: Mapping[Key, Interval]) -> NDArray[np.float64]:
-    """[A, 2] when the actions of a rank began and ended, none before the one before it has.
+    """Return [A, 2] start and end of a rank's actions, with starts in the rank's order.
 
     One that was not seen takes no time, when the next begins; at the end, when the last has ended.
     """

@@ -156,14 +156,14 @@ class Rank:
 
     @property
     def by_slice(self) -> list[Rank]:
-        """[N] the rank for each slice, whose units are as long as it; of lengths alone."""
+        """[N] the rank for each slice, with units of the slice's length; for slices of lengths."""
         lengths = self.slices.lengths
         longest = max(lengths, default=0)
 
         # The batch is cut to the longest slice. On a rank of a position axis a slice is shorter
         # than its length says, by the same factor for all.
         def cropped(x: jax.Array, length: int) -> jax.Array:
-            """[M N, b, t, ...] of the longest slice; what has one entry for all is whole."""
+            """Crop [M N, b, t, ...] of the longest slice; leaves without positions stay whole."""
             cuts = x.ndim > 2 and x.shape[2] > 1
             return x[:, :, : x.shape[2] * length // longest] if cuts else x
 

@@ -263,7 +263,7 @@ def _mine(ids: jax.Array, table: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _whole(z: jax.Array, place: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-    """[R] over all words: the largest logit, the sum of exponentials below it, the target's."""
+    """Combine [R] over all words: largest logit, sum of exponentials, the target's logit."""
     # Not `combine`: one exchange takes less time than two, and few ranks send little.
     parts = jax.lax.all_gather(jnp.stack(sum_up(z, *place)), STAGE)
     largest, totals, picked = jnp.moveaxis(parts, 1, 0)

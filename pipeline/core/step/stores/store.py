@@ -1,4 +1,4 @@
-"""The seam: a store has numbered places for values of one kind, `Stores` those of all kinds.
+"""The storage interface: a store has numbered places for one kind of values, `Stores` all kinds.
 
 `schedules.lowering.kinds` lists the kinds. The program says in which place, and in which memory, a
 value is. So F, B, I and W name a kind and do not ask where a value is. A new store is a class with
