@@ -28,7 +28,7 @@ cannot run as given; 129 after SIGHUP, 130 after Ctrl-C and 143 after SIGTERM, t
 
 
 def add(sub: Any, name: str) -> Parser:
-    """Add one of the commands and what it takes."""
+    """Add one of the commands and its arguments."""
     parser = add_command(sub, name, about=ABOUT, epilog=EPILOG)
     add = parser.add_argument
     add("--config", type=Path, action="append", required=True, metavar="FILE", help="TOML; repeat")

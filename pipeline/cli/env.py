@@ -71,7 +71,7 @@ def versions() -> Iterator[str]:
 
 
 def settings(variables: Mapping[str, str]) -> Iterator[str]:
-    """Lines for the variables that change what JAX and XLA do."""
+    """Return lines on the environment variables that affect JAX and XLA."""
     for name in VARIABLES:
         yield _row(name, variables.get(name, "not set"))
     for name in sorted(variables):

@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
     """argparse without the usage text above its errors: one line, exit status 2."""
 
     def error(self, message: str) -> NoReturn:
-        """Say it and end."""
+        """Print the error and exit."""
         self.exit(USAGE_EXIT, f"{self.prog}: {message}\n")
 
 

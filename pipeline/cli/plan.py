@@ -27,7 +27,7 @@ exit codes: 0 success; 1 nothing fits, and what would; 2 the command cannot run 
 
 
 def add(sub: Any, name: str) -> Parser:
-    """Add the command and what it takes."""
+    """Add the command and its arguments."""
     parser = add_command(sub, name, about=ABOUT, epilog=EPILOG)
     add = parser.add_argument
     models = f"{', '.join(MODELS)}, or the path of a Hugging Face config.json"

@@ -1,4 +1,4 @@
-"""Runs of a configuration: train, evaluate, generate; what ``python -m pipeline`` does.
+"""Runs of a configuration by ``python -m pipeline``: train, evaluate, generate.
 
 All that can be wrong with a configuration is found before a device is touched, then the model is
 made, and only then a folder.
@@ -131,7 +131,7 @@ def train(config: Config, *, resume: bool, how: str, measure: bool = False) -> i
     text = json.dumps(config.to_dict(), indent=1, default=str)
 
     def keep(trainer: Trainer, _: Any) -> None:
-        """Write the configuration once it has made an update, in place of the one before."""
+        """Write the configuration after the first update, in place of the previous one."""
         if len(trainer.losses) == 1:
             (folder / "config.json").write_text(f"{text}\n")
 
@@ -229,7 +229,7 @@ def restored(config: Config, *, ema: bool = False) -> Any:
 
 
 def continued(config: Config, prompt: str, *, tokenizer: str | None, **options: Any) -> str:
-    """A prompt and the text with which the newest checkpoint continues it.
+    """Continue a prompt with the newest checkpoint; return the prompt and the new text.
 
     Args:
       config: of the run.
@@ -248,7 +248,7 @@ def continued(config: Config, prompt: str, *, tokenizer: str | None, **options: 
 
 
 def _has_metrics(model: Any) -> bool:
-    """Tell whether a loss says of itself that it returns metrics."""
+    """Tell whether a loss declares that it returns metrics."""
     loss_fn = model.plan.loss_fn if isinstance(model, Pipeline) else None
     return bool(getattr(loss_fn, "has_metrics", False))
 

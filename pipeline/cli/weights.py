@@ -26,7 +26,7 @@ exit codes: 0 success; 2 the command cannot run as given, or the checkpoint is n
 
 
 def add(sub: Any, name: str) -> Parser:
-    """Add the command and what it takes."""
+    """Add the command and its arguments."""
     parser = add_command(sub, name, about=ABOUT, epilog=EPILOG)
     add = parser.add_argument
     add("action", choices=("inspect", "import", "export"), help="what to do with the folder")
@@ -41,7 +41,7 @@ def add(sub: Any, name: str) -> Parser:
 
 
 def run(parser: Parser, options: argparse.Namespace) -> int:
-    """Do it, and print what there is to say; returns the exit code."""
+    """Run the command, and print its text; returns the exit code."""
     try:
         say(_done(options))
     except (ValueError, OSError) as error:
@@ -50,7 +50,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
 
 
 def _done(options: argparse.Namespace) -> str:
-    """Do it; returns the text to print."""
+    """Run the command; returns the text to print."""
     action, out = options.action, options.out
     allowed: dict[str, Sequence[str]] = {
         "inspect": ("stages", "layout", "names"),

@@ -1,4 +1,4 @@
-"""The names of the engine that rooms outside of it use: one door, listed name by name.
+"""The names of the engine that other packages may use, listed name by name.
 
 `training` and `splitting` import the engine here only; users import `pipeline`. A name that a
 public function or a method of `Pipeline` can replace is not listed.

@@ -1,4 +1,4 @@
-"""The name scopes of the kernel, read: how often what stands in them runs.
+"""The name scopes of the kernel, and the number of runs of their contents.
 
 Letters: S ranks. An action, and what all ranks do together around a slot, is a loop of at most one
 trip: the tables say how many a rank makes.
@@ -45,7 +45,7 @@ class Place(NamedTuple):
     stages: tuple[int, ...] | None
 
     def actions(self, program: Program, rank: int) -> Iterator[tuple[int, Action | None]]:
-        """(tick, action) of every trip that a rank makes; None for what all ranks do together."""
+        """(tick, action) of every trip of a rank; None for work of all ranks together."""
         ticks = range(self.start, self.stop)
         if self.label in COMMON:
             table = getattr(program.common, self.label)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Lint:
-    """The hook of the engine; its modules are loaded when it is called."""
+    """The lint hook of the engine, which loads its modules when called."""
 
     def run(
         self, entry: Any, plan: Plan, *operands: Any, takes_loss: bool = True, **options: Any
@@ -49,7 +49,7 @@ class Lint:
         explain_stage(rank, k, types, run, error)
 
     def explain_part(self, rank: Rank, part: str, given: Tree, error: Exception) -> None:
-        """Say why embed, head or loss_fn does not run on what it is given."""
+        """Explain on an exception why embed, head or loss_fn does not run on its argument."""
         from pipeline.lint.failures import explain_part
 
         explain_part(rank, part, given, error)

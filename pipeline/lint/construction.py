@@ -98,7 +98,7 @@ def check_intercepted(stages: Any) -> None:
 
 
 def warn_of_no_names(sharding: Asked | None) -> None:
-    """Warn of a function that names the axes of no weight, after it was asked of all."""
+    """Warn of a ``sharding`` function that has named no axes for any weight."""
     if sharding is None or sharding.answers or not sharding.paths:
         return
     first, last = sharding.paths[0], sharding.paths[-1]

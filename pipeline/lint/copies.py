@@ -27,7 +27,7 @@ _SMALL = 1 << 24  # bytes of modules that are held until the pipeline runs
 
 @dataclass
 class _Watched:
-    """A weight, and the value that it had.
+    """A weight, with its value at construction.
 
     Attributes:
       name: what messages call it.
@@ -45,7 +45,7 @@ class _Watched:
 
     @property
     def value(self) -> Any:
-        """Its value now; None if nobody holds it any more."""
+        """The current value; None if the weight was deleted."""
         owner, last = self.owner(), self.path[-1]
         if owner is None:
             return None
@@ -53,7 +53,7 @@ class _Watched:
 
     @property
     def is_untouched(self) -> bool:
-        """True if its value is the array that it was."""
+        """True if the value is still the same array."""
         return self.value is self.array()
 
 
@@ -94,7 +94,7 @@ class Copies:
             self._held = held
 
     def warn(self, pipe: Any) -> None:
-        """Warn, once a pipeline, of a weight that was written outside of it.
+        """Warn, once per pipeline, of a weight that was written outside of the pipeline.
 
         Args:
           pipe: the pipeline, which is about to run.

@@ -1,4 +1,4 @@
-"""Reasons why a part of a model cannot be traced on what it is given.
+"""Reasons why a part of a model cannot be traced on its arguments.
 
 Letters: K stages. Activation k, 0 <= k <= K, is the input of stage k. A stage that cannot take what
 it is given fails somewhere inside, and what it does take is found by trial: the types of other
@@ -39,7 +39,7 @@ _WITHOUT_EXTRAS = {
 
 
 def explain_part(rank: Rank, part: str, argument: Tree, error: Exception) -> None:
-    """Note on an exception which part of the model raised it, and what that was given.
+    """Note on an exception the part of the model that raised it, and the part's arguments.
 
     Args:
       rank: the rank.
@@ -61,7 +61,7 @@ def explain_part(rank: Rank, part: str, argument: Tree, error: Exception) -> Non
 def explain_stage(
     rank: Rank, k: int, before: list[Tree], run: Callable[[Tree], Any], error: Exception
 ) -> None:
-    """Note on an exception of a stage what the stage was given.
+    """Note on an exception of a stage the stage's arguments.
 
     Args:
       rank: the rank.
@@ -169,7 +169,7 @@ def check_that_it_is_a_stack(rank: Rank, types: list[Tree]) -> None:
 
 
 def _note_what_is_tracked(error: Exception, varying: tuple[str, ...]) -> None:
-    """Tell whoever reads an error that values have types here which they lack under `jax.jit`."""
+    """Note on an error that values have types here which they lack under `jax.jit`."""
     manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
     axes = sorted(manual - {*varying})
     if axes:

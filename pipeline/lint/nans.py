@@ -66,7 +66,7 @@ def _watching(kinds: Sequence[str]) -> Iterator[None]:
 
 
 def _bad(tree: Tree, kinds: list[str]) -> list[bool]:
-    """For each leaf whether it is bad; empty if none is."""
+    """Tell, for each leaf, whether it is not finite; empty if all are finite."""
     tests = [{"NaN": jnp.isnan, "infinity": jnp.isinf}[kind] for kind in kinds]
     found = [
         is_float(x) and any(bool(jnp.any(test(x))) for test in tests) for x in jax.tree.leaves(tree)

@@ -26,7 +26,8 @@ def check_outputs(last: Forward) -> None:
     traced once more, with b + 1 rows.
 
     Raises:
-      ValueError: that of one is not; or one differs between ranks of a further axis.
+      ValueError: an output without the batch axis; or an output that differs between ranks of a
+        further axis.
     """
     rank = last.rank
     who = "head" if rank.model.has_head else "the last stage"

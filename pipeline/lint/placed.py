@@ -20,7 +20,7 @@ from pipeline.base.tree import is_array, shape_text
 
 @dataclass(frozen=True)
 class Placed:
-    """One array.
+    """One array with its placement.
 
     Attributes:
       path: its name in the state.
@@ -52,14 +52,14 @@ class Placed:
 
     @property
     def replicated(self) -> tuple[str, ...]:
-        """Mesh axes of more than one device that do not divide it."""
+        """The mesh axes of more than one device that do not divide the array."""
         if self.axes is None:
             return ()
         used = set(itertools.chain(*self.axes))
         return tuple(name for name, size in self.sizes.items() if size > 1 and name not in used)
 
     def dimension_for(self, axis: str) -> int | None:
-        """The dimension that an axis divides best; None where it divides none.
+        """Return the dimension that an axis divides best; None if the axis divides none.
 
         One that nothing divides yet, the longest part of it; the last of equals.
         """

@@ -63,7 +63,7 @@ NOT_FOLLOWED = Followed(frozenset())  # nothing is said of its places
 
 
 def varying(shape: Sequence[int], dim: int | None = None) -> Followed:
-    """Facts about a value of which nothing is known but where its positions lie."""
+    """Make facts about a value with known position dims and nothing else known."""
     varies = frozenset(n for n, size in enumerate(shape) if size > 1)
     return Followed(varies if dim is None else varies | {dim}, dim)
 
@@ -144,7 +144,7 @@ def _whole(var: Any) -> Followed:
 
 
 def number_of(value: Any) -> float | None:
-    """A constant, if it is one real number."""
+    """Return a constant that is one real number."""
     if isinstance(value, jax.core.Tracer) or np.shape(value) or np.iscomplexobj(value):
         return None
     return float(value) if np.issubdtype(np.result_type(value), np.number) else None
@@ -392,7 +392,7 @@ def _noise(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
 
 
 def _scan(eqn: Eqn, operands: list[Followed], asked: Sequences) -> list[Followed]:
-    """A loop over what is no position, such as layers."""
+    """Follow a loop over another dim than positions, such as layers."""
     (body,) = bodies(eqn)
     first = body.num_consts + body.num_carry
     if any(one.dim == 0 for one in operands[first:]):

@@ -204,7 +204,7 @@ def _missing(array: Placed, axes: Collection[str] | None) -> list[str]:
 
 
 def _advice(array: Placed, axes: Collection[str] | None) -> str:
-    """Advise on an array: its size, the axes along which it is the same, and how to divide it."""
+    """Advise on an array: its size, the axes over which it is replicated, and a division."""
     missing = _missing(array, axes)
     along = ", ".join(f"{axis} {array.sizes[axis]}" for axis in missing)
     text = f"{array.path} {array.text}: {bytes_text(array.device_bytes)} alike along {along}; "
@@ -249,7 +249,7 @@ def _line(row: tuple[str, ...], widths: list[int], width: int) -> str:
 
 
 def _squeezed(path: str, width: int) -> str:
-    """A path without its middle where it is too long."""
+    """Shorten a long path in its middle."""
     if len(path) <= width:
         return path
     head = (width - 1) // 2

@@ -87,14 +87,14 @@ class Split:
     sums: bool = False
 
     def guess(self, shape: Sequence[int]) -> Followed:
-        """Facts about an activation, whose positions are taken to lie where they usually do."""
+        """Guess facts about an activation, with positions in their usual dim."""
         if len(shape) > self.dim and shape[self.dim] == self.t:
             return varying(shape, self.dim)
         return NOT_FOLLOWED
 
 
 def follow_shards(jaxpr: Any, given: Sequence[Shard], asked: Split) -> list[Shard]:
-    """Find the facts about the results of a jaxpr from those about its arguments."""
+    """Derive the facts about a jaxpr's results from the facts about its arguments."""
     known: dict[Any, Shard] = dict(zip(jaxpr.invars, given, strict=True))
     known |= {var: Shard(varying(var.aval.shape)) for var in jaxpr.constvars}
 
@@ -168,7 +168,7 @@ def _of_one(eqn: Eqn, operands: list[Shard], asked: Split) -> list[Shard]:
 
 
 def _excused(fault: Fault, *, is_fetched: bool) -> Shard:
-    """A value with a fault, which has none beside what came from other ranks."""
+    """Make a value that keeps its fault only if nothing came from other ranks."""
     return Shard(NOT_FOLLOWED, is_fetched=is_fetched, fault=None if is_fetched else fault)
 
 
@@ -208,7 +208,7 @@ def _loop(eqn: Eqn, body: Body, given: list[Shard], asked: Split) -> list[Shard]
 
 
 def _moved(one: Followed, by: int = 1) -> Followed:
-    """A value with its dims so many later; what is at none any more is not followed."""
+    """Shift a value's dims; a dim outside the value is not followed any more."""
     if one.dim is not None and one.dim + by < 0:
         return NOT_FOLLOWED
     varies = frozenset(n + by for n in one.varies if n + by >= 0)
@@ -259,7 +259,7 @@ def _worst(values: Iterable[Shard]) -> Fault | None:
 
 
 def _with_line(one: Shard, eqn: Eqn) -> Shard:
-    """A result whose fault, if it has one, is at the line of a call unless its own is known."""
+    """Set the line of a result's fault, if unknown, to the line of a call."""
     if one.fault is None or one.fault.line:
         return one
     return replace(one, fault=replace(one.fault, line=_line(eqn)))

@@ -1,4 +1,4 @@
-"""Checks of a model that is to run on slices of sequences: which parts of it mix positions.
+"""Checks of a model for slices of sequences: the parts that mix positions.
 
 A part with a method ``call_slice`` knows of slices. Any other is traced: run on one slice at a time
 it would silently compute something else if it mixed positions, or looked at their places.
@@ -134,7 +134,7 @@ def _look(module: Any, found: list[bool]) -> jax.Array:
 
 
 def _check_own(kind: type) -> None:
-    """Check that what a class runs on slices is not older than what it runs on whole sequences.
+    """Check that a subclass which overrides ``__call__`` also overrides ``call_slice``.
 
     Raises:
       ValueError: ``__call__`` is its own, and ``call_slice`` inherited.
@@ -173,7 +173,7 @@ class _Check:
         *,
         sums: bool = False,
     ) -> None:
-        """Trace a part on types of what it is given, and see what it does with positions."""
+        """Trace a part on its argument types, and follow its use of positions."""
         sees = f"with slices={self._num_slices} it sees one slice of a sequence at a time"
         try:
             # Of one position, a dim of size 1 might be that of positions or any other.
@@ -248,7 +248,7 @@ class _Check:
             )
 
     def _check_scales(self, found: list[Followed], whole: list[Followed]) -> None:
-        """Check that a loss of sequences is that of their slices together.
+        """Check that a loss of sequences is the sum over their slices.
 
         Args:
           found: facts about the sum and the weight of a slice.

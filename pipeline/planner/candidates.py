@@ -44,7 +44,7 @@ Faults = dict[str, list[int]]  # sizes by the rule that leaves them out, "axis: 
 def layouts_of(
     job: PlannedJob, schedules: Sequence[str], remat: Sequence[str | None], faults: Faults
 ) -> Iterator[MeshLayout]:
-    """Everything that divides; rules that leave out a size are noted in ``faults`` with it."""
+    """List all layouts whose sizes divide; ``faults`` gets the rules that exclude a size."""
     for D, E, R, S, T in _meshes(job, faults):
         for stages in divisors(math.gcd(S, job.slices)):
             slices = job.slices // stages
@@ -106,7 +106,7 @@ def _share(layers: int, stages: int) -> bool:
 def _spread(
     job: PlannedJob, base: MeshLayout, schedules: Sequence[str], remat: Sequence[str | None]
 ) -> Iterator[MeshLayout]:
-    """All layouts of a mesh; without schedules, those without a pipeline."""
+    """List all layouts of a mesh; without schedules, the layouts without a pipeline."""
     each, piped = job.batch // base.rows_ranks, base.stage > 1
     ways = ["replicated"]
     if base.rows_ranks > 1:
@@ -136,7 +136,7 @@ def _but(remat: Sequence[str | None], others: Sequence[str]) -> Sequence[str | N
 
 
 def _orders(job: PlannedJob, one: MeshLayout, schedules: Sequence[str]) -> Iterator[MeshLayout]:
-    """A layout with each schedule and V; as it is without a pipeline."""
+    """List a layout with each schedule and V; unchanged without a pipeline."""
     S, M, layers = one.stage, one.microbatches, job.model.layers
     if S == 1:
         yield one
@@ -149,7 +149,7 @@ def _orders(job: PlannedJob, one: MeshLayout, schedules: Sequence[str]) -> Itera
 
 @functools.lru_cache(maxsize=8192)
 def _can(name: str, S: int, V: int, M: int) -> bool:
-    """Tell whether a family has a schedule of these sizes; what S divides is as good as M = 8 S."""
+    """Tell whether a family has a schedule of these sizes; large M is tested as 8 S + M % S."""
     try:
         built((name, S, V, min(M, 8 * S + M % S)))
     except ScheduleError:

@@ -1,4 +1,4 @@
-"""Makespan of a schedule and what a rank holds during it, by name and sizes.
+"""The makespan of a schedule and the values that a rank holds, by name and sizes.
 
 An order is the name of a family, S ranks, V stages on each, M microbatches. The name of a family in
 rounds of g microbatches is that of its schedule, such as "interleaved_zb, group=4".
@@ -33,7 +33,7 @@ SAME = 1e-9  # relative
 
 @functools.lru_cache(maxsize=1024)
 def built(order: Order, microbatches: int | None = None) -> Schedule:
-    """A family's schedule, with another number of microbatches if it is given."""
+    """Build a family's schedule, with another number of microbatches if given."""
     name, S, V, M = order
     family, _, size = name.partition(GROUP)
     sizes: dict[str, Any] = {
@@ -53,7 +53,7 @@ def makespan(
     offload: float | None = None,
     keep: Keep = "residuals",
 ) -> float:
-    """Seconds without optimizer; arguments are those of `schedules.simulate`.
+    """Compute the seconds without optimizer; arguments are as for `schedules.simulate`.
 
     In a long pipeline a round more always takes as long: then three short ones, a round apart, say
     how long it takes. Where they do not agree, it is timed in full, up to `MOST` actions.
@@ -76,7 +76,7 @@ def makespan(
 
 
 def _short(order: Order) -> tuple[int, int]:
-    """Microbatches of a short pipeline, and of a round: whole rounds make it the long pipeline."""
+    """Return the microbatches of a short pipeline, and of a round; rounds extend it to M."""
     name, S, _, M = order
     group = name.partition(GROUP)[2]
     if not group:
@@ -91,7 +91,7 @@ def _short(order: Order) -> tuple[int, int]:
 
 
 def _repeated(count: Callable[[Order], Sequence[int]], order: Order) -> Sequence[float]:
-    """Numbers of M microbatches; for large M, numbers for few and what a round adds."""
+    """Compute numbers for M microbatches; large M adds rounds to numbers for few."""
     name, S, V, M = order
     first, size = _short(order)
     if max(SHORT * S, first + 2 * size) >= M:
@@ -118,7 +118,7 @@ def _places(order: Order) -> tuple[int, int]:
 
 
 def windows_of(order: Order) -> Sequence[float]:
-    """Windows of weights and of gradients on a rank; chunks that it gathers, and that it reduces.
+    """Count a rank's windows of weights and gradients, its gathers and its reductions.
 
     They are those of a pipeline with ``gather="repeat"``, on the rank with most.
     """

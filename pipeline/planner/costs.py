@@ -68,17 +68,17 @@ class Estimate:
 
     @property
     def step(self) -> float:
-        """Seconds."""
+        """The predicted seconds of a step."""
         return sum(self.seconds.values())
 
     @property
     def hbm(self) -> float:
-        """Bytes."""
+        """The predicted bytes of device memory."""
         return sum(self.bytes.values())
 
 
 def mfu(job: PlannedJob, step: float) -> float:
-    """The model's operations over what the chips could do in a step; of experts, those chosen."""
+    """Compute the model's operations over the chips' peak in a step, counting chosen experts."""
     tokens = job.batch * job.seq
     return tokens * job.model.step_operations(job.seq) / (job.devices * job.chip.flops * step)
 
@@ -97,7 +97,7 @@ class Repeated(NamedTuple):
 
 
 def repeated(model: ModelSizes, remat: str | None) -> Repeated:
-    """Find what a remat repeats; a block spares its last product, which no gradient needs.
+    """Count the work that a remat repeats, without a block's last product.
 
     With "mlp" that is attention's last product and the MLP, so one of four exchanges over `tensor`.
     """
@@ -114,7 +114,7 @@ def repeated(model: ModelSizes, remat: str | None) -> Repeated:
 
 
 class BlockSeconds(NamedTuple):
-    """Seconds of one block in one action, of head and lookup, and of what they send.
+    """Seconds of one block in one action, of head and lookup, and of their messages.
 
     Attributes:
       f, i, w, b: forward, halves of the backward, and a whole one, where nothing repeats.
@@ -233,7 +233,7 @@ def all_to_all(job: PlannedJob, size: float, ranks: int) -> float:
 
 
 class Links(NamedTuple):
-    """Bytes a second of each axis; those of `data` and `tensor` within a slice."""
+    """The bandwidth of each axis in bytes a second; of `data` and `tensor` within a slice."""
 
     data: float
     stage: float
@@ -241,7 +241,7 @@ class Links(NamedTuple):
 
 
 def links_of(job: PlannedJob, layout: MeshLayout) -> Links:
-    """Assign torus axes to mesh axes: one to each, and those that are left to `data`."""
+    """Assign torus axes to mesh axes: one to each, and the remaining axes to `data`."""
     chip, left, inside = job.chip, job.chip.axes, layout.stage // layout.stage_slices
     left -= (inside > 1) + (layout.experts.ranks > 1) + (layout.context > 1)
     tensor = 1 if layout.data > layout.data_slices else max(1, left)
@@ -276,7 +276,7 @@ def _shared(job: PlannedJob, layout: MeshLayout, each: tuple[float, float, float
 
 
 def _stage(block: BlockSeconds, n: float) -> tuple[float, float, float, float]:
-    """Seconds of F, I, B and W of n layers, with what they send."""
+    """Compute seconds of F, I, B and W of n layers, including communication."""
     forward, backward = map(sum, zip(*block.sent.values(), strict=True))
     more = n * (block.again + backward)
     return n * (block.f + forward), n * block.i + more, n * block.b + more, n * block.w

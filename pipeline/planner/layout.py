@@ -54,7 +54,7 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Experts over E ranks; formulas are those of `pipeline.layers.experts.dispatch`.
+    """Experts over E ranks, by the formulas of `pipeline.layers.experts.dispatch`.
 
     Attributes:
       ranks: E.
@@ -67,7 +67,7 @@ class Dispatched:
     capacity: float = 1.0
 
     def __str__(self) -> str:
-        """The dispatch, as a table of plans has it."""
+        """Write the dispatch as in a table of plans."""
         return f"capacity {self.capacity:g}" if self.way == "capacity" else self.way
 
     def rows(self, experts: ExpertSizes) -> tuple[float, float, float]:

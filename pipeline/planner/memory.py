@@ -106,7 +106,7 @@ def _bytes(job: PlannedJob, layout: MeshLayout, columns: float) -> float:
 
 
 def _ends(job: PlannedJob, layout: MeshLayout) -> float:
-    """Bytes of what enters attention and MLP, whole on every tensor rank."""
+    """Count the bytes of attention's and MLP's inputs, whole on every tensor rank."""
     return _bytes(job, layout, 2 * job.model.width * layout.tensor)
 
 
@@ -151,7 +151,7 @@ def crossing_bytes(job: PlannedJob, layout: MeshLayout) -> float:
 
 
 def _workspace(job: PlannedJob, layout: MeshLayout, *, crosses: bool = False) -> float:
-    """Bytes of an action: a block's residuals and their gradients, and what tensor gathered.
+    """Count the bytes of an action: a block's residuals, their gradients, and gathered inputs.
 
     A stage that is computed again holds the residuals of all its blocks. I holds gradients that it
     gathered for W until it ends. A head holds float32 logits and their gradient.
@@ -176,7 +176,7 @@ def moment_bytes(layout: MeshLayout, held: Parameters) -> float:
 
 
 def bytes_of(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
-    """Bytes of a chip by kind; stashes are those that are not in host memory."""
+    """Count the bytes of a chip by kind, without stashes in host memory."""
     held = parameters_of(job.model, layout)
     moments = moment_bytes(layout, held)
     whole = WEIGHT * sum(held)

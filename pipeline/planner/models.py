@@ -1,4 +1,4 @@
-"""The sizes of a decoder, and what follows from them: parameters and operations.
+"""The sizes of a decoder, with its numbers of parameters and operations.
 
 Letters: d width, h heads, c width of a head, f hidden columns, e experts, k experts of a token.
 RMSNorm, grouped queries or latent attention, SwiGLU or a mixture of experts, and no biases, as in
@@ -81,7 +81,7 @@ class LatentSizes:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A decoder.
+    """The sizes of a decoder.
 
     Attributes:
       layers: blocks.
@@ -231,7 +231,7 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """All parameters."""
+        """The number of all parameters."""
         dense, matrices = self._dense_layers, self._dense_matrices + 2 * self.width
         return (self.layers - dense) * self.block + dense * matrices + self.ends
 

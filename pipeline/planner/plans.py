@@ -35,7 +35,7 @@ OF_BLOCKS = {
 
 
 class DoesNotFitError(ValueError):
-    """No layout fits the chips: says what is nearest, and what it gives up.
+    """No layout fits the chips; the message has the nearest layouts and their concessions.
 
     Attributes:
       least: the layout that takes the fewest bytes.
@@ -75,7 +75,7 @@ class Plans:
 
     @property
     def best(self) -> Estimate:
-        """The choice."""
+        """The best estimate."""
         return self.ranked[0]
 
     @property
@@ -178,11 +178,11 @@ class Plans:
     ) -> dict[str, Any]:
         """Options for `Pipeline`: ``Pipeline(stages, **plans.pipeline_options())``.
 
-        They are those of the file that `write` makes; how the model is made is in its comments.
+        They equal the options in the file of `write`, whose comments describe the model.
 
         Args:
-          devices: to make the mesh of; `jax.devices()` by default.
-          estimate: whose; the best by default.
+          devices: the devices of the mesh; `jax.devices()` by default.
+          estimate: the estimate to use; the best by default.
 
         Raises:
           ValueError: as `collectives.make_mesh`, such as for too few devices.
@@ -227,7 +227,7 @@ def _parallel(job: PlannedJob, layout: MeshLayout) -> Mapping[str, Any]:
 
 
 def _options(layout: MeshLayout) -> Mapping[str, Any]:
-    """Options for `Pipeline`, without those of [parallel]."""
+    """Return options for `Pipeline`, without the options of [parallel]."""
     options: dict[str, Any] = {"data_parallel": layout.data_parallel}
     if layout.data_parallel == "windows":
         options = {"data_parallel": "fsdp", "gather": "repeat"}
@@ -263,7 +263,7 @@ def _value(value: Any) -> str:
 
 
 def _comments(job: PlannedJob, layout: MeshLayout) -> list[str]:
-    """List what a configuration leaves out: how the model is made, and where chips stand."""
+    """List comments for a configuration: the making of the model, and the places of chips."""
     blocks = []
     if layout.remat in OF_BLOCKS:
         kept = OF_BLOCKS[layout.remat]
@@ -362,7 +362,7 @@ def _limits(job: PlannedJob, one: Estimate) -> str:
 
 
 def why(job: PlannedJob, one: Estimate, best: Estimate) -> str:
-    """Why a layout lost against the best: what it spends more on."""
+    """Explain why a layout lost against the best: its additional costs."""
     if (held := host_bytes(job, one.layout)) > usable_host(job):
         room = f"{usable_host(job) / GB:.0f} GB of host memory a chip"
         return f"does not fit: {held / GB:.0f} of {room}"

@@ -272,12 +272,12 @@ def _check_known(what: str, given: Sequence[Any], known: Sequence[Any]) -> None:
 
 
 def _bounds(job: PlannedJob, layouts: Iterable[MeshLayout]) -> list[Estimate]:
-    """Lower bounds of their steps, ascending."""
+    """Compute lower bounds of the layouts' step times, in ascending order."""
     return sorted((estimate(job, one, bound=True) for one in layouts), key=lambda one: one.step)
 
 
 def _best(job: PlannedJob, bounds: Iterable[Estimate], kept: int = 1) -> list[Estimate]:
-    """The quickest that fits, and those within `ERROR` of it, no two of one mesh and schedule."""
+    """Find the quickest fitting layouts, within `ERROR`, one per mesh and schedule."""
     best: dict[Any, Estimate] = {}
     limit = math.inf
     for bound in bounds:
@@ -337,7 +337,7 @@ def _lost(job: PlannedJob, bounds: Iterable[Estimate], found: Plans) -> list[str
 
 
 def _said(rule: str, sizes: Sequence[int]) -> str:
-    """A rule with the sizes that it left out, after the name of their axis."""
+    """Write a rule with the sizes that it excluded, after the name of their axis."""
     axis, _, reason = rule.partition(":")
     return f"{axis} {', '.join(map(str, sorted(sizes)))}:{reason}"
 

@@ -194,7 +194,7 @@ def _files(paths: Iterable[Path]) -> str:
 
 
 def _modules() -> Iterator[tuple[str, str]]:
-    """(name, digest) of what is loaded and belongs to the user: neither Python's nor installed."""
+    """List (name, digest) of the loaded user modules, neither Python's nor installed."""
     libraries = tuple(
         f"{sysconfig.get_path(name)}{os.sep}"
         for name in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -211,7 +211,7 @@ def _modules() -> Iterator[tuple[str, str]]:
 
 
 def _timetable(value: object) -> str | None:
-    """A digest of the schedule in a file that an option names; None if it names something else."""
+    """Return a digest of the schedule file that an option names; None for another value."""
     if isinstance(value, str | os.PathLike) and os.fspath(value).endswith(".csv"):
         with contextlib.suppress(OSError, ValueError):
             return digest_of(repr(schedules.Schedule.from_csv(value).orders).encode())

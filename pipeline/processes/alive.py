@@ -28,7 +28,7 @@ REMEDY = "Start the job again: with checkpoints it goes on from the last one"
 
 
 class Signs:
-    """The thread of one process; `start` starts it.
+    """The signs-of-life thread of one process; `start` starts the thread.
 
     Args:
       here: the place of this process.

@@ -121,7 +121,7 @@ def shard_batch(batch: Tree, mesh: Mesh, *, split: Any = _BY_DATA) -> Tree:
 
 
 def _array(name: str, leaf: object) -> np.ndarray:
-    """A leaf on the host, with jax's dtype for it."""
+    """Convert a leaf to a host array of jax's dtype."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise ValueError(
             f"{name} is spread over processes already, {leaf.dtype}{list(leaf.shape)}; give the "
@@ -173,7 +173,7 @@ class _Brought:
     kinds: set[str] = field(default_factory=set)
 
     def compare(self, fields: Fields, index: int, count: int) -> None:
-        """Say what this process brings to its next call.
+        """Compare this process's batch for the next call with the other processes'.
 
         Raises:
           ValueError: this is new, and the others bring something else.

@@ -48,7 +48,7 @@ SEVERAL = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """The place of a process among those of a job.
+    """The place of a process among the processes of a job.
 
     Attributes:
       coordinator: where process 0 listens, ``host:port``; empty where there is one process.
@@ -154,7 +154,7 @@ def _detected(known: Mapping[str, Any], timeout: float) -> tuple[Any, ...]:
 
 
 def _check_alone(environment: Mapping[str, str]) -> None:
-    """Refuse to train several times what is one job."""
+    """Refuse to train alone in a process that is one of several."""
     for variable, (least, why) in SEVERAL.items():
         text = environment.get(variable, "")
         if text.isdecimal() and int(text) >= least:
@@ -165,7 +165,7 @@ def _check_alone(environment: Mapping[str, str]) -> None:
 
 
 def _check(known: Mapping[str, Any]) -> None:
-    """See that all is known, and possible."""
+    """Check that all values are known and valid."""
     missing = [name for name, value in known.items() if value is None]
     if missing:
         has = ", ".join(f"{name}={value!r}" for name, value in known.items() if value is not None)

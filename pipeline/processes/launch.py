@@ -95,7 +95,7 @@ class Job:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses."""
+    """Find a free port of this machine."""
     with socket.socket() as listener:
         listener.bind((HOST, 0))
         return int(listener.getsockname()[1])
@@ -188,7 +188,7 @@ class _Child:
 
     @property
     def code(self) -> int:
-        """Its exit code, as a shell gives it."""
+        """The exit code of the child, in a shell's form."""
         code = self.process.returncode
         return 128 - code if code < 0 else code
 
@@ -207,12 +207,12 @@ class _Child:
                 gate.write(b"\n")
 
     def signal(self, number: int) -> None:
-        """Send a signal to it and to all that it has started."""
+        """Send a signal to the child and to all processes that it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
     def finish(self) -> None:
-        """End what it has left behind, and read its last lines."""
+        """End the child's remaining processes, and read its last lines."""
         self.signal(signal.SIGKILL)
         for reader in self.readers:
             reader.join(SHUT)

@@ -66,7 +66,7 @@ def _numbers(array: jax.Array) -> jax.Array:
 
 
 def _holders(array: jax.Array) -> dict[tuple[tuple[int, int], ...], list[int]]:
-    """For each part of an array, by its bounds in every dim, the processes that hold it."""
+    """Map each part of an array, by its bounds in every dim, to the processes that hold it."""
     found: dict[tuple[tuple[int, int], ...], set[int]] = {}
     places: Mapping[Any, Any] = array.sharding.devices_indices_map(array.shape)
     for device, index in places.items():
@@ -79,7 +79,7 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 def _checksum(array: jax.Array, bounds: tuple[tuple[int, int], ...]) -> int:
-    """Checksum of this process's copy of a part; 0 if it has none."""
+    """Compute the checksum of this process's copy of a part; 0 without a copy."""
     for shard in array.addressable_shards:
         if _bounds(shard.index, array.shape) == bounds:
             return zlib.crc32(np.asarray(shard.data).tobytes())

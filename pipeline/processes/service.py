@@ -28,7 +28,7 @@ def say(topic: str, text: str, *, again: bool = False) -> None:
 
 
 def said(topic: str) -> dict[int, str]:
-    """Read what processes have said on a topic so far, by their numbers."""
+    """Read the values of processes on a topic so far, by their numbers."""
     found = coordination()[0].key_value_dir_get(f"{FOLDER}/{topic}/")
     return {int(key.rpartition("/")[2]): text for key, text in found}
 
@@ -46,5 +46,5 @@ def hear(topic: str, count: int, seconds: float) -> dict[int, str]:
 
 
 def forget(topic: str) -> None:
-    """Free what all processes have said on a topic, and on those below it."""
+    """Delete the values of all processes on a topic, and on its subtopics."""
     coordination()[0].key_value_delete(f"{FOLDER}/{topic}/")

@@ -120,7 +120,7 @@ def _connect(here: Cluster, timeout: float, heartbeat: float) -> None:
 
 
 def _check_port(here: Cluster, *, local: bool) -> None:
-    """See that nobody listens where process 0 is going to: jax would share the port in silence."""
+    """Check that process 0's port is free, because jax would silently share the port."""
     host, port = here.address
     family = socket.AF_INET6 if local and ":" in host else socket.AF_INET
     try:

@@ -1,4 +1,4 @@
-"""A test that blocks compute alone the same as within the model's own call.
+"""A test that blocks compute the same alone and within the model's own call.
 
 A stage that calls blocks leaves out what the model does around them: a context variable, a scope of
 a library such as `jax.default_matmul_precision`, or adapters that a wrapper of the whole model puts

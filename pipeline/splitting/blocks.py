@@ -1,4 +1,4 @@
-"""A search for the blocks of a model: the modules between whose calls it can be cut."""
+"""A search for the blocks of a model, between whose calls the model can be cut."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST = 0.7  # of them: a group that has so much may be the only blocks, if that 
 def find_blocks(
     model: nnx.Module, recipe: Recipe, types: Any, num_stages: int, blocks: Any
 ) -> tuple[list[BlockGroup], Trace, Regular | str]:
-    """The blocks, the model's call, and how they follow each other in it."""
+    """Find the blocks, the model's call, and the order of the blocks in it."""
     groups = find_groups(model)
 
     def traced(chosen: Sequence[BlockGroup]) -> tuple[Trace, Regular | str]:
@@ -64,7 +64,7 @@ def _outermost(
     num_stages: int,
     traced: Callable[[Sequence[BlockGroup]], tuple[Trace, Regular | str]],
 ) -> tuple[list[BlockGroup], tuple[Trace, Regular | str], dict[BlockGroup, tuple[float, int]]]:
-    """Groups whose calls are enough for the stages; what lies within others is not called alone.
+    """Select the outermost groups with enough calls for the stages.
 
     Where a group has too few calls, lists within it take its place. Attributes of a block that are
     numbered (fc1, fc2) do not: they are its layers, and are cut apart where ``blocks=`` names them.
@@ -99,7 +99,7 @@ def _is_within(group: BlockGroup, outer: BlockGroup) -> bool:
 
 
 def _by_group(groups: Sequence[BlockGroup], trace: Trace) -> dict[BlockGroup, tuple[float, int]]:
-    """Operations and number of the calls of those groups that are called."""
+    """Count the operations and the calls of each called group."""
     costs, _, _ = costs_of_calls(trace)
     found: dict[BlockGroup, tuple[float, int]] = {}
     for call in trace.calls:

@@ -60,7 +60,7 @@ class _LayoutReader:
         return found, at
 
     def times(self, at: int) -> tuple[int, int]:
-        """The number of a repetition, 1 if there is none, and where it ends."""
+        """Return the number of a repetition, 1 without one, and its end."""
         if self.text[at : at + 1] != "*":
             return 1, at
         stop = at + 1
@@ -107,7 +107,7 @@ def read_layout(text: Layout) -> list[str]:
 
 
 def _of_lists(stages: Any) -> str:
-    """The string of a layout that is lists of names, as Megatron-LM takes it too."""
+    """Convert a layout of lists of names, as Megatron-LM's, to its string."""
     if not isinstance(stages, list | tuple) or not stages:
         raise ValueError(f"layout={stages!r}: {_WANTED}")
     for k, names in enumerate(stages):

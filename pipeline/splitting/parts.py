@@ -156,7 +156,7 @@ def held_by(module: nnx.Dict[Any], paths: Sequence[Path]) -> dict[Path, Any]:
 
 
 class SplitPart(nnx.Module):
-    """A part of a model that runs as equations; it holds the variables that it uses.
+    """A part of a model that runs as equations, with the variables that the part uses.
 
     Args:
       cut: of the model.
@@ -176,7 +176,7 @@ class SplitPart(nnx.Module):
         self.of_model = hold(variables)  # checkpoints know this name
 
     def __call__(self, given: Any, **extras: Tree) -> Any:
-        """Embed takes inputs, others a message; the head returns what the model does."""
+        """Run: embed takes inputs, others a message; the head returns outputs."""
         recipe, held = self.cut.recipe, held_by(self.of_model, self.paths)
         modes = tuple(
             (name, getattr(self, name)) for name in MODES if getattr(self, name, None) is not None
@@ -253,7 +253,7 @@ class Blocks(nnx.Module):
         self.constants = hold(constants)
 
     def __call__(self, given: Message, **extras: Tree) -> Message:
-        """The message behind the last block."""
+        """Run the blocks, and return the message after the last block."""
         if not self.templates:
             return given
         num_acts = len(self.templates[0].acts)

@@ -213,7 +213,7 @@ class _Placing:
         )
 
     def _messages(self) -> tuple[tuple[Any, ...], ...]:
-        """Liveness: what is made up to a part and needed behind it."""
+        """Find the live values of each cut: made before the cut and needed after the cut."""
         live = self._live()
         read: list[set[Any]] = [set() for _ in range(self.last + 1)]  # by each part
         for one, part in self.place.items():
@@ -267,7 +267,7 @@ def place(
 
 
 def costs_of_calls(trace: Trace) -> tuple[list[float], float, float]:
-    """Operations of each call with what follows it, of what comes before all, of what is behind."""
+    """Count the operations of each call and the code after it, of the prologue and the epilogue."""
     costs, before, behind = [0.0] * len(trace.calls), 0.0, 0.0
     for one in trace.equations:
         number = operations(one.eqn)

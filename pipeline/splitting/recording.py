@@ -36,7 +36,7 @@ ad.primitive_jvps[mark_p] = lambda values, tangents, **params: (
 
 @dataclass(frozen=True)
 class Slots:
-    """A tree of arguments or results: which leaves are traced values, and what the others are.
+    """A tree of arguments or results, divided into traced values and other leaves.
 
     Attributes:
       treedef: of all leaves.
@@ -141,7 +141,7 @@ def _held(module: nnx.Module) -> list[Any]:
 def _marked(
     tree: Any, number: int, way: str, held: Sequence[Any]
 ) -> tuple[Any, Slots, tuple[Any, ...]]:
-    """A tree with marked values; behind them the mark has what the block holds."""
+    """Mark the values of a tree; the mark also has the block's variables."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_object)
     traced = [isinstance(leaf, jax.core.Tracer) for leaf in leaves]
     values = [leaf for leaf, is_value in zip(leaves, traced, strict=True) if is_value]
@@ -170,7 +170,7 @@ _NOTHING: Any = (Slots(jax.tree.structure(None), ()),) * 2 + ((),)
 
 @dataclass(frozen=True)
 class BlockGroup:
-    """Modules that stand side by side and are numbered: a list, or attributes such as ``layer_3``.
+    """Numbered modules of one parent: a list, or attributes such as ``layer_3``.
 
     Attributes:
       name: as messages and ``blocks=`` have it.
@@ -208,7 +208,7 @@ def find_groups(model: nnx.Module) -> list[BlockGroup]:
 
 
 def dotted(path: Sequence[Any]) -> str:
-    """``layers.3``."""
+    """Write a path as text, such as ``layers.3``."""
     return ".".join(map(str, path))
 
 

@@ -1,4 +1,4 @@
-"""Blocks that are called one after another, each on what the one before it returned.
+"""Blocks that are called one after another, each on the previous block's result.
 
 Their stages call the blocks themselves, and are alike where the blocks are. What else a block is
 given is the same for all: constants, what embed makes and the message carries, and what is made
@@ -123,7 +123,7 @@ def _check_values(call: Call, given: Sequence[Any]) -> None:
 def _with_templates(
     trace: Trace, placed: PlacedBlock, outs: tuple[int, ...], carried: tuple[Any, ...]
 ) -> Regular:
-    """Read what each call is given; the first has its activations where the second has them."""
+    """Read each call's arguments; the first call's activations are placed as the second's."""
     calls = trace.calls
     sides: list[Any] = []
     free = _free_vars(trace, placed)

@@ -1,4 +1,4 @@
-"""`pipeline.split`: a model as it is becomes embed, stages and head.
+"""`pipeline.split`: an unchanged model becomes embed, stages and head.
 
 Letters: K stages, N rows of a batch.
 """
@@ -64,7 +64,7 @@ class Parts:
         return getattr(self, name)
 
     def inputs(self, *args: Any, **kwargs: Any) -> tuple[Tree, dict[str, Tree]]:
-        """(inputs, extras) of a pipeline, of what the model is called with.
+        """Convert the model's arguments to (inputs, extras) of a pipeline.
 
         Raises:
           ValueError: other arguments than those of the example, beside the sizes of arrays.
@@ -136,7 +136,7 @@ def split(
     extras: Sequence[str] = (),
     **kwargs: Any,
 ) -> Parts:
-    """Cut a model, as it is, into stages between calls of its blocks.
+    """Cut an unchanged model into stages between calls of its blocks.
 
     The model is called once on types, with ``args`` and ``kwargs`` or what they are types of, to
     see how it calls its blocks. What it does before the first call becomes embed, what it does

@@ -68,7 +68,7 @@ class Equation:
 
     @property
     def vars(self) -> list[Any]:
-        """The variables that it reads."""
+        """The variables that the equation reads."""
         return [atom for atom in self.reads if not isinstance(atom, Literal)]
 
 
@@ -105,7 +105,7 @@ class Trace:
         wanted: Iterable[Any],
         effects: Collection[Equation] = (),
     ) -> list[Any]:
-        """Values of some atoms, by the equations that they need and those with effects.
+        """Compute the values of atoms by the needed equations, and run equations with effects.
 
         Raises:
           KeyError: of a variable that is needed, and neither known nor made.
@@ -127,7 +127,7 @@ class Trace:
     def roots(
         self, known: Iterable[Any], wanted: Iterable[Any], effects: Collection[Equation] = ()
     ) -> set[Any]:
-        """The variables that `run` needs beside those that are known: of state and of inputs."""
+        """Return the variables that `run` needs besides known ones: of state and of inputs."""
         given = {atom for atom in known if not isinstance(atom, Literal)}
         return self._chosen(given.union(self.constants), wanted, effects)[1]
 
@@ -201,7 +201,7 @@ class Recipe:
     def state_on_rank(
         self, held: Mapping[Path, Any], dtype: Any, varying: frozenset[str]
     ) -> StateTypes:
-        """Types of all state on a rank, which has a part of what is sharded over manual axes.
+        """Return the types of all state on a rank, with parts of arrays sharded over manual axes.
 
         Args:
           held: path to variable of a part; what it lacks has the types that its metadata say.
@@ -221,7 +221,7 @@ class Recipe:
         )
 
     def other_dtype(self, held: Mapping[Path, Any]) -> Any:
-        """The dtype that a pipeline has given to parameters of floats, None if it has not."""
+        """The dtype to which a pipeline has cast float parameters, None without a cast."""
         for path, variable in held.items():
             if isinstance(variable, nnx.Param):
                 was = jax.tree.leaves(self.kinds[path])
@@ -374,7 +374,7 @@ def types_of(leaves: Sequence[Any]) -> Types:
 
 
 def text_of(types: Types) -> str:
-    """``int32[4,16], bool[4,16,16]``."""
+    """Write types as text, such as ``int32[4,16], bool[4,16,16]``."""
     return ", ".join(shape_text(jax.ShapeDtypeStruct(*one)) for one in types)
 
 

@@ -57,7 +57,7 @@ def check_offload(offload: object) -> Offload:
 
 
 def check_keep(keep: object) -> Keep:
-    """Check the option that names the values that F keeps for its backward.
+    """Check and return the option that names the values F keeps for its backward.
 
     Raises:
       ScheduleError: neither of the two words.

@@ -282,7 +282,7 @@ def _run_inline(
 ) -> list[Any]:
     """Run a jaxpr with the equations of functions that it calls in place of the calls.
 
-    With ``conds`` all branches of a cond run, and results are selected.
+    With ``conds`` all branches of a cond run, each array on its mesh, and results are selected.
     """
 
     def run(eqn: Any, given: list[Any]) -> Sequence[Any]:

@@ -196,7 +196,7 @@ class Rerolled:
         return bind(wide.eqn, *inputs)[0]
 
     def _packed(self, pack: Pack) -> Task:
-        """[S, ...] from a value for each row and True; or what all have in common, and False."""
+        """Stack all rows' values to [S, ...], with True; or return a common value, with False."""
         pairs = [(row, v) for row, v in enumerate(pack) if v is not None]
         _, first = pairs[0]
         if all(v is first for _, v in pairs) and (first.row is None or first.row != pairs[0][0]):

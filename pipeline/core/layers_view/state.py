@@ -240,7 +240,7 @@ _BY_RANK = Spread(PartitionSpec(STAGE), PartitionSpec(STAGE))
 
 
 def _clash(one: Path, other: Path) -> bool:
-    """Tell whether one path is the other, or leads to it."""
+    """Tell whether one path equals, or is a prefix of, the other."""
     return one[: len(other)] == other[: len(one)]
 
 

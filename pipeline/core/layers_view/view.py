@@ -42,7 +42,7 @@ Name = tuple[int, Path]  # of a layer's leaf: the stage, and the path in it
 
 @dataclass(frozen=True)
 class Ref:
-    """Stands for a leaf of a stage's tree.
+    """A reference to a leaf of a stage's tree.
 
     Attributes:
       stack, slot: the indices of where it lies.
@@ -56,7 +56,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class EndRef:
-    """Stands for a leaf of embed or head, by its index."""
+    """A reference to a leaf of embed or head, by its index."""
 
     end: int
 
@@ -101,7 +101,7 @@ class Stack:
     spread: Spread
 
     def inputs(self, array: Any) -> list[tuple[Any, Cut | None]]:
-        """[S, ...] for each slot, and where it comes from."""
+        """[S, ...] the input of each slot, and its origin."""
         return [
             (slot.read(array), None if slot.spot is None else Cut(array, slot.spot))
             for slot in self.slots
@@ -152,7 +152,7 @@ class End:
     spread: Spread
 
     def cut(self, array: Any) -> Any:
-        """The array without those rows."""
+        """Return the array without the padding rows."""
         if self.stored == self.shape:
             return array
         if isinstance(array, jax.ShapeDtypeStruct):
@@ -258,7 +258,7 @@ def _arrays(state: Any) -> list[tuple[Path, Any]]:
 
 
 def _ends(pipe: Any, mask: Sequence[bool] | None) -> tuple[End, ...]:
-    """The arrays of embed and head, or those of a mask."""
+    """Return the arrays of embed and head, or the arrays of a mask."""
     params = nnx.state(pipe.ends, nnx.Param)
     tables = find_tables(params, pipe.ends, pipe.plan.shared)
     words = {tables.embed: tables.embed_words, tables.head: tables.head_words}

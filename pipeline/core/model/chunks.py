@@ -1,4 +1,4 @@
-"""The state of a pipeline, laid out: chunks of stages over ranks, embed and head beside them.
+"""The layout of a pipeline's state: chunks of stages over ranks, and embed and head.
 
 Letters: S ranks, K stages, V = K // S chunks. A chunk is one module whose leaves have a leading
 axis of length S sharded over ``stage``, and further axes where `pipeline.core.placement.placement`
@@ -34,7 +34,7 @@ from schedules.clocks.shared import Shared
 def make_chunks(
     stages: Any, placements: Sequence[Placement], stages_of: Sequence[Sequence[int]]
 ) -> list[nnx.Module]:
-    """The V chunks of K stages, with every leaf placed on the rank that runs it.
+    """Make the V chunks of K stages, with every leaf on the rank that runs it.
 
     Equal stages of a chunk are one module of stacked leaves, others are `Overlaid`.
 
@@ -61,7 +61,7 @@ def make_chunks(
 
 
 def _chunk(stages: Sequence[nnx.Module], ks: Sequence[int], placement: Placement) -> nnx.Module:
-    """One chunk: the stages that each rank holds of it."""
+    """Make one chunk from the stage of each rank."""
     first, *others = ks
     for k in others:
         if text := difference(stages[first], stages[k]):
@@ -109,7 +109,7 @@ def _stacked(
     *,
     stacked: bool = False,
 ) -> nnx.Module:
-    """One module with leaves [S, ...], from (path, variable) of the S stages that it holds."""
+    """Stack S stages, given as (path, variable), to one module with leaves [S, ...]."""
     flat = []
     for column in zip(*rows, strict=True):
         (path, first), lead = column[0], (STAGE,)
@@ -174,7 +174,7 @@ def _check_apart(ends: Ends) -> None:
 
 
 def _filled_up(table: Any, parts: int) -> Any:
-    """A table with rows of zeros behind its last, so that they can be shared."""
+    """Pad a table with rows of zeros, so that ranks can share the rows equally."""
     value = table.get_raw_value()
     missing = -value.shape[0] % parts
     if not missing:

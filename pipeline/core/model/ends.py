@@ -70,7 +70,7 @@ def find_tables(params: Tree, ends: Ends, shared: Shared) -> Tables:
 
 
 def parts_of(state: Tree) -> list[str]:
-    """By leaf of the ends' state the part that holds it: "embed", "head" or "loss_fn"."""
+    """Map each leaf of the ends' state to its part: "embed", "head" or "loss_fn"."""
     flat = nnx.to_flat_state(state)
     return [str(path[0]) for path, variable in flat for _ in jax.tree.leaves(variable)]
 
@@ -140,7 +140,7 @@ def _shares(module: nnx.Module, other: Any) -> bool:
 
 
 def check_activations(activations: Sequence[Tree]) -> None:
-    """Check that what all ranks embed, and what they do the head of, are messages.
+    """Check that the shared embedding's output and the shared head's input are messages.
 
     Raises:
       ValueError: they are not.

@@ -1,4 +1,4 @@
-"""Attributes of stages that make no difference to what they compute, such as a layer's number.
+"""Attributes of stages that do not change their computation, such as a layer's number.
 
 Stages share their code if they are alike in all that is no array. A user may say which attributes
 are not to count: within the pipeline all stages then have the value of the first.
@@ -33,7 +33,7 @@ class Ignored:
 
 
 def ignoring(stages: Any, names: Any) -> tuple[Any, Ignored]:
-    """Stages that are equal in all attributes of these names; those given are not changed.
+    """Copy stages so that attributes of these names are equal in all stages.
 
     Raises:
       ValueError: no sequence of names, a name that no stage has, or one of an array.

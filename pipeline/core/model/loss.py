@@ -21,14 +21,14 @@ LossFn = Callable[[Any, Any], Any]
 
 
 class LossModule:
-    """Says that the loss is a module: its state lies with embed and head, and is trained so."""
+    """The marker of a loss that is a module, whose state is placed and trained like the ends'."""
 
 
 Loss = LossFn | LossModule
 
 
 class Weighed(NamedTuple):
-    """A mean, and what it counts beside the means of other steps.
+    """A mean with its weight, so that means of several steps can be averaged.
 
     Attributes:
       mean: a float32 scalar.
@@ -198,7 +198,7 @@ def check_has_aux(has_aux: Any, *, shared_head: bool) -> bool:
 
 
 def mean_of(total: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The mean that a sum and its weight make, and what to multiply a sum's gradients with.
+    """Return the mean of a sum and its weight, and the factor of the sum's gradients.
 
     Where nothing counts (both are 0, as in a batch of padding) both are 0. A sum without a weight,
     and NaN, stay what division makes of them.
@@ -286,7 +286,7 @@ def _is_with_aux(result: Any) -> bool:
 
 
 def _may_be_metrics(value: Any, has_aux: bool | None) -> bool:
-    """Tell whether the second thing is not the weight of a sum, nor what should have been one."""
+    """Tell whether the second element of a loss's result may be metrics, not a weight."""
     if has_aux is None:  # there may be some, and nobody wants them
         return not _is_scalar(value)
     return has_aux or isinstance(value, Mapping)
@@ -302,7 +302,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _describe(result: Any) -> str:
-    """``float32[8]``, ``(float32[], {'n': int32[]})``, or the type of what is no array."""
+    """Write types, such as ``float32[8]`` or ``(float32[], {'n': int32[]})``."""
     if isinstance(result, dict):
         inside = (f"{key!r}: {_describe(value)}" for key, value in result.items())
         return f"{{{', '.join(inside)}}}"
@@ -314,7 +314,7 @@ def _describe(result: Any) -> str:
 
 
 def logprobs_of(logits: Tree, targets: Tree) -> jax.Array:
-    """[...] float32, the log-probability of each target, 0 where it is `IGNORED`.
+    """Compute [...] float32 log-probabilities of targets, 0 for targets that are `IGNORED`.
 
     Args:
       logits: [..., N], one array; or a dict in which it is called "logits".

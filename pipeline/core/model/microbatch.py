@@ -106,7 +106,7 @@ def map_rows(
 
 
 def place(batch: Batch, mesh: Mesh) -> Batch:
-    """Move what lies elsewhere to the mesh, its rows over row axes.
+    """Move arrays that are not on the mesh to the mesh, with rows over row axes.
 
     A loader's arrays are often committed to one device, and a jit over the mesh refuses those.
     """
@@ -183,7 +183,7 @@ def _advice(name: str, trees: tuple[Tree, ...], how: str) -> str:
 
 
 def _warn_of_square_masks(batch: Batch, rows: int) -> None:
-    """Warn of an extra that may be a [T, T] mask where T is N: it is cut by rows all the same."""
+    """Warn of an extra that may be a [T, T] mask with T = N, because it is cut by rows."""
     lengths = {leaf.shape[1] for leaf in jax.tree.leaves(batch.inputs) if leaf.ndim > 1}
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch.extras):
         is_mask = jnp.issubdtype(leaf.dtype, jnp.bool_) or jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -317,7 +317,7 @@ def cut(x: jax.Array, num_slices: int, lengths: Sequence[int] = ()) -> jax.Array
 
 
 def local_lengths(lengths: Sequence[int], size: int) -> list[int]:
-    """Compute [N] how many of so many positions, all or those of a rank, each slice has."""
+    """Compute [N] the positions of each slice, of all positions or of a rank's positions."""
     return [length * size // sum(lengths) for length in lengths]
 
 

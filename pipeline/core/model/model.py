@@ -26,7 +26,7 @@ from pipeline.core.placement.zero import StateLayout
 
 @dataclass(frozen=True)
 class Weights:
-    """The state of a pipeline as the kernel sees it.
+    """The state of a pipeline in the kernel.
 
     Attributes:
       chunks: [V] trees, the `nnx.Param` state of each chunk.
@@ -65,7 +65,7 @@ class Batch:
     specs: tuple[LeafSpecs, ...] = field(default=(), metadata={"static": True})
 
     def map_rows(self, function: Callable[[Any], Any], whole: Callable[[Any], Any]) -> Batch:
-        """Apply a function to every leaf with a batch axis, and another to those without one."""
+        """Apply a function to leaves with a batch axis, and another to leaves without one."""
         leaves, treedef = jax.tree.flatten(self)
         specs = [spec for of in self.specs for spec in of] or [PartitionSpec()] * len(leaves)
         return jax.tree.unflatten(

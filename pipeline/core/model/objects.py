@@ -1,4 +1,4 @@
-"""Structural equality of modules without their arrays, a hash that goes with it, and differences.
+"""Structural equality of modules without their arrays, with its hash, and differences.
 
 Stages whose static halves are equal share their code, and a compiled step is found again by them.
 `==` alone would not do: a configuration in a dataclass has no hash, one that holds arrays has no
@@ -26,7 +26,7 @@ _Pairs = frozenset[tuple[int, int]]
 
 
 def alike(one: Any, other: Any, _within: _Pairs = frozenset()) -> bool:
-    """Tell whether two static values do the same wherever one stands for the other.
+    """Tell whether two static values are interchangeable.
 
     They are if they are equal by `==` and of one type; or made alike: containers and plain objects
     part by part, functions by their code and what they close over, arrays by their values.
@@ -87,7 +87,7 @@ def _name(item: tuple[str, Any]) -> str:
 
 
 def digest(graphdef: Any) -> int:
-    """A hash of a graphdef, equal for those that are `alike`."""
+    """Hash a graphdef, equally for graphdefs that are `alike`."""
     attributes = ((key, _digest(getattr(kind, "value", kind))) for key, kind in graphdef.attributes)
     return hash((len(graphdef.nodes), tuple(attributes)))
 
@@ -97,7 +97,7 @@ def _digest(value: Any) -> Any:
 
 
 def difference(first: nnx.Module, other: nnx.Module) -> str:
-    """In what a stage differs from another; empty if they are alike in all but their values."""
+    """Describe the difference between two stages; empty if only their arrays differ."""
     for name, text in differences(first, other):
         return text if name is None else f"in {text}"
     return ""

@@ -76,7 +76,7 @@ class Spot:
         return part if part.ndim == len(self.shape) else part.reshape(self.shape)
 
     def fill(self, cell: Any, leaf: Any) -> Any:
-        """The cell with the leaf in it."""
+        """Write a leaf into its cell, and return the cell."""
         if self.part is None:
             return leaf
         part = leaf if leaf.ndim == cell.ndim else leaf.reshape(-1)
@@ -109,7 +109,7 @@ class Part:
 
 @dataclass(frozen=True)
 class View:
-    """A tree whose leaves lie in cells."""
+    """A tree whose leaves are stored in cells."""
 
     treedef: Any
     spots: tuple[Spot, ...]
@@ -176,7 +176,7 @@ def overlay(lists: Sequence[Sequence[Leaf]]) -> tuple[list[Cell], list[tuple[Spo
 
 
 def _columns(members: list[list[Leaf]], taken: list[tuple[Hashable, ...]]) -> dict[Column, Shape]:
-    """The columns of a group that fit into what the longest list takes, with their shapes."""
+    """Find the columns of a group that fit into the longest list's memory, with their shapes."""
     sizes = [sum(math.prod(leaf.shape) for leaf in leaves) for leaves in members]
     slack = [max(sizes) - size for size in sizes]
     own: dict[Column, dict[int, Shape]] = {}
@@ -217,7 +217,7 @@ def overlay_trees(trees: Sequence[Tree]) -> tuple[list[Any], list[View]]:
 
 
 def _type(cell: Cell) -> Any:
-    """The type of a cell: where it says over which mesh axes its leaves vary, so does it."""
+    """Return the type of a cell, with the varying mesh axes of its leaves, if known."""
     dtype, varying = cell.group
     plain = jax.ShapeDtypeStruct(cell.shape, dtype)
     return plain if varying is None else jax.eval_shape(lambda: vary(zeros(plain), varying))

@@ -27,7 +27,7 @@ from pipeline.base.tree import Tree, is_float
 
 
 def split_streams(rest: Tree) -> tuple[Tree, Tree]:
-    """The random streams in a module's non-parameter state, and everything else in it."""
+    """Split a module's non-parameter state into random streams and the rest."""
     flat = dict(nnx.to_flat_state(rest))
 
     def is_stream(path: Any, variable: Any) -> bool:
@@ -40,7 +40,7 @@ def split_streams(rest: Tree) -> tuple[Tree, Tree]:
 
 
 class RankStreams(nnx.RngStream):
-    """The streams of S stages in one, with [S] keys; of one stage, with one key, as flax has it."""
+    """The streams of S stages with [S] keys, or of one stage with one key, as in flax."""
 
     def __call__(self) -> jax.Array:
         """Draw a key, or one for each stage."""
@@ -52,7 +52,7 @@ class RankStreams(nnx.RngStream):
         return drawn
 
     def fork(self, *, split: Any = None) -> nnx.RngStream:
-        """Make a stream of what is drawn, as `nnx.fork_rngs` does.
+        """Fork a stream, as `nnx.fork_rngs` does.
 
         Raises:
           ValueError: ``split``, of streams that have a key for each stage.
@@ -87,7 +87,7 @@ ALIKE = "alike"
 
 
 def own_axes(types: Tree, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Axes, beside those given, of which each rank holds its own part of a value."""
+    """Find the axes, besides the given axes, over which a value varies."""
     floats = [set(varying_in(leaf)) for leaf in jax.tree.leaves(types) if is_float(leaf)]
     return tuple(sorted(set.intersection(*floats) - set(axes))) if floats else ()
 

@@ -39,7 +39,7 @@ def unshared(stages: Any, embed: Any, head: Any, loss_fn: Any = None) -> tuple[A
 
 
 def _owners(module: Any, name: str, owners: Owners) -> dict[int, str]:
-    """Its variables, none of which is a weight of somebody before it."""
+    """Return a module's variables; refuse weights that an earlier module owns."""
     names = {}
     for path, variable in nnx.iter_graph(module) if isinstance(module, nnx.Module) else ():
         if not isinstance(variable, nnx.Variable):
@@ -62,7 +62,7 @@ def _is_abstract(variable: Any) -> bool:
 
 
 def _with_own_streams(module: Any, owners: Owners, number: int) -> Any:
-    """The module, with a key of its own for each that somebody before it has."""
+    """Copy the module, with a new key for each random stream that an earlier module has."""
     graph = list(nnx.iter_graph(module)) if isinstance(module, nnx.Module) else []
     shared = {
         path

@@ -30,7 +30,7 @@ from pipeline.core.placement.placement import as_before
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """The static half of a module; `call` gives it back its arrays.
+    """The static half of a module; `call` merges it with its arrays.
 
     Equal are those that are `alike`, and all have a hash: a module may hold what has none.
 
@@ -60,7 +60,7 @@ class Definition:
         return digest(self.graphdef)
 
     def call(self, method: Callable[..., Any], params: Tree, rest: Tree, *args: Any) -> Any:
-        """Merge the module and apply ``method`` to it, and to what is given.
+        """Merge the module and apply ``method`` to it with the arguments.
 
         What it writes to the state that was declared is dropped.
 
@@ -172,7 +172,7 @@ _NOT_KEPT = "a pipeline runs a stage many times per step and keeps no such state
 
 
 def _declare(variable: Any) -> str:
-    """The remedy for a call that writes to a variable of a kind that nobody declared."""
+    """Word the remedy for a call that writes to a variable of an undeclared kind."""
     if isinstance(variable, DataStatistic):
         return f"declare it, Pipeline(..., {variable.declaration})"
     kind = type(variable) if isinstance(variable, nnx.Variable) else nnx.BatchStat

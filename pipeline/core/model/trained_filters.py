@@ -1,4 +1,4 @@
-"""The parameters that a filter trains, and the rest of arrays that it trains in part.
+"""The parameters that a filter trains, and the frozen rest of partly trained arrays.
 
 Letters: S ranks, K stages, V chunks. A filter (`flax.nnx.filterlib`) is asked about the plain
 model, whatever the layout: about every variable of stage k under ``("stages", k, *path)``, in the
@@ -224,7 +224,7 @@ def halves_of(module: nnx.Module) -> tuple[Flat, Flat]:
 def trained_lines(
     trained: Trained, chunks: Sequence[nnx.Module], ends: nnx.Module, stages: Places
 ) -> list[str]:
-    """A line on what is trained; none where everything is."""
+    """Describe the trained parameters in a line; no line if all are trained."""
     sizes = [(leaf.size, yes) for leaf, yes in zip(_leaves(ends), trained.ends, strict=True)]
     for rank, numbers in enumerate(stages):
         for chunk, k in zip(chunks, numbers, strict=True):
@@ -244,7 +244,7 @@ def _leaves(module: nnx.Module) -> list[Any]:
 
 
 def spots_of(chunk: nnx.Module, rank: int) -> Sequence[Spot]:
-    """Places of a rank's stage's leaves among those of its chunk's parameters."""
+    """Find the places of a rank's stage's leaves among its chunk's parameters."""
     if isinstance(chunk, Overlaid):
         return chunk.views[rank].params.spots
     return [Spot(n, None, leaf.shape[1:]) for n, leaf in enumerate(_leaves(chunk))]

@@ -84,7 +84,7 @@ def find_state(
 
 
 def check_state(plan: Any, chunks: Sequence[nnx.Module], ends: nnx.Module) -> None:
-    """Check what is said of state when a pipeline is made.
+    """Check the option ``state`` when a pipeline is made.
 
     Raises:
       ValueError: as `find_state`; or of ends that all ranks share, or a hook without state.

@@ -122,7 +122,7 @@ class Overlaid(nnx.Module):
 
 
 def _leaf(path: ModelPath, variable: Any, placement: Placement, why: str) -> Leaf:
-    """Say what a variable may share: a column by its path, a flat cell by its type."""
+    """Return a variable's key for sharing: a column by path, a flat cell by type."""
     if not hasattr(raw(variable), "shape"):
         raise ValueError(
             f"{path.text} is a {type(variable).__name__} of "
@@ -140,7 +140,7 @@ def _leaf(path: ModelPath, variable: Any, placement: Placement, why: str) -> Lea
 
 
 def _by_kind(leaves: Sequence[Leaf]) -> list[Leaf]:
-    """Leaves whose names, where they are sharded, count those of their kind in place of layers."""
+    """Rename sharded leaves by their number within a kind, in place of the layer's number."""
     seen: dict[Any, int] = {}
     result = []
     for leaf in leaves:
@@ -160,7 +160,7 @@ def _unplaced(
     spots: Sequence[Sequence[Spot]],
     placement: Placement,
 ) -> list[Leaf]:
-    """Leaves that are sharded over further axes and lie in cells that cannot be.
+    """Find leaves sharded over further axes whose cells cannot be sharded.
 
     An axis of one rank cuts nothing, so it is no obstacle.
     """
@@ -176,7 +176,7 @@ def _unplaced(
 
 
 def _check_sharded(unplaced: Sequence[Leaf], why: str) -> None:
-    """Refuse leaves that are sharded over further axes and lie in cells that cannot be."""
+    """Refuse leaves sharded over further axes whose cells cannot be sharded."""
     for leaf in unplaced[:1]:
         group: Any = leaf.group
         over = dict.fromkeys(axis for entry in group[-1] for axis in axes_in(entry))
@@ -218,7 +218,7 @@ def _halve(module: nnx.Module) -> tuple[Tree, Tree]:
 
 
 def _view(half: Tree, places: dict[Path, Spot], stage_half: Tree, paths: list[Path]) -> View:
-    """A stage's state within its chunk's, whose cells lie at ``paths``."""
+    """View a stage's state within its chunk's state, with cells at ``paths``."""
     order = {path: index for index, (path, _) in enumerate(filled(stage_half))}
     spots = (places[path] for path, _ in filled(half))
     moved = (Spot(order[paths[s.cell]], s.part, s.shape) for s in spots)
@@ -226,7 +226,7 @@ def _view(half: Tree, places: dict[Path, Spot], stage_half: Tree, paths: list[Pa
 
 
 def _cell_variable(cell: Cell, ranks: list[list[VariableSpot]], placement: Placement) -> Any:
-    """[S, ...] from what each rank holds in a cell; no device holds more than its own part."""
+    """Make a [S, ...] variable from each rank's cell; a device holds only its own part."""
     like = next(variable for items in ranks for variable, _ in items)
     first = raw(like)
     if not isinstance(like, nnx.Variable):  # a plain array

@@ -58,7 +58,7 @@ def check_slices(slices: Any) -> int | tuple[int, ...] | None:
 
 
 def check_sliced(num_slices: int, slices: Any, *, offload: Any, vocabulary: str) -> None:
-    """Check the options beside slices.
+    """Check the options that slices restrict.
 
     Args:
       num_slices: N of the timetable.
@@ -85,7 +85,7 @@ def check_sliced(num_slices: int, slices: Any, *, offload: Any, vocabulary: str)
 
 
 def check_remat(remat: Any) -> None:
-    """Raise ValueError for anything that does not say what a forward keeps for its backward."""
+    """Raise ValueError for an invalid ``remat``."""
     if not (remat in ("stage", "gathered", None) or callable(remat)):
         raise ValueError(
             f"remat={remat!r}: must be 'stage', 'gathered', None, or a jax.checkpoint policy such "
@@ -127,7 +127,7 @@ def check_vocabulary(vocabulary: Any) -> None:
 
 
 def check_functions(**functions: Any) -> None:
-    """Raise ValueError for what should be a function or an NNX module and is not."""
+    """Raise ValueError for a value that is neither a function nor an NNX module."""
     for name, value in functions.items():
         if value is not None and not callable(value):
             raise ValueError(f"{name}={value!r}: must be callable, or None")
@@ -160,7 +160,7 @@ def check_scale(loss_scale: Any) -> jax.Array | None:
 
 
 def check_data_parallel(data_parallel: Any, gather: Any) -> None:
-    """Raise ValueError for an unknown way to shard over ``data``, or to gather what is sharded."""
+    """Raise ValueError for an unknown ``data_parallel`` or ``gather``."""
     if data_parallel not in ("replicated", "zero1", "fsdp"):
         raise ValueError(
             f"data_parallel={data_parallel!r}: must be 'replicated', 'zero1' (gradients and "
@@ -202,7 +202,7 @@ def check_axes_of(mesh: Mesh, auto_axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_host(offload: Any, mesh: Mesh, schedule: Schedule) -> None:
-    """Check that a program can keep in host memory what an option asks for.
+    """Check that the devices' programs can use host memory, if an option needs it.
 
     Raises:
       ValueError: the devices have none, or no action leaves a crossing.

@@ -68,7 +68,7 @@ def read(schedule: Any) -> tuple[Any, str]:
 
 
 def exchanges_are_barriers(mesh: Mesh) -> bool:
-    """Tell whether an exchange makes all ranks meet, and not only those that it joins.
+    """Tell whether an exchange makes all ranks meet, not only the ranks that it joins.
 
     Virtual CPU devices of one process meet at every collective. Processes, GPUs and TPUs send to
     their partners and receive from them.
@@ -251,7 +251,7 @@ def is_path(schedule: Any) -> bool:
 
 
 def _fitting(schedule: Schedule, sizes: dict[str, int]) -> Schedule:
-    """The schedule, if it was made for these sizes."""
+    """Return the schedule, or refuse a schedule of other sizes."""
     wrong = [
         f"{name}={getattr(schedule, name)} against the pipeline's {want}"
         for name, want in sizes.items()

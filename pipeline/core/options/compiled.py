@@ -1,4 +1,4 @@
-"""The compiled functions of a pipeline, what their traces showed, and how long they live.
+"""The compiled functions of a pipeline, facts from their traces, and their lifetime.
 
 JAX keeps the static arguments of a jitted function as long as the function, and with them all that
 was traced and compiled. So each pipeline has jitted functions of its own, in a `Compiled` that it
@@ -36,7 +36,7 @@ class FunctionKey(NamedTuple):
 
 @dataclass(eq=False)
 class StepFacts:
-    """Facts about the step of a plan, known once it was traced.
+    """Facts about the step of a plan, known after its trace.
 
     Attributes:
       straight: True if the step was one loop over microbatches; None before the first trace.
@@ -51,7 +51,7 @@ class StepFacts:
 
 @dataclass(eq=False)
 class Compiled:
-    """Everything that calls of a pipeline leave behind for later calls.
+    """Compiled functions and facts that calls of a pipeline keep for later calls.
 
     Attributes:
       functions: jitted functions.
@@ -96,7 +96,7 @@ class Programs:
         return _revived(self) if programs is None else programs
 
     def keep_for(self, pipe: Any) -> None:
-        """Keep the `Compiled` as long as a pipeline lives; only its first one makes it."""
+        """Keep the `Compiled` as long as a pipeline lives; only the first pipeline makes one."""
         if pipe not in self._pipes:
             first = self._refer() is None and not self._has_lived
             self._pipes[pipe] = self.make() if first else self.get()

@@ -86,7 +86,7 @@ class Plan(Options):
 
     @property
     def compiled(self) -> Compiled:
-        """The compiled functions of the pipeline, and what is known of them."""
+        """The compiled functions of the pipeline, and facts about them."""
         return self.programs.get()
 
     def anew(self, **changes: Any) -> Plan:
@@ -95,11 +95,11 @@ class Plan(Options):
 
     @property
     def facts(self) -> StepFacts:
-        """Facts about this plan's step; without any before it was traced."""
+        """Facts about this plan's step; empty before its trace."""
         return self.compiled.facts.setdefault(self, StepFacts())
 
     def __deepcopy__(self, memo: Any) -> Plan:
-        """Itself: a copy of a pipeline runs what is compiled already."""
+        """Return the same object, so that a copy of a pipeline shares the compiled programs."""
         return self
 
     def __reduce__(self) -> Any:
@@ -142,7 +142,7 @@ class Plan(Options):
         return self.home if self.stage_meshes is None else self.mesh_at(path)
 
     def mesh_of_stage(self, stage: int) -> Mesh:
-        """The mesh of a stage's rank, if it has one of its own; else that of all ranks."""
+        """Return the mesh of a stage's rank, or else the mesh of all ranks."""
         meshes = self.stage_meshes
         return self.mesh if meshes is None else meshes[self.schedule.placement[stage]]
 
@@ -175,7 +175,7 @@ class Plan(Options):
 
     @property
     def num_chunks(self) -> int:
-        """V."""
+        """The number of chunks per rank V."""
         return self.schedule.num_stages // self.schedule.num_ranks
 
     @property
@@ -209,7 +209,7 @@ class Plan(Options):
 
     @property
     def clock(self) -> dict[str, Any]:
-        """Options for `simulate` that describe this engine: programs by the event clock."""
+        """The options of `simulate` for this engine; "programs" uses the event clock."""
         if self.engine == "programs":
             return {"clock": "event", "costs": self.durations}
         sizes = {"costs": self.durations, "pattern": self.pattern, "shared": self.shared}

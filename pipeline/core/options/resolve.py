@@ -1,4 +1,4 @@
-"""From options to a plan: what was left open is chosen, for this mesh and these stages."""
+"""The resolution of options to a plan: open options are chosen for the mesh and the stages."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def make_plan(
 
 
 def _check_programs(options: Options, num_slices: int, shared: Shared) -> None:
-    """Raise ValueError for an option beside ``engine="programs"`` that only the scan has."""
+    """Raise ValueError for an option that ``engine="programs"`` does not support."""
     only_of_scan = {
         f"slices={options.slices!r} (a timetable with slices)": num_slices > 1,
         f"vocabulary={options.vocabulary!r}": bool(shared),
@@ -160,7 +160,7 @@ def _timetable(
     costs: Costs | None,
     shared: Shared,
 ) -> tuple[Schedule, str]:
-    """The timetable that the user asked for, or the one that is chosen; and why it runs."""
+    """Return the given or the chosen timetable, with the reason."""
     schedule, origin = schedule_and_origin
     slices: Any = options.slices
     return choose_schedule(
@@ -182,5 +182,5 @@ def _timetable(
 
 
 def _num_ranks(options: Options, mesh: Mesh) -> int:
-    """S."""
+    """Return the number of ranks S."""
     return mesh.shape[STAGE] if options.stage_meshes is None else len(options.stage_meshes)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 
 def distribute(x: Any, sharding: Sharding, *, compare: bool = True) -> jax.Array:
-    """The array as ``sharding`` says; each process gives what its own devices hold.
+    """Place an array by ``sharding``; each process provides the parts of its own devices.
 
     Args:
       x: any array, a typed key too; with several processes, the same on each.

@@ -196,7 +196,7 @@ def laid_as(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _typed_sharding(leaf: Any) -> Any:
-    """The sharding of an array or a type, if it is part of its type."""
+    """Return the sharding of an array or a type, if its type contains a sharding."""
     if isinstance(leaf, jax.core.Tracer):
         sharding: Any = jax.typeof(leaf).sharding
     else:
@@ -206,7 +206,7 @@ def _typed_sharding(leaf: Any) -> Any:
 
 
 def mesh_of_results(mesh: Mesh, inputs: Tree = ()) -> Mesh | None:
-    """The mesh whose types results have, None for none: that in force, or else that of inputs."""
+    """Return the mesh of results' types: the mesh in force, or the inputs' mesh; else None."""
     here = mesh_in_force()
     if here is None:
         shardings = filter(None, map(_typed_sharding, jax.tree.leaves(inputs)))
@@ -218,7 +218,7 @@ def mesh_of_results(mesh: Mesh, inputs: Tree = ()) -> Mesh | None:
 def outputs_specs(
     mesh: Mesh, axes: Axes, outputs: Tree, inputs: Tree, *, shared: bool
 ) -> list[PartitionSpec]:
-    """Specs of outputs: rows as those of the inputs if their types have specs, or over row axes.
+    """Return specs of outputs: rows like the inputs' typed specs, or over row axes.
 
     Args:
       mesh: the kernel's.

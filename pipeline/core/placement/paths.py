@@ -18,7 +18,7 @@ class ModelPath(tuple[Any, ...]):
 
     @property
     def text(self) -> str:
-        """``up.kernel`` of a stage, ``embed.table`` of what is no stage."""
+        """The path as text: ``up.kernel`` in a stage, ``embed.table`` in another part."""
         return ".".join(map(str, self[2:] if self[:1] == ("stages",) else self))
 
     def __contains__(self, item: object) -> bool:

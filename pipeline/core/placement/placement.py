@@ -135,7 +135,7 @@ class Placement:
         return self.spread_as((STAGE,), variable, ())
 
     def names_of(self, path: ModelPath, variable: Any) -> Names:
-        """The axes of a stage's variable's dims, but for the pipeline's own; () if it has none."""
+        """Return the axes of a stage's variable's dims, without the pipeline's own axes."""
         names = self._names(path, variable, _shape(variable), 0)
         return names if any(map(axes_in, names)) else ()
 
@@ -152,14 +152,14 @@ class Placement:
         return Spread(_spec(lead, stored), _spec(lead, sharded), zero=zero)
 
     def put(self, value: Any, spread: Spread) -> Any:
-        """An array, or its type, where it belongs."""
+        """Place an array, or its type, by its placement."""
         sharding = NamedSharding(self.mesh, spread.stored)
         if isinstance(value, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
         return distribute(value, sharding, compare=False)  # the pipeline compares all at once
 
     def label(self, variable: Any, value: Any, spread: Spread, lead: tuple[str, ...]) -> Any:
-        """Give the variable a value that lies there, and metadata that say so.
+        """Set a variable's placed value, and its sharding metadata.
 
         flax reads them in `nnx.get_partition_spec` and `nnx.get_named_sharding`.
         """
@@ -218,13 +218,13 @@ class Placement:
         return names
 
     def _present(self, entry: Any, without: tuple[str, ...] = ()) -> Any:
-        """Reduce a dim's axes to those that the mesh has, without some."""
+        """Reduce a dim's axes to axes of the mesh, without given ones."""
         names = {*self.mesh.axis_names} - {*without}
         axes = tuple(axis for axis in axes_in(entry) if axis in names)
         return axes if len(axes) > 1 else axes[0] if axes else None
 
     def _over_rows(self, shape: tuple[int, ...], names: Names) -> tuple[Names, tuple[str, ...]]:
-        """The names with row axes at the first dim that has room for them, and those axes.
+        """Add row axes to the names at the first dim with room; also return these axes.
 
         All that the array does not name itself, or else as many as find room.
         """
@@ -279,7 +279,7 @@ def spreads(state: Tree, lead: tuple[str, ...] = ()) -> tuple[Spread, ...]:
 
 
 def as_before(state: Tree) -> Tree:
-    """The state with the metadata its variables had before they were placed."""
+    """Restore the metadata that variables had before their placement."""
     flat = nnx.to_flat_state(state)
     if not any({_OWN, LAYERS} & metadata(variable).keys() for _, variable in flat):
         return state
@@ -297,7 +297,7 @@ def _as_before(variable: Any) -> Any:
 
 
 def _spec(lead: tuple[str, ...], names: Names) -> PartitionSpec:
-    """A spec as JAX returns it: it ends where no more dims are sharded."""
+    """Return a spec in JAX's normal form, which ends at the last sharded dim."""
     last = max((dim for dim, entry in enumerate(names) if entry is not None), default=-1)
     return PartitionSpec(*lead, *names[: last + 1])
 

@@ -111,7 +111,7 @@ def _as_cpu_can_add(x: Any) -> Any:
 def reduce_gradients(
     leaves: Leaves, spreads: Sequence[Spread], axes: tuple[str, ...], *, lead: int = 0
 ) -> Leaves:
-    """Sums over some axes; of what ZeRO shares out only this rank's part.
+    """Sum gradients over some axes; a leaf sharded by ZeRO is reduced to this rank's part.
 
     What an array itself names is not summed over: each rank along that axis has its part (a rank's
     experts, its words of a table that ranks share).
@@ -127,7 +127,7 @@ def reduce_gradients(
 
 
 def reduce_parts(parts: Leaves, spreads: Sequence[Spread], axes: tuple[str, ...]) -> Leaves:
-    """Sums over those axes of `reduce_gradients` over which `scatter` has not summed."""
+    """Sum over the axes of `reduce_gradients` over which `scatter` has not summed."""
     over = [
         tuple(a for a in axes if a not in spread.zero and a not in spread.own) + _deferred(spread)
         for spread in spreads
@@ -136,7 +136,7 @@ def reduce_parts(parts: Leaves, spreads: Sequence[Spread], axes: tuple[str, ...]
 
 
 def scatter(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leaves:
-    """This rank's part of the sum over data shards of what ZeRO shares out; others unchanged.
+    """Reduce-scatter leaves sharded by ZeRO over data shards; leave other leaves unchanged.
 
     Arguments are those of `reduce_gradients`.
     """
@@ -196,7 +196,7 @@ def _dim_over(axes: tuple[str, ...], spec: PartitionSpec) -> int | None:
 
 
 def constrain(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
-    """Tell the compiler where arrays lie, for the axes that are left to it."""
+    """Constrain the shardings of arrays over axes left to the compiler."""
     leaves, treedef = jax.tree.flatten(tree)
     results = [
         jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))

@@ -114,11 +114,11 @@ class FinishByRank:
         return of.operands.meshes.shardings(rank, of.operands.sum_specs(sums))
 
     def _only(self, rank: int, tree: Tree) -> Tree:
-        """A tree like the results without what is on other ranks."""
+        """Return the results' tree without leaves on other ranks."""
         return jax.tree.map(lambda owner, x: x if owner == rank else None, self._owners, tree)
 
     def _operands_read(self, rank: int, compiled: Mapping[Any, Any]) -> list[bool]:
-        """For each operand whether a program of the rank reads it; jit drops unused arguments."""
+        """Tell, for each operand, whether the rank's program reads it; jit drops the others."""
         given = [self._finish[rank].input_shardings[0][0]]
         for (kind, where), program in compiled.items():
             if (kind, where) == ("begin", rank):

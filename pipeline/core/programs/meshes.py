@@ -62,7 +62,7 @@ class RankMeshes:
         return [placed_on(leaf, NamedSharding(self._mesh, spec)) for leaf, spec in pairs]
 
     def split(self, leaves: Leaves, specs: Sequence[P]) -> dict[int, Leaves]:
-        """By rank of this process, the parts that it has of `placed` arrays, without a copy."""
+        """Split `placed` arrays by rank of this process, without a copy."""
         columns = [self._split(*pair) for pair in zip(leaves, specs, strict=True)]
         return {rank: [column[rank] for column in columns] for rank in self.local_ranks}
 

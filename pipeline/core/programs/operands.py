@@ -56,7 +56,7 @@ class StepOptions:
 
     @property
     def keeps_residuals(self) -> bool:
-        """Whether F stashes residuals; else a backward runs it again."""
+        """Whether F stashes residuals; otherwise the backward repeats F."""
         return self.request.training and self.plan.keep == "residuals"
 
     def op(self, kind: Any, stage: int) -> Op:

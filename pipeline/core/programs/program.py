@@ -1,4 +1,4 @@
-"""The programs of a rank: its actions, and what comes before the first.
+"""The programs of a rank: its actions, and the program before the first action.
 
 Each is traced on a rank's abstract mesh, and lowered once for all ranks that run it; XLA compiles
 it for the devices of each.
@@ -61,7 +61,7 @@ class RankProgram:
     donated: tuple[int, ...] = ()
 
     def lower(self, rank: int) -> Callable[[], Any]:
-        """The function lowered for a rank's devices; a call compiles it."""
+        """Lower the function for a rank's devices; a call of the result compiles it."""
         meshes = self.operands.meshes
         if self._shared is not None:
             devices = meshes.devices(rank)

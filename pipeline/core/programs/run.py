@@ -81,7 +81,7 @@ class StepPrograms:
         self._numbers = {rank: self.meshes.replicate(rank, numbers) for rank in local}
 
     def _compile(self) -> dict[tuple[str, int], Any]:
-        """The functions of this process's ranks, compiled by as many threads as there are cores."""
+        """Compile the functions of this process's ranks, with one thread per core."""
         programs: dict[Any, RankProgram] = {}
         lowered: dict[Any, Callable[[], Any]] = {}
         key_of: dict[tuple[str, int], Any] = {}  # by name, the key in `lowered`

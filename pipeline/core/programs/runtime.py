@@ -114,7 +114,7 @@ def narrows_train(plan: Plan, model: Model, weights: Weights, batch: Batch, **wa
 def evaluate(
     plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_share: bool = False
 ) -> tuple[Any, StateLeaves]:
-    """As `pipeline.core.step.runtime.evaluate`."""
+    """Evaluate a batch, as `pipeline.core.step.runtime.evaluate` does."""
     request = StepRequest(training=False, take_loss=True)
 
     def results(plan: Plan, local: LocalModel, sums: StepSums) -> Any:
@@ -133,7 +133,7 @@ def outputs(
 
 
 def logprobs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, StateLeaves]:
-    """As `pipeline.core.step.runtime.logprobs`."""
+    """Compute log-probabilities, as `pipeline.core.step.runtime.logprobs` does."""
     results: tuple[Tree, StateLeaves] = outputs(plan, model, weights, batch, logprobs=True)
     return results
 
@@ -162,7 +162,7 @@ def _infer(
 
 
 def _stages_of_state(weights: Weights, model: Model) -> tuple[list[Any], list[int]]:
-    """The stages of declared state, as `Model.state_specs` has it."""
+    """Return the stages of declared state, in the form of `Model.state_specs`."""
     declared, of_ends = model.declared, stages_of_ends(weights.ends_rest, len(model.stages) - 1)
     chunks = [[v] * len(cells) for v, cells in enumerate(declared.chunk_cells)]
     return chunks, [of_ends[n] for n in declared.ends_cells]

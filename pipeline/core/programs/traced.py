@@ -103,7 +103,7 @@ class Traced:
         }
 
     def sums_of(self, op: Op, rank: int) -> tuple[str, ...]:
-        """The names of the sums that an action of a rank may add to, or of state that it writes."""
+        """Return the names of sums that a rank's action may add to, or of state it writes."""
         names = [name for name, types in self.sums_on(rank).items() if types]
         training = self.options.request.training
         return sums_of_action(op, names, self.inspected.rank.facts, training=training)
@@ -120,7 +120,7 @@ class Traced:
 
 
 class OpenStep:
-    """A step of a rank within one trace: its model, and refs for what it adds up.
+    """A step of a rank within one trace: its model, and refs of its sums.
 
     Args:
       options: of the step.
@@ -292,7 +292,7 @@ def whole_loss(
 
 
 def _stages(step: OpenStep) -> tuple[list[StageTypes], tuple[str, ...]]:
-    """[K] the types of stages, one trace for those that are alike; what could not be split."""
+    """Return [K] the types of stages, with one trace for equal stages; note failed splits."""
     options, inspected = step.options, step.inspected
     rank, types = inspected.rank, inspected.activations.types
     kinds = {action.kind for order in options.schedule.orders for action in order}

@@ -22,7 +22,7 @@ from pipeline.core.step.stores.weights import ChunkWeights
 
 
 def cast_once(rank: Rank, bodies: Sequence[Any]) -> ChunkWeights:
-    """The rank's weights, with narrow copies of those that stages read in one narrower dtype.
+    """Add narrow copies of weights that stages read only in one narrower dtype.
 
     Args:
       rank: the rank, whose model was traced.

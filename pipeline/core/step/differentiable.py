@@ -181,7 +181,7 @@ outputs = custom_vjp(_outputs, _outputs_forward, _outputs_backward, nondiff_argn
 def _cotangents(
     plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool, **scale: Any
 ) -> tuple[Weights, Batch]:
-    """Run the timetable in a backward pass: what the operands of a pipeline have as cotangents."""
+    """Run the timetable in a backward pass; return the cotangents of a pipeline's operands."""
     # Neither metrics nor a weight of the loss are wanted: the forward has returned them.
     has_aux = None if model.has_aux else model.has_aux
     model = dataclasses.replace(model, has_aux=has_aux, weighed=False)
@@ -225,7 +225,7 @@ def _as_one(plan: Plan, run: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def refusing_twice(what: str) -> Iterator[None]:
-    """Say what was differentiated that has no derivative, where JAX would speak of its refs."""
+    """Replace JAX's error about refs by one that names the function without a derivative."""
     try:
         yield
     except (AttributeError, ValueError) as error:
@@ -235,7 +235,7 @@ def refusing_twice(what: str) -> Iterator[None]:
 
 
 def without_gradient(run: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """A kernel that says ``what`` where it is differentiated, also where it holds no refs."""
+    """Make a kernel that raises ``what`` under differentiation, even without refs."""
 
     @jax.custom_vjp
     def call(*operands: Any) -> Any:
@@ -270,7 +270,7 @@ def _wants_inputs(weights: Any, batch: Any) -> bool:
 
 
 def _restrict(model: Model, weights: Any) -> Model:
-    """The model with gradients for those parameters only that are differentiated.
+    """Restrict the model's gradients to the differentiated parameters.
 
     Raises:
       ValueError: one is that is frozen.
@@ -305,7 +305,7 @@ def _restrict(model: Model, weights: Any) -> Model:
 
 
 def _in_their_places(weights: Weights, trained: Trained, grads: Any) -> tuple[Any, Any]:
-    """Gradients in the structures of parameters, None for those that are not trained."""
+    """Return gradients in the structure of parameters, None for frozen parameters."""
 
     def unflatten(tree: Tree, mask: Mask, gradients: Leaves) -> Tree:
         leaves, treedef = jax.tree.flatten(tree)

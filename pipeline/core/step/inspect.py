@@ -74,7 +74,7 @@ class Inspected:
         return hook or calls
 
     def make_declared_state(self, plan: Plan, *, training: bool) -> DeclaredState | None:
-        """Make places for the declared state that a step writes; None if it writes none."""
+        """Make places for the declared state that a step writes; None if the step writes none."""
         if self.usage_of_ends is None or not self.writes_state(plan, training=training):
             return None
         model = self.rank.model
@@ -119,7 +119,7 @@ def inspect(
 
 
 def _prepared(rank: Rank, activations: Activations) -> Rank:
-    """The rank with what all of its actions share."""
+    """Add the values that all actions share to the rank."""
     rank = dataclasses.replace(rank, chunks=cast_once(rank, activations.bodies))
     # Cut once: each model of the rank would cut its own.
     return dataclasses.replace(rank, batches=tuple(one.batch for one in rank.by_slice))

@@ -35,7 +35,7 @@ class PerPlan:
         runs: Any = None,
         **options: Any,
     ) -> Any:
-        """As `jax.jit` calls it."""
+        """Call the function, as `jax.jit` does."""
         # Without the operands at the end that are None, a plain call has the signature of `trace`
         # and `lower`, and JAX finds their trace again.
         extra: tuple[Any, ...] = scale, runs
@@ -47,13 +47,13 @@ class PerPlan:
     def trace(
         self, plan: Plan, model: Model, weights: Weights, batch: Batch, **options: Any
     ) -> jax.stages.Traced:
-        """As `jax.jit` has it; leaves may be types."""
+        """Trace or lower the function, as of `jax.jit`; leaves may be types."""
         return self._of(plan, model, options).trace(weights, batch)
 
     def lower(
         self, plan: Plan, model: Model, weights: Weights, batch: Batch, **options: Any
     ) -> jax.stages.Lowered:
-        """As `jax.jit` has it; leaves may be types."""
+        """Trace or lower the function, as of `jax.jit`; leaves may be types."""
         return self._of(plan, model, options).lower(weights, batch)
 
     def _of(self, plan: Plan, model: Model, options: dict[str, Any]) -> Any:

@@ -111,7 +111,7 @@ def _model_and_weights(
 
 
 def _declared(plan: Plan, chunks: Sequence[nnx.Module], ends: Ends, structure: Any) -> Declared:
-    """The state that may be written; remembered, as what is trained is."""
+    """Return the state that may be written; cached, like the trained parameters."""
     cache = plan.compiled.states
     if structure not in cache:
         cache[structure] = find_state(plan.state, chunks, ends, plan.stages_of)
@@ -145,7 +145,7 @@ def device_limit(plan: Plan) -> int | None:
 
 
 def reported_limit(device: jax.Device) -> int | None:
-    """Memory limit that a device's runtime reports, if it reports one."""
+    """Return the memory limit that a device's runtime reports, if any."""
     try:
         stats = device.memory_stats() or {}
     except (NotImplementedError, RuntimeError):  # a topology without hardware

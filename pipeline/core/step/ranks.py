@@ -111,13 +111,13 @@ def _state_specs(chunks: Tree, ends: Tree, of_chunks: Any, of_ends: Any) -> Any:
 
 
 def input_specs(batch: Batch) -> list[P]:
-    """The specs of the inputs that may have gradients: of those that are floats."""
+    """The specs of the float inputs, which may have gradients."""
     pairs = zip(jax.tree.leaves(batch.inputs), batch.specs[0], strict=True)
     return [spec for leaf, spec in pairs if spec is not None and is_float(leaf)]
 
 
 def gradient_specs(model: Model) -> tuple[tuple[list[P], ...], list[P]]:
-    """The specs of the gradients of what is trained: of each chunk, and of the ends."""
+    """The specs of the gradients of each chunk and of the ends."""
     layout, trained = model.layout, model.trained
 
     def specs_of(spreads: Sequence[Spread], mask: Mask) -> list[P]:
@@ -203,7 +203,7 @@ def _squeeze(tree: Tree) -> Tree:
 
 
 def _was_sent(program: Program, runs: jax.Array) -> jax.Array:
-    """[T, slots, S, C] whether what a channel brings is from an entry that runs.
+    """Return [T, slots, S, C] whether a channel's message comes from an entry that runs.
 
     Args:
       program: any.

@@ -86,7 +86,7 @@ def training_results(
 
 
 def evaluation_results(local: LocalModel, plan: Plan, sums: StepSums, *, want_share: bool) -> Any:
-    """The loss of an evaluation, as `pipeline.core.step.runtime.evaluate` has it."""
+    """Compute the loss of an evaluation, as `pipeline.core.step.runtime.evaluate` returns it."""
     totals = totals_of(sums, plan)
     value, share = mean_of(totals.loss, totals.weight)
     loss = loss_and_metrics(local, plan, sums, totals, value)
@@ -100,7 +100,7 @@ def loss_and_metrics(
     totals: Totals,
     value: jax.Array,
 ) -> Any:
-    """The loss as the caller gets it: with the losses that stages add, and perhaps with metrics.
+    """Return the caller's loss, with the losses that stages add, and perhaps metrics.
 
     Args:
       local: the rank's part of the model.
@@ -208,7 +208,7 @@ def own_logits_of(sums: StepSums, plan: Plan) -> jax.Array:
 
 
 def state_after(local: LocalModel, weights: Weights, plan: Plan, *, training: bool) -> StateLeaves:
-    """The declared state after a step, as the step returns it."""
+    """Return the declared state after a step."""
     # A step that writes no state returns the state that it got, so that its results have one type.
     state, declared = local.rank.declared, local.model.declared
     if state is not None:

@@ -1,4 +1,4 @@
-"""The share of a microbatch's loss in the loss of a step, and when it is known.
+"""The share of a microbatch's loss in a step's loss, and the time when it is known.
 
 Letters: M microbatches, D parts of their rows and positions; S and W are the sums of a loss
 (sum, weight) and of its weight over all M D calls. A step's loss is S / W, and a microbatch's share
@@ -73,7 +73,7 @@ def find_share(
 
 
 def _share_and_mean(plan: Plan, traced: Inspected, run_forwards: RunForwards) -> tuple[Any, Any]:
-    """The share of a microbatch and the step's loss; None for one that may be found after it."""
+    """Return a microbatch's share and the step's loss; None for a value known only later."""
     # Only a weight with a gradient, a caller's scale or added losses need a share before the ticks
     # that is not known from the start.
     scale = traced.rank.loss

@@ -52,7 +52,7 @@ class Calibration:
     versions: Mapping[str, str]
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file; a reader sees the old file or the whole new one, never a part.
+        """Write a file; a reader sees the old or the whole new file, never a part.
 
         Raises:
           OSError: the file cannot be written.
@@ -74,10 +74,10 @@ class Calibration:
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Calibration:
-        """Read what `to_json` has written.
+        """Read a calibration written by `to_json`.
 
         Raises:
-          ScheduleError: no such file, or no calibration in it.
+          ScheduleError: a missing file, or a file without a calibration.
         """
         record = read_object(path)
         try:

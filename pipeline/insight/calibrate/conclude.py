@@ -1,4 +1,4 @@
-"""From the seconds of steps to those of actions, or to what is wrong with them.
+"""The inference of actions' seconds from steps' seconds, or of the steps' faults.
 
 A step is timed with next to nothing, with one kind of action of one stage, and with all that a rank
 does (`pipeline.insight.calibrate.measure`). What an action takes is a difference, and differences
@@ -59,7 +59,7 @@ class Took(NamedTuple):
 
 
 def spread_of(times: Sequence[float]) -> Took:
-    """The median of some times, and how far from it they lie."""
+    """Return the median of times, and their median distance from it."""
     median = statistics.median(times)
     return Took(median, statistics.median(abs(t - median) for t in times))
 
@@ -134,7 +134,7 @@ def _in_turn(one: Timed) -> float:
 def _check_noise(
     found: Mapping[Key, Took], longest: Mapping[int, float], names: Mapping[int, str], rounds: int
 ) -> None:
-    """See that times stand out of their spread.
+    """Check that times are large compared with their spread.
 
     Raises:
       CalibrationError: they do not.

@@ -153,7 +153,7 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
 
 
 def _in_turn(timed: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
-    """Time each of some programs so many times, one after the other, after a run to compile it."""
+    """Time programs in turn, a number of times each, after a run that compiles."""
     for run in timed:
         seconds(run)
     times = [[seconds(run) for run in timed] for _ in range(rounds)]

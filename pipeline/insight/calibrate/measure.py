@@ -90,7 +90,7 @@ def calibrate(
 
 
 class Calibrator:
-    """A calibration, round by round, for those who do something else between rounds.
+    """A calibration, round by round, for callers that do other work between rounds.
 
     Args are those of `calibrate`, and
 
@@ -247,7 +247,7 @@ def _idle(chain: Chain, plan: Plan) -> set[Key]:
 
 
 def exchanges(mesh: Mesh, size: int) -> Callable[[], jax.Array]:
-    """A hundred exchanges of so many bytes, each between neighbours that wait for it, in pairs."""
+    """Run a hundred exchanges of a number of bytes, in pairs of waiting neighbours."""
     ranks = mesh.shape[STAGE]
     edges = [(r + d, r + 1 - d) for r in range(0, ranks - 1, 2) for d in (0, 1)]
 

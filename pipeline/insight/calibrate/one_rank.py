@@ -58,7 +58,7 @@ class Chain:
 
 
 def find_chain(pipe: Any) -> Chain:
-    """The stages that differ in what they compute, in how far they go back, or in their place."""
+    """Find the stages that differ in computation, in the extent of the backward, or in place."""
     plan, kind_of, found = pipe.plan, [], []
     needs_gradients = pipe.trained.needs_gradients(want_inputs=False)
     groups: list[Any] = []
@@ -87,7 +87,7 @@ def find_chain(pipe: Any) -> Chain:
 
 
 def _stage(pipe: Any, k: int) -> nnx.Module:
-    """A stage, whole, as all ranks hold it."""
+    """Return a whole stage, as all ranks hold it."""
     for rank, held in enumerate(pipe.schedule.stages_of):
         if k in held:
             return take_stage(pipe.chunks[held.index(k)], rank)
@@ -165,7 +165,7 @@ def timetable(
 
 
 def _units(microbatch: int, num_slices: int) -> list[str]:
-    """A microbatch as actions name it, or its slices."""
+    """List the units of a microbatch: the microbatch itself, or its slices."""
     if num_slices == 1:
         return [str(microbatch)]
     return [f"{microbatch}.{part}" for part in range(num_slices)]
@@ -194,7 +194,7 @@ def first_and(program: Program, runs: Runs | None = None, part: int | None = Non
 
 
 def operands_of(pipe: Any, inputs: Tree, targets: Tree, extras: Any = None) -> Operands:
-    """Collect the kernel's arguments of a training step beside its plan."""
+    """Collect the kernel's arguments of a training step, besides its plan."""
     plan, state = pipe.plan, (pipe.chunks, pipe.ends)
     options: dict[str, Any] = {"wrt": plan.wrt, "has_aux": None}
     found = make_operands(plan, *state, inputs, targets, extras, "calibrate", **options)
@@ -213,7 +213,7 @@ def partial_step(plan: Plan, operands: Operands) -> Callable[[Any], Any]:
 
 
 def rows_of(leaf: Any, plan: Plan, num_microbatches: int) -> Any:
-    """As many microbatches of the same size as are timed: those that there are, over and over."""
+    """Repeat the given microbatches up to the number of microbatches to time."""
     shards, given = plan.axes.num_rows, plan.schedule.num_microbatches
     each = leaf.shape[0] // given
     if num_microbatches <= given and shards == 1:

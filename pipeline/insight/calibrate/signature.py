@@ -1,4 +1,4 @@
-"""The signature of a model: what the time of its stages depends on."""
+"""The signature of a model: the facts that determine the time of its stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.core.model.stage import is_stacked
 
 @dataclass(frozen=True)
 class ModelSignature:
-    """A short description of a model, as far as the time that it takes depends on it.
+    """A short description of the facts of a model that determine its time.
 
     Attributes:
       stages: [K] of each stage its class, its number of parameters, and a hash of their shapes.
@@ -37,7 +37,7 @@ class ModelSignature:
 def signature_of(
     stages: Any, embed: Any, head: Any, *, remat: Any, compute_dtype: Any, param_dtype: Any
 ) -> ModelSignature:
-    """The signature of a model as a pipeline is given it."""
+    """Compute the signature of a model from a pipeline's arguments."""
     is_one = is_stacked(stages)
     parts = [
         _part(stage, param_dtype, lead=int(is_one)) for stage in ([stages] if is_one else stages)
@@ -57,7 +57,7 @@ def signature_of(
 
 
 def _part(module: Any, param_dtype: Any, *, lead: int = 0) -> str:
-    """A stage, embed or head; of a stack of ``lead`` axes, one of it."""
+    """Describe a stage, embed or head, or one entry of a stack of ``lead`` axes."""
     if not isinstance(module, nnx.Module):
         return "none" if module is None else getattr(module, "__name__", type(module).__name__)
     lines, count = [], 0

@@ -1,4 +1,4 @@
-"""A whole training step before there is a machine for it.
+"""A whole training step, compiled without its machine.
 
 A pipeline may be made of types: its stages by `nnx.eval_shape`, its mesh of described devices
 (`jax.experimental.topologies`). Such a pipeline says what a step will hold and can be compiled,
@@ -54,7 +54,7 @@ def lower_step(
 
 
 def _placed(tree: Tree, specs: LeafSpecs, mesh: Mesh) -> Tree:
-    """A part of a batch whose types say that it lies as ``batch=`` has it, or as they say."""
+    """Give the types of a part of a batch the shardings of ``batch=``, or their own shardings."""
 
     def one(leaf: Any, spec: PartitionSpec | None) -> Any:
         if not isinstance(leaf, jax.ShapeDtypeStruct) or leaf.sharding is not None:

@@ -54,7 +54,7 @@ class RankBytes:
 
     @property
     def always(self) -> int:
-        """The bytes that it holds throughout the step."""
+        """The bytes that the rank holds throughout the step."""
         return self.weights + self.batch + self.sums
 
     def line(self, rank: int) -> str:
@@ -95,7 +95,7 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
 
 
 def _on_rank(plan: Plan, rank: int, weights: Weights, types: Weights, batch: Batch) -> Any:
-    """The types of a rank's own state and of the batch leaves that it reads.
+    """Return the types of a rank's state and of the batch leaves that the rank reads.
 
     The first rank reads inputs, the last rank targets, every rank extras.
     """
@@ -121,7 +121,7 @@ def _bytes_on_device(types: Tree) -> int:
 def held_before_calls(
     ranks: Sequence[Traced],
 ) -> Iterator[tuple[Dispatch | Send, dict[int, dict[Value, int]]]]:
-    """Each call of a step, and by rank the bytes of the values that are held before it."""
+    """List each call of a step with, by rank, the bytes of values held before the call."""
     held: dict[int, dict[Value, int]] = defaultdict(dict)
     schedule = ranks[0].options.schedule
 

@@ -103,7 +103,7 @@ class MemoryPrediction:
 
     @property
     def temporaries(self) -> int:
-        """Bytes held beside arguments and results."""
+        """The bytes held in addition to arguments and results."""
         passing = self.messages.size + self.crossings.size + self.kept + self.workspace
         passing += self.carries
         held = self.stashes.size + self.totals + self.casts + self.windows
@@ -111,7 +111,7 @@ class MemoryPrediction:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The total bytes."""
         return self.arguments + self.returned + self.temporaries
 
     @property
@@ -234,7 +234,7 @@ def compiler_of(mesh: Mesh) -> Compiler:
 
 
 def _name(eqn: Any) -> str:
-    """Name the use of a ref, by the name scope it was made in.
+    """Name the use of a ref, by the name scope of its creation.
 
     A scope is the one mark that JAX carries from the place where a ref is made to its equation: the
     ref that Python holds during a trace cannot be found again among the variables of the jaxpr.

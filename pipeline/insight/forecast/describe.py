@@ -68,7 +68,7 @@ def _short(value: Any) -> str:
 
 
 def _mesh(plan: Plan) -> str:
-    """The name of what `_axes` tells."""
+    """Name the option that `_axes` describes."""
     return "mesh" if plan.stage_meshes is None else "stage_meshes"
 
 
@@ -157,7 +157,7 @@ def _ticks(plan: Plan) -> list[str]:
 
 
 def _unlike(chunks: Sequence[Any]) -> list[str]:
-    """In what stages differ."""
+    """Describe the differences between stages."""
     lines = []
     for index, chunk in enumerate(chunks):
         if isinstance(chunk, Overlaid):
@@ -168,7 +168,7 @@ def _unlike(chunks: Sequence[Any]) -> list[str]:
 
 
 def _sharded(plan: Plan) -> list[str]:
-    """Describe how a batch is split, what is sharded over it, and which axes are the compiler's."""
+    """Describe the split of a batch, the arrays sharded over it, and the compiler's axes."""
     axes = plan.axes
     once = "once a step" if plan.engine == "scan" else "in every action"
     often = {"step": once, "action": "in every action", "repeat": _repeats(plan)}
@@ -188,7 +188,7 @@ def _sharded(plan: Plan) -> list[str]:
 
 
 def _repeats(plan: Plan) -> str:
-    """Say how often weights are gathered when a rank comes to their chunk, and into what."""
+    """Describe how often weights are gathered on arrival at a chunk, and their windows."""
     program = plan.training
     if program.windows is None:
         return "chunk by chunk"

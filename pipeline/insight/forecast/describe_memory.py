@@ -1,4 +1,4 @@
-"""The lines of `Pipeline.describe` on what a step holds and sends."""
+"""The lines of `Pipeline.describe` on the memory and messages of a step."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def memory_lines(found: MemoryPrediction, compiled: Any = None) -> list[str]:
 
 
 def host_lines(found: MemoryPrediction, optimizer: int = 0) -> list[str]:
-    """The bytes that lie in host memory for each rank, if any do.
+    """Describe the bytes of each rank in host memory, if any.
 
     Args:
       found: of loss and gradients.

@@ -57,13 +57,13 @@ class FusionValue:
     sources: frozenset[FusionValue] = frozenset()
 
     def hold(self) -> None:
-        """Give a value memory of its own."""
+        """Allocate memory for a value."""
         self.held, self.sources = True, frozenset((self,))
 
 
 @dataclass(eq=False)
 class Node:
-    """One equation.
+    """A node of the graph: one equation.
 
     Attributes:
       eqn: it.
@@ -87,13 +87,13 @@ class Node:
 
     @property
     def counts(self) -> bool:
-        """True if the equation allocates memory, or changes it."""
+        """True if the equation allocates or changes memory."""
         effects = bool(self.eqn.effects) and self.eqn.primitive.name != "get"
         return any(v.held for v in self.makes) or effects or self.loop
 
     @property
     def writes(self) -> set[FusionValue]:
-        """The refs that it may write to."""
+        """The refs that the equation may write to."""
         if self.eqn.primitive.name == "get":
             return set()
         pairs = zip(self.operands, self.eqn.invars, strict=False)
@@ -101,22 +101,22 @@ class Node:
 
     @property
     def is_product(self) -> bool:
-        """True if it is a matrix product."""
+        """True if the equation is a matrix product."""
         return bool(self.eqn.primitive.name == "dot_general")
 
     @property
     def adds(self) -> bool:
-        """True if it adds to a ref."""
+        """True if the equation adds to a ref."""
         return bool(self.eqn.primitive.name == "addupdate")
 
     @property
     def is_dear(self) -> bool:
-        """True if several readers would not each repeat it."""
+        """True if the equation is too costly to repeat for each reader."""
         return traits(self.eqn).dear
 
 
 class FusionFlow:
-    """Reads jaxprs.
+    """The reader of jaxprs, which builds the graph.
 
     Args:
       enter: looks into an equation with a body, given its node and its operands.
@@ -203,7 +203,7 @@ class FusionFlow:
 
 
 def device_bytes(aval: Any) -> int:
-    """The bytes of a value of a type in device memory: none, where it lies in host memory."""
+    """Return the bytes of a type in device memory: 0 for a type in host memory."""
     return 0 if is_on_host(aval) else nbytes(aval)
 
 

@@ -1,4 +1,4 @@
-"""A step that a device cannot hold: said before it is compiled, with the option that saves most.
+"""The warning of a step too large for a device, before it is compiled, with the best option.
 
 Letters: M microbatches. What would help is not known by rule: every option that would give the
 same gradients is predicted too (`pipeline.insight.forecast.bytes`), each alone.
@@ -53,7 +53,7 @@ def warn_of_memory(
 def alternatives(
     plan: Plan, model: Model, weights: Weights, batch: Batch
 ) -> Iterator[tuple[str, Plan, Model]]:
-    """Each option that would give the same gradients, as a user writes it; and what would run."""
+    """List options with the same gradients, as a user writes them, and their pipelines."""
     schedule = plan.schedule
     if plan.remat != "stage":
         frugal = dataclasses.replace(model, policy=None, gathers_again=False)
@@ -79,7 +79,7 @@ def alternatives(
 
 
 def _build(name: str, sizes: dict[str, Any]) -> Any:
-    """A family's schedule, None where it has none for these sizes."""
+    """Build a family's schedule; None if the family has none of these sizes."""
     try:
         return build(name, **sizes)
     except ScheduleError:

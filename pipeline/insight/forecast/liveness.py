@@ -87,7 +87,7 @@ class Walk:
     # --- equations with bodies ---
 
     def _enter(self, node: Node, reads: Slots) -> None:
-        """Find out what an equation with a body holds inside."""
+        """Find the bytes that an equation's body holds."""
         inside = bodies(node.eqn)
         if traits(node.eqn).loops:
             self._loop(node, reads, inside[0])
@@ -97,7 +97,7 @@ class Walk:
             node.inner = max(max(peaks) - sum(v.size for v in node.makes), 0)
 
     def _loop(self, node: Node, reads: Slots, body: Body) -> None:
-        """The carry is given to the body and comes back out of it."""
+        """Walk a loop, whose carry is an input and an output of its body."""
         start, count = body.first + body.num_consts, body.num_carry
         node.given = [v for v in reads[start : start + count] if v is not None]
         walk = self._inside(
@@ -115,7 +115,7 @@ class Walk:
     # --- what has memory of its own ---
 
     def _place(self, output: FusionValue) -> None:
-        """Give an output memory elsewhere, and the ref that it comes from the same."""
+        """Set the size of an output, and of the ref that it comes from, to 0."""
         made_by = {value: node for node in self.nodes for value in node.makes}
         size, output.size, value = output.size, 0, output
         if output in made_by and not made_by[output].fuses:
@@ -179,7 +179,7 @@ class Walk:
     # --- when ---
 
     def _sweep(self, outs: Sequence[FusionValue]) -> int:
-        """The most bytes held at once, in that order of the nodes in which it is least."""
+        """Return the most bytes held at once, for the order of nodes with the least maximum."""
         nodes = [node for node in self.nodes if node.counts]
         return min(self._peak(order, outs) for order in (nodes, late_order(nodes, outs)))
 

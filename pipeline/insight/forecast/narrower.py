@@ -31,7 +31,7 @@ Root = Any  # what a variable is a part of, outside the loops; None if of nothin
 
 @dataclass
 class Readers:
-    """The equations that read an array, or parts of it.
+    """The equations that read an array, or parts of an array.
 
     Attributes:
       casts: the narrower dtypes that it is cast to.
@@ -45,7 +45,7 @@ class Readers:
 
 
 def cast_once(jaxpr: Any) -> int:
-    """Bytes of what does not change in the loops of a body and is rounded there.
+    """Count the bytes of loop-invariant arrays that are rounded within a body's loops.
 
     What is also read as it is, as a batch that is both multiplied and added to, is rounded where it
     is multiplied, unless the program casts it.
@@ -83,7 +83,7 @@ def rounded(jaxpr: Any) -> set[Any]:
 
 
 class _NarrowSearch:
-    """A walk through a body and all bodies in it, after arrays and what parts of them become."""
+    """A walk through a body and its inner bodies that follows arrays and their parts."""
 
     def __init__(self) -> None:
         self.readers: dict[Any, Readers] = defaultdict(Readers)
@@ -110,7 +110,7 @@ class _NarrowSearch:
         return results
 
     def _equation(self, eqn: Any, roots: list[Root]) -> list[Root]:
-        """Note what an equation does with the roots; returns which results are parts of one."""
+        """Note an equation's use of the roots; return the results that are parts of a root."""
         if bodies(eqn):
             return self.enter(eqn, roots)
         first, *others = roots or [None]
@@ -141,7 +141,7 @@ class _NarrowSearch:
 
 
 def _keeps(eqn: Any, root: Root) -> bool:
-    """Tell whether an equation's result is a part of a root, or all of it."""
+    """Tell whether an equation's result is a root, or a part of one."""
     what, name = traits(eqn), eqn.primitive.name
     if name == "dynamic_update_slice":  # a ref's, changed in part, is put back
         return is_ref(root.aval)

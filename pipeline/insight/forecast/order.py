@@ -19,7 +19,7 @@ Sets = Sequence[frozenset[FusionValue]]
 
 
 def late_order(nodes: Sequence[Node], kept: Iterable[FusionValue]) -> list[Node]:
-    """Nodes, each as late as saves memory. Those that read or write one ref keep their order.
+    """Order nodes as late as saves memory; nodes that use one ref keep their order.
 
     Args:
       nodes: in the order in which they are written.
@@ -37,7 +37,7 @@ def late_order(nodes: Sequence[Node], kept: Iterable[FusionValue]) -> list[Node]
 def _from_the_end(
     nodes: Sequence[Node], reads: Sets, waits: Sequence[set[int]], live: set[FusionValue]
 ) -> list[int]:
-    """An order in which the last is always what adds least to what is live."""
+    """Order nodes from the end: the last is always the node that adds least live memory."""
     later = Counter(other for others in waits for other in others)
     readers: dict[FusionValue, list[int]] = {}
     for n, values in enumerate(reads):

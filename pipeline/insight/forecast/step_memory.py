@@ -52,12 +52,12 @@ class StepPrediction:
 
     @property
     def temporaries(self) -> int:
-        """Bytes beside arguments: the larger of microbatches and update."""
+        """The bytes in addition to arguments: the larger of microbatches and update."""
         return max(self.gradients.temporaries, self.update)
 
     @property
     def total(self) -> int:
-        """All of it; results lie where arguments did."""
+        """The total bytes; results reuse the memory of arguments."""
         return self.arguments + self.temporaries
 
 
@@ -154,7 +154,7 @@ def _gradients(found: MemoryPrediction | StepPrediction) -> MemoryPrediction:
 
 
 def _on_host(state: Any) -> Any:
-    """The part of a state that lies in host memory."""
+    """Return the part of a state in host memory."""
 
     def is_hosted(_: Any, variable: Any) -> bool:
         sharding = getattr(variable.get_raw_value(), "sharding", None)

@@ -94,7 +94,7 @@ def share(kind: str, num_devices: int) -> float:
 
 
 def messages_read(program: Program) -> NDArray[np.int64]:
-    """[S] messages that each rank sends to another, and that it reads."""
+    """Count [S] the messages of each rank to other ranks that are read."""
     found = np.zeros(program.schedule.num_ranks, np.int64)
     arrives = program.arrives.sum(axis=0)  # [slots, S, C]
     for index, slot in enumerate(program.slots):

@@ -1,4 +1,4 @@
-"""`Pipeline.trace`: steps run under jax's profiler, and what it says of them."""
+"""`Pipeline.trace`: runs of steps under jax's profiler, and the reading of its profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what devices did to a report: when each rank ran which action.
+"""A report from a profile of devices: the times of each rank's actions.
 
 A rank comes to an action's loop once a tick, and the program's table says at which ticks it makes
 the trip, so the n-th time that a device comes to a loop is known by its number alone.
@@ -114,10 +114,10 @@ def runs_of(
     device: int,
     steps: int,
 ) -> list[dict[Key, Interval]]:
-    """[steps] when a device ran what.
+    """Read, for [steps], the times of a device's actions.
 
     Raises:
-      ValueError: a loop that was come to more often, or less, than the program says.
+      ValueError: a loop that ran more or fewer times than in the program.
     """
     found: list[dict[Key, Interval]] = [{} for _ in range(steps)]
     for name, (place, _) in loops.items():
@@ -166,7 +166,7 @@ def _together(medians: Sequence[Mapping[Key, Interval]]) -> dict[tuple[int, int,
 
 
 def _in_order(order: Sequence[Action], found: Mapping[Key, Interval]) -> NDArray[np.float64]:
-    """[A, 2] when the actions of a rank began and ended, none before the one before it has.
+    """Return [A, 2] start and end of a rank's actions, with starts in the rank's order.
 
     One that was not seen takes no time, when the next begins; at the end, when the last has ended.
     """
@@ -184,7 +184,7 @@ def _in_order(order: Sequence[Action], found: Mapping[Key, Interval]) -> NDArray
 def _means(
     num_stages: int, kinds: NDArray[Any], stages: NDArray[Any], lasting: NDArray[np.float64]
 ) -> dict[str, Any]:
-    """F, I, W and B of every stage as `Costs` takes them; of a kind that it lacks, what it can."""
+    """Compute the mean F, I, W and B of every stage for `Costs`; missing kinds are inferred."""
     total, count = np.zeros((2, len(KINDS), num_stages))
     np.add.at(total, (kinds, stages), lasting)
     np.add.at(count, (kinds, stages), 1)

@@ -57,7 +57,7 @@ def start_decoding(module: Any, rows: int, length: int, dtype: Any = None) -> No
 
 
 def keeps_caches(pipe: Any) -> bool:
-    """Tell whether a model says of itself that it decodes: some module has a method
+    """Tell whether a model declares that it decodes: some module has a method
     `start_decoding`.
 
     flax's attention alone is no such word: positions that an embed adds may lack a cache.

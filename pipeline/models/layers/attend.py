@@ -37,7 +37,7 @@ def attend_slice(
     sinks: jax.Array | None = None,
     **options: Any,
 ) -> tuple[jax.Array, Any]:
-    """Compute attention of one slice of a sequence to it and to earlier slices.
+    """Compute attention of one slice of a sequence to the slice and to earlier slices.
 
     Args:
       q: queries of the slice, `[b, t, k·g, c]`.

@@ -127,7 +127,7 @@ def _with_options(kind: type[T]) -> type[T]:
 
 @_with_options
 class PipelineOptions:
-    """Options of `pipeline.Pipeline` that a file can set, beside [parallel]."""
+    """Options of `pipeline.Pipeline` that a file can set, besides [parallel]."""
 
     def options(self) -> Table:
         """The arguments of `Pipeline`, by name; ``batch`` and ``costs`` only where given."""

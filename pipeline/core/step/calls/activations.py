@@ -1,4 +1,4 @@
-"""Activations between neighbours: each stage takes the output of the one before it.
+"""Activations between neighbours: each stage takes the output of the previous stage.
 
 Letters: K stages. Activation k, 0 <= k <= K, is the input of stage k; activation K is the last
 stage's output. Nobody declares their types: they follow from tracing one stage after the other.

@@ -90,7 +90,7 @@ class DeclaredState:
 
     @property
     def refs(self) -> list[tuple[Place, Any]]:
-        """All refs with their places: the current values, and those that forwards have read."""
+        """All refs with their places: current values, and values that forwards have read."""
         return [*self._now.items(), *self._then.items()]
 
     def _first(self, place: Place) -> jax.Array:
@@ -99,7 +99,7 @@ class DeclaredState:
         return value
 
     def leaves(self, chunk: int | None, microbatch: Any, *, now: bool) -> Leaves:
-        """Read a chunk's non-parameter state, or that of the ends, as a microbatch must see it.
+        """Read the non-parameter state of a chunk, or of the ends, for a microbatch.
 
         Args:
           chunk: None for the ends.
@@ -265,7 +265,7 @@ def with_values(flat: dict[Any, Any], paths: Sequence[Any], values: Values) -> T
 
 
 def usage_of(run: Callable[[Values], tuple[Tree, Values]], values: Values) -> Usage:
-    """Find the leaves of state that a call writes, and those that change its result.
+    """Find the leaves of state that a call writes, and the leaves that its result depends on.
 
     Args:
       run: state to (a result, the state after it).

@@ -158,7 +158,7 @@ def take_loss_of(
     targets: Tree = None,
     values: Values | None = None,
 ) -> tuple[MicrobatchLoss, Values | None]:
-    """The loss of one microbatch's outputs, and the declared state after it, if a module has any.
+    """Compute one microbatch's loss, and the declared state after the loss, if any.
 
     ``targets`` are those of the microbatch unless they are given.
     """
@@ -282,7 +282,7 @@ def ends_values(rank: Rank) -> Values:
 
 
 def _writes(rank: Rank) -> bool:
-    """Tell whether embed, head or loss writes any of it."""
+    """Tell whether embed, head or loss writes any declared state."""
     return rank.declared is not None and rank.declared.writes_ends
 
 
@@ -329,7 +329,7 @@ def computed(rank: Rank, tree: Tree) -> Tree:
 
 
 def with_added(rank: Rank, call: Callable[[], Outcome], *, adds: bool) -> Outcome:
-    """The outcome of a call; in an evaluation also the sum of the losses that it adds."""
+    """Return the outcome of a call; in an evaluation also the sum of its added losses."""
     # In training the pullback of the call returns this sum (`Outcome.added`).
     if not (adds and rank.loss.counts):
         return call()
@@ -370,7 +370,7 @@ def featured(ends: Any, y: Tree) -> Tree:
 
 @contextlib.contextmanager
 def noted(rank: Rank, part: str, argument: Tree) -> Iterator[None]:
-    """A context that adds to an exception which part of the model raised it, on which argument.
+    """A context that notes on an exception the part of the model that raised it, and the argument.
 
     Args:
       rank: the rank.

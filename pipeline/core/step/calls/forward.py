@@ -203,12 +203,12 @@ class Forward:
 
     @property
     def writes(self) -> bool:
-        """True if a stage's forward writes any of it."""
+        """True if a stage's forward writes any declared state."""
         declared = self.rank.declared
         return declared is not None and declared.writes[self._position.rank, self._position.chunk]
 
     def stage_usage(self) -> Usage:
-        """Find how a stage uses the state that it may write."""
+        """Find the declared state that a stage reads and writes."""
         weights, (fixed, narrow), side = self.stage_arguments(self.home, 0)
         paths, flat = self.state_paths, dict(nnx.to_flat_state(fixed))
 

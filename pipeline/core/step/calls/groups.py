@@ -163,7 +163,7 @@ class WithOutput:
 
 
 class SharedResiduals:
-    """The residuals of every group, and stashes that hold those of any.
+    """The residuals of every group, and stashes that fit the residuals of any group.
 
     Attributes:
       stashed: the types of what is stashed for one microbatch.
@@ -187,7 +187,7 @@ class SharedResiduals:
 
 
 class SharedHalves:
-    """The split backwards of every group, and places for what crosses in any.
+    """The split backwards of every group, and places that fit any group's crossing values.
 
     Attributes:
       crossing: the types of what crosses for one microbatch.

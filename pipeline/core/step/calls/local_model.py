@@ -31,7 +31,7 @@ from pipeline.core.step.calls.rank import Rank
 
 
 class LocalModel(Forward):
-    """The stages of one kind on a rank, with their pullbacks and those of embed, head and loss.
+    """The stages of one kind on a rank, and embed, head and loss, with their pullbacks.
 
     Args:
       rank: the rank's arrays.
@@ -76,7 +76,7 @@ class LocalModel(Forward):
 
     @property
     def sums_weights(self) -> bool:
-        """True if it adds anything to sums: gradients of weights, or losses."""
+        """True if the model adds to sums: gradients of weights, or losses."""
         return any(self.need.weights) or self.adds
 
     @functools.cached_property
@@ -142,7 +142,7 @@ class LocalModel(Forward):
         return needed_inputs(lean(read_block(closed), wanted, ()), wanted, (), adds=False)[-1]
 
     def weight_of_targets(self) -> jax.Array | None:
-        """The weight of all losses of a data shard, where it follows from the targets alone.
+        """The weight of all losses of a data shard, if the targets alone determine it.
 
         Of one slice of every microbatch, if slices have lengths of their own.
         """

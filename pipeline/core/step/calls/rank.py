@@ -46,7 +46,7 @@ class Slices:
 
     @property
     def share(self) -> float:
-        """Weight of a mean over a slice's positions among those of all: 1 where they are equal."""
+        """The weight of a slice's mean relative to other slices: 1 for slices of equal length."""
         if self.number is None:
             return 1.0
         return self.count * self.lengths[self.number] / sum(self.lengths)
@@ -151,19 +151,19 @@ class Rank:
 
     @property
     def num_chunks(self) -> int:
-        """V."""
+        """The number of chunks V."""
         return len(self.weights.chunks)
 
     @property
     def by_slice(self) -> list[Rank]:
-        """[N] the rank for each slice, whose units are as long as it; of lengths alone."""
+        """[N] the rank for each slice, with units of the slice's length; for slices of lengths."""
         lengths = self.slices.lengths
         longest = max(lengths, default=0)
 
         # The batch is cut to the longest slice. On a rank of a position axis a slice is shorter
         # than its length says, by the same factor for all.
         def cropped(x: jax.Array, length: int) -> jax.Array:
-            """[M N, b, t, ...] of the longest slice; what has one entry for all is whole."""
+            """Crop [M N, b, t, ...] of the longest slice; leaves without positions stay whole."""
             cuts = x.ndim > 2 and x.shape[2] > 1
             return x[:, :, : x.shape[2] * length // longest] if cuts else x
 
@@ -227,7 +227,7 @@ class Rank:
 
     @functools.cached_property
     def streams(self) -> list[tuple[Tree, Tree]]:
-        """[V] the random streams in each chunk's other state, and what else is in it."""
+        """[V] the random streams, and the rest, of each chunk's other state."""
         return [split_streams(rest) for rest in self.weights.chunks_rest]
 
     @functools.cached_property
@@ -237,7 +237,7 @@ class Rank:
 
     @functools.cached_property
     def ends_streams(self) -> tuple[Tree, Tree]:
-        """The random streams in their other state, and what else is in it."""
+        """The random streams, and the rest, of the ends' other state."""
         return split_streams(self.weights.ends_rest)
 
     def varied(self, x: Tree) -> Tree:

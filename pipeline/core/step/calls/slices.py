@@ -52,7 +52,7 @@ def blank_input(rank: Rank, x: Tree, carry: Tree, axes: tuple[str, ...]) -> Tree
 
 
 def call_of(x: Tree, part: Any, extras: dict[str, Tree]) -> tuple[Any, tuple[Any, ...]]:
-    """The function that calls a stage on an input, and its arguments behind the stage.
+    """Return the function that calls a stage on an input, and its further arguments.
 
     Args:
       x: an activation, or a `SlicedInput`.
@@ -66,12 +66,12 @@ def call_of(x: Tree, part: Any, extras: dict[str, Tree]) -> tuple[Any, tuple[Any
 
 
 def on_whole(stage: Any, x: Tree, extras: dict[str, Tree]) -> tuple[Tree, Tree]:
-    """A stage's output; it leaves no carry."""
+    """Run a stage on a whole sequence, without a carry."""
     return stage(x, **extras), ()
 
 
 def on_slice(stage: Any, x: SlicedInput, part: Any, extras: dict[str, Tree]) -> Any:
-    """A stage's output on a slice, and the slice's carry; empty where it knows of no slices.
+    """Run a stage on a slice; return output and carry, empty for a stage without ``call_slice``.
 
     Raises:
       ValueError: `call_slice` returned something else.

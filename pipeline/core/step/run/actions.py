@@ -199,7 +199,7 @@ class Actions:
         return op.first and self.local.rank.declared is not None
 
     def leaves_nothing(self, op: Op) -> bool:
-        """Tell whether a forward is not needed: its backward, the next action, runs it again."""
+        """Tell whether the next action is this forward's backward, which repeats the forward."""
         # The repetition in the backward keeps only the value of a call. State, sums and carries
         # come from F, so a stage that has any of them runs its F.
         leaves = self.local.writes or bool(self.local.rank.facts.stage_sums)
@@ -237,7 +237,7 @@ class Actions:
         return outcome.value
 
     def embed(self, microbatch: Any, *, now: bool = False) -> Outcome:
-        """The outcome of embed; ``now`` if a forward calls it, which may write state."""
+        """Return the outcome of embed; ``now`` in a forward, which may write state."""
         rank = self.local.rank
         return ends.embed(rank, rank.ends, at(rank.batch.inputs, microbatch), microbatch, now=now)
 

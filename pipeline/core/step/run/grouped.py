@@ -1,4 +1,4 @@
-"""A rank's actions where stages are not alike: those of each group, in one memory.
+"""A rank's actions for unlike stages: the actions of each group, in one memory.
 
 Letters: S ranks. A group's actions are those of a pipeline whose stages are all like the group's;
 only the places of their values differ. Which group's action a rank runs in a slot follows from the
@@ -99,7 +99,7 @@ class GroupActions(Actions):
         self.group, self._program = group, program
 
     def share(self, slot: Slot, row: Row) -> tuple[Slot, Row]:
-        """Restrict a slot to this group: its ops, and the row with their branch, or idle."""
+        """Restrict a slot to this group's ops; the row gets their branch, or the idle branch."""
         schedule = self._program.schedule
         # One op may belong to several groups: chunk 0 can be of one group on rank 0 and of another
         # on rank 1. So each group needs the ranks on which it runs an op.
@@ -175,7 +175,7 @@ def _places_of(places: StepPlaces, index: int, group: StageGroup, step: StepRequ
 
 
 def own_totals(sums: StepSums, group: StageGroup) -> list[Any]:
-    """A group's sums among those of its chunk: of what is trained in any group."""
+    """Select a group's sums from its chunk's sums, which cover every group."""
     chunk, views, trained = group.position.chunk, group.position.views, group.local.trained
     summed = group.local.model.trained.chunks[chunk]
     totals, total = list(sums.chunk_grads), sums.chunk_grads[chunk]

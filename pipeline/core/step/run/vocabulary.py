@@ -66,7 +66,7 @@ class VocabularyParallel:
         self.rank = jax.lax.axis_index(STAGE)
 
     def before(self, row: Row, busy: Mapping[str, bool]) -> None:
-        """Do the shared work before a slot; ``busy`` says which tables have anything in it."""
+        """Do the shared work before a slot; ``busy`` names the tables with entries in the slot."""
         if busy["lookup"]:
             self._when("lookup", row, lambda _, m: self._look_up(row, m), None)
 
@@ -210,7 +210,7 @@ class VocabularyParallel:
         return total_over(dh, (STAGE,))
 
     def _pull(self, pullback: Pullback, dh: jax.Array) -> jax.Array:
-        """The gradient for the last stage's output; adds those of the head's other weights."""
+        """Return the gradient for the last stage's output; add the head's weight gradients."""
         refs = [
             self._total(n)
             for n, yes in enumerate(self.local.model.trained.ends)
@@ -220,7 +220,7 @@ class VocabularyParallel:
         return dy
 
     def _total(self, index: int) -> Any:
-        """The sum for one of the ends' leaves, None if it is not trained."""
+        """Return the sum of a leaf of the ends, None if the leaf is not trained."""
         mask = self.local.model.trained.ends
         return self.actions.sums.ends_grads.refs[sum(mask[:index])] if mask[index] else None
 
@@ -256,14 +256,14 @@ def own_logits(local: LocalModel, h: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def _mine(ids: jax.Array, table: Any) -> tuple[jax.Array, jax.Array]:
-    """Rows of words in this rank's table, and whether it has them; row 0 for other words."""
+    """Find the rows of words in this rank's table, with a mask; row 0 for other words."""
     row_of = ids - jax.lax.axis_index(STAGE) * table.shape[0]
     is_mine = (row_of >= 0) & (row_of < table.shape[0])
     return jnp.where(is_mine, row_of, 0), is_mine
 
 
 def _whole(z: jax.Array, place: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-    """[R] over all words: the largest logit, the sum of exponentials below it, the target's."""
+    """Combine [R] over all words: largest logit, sum of exponentials, the target's logit."""
     # Not `combine`: one exchange takes less time than two, and few ranks send little.
     parts = jax.lax.all_gather(jnp.stack(sum_up(z, *place)), STAGE)
     largest, totals, picked = jnp.moveaxis(parts, 1, 0)

@@ -89,7 +89,7 @@ def check_no_host(types: Leaves, name: str) -> None:
 
 
 def unwritten(types: Tree, axes: tuple[str, ...]) -> Tree:
-    """A placeholder that nobody reads, of a tree's types, varying as they do and over ``axes``.
+    """Make a placeholder of a tree's types, which also varies over ``axes``.
 
     On a TPU, zeros in its place in every slot take 2% of a step (8B on v6e, bench/notes/tpu.md).
     """
@@ -104,7 +104,7 @@ def _uncleared(t: Any, lead: tuple[int, ...] = ()) -> jax.Array:
 
 
 class PaddedPool:
-    """A pool for slices shorter than the longest: a value is padded with zeros as it is written."""
+    """A pool for slices shorter than the longest: written values are padded with zeros."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool

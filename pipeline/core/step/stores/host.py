@@ -67,7 +67,7 @@ class HostPool:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def _stored(self, value: Tree) -> Tree:
-        """The value; on CPU it is written to a place on the device and read back first.
+        """Return the value; on CPU, after a write to a place on the device and a read.
 
         XLA for CPU rounds a product and a sum in one fusion once, and which arithmetic it fuses
         depends on how a value is stored. So the value is stored as without `offload`, and gradients
@@ -100,12 +100,12 @@ class HostArrays:
         return [pool.arrays for pool in self._pools]
 
     def put(self, arrays: Arrays) -> None:
-        """Replace the current arrays by those that a loop carries or has returned."""
+        """Replace the current arrays by arrays that a loop carries or has returned."""
         for pool, own in zip(self._pools, arrays, strict=True):
             pool.arrays = own
 
     def at_most_once(self, wanted: Any, action: Callable[[], Tree], otherwise: Tree) -> Tree:
-        """The action's result if it is wanted, else ``otherwise``; the action may use the pools."""
+        """Run an action, which may use the pools, if its result is wanted; else ``otherwise``."""
 
         # The loop carries the arrays of all pools. While its body is traced they are the current
         # ones; after it the results are, since a tracer of the body must not be used outside.
@@ -131,7 +131,7 @@ def _shaped(leaf: Any, like: Any) -> Any:
 
 
 def _pool(like: Any, places: int, axes: tuple[str, ...]) -> Any:
-    """[places, ...] in host memory; no place is read before it is written.
+    """Make a pool [places, ...] in host memory; no place is read before a write.
 
     XLA for GPUs (jax 0.10.2) makes zeros on the device, all of them, and copies them to the host.
     XLA for TPUs drops them by itself.

@@ -13,7 +13,7 @@ from pipeline.core.autodiff.jaxpr import scopes
 
 
 def at_most_once(wanted: Any, action: Callable[[], Tree], otherwise: Tree) -> Tree:
-    """The action's result if it is wanted, else ``otherwise``."""
+    """Run an action if its result is wanted; else return ``otherwise``."""
     return updated(wanted, lambda _: action(), otherwise)
 
 
@@ -49,7 +49,7 @@ def run_once(update: Callable[[Tree], Tree], value: Tree) -> Tree:
 
 
 def scale_in_place(refs: Leaves, factor: jax.Array) -> None:
-    """Multiply what each ref holds by a scalar.
+    """Multiply the value of each ref by a scalar.
 
     In a loop of at most one trip, whose results take the memory of its operands: a product outside
     of it would be a second copy of every gradient.

@@ -38,11 +38,11 @@ class WholeSequences:
         """Keep the carry of a slice: there is none."""
 
     def cotangent(self, row: Any, dy: Leaves) -> Leaves:  # noqa: ARG002
-        """The gradients for all results of a stage: those for its output."""
+        """Return the gradients for all results of a stage: only of its output."""
         return dy
 
     def back(self, row: Any, dx: Leaves) -> Leaves:  # noqa: ARG002
-        """The gradients for the activation, out of those for all inputs of a stage."""
+        """Select the activation's gradients from the gradients for all inputs of a stage."""
         return dx
 
 
@@ -111,7 +111,7 @@ class Carries(WholeSequences):
         return [*dy, *of_carry]
 
     def back(self, row: Any, dx: Leaves) -> Leaves:
-        """The gradients for the activation; those for earlier carries, [N, ...] each, are added."""
+        """Return the activation's gradients; add gradients for earlier carries, [N, ...] each."""
         count = len(dx) - len(partition(self.types)[0])
         dx, gradients = dx[:count], dx[count:]
         # Backwards run from the last slice to the first. The last one's finds gradients of an

@@ -1,4 +1,4 @@
-"""The seam: a store has numbered places for values of one kind, `Stores` those of all kinds.
+"""The storage interface: a store has numbered places for one kind of values, `Stores` all kinds.
 
 `schedules.lowering.kinds` lists the kinds. The program says in which place, and in which memory, a
 value is. So F, B, I and W name a kind and do not ask where a value is. A new store is a class with
@@ -84,7 +84,7 @@ class Stores:
     def at_most_once(
         self, op: Op, wanted: Any, action: Callable[[], Tree], otherwise: Tree
     ) -> Tree:
-        """The result of an action that may use these stores if it is wanted, else ``otherwise``."""
+        """Run an action on these stores if its result is wanted; else return ``otherwise``."""
         # Only an action that uses host memory needs its arrays in the loop around it.
         once = self.carried.at_most_once if op.host else at_most_once
         return once(wanted, action, otherwise)

@@ -65,7 +65,7 @@ class Total:
         return totals
 
     def all(self) -> Leaves:
-        """The totals."""
+        """Return all totals."""
         return [ref[...] for ref in self.results]
 
     def reduced(self, spreads: Sequence[Spread], axes: tuple[str, ...], *, lead: int = 0) -> Leaves:
@@ -133,7 +133,7 @@ class StepSums:
 
     @property
     def refs(self) -> dict[str, Leaves]:
-        """All refs, by what they are sums of."""
+        """All refs, by the kind of their sums."""
         chunks = {f"chunk{v}": total.refs for v, total in enumerate(self.chunk_grads)}
         scalars = {name: total.refs for name, total in self.scalars.items()}
         kept = {"inputs": self.input_grads.refs, "results": self.results.refs}

@@ -73,7 +73,7 @@ class ChunkWeights:
         return Lazy(len(shards), lambda chunk: self._gathered(shards[chunk], chunk, 0))
 
     def read(self, chunk: int, microbatch: Any) -> tuple[Leaves, Leaves]:
-        """A chunk's whole leaves for an action, and their narrow copies, None for those without."""
+        """Read a chunk's whole leaves for an action, and their narrow copies, None without one."""
         shards = self.shards[chunk]
         narrow = self.narrow[chunk] if self.narrow else [None] * len(shards)
         if self.gathers:

@@ -113,7 +113,7 @@ class WindowTotal(Total):
 
     @property
     def results(self) -> Leaves:
-        """The refs of what each device keeps."""
+        """The refs of each device's part."""
         return self._results
 
     def shared_out(self, is_there: Any = True) -> Leaves:
@@ -146,7 +146,7 @@ class WindowTotal(Total):
         *,
         lead: int = 0,  # noqa: ARG002
     ) -> Leaves:
-        """The totals summed over those axes over which `shared_out` has not summed."""
+        """The totals, summed over the axes over which `shared_out` has not summed."""
         return reduce_parts(self.all(), spreads, axes)
 
     def clear(self) -> None:
