@@ -132,7 +132,11 @@ def test_grpo_by_tunix() -> None:
 
 def test_every_recipe_is_tested_and_on_the_page() -> None:
     files = {path.stem for path in RECIPES.glob("*.py")}
-    assert files == {check.__name__ for check in IN_PROCESS} | {"grpo_by_tunix", "two_hosts"}
+    assert files == {check.__name__ for check in IN_PROCESS} | {
+        "grpo_by_tunix",
+        "maxtext_trainer",
+        "two_hosts",
+    }
     linked = re.findall(r"examples/recipes/(\w+)\.py\)", PAGE.read_text(encoding="utf-8"))
     assert sorted(linked) == sorted(files)
 

@@ -191,8 +191,8 @@ def _weights(pipe: Pipeline) -> list[Weight]:
             "this pipeline has types in place of weights, made under nnx.eval_shape: read weights "
             "into it first"
         )
-    declared = [] if pipe.plan.state is None else [nnx.All(pipe.plan.state, _is_array)]
-    kinds = nnx.Any(ExpertState, *declared)
+    named = [] if pipe.plan.state is None else [nnx.All(pipe.plan.state, _is_array)]
+    kinds = nnx.Any(ExpertState, *named)
     has_state = bool(nnx.to_flat_state(nnx.state(pipe, kinds)))
     views = [layer_view(pipe), *([layer_view(pipe, state=kinds)] if has_state else [])]
     cells: dict[Any, LeafCell] = {}
