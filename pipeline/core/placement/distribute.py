@@ -26,7 +26,9 @@ def distribute(x: Any, sharding: Sharding, *, compare: bool = True) -> jax.Array
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if sharding.is_fully_replicated and compare:
         return jax.device_put(x, sharding)  # compares
-    return jax.make_array_from_callback(x.shape, sharding, np.asarray(x).__getitem__)
+    read = np.asarray(x).__getitem__
+    # A process without a device of the sharding reads nothing that would tell the dtype.
+    return jax.make_array_from_callback(x.shape, sharding, read, dtype=x.dtype)
 
 
 def placed_on(leaf: Any, sharding: NamedSharding) -> jax.Array:
