@@ -187,7 +187,7 @@ class BatchPart:
         )
 
     def _tokens_of_position(self, shape: Shape) -> float:
-        """The layer's tokens for each unit of `sequences`."""
+        """Return the number of the layer's tokens for each unit of `sequences`."""
         tokens = self._tokens_of_entry(shape)
         if self.mask.ndim > 1:
             return tokens

@@ -1,8 +1,7 @@
-"""The leaves of a module's state: `nnx.Variable`s, and arrays that are attributes as they are.
+"""The leaves of a module's state: `nnx.Variable`s, and plain arrays that are attributes.
 
-A plain array (``self.frequencies = jnp.arange(8)``) is state that nobody trains. It has no
-metadata, so nothing can be said of its sharding. A placeholder remembers what one was without its
-value.
+A plain array (``self.frequencies = jnp.arange(8)``) is not trained. It has no metadata, so its
+sharding cannot be declared. A placeholder stores a leaf's type without its value.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Writes to modules of which a pipeline has copies: they change none of its weights.
+"""A warning about writes to modules that a pipeline has copied: the pipeline does not see them.
 
-A pipeline stores its stages, embed and head anew, and `Pipeline.stages` returns copies. A weight
-that is written to the modules which were given, or to those which were returned, stays there. That
-is right for a model that is trained beside the pipeline, and a mistake where the pipeline was
-meant. It looks like a mistake as long as the pipeline's own weights are those that it had.
+A pipeline copies its stages, embed and head, and `Pipeline.stages` returns copies. A write to the
+given or to the returned modules does not change the pipeline. That is right for a second model that
+is trained separately, and a mistake if the pipeline was meant. The warning assumes a mistake while
+the pipeline's own weights are unchanged.
 """
 
 from __future__ import annotations

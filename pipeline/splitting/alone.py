@@ -1,9 +1,9 @@
 """A test that blocks compute the same alone and within the model's own call.
 
-A stage that calls blocks leaves out what the model does around them: a context variable, a scope of
-a library such as `jax.default_matmul_precision`, or adapters that a wrapper of the whole model puts
-in. So each block is traced once more by itself, and what both traces return is compared, equation
-by equation, as are the pullbacks of equations that have rules of their own.
+A stage calls blocks without the model around them. A model may set a context variable or a scope
+such as `jax.default_matmul_precision`, or a wrapper of the whole model may insert adapters. So each
+block is traced again alone. Both traces are compared equation by equation, and so are the pullbacks
+of equations with custom derivative rules.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def halve(block: JaxprBlock, early: Mask, late: Mask, facts: NameFacts) -> Halve
 
 
 class _Splitter:
-    """The sets of names that one block's division is made of.
+    """The names and steps that decide how one block is divided into two halves.
 
     Attributes:
       steps: the block's, each with its half, after bodies were taken apart.

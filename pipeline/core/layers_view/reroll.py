@@ -1,17 +1,16 @@
-"""A program of many layers, run once for all of them.
+"""Run a program that repeats the same equations for each layer once, for all layers together.
 
-An optimizer is written for a tree of layers, of whose leaves it makes K copies of one program.
-Here layers lie in stacks: S of them, one per rank, are the rows of one array sharded over
-``stage``. So its copies are found again and run as one, under `jax.vmap` over the rows:
+An optimizer updates a tree of K layers, so its trace repeats one program K times. A pipeline stores
+layers in stacks: S layers, one per rank, are the rows of one array sharded over ``stage``. So the
+repeated equations are found and run as one program, under `jax.vmap` over the rows:
 
-* A value made of one row only, by the same equations for each row, is a row of a *stack*.
-* What is made of several rows (the sum of a global norm) is computed once, as written, and is the
-  same on all ranks. What it takes of a row must be one number: a row as large as a weight would
-  have to be sent to every rank.
-* Results that belong into one stack are compared equation by equation. Where the rows' differ
-  (another rule for layer 3), each is computed for all rows and every row takes its own.
+* A value computed from one row only, by the same equations for each row, is a row of a *stack*.
+* A value computed from several rows (the sum of a global norm) is computed once, and is equal on
+  all ranks. It may read one number of each row: a whole row would have to be sent to every rank.
+* If the equations of rows in a stack differ (another rule for layer 3), each variant is computed
+  for all rows, and every row takes the result of its own variant.
 
-So results are those of the program as written, and only numbers are exchanged.
+The results equal those of the program as written, and ranks exchange only numbers.
 """
 
 from __future__ import annotations

@@ -320,7 +320,7 @@ class _Run:
 
 
 def _runs(factors: Factors, spans: Mapping[str, Range]) -> Iterator[_Run]:
-    """Find the consecutive runs of a dim for ranges of its letters."""
+    """Find the runs of consecutive entries of a dim for ranges of its letters."""
     whole = {name: (0, size) for name, size in factors}
     # Up to the last letter that is cut, each entry of the letters before it has a run.
     cut = [n for n, (name, _) in enumerate(factors) if spans[name] != whole[name]]
