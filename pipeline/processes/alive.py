@@ -23,6 +23,7 @@ from pipeline.processes.names import write_at_once
 # jax's own call to a coordinator that does not answer fails after half of it.
 PAUSE, SILENT, UNREACHED = 0.05, 0.45, 0.35
 AGAIN = 0.02  # seconds to the next connection after one that ended at once
+LAST = 5  # seconds that the end of a process waits for a sign under way
 COUNTS, LOST = "alive/count", "alive/lost"
 REMEDY = "Start the job again: with checkpoints it goes on from the last one"
 
@@ -38,18 +39,24 @@ class Signs:
     def __init__(self, here: Cluster, heartbeat: float) -> None:
         self._here, self._heartbeat, self._host = here, heartbeat, socket.gethostname()
         self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="signs of life", daemon=True)
         self._seen: dict[int, tuple[str, float]] = {}  # by process: its last sign, and when it came
         self._told: set[int] = set()  # processes that were named
 
     def start(self) -> None:
         """Give signs until the interpreter ends."""
-        threading.Thread(target=self._run, name="signs of life", daemon=True).start()
+        self._thread.start()
         if self._here.index:
             threading.Thread(target=self._listen, name="coordinator", daemon=True).start()
 
     def stop(self) -> None:
-        """Give no further sign."""
+        """Give no further sign.
+
+        A thread within a call of the service, when the interpreter ends, aborts the process.
+        """
         self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(LAST)
 
     def _run(self) -> None:
         count = 0

@@ -167,7 +167,7 @@ def test_the_table_knows_primitives_by_the_names_they_have() -> None:
 def names_in(jaxpr: Any) -> set[str]:
     """Names of the primitives of a jaxpr and of all that its equations hold."""
     found = {eqn.primitive.name for eqn in jaxpr.eqns}
-    within = [body for eqn in jaxpr.eqns for body in primitives.held(eqn)]
+    within = [body for eqn in jaxpr.eqns for body in primitives.jaxprs_of(eqn)]
     return found.union(*(names_in(getattr(body, "jaxpr", body)) for body in within))
 
 

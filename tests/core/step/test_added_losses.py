@@ -140,6 +140,7 @@ def test_gradients_of_outputs_count_what_is_added(options):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the mesh axis 'tensor' of size 2 is in no role")
 def test_a_shared_vocabulary_and_a_further_axis():
     embed = VocabularyEmbedding(WORDS, WIDTH, rngs=nnx.Rngs(0))
     head = VocabularyHead(WORDS, WIDTH, rngs=nnx.Rngs(1))
