@@ -53,10 +53,10 @@ class Adapted(Block):
 class Plain(nnx.Module):
     """The model without a pipeline."""
 
-    def __init__(self, block: Callable[[nnx.Rngs], nnx.Module] = Block) -> None:
-        self.embed = nnx.Embed(WORDS, WIDTH, rngs=nnx.Rngs(100))
+    def __init__(self, block: Callable[[nnx.Rngs], nnx.Module] = Block, words: int = WORDS) -> None:
+        self.embed = nnx.Embed(words, WIDTH, rngs=nnx.Rngs(100))
         self.blocks = nnx.List([block(nnx.Rngs(k)) for k in range(LAYERS)])
-        self.head = nnx.Linear(WIDTH, WORDS, rngs=nnx.Rngs(101))
+        self.head = nnx.Linear(WIDTH, words, rngs=nnx.Rngs(101))
 
     def __call__(self, words: jax.Array) -> jax.Array:
         x = self.embed(words)

@@ -6,6 +6,7 @@ ranges are those of the rows that a call sees.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from flax import nnx
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer, split, weights
 from tests.support.close import assert_close
+from tests.trainers import models
 from tests.trainers.models import MARKS, cross_entropy, quietly
 
 with quietly():
@@ -25,7 +27,7 @@ with quietly():
 
 pytestmark = MARKS
 
-ROWS, WIDTH, HIDDEN, WORDS, LAYERS, M = 16, 8, 24, 20, 4, 4
+ROWS, WIDTH, HIDDEN, WORDS, M = 16, models.WIDTH, 24, 20, 4
 INT8, E4M3, E5M2 = jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2
 # By default the largest entry of a channel is half-way between two integers: the last bit of a
 # division, which each compiled program rounds in its own way, decides between them.
@@ -54,17 +56,7 @@ class Block(nnx.Module):
         return x + self.down(nnx.gelu(self.up(self.norm(x))))
 
 
-class Plain(nnx.Module):
-    def __init__(self) -> None:
-        self.embed = nnx.Embed(WORDS, WIDTH, rngs=nnx.Rngs(100))
-        self.blocks = nnx.List([Block(nnx.Rngs(k)) for k in range(LAYERS)])
-        self.head = nnx.Linear(WIDTH, WORDS, rngs=nnx.Rngs(101))
-
-    def __call__(self, words: jax.Array) -> jax.Array:
-        x = self.embed(words)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+Plain = functools.partial(models.Plain, Block, WORDS)
 
 
 def provider(rule: str) -> Any:

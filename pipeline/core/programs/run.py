@@ -24,7 +24,7 @@ from pipeline.core.programs.program import RankProgram, action_program, begin_pr
 from pipeline.core.programs.traced import trace_ranks, work_of
 from pipeline.core.step.run.places import StepRequest
 from pipeline.core.step.share import share_of
-from schedules.clocks.dispatch import Send, Value, calls_of
+from schedules.clocks.dispatch import Send, Value, Work, calls_of
 
 
 class StepPrograms:
@@ -69,18 +69,18 @@ class StepPrograms:
         self.schedule = options.schedule
         self.meshes = self.ranks[0].operands.meshes
         local = set(self.meshes.local_ranks)
-        self._work = work_of(self.ranks)
-        calls = calls_of(self.schedule, self._work)
+        work = work_of(self.ranks)
+        calls = calls_of(self.schedule, work)
         self.order = [one for one in calls if local & set(one.ranks)]
         # By kind and stage of an action, the names of the sums that it adds to.
         self._sums: dict[tuple[str, int], tuple[str, ...]] = {}
-        self.compiled = self._compile()
+        self.compiled = self._compile(work)
         finish = JoinedFinish if options.plan.stage_meshes is None else FinishByRank
         self._finish: JoinedFinish | FinishByRank = finish(self.ranks, results, self.compiled)
         numbers = list(np.arange(options.plan.schedule.num_units, dtype=np.int32))
         self._numbers = {rank: self.meshes.replicate(rank, numbers) for rank in local}
 
-    def _compile(self) -> dict[tuple[str, int], Any]:
+    def _compile(self, work: Work) -> dict[tuple[str, int], Any]:
         """Compile the functions of this process's ranks, with one thread per core."""
         programs: dict[Any, RankProgram] = {}
         lowered: dict[Any, Callable[[], Any]] = {}
@@ -113,7 +113,7 @@ class StepPrograms:
                 names = self._sums[kind, stage] = traced.sums_of(op, one.rank)
                 like = traced.stages[stage].representative
                 key = traced, op, like, names
-                add((kind, stage), one.rank, key, action_program, *key, self._work)
+                add((kind, stage), one.rank, key, action_program, *key, work)
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             compiled = threads.map(lambda run: run(), lowered.values())
             functions = dict(zip(lowered, compiled, strict=True))

@@ -21,6 +21,7 @@ from pipeline.base.tree import is_abstract
 from pipeline.base.variables import raw
 from pipeline.core.layers_view.leaf import LayerLeaf, LeafCell
 from pipeline.core.layers_view.view import EndRef, LayerView, layer_view
+from pipeline.core.placement.distribute import distribute
 from pipeline.models.layers.experts.state import ExpertState
 from pipeline.models.weights.checkpoint import listed
 from pipeline.models.weights.names import BLOCKS, EMBED, HEAD, leaves_of
@@ -130,7 +131,7 @@ def _moved(array: jax.Array, target: Any) -> jax.Array:
     if target == source:
         return array.copy()
     whole = gathered(array, None, source.mesh)
-    return jax.make_array_from_callback(array.shape, target, whole.__getitem__, dtype=array.dtype)
+    return distribute(whole, target, compare=False)
 
 
 def _check_mesh(weights: Sequence[Weight], mesh: Mesh) -> None:

@@ -121,7 +121,7 @@ def decoder_pipe(stages: list[int], **options: Any) -> Pipeline:
 
 
 def test_blocks_are_numbered_through_and_a_tied_table_comes_once() -> None:
-    """Of three stages into a model of one, and into types of one with two."""
+    """A pipeline of three stages fills a model of one stage, and types of two stages."""
     pipe = decoder_pipe([1, 2, 1], mesh=make_mesh(stage=3))
     names = [name for _, name, _ in weights.stream(pipe)]
     assert names[0] == "embed.table"
