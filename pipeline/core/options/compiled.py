@@ -61,7 +61,7 @@ class Compiled:
       trained: by filter and structure, the parameters that the filter trains.
       states: by structure, the declared state.
       writes: models whose steps write declared state.
-      warned: types of steps whose memory was checked, and unused parameters: they warn only once.
+      warned: keys of checks and warnings that are due once, such as a step's memory by its types.
       ring: the pipeline of types whose placement `generate` uses.
     """
 
