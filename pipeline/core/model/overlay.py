@@ -74,7 +74,7 @@ class Spot:
         return cell if self.part is None else self.shaped(jax.lax.slice_in_dim(cell, *self.part))
 
     def shaped(self, part: Any) -> Any:
-        """Reshape a part of a flat cell to the leaf; a column's part, maybe sharded, is unchanged."""
+        """Give a part of a flat cell the leaf's shape; a column's part, maybe sharded, has it."""
         return part if part.ndim == len(self.shape) else part.reshape(self.shape)
 
     def fill(self, cell: Any, leaf: Any) -> Any:
