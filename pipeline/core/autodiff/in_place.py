@@ -9,7 +9,7 @@ JAX cannot add every gradient in place. These cases fail:
 * jax 0.10 also fails if a scan's body has an equation that is constant over trips: it is moved out
   of the loop, and the gradients of all constants are mixed up.
 * The gradients of a scan's constants are also mixed up if a constant with a gradient by value comes
-  before a constant with a ref. The same holds for the arrays that are scanned over.
+  before a constant with a ref. This also happens to the arrays that are scanned over.
 
 Such a gradient is computed as a value, in a temporary of its size, and then added. The sum of a
 weight and another value has the weight's gradient, and counts as the weight.

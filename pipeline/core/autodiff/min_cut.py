@@ -2,9 +2,9 @@
 
 A needed value is often an elementwise function of another value, and several needed values may
 follow from a smaller one: `relu(h)`, its mask and its square all follow from `h`. The best choice
-is a minimum cut between the values that cannot be recomputed cheaply and the needed values, as in
-the partitioner of AOTAutograd (He and Yu, "Transcending Runtime-Memory Tradeoffs in Checkpointing
-by being Fusion Aware", MLSys 2023).
+is a minimum cut between the values that cannot be recomputed cheaply and the needed values. The
+partitioner of AOTAutograd uses it too (He and Yu, "Transcending Runtime-Memory Tradeoffs in
+Checkpointing by being Fusion Aware", MLSys 2023).
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ second reads the product and the sum and writes the sum. If the product is in fl
 multiplies and adds (bench/notes/gpu.md, "Sums of gradients"). XLA for TPUs uses one kernel in both
 cases.
 
-Only additions to a whole ref are changed. For a part of a ref, as in the body of a scan over
-layers, XLA for GPUs always adds in a separate kernel, and a product in float32 has more bytes to
-write and to read.
+Only additions to a whole ref are changed. XLA for GPUs always adds to a part of a ref in a separate
+kernel, as in the body of a scan over layers. There a product in float32 has more bytes to write and
+to read.
 """
 
 from __future__ import annotations

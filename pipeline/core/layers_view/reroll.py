@@ -217,7 +217,7 @@ class Rerolled:
         return chosen, True
 
     def _merged(self, merged: _Ops) -> Task:
-        """Run equal equations as one, over the rows of their operands; common operands have none."""
+        """Run equal equations as one, over the rows of operands that differ between rows."""
         ops = merged.of_rows
         first = next(op for op in ops if op is not None)
         inputs, axes = [], []

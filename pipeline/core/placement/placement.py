@@ -45,7 +45,7 @@ _OWN = "own_sharding"  # metadata: the variable's sharding metadata before its p
 DEFERRED = "gradient_over"
 # Metadata: the order of layers in a pipeline's stacks (`pipeline.core.layers_view.layout`).
 LAYERS = "layers"
-_ZERO = "zero_over"  # metadata: row axes that share it by ZeRO or FSDP, if not `data` alone
+_ZERO = "zero_over"  # metadata: row axes of ZeRO or FSDP, if they are not just `data`
 _REMEDIES = {
     STAGE: "stages are laid over it already; ",
     DATA: "take data_parallel='fsdp', which shards weights over it; or ",

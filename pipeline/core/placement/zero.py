@@ -88,9 +88,9 @@ def total_over(tree: Tree, axes: tuple[str, ...]) -> Tree:
 def several(axes: tuple[str, ...], tree: Tree) -> tuple[str, ...]:
     """Return all axes if the types track varying axes; else the axes with several ranks.
 
-    On a mesh with axes that are left to the compiler, XLA cannot partition a reduction over axes of
-    one rank each ("Cross-partition allreduce must be in (partial) manual partitioning mode", jaxlib
-    0.10.2 to 0.12).
+    If other axes are left to the compiler, XLA cannot partition a reduction over axes of one rank
+    each ("Cross-partition allreduce must be in (partial) manual partitioning mode", jaxlib 0.10.2
+    to 0.12).
     """
     if any(varying_in(leaf) for leaf in jax.tree.leaves(tree)):
         return axes

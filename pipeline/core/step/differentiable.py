@@ -202,10 +202,11 @@ def _as_one(plan: Plan, run: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the kernel so that JAX's partial evaluation does not split it.
 
     When JAX differentiates a scan whose body runs a pipeline, it moves operations that do not
-    depend on the scan's inputs out of the loop. That would separate uses of the kernel's refs.
-    (jax 0.10 keeps no call with refs whole, so there the refs are converted to values first.) The
-    kernel is not wrapped if JAX checks for NaN, which needs the kernel's values, or if a stage has
-    a check that `checkify` must see.
+    depend on the scan's inputs out of the loop. That would separate uses of the kernel's refs. (jax
+    0.10 splits every call with refs, so there the refs are converted to values first.)
+
+    The kernel is not wrapped if JAX checks for NaN, because JAX then needs the kernel's values. It
+    is not wrapped either if a stage has a check, which `checkify` must see.
     """
     if checks_nans() or plan.engine == "programs":
         return run

@@ -153,7 +153,7 @@ def barrier(*values: Any) -> list[Any]:
     return results
 
 
-# --- what equations hold ---
+# --- jaxprs in equations ---
 
 
 @dataclass(frozen=True)

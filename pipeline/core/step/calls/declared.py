@@ -152,7 +152,7 @@ class DeclaredState:
     def _put(self, place: Any, spot: Spot, microbatch: Any, leaf: Any, wanted: Any = True) -> None:
         part = Part(self._now[place], spot, *([microbatch] if self._each else []))
         before = part[...]
-        # The value before the write is what this microbatch has read.
+        # The value before the write is the value that this microbatch has read.
         if place in self._then:
             then = Part(self._then[place], spot, microbatch)
             then[...] = before if wanted is True else jnp.where(wanted, before, then[...])

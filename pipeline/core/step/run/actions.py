@@ -180,7 +180,7 @@ class Actions:
         self.halves.weight_half(*arguments, crossing, self._gradients(op))
         return self.no_message()
 
-    # --- what is there to do ---
+    # --- tests: does an action compute anything? ---
 
     @property
     def goes_on(self) -> bool:

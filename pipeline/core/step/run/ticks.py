@@ -9,9 +9,9 @@ reuses the memory of the last exchanged message. The scan also carries the array
 
 One loop over ticks compiles the actions of all its ticks, and every tick exchanges in all
 directions that any tick needs. An idle action costs nothing; an exchange costs its bytes even if
-they are not read. If the ticks before a tick and the ticks from it on have no action in common
-(first all forwards, then all backwards), two loops compile nothing twice, and each exchanges only
-in the directions of its messages.
+they are not read. Sometimes all ticks before a tick have other actions than all ticks from it on
+(first all forwards, then all backwards). Then two loops compile nothing twice, and each exchanges
+only in the directions of its messages.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Total:
     def beside(self, added: Leaves) -> Total:
         """Copy the totals, with the same refs but other refs for added losses."""
         totals = copy.copy(self)
-        totals._added = added  # noqa: SLF001  its own
+        totals._added = added  # noqa: SLF001  an attribute of this class
         return totals
 
     def all(self) -> Leaves:
