@@ -1,4 +1,4 @@
-"""ZeRO and FSDP: weights are gathered; gradients are summed or scattered; specs for the kernel.
+"""ZeRO and FSDP: weights are gathered, gradients summed over ``data`` or scattered; kernel specs.
 
 Letters: D data shards, along all row axes that a weight does not name. With ZeRO-1 a reduce-scatter
 makes the gradients, D times smaller than the result of an all-reduce, and the optimizer's state has
