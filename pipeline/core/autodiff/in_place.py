@@ -30,12 +30,7 @@ Var = Any
 
 
 def added_in_place(jaxpr: Any, weights: Sequence[Var]) -> set[Var]:
-    """Find the weights whose gradients all readers can add to a ref.
-
-    Args:
-      jaxpr: the jaxpr of the function that is differentiated.
-      weights: inputs of the jaxpr.
-    """
+    """Find the weights, inputs of the jaxpr, whose gradients all readers can add to a ref."""
     by_ref = set(weights)
     while True:  # a weight may depend on other weights: repeat until the set is stable
         fit = {v for v in weights if v in by_ref and _is_fit(jaxpr, {v}, by_ref)}
@@ -45,12 +40,7 @@ def added_in_place(jaxpr: Any, weights: Sequence[Var]) -> set[Var]:
 
 
 def is_formed_in_a_loop(jaxpr: Any, weight: Var) -> bool:
-    """Tell whether a loop, or an opaque equation, reads a weight and so adds up its gradient.
-
-    Args:
-      jaxpr: the jaxpr of the function that is differentiated.
-      weight: an input of the jaxpr.
-    """
+    """Tell whether a loop, or an opaque equation, reads a weight and so sums its gradient."""
     same = {weight}
     for eqn in jaxpr.eqns:
         places = _places(eqn, same)

@@ -34,14 +34,7 @@ from pipeline.core.autodiff.scans import split_loop
 
 
 def halve(block: JaxprBlock, early: Mask, late: Mask, facts: NameFacts) -> Halves:
-    """Split a block into two halves.
-
-    Args:
-      block: the block.
-      early: the mask of outputs that the first half computes.
-      late: the mask of outputs that the second half computes.
-      facts: the facts about the inputs.
-    """
+    """Split a block: the first half computes the ``early`` outputs, the second the ``late``."""
     return _Splitter(block, early, late, facts).halves()
 
 
@@ -50,9 +43,8 @@ class _Splitter:
 
     Attributes:
       steps: the block's steps with split bodies, each with True if it is in the second half.
-      same, again: the names in `NameFacts`, with the names that both halves compute from them.
+      same, again: the names in `NameFacts`, and the names that both halves compute from them.
       barred: names that the first half cannot compute.
-      early, late: the outputs that each half computes.
       made_late: names that the second half makes by heavy steps.
       maker: for each name, the step that makes it, and True if the step is in the second half.
     """

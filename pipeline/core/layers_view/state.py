@@ -130,10 +130,6 @@ class StatePlan:
 
         For an array with another shape than its parameter, the metadata names ``stage`` if the
         array is sharded over ``stage``.
-
-        Args:
-          stored: the stored arrays.
-          variables: the parameters, by path.
         """
 
         def label(specs: Mapping[Path, PartitionSpec], path: Any, leaf: Any) -> Any:

@@ -140,11 +140,7 @@ def _shares(module: nnx.Module, other: Any) -> bool:
 
 
 def check_activations(activations: Sequence[Tree]) -> None:
-    """Check that all activations are one float array of one type, as shared ends need.
-
-    Raises:
-      ValueError: an activation is no single float array, or has another type than the first.
-    """
+    """Raise ValueError unless all activations are one float array of one type."""
     first, *others = (
         ", ".join(map(shape_text, jax.tree.leaves(activation))) for activation in activations
     )
@@ -165,11 +161,7 @@ def check_activations(activations: Sequence[Tree]) -> None:
 
 
 def check_words(inputs: Tree) -> None:
-    """Check that inputs are words that a shared embedding can look up.
-
-    Raises:
-      ValueError: inputs are not one array of integers.
-    """
+    """Raise ValueError unless inputs are one array of integers: words for a shared embedding."""
     leaves = jax.tree.leaves(inputs)
     if len(leaves) != 1 or not jnp.issubdtype(leaves[0].dtype, jnp.integer):
         raise ValueError(

@@ -176,15 +176,7 @@ def _summed(metrics: Tree, weight: jax.Array) -> tuple[Leaves, LossMetrics]:
 
 
 def check_has_aux(has_aux: Any, *, shared_head: bool) -> bool:
-    """Check the argument ``has_aux`` of a pipeline's methods, and return it.
-
-    Args:
-      has_aux: the user's argument.
-      shared_head: whether all ranks share the head.
-
-    Raises:
-      ValueError: ``has_aux`` is no bool, or a shared head excludes metrics.
-    """
+    """Return ``has_aux``; raise ValueError if it is no bool, or a shared head excludes metrics."""
     if not isinstance(has_aux, bool):
         raise ValueError(
             f"has_aux={has_aux!r}: must be True, if loss_fn returns (loss, metrics), or False"
@@ -210,15 +202,12 @@ def mean_of(total: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def same_over_others(name: str, result: Any, axes: tuple[str, ...]) -> Any:
-    """Check that a result is equal on all ranks of further axes, and return it.
+    """Return a result; raise ValueError if it varies over an axis that is not in ``axes``.
 
     Args:
       name: the function that returned the result, for the message.
       result: arrays, or their types.
       axes: the axes over which the result may vary.
-
-    Raises:
-      ValueError: the result varies over another axis.
     """
     for leaf in jax.tree.leaves(result):
         others = sorted(set(varying_in(leaf)) - set(axes))

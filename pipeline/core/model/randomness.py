@@ -97,7 +97,7 @@ def fold(streams: Tree, microbatch: Any, axes: tuple[str, ...], own: tuple[str, 
 
     Args:
       streams: the random streams of a module.
-      microbatch: the index of the microbatch.
+      microbatch: its index.
       axes: the mesh axes over which everything varies.
       own: further axes on which each rank has its own keys.
     """

@@ -196,11 +196,11 @@ def _same(now: Any, before: Any) -> bool:
 
 @dataclass(frozen=True)
 class StagePosition:
-    """The position of a stage: its rank, its chunk, and the place of its values in the chunk.
+    """The position of a stage.
 
     Attributes:
       definition: the static half of the stage.
-      rank, chunk: the rank of the stage, and its chunk on this rank.
+      rank, chunk: its rank, and its chunk on this rank.
       views: the places of its values in the chunk's state; None if the stage has the whole state.
     """
 
@@ -255,11 +255,7 @@ class Ends(nnx.Module):
 
 
 def check_kinds(stages: Any, **ends: Any) -> None:
-    """Check that all parts of a model have arrays, or all have types.
-
-    Raises:
-      ValueError: one part has types, and another has arrays.
-    """
+    """Raise ValueError if one part of a model has types, and another has arrays."""
     parts = {"stages": stages, **ends}
     if isinstance(stages, Sequence):
         parts |= {f"stages[{k}]": stage for k, stage in enumerate(stages)}

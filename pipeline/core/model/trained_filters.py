@@ -148,13 +148,7 @@ class _Asks:
             ) from None
 
     def mask(self, prefix: Path, params: Flat, rest: Flat) -> Mask:
-        """Mark the leaves of a module's parameters that the filter trains.
-
-        Args:
-          prefix: the path of the module.
-          params: the module's `nnx.Param` state.
-          rest: all its other state.
-        """
+        """Mark the trained leaves of the module at ``prefix``; ``rest`` is all its other state."""
         answers: list[bool] = []
         for path, variable in params:
             whole = ModelPath((*prefix, *path))

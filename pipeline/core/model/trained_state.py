@@ -135,11 +135,7 @@ def keep_state(
 
 
 def check_order(schedule: Schedule) -> None:
-    """Check that the forward actions of every stage run in ascending order of microbatches.
-
-    Raises:
-      ValueError: a stage has another order, in which it would update its state.
-    """
+    """Raise ValueError unless every stage runs F in ascending order, in which it updates state."""
     for order in schedule.orders:
         last: dict[int, int] = {}
         for action in order:

@@ -27,7 +27,7 @@ Vocabulary = Literal["ends", "stage"]
 
 
 def check_microbatches(num_microbatches: Any) -> int:
-    """Return M as a Python int; raise ValueError for anything but an integer >= 1."""
+    """Return M; raise ValueError for anything but an integer >= 1."""
     number = integer(num_microbatches)
     if number is None or number < 1:
         raise ValueError(
@@ -38,7 +38,7 @@ def check_microbatches(num_microbatches: Any) -> int:
 
 
 def check_slices(slices: Any) -> int | tuple[int, ...] | None:
-    """Return the number of slices N, [N] lengths or None; raise ValueError for anything else."""
+    """Return N, [N] lengths of slices or None; raise ValueError for anything else."""
     if isinstance(slices, Sequence | np.ndarray) and not isinstance(slices, str):
         lengths = [integer(length) for length in slices]
         if len(lengths) < 2 or any(length is None or length < 1 for length in lengths):
@@ -58,17 +58,7 @@ def check_slices(slices: Any) -> int | tuple[int, ...] | None:
 
 
 def check_sliced(num_slices: int, slices: Any, *, offload: Any, vocabulary: str) -> None:
-    """Check the options that slices restrict.
-
-    Args:
-      num_slices: N of the timetable.
-      slices: the option of `Options`, checked.
-      offload: the option of `Options`.
-      vocabulary: the option of `Options`.
-
-    Raises:
-      ValueError: ``offload`` or ``vocabulary`` has a value that slices do not support.
-    """
+    """Raise ValueError for an ``offload`` or ``vocabulary`` that N slices do not support."""
     if num_slices == 1:
         return
     wrong = None
@@ -139,8 +129,8 @@ def check_scale(loss_scale: Any) -> jax.Array | None:
     """Return a loss scale as an array, or None.
 
     Raises:
-      ValueError: the scale is no real scalar; or it is a number that is not above 0 and finite.
-        The value of an array, which may be on a device, is not checked.
+      ValueError: no real scalar, or a number that is not above 0 and finite. An array's value is
+        not checked: it may be on a device.
     """
     if loss_scale is None:
         return None

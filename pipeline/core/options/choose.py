@@ -81,8 +81,7 @@ def check_compiler_axes(mesh: Mesh, auto_axes: Sequence[str]) -> None:
     """Check that the scan's branches can hold the exchanges that a compiler adds to a stage.
 
     Raises:
-      ValueError: all devices wait for each other in each exchange, but ranks take different
-        branches.
+      ValueError: all devices wait in each exchange, but ranks take different branches.
     """
     divided = [axis for axis in auto_axes if mesh.shape[axis] > 1]
     if not divided or mesh.shape[STAGE] == 1 or not exchanges_are_barriers(mesh):
@@ -172,11 +171,7 @@ def choose_schedule(
 
 
 def _check_slices(schedule: Any, slices: int | None) -> None:
-    """Check that a schedule and a number of slices fit each other.
-
-    Raises:
-      ScheduleError: the schedule has another number of slices, needs slices, or takes none.
-    """
+    """Raise ScheduleError if a schedule has other slices, needs ``slices``, or takes none."""
     if isinstance(schedule, Schedule):
         if slices is not None and schedule.num_slices != slices:
             raise ScheduleError(

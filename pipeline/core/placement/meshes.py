@@ -123,9 +123,7 @@ def _entered(mesh: Mesh) -> Iterator[None]:
 def entered(mesh: Mesh, home: Mesh) -> AbstractContextManager[None]:
     """Make a context that replaces a mesh in force with Explicit axes by the kernel's mesh.
 
-    Args:
-      mesh: the kernel's mesh.
-      home: the kernel's mesh with the axis types of state.
+    ``home`` is the kernel's mesh with the axis types of state.
 
     Raises:
       ValueError: the mesh in force is not the mesh of this pipeline's state; or the call is within
@@ -145,11 +143,7 @@ def entered(mesh: Mesh, home: Mesh) -> AbstractContextManager[None]:
 
 
 def _check_whole() -> None:
-    """Check that the pipeline is not called within `jax.pmap` or `jax.shard_map`.
-
-    Raises:
-      ValueError: the pipeline is called within one of them.
-    """
+    """Raise ValueError if the pipeline is called within `jax.pmap` or `jax.shard_map`."""
     manual = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
     if manual:
         raise ValueError(

@@ -113,13 +113,10 @@ class Placement:
         return self.spread_as(names, variable, lead)
 
     def check_alike(self, column: Sequence[tuple[ModelPath, Any]]) -> None:
-        """Check that ``sharding`` returns equal names for stages that share an array.
+        """Raise ValueError unless ``sharding`` returns equal names for stages that share an array.
 
         Args:
           column: the path of each stage's variable, and the variable.
-
-        Raises:
-          ValueError: the names of two stages differ.
         """
         if self.sharding is None or not isinstance(column[0][1], nnx.Variable):
             return

@@ -105,16 +105,13 @@ def axes_of(axes: Axes, meshes: Sequence[Mesh]) -> list[Axes]:
 
 
 def check_parts_agree(sent: Tree, received: Tree, kind: str, stage: int) -> None:
-    """Check that the devices of both ranks of a message have equal parts of the message.
+    """Raise ValueError unless the devices of both ranks have equal parts of a message.
 
     Args:
-      sent: types of its arrays on the rank that sends.
-      received: types of its arrays on the rank that receives.
-      kind: the kind of the value, "operand" or "gradient".
-      stage: the stage that reads the value.
-
-    Raises:
-      ValueError: the devices of the two ranks have different parts.
+      sent: the types of its arrays on the sender.
+      received: the types of its arrays on the receiver.
+      kind: "operand" or "gradient".
+      stage: the stage that reads the message.
     """
     for a, b in zip(jax.tree.leaves(sent), jax.tree.leaves(received), strict=True):
         if (a.shape, a.sharding.spec) != (b.shape, b.sharding.spec):

@@ -31,7 +31,7 @@ class StepOptions:
 
     Attributes:
       plan, model: the plan and the model of the pipeline.
-      request: the results that the step must return.
+      request: the wanted results.
       counts: whether the step counts as a training step.
       normalise: the argument of `pipeline.core.step.runtime.train`.
     """

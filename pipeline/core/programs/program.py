@@ -137,8 +137,8 @@ def action_program(
     Args:
       traced: the model.
       op: the action.
-      stage: the index of the stage.
-      names: the names of the sums to which the action adds.
+      stage: the stage of the action.
+      names: the sums to which the action adds.
       work: the work of the step.
     """
     operands, types, meshes = traced.operands, traced.stages[stage], traced.operands.meshes

@@ -98,7 +98,7 @@ def inspect(
 
     Args:
       plan: the options of the pipeline.
-      rank: the rank, with its arrays.
+      rank: the rank.
       needs: [K] the gradients that each stage's backward computes.
       take_loss: whether a loss is computed.
       reaches: whether embed receives a gradient.

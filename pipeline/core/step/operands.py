@@ -120,11 +120,7 @@ def _declared(plan: Plan, chunks: Sequence[nnx.Module], ends: Ends, structure: A
 
 
 def check_arrays(method: str, operands: Operands) -> Operands:
-    """Check that operands are arrays, and return them.
-
-    Raises:
-      ValueError: leaves are types.
-    """
+    """Return the operands; raise ValueError if leaves are types."""
     if is_abstract(operands[1:]):
         raise ValueError(
             f"{method}() computes, but the pipeline or the batch is made of types "

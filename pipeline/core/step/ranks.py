@@ -204,12 +204,7 @@ def _squeeze(tree: Tree) -> Tree:
 
 
 def _was_sent(program: Program, runs: jax.Array) -> jax.Array:
-    """Return [T, slots, S, C] whether a channel's message comes from an entry that runs.
-
-    Args:
-      program: the lowered program.
-      runs: [T, slots, S] the entries of its table that run.
-    """
+    """Return [T, slots, S, C] whether a channel's message comes from an entry that runs."""
     num_slots, num_ranks, num_channels = program.arrival.shape[1:]
     # For every entry of `arrival`: the rank that sent it, and whether it was sent one slot earlier.
     source = np.zeros((num_slots, num_ranks, num_channels), np.int32)

@@ -180,13 +180,7 @@ def gradients_of(sums: StepSums, model: Model, weights: Weights, plan: Plan) -> 
 
 
 def input_gradients(sums: StepSums, plan: Plan, specs: Sequence[PartitionSpec]) -> Leaves:
-    """Return [M * b, ...] gradients of the inputs' float leaves.
-
-    Args:
-      sums: the gradients of this rank.
-      plan: the options of the pipeline.
-      specs: the specs of these leaves.
-    """
+    """Return [M * b, ...] gradients of the inputs' float leaves, which have these specs."""
     # For an input that a position axis does not split, each rank of the axis has one term of the
     # gradient.
     over = [(STAGE, *plan.axes.missing_in(spec)) for spec in specs]
@@ -238,14 +232,13 @@ def _joined(x: jax.Array, plan: Plan) -> jax.Array:
 
 
 def _check_positions(results: Tree, spec: PartitionSpec) -> None:
-    """Check that outputs have the dims that position axes split: outputs are joined along them.
+    """Raise ValueError unless outputs have the dims that position axes split.
+
+    Outputs are joined along these dims; without them, ranks might have different values.
 
     Args:
       results: [M, b, ...] leaves of one rank.
       spec: the mesh axes of outputs.
-
-    Raises:
-      ValueError: a leaf has fewer dims. Its values on the ranks might differ.
     """
     for leaf in jax.tree.leaves(results):
         if leaf.ndim - 1 < len(spec):
@@ -259,15 +252,7 @@ def _check_positions(results: Tree, spec: PartitionSpec) -> None:
 
 
 def _check_sliced(results: Tree, num_slices: int) -> None:
-    """Check that the outputs of slices have positions: slices are joined along them.
-
-    Args:
-      results: [M N, b, ...] leaves of one rank.
-      num_slices: N.
-
-    Raises:
-      ValueError: a leaf has no positions.
-    """
+    """Raise ValueError unless the outputs of slices have positions, along which they are joined."""
     for leaf in jax.tree.leaves(results):
         if num_slices > 1 and leaf.ndim < 3:
             raise ValueError(

@@ -122,11 +122,7 @@ def share_of(sums: StepSums, plan: Plan) -> tuple[jax.Array, jax.Array]:
 
 
 def _check_that_it_is_all(model: Model) -> None:
-    """Check that the loss S / W is not added to the losses of other steps.
-
-    Raises:
-      ValueError: it is added, and d(S / W) needs the S / W of all these steps.
-    """
+    """Raise ValueError if this step is added to others: d(S / W) needs the S / W of all of them."""
     if model.weighed:
         raise ValueError(
             "weighed=True (of value_and_grad, or of a Step with accumulate=) with a loss (sum, "

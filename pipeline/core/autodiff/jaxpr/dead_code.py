@@ -35,13 +35,7 @@ T = TypeVar("T")
 
 
 def lean(block: JaxprBlock, wanted: Sequence[bool], refs: Refs) -> JaxprBlock:
-    """Remove dead steps, operands and results from a block, at any depth.
-
-    Args:
-      block: the block.
-      wanted: the mask of outputs to keep.
-      refs: the inputs that are refs of gradients.
-    """
+    """Keep the wanted outputs of a block; remove dead steps, operands and results, at any depth."""
     outs = tuple(a for a, w in zip(block.outs, wanted, strict=True) if w)
     needed, steps = set(names(outs)), []
     for step in reversed(block.steps):

@@ -36,7 +36,7 @@ class DeclaredState:
     """State that a step writes.
 
     Args:
-      rank: the rank, with its arrays.
+      rank: the rank.
       usages: [K] the `Usage` of each stage's declared leaves, in the order of its state.
       ends: the `Usage` of the ends' declared leaves by embed, head and loss.
       num_microbatches: M.
@@ -103,7 +103,7 @@ class DeclaredState:
 
         Args:
           chunk: the index of the chunk; None for the ends.
-          microbatch: the index of the microbatch.
+          microbatch: its index.
           now: whether to read the current values; else the values that its forward read.
         """
         values = list(self._ends if chunk is None else self._rests[chunk])
@@ -121,7 +121,7 @@ class DeclaredState:
           part: "stage", "embed" or "finish".
           stage: for "stage", the position of a stage of its kind.
           chunk: for "stage", the index of its chunk.
-          microbatch: the index of the microbatch.
+          microbatch: its index.
           values: the values of the part's declared variables, in the order of its state.
         """
         if part == "stage":

@@ -54,7 +54,7 @@ def embed(
       rank: the rank.
       weights: the parameters of embed and head.
       inputs: [b, ...] leaves of the microbatch.
-      microbatch: the index of the microbatch.
+      microbatch: its index.
       now: whether this is the forward that writes declared state, and so reads current values.
       values: values of all declared variables before the call; by default the rank's values.
     """
@@ -98,7 +98,7 @@ def finish(
       rank: the rank.
       weights: the parameters of embed and head.
       y: the last stage's output.
-      microbatch: the index of the microbatch.
+      microbatch: its index.
       take_loss: whether the value is the loss. Then the outcome's sums are the loss, its weight,
         and the sums for metrics.
       values: values of all declared variables before the call; by default the rank's values.
@@ -240,7 +240,7 @@ def _call(
     Args:
       rank: the rank.
       weights: the parameters of embed and head.
-      microbatch: the index of the microbatch.
+      microbatch: its index.
       method: a function of the module of the ends and of ``argument``.
       argument: the second argument of ``method``.
       own: further axes on which each rank has its own random keys.
@@ -385,11 +385,7 @@ def noted(rank: Rank, part: str, argument: Tree) -> Iterator[None]:
 
 
 def checked(part: str, y: Tree, what: str = "its activation") -> Tree:
-    """Check that the value of a part of the model can be sent to another rank or joined.
-
-    Raises:
-      ValueError: a leaf is neither an array nor a number.
-    """
+    """Return the value of a part; raise ValueError if a leaf is neither an array nor a number."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(y):
         if not isinstance(leaf, _SENT):
             raise ValueError(

@@ -36,7 +36,7 @@ class Forward:
     """The stages of one kind, as functions of a rank's weights.
 
     Args:
-      rank: the rank, with its arrays.
+      rank: the rank.
       position: the position of a stage of this kind.
       x: the types of a stage's input; None before they are known.
       y: the types of a stage's output, or None.

@@ -114,13 +114,7 @@ class GroupedModel(LocalModel):
 
 
 def make_local_model(rank: Rank, activations: Activations, needs: Needs) -> LocalModel:
-    """Make a rank's part of the model: for one kind of stages, or for several groups.
-
-    Args:
-      rank: the rank, with its arrays.
-      activations: the types between the stages.
-      needs: [K] the gradients that each stage's backward computes.
-    """
+    """Make a rank's part of the model: for one kind of stages, or for several groups."""
     types, stages = activations.types, rank.model.stages
     # Stages need no groups if they have equal code, activations and needed gradients: then the
     # stages of a chunk differ only in their arrays.

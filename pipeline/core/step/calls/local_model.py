@@ -34,7 +34,7 @@ class LocalModel(Forward):
     """The stages of one kind on a rank, and embed, head and loss, with their pullbacks.
 
     Args:
-      rank: the rank, with its arrays.
+      rank: the rank.
       position: the position of a stage of this kind.
       x: the types of a stage's input.
       y: the types of a stage's output.

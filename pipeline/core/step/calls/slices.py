@@ -52,13 +52,7 @@ def blank_input(rank: Rank, x: Tree, carry: Tree, axes: tuple[str, ...]) -> Tree
 
 
 def call_of(x: Tree, part: Any, extras: dict[str, Tree]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the function that calls a stage on an input, and its further arguments.
-
-    Args:
-      x: an activation, or a `SlicedInput`.
-      part: the slice, if x is a `SlicedInput`.
-      extras: the extras of the microbatch.
-    """
+    """Return the function that calls a stage on ``x``, maybe a `SlicedInput`, and its arguments."""
     return (on_slice, (x, part, extras)) if isinstance(x, SlicedInput) else (on_whole, (x, extras))
 
 

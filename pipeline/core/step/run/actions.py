@@ -44,7 +44,7 @@ class Actions:
 
     Args:
       local: the rank's part of the model.
-      step: the results that the step must return.
+      step: the wanted results.
       places: the storage that actions read, write and add to.
       slices: the carries between slices of sequences.
     """

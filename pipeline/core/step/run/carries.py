@@ -51,11 +51,7 @@ def make_carries(local: LocalModel, program: Program, *, training: bool) -> list
 
 
 def _check_lengths(model: LocalModel) -> None:
-    """Check that a slice's carry fits into the types of the longest slice's carry.
-
-    Raises:
-      ValueError: the carry has other leaves, or a larger leaf.
-    """
+    """Raise ValueError if a slice's carry does not fit into the longest slice's carry."""
     pairs = list(itertools.zip_longest(*map(jax.tree.leaves, (model.carry, model.earlier))))
     trees: list[Any] = [jax.tree.structure(carry) for carry in (model.carry, model.earlier)]
     fits = trees[0] == trees[1] and all(

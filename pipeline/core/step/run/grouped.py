@@ -82,7 +82,7 @@ class GroupActions(Actions):
     Args:
       group: the group of stages.
       program: the program that runs.
-      step: the results that the step must return.
+      step: the wanted results.
       places: the group's view of the storage.
       slices: the carries between slices of sequences.
     """
@@ -144,14 +144,7 @@ class GroupActions(Actions):
 
 
 def _places_of(places: StepPlaces, index: int, group: StageGroup, step: StepRequest) -> StepPlaces:
-    """Make a group's view of the storage that all groups of a rank share.
-
-    Args:
-      places: the shared storage.
-      index: the index of the group.
-      group: the group.
-      step: the results that the step must return.
-    """
+    """Make the view of group ``index`` of the storage that all groups of a rank share."""
     local, sums = group.local, places.sums
     residuals, halves = places.residuals, places.halves
     # For each kind of value: its view, and its types, or None if only the view needs them.

@@ -70,7 +70,7 @@ def make_places(
       plan: the options of the pipeline.
       local: the rank's part of the model.
       program: the program that runs.
-      step: the results that the step must return.
+      step: the wanted results.
     """
     # A program with windows sums a chunk's gradients in a window; without windows they stay whole
     # for the step.
@@ -115,7 +115,7 @@ def make_sums(
 
     Args:
       local: the rank's part of the model.
-      step: the results that the step must return.
+      step: the wanted results.
       num_microbatches: M; with slices the number of units.
       windows: the program's windows of weights and gradients, if it has any.
     """

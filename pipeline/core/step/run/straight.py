@@ -30,7 +30,7 @@ class Straight(Actions):
     Args:
       local: the rank's part of the model, whose stages are alike.
       num_microbatches: M.
-      step: the results that the step must return.
+      step: the wanted results.
     """
 
     def __init__(self, local: LocalModel, num_microbatches: int, step: StepRequest) -> None:

@@ -161,11 +161,7 @@ def _read(pool: Any, place: Any) -> Any:
 
 
 def _refuse(*_: Any) -> Any:
-    """Refuse forward derivatives: JAX would allocate the tangents of a pool on the device.
-
-    Raises:
-      ValueError: always.
-    """
+    """Raise ValueError for forward derivatives: JAX would put a pool's tangents on the device."""
     raise ValueError(
         "jax.jvp of a gradient with offload=: JAX has no forward derivative of values in host "
         "memory; leave offload out where you need products with the Hessian, as by "

@@ -141,13 +141,7 @@ class StepSums:
         return chunks | scalars | kept | ends | {"added": self.added.refs}
 
     def take(self, outcome: Outcome, microbatch: Any, chunk: int | None = None) -> None:
-        """Add the sums of an outcome, and keep its state; the value and the carry are not used.
-
-        Args:
-          outcome: the outcome of embed, of a stage, or of head and loss.
-          microbatch: the index of the microbatch.
-          chunk: the chunk of the stage, if it is the outcome of a stage.
-        """
+        """Add the sums of an outcome, and keep its state; ``chunk`` is the chunk of a stage."""
         if outcome.added:
             self.added.add(outcome.added)
         for name, values in outcome.sums.items():

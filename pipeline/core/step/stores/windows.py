@@ -46,13 +46,7 @@ class WeightWindows:
         return bool(self._refs)
 
     def open(self, weights: Any, axes: tuple[str, ...], places: Sequence[int]) -> None:
-        """Make the windows for a program, with the weights of chunk 0 in its window.
-
-        Args:
-          weights: the weights of the rank's chunks.
-          axes: the mesh axes over which they vary.
-          places: [V] the window of each chunk.
-        """
+        """Make a program's windows, and fill chunk 0's; ``places`` is [V] each chunk's window."""
         # Chunk 0 is gathered before the first tick, since a job can only serve a later action. The
         # other windows start uninitialised: a gather writes them before they are read.
         self._weights, chunks = weights, range(len(places))
@@ -220,14 +214,7 @@ def refs_in_windows(
 
 
 def start_job(job: Job, weights: Any, totals: Sequence[Any], microbatch: Any) -> Callable[[], None]:
-    """Start a job before an action; return a function that ends the job, to call after the action.
-
-    Args:
-      job: the gather or the reduction to run.
-      weights: the weights of the rank's chunks.
-      totals: [V] the totals of their gradients.
-      microbatch: the microbatch of the action.
-    """
+    """Start a job before an action; return a function that ends the job, to call after it."""
     # The collective starts here, and `end` is the first use of its result, so the compiler may
     # overlap it with the action. All data shards of a rank take this branch and run the collective,
     # because tables differ only between ranks of `stage`.
