@@ -313,7 +313,8 @@ def logprobs_of(logits: Tree, targets: Tree) -> jax.Array:
     Raises:
       ValueError: logits or targets have another type or shape.
     """
-    if isinstance(logits, Mapping) and "logits" in logits:  # a dict may also hold later tokens'
+    # The dict may also have logits of later tokens.
+    if isinstance(logits, Mapping) and "logits" in logits:
         logits = logits["logits"]
     of_z, of_t = jax.tree.leaves(logits), jax.tree.leaves(targets)
     texts = [", ".join(map(shape_text, leaves)) or "nothing" for leaves in (of_z, of_t)]

@@ -221,7 +221,7 @@ class Plan(Options):
         """True if a step can be one loop over microbatches, without a table of actions.
 
         The loop also needs stages that are alike; other stages run in the ticks of a table. A
-        repeated gather needs a table too, because within one program part the compiler may keep
+        repeated gather needs a table too, because within one piece of code the compiler may keep
         the gathered values. So do weights that are gathered when a rank begins to run their chunk.
         """
         chosen = self.keep == "residuals" and self.remat != "gathered" and not self.has_windows

@@ -139,7 +139,7 @@ class Placement:
         return names if any(map(axes_in, names)) else ()
 
     def cuts(self, names: Names) -> bool:
-        """Tell whether an array with these axes is divided: whether their sizes exceed 1."""
+        """Tell whether an array with these axes is divided: whether an axis has several ranks."""
         return self._size([axis for entry in names for axis in axes_in(entry)]) > 1
 
     def spread_as(self, names: Names, variable: Any, lead: tuple[str, ...]) -> Spread:

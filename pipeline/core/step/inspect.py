@@ -49,7 +49,7 @@ class Inspected:
     usage_of_ends: Usage | None = None
 
     def on(self, rank: Rank) -> Inspected:
-        """Apply these facts to other arrays of the rank, in another trace, without a new trace."""
+        """Apply these facts to arrays of another trace; parts of the model are not traced again."""
         loss = dataclasses.replace(rank.loss, is_mean=self.rank.loss.is_mean)
         rank = dataclasses.replace(rank, facts=self.rank.facts, loss=loss)
         return dataclasses.replace(self, rank=_prepared(rank, self.activations))
