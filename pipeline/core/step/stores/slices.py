@@ -96,7 +96,7 @@ class Carries(WholeSequences):
         self.values[row["carry"][self._part(row)]] = padded(carry, self.types)
 
     def cotangent(self, row: Any, dy: Leaves) -> Leaves:
-        """Return the gradients for output and carry; backwards of later slices summed the latter."""
+        """Return the gradients for output and carry; later slices have summed the carry's."""
         part = self._part(row)
         gradients = self.gradients[row["carry_gradient"][part]]
         floats, _ = partition(self.own)
