@@ -320,7 +320,7 @@ def logprobs_of(logits: Tree, targets: Tree) -> jax.Array:
     texts = [", ".join(map(shape_text, leaves)) or "nothing" for leaves in (of_z, of_t)]
     if len(of_z) != 1 or len(of_t) != 1 or of_z[0].shape[:-1] != of_t[0].shape:
         raise ValueError(
-            f"logprobs() takes one array of targets [...] beside logits [..., words]; of a "
+            f"logprobs() takes one array of targets [...] for logits [..., words]; for one "
             f"microbatch on one data shard targets are {texts[1]}, outputs {texts[0]}"
         )
     if not jnp.issubdtype(of_t[0].dtype, jnp.integer):

@@ -242,7 +242,7 @@ def check_cuts(
     if not long:
         raise ValueError(
             f"slices={slices}, and no leaf of the batch has positions, a dim of more than 1 "
-            f"behind its rows; leave slices out"
+            f"after its rows; leave slices out"
         )
     first, length = long[0][0], long[0][1].shape[1]
     if all(leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.inexact) for _, leaf in long):

@@ -77,8 +77,8 @@ def find_state(
         ]
         has = f"it has {', '.join(dict.fromkeys(seen))}" if seen else "it has none"
         raise ValueError(
-            f"state={state!r} finds nothing among what is no parameter of the model ({has}); leave "
-            f"state= out if stages write nothing"
+            f"state={state!r} finds no variable of the model that is not a parameter ({has}); "
+            f"leave state= out if stages write nothing"
         )
     return declared
 
@@ -141,7 +141,7 @@ def check_order(schedule: Schedule) -> None:
         for action in order:
             if action.kind == "F" and action.microbatch < last.get(action.stage, -1):
                 raise ValueError(
-                    f"state= with a schedule in which stage {action.stage} runs {action} behind "
+                    f"state= with a schedule in which stage {action.stage} runs {action} after "
                     f"{action.stage}F{last[action.stage]}: state is updated microbatch by "
                     f"microbatch, in ascending order; use another schedule"
                 )
@@ -157,8 +157,8 @@ def _paths(
         if predicate(ModelPath((*prefix, *path)), variable):
             raise ValueError(
                 f"state={state!r} finds {(*prefix, *path)!r}, a {type_text(variable)}: parameters "
-                f"are trained by gradients, and state is what is no nnx.Param; let the filter "
-                f"leave it out"
+                f"are trained by gradients, and cannot be declared state; let the filter leave it "
+                f"out"
             )
     paths = []
     for path, variable in rest:

@@ -44,8 +44,8 @@ def check_slices(slices: Any) -> int | tuple[int, ...] | None:
         if len(lengths) < 2 or any(length is None or length < 1 for length in lengths):
             raise ValueError(
                 f"slices={slices!r}: lengths of slices must be two or more integers >= 1, the "
-                f"positions of each slice; give such, the number of equal slices, or None for "
-                f"whole sequences"
+                f"positions of each slice; give such lengths, the number of equal slices, or None "
+                f"for whole sequences"
             )
         return tuple(length for length in lengths if length is not None)
     number = integer(slices)
@@ -93,12 +93,12 @@ def check_excluded(*, engine: Engine, mesh: Mesh | None, auto_axes: Sequence[str
     """Raise ValueError for options that ``stage_meshes`` excludes."""
     if auto_axes:
         raise ValueError(
-            f"auto_axes={auto_axes!r} beside stage_meshes=: name in each stage what is divided "
+            f"auto_axes={auto_axes!r} with stage_meshes=: let each stage name the dims divided "
             f"over these axes and leave auto_axes out, or use mesh= for ranks of one shape"
         )
     if mesh is not None:
         raise ValueError(
-            "mesh= beside stage_meshes=, which has the devices of each rank: give one of them"
+            "mesh= with stage_meshes=, which has the devices of each rank: give only one of the two"
         )
     if engine != "programs":
         raise ValueError(
@@ -235,9 +235,8 @@ def check_costs(costs: Any, num_stages: int) -> Costs | None:
         return None
     if not isinstance(costs, Costs):
         raise ScheduleError(
-            f"costs={costs!r}: must be schedules.Costs(f=..., i=..., w=..., b=...), what "
-            f"pipe.calibrate(inputs, targets) has found, or None for what follows from the "
-            f"pipeline's own program"
+            f"costs={costs!r}: must be schedules.Costs(f=..., i=..., w=..., b=...), the result of "
+            f"pipe.calibrate(inputs, targets), or None for estimates from the pipeline's options"
         )
     costs.table(num_stages)
     return costs

@@ -104,9 +104,10 @@ class Plan(Options):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a Pipeline cannot be pickled: it lies on devices of this process; pickle what it is "
-            "made of, (pipe.stages(), pipe.embed, pipe.head), and give that to Pipeline(...) with "
-            "the same options where it is loaded; nnx.clone and copy.deepcopy copy it here"
+            "a Pipeline cannot be pickled: its arrays are on devices of this process; pickle its "
+            "parts, (pipe.stages(), pipe.embed, pipe.head), and give the loaded parts to "
+            "Pipeline(...) with the same options; nnx.clone and copy.deepcopy copy a pipeline "
+            "within a process"
         )
 
     @property

@@ -172,8 +172,8 @@ def _untyped(leaf: Any, mesh: Mesh) -> Any:
     if isinstance(leaf, jax.core.Tracer):
         if not ours:
             raise ValueError(
-                f"an array of type {jax.typeof(leaf)} lies on a mesh of {mesh_text(source.mesh)}, "
-                f"and the pipeline's is one of {mesh_text(mesh)}; lay inputs on the mesh that is "
+                f"an array of type {jax.typeof(leaf)} is on a mesh of {mesh_text(source.mesh)}, "
+                f"and the pipeline's mesh is {mesh_text(mesh)}; put inputs on the mesh that is "
                 f"given to Pipeline(..., mesh=)"
             )
         return jax.sharding.reshard(leaf, NamedSharding(mesh, PartitionSpec()))

@@ -257,7 +257,7 @@ def _check_sliced(results: Tree, num_slices: int) -> None:
         if num_slices > 1 and leaf.ndim < 3:
             raise ValueError(
                 f"outputs of slices={num_slices} are {shape_text(leaf)} of all slices on one "
-                f"device, without a dim of positions behind their rows: slices are joined along "
-                f"it; return [rows, positions, ...], or take what is reduced over positions as a "
-                f"loss or a metric of loss_fn (has_aux=True)"
+                f"device, without a dim of positions after their rows: slices are joined along it; "
+                f"return [rows, positions, ...], or compute values that are reduced over positions "
+                f"as a loss or a metric of loss_fn (has_aux=True)"
             )

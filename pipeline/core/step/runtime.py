@@ -55,8 +55,8 @@ from schedules.lowering.needs import without
 from schedules.lowering.program import Program
 
 NOTHING_TO_GATHER = (
-    "remat='gathered' gathers nothing again: of what a stage's backward reads, nothing is the "
-    "result of an all-gather outside of its loops, so residuals are kept as with remat=None; "
+    "remat='gathered' gathers nothing again: a stage's backward reads no result of an "
+    "all-gather outside of its loops, so residuals are kept as with remat=None; "
     "for sequence parallel layers in a mesh with tensor ranks call blocks in a Python loop, "
     "not in a scan; otherwise give remat=None"
 )

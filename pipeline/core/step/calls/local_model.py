@@ -108,8 +108,8 @@ class LocalModel(Forward):
                 taken, _ = ends.take_loss_of(rank, weights, outputs, 0)
             if of_loss.is_used:
                 raise ValueError(
-                    "loss_fn called add_loss, which is for what has no other way to the loss; add "
-                    "the value to what loss_fn returns"
+                    "loss_fn called add_loss, which is for values that loss_fn does not receive; "
+                    "add the value to the result of loss_fn"
                 )
             with adding_losses(Adding()) as of_embed:
                 embedded = ends.embed(rank, weights, at(self.batch.inputs, 0), 0).value
