@@ -36,7 +36,8 @@ def unshared(stages: Any, embed: Any, head: Any, loss_fn: Any = None) -> tuple[A
     _owners(embed, "embed", owners)
     _owners(head, "head", owners)
     _owners(loss_fn, "loss_fn", owners)
-    return copies, _with_own_streams(Ends(embed, head, loss_fn), owners, len(copies))  # may share
+    # Embed, head and loss may share variables with each other.
+    return copies, _with_own_streams(Ends(embed, head, loss_fn), owners, len(copies))
 
 
 def _owners(module: Any, name: str, owners: Owners) -> dict[int, str]:

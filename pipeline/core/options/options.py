@@ -144,7 +144,7 @@ class Options:
 
     num_microbatches: int
     _: KW_ONLY
-    # The cut.
+    # The timetable and the slices.
     schedule: str | os.PathLike[str] | Schedule | None = None
     slices: int | Sequence[int] | None = None
     # The model.

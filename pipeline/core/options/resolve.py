@@ -130,8 +130,7 @@ def _check_programs(options: Options, num_slices: int, shared: Shared) -> None:
     for option, is_used in only_of_scan.items():
         if is_used:
             raise ValueError(
-                f"engine='programs' with {option}, which only the scan has: leave it out, "
-                f"or use engine='scan'"
+                f"engine='programs' does not support {option}: leave it out, or use engine='scan'"
             )
 
 

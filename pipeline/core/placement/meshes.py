@@ -149,9 +149,9 @@ def _check_whole() -> None:
         raise ValueError(
             f"a pipeline is called where each device runs a program of its own (jax.pmap, "
             f"jax.shard_map, or a stage of another pipeline; over {', '.join(map(repr, manual))}), "
-            f"and a pipeline lays itself over devices: call it outside, under jax.jit, with data "
-            f"parallelism by make_mesh(data=D, stage=S); of a pipeline within a stage put the "
-            f"stages into the outer one's list"
+            f"and a pipeline runs on many devices: call it outside, under jax.jit, with data "
+            f"parallelism by make_mesh(data=D, stage=S); instead of a pipeline within a stage, put "
+            f"its stages into the outer pipeline's list"
         )
 
 

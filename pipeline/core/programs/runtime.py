@@ -41,10 +41,10 @@ from pipeline.core.step.stores.totals import StepSums
 __all__ = "evaluate", "logprobs", "narrows_train", "outputs", "trace_train", "train"
 
 _TRACED = (
-    "engine='programs' calls a compiled function for each action, which nothing that traces the "
-    "call can hold (jax.jit, jax.vmap, jax.lax.scan, jax.eval_shape, checkify): call the pipeline "
-    "outside of it. With mesh=, jit the optimizer's update alone; with stage_meshes=, "
-    "make_optimizer compiles it; or use engine='scan'"
+    "engine='programs' calls a compiled function for each action, so its calls cannot be traced "
+    "(by jax.jit, jax.vmap, jax.lax.scan, jax.eval_shape or checkify): call the pipeline outside "
+    "of these. With mesh=, jit only the optimizer's update; with stage_meshes=, make_optimizer "
+    "compiles it; or use engine='scan'"
 )
 
 

@@ -148,7 +148,7 @@ def _outputs_forward(
 ) -> tuple[Tree, Any]:
     if "head" in plan.shared:
         raise ValueError(
-            "outputs of a pipeline with vocabulary='stage' are differentiated, of which no rank "
+            "outputs of a pipeline with vocabulary='stage' cannot be differentiated, since no rank "
             "has a whole row; differentiate pipe.loss, or use vocabulary='ends'"
         )
     want_inputs, restricted = _wants_inputs(weights, batch), _restrict(model, weights)

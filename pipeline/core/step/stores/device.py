@@ -83,7 +83,7 @@ def check_no_host(types: Leaves, name: str) -> None:
                 f"offloads, as remat= or within the stage, or jax.device_put), and a pipeline "
                 f"keeps {name} in the memory of its devices: take a policy that saves these "
                 f"values, such as jax.checkpoint_policies.save_only_these_names(...), or one that "
-                f"has them computed again"
+                f"recomputes them"
             )
 
 
