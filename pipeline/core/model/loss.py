@@ -111,7 +111,7 @@ def take_loss(
       outputs: the model's outputs for the microbatch.
       targets: the targets of the microbatch.
       has_aux: whether ``loss_fn`` returns (loss, metrics); None allows both and drops metrics.
-      share: the weight of a mean: less than 1 for a slice of sequences.
+      share: the weight of a mean; for slices that differ in length, `Slices.share`.
 
     Raises:
       ValueError: ``loss_fn`` returned another type, or metrics that cannot be summed.
