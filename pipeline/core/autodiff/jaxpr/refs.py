@@ -77,8 +77,9 @@ def tiled(x: jax.Array) -> jax.Array:
 
     A TPU's compiler chooses a layout for the operands and results of each product. If F and B
     choose different layouts for a place, every tick copies the whole pool to the other layout and
-    back: in 8B on v5p that took 57 million cycles, and F and B took 358 (bench/notes/tpu.md). The
-    last dims are tiled by 8 x 128, and shorter dims would be padded, so they come first.
+    back: in 8B on v5p the copies took 57 million cycles, and F and B 358 million
+    (bench/notes/tpu.md). The last dims are tiled by 8 x 128, and shorter dims would be padded, so
+    they come first.
     """
     if platform() != "tpu" or x.ndim < 2 or is_key(x):
         return x
