@@ -1,8 +1,9 @@
 """The engine: options, placement of arrays, one rank's model, backward passes, the kernel.
 
-Private. The front (`FRONT`) assembles a pipeline of the engine's parts, or hands its names on.
-Rooms outside import the names of `pipeline.facade`; those of `DOORS` import the modules listed
-there. Nothing here imports a public room, `pipeline.insight` or `pipeline.lint`.
+This package is private. The modules in `FRONT` assemble a pipeline from the engine's parts, or
+re-export its names. Other packages import the names of `pipeline.facade`; the packages in `DOORS`
+also import the modules listed there. The engine imports no public package, no `pipeline.insight`
+and no `pipeline.lint`.
 """
 
 FRONT = "pipeline", "pipeline.facade", "pipeline.optimizer", "pipeline.pipeline"

@@ -186,9 +186,8 @@ def test_auto_searches_for_the_program_under_the_clock_of_the_mesh():
         (
             3.0,
             (
-                "costs=3.0: must be schedules.Costs(f=..., i=..., w=..., b=...), what "
-                "pipe.calibrate(inputs, targets) has found, or None for what follows from the "
-                "pipeline's own program"
+                "costs=3.0: must be schedules.Costs(f=..., i=..., w=..., b=...), the result of "
+                "pipe.calibrate(inputs, targets), or None for estimates from the pipeline's options"
             ),
         ),
         (

@@ -29,9 +29,9 @@ def test_copies_are_of_their_own_and_pickling_says_what_to_pickle() -> None:
     with pytest.raises(TypeError) as caught:
         pickle.dumps(pipe)
     assert str(caught.value) == (
-        "a Pipeline cannot be pickled: it lies on devices of this process; pickle what it is made "
-        "of, (pipe.stages(), pipe.embed, pipe.head), and give that to Pipeline(...) with the same "
-        "options where it is loaded; nnx.clone and copy.deepcopy copy it here"
+        "a Pipeline cannot be pickled: its arrays are on devices of this process; pickle its "
+        "parts, (pipe.stages(), pipe.embed, pipe.head), and give the loaded parts to Pipeline(...) "
+        "with the same options; nnx.clone and copy.deepcopy copy a pipeline within a process"
     )
     loaded = build(*pickle.loads(pickle.dumps((pipe.stages(), pipe.embed, pipe.head))))
     copies = copy.deepcopy(pipe), nnx.clone(pipe)

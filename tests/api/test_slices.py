@@ -72,7 +72,7 @@ def test_options_that_do_not_fit():
     )
     assert message(pipe_of, slices=(8,)) == (
         "slices=(8,): lengths of slices must be two or more integers >= 1, the positions of each "
-        "slice; give such, the number of equal slices, or None for whole sequences"
+        "slice; give such lengths, the number of equal slices, or None for whole sequences"
     )
     assert message(pipe_of, schedule="gpipe") == (
         "slices=2 with schedule='gpipe': this schedule runs whole sequences; leave slices out, or "
@@ -125,7 +125,7 @@ def test_batches_that_cannot_be_cut():
         "...] for what is the same in all, or leave slices out"
     )
     assert message(pipe.loss, X[:, 0, 0], X[:, 0, 0]) == (
-        "slices=4, and no leaf of the batch has positions, a dim of more than 1 behind its rows; "
+        "slices=4, and no leaf of the batch has positions, a dim of more than 1 after its rows; "
         "leave slices out"
     )
 

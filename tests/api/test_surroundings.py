@@ -117,9 +117,10 @@ def test_constraints_to_another_mesh():
 def called_by_a_device(over):
     return (
         f"a pipeline is called where each device runs a program of its own (jax.pmap, "
-        f"jax.shard_map, or a stage of another pipeline; over {over}), and a pipeline lays itself "
-        f"over devices: call it outside, under jax.jit, with data parallelism by make_mesh(data=D, "
-        f"stage=S); of a pipeline within a stage put the stages into the outer one's list"
+        f"jax.shard_map, or a stage of another pipeline; over {over}), and a pipeline runs on "
+        f"many devices: call it outside, under jax.jit, with data parallelism by make_mesh(data=D, "
+        f"stage=S); instead of a pipeline within a stage, put its stages into the outer pipeline's "
+        f"list"
     )
 
 

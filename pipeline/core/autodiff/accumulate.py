@@ -1,12 +1,12 @@
 """Gradients summed over microbatches: pullbacks that add them to buffers in place.
 
-``jax.vjp`` returns an object whose ``with_refs`` lets the backward pass add each gradient to a
-mutable buffer (`jax.new_ref`) as it is formed. Measured against ``g + dp`` in a carry this saves
-a full-size temporary per stage, on the TPU compiler and on CPU.
+``jax.vjp`` returns an object with a method ``with_refs``: the backward pass then adds each gradient
+to a mutable buffer (`jax.new_ref`) when it is computed. Compared with ``g + dp`` in a carry, this
+saves a temporary of full size per stage, with the TPU compiler and on CPU.
 
-Buffers are at least float32 whatever the weights are, unless ``grad_dtype`` says otherwise. Weights
-are differentiated through a cast to the buffer's dtype and back, which the compiler removes: only
-the gradient has that dtype.
+Buffers are at least float32 for all weights, unless ``grad_dtype`` says otherwise. Weights are
+differentiated through a cast to the buffer's dtype and back. The compiler removes this cast, so
+only the gradient has the buffer's dtype.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def as_summed(weights: Leaves, grad_dtype: GradDtype = None) -> Leaves:
 
 
 def _summed(dtype: Any, grad_dtype: GradDtype) -> Any:
-    """As `as_summed`; not by promotion, which may be strict."""
+    """Return the dtype of `as_summed`, without JAX's promotion, which may be strict."""
     if grad_dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
         keeps = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4
         return dtype if keeps else jnp.float32
@@ -52,10 +52,10 @@ def _summed(dtype: Any, grad_dtype: GradDtype) -> Any:
 
 
 def check_grad_dtype(grad_dtype: Any) -> GradDtype:
-    """The option, with a dtype in its canonical form.
+    """Return the option ``grad_dtype``, with a dtype in its canonical form.
 
     Raises:
-      ValueError: no dtype in which gradients can be summed.
+      ValueError: gradients cannot be summed in this dtype.
     """
     if grad_dtype is None or (isinstance(grad_dtype, str) and grad_dtype == "weights"):
         return grad_dtype
@@ -69,9 +69,9 @@ class Pullback:
     """The backward pass of a `Function`.
 
     Attributes:
-      vjp: what `jax.vjp` returned.
-      by_value: for each weight that is trained, whether its gradient is formed before it is added.
-      part: the part of the model that it belongs to, to be named by errors of its rules.
+      vjp: the pullback from `jax.vjp`.
+      by_value: for each trained weight, whether its gradient is computed as a value and then added.
+      part: the name of the part of the model, for error messages.
     """
 
     vjp: Any
@@ -81,8 +81,8 @@ class Pullback:
     def __call__(self, cotangent: Any, refs: Leaves | None, *, want_x: bool) -> Leaves:
         """Add the trained weights' gradients to ``refs``; return the gradients of x's leaves.
 
-        With ``refs=None`` the weights' gradients are not computed, with ``want_x=False`` x's
-        are not.
+        With ``refs=None`` the weights' gradients are not computed; with ``want_x=False`` the
+        gradients of x are not computed.
         """
         ad: Any = jax.ad
         want, skip = ad.GradValue(), ad.DontWant()
@@ -103,7 +103,7 @@ class Pullback:
 
         in_place = [ref for ref, value in pairs if not value]
         with _noted(self.part):
-            if refs and is_gpu():  # elsewhere a product and its sum are one kernel anyhow
+            if refs and is_gpu():  # other backends compile product and sum to one kernel
                 from pipeline.core.autodiff.wide_products import with_wide_products
 
                 values, dx = with_wide_products(back, cotangent, in_place)
@@ -117,9 +117,9 @@ class Pullback:
 
 @contextlib.contextmanager
 def _noted(part: str) -> Iterator[None]:
-    """Note on every exception that it was raised during differentiation of a part.
+    """Add a note to every exception: this part of the model was being differentiated.
 
-    Rules of its own (`jax.custom_vjp`) are not traced before.
+    A part's own differentiation rules (`jax.custom_vjp`) are first traced here.
     """
     try:
         yield
@@ -141,10 +141,12 @@ def differentiate(
 ) -> tuple[Any, Any, Pullback]:
     """Compute ``f(weights, x)``, its auxiliary output, and its pullback.
 
-    The pullback is over weights `as_summed`: those that are ``trained``, all without a mask. A
-    ``late`` one adds gradients when all are formed, but for those that a loop forms: XLA's CPU
-    backend then has x's, for which others wait, made before those of weights. It costs no memory
-    where the compiler orders what is one piece; a loop's would be held whole.
+    The pullback is for the ``trained`` weights (all without a mask), in the dtypes of `as_summed`.
+
+    A ``late`` pullback adds the gradients of weights only after all are computed. XLA's CPU backend
+    then computes the gradient of x first, for which other actions wait. This costs no memory if the
+    compiler orders all operations. Gradients that a loop computes are added in the loop, since
+    otherwise they would be stored whole.
     """
     targets = chosen(weights, trained)
     dtypes, summed = [w.dtype for w in targets], as_summed(targets, grad_dtype)
@@ -161,8 +163,8 @@ def differentiate(
 def _formed_by_value(f: Function, weights: Leaves, x: Leaves, *, late: bool) -> tuple[bool, ...]:
     """Tell, for each weight, whether its gradient is computed as a value before it is added.
 
-    It is where the way in which the weight is used keeps it from being added in place; and if
-    ``late`` where no loop forms it.
+    It is, if the uses of the weight prevent an addition in place; and if ``late``, also if no loop
+    computes it.
     """
     if not weights:
         return ()

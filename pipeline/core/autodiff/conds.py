@@ -1,6 +1,7 @@
-"""A `cond` taken apart into two, each of which takes the same branch.
+"""The split of a `cond` into two `cond`s that take one branch.
 
-What crosses is whatever the branch taken needs: branches share places of equal type.
+The first passes the second the values that the branch needs. Branches share slots of equal type for
+these values.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class _Branch:
     """One branch of a `cond`: its steps, its results, and the origin of its names.
 
     Attributes:
-      outs: a result each; None where another branch returns something and this one need not.
-      operands: names within the branch to those outside.
+      outs: the results; None for a result that only another branch needs.
+      operands: a map from names within the branch to names outside.
     """
 
     block: JaxprBlock
@@ -47,7 +48,7 @@ class _Branch:
 def split_branches(
     step: JaxprStep, inner: Branches, mine: Mask, theirs: Mask, facts: NameFacts, halve: Halve
 ) -> Pieces:
-    """Split a `cond` into two; the arguments are as for `split_loop`."""
+    """Split a `cond` into two; `split_loop` explains the arguments."""
     reads, first, second, whole = step.reads[1:], [], [], []
     all_slots: list[Name] = []
     for block in inner.blocks:
@@ -69,7 +70,7 @@ def split_branches(
 
 
 def _places(values: Iterable[Name], slots: list[Name]) -> dict[Name, Name]:
-    """A slot of the right type for each value; branches share slots, and new ones are added."""
+    """Assign each value to a slot of its type; branches share slots, and new ones are added."""
     value_of: dict[Name, Name] = {}
     for value in values:
         free = [s for s in slots if s.aval == value.aval and s not in value_of]
@@ -83,7 +84,7 @@ def _places(values: Iterable[Name], slots: list[Name]) -> dict[Name, Name]:
 def _switch(
     step: JaxprStep, branches: Sequence[_Branch], makes: Sequence[Name]
 ) -> JaxprStep | None:
-    """A step that runs one of the branches; None if none does anything."""
+    """Make a step that runs one of the branches; None if all branches are empty."""
     if not makes and not any(b.steps for b in branches):
         return None
     used = [

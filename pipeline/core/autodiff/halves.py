@@ -1,4 +1,4 @@
-"""Records of a computation cut into two halves (`pipeline.core.autodiff.split`)."""
+"""Records of a computation that is split into two halves (`pipeline.core.autodiff.split`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ Mask = Sequence[bool]
 
 @dataclass(frozen=True)
 class NameFacts:
-    """Knowledge about a block's inputs.
+    """Facts about a block's inputs.
 
     Attributes:
-      refs: gradients, to which the second half adds.
-      same: at hand in both halves, with all that follows from them (weights).
-      again: at hand in both halves, with what follows from them by light steps (a mask).
-      late: at hand in the second half only.
-      shared: for inputs whose stash would serve several runs of the block, how many.
+      refs: refs of gradients, to which the second half adds.
+      same: inputs that both halves have, such as weights; both may compute any value from them.
+      again: inputs that both halves have, such as a mask; both may compute values from them by
+        light steps.
+      late: inputs that only the second half has.
+      shared: for inputs whose stash would serve several runs of the block, the number of runs.
     """
 
     refs: frozenset[Name] = frozenset()
@@ -34,9 +35,9 @@ class Halves:
     """A block in two halves.
 
     Attributes:
-      first, second: their steps; a step may be in both.
-      crossing: what the second reads that the first makes or is given.
-      whole: descriptions of steps that could not be taken apart and so are in the first.
+      first, second: the steps of each half; a step may be in both.
+      crossing: the values that the first half passes to the second.
+      whole: descriptions of steps that could not be split, and so are in the first half.
     """
 
     first: tuple[JaxprStep, ...]
@@ -47,19 +48,19 @@ class Halves:
 
 @dataclass(frozen=True)
 class Pieces:
-    """One step in two; either may be missing."""
+    """One step split into two; either may be None."""
 
     first: JaxprStep | None
     second: JaxprStep | None
     whole: tuple[str, ...]
 
 
-# Takes a block apart, given which outputs each half makes.
+# A function that splits a block, given masks of the outputs that each half computes.
 Halve = Callable[[JaxprBlock, Mask, Mask, NameFacts], Halves]
 
 
 def facts_inside(block: JaxprBlock, reads: Sequence[Atom], facts: NameFacts) -> NameFacts:
-    """Derive the knowledge about a body's inputs."""
+    """Derive the facts about a body's inputs."""
     pairs = list(zip(block.inputs, reads, strict=True))
 
     def inside(outside: frozenset[Name]) -> frozenset[Name]:

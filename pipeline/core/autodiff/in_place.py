@@ -1,15 +1,18 @@
-"""The gradients that ``jax.vjp(...).with_refs`` may add to a buffer as they are formed.
+"""The gradients that ``jax.vjp(...).with_refs`` may add to a buffer in place.
 
-It goes wrong where the gradient of one weight is formed twice by one equation: under `jit` and in
-the body of a scan one of the two sums is lost without a word (jax 0.10), a constant of a scan that
-is also scanned over raises NotImplementedError (jax 0.12). And jax 0.10 crashes where a gradient
-meets a static slice, a value that a body returns as it was given, or a scan whose body has
-something that does not change from trip to trip: it is taken out of the loop, and the gradients of
-all constants are confused. They are too where a constant of a scan whose gradient is a value comes
-before one whose gradient is added to a ref, and so are those of what is scanned over. Such a
-gradient is formed by value, which costs a temporary of its size, and added then.
+JAX cannot add every gradient in place. These cases fail:
 
-What is a weight plus something has the weight's own gradient, and counts as the weight.
+* One equation computes two terms of a weight's gradient. Under `jit` and in the body of a scan, jax
+  0.10 loses one term silently. A constant of a scan that is also scanned over raises
+  NotImplementedError (jax 0.12).
+* jax 0.10 crashes if a gradient passes a static slice, or an input that a body returns unchanged.
+* jax 0.10 also fails if a scan's body has an equation that is constant over trips: it is moved out
+  of the loop, and the gradients of all constants are mixed up.
+* The gradients of a scan's constants are also mixed up if a constant with a gradient by value comes
+  before a constant with a ref. This also happens to the arrays that are scanned over.
+
+Such a gradient is computed as a value, in a temporary of its size, and then added. The sum of a
+weight and another value has the weight's gradient, and counts as the weight.
 """
 
 from __future__ import annotations
@@ -27,14 +30,9 @@ Var = Any
 
 
 def added_in_place(jaxpr: Any, weights: Sequence[Var]) -> set[Var]:
-    """The weights of which every reader can add its part of the gradient to a ref.
-
-    Args:
-      jaxpr: of the function that is differentiated.
-      weights: inputs of it.
-    """
+    """Find the weights, inputs of the jaxpr, whose gradients all readers can add to a ref."""
     by_ref = set(weights)
-    while True:  # whether one can depends on whether others are
+    while True:  # a weight may depend on other weights: repeat until the set is stable
         fit = {v for v in weights if v in by_ref and _is_fit(jaxpr, {v}, by_ref)}
         if fit == by_ref:
             return fit
@@ -42,12 +40,7 @@ def added_in_place(jaxpr: Any, weights: Sequence[Var]) -> set[Var]:
 
 
 def is_formed_in_a_loop(jaxpr: Any, weight: Var) -> bool:
-    """Tell whether a loop, or an opaque equation, reads a weight and so adds up its gradient.
-
-    Args:
-      jaxpr: of the function that is differentiated.
-      weight: one of its inputs.
-    """
+    """Tell whether a loop, or an opaque equation, reads a weight and so sums its gradient."""
     same = {weight}
     for eqn in jaxpr.eqns:
         places = _places(eqn, same)
@@ -68,8 +61,8 @@ def _is_fit(jaxpr: Any, same: set[Var], by_ref: set[Var]) -> bool:
     """Tell whether a weight's gradient can be added in place by all equations that read it.
 
     Args:
-      jaxpr: of a function.
-      same: variables with the weight's gradient, which gains those that are.
+      jaxpr: the jaxpr of a function.
+      same: variables with the weight's gradient; further such variables are added.
       by_ref: variables whose gradients are added in place.
     """
     for eqn in jaxpr.eqns:
@@ -114,13 +107,13 @@ def _suits(eqn: Any, place: int, same: set[Var], by_ref: set[Var]) -> bool:
 
 
 def _inner(eqn: Any, body: Any, outer: set[Var], first: int = 0) -> set[Var]:
-    """The inputs of a body that are variables of some outside; of operands from the first on."""
+    """Find the inputs of a body whose operands, counted from ``first``, are in ``outer``."""
     pairs = zip(eqn.invars[first:], body.invars, strict=False)
     return {inner for v, inner in pairs if not isinstance(v, Literal) and v in outer}
 
 
 def _places(eqn: Any, variables: Collection[Var]) -> list[int]:
-    """Positions of an equation's operands that are among some variables."""
+    """List the positions of an equation's operands that are in ``variables``."""
     return [n for n, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in variables]
 
 
@@ -129,11 +122,11 @@ def _variables(atoms: Collection[Any]) -> list[Var]:
 
 
 def _has_constant_steps(body: Any, constant: Collection[int]) -> bool:
-    """Tell whether a scan's body has an equation that reads constants and nothing else.
+    """Tell whether a scan's body has an equation that reads only constants.
 
     Args:
       body: a jaxpr.
-      constant: which of its inputs are the same in every trip.
+      constant: the indices of its inputs that are equal in every trip.
     """
     constants = {*body.constvars, *(body.invars[n] for n in constant)}
     for eqn in body.eqns:

@@ -1,10 +1,10 @@
-"""The choice of stashed values: the fewest bytes from which all that is needed follows cheaply.
+"""The choice of stashed values: the fewest bytes from which all needed values follow cheaply.
 
-What is needed is often an elementwise function of another value, or of something smaller that
-several follow from: `relu(h)`, its mask and its square all follow from `h`. Choosing what to keep
-is a minimum cut between what must be computed and what is needed, as in the partitioner of
-AOTAutograd (He and Yu, "Transcending Runtime-Memory Tradeoffs in Checkpointing by being Fusion
-Aware", MLSys 2023).
+A needed value is often an elementwise function of another value, and several needed values may
+follow from a smaller one: `relu(h)`, its mask and its square all follow from `h`. The best choice
+is a minimum cut between the values that cannot be recomputed cheaply and the needed values. The
+partitioner of AOTAutograd uses it too (He and Yu, "Transcending Runtime-Memory Tradeoffs in
+Checkpointing by being Fusion Aware", MLSys 2023).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNITS = 1 << 22  # the total of all sizes in units of capacity: flows are 32-bi
 
 
 def num_bytes(value: Value) -> int:
-    """The size of an array, at least 1."""
+    """Return the size of an array in bytes, at least 1."""
     return max(1, nbytes(value.aval))
 
 
@@ -35,16 +35,17 @@ def smallest_cut(
     size: Callable[[Value], int | None] = num_bytes,
     avoid: Callable[[Value], bool] = lambda _: False,
 ) -> list[Value]:
-    """Values to keep so that ``wanted`` can be computed from them.
+    """Choose the values to keep so that ``wanted`` can be computed from them.
 
-    Of equal choices it takes the one nearest to what is wanted: least is computed again.
+    Among equal choices the values nearest to ``wanted`` are kept, so that least is recomputed.
 
     Args:
       wanted: values that will be needed.
-      before: what a value is computed from; None if it is at hand only when kept. Values that
-        will be at hand anyway are left out of ``wanted`` and of these lists.
-      size: the bytes that keeping a value costs; None if it cannot be kept.
-      avoid: of equal choices, which not to take.
+      before: a function from a value to the values from which it is computed, or None if the value
+        is available only when it is kept. The caller leaves values that are available anyway out of
+        ``wanted`` and of these lists.
+      size: a function from a value to the bytes for keeping it, or None if it cannot be kept.
+      avoid: a function that marks values to avoid among equal choices.
     """
     wanted = list(dict.fromkeys(wanted))
     index: dict[Value, int] = {}
@@ -55,7 +56,7 @@ def smallest_cut(
         value = frontier.pop()
         if value in index:
             continue
-        index[value] = 2 + 2 * len(index)  # its entrance; index + 1 is its exit
+        index[value] = 2 + 2 * len(index)  # the value's entry node; the next number is its exit
         sources = before(value)
         if sources is None:
             forced.add(value)
@@ -67,7 +68,7 @@ def smallest_cut(
     sizes = {value: size(value) for value in index}
     total = sum(s or 0 for s in sizes.values())
     endless = 2 * _UNITS + len(index)
-    # Every value costs one unit beside its bytes: of equal cuts, the one with fewest arrays.
+    # Every value costs one unit more than its bytes, so that of equal cuts the fewest arrays win.
     capacity = {
         v: endless if s is None else 1 + avoid(v) + round(s / total * _UNITS)
         for v, s in sizes.items()

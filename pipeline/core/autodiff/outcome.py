@@ -1,10 +1,9 @@
 """The record that every call of a part of the model returns, and its pullback.
 
 Three functions return it: `embed` and `finish` of `pipeline.core.step.calls.ends`, and
-`Forward.stage` of `pipeline.core.step.calls.forward`. The caller passes the value on and hands the
-whole record to `StepSums.take` (`pipeline.core.step.stores.totals`), which adds up and keeps the
-rest. A part that lacks a feature leaves its field empty, and an empty field costs nothing in a
-compiled program.
+`Forward.stage` of `pipeline.core.step.calls.forward`. The caller uses the value, and passes the
+record to `StepSums.take` (`pipeline.core.step.stores.totals`), which sums or stores the other
+fields. A field that a part does not use is empty, and costs nothing in a compiled program.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ class Outcome:
       value: the activation, the outputs, or the loss as a scalar; its float leaves are
         differentiated.
       added: the sum of the losses that the call adds (`add_loss`), one scalar; empty without any.
-        It is an output whose cotangent is the known share of a microbatch. An evaluation has it
-        here; in training the pullback returns it with the gradients, since that is where a value
-        leaves loops and `jax.checkpoint` at no cost.
-      state: by the name of the part, the declared variables as the call leaves them.
-      sums: by name, scalars to be added up over the calls of a step. They have no gradient.
-      carry: the values that a slice of a sequence leaves for later slices (keys and values);
-        differentiated as the value is.
+        Its cotangent is the known share of a microbatch. An evaluation returns the sum here; in
+        training the pullback returns it with the gradients, because gradients leave loops and
+        `jax.checkpoint` at no cost.
+      state: by the name of the part, the declared variables after the call.
+      sums: by name, scalars to sum over the calls of a step. They have no gradient.
+      carry: the values from a slice of a sequence for later slices (keys and values); they are
+        differentiated like the value.
     """
 
     value: Tree
@@ -57,8 +56,8 @@ class SlicedInput(NamedTuple):
 
     Attributes:
       x: the activation of this slice.
-      earlier: [N, ...] leaves, the carries of the microbatch's slices, zeros from this one on; None
-        where there are none.
+      earlier: [N, ...] leaves, the carries of earlier slices, with zeros for this and later slices;
+        None without carries.
     """
 
     x: Tree
@@ -74,18 +73,18 @@ def outcome_and_pullback(
     adding: MakeAdding | None = None,
     **options: Any,
 ) -> tuple[Outcome, Pullback]:
-    """Call ``f(weights, x)``; returns its outcome, and the pullback of its float leaves.
+    """Call ``f(weights, x)``; return its outcome, and the pullback of its float leaves.
 
-    These are the leaves of the value, then those of the carry.
+    The float leaves are the leaves of the value, then the leaves of the carry.
 
     Args:
       f: the call.
       weights: arrays.
       x: float arrays.
-      trained: which of the weights have gradients, all without a mask.
-      adding: makes the share and the probe of added losses, where the call adds any. The pullback
-        then has one more sum behind the gradients of the weights: that of the added losses.
-      options: as of `differentiate`.
+      trained: the mask of weights that have gradients; None for all.
+      adding: makes the share and the probe of added losses, if the call adds any. The pullback then
+        returns, after the gradients of the weights, the sum of added losses.
+      options: options of `differentiate`.
     """
     count, like = len(weights), None
     probes = [adding().probe] if adding else []
@@ -110,7 +109,7 @@ def outcome_and_pullback(
 def _adding(
     make: MakeAdding | None, probes: Leaves
 ) -> contextlib.AbstractContextManager[Adding | None]:
-    """A context in which `add_loss` leaves its values at a probe, if there is one."""
+    """Make a context in which `add_loss` adds its values to a probe, if there is one."""
     if make is None:
         return contextlib.nullcontext()
     (probe,) = probes

@@ -1,13 +1,12 @@
 """The residuals that a forward pass keeps for its backward, and the recomputed values.
 
-`jax.vjp` closes over residuals. Here they are taken apart, so that little of them is stashed:
+`jax.vjp` closes over residuals. This module separates them, so that few of them are stashed:
 
-* an argument (a weight, a mask, the carries of earlier slices) is passed to the backward again;
-* what follows from weights alone (a cast, a transpose) is computed again: stashing it would hold
-  a copy of the weights for every microbatch in flight;
-* of the rest, the smallest set of values is stashed from which all follow by cheap arithmetic
-  (`pipeline.core.autodiff.min_cut`); if wanted, what ranks gathered of smaller parts is gathered
-  again.
+* An argument (a weight, a mask, the carries of earlier slices) is passed to the backward again.
+* A value computed only from weights (a cast, a transpose) is recomputed: a stash would hold a copy
+  of the weights for every microbatch in flight.
+* For the other residuals, the smallest set of values is stashed from which all follow by cheap
+  arithmetic (`pipeline.core.autodiff.min_cut`). If wanted, all-gathers are repeated too.
 """
 
 from __future__ import annotations
@@ -43,9 +42,10 @@ def stage_pullback(
     late: bool = False,
     part: str = "",
 ) -> tuple[Outcome, Pullback]:
-    """A stage's outcome, and its pullback over the (weights, x's float leaves) that need one.
+    """Call a stage; return its outcome, and its pullback for weights and x's float leaves.
 
-    ``adding`` as `outcome_and_pullback` has it, ``late`` and ``part`` as `differentiate` has them.
+    ``need`` selects the gradients. `outcome_and_pullback` explains ``adding``; `differentiate`
+    explains ``late`` and ``part``.
     """
     floats, others = partition(x)
     mask, want_x = (need.weights, need.x) if need else (None, True)
@@ -62,19 +62,19 @@ class Residuals:
     """The pullback of a stage as two functions of arrays, `forward` and `backward`.
 
     Args:
-      f: the stage; ``fixed`` is the same for every microbatch (a stage's state beside its
-        weights), ``side`` is not (extras, dropout keys).
+      f: the stage. ``fixed`` is equal for every microbatch (a stage's state other than weights);
+        ``side`` is not (extras, dropout keys).
       weights, fixed, side, x: examples, for their types.
-      grad_dtype: as `pipeline.core.autodiff.accumulate.as_summed` takes it.
-      need: how far its backward goes; without, all the way.
-      adding: as `outcome_and_pullback` has it.
-      gathers: whether the backward may gather again, from other ranks, what the forward gathered.
-      part: as `Pullback` has it.
+      grad_dtype: the argument of `pipeline.core.autodiff.accumulate.as_summed`.
+      need: the gradients that the backward computes; None for all.
+      adding: the argument of `outcome_and_pullback`.
+      gathers: whether the backward may repeat the forward's all-gathers.
+      part: the field of `Pullback`.
 
     Attributes:
-      stashed: the types of what must be stashed for one microbatch.
-      gathers: whether the backward does gather something again.
-      holds_output: whether the stash has the stage's output too, to be read by `output`.
+      stashed: the types of the stash for one microbatch.
+      gathers: whether the backward repeats any all-gather.
+      holds_output: whether the stash also has the stage's output, which `output` reads.
     """
 
     holds_output = False
@@ -131,7 +131,7 @@ class Residuals:
         self.gathers = any(_gathers(made_by[v]) for v in again)
 
     def forward(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> tuple[Outcome, Leaves]:
-        """The stage's outcome, and the values to stash."""
+        """Call the stage; return its outcome, and the values to stash."""
         arguments = jax.tree.leaves((weights, fixed, side, x))
         values = self._constants | dict(zip(self._jaxpr.invars, arguments, strict=True))
         results = evaluate(self._jaxpr, values, [*self._outcome, *self._cut], effects=True)
@@ -141,7 +141,7 @@ class Residuals:
     def backward(
         self, weights: Leaves, fixed: Tree, side: Tree, stash: Leaves, earlier: Tree = ()
     ) -> Pullback:
-        """The stage's pullback; ``earlier`` as of `SlicedInput`, if its input is one."""
+        """Make the stage's pullback; ``earlier`` is the field of its `SlicedInput`, if any."""
         arguments = jax.tree.leaves((weights, fixed, side, earlier))
         values = self._constants | dict(zip(self._again, arguments, strict=True))
         values |= dict(zip(self._cut, stash, strict=True))
@@ -164,15 +164,15 @@ def _between(
 
 
 def _gathers(eqn: Any) -> bool:
-    """Tell whether an equation joins the parts that ranks hold to a whole."""
+    """Tell whether an equation is an all-gather."""
     return traits(eqn).hlo == "all-gather"
 
 
 def _determined(jaxpr: Any, sources: set[Var]) -> set[Var]:
-    """Every variable that follows from the given ones, by whatever equations.
+    """Find all variables that can be computed from ``sources`` alone.
 
-    Bodies are not looked into: what a scan over layers derives from weights alone counts as
-    depending on all that the scan reads, and may be stashed.
+    Bodies are not searched: a value that a scan over layers computes from weights alone counts as
+    depending on all operands of the scan, and may be stashed.
     """
     variables = set(sources)
     for eqn in jaxpr.eqns:

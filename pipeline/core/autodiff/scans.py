@@ -1,6 +1,6 @@
 """The split of a `scan` into two scans, with crossing values stacked, one row per trip.
 
-The second loop carries only what the first does not need: nothing, where gradients are added to
+The second loop carries only values that the first does not need: none, if gradients are added to
 refs.
 """
 
@@ -28,7 +28,7 @@ from pipeline.core.autodiff.jaxpr.steps import (
 
 @dataclass(frozen=True)
 class _Carried:
-    """A value that a loop carries: within the body, before the loop, after a trip, at the end."""
+    """The names of a carried value: in the body, before the loop, after a trip, and at the end."""
 
     inside: Name
     start: Atom
@@ -39,15 +39,15 @@ class _Carried:
 def split_loop(
     step: JaxprStep, loop: JaxprLoop, mine: Mask, theirs: Mask, facts: NameFacts, halve: Halve
 ) -> Pieces:
-    """Take a `scan` apart.
+    """Split a `scan` into two scans.
 
     Args:
-      step: the whole.
-      loop: its inside.
-      mine: which results the first half needs.
-      theirs: which results only the second half needs.
-      facts: what is known of every name at hand.
-      halve: takes the body apart.
+      step: the step of the scan.
+      loop: the body of the scan.
+      mine: the mask of results that the first half needs.
+      theirs: the mask of results that only the second half needs.
+      facts: the facts about all known names.
+      halve: the function that splits the body.
     """
     body, first_xs = loop.body, loop.num_consts + loop.num_carry
     early, _ = closed_mask(step, loop, mine, facts.refs, adds=False)

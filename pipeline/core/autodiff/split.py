@@ -1,10 +1,10 @@
 """The split of steps into two halves: the steps for the input's gradient, and the rest.
 
-The first half runs when a gradient arrives, the second at any time later. What crosses is stashed,
-so it is chosen small (`pipeline.core.autodiff.min_cut`): the second half computes cheap arithmetic
-again, and a light step of its own (the sum over rows that is a bias's gradient) moves to the first
-half where its result is smaller than its operands. Matrix products are done once, by the half they
-belong to.
+The first half runs when a gradient arrives, the second at any time later. Crossing values are
+stashed, so they are chosen to be small (`pipeline.core.autodiff.min_cut`). The second half repeats
+cheap arithmetic. A light step of the second half, such as the sum over rows for a bias's gradient,
+moves to the first half if its result is smaller than its operands. Each matrix product runs once,
+in the half that needs it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,7 @@ from pipeline.core.autodiff.scans import split_loop
 
 
 def halve(block: JaxprBlock, early: Mask, late: Mask, facts: NameFacts) -> Halves:
-    """Take a block apart.
-
-    Args:
-      block: steps.
-      early: which outputs the first half makes.
-      late: which outputs the second half makes.
-      facts: what is known of the inputs.
-    """
+    """Split a block: the first half computes the ``early`` outputs, the second the ``late``."""
     return _Splitter(block, early, late, facts).halves()
 
 
@@ -49,11 +42,11 @@ class _Splitter:
     """The names and steps that decide how one block is divided into two halves.
 
     Attributes:
-      steps: the block's, each with its half, after bodies were taken apart.
-      same, again: as in `NameFacts`, with what follows.
-      barred: names that the first half cannot have.
-      late: names that the second half makes by heavy steps.
-      maker: the step that makes a name, and whether it is the second half's.
+      steps: the block's steps with split bodies, each with True if it is in the second half.
+      same, again: the names in `NameFacts`, and the names that both halves compute from them.
+      barred: names that the first half cannot compute.
+      made_late: names that the second half makes by heavy steps.
+      maker: for each name, the step that makes it, and True if the step is in the second half.
     """
 
     def __init__(self, block: JaxprBlock, early: Mask, late: Mask, facts: NameFacts) -> None:
@@ -71,7 +64,7 @@ class _Splitter:
             self._place(step, mine, theirs)
 
     def _uses(self) -> list[tuple[JaxprStep, list[bool], list[bool]]]:
-        """The steps anybody needs; which results the first half needs, and only the second."""
+        """List the needed steps, with masks of results: for the first half, for the second only."""
         refs = self.facts.refs
         first, second = set(names(self.early)), set(names(self.late))
         uses = []
@@ -100,7 +93,7 @@ class _Splitter:
         elif step.inner and (adds or not all(mine)):
             pieces = self._split(step, mine, theirs)
             if pieces.second and not self._stays(pieces.second):
-                # Nothing in it is worth putting off: what it makes may cross, if that is small.
+                # No part of the step must run late: run it early, and let small results cross.
                 either = [a or b for a, b in zip(mine, theirs, strict=True)]
                 pieces = self._split(step, either, [False] * len(either))
             self.whole += pieces.whole
@@ -114,7 +107,7 @@ class _Splitter:
             self._add(step, late=False)
 
     def _split(self, step: JaxprStep, mine: Mask, theirs: Mask) -> Pieces:
-        """Split a step with a body, by the facts about all names so far."""
+        """Split a step that has a body, with the present facts about names."""
         facts = replace(
             self.facts,
             same=frozenset(self.same),
@@ -143,7 +136,7 @@ class _Splitter:
                 self.barred.update(step.makes)
 
     def _stays(self, step: JaxprStep) -> bool:
-        """Tell whether a step of the second half must run there."""
+        """Tell whether a step of the second half must run in the second half."""
         return step.cost == Cost.HEAVY or step.effect or adds_to(step, self.facts.refs)
 
     def halves(self) -> Halves:
@@ -176,7 +169,7 @@ class _Splitter:
     def _prune(
         self, crossing: Sequence[Name]
     ) -> tuple[tuple[JaxprStep, ...], tuple[JaxprStep, ...]]:
-        """The steps each half runs."""
+        """Select the steps that each half runs."""
         refs, inputs = self.facts.refs, set(self.block.inputs) | set(self.block.constants)
         early = {id(step) for step, late in self.steps if not late}
         everything = [step for step, _ in self.steps]

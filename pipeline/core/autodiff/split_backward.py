@@ -1,8 +1,8 @@
 """W separated from I: a stage's backward as two functions, `input_half` and `weight_half`.
 
-Together they do what the pullback of the stage does, each product once. The first gives the
-gradient for the stage's input and a few values that cross; the second makes the weights' gradients
-of those and nothing else, whenever a schedule says.
+Together they compute the stage's pullback, with each product once. The first computes the gradient
+for the stage's input and a few crossing values. The second computes the weights' gradients from the
+crossing values, at the time that the schedule chooses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Linearize = Callable[[Leaves, Tree, Tree, Tree], tuple[Outcome | None, Pullback]
 
 
 class _Inputs(NamedTuple):
-    """The inputs of a backward pass as names of values, in the order of its block."""
+    """The names of a backward pass's inputs, in the order of its block."""
 
     weights: list[Name]
     fixed: list[Name]
@@ -46,17 +46,18 @@ class SplitBackward:
     """A backward pass in two halves.
 
     Args:
-      linearize: gives a stage's pullback, and perhaps its outcome, from what the forward left.
-      weights, fixed, side, stash: examples of what it takes. All but ``stash`` are given to both
-        halves; `pipeline.core.autodiff.residuals` says what each is.
+      linearize: a function from a stage's arguments and stash to its outcome, or None, and its
+        pullback.
+      weights, fixed, side, stash: examples of its arguments, which
+        `pipeline.core.autodiff.residuals` explains. Both halves get all but ``stash``.
       dy: an example of the gradients for the float leaves of the stage's output.
-      grad_dtype: as `pipeline.core.autodiff.accumulate.as_summed` takes it.
-      need: how far the pullback goes; without, all the way.
-      adding: as `outcome_and_pullback` has it.
+      grad_dtype: the argument of `pipeline.core.autodiff.accumulate.as_summed`.
+      need: the gradients that the pullback computes; None for all.
+      adding: the argument of `outcome_and_pullback`.
 
     Attributes:
-      crossing: types of what `weight_half` reads of `input_half`, for one microbatch.
-      whole: descriptions of what could not be taken apart, and so is in `input_half`.
+      crossing: the types of the values from `input_half` to `weight_half`, for one microbatch.
+      whole: descriptions of operations that could not be split, and so are in `input_half`.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class SplitBackward:
         adding: MakeAdding | None = None,
     ) -> None:
         mask, want_x = (need.weights, need.x) if need else (None, True)
-        count = len(chosen(weights, mask)) + (adding is not None)  # of the refs
+        count = len(chosen(weights, mask)) + (adding is not None)  # the number of refs
 
         def joint(weights: Leaves, fixed: Tree, side: Tree, stash: Tree, dy: Leaves) -> Any:
             mine = [*chosen(weights, mask), *([adding().probe] if adding else [])]
@@ -95,7 +96,7 @@ class SplitBackward:
         outs = len(block.outs)
         same = frozenset((*self._inputs.weights, *self._inputs.fixed))
         facts = NameFacts(refs=refs_in, same=same, again=frozenset(self._inputs.side))
-        # The first half has all results; the second has effects alone, on the refs.
+        # The first half has all results; the second only adds to refs.
         halves = halve(block, [True] * outs, [False] * outs, facts)
         self._first, self._second, self._crossing = halves.first, halves.second, halves.crossing
         self.crossing, self.whole = [n.aval for n in halves.crossing], halves.whole
@@ -114,12 +115,12 @@ class SplitBackward:
         """Compute the gradients for the stage's input, and the crossing values.
 
         Args:
-          weights: as `linearize` takes them.
-          fixed: as `linearize` takes it.
-          side: as `linearize` takes it.
-          stash: as `linearize` takes it.
-          dy: gradients for the output, or a function that gives them of the output.
-          refs: the weights' gradients; only what could not be taken apart adds to them here.
+          weights: the argument of `linearize`.
+          fixed: the argument of `linearize`.
+          side: the argument of `linearize`.
+          stash: the argument of `linearize`.
+          dy: the gradients for the output, or a function from the output to these gradients.
+          refs: refs of the weights' gradients; here only unsplit operations add to them.
           want_x: whether to compute the gradients for the input.
         """
         values = self._values(weights=weights, fixed=fixed, side=side, stash=stash, refs=refs)
@@ -145,7 +146,7 @@ class SplitBackward:
         run(self._second, values | dict(zip(self._crossing, crossing, strict=True)))
 
     def _values(self, **groups: Tree) -> dict[Name, Any]:
-        """Constants, and values of the inputs of these groups, by the names of `_Inputs`."""
+        """Map names to values: constants, and the inputs in these fields of `_Inputs`."""
         values = dict(self._constants)
         for name, group in groups.items():
             values |= zip(getattr(self._inputs, name), jax.tree.leaves(group), strict=True)

@@ -1,13 +1,14 @@
-"""Products that are summed in float32, made in float32 where they were rounded to 16 bits between.
+"""Products that are computed in float32, not rounded to 16 bits, if they are summed in float32.
 
-A weight in float32 that a stage reads in bfloat16 gets a gradient in bfloat16: the product is
-rounded, widened again, and then added to its float32 sum. XLA for GPUs compiles that as two
-kernels: the second reads the product and the sum and writes the sum. If the product is in float32,
-one kernel multiplies and adds (bench/notes/gpu.md, "Sums of gradients"). XLA for TPUs has one for
-both.
+A float32 weight that a stage reads in bfloat16 gets a gradient in bfloat16: the product is rounded,
+widened again, and then added to its float32 sum. XLA for GPUs compiles this to two kernels: the
+second reads the product and the sum and writes the sum. If the product is in float32, one kernel
+multiplies and adds (bench/notes/gpu.md, "Sums of gradients"). XLA for TPUs uses one kernel in both
+cases.
 
-Only sums of a whole ref count. To a part of one, as in the body of a scan over layers, XLA for GPUs
-adds in a kernel of its own anyhow, and a product in float32 has more bytes to write and to read.
+Only additions to a whole ref are changed. XLA for GPUs always adds to a part of a ref in a separate
+kernel, as in the body of a scan over layers. There a product in float32 has more bytes to write and
+to read.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pipeline.core.autodiff.jaxpr.primitives import bodies, traits
 
 Mask = Sequence[bool]
 
-# By the name of a primitive, the parameter that holds the jaxprs it runs.
+# For each primitive with bodies, the parameter that holds their jaxprs.
 _BODIES = {
     "closed_call": "call_jaxpr",
     "cond": "branches",
@@ -43,9 +44,9 @@ def with_wide_products(f: Callable[..., tuple[Tree, Tree]], *args: Any) -> tuple
     """Call a function, with products in float32 where they are summed in float32.
 
     Args:
-      f: from arrays and refs to two trees of arrays; those of the first are summed, and so are
-        the values that it adds to refs.
-      args: its arguments.
+      f: a function of arrays and refs that returns two trees of arrays. The caller sums the arrays
+        of the first tree; the function itself adds values to refs.
+      args: the arguments of ``f``.
     """
     closed, like = jax.make_jaxpr(f, return_shape=True)(*args)
     count = len(jax.tree.leaves(like[0]))
@@ -59,12 +60,12 @@ def with_wide_products(f: Callable[..., tuple[Tree, Tree]], *args: Any) -> tuple
 def widened(jaxpr: Any, summed: Mask, parts: Mask = ()) -> Any:
     """Rewrite a jaxpr to compute products in float32 if they are widened to float32 and summed.
 
-    Bodies are looked into. Without any such product it is the one that was given.
+    Bodies are rewritten too. Without any such product, ``jaxpr`` itself is returned.
 
     Args:
-      jaxpr: of a backward pass.
-      summed: which of its results are added to sums; no further ones are.
-      parts: which of its inputs are refs of parts of others; no further ones are.
+      jaxpr: the jaxpr of a backward pass.
+      summed: the mask of results that are added to sums; missing entries count as False.
+      parts: the mask of inputs that are parts of other refs; missing entries count as False.
     """
     made_by = producers(jaxpr)
     uses = Counter(v for eqn in jaxpr.eqns for v in operands(eqn))
@@ -73,7 +74,7 @@ def widened(jaxpr: Any, summed: Mask, parts: Mask = ()) -> Any:
     wanted = {v for v, s in zip(jaxpr.outvars, summed, strict=False) if s and isinstance(v, Var)}
     added = (e.invars[1] for e in jaxpr.eqns if _adds_to_whole(e, of_parts))
     wanted |= {v for v in added if isinstance(v, Var)}
-    # By id: the equations that are replaced; None for a cast that is dropped.
+    # By the id of an equation, its replacement; None for a cast that is dropped.
     changed: dict[int, Any] = {}
     for eqn in jaxpr.eqns:
         if (name := _BODIES.get(eqn.primitive.name)) is not None:
@@ -91,12 +92,12 @@ def widened(jaxpr: Any, summed: Mask, parts: Mask = ()) -> Any:
 
 
 def _adds_to_whole(eqn: Any, parts: set[Any]) -> bool:
-    """Tell whether an equation adds to all of a ref that is no part of another."""
+    """Tell whether an equation adds to a whole ref, which is no part of another ref."""
     return eqn.primitive.name == "addupdate" and len(eqn.invars) == 2 and eqn.invars[0] not in parts
 
 
 def _widens(eqn: Any) -> bool:
-    """Tell whether an equation casts floats of 16 bits to float32, and does nothing else."""
+    """Tell whether an equation only casts 16-bit floats to float32."""
     if eqn.primitive.name != "convert_element_type" or isinstance(eqn.invars[0], Literal):
         return False
     source, result = eqn.invars[0].aval, eqn.outvars[0].aval
@@ -105,9 +106,9 @@ def _widens(eqn: Any) -> bool:
 
 
 def _to_product(cast: Any, made_by: dict[Any, Any], uses: Counter[Any]) -> list[Any]:
-    """The product that a cast widens and the equations between, in order; empty without one.
+    """List the product that a cast widens and the equations between, in order; else [].
 
-    Nothing else reads any of their results.
+    The list is also empty if another equation reads any of their results.
     """
     path: list[Any] = []
     var = cast.invars[0]
@@ -116,7 +117,7 @@ def _to_product(cast: Any, made_by: dict[Any, Any], uses: Counter[Any]) -> list[
         path.append(eqn)
         if eqn.primitive.name == "dot_general":
             is_plain = isinstance(eqn.params["precision"], (tuple, jax.lax.Precision, type(None)))
-            return path[::-1] if is_plain else []  # an algorithm says itself how it rounds
+            return path[::-1] if is_plain else []  # a chosen algorithm fixes the rounding
         if eqn.primitive.name not in _MOVES or len(operands(eqn)) != 1:
             break
         var = operands(eqn)[0]
@@ -124,7 +125,7 @@ def _to_product(cast: Any, made_by: dict[Any, Any], uses: Counter[Any]) -> list[
 
 
 def _in_float32(path: Sequence[Any], out: Any) -> list[Any]:
-    """A product and the equations that move its numbers, in float32; ``out`` is the last result."""
+    """Rewrite a product and equations that move its values to float32; ``out``: the last result."""
     steps: list[Any] = []
     wide = jnp.dtype(jnp.float32)
     for step in path:
@@ -137,7 +138,7 @@ def _in_float32(path: Sequence[Any], out: Any) -> list[Any]:
 
 
 def _within(eqn: Any, parameter: Any, wanted: set[Any], parts: set[Any]) -> Any:
-    """The bodies of an equation with products widened, as its parameter holds them."""
+    """Rewrite the bodies in an equation's parameter with wide products; keep its structure."""
     results = []
     all_closed = parameter if isinstance(parameter, tuple) else (parameter,)
     loops = traits(eqn).loops
@@ -145,7 +146,7 @@ def _within(eqn: Any, parameter: Any, wanted: set[Any], parts: set[Any]) -> Any:
     for closed, body in zip(all_closed, bodies(eqn), strict=True):
         inputs = eqn.invars[body.first :]
         of_parts = [isinstance(v, Var) and v in parts for v in inputs]
-        if eqn.primitive.name == "scan":  # a ref among its rows is a part in every trip
+        if eqn.primitive.name == "scan":  # each trip gets a part of a scanned ref
             of_parts[body.carry.stop :] = [True] * len(inputs[body.carry.stop :])
         results.append(_closed(closed, functools.partial(widened, summed=summed, parts=of_parts)))
     if all(a is b for a, b in zip(results, all_closed, strict=True)):
@@ -154,7 +155,7 @@ def _within(eqn: Any, parameter: Any, wanted: set[Any], parts: set[Any]) -> Any:
 
 
 def _closed(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
-    """Close a jaxpr over its constants, if any, after a change of its equations."""
+    """Apply a change to a jaxpr; keep the constants of a closed jaxpr."""
     if not isinstance(jaxpr, ClosedJaxpr) or isinstance(jaxpr, Jaxpr):
         return change(jaxpr)
     changed = change(jaxpr.jaxpr)

@@ -1,9 +1,9 @@
 """Compile a function whose arrays are on several meshes: programs for each mesh.
 
-`jax.jit` accepts arrays of one set of devices. An optimizer's update treats each array alone, and
-arrays share only numbers, such as a global norm. So the function is traced once, each equation runs
-on the mesh of its arrays, and numbers are sent between meshes. A *part* is the code of one mesh
-between two messages; each is one compiled function.
+`jax.jit` accepts arrays of one set of devices. An optimizer updates each array separately, and the
+updates share only numbers, such as a global norm. So the function is traced once, each equation
+runs on the mesh of its arrays, and numbers are sent between meshes. A *part* is the code of one
+mesh between two messages; each part is one compiled function.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pipeline.core.autodiff.jaxpr.evaluate import bind, evaluate, follow, operan
 from pipeline.core.autodiff.jaxpr.primitives import bodies, callee
 
 Var = Any
-Place = frozenset[Any] | None  # the devices of a mesh; None for what has none, such as a constant
-SENT = 1024  # the most numbers of an array that is sent from mesh to mesh
-Key = tuple[int, Place]  # of a part: how many messages come before it, and where it runs
+Place = frozenset[Any] | None  # the devices of a mesh; None for a value without, such as a constant
+SENT = 1024  # the largest size of an array that is sent from mesh to mesh
+Key = tuple[int, Place]  # of a part: the number of messages before it, and its devices
 
 
 class ByMesh:
@@ -38,9 +38,9 @@ class ByMesh:
     Under a trace the function is called directly.
 
     Args:
-      function: of trees of arrays.
-      donate_argnums: the arguments whose memory results may take.
-      compiler_options: as of `jax.jit`.
+      function: a function of trees of arrays.
+      donate_argnums: the arguments whose memory results may reuse.
+      compiler_options: the argument of `jax.jit`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ByMesh:
         """Run the function; each result is on the mesh of its operands.
 
         Raises:
-          ValueError: arrays of several meshes meet, or the function has effects.
+          ValueError: an equation reads large arrays of several meshes, or the function has effects.
         """
         leaves, treedef = jax.tree.flatten(args)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
@@ -80,10 +80,10 @@ class _MeshPart:
     """The code that one mesh runs between two messages.
 
     Attributes:
-      sent: the variables that are sent to it.
-      to: where each of them is sent.
+      sent: the variables that are sent to this mesh.
+      to: the sharding to which each of them is sent.
       kept: the variables that it reads.
-      given: variables that it reads and whose memory it may reuse.
+      given: the variables that it reads and whose memory it may reuse.
       writes: the variables that it returns.
       run: the compiled function of (kept, given).
     """
@@ -101,9 +101,9 @@ class _Program:
 
     Args:
       function: the function.
-      args: its arguments, of which types and places count.
-      donated: by leaf whether results may take its memory.
-      compiler_options: as of `jax.jit`.
+      args: its arguments; only their types and places are used.
+      donated: for each leaf, whether results may reuse its memory.
+      compiler_options: the argument of `jax.jit`.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class _Program:
             return function(*jax.tree.unflatten(treedef, leaves))
 
         of_leaves = map(jax.typeof, leaves)
-        # Not `jax.ShapeDtypeStruct`, of which a trace narrows 64 bits where JAX has them off.
+        # Not `jax.ShapeDtypeStruct`: without x64, a trace narrows its 64-bit dtypes.
         types = [ShapedArray(t.shape, t.dtype, weak_type=t.weak_type) for t in of_leaves]
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*types)
         places = list(map(_place_of, leaves))
@@ -152,7 +152,7 @@ class _Program:
         jaxpr, home = self._closed.jaxpr, next(filter(None, places), None)
         pairs = zip(jaxpr.invars, places, strict=True)
         keys: dict[Var, Key] = {var: (-1, place) for var, place in pairs if place is not None}
-        numbers: dict[Var, set[Var]] = {}  # of which a variable without a key is made
+        numbers: dict[Var, set[Var]] = {}  # the sources of each variable without a key
 
         def step(place: Place, of: set[Var]) -> int:
             return max([0, *(keys[v][0] + (keys[v][1] != place) for v in of)])
@@ -174,16 +174,16 @@ class _Program:
 
     @staticmethod
     def _place_of_equation(eqn: Any, places: dict[Var, Place], home: Place) -> Place:
-        """Where an equation runs: on the mesh of its largest array.
+        """Return the place where an equation runs: the mesh of its largest array.
 
-        None for one that makes an array of single numbers, such as a mask: a part runs it where it
-        needs the result.
+        None for an equation that makes an array from single numbers, such as a mask: each part that
+        needs the result runs it.
         """
         if eqn.primitive.name == "sharding_constraint":
             return frozenset(eqn.params["sharding"].device_set)
         atoms = [atom for atom in eqn.invars[1:] if not isinstance(atom, Literal)]
         cases = {var: places[var] for var in atoms if var in places}
-        if eqn.primitive.name == "select_n" and cases:  # not where its predicate is
+        if eqn.primitive.name == "select_n" and cases:  # the place of its cases, not its predicate
             places = cases
         arrays = {var: place for var, place in places.items() if var.aval.ndim}
         large = {place: var.aval for var, place in arrays.items() if var.aval.size > SENT}
@@ -229,8 +229,8 @@ class _Program:
                 values |= zip(names, [*kept_values, *given_values], strict=True)
                 return evaluate(jaxpr, values, writes)
 
-            # What is laid out by a constraint has just that sharding, so that the next call finds
-            # arguments of the same types.
+            # A result of a sharding constraint has exactly that sharding, so that the arguments of
+            # the next call have equal types.
             named = [
                 eqn.params["sharding"] if eqn.primitive.name == "sharding_constraint" else None
                 for eqn in map(self._made_by.__getitem__, writes)
@@ -243,7 +243,7 @@ class _Program:
         return [part for part in parts if part.writes]
 
     def _reads(self, key: Key, makes: Sequence[Var]) -> list[Var]:
-        """The variables that a part needs of others and of the arguments."""
+        """List the variables that a part reads from other parts and from the arguments."""
         jaxpr, made_by = self._closed.jaxpr, self._made_by
         found: dict[Var, None] = {}
         seen, frontier = {*makes, *jaxpr.constvars}, list(makes)
@@ -260,7 +260,7 @@ class _Program:
         """Run the parts and return the results."""
         values = dict(zip(self._closed.jaxpr.invars, leaves, strict=True))
         for part in self._parts:
-            # One call, of a sharding for each: ten times as quick as one by one.
+            # One call for all arrays is ten times faster than one call for each.
             sent = jax.device_put([values[v] for v in part.sent], part.to)
             here = dict(zip(part.sent, sent, strict=True))
             kept, given = ([here.get(v, values[v]) for v in of] for of in (part.kept, part.given))
@@ -269,7 +269,7 @@ class _Program:
 
 
 def _inlined(closed: Any, types: Sequence[ShapedArray], *, conds: bool) -> Any:
-    """Trace `_run_inline` of a jaxpr; each result has memory of its own."""
+    """Trace `_run_inline` of a jaxpr; no two results share memory."""
 
     def run(*values: Any) -> list[Any]:
         return _distinct(_run_inline(closed.jaxpr, closed.consts, values, conds=conds))
@@ -280,7 +280,7 @@ def _inlined(closed: Any, types: Sequence[ShapedArray], *, conds: bool) -> Any:
 def _run_inline(
     jaxpr: Any, constants: Sequence[Any], values: Sequence[Any], *, conds: bool
 ) -> list[Any]:
-    """Run a jaxpr with the equations of functions that it calls in place of the calls.
+    """Run a jaxpr with calls inlined.
 
     With ``conds`` all branches of a cond run, each array on its mesh, and results are selected.
     """
@@ -299,7 +299,7 @@ def _run_inline(
 
 
 def _distinct(results: Sequence[Any]) -> list[Any]:
-    """Results that are arrays, each with memory of its own."""
+    """Copy constants and repeated results, so that no two results share memory."""
     seen = set[int]()
     distinct = []
     for x in results:
@@ -310,7 +310,7 @@ def _distinct(results: Sequence[Any]) -> list[Any]:
 
 
 def _place_of(x: Any) -> Place:
-    """The devices of an array with a NamedSharding; None for any other array."""
+    """Return the devices of an array with a NamedSharding; None for any other value."""
     sharding = getattr(x, "sharding", None)
     return _devices(sharding) if isinstance(sharding, NamedSharding) else None
 

@@ -1,4 +1,4 @@
-"""Weights from the stacks of a pipeline to trees of layers, and back."""
+"""Conversion of trees between a pipeline's stacks and layers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def to_layers(pipe: Any, tree: Tree) -> Layers:
             return end.cut(leaf) if getattr(leaf, "shape", None) == end.stored else leaf
         stack = view.stacks[ref.stack]
         slot, leaf = stack.slots[ref.slot], value_at(tree, stack.path)
-        if not hasattr(leaf, "shape"):  # a label, of all that lies there
+        if not hasattr(leaf, "shape"):  # a label for all leaves of the stack
             return leaf
         shape = tuple(leaf.shape)
         if shape[:1] != (view.ranks,) or (slot.spot is not None and shape[1:] != stack.row):
@@ -108,7 +108,7 @@ def from_layers(pipe: Any, layers: Layers) -> nnx.State[Any, Any]:
 
 
 def _foreign(pipe: Any) -> dict[Path, Any]:
-    """Replace another pipeline's variables by this pipeline's variables, as types."""
+    """Find variables with another pipeline's layers; map them to this pipeline's, as types."""
     order, ranks = layout_name(pipe.plan.stages_of), len(pipe.plan.stages_of)
     types = {}
     for path, variable in nnx.to_flat_state(nnx.state(pipe)):
@@ -122,7 +122,7 @@ def _foreign(pipe: Any) -> dict[Path, Any]:
 
 
 def _stored(view: LayerView) -> list[Path]:
-    """List the paths of a view's arrays in the pipeline's own state."""
+    """List the paths of a view's arrays in the pipeline's state."""
     return [s.path for s in view.stacks] + [("ends", *e.path) for e in view.ends]
 
 
@@ -136,7 +136,7 @@ def _other_view(pipe: Any, fits: Callable[[LayerView], bool]) -> LayerView:
 
 
 def _has_all(tree: Tree, paths: Iterable[Path]) -> bool:
-    """Tell whether a tree has leaves at all of some paths."""
+    """Tell whether a tree has a leaf at every path."""
     try:
         for path in paths:
             value_at(tree, path)

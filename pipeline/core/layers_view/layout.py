@@ -1,11 +1,13 @@
 """A record of the order of layers in a pipeline's state, so that no other order is loaded.
 
-Letters: S ranks, V chunks. For V > 1 the same arrays [S, ...] hold other layers in another
-placement, and nothing in their shapes would tell. So it is written down twice: as metadata of every
-parameter of a stage, which `nnx.update` and `nnx.merge` bring along; and as the name of a mark, a
-variable of its own, for states that are dictionaries of arrays, as a checkpoint is. A loop has no
-mark in the state of its pipeline, which so is that of its stages, and one in that of an optimizer;
-other placements have two, since `nnx.merge` counts leaves and reads no names.
+Letters: S ranks, V chunks. For V > 1, arrays [S, ...] of equal shape hold different layers in
+different placements. So the order is recorded twice: in the metadata of every parameter of a stage,
+which `nnx.update` and `nnx.merge` copy; and in the name of a mark, an additional variable, for
+states that are dictionaries of arrays, such as a checkpoint.
+
+A loop has no mark in the pipeline's state, which then equals the state of its stages, and one mark
+in an optimizer's state. Other placements have two marks, because `nnx.merge` compares only the
+number of leaves, not their names.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ StagesOf = Sequence[Sequence[int]]  # [S] lists of the V stages on each rank
 
 
 class Mark(nnx.Variable[Any]):
-    """Has a name that says something, and no value that does."""
+    """A variable whose name records the order of layers; its value has no meaning."""
 
 
 class Layout(nnx.Module):
@@ -35,8 +37,8 @@ class Layout(nnx.Module):
 
     Args:
       stages_of: [S] lists of the V stages on each rank.
-      mesh: where they lie.
-      types: whether the state is one of types.
+      mesh: the mesh on which marks are replicated.
+      types: whether the state has types in place of arrays.
       loop: whether a loop has a mark too.
     """
 
@@ -51,23 +53,23 @@ class Layout(nnx.Module):
 
 @dataclass(frozen=True, eq=False)
 class PipelineOrigin:
-    """The modules that a pipeline was made of.
+    """The modules from which a pipeline was made.
 
     Attributes:
-      variables: those of the stages as they were placed, as types, by path.
-      copies: `pipeline.lint.copies.Copies`, the modules of which the pipeline has copies.
+      variables: the types of the stages' variables after placement, by path.
+      copies: `pipeline.lint.copies.Copies`, the modules that the pipeline has copied.
     """
 
     variables: Mapping[Any, Any]
     copies: Any
 
     def __deepcopy__(self, memo: Any) -> PipelineOrigin:
-        """Itself: a copy of a pipeline was made of the same modules."""
+        """Return the same object: a copy of a pipeline has the same origin."""
         return self
 
 
 def layout_name(stages_of: StagesOf) -> str | None:
-    """The order of layers, ``loop_2x2`` of S = V = 2; None for V = 1, where there is but one."""
+    """Name the order of layers, such as ``loop_2x2`` for S = V = 2; None for V = 1."""
     S, V = len(stages_of), len(stages_of[0])
     if V == 1:
         return None
@@ -87,7 +89,7 @@ def _marks(stages_of: StagesOf, *, loop: bool) -> list[str]:
 
 
 def mark(chunks: Iterable[nnx.Module], stages_of: StagesOf) -> None:
-    """Write the order of layers into the metadata of all parameters of some chunks."""
+    """Write the order of layers to the metadata of all parameters of the chunks."""
     name = layout_name(stages_of)
     for chunk in chunks:
         if name is not None:
@@ -97,7 +99,7 @@ def mark(chunks: Iterable[nnx.Module], stages_of: StagesOf) -> None:
 
 
 def types_of(chunks: nnx.Module) -> dict[Any, Any]:
-    """The variables of all stages as types, with their metadata, by path in the pipeline."""
+    """Return the variables of all stages as types, with metadata, by path in the pipeline."""
 
     def bare(x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -107,12 +109,12 @@ def types_of(chunks: nnx.Module) -> dict[Any, Any]:
 
 
 def drop_marks(layout: Layout, stages_of: StagesOf, foreign: Mapping[Any, Any]) -> None:
-    """Forget marks of other orders, where variables of stages say that their order is another.
+    """Drop marks of other orders, if variables of stages record another order.
 
     Args:
-      layout: a pipeline's marks, to which a state of another pipeline may have added its own.
+      layout: a pipeline's marks, to which a state of another pipeline may have added marks.
       stages_of: [S] lists of the V stages on each rank.
-      foreign: such variables; while the pipeline has them, they say themselves what they are.
+      foreign: variables with another order, which their metadata records.
     """
     order = layout_name(stages_of)
     for name in [name for name, value in vars(layout).items() if isinstance(value, Mark)]:
@@ -126,13 +128,13 @@ def check_layout(
     """Check that a state's layers are in a pipeline's order.
 
     Args:
-      what: whose state it is.
+      what: the name of the state's owner, for messages.
       stages_of: [S] lists of the V stages on each rank.
-      layout: its marks.
-      variables: of stages, with their paths.
+      layout: the marks of the state.
+      variables: the variables of stages, with their paths.
 
     Raises:
-      ValueError: they lie as another pipeline has them, or are not of layers.
+      ValueError: the state has another pipeline's order, or a variable has no axis of ranks.
     """
     order, S, streams = layout_name(stages_of), len(stages_of), False
     marks = {str(path[0]) for path, _ in nnx.to_flat_state(nnx.state(layout))}
@@ -141,7 +143,7 @@ def check_layout(
         said, shape = metadata(variable).get(LAYERS, order), getattr(raw(variable), "shape", (S,))
         if said != order:
             others.add(said)
-        if shape == ():  # what is stored for layers has an axis of ranks
+        if shape == ():  # a variable of layers has an axis of ranks
             raise ValueError(
                 f"{what} has a variable of type {kind_text(variable)} at "
                 f"{'.'.join(map(str, path))}, a scalar where there is one for each of {S} ranks: "

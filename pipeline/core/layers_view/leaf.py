@@ -1,9 +1,9 @@
-"""A leaf of a model: read from its row of a stack, and written back.
+"""Leaves of a model: read from rows of stacks, and written back.
 
-Letters: S ranks. A leaf is read out of a row of a stack [S, ...] into an array of its own, and
-written back in the same way. With one process it lies on the devices of its rank, and nothing is
-sent. Several processes write arrays that all have a part of: then it is shared by all ranks along a
-dim that S divides, and no device ever holds more of other ranks than one leaf.
+Letters: S ranks. A leaf is read from a row of a stack [S, ...] into a separate array, and written
+back into the row. With one process, the array is on the devices of its rank, and nothing is sent.
+With several processes, every process needs a part of the array to write it: then it is sharded over
+all ranks along a dim that S divides. No device ever holds more than one leaf of other ranks.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ Put = Callable[[Any], None]
 
 
 class LeafCell:
-    """An array of some state that contains one leaf, or one leaf of each rank.
+    """An array in a state that contains one leaf, or one leaf for each rank.
 
     Args:
       value: the array.
-      put: stores another in its place.
+      put: a function that replaces the array in the state.
 
     Attributes:
-      value: the array with what was written since.
+      value: the array, with the leaves written so far.
     """
 
     def __init__(self, value: Any, put: Put) -> None:
         self._type: type[Any] = type(value)
         self._home, self._put = getattr(value, "sharding", None), put
-        # Such an array goes where the others of a program lie; one that was put does not.
+        # JAX moves an uncommitted array to the devices of a program, but not a committed array.
         self._is_free = isinstance(value, jax.Array) and not value.committed
         self.is_key = hasattr(value, "dtype") and is_key(value)
         self._impl = jax.random.key_impl(value) if self.is_key else None
@@ -54,11 +54,11 @@ class LeafCell:
             mesh: Any = self._home.mesh
             kind = self._home.memory_kind
             auto = NamedSharding(without_types(mesh), self._home.spec, memory_kind=kind)
-            self.value = jax.device_put(self.value, auto)  # which copies nothing
+            self.value = jax.device_put(self.value, auto)  # this copies nothing
 
     @property
     def kind(self) -> str:
-        """Kind of the numbers, beyond their dtype: the implementation of random keys."""
+        """The text ``key<implementation>`` for random keys; empty for other arrays."""
         return f"key<{self._impl}>" if self.is_key else ""
 
     @property
@@ -89,11 +89,11 @@ class LayerLeaf:
     """A leaf of the model without a pipeline.
 
     Attributes:
-      path: where it is there.
-      cell: where it lies here.
-      shape: its own; that of the numbers of random keys.
-      rank: in which row of the cell; None for all of it.
-      spot: where in the row; None for all of it.
+      path: its path in the model without a pipeline.
+      cell: the array that contains it in the pipeline.
+      shape: its shape; for random keys the shape of their numbers.
+      rank: the row of the cell that contains it; None if it is not in one row.
+      spot: its place in the row; None if it is the whole row.
     """
 
     path: Path
@@ -104,7 +104,7 @@ class LayerLeaf:
 
     @property
     def name(self) -> str:
-        """Its path, dotted."""
+        """The path as text with dots."""
         return ".".join(map(str, self.path))
 
     @property
@@ -127,7 +127,7 @@ class LayerLeaf:
         return jax.ShapeDtypeStruct(self.shape, value.dtype, sharding=sharding)
 
     def read(self) -> jax.Array:
-        """The leaf, as an array of its own."""
+        """Read the leaf into a separate array."""
         value, out = self.cell.value, self.type.sharding
         if self.rank is None and self.shape == value.shape:
             return value
@@ -137,8 +137,8 @@ class LayerLeaf:
         if value.sharding.is_fully_addressable:
             row = _row_of(value, self.rank)
             return row if self.spot is None else _part(row, **how, out=out)
-        # One after the other: programs that all devices take part in, many at once, can starve
-        # each other of the threads that virtual CPU devices share.
+        # One program at a time: many programs on all devices at once could block each other, since
+        # virtual CPU devices share threads.
         rank = np.int32(self.rank)
         return jax.block_until_ready(_sent_row(_on_device(value), rank, **how, out=out))
 
@@ -165,11 +165,11 @@ class LayerLeaf:
         return self.cell.kind[4:-1] or None
 
 
-# --- one process: rows are the arrays that their ranks' devices hold ---
+# --- one process: a row is the part of the array on its rank's devices ---
 
 
 def _mesh_of_rank(mesh: Any, rank: int) -> Mesh:
-    """The devices of one rank."""
+    """Make the mesh of one rank's devices."""
     axis = mesh.axis_names.index(STAGE)
     names = tuple(name for name in mesh.axis_names if name != STAGE)
     if not names:
@@ -178,7 +178,7 @@ def _mesh_of_rank(mesh: Any, rank: int) -> Mesh:
 
 
 def _row_of(stack: jax.Array, rank: int) -> jax.Array:
-    """A row of a stack, on the devices of its rank."""
+    """Take a row of a stack, on the devices of its rank."""
     sharding: Any = stack.sharding
     mesh = _mesh_of_rank(sharding.mesh, rank)
     data = {shard.device: shard.data for shard in stack.addressable_shards}
@@ -203,7 +203,7 @@ def _devices(sharding: Any, shape: tuple[int, ...]) -> list[Any]:
 
 
 def _reshaped(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """An array of one device, in its memory; on a CPU without a program to be compiled."""
+    """Reshape an array of one device on its device; on a CPU this compiles no program."""
     (device,) = array.devices()
     if device.platform == "cpu":
         return jax.device_put(np.asarray(array).reshape(shape), device)
@@ -233,13 +233,13 @@ def _part_of(row: Any, spot: Spot, impl: str | None) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("spot", "impl", "out"))
 def _part(row: Any, *, spot: Spot, impl: str | None, out: Any) -> jax.Array:
-    """A leaf out of a row."""
+    """Read a leaf from a row."""
     return jax.lax.with_sharding_constraint(_part_of(row, spot, impl), out)
 
 
 @functools.partial(jax.jit, static_argnames=("spot", "impl", "out"))
 def _filled(row: Any, leaf: Any, *, spot: Spot, impl: str | None, out: Any) -> jax.Array:
-    """Make a row that contains a leaf."""
+    """Write a leaf into a row; return the row."""
     if impl is None:
         result = spot.fill(row, leaf)
     else:
@@ -248,11 +248,11 @@ def _filled(row: Any, leaf: Any, *, spot: Spot, impl: str | None, out: Any) -> j
     return jax.lax.with_sharding_constraint(result, out)
 
 
-# --- several processes, which write and read arrays of all of them: rows are sent ---
+# --- several processes, which all read and write one array: rows are sent ---
 
 
 def _shared(shape: Sequence[int], names: Sequence[Any], mesh: Any) -> P:
-    """Return the mesh axes of a leaf's dims, and ``stage`` for a further dim."""
+    """Return the mesh axes of a leaf's dims, with ``stage`` for one more dim that S divides."""
     entries = [*names, *[None] * (len(shape) - len(names))][: len(shape)]
     S = mesh.shape.get(STAGE, 1)
     for dim, (size, entry) in enumerate(zip(shape, entries, strict=True)):
@@ -262,7 +262,7 @@ def _shared(shape: Sequence[int], names: Sequence[Any], mesh: Any) -> P:
 
 
 def _bits(array: jax.Array) -> jax.Array:
-    """Reinterpret the bits as unsigned integers of at least 32, whose sums with zeros are exact."""
+    """Convert to unsigned integers of at least 32 bits, whose sums with zeros are exact."""
     if array.dtype == np.bool_:
         return array.astype(jnp.uint32)
     wide = jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
@@ -294,7 +294,7 @@ def _sent_row(stack: Any, rank: Any, *, spot: Spot | None, impl: str | None, out
 def _with_sent_row(
     stack: Any, leaf: Any, rank: Any, *, spot: Spot | None, impl: str | None, out: Any
 ) -> jax.Array:
-    """The stack with a leaf in a rank's row."""
+    """Write a leaf into a rank's row of a stack; return the stack."""
     names = () if spot is not None else tuple(out.spec)[1:]
     leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(out.mesh, P(*names)))
     if spot is None:
@@ -309,13 +309,13 @@ def _with_sent_row(
 
 @functools.partial(jax.jit, static_argnames=("rows", "out"))
 def _cut(table: Any, *, rows: int, out: Any) -> jax.Array:
-    """Cut the rows of zeros after a table's last word."""
+    """Drop the padding rows after a table's last word."""
     return jax.lax.with_sharding_constraint(table[:rows], out)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "out"))
 def _padded(table: Any, *, shape: tuple[int, ...], out: Any) -> jax.Array:
-    """A table with them."""
+    """Pad a table with rows of zeros."""
     table = jnp.pad(table, [(0, b - a) for a, b in zip(table.shape, shape, strict=True)])
     return jax.lax.with_sharding_constraint(table, out)
 

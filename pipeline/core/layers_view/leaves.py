@@ -1,9 +1,9 @@
 """The leaves of a model's whole state in layer order.
 
-Letters: K stages, V chunks. `pipeline.core.layers_view.convert` gives all layers of a tree at once.
-A checkpoint wants them one by one, of weights, of other state and of an optimizer: each a
-`LayerLeaf` under its path in the model without a pipeline, ``stages.3.up`` or ``head.kernel``,
-whatever S, V and the placement.
+Letters: K stages, V chunks. `pipeline.core.layers_view.convert` converts all layers of a tree at
+once. A checkpoint needs the leaves of weights, other state and optimizer one by one. Each is a
+`LayerLeaf` with its path in the model without a pipeline, such as ``stages.3.up`` or
+``head.kernel``, for every S, V and placement.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipeline.core.model.unlike import Overlaid
 def _cells(
     flat: Iterable[tuple[Path, Any]], put: Callable[[Path, Any], None]
 ) -> dict[Path, LeafCell]:
-    """A cell for every array, by path; a variable may hold a tree of them, or none."""
+    """Make a `LeafCell` for every array, by path; a variable may hold several arrays, or none."""
     cells: dict[Path, LeafCell] = {}
     for path, variable in flat:
         if isinstance(variable, Mark):
@@ -55,17 +55,17 @@ def _module_cells(module: Any, *filters: Any) -> dict[Path, LeafCell]:
 
 
 def plain_leaves(module: nnx.Pytree) -> Iterator[LayerLeaf]:
-    """Return the leaves of any module's state, without conversion."""
+    """Yield the leaves of a module's state, without conversion."""
     for path, cell in _module_cells(module).items():
         yield LayerLeaf(path, cell, cell.value.shape)
 
 
 def tree_leaves(tree: Tree, put: Put) -> Iterator[LayerLeaf]:
-    """Return the leaves of any tree, without conversion.
+    """Yield the leaves of a tree, without conversion.
 
     Args:
       tree: the tree.
-      put: takes the tree with another leaf, whenever one was written.
+      put: a function that is called with the new tree when a leaf is stored.
     """
     for path, cell in _tree_cells(tree, put).items():
         yield LayerLeaf(path, cell, cell.value.shape)
@@ -87,7 +87,7 @@ def _tree_cells(tree: Tree, put: Put) -> dict[Path, LeafCell]:
 
 
 def pipeline_leaves(pipe: Any) -> Iterator[LayerLeaf]:
-    """The leaves of a pipeline's state, in layer order: parameters, then everything else."""
+    """Yield the leaves of a pipeline's state, in layer order: parameters, then all other state."""
     view, cells = layer_view(pipe), _module_cells(pipe, nnx.Param)
     yield from _viewed(view, (), cells)
     stages_of = pipe.plan.stages_of
@@ -112,7 +112,7 @@ def pipeline_leaves(pipe: Any) -> Iterator[LayerLeaf]:
 
 
 def _viewed(view: LayerView, prefix: Path, cells: Mapping[Path, LeafCell]) -> Iterator[LayerLeaf]:
-    """List the leaves that are shaped like the parameters, or like some of them."""
+    """Yield the leaves at the places of parameters, as far as ``cells`` has them."""
     for stack in view.stacks:
         cell = cells.get((*prefix, *stack.path))
         for slot in stack.slots:
@@ -127,13 +127,13 @@ def _viewed(view: LayerView, prefix: Path, cells: Mapping[Path, LeafCell]) -> It
 
 
 def _stored_shapes(view: LayerView) -> dict[Path, tuple[int, ...]]:
-    """Return the shape of every array of parameters, by its place in a pipeline."""
+    """Return the shape of every array of parameters, by its path in the pipeline."""
     stacks = {stack.path: (view.ranks, *stack.row) for stack in view.stacks}
     return stacks | {("ends", *end.path): end.stored for end in view.ends}
 
 
 def shaped_leaves(pipe: Any, tree: Tree, put: Put) -> Iterator[LayerLeaf]:
-    """The leaves of a tree that is shaped like a pipeline's parameters, in layer order."""
+    """Yield the leaves of a tree with the shapes of a pipeline's parameters, in layer order."""
     view, cells = layer_view(pipe), _tree_cells(tree, put)
     shapes = _stored_shapes(view)
     for path, cell in cells.items():
@@ -147,16 +147,16 @@ def shaped_leaves(pipe: Any, tree: Tree, put: Put) -> Iterator[LayerLeaf]:
 
 
 def optimizer_leaves(pipe: Any, optimizer: Any, plan: StatePlan | None) -> Iterator[LayerLeaf]:
-    """The leaves of a pipeline's optimizer, in layer order.
+    """Yield the leaves of a pipeline's optimizer, in layer order.
 
     Args:
       pipe: the pipeline.
       optimizer: its optimizer.
-      plan: how its state is stored; None for one that knows nothing of layers, whose state has
-        the shape of the parameters wherever it belongs to any.
+      plan: the storage of the optimizer's state; None for an optimizer without layers, whose state
+        for a parameter has the parameter's shape.
 
     Raises:
-      ValueError: it has none, and state of which nothing says whose it is.
+      ValueError: without a plan, an array at the path of a parameter has another shape.
     """
     cells = _module_cells(optimizer)
     if plan is None:

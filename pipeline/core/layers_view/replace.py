@@ -1,9 +1,9 @@
 """A pipeline's weights under another plan (`Pipeline.replace`).
 
-The constructor itself finds the new layout, of types alone. Then every array goes where it belongs:
-as it is where its place is the same, else from device to device, leaf by leaf. Only where stages
-that are not alike share their storage, or stages move to other devices, are they made whole and
-laid out anew.
+The constructor finds the new layout from types alone. Then every array moves to its new place: it
+is kept if the place is unchanged, else it is copied from device to device, leaf by leaf. If stages
+that are not alike share their storage, or stages move to other devices, the stages are made as
+whole modules and placed again.
 
 Letters: S ranks, K stages, V chunks.
 """
@@ -29,12 +29,12 @@ from pipeline.core.options.options import Options
 from pipeline.core.placement.distribute import distribute
 from pipeline.core.placement.placement import as_before
 
-Pick = tuple[int, int]  # where a stage was: its rank and its chunk
+Pick = tuple[int, int]  # the old place of a stage: its rank and its chunk
 _ENDS = "embed", "head", "loss_fn"
 
 
 def check_changes(changes: Mapping[str, Any]) -> None:
-    """Check that only options of a pipeline are to be changed.
+    """Check that changes name only options of a pipeline, embed, head or loss.
 
     Raises:
       TypeError: there are other names.
@@ -61,16 +61,16 @@ def refusal(name: str) -> str:
 
 
 def replaced(pipe: Any, changes: Mapping[str, Any], make: Callable[..., None]) -> Any:
-    """Another pipeline of the same class with the same weights.
+    """Make another pipeline of the class of ``pipe`` with its weights and changed options.
 
     Args:
       pipe: a `Pipeline`, of arrays or of types.
-      changes: options, and perhaps embed and head.
+      changes: new options, and perhaps a new embed, head or loss.
       make: ``make(pipe, stages, **options)``, the constructor of `Pipeline`.
     """
     changed = {name: value for name, value in changes.items() if name not in _ENDS}
     options = dataclasses.replace(pipe.plan.options, **changed).to_dict()
-    new = nnx.merge(*nnx.split(pipe), copy=True)  # with what the user has added
+    new = nnx.merge(*nnx.split(pipe), copy=True)  # with attributes that the user has added
 
     def lay_out(whole: Any, ends: Mapping[str, Any]) -> None:
         make(new, whole.stages(), **(options | ends_of(whole) | dict(ends)))
@@ -89,10 +89,10 @@ def replaced(pipe: Any, changes: Mapping[str, Any], make: Callable[..., None]) -
 
 
 def with_weights_of(pipe: Any, like: Any) -> Any | None:
-    """A copy of ``like``, a pipeline of types, with a pipeline's weights and ``like``'s own plan.
+    """Copy ``like``, a pipeline of types, and give the copy the weights of ``pipe``.
 
-    As ``pipe.replace``, but that what was compiled for ``like`` is not compiled again. None if
-    rows of the weights cannot be moved (`_picks`).
+    Unlike ``pipe.replace``, the copy has the plan and the compiled functions of ``like``. Returns
+    None if rows of the weights cannot be moved (`_picks`).
     """
     picks = _picks(pipe, like)
     return None if picks is None else _filled(nnx.merge(*nnx.split(like), copy=True), picks, pipe)
@@ -101,7 +101,7 @@ def with_weights_of(pipe: Any, like: Any) -> Any | None:
 def _filled(
     new: Any, picks: list[list[Pick]], pipe: Any, ends: Mapping[str, Any] | None = None
 ) -> Any:
-    """A pipeline of types with a pipeline's weights, and perhaps other ends."""
+    """Fill ``new``, a pipeline of types, with the weights of ``pipe``, and perhaps other ends."""
     had = [dict(nnx.to_flat_state(nnx.state(chunk))) for chunk in pipe.chunks]
     for chunk, column in zip(new.chunks, picks, strict=True):
         sources = {v: had[v] for _, v in column}
@@ -112,10 +112,10 @@ def _filled(
 
 
 def ends_of(pipe: Any) -> dict[str, Any]:
-    """Embed, head and loss as they were before they were placed."""
+    """Return embed, head and loss as before their placement."""
     graphdef, state = nnx.split(pipe.ends)
     ends = nnx.merge(graphdef, as_before(state))
-    for name in pipe.plan.shared:  # behind the last word there may be rows of zeros
+    for name in pipe.plan.shared:  # after the last word there may be padding rows
         end = getattr(ends, name)
         table = end.table.get_value()
         if table.shape[0] != end.words:
@@ -126,7 +126,7 @@ def ends_of(pipe: Any) -> dict[str, Any]:
 
 
 def _by_name(ends: Ends) -> dict[str, Any]:
-    """Embed, head and a loss that is a module, by name."""
+    """Map names to embed, head and a loss that is a module."""
     return {name: getattr(ends, name) for name in _ENDS if hasattr(ends, name)}
 
 
@@ -141,7 +141,7 @@ def typed(module: Any) -> Any:
 
 
 def _picks(pipe: Any, new: Any) -> list[list[Pick]] | None:
-    """[V] for each new chunk, where the stages of its ranks were; None if rows cannot be moved."""
+    """Return [V] the old places of each new chunk's stages; None if rows cannot be moved."""
     before, after = pipe.plan.stages_of, new.plan.stages_of
     places = {k: (rank, v) for rank, numbers in enumerate(before) for v, k in enumerate(numbers)}
     picks = [[places[k] for k in column] for column in zip(*after, strict=True)]
@@ -149,12 +149,12 @@ def _picks(pipe: Any, new: Any) -> list[list[Pick]] | None:
         return picks
     overlaid = any(isinstance(chunk, Overlaid) for side in (pipe, new) for chunk in side.chunks)
     moved = list(pipe.mesh.devices.flat) != list(new.mesh.devices.flat)
-    typed = any(side.plan.home.explicit_axes for side in (pipe, new))  # whose rows jax cannot take
+    typed = any(side.plan.home.explicit_axes for side in (pipe, new))  # JAX cannot take their rows
     return None if overlaid or moved or typed else picks
 
 
 def _are_alike(chunk: nnx.Module, other: nnx.Module) -> bool:
-    """Tell whether two chunks have arrays of the same shapes under the same paths."""
+    """Tell whether two chunks have arrays of equal shapes at equal paths."""
     shapes = [
         {
             path: jax.tree.map(jnp.shape, raw(leaf))
@@ -168,12 +168,13 @@ def _are_alike(chunk: nnx.Module, other: nnx.Module) -> bool:
 def _fill(
     module: nnx.Module, place: Callable[..., jax.Array], sources: Mapping[int, Mapping[Any, Any]]
 ) -> None:
-    """Give a module of types its arrays.
+    """Replace the types of a module by arrays.
 
     Args:
-      module: whose types say where arrays lie.
-      place: ``place(type, arrays)``, the array of a type, of those of the sources by their number.
-      sources: variables by path.
+      module: a module of types with shardings.
+      place: ``place(type, arrays)`` makes the array of a type from one array of each source, by the
+        number of the source.
+      sources: for each source its variables, by path.
     """
     flat = []
     for path, variable in nnx.to_flat_state(nnx.state(module)):
@@ -187,7 +188,7 @@ def _fill(
 
 
 def _rows(picks: Sequence[Pick], like: Any, chunks: Mapping[int, jax.Array]) -> jax.Array:
-    """[S, ...] rows of chunks by number, as a type says."""
+    """Stack the picked rows of chunks to [S, ...], with the sharding and dtype of ``like``."""
     first = chunks[picks[0][1]]
     if all(v == picks[0][1] for _, v in picks) and [r for r, _ in picks] == [*range(len(first))]:
         return _put(first, like)
@@ -197,7 +198,7 @@ def _rows(picks: Sequence[Pick], like: Any, chunks: Mapping[int, jax.Array]) -> 
 
 @functools.partial(jax.jit, static_argnames=("picks", "sharding"))
 def _stacked(chunks: dict[int, jax.Array], *, picks: tuple[Pick, ...], sharding: Any) -> jax.Array:
-    """[S, ...] rows of chunks by number; a function of the module, so that it is compiled once."""
+    """Stack the picked rows of chunks to [S, ...]; a module's function, to be compiled once."""
     rows = jnp.stack([chunks[v][rank] for rank, v in picks])
     return jax.lax.with_sharding_constraint(rows, sharding)
 
@@ -212,5 +213,5 @@ def _resized(like: Any, sources: Mapping[int, jax.Array]) -> jax.Array:
 
 
 def _put(x: jax.Array, like: Any) -> jax.Array:
-    """Put an array in a type's place and dtype."""
+    """Give an array the sharding and dtype of a type."""
     return distribute(x if x.dtype == like.dtype else x.astype(like.dtype), like.sharding)

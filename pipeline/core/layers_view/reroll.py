@@ -1,4 +1,4 @@
-"""Run a program that repeats the same equations for each layer once, for all layers together.
+"""Run a program that repeats its equations for each layer once, for all layers together.
 
 An optimizer updates a tree of K layers, so its trace repeats one program K times. A pipeline stores
 layers in stacks: S layers, one per rank, are the rows of one array sharded over ``stage``. So the
@@ -31,12 +31,12 @@ from pipeline.core.model.overlay import Spot
 
 
 class MixedError(ValueError):
-    """A program that needs weights of several layers in one place."""
+    """An error: a program needs weights of several layers on one rank."""
 
 
 @dataclass(frozen=True)
 class _Numbers:
-    """A result of one number for each row."""
+    """A request for one number of each row."""
 
     template: Any
     index: int
@@ -44,12 +44,12 @@ class _Numbers:
 
 @dataclass(frozen=True)
 class _Ops:
-    """Equations that do the same, one for each row; None where nothing is wanted."""
+    """Equal equations, one for each row; None for a row without a wanted result."""
 
     of_rows: tuple[Op | None, ...]
 
 
-Pack = tuple[Value | None, ...]  # one value for each row; None where nothing is wanted
+Pack = tuple[Value | None, ...]  # one value for each row; None for a row without a wanted value
 
 
 class Rerolled:
@@ -57,17 +57,17 @@ class Rerolled:
 
     Args:
       closed: the program, a closed jaxpr.
-      inputs: for each of its inputs a `Row`, or an array.
+      inputs: for each input of the program a `LeafRow`, or an array.
       stacks: [S, ...] the stacks.
-      cuts: for each stack where it comes from, if it is a part of something.
+      cuts: for each stack its origin, if it is a part of a larger array; else None.
       rows: S.
-      replicate: makes a small array the same on all devices.
+      replicate: a function that replicates a small array on all devices.
 
     Attributes:
-      outputs: its results, to be asked for by `stack` or `value`.
+      outputs: its results, which `stack` and `value` compute.
 
     Raises:
-      MixedError: where it needs weights of several layers at once.
+      MixedError: an equation needs weights of several layers at once.
     """
 
     def __init__(
@@ -87,19 +87,19 @@ class Rerolled:
             self._need(op)
 
     def value(self, value: Value) -> Any:
-        """A result that belongs to no stack."""
+        """Compute a result that belongs to no stack."""
         return self._need(value)
 
     def stack(self, pack: Pack) -> Any:
-        """[S, ...] from the results that are its rows; anything where there is None."""
+        """Compute a stack [S, ...] from the results that are its rows; None allows any row."""
         return self._repeated(*self._need(pack))
 
     def cell(self, parts: Sequence[tuple[Spot, int, Value]], shape: tuple[int, ...]) -> Any:
-        """[S, ...] a cell, if its parts are made in one way, number by number; else None.
+        """Compute a cell [S, ...] at once if one elementwise program makes all parts; else None.
 
         Args:
-          parts: where each lies, on which rank, and the result.
-          shape: of the cell.
+          parts: for each part its spot, its rank, and the result.
+          shape: the shape of the cell.
         """
         values = [value for _, _, value in parts]
         numbers = {value.repeats for value in values}
@@ -142,7 +142,7 @@ class Rerolled:
         return tasks.get(type(key), self._packed)(key)
 
     def _value(self, value: Value) -> Task:
-        """A value on all devices."""
+        """Compute a value on all devices."""
         if value.array is not None:
             return value.array
         if value.row is None or value.is_spread:
@@ -154,11 +154,11 @@ class Rerolled:
         return (yield _Numbers(value.template, value.index))[value.row]
 
     def _numbers(self, numbers: _Numbers) -> Task:
-        """A number of each row, on all devices."""
+        """Compute one number of each row, on all devices."""
         return self._replicate((yield numbers.template)[numbers.index])
 
     def _run(self, op: Op) -> Task:
-        """An equation as written."""
+        """Run an equation unchanged."""
         for value in op.operands:
             is_weight = value.row is not None and not (value.is_number or value.is_spread)
             if is_weight and self._rows > 1:
@@ -195,7 +195,7 @@ class Rerolled:
         return bind(wide.eqn, *inputs)[0]
 
     def _packed(self, pack: Pack) -> Task:
-        """Stack all rows' values to [S, ...], with True; or return a common value, with False."""
+        """Return (stack of the rows' values, True), or (value, False) if all rows share a value."""
         pairs = [(row, v) for row, v in enumerate(pack) if v is not None]
         _, first = pairs[0]
         if all(v is first for _, v in pairs) and (first.row is None or first.row != pairs[0][0]):
@@ -217,7 +217,7 @@ class Rerolled:
         return chosen, True
 
     def _merged(self, merged: _Ops) -> Task:
-        """Merge alike equations into one; each takes its own row, or values without a row."""
+        """Run equal equations as one, over the rows of operands that differ between rows."""
         ops = merged.of_rows
         first = next(op for op in ops if op is not None)
         inputs, axes = [], []
@@ -234,25 +234,25 @@ class Rerolled:
         return value if is_stack else jnp.broadcast_to(value, (self._rows, *jnp.shape(value)))
 
 
-Task = Generator[Any, Any, Any]  # yields what it asks for, is sent it, returns what it makes
+Task = Generator[Any, Any, Any]  # yields a key, is sent its result; returns the task's result
 
 
 def _kind(row: int, value: Value) -> Any:
-    """Key of values for several rows that one equation may make."""
+    """Return a key that is equal for values of rows that one equation can compute."""
     if value.op is not None and not value.op.eqn.effects:
         return value.op.key, value.index
     return (value.template, value.index) if value.row == row else value
 
 
 def _sums(op: Op) -> Value | None:
-    """Find the sum in an equation that is made number by number of a cell's part."""
+    """Return the operand if an equation sums all elements of an elementwise value; else None."""
     value, name = op.operands[0], op.eqn.primitive.name
     is_sum = name == "reduce_sum" and len(op.eqn.params["axes"]) == len(value.aval.shape)
     return value if is_sum and value.wide is not None else None
 
 
 def _sum_of_part(cell: Any, spot: Spot | None) -> Any:
-    """[S] the sum of a part of each row of a cell, which is not cut: its axes may be sharded."""
+    """Sum a part of each row of a cell to [S], by a mask: the cell's axes may be sharded."""
     axes = tuple(range(1, cell.ndim))
     if spot is not None and spot.part is not None:
         place = jax.lax.broadcasted_iota(np.int32, cell.shape, 1)
@@ -262,7 +262,7 @@ def _sum_of_part(cell: Any, spot: Spot | None) -> Any:
 
 
 def _at_rows(rows: set[int], stack: Any, other: Any) -> Any:
-    """Some rows of one stack, the rest of another."""
+    """Take ``rows`` from one stack, and the other rows from another."""
     mask = np.isin(np.arange(other.shape[0]), sorted(rows))
     spread = jax.lax.broadcast_in_dim(mask, other.shape, (0,))
     return jax.lax.select(spread, stack, other)

@@ -1,9 +1,9 @@
-"""A search for values of a program that are rows of stacks, and that are made alike.
+"""A search for the values of a program that are rows of stacks.
 
-An optimizer's program does the same for each of K layers. Here it is read once, and each value is
-given the row that it is made of, if it is one, and the *template*, the stack of which it is a row:
-equations that do the same to rows of the same stacks have one template, however often they stand in
-the program. `pipeline.core.layers_view.reroll` runs it.
+An optimizer's program repeats its equations for each of K layers. This module reads the program
+once. A value that is computed from one row gets this row, and its *template*: the stack of which it
+is a row. Equal equations on rows of one stack have one template, for any number of repetitions.
+`pipeline.core.layers_view.reroll` runs the templates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.core.autodiff.jaxpr.evaluate import follow
 from pipeline.core.autodiff.jaxpr.primitives import callee, traits
 from pipeline.core.model.overlay import Spot
 
-_UNROLLED = 64  # as many rounds of a loop over several layers at once are taken apart
+_UNROLLED = 64  # the longest loop over several layers that is unrolled
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class LeafRow:
     """An input that is a row of a stack.
 
     Attributes:
-      stack: the index of the stack; rows of one stack are of one type.
-      row: which row.
+      stack: the index of the stack; rows of one stack have one type.
+      row: the index of the row.
     """
 
     stack: int
@@ -41,11 +41,11 @@ class LeafRow:
 
 @dataclass(frozen=True)
 class Cut:
-    """Origin of a stack's rows that are parts of the rows of a larger array.
+    """The origin of a stack whose rows are parts of the rows of a larger array.
 
     Attributes:
-      cell: [S, ...] that array.
-      spot: which part.
+      cell: [S, ...] the larger array.
+      spot: the part of each row.
     """
 
     cell: Any
@@ -57,12 +57,15 @@ class Value:
     """A value of a program: the result of an equation, an input or a constant.
 
     Attributes:
-      aval: its type.
-      op: what makes it, if an equation does; index: as which of its results.
-      row: of which row it is made, None if of several or none.
-      template: as which of the stacks it is a row of.
-      array: the array, of an input that is no row, or of a constant; is_constant: of the latter.
-      wide: the same for all of the cell of which its row is a part; spot: which part.
+      aval: the type of the value.
+      op: the equation that computes it, or None.
+      index: its index among the results of the equation.
+      row: the row from which it is computed; None for several rows or none.
+      template: the stack of which it is a row.
+      array: the array of a constant, or of an input that is no row.
+      is_constant: whether it is a constant.
+      wide: the result of the same elementwise program on the cell of which its row is a part.
+      spot: the part of the cell's row.
     """
 
     aval: Any
@@ -99,7 +102,7 @@ class Value:
 
     @property
     def type(self) -> Any:
-        """Type that rows of one stack share."""
+        """The type that rows of one stack share."""
         return self.aval.shape, self.aval.dtype
 
 
@@ -121,8 +124,8 @@ class Template:
     """A stack: an input, or an equation's result for each row.
 
     Attributes:
-      op: of one of the rows; None for an input.
-      row: that row.
+      op: the equation of one row; None for an input.
+      row: the index of this row.
       stack: the index of the input.
     """
 
@@ -136,9 +139,9 @@ class Wide:
     """The result of an elementwise program on a whole cell.
 
     Attributes:
-      cell: the cell, if it is that.
-      eqn: else its last equation.
-      operands: what that reads: of the cell, or numbers.
+      cell: the cell, if the result is the cell itself.
+      eqn: else the last equation of the program.
+      operands: the operands of the equation: results on the whole cell, or numbers.
     """
 
     cell: Any = None
@@ -151,12 +154,12 @@ class Program:
 
     Args:
       closed: the program, a closed jaxpr.
-      inputs: for each of its inputs a `LeafRow`, or an array.
-      cuts: for each stack where it comes from, if it is a part of something.
+      inputs: for each input of the program a `LeafRow`, or an array.
+      cuts: for each stack its origin, if it is a part of a larger array; else None.
 
     Attributes:
       outputs: its results.
-      effects: equations that do something beside their results.
+      effects: the equations that have effects.
     """
 
     def __init__(self, closed: Any, inputs: Sequence[Any], cuts: Sequence[Cut | None]) -> None:
@@ -205,7 +208,7 @@ class Program:
         if traits(eqn).combines and any(v.is_mixed for v in operands):
             row = row if any(_is_array(v) for v in operands) else None
         if eqn.primitive.name == "concatenate" and all(v.is_number for v in operands):
-            row = None  # a list of numbers, such as whether each weight is finite, is of no layer
+            row = None  # a list of numbers, such as one flag for each weight, belongs to no layer
         if row is None and any(v.row is not None for v in operands):
             if eqn.primitive.name == "cond" and operands[0].row is None:
                 return self._both(eqn, operands)
@@ -245,7 +248,7 @@ class Program:
         ]
 
     def _unrolled(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-        """A loop over several layers at once, round by round."""
+        """Unroll a loop over several layers."""
         length, closed = eqn.params["length"], eqn.params["jaxpr"]
         num_consts, num_carry = loop_sizes(eqn)
         consts, carry = operands[:num_consts], list(operands[num_consts:][:num_carry])
@@ -273,12 +276,12 @@ def _row_of(operands: Sequence[Value]) -> int | None:
 
 
 def _is_array(value: Value) -> bool:
-    """Tell whether a value has dims, and is none of the program's own constants."""
+    """Tell whether a value is an array: no constant, no number, and no repeated number."""
     return not (value.is_constant or value.is_number or value.is_spread)
 
 
 def is_of(value: Value, row: int | None) -> bool:
-    """Tell whether a value is read as a part of a row."""
+    """Tell whether a value is computed from this row."""
     return row is not None and value.row == row
 
 
@@ -291,7 +294,7 @@ def _stacked(*parts: Any) -> Any:
 
 
 def _static(params: Any) -> Any:
-    """An equation's parameters, equal where they do the same."""
+    """Make a hashable key of an equation's parameters, equal for equal parameters."""
     if isinstance(params, dict):
         return tuple((key, _static(params[key])) for key in sorted(params))
     if isinstance(params, list | tuple):

@@ -1,14 +1,14 @@
-"""An optimizer's state over layers, held in stacks as the pipeline's parameters are.
+"""An optimizer's state over layers, stored in stacks like the pipeline's parameters.
 
-An optimizer that is given a tree of layers keeps trees of layers: moments by leaf, factors of
-moments, a norm for each. Wherever its state has ``{"stages": ..., "embed": ..., "head": ...}``,
-the pipeline's optimizer has ``{"chunks": ..., "ends": ...}``, with [S, ...] in place of S leaves:
+An optimizer for a tree of layers keeps trees of layers: moments, factors of moments, or norms for
+each leaf. For each ``{"stages": ..., "embed": ..., "head": ...}`` in its state, the pipeline's
+optimizer has ``{"chunks": ..., "ends": ...}``, with one array [S, ...] for S leaves:
 
-* what has the path and the shape of a parameter lies as the parameter's gradient does;
-* anything else that belongs to a layer lies on the layer's rank, and that of embed and head, like
-  counts and keys, on every rank.
+* An array with the path and the shape of a parameter has the sharding of the parameter's gradient.
+* Any other array of a layer is on the layer's rank. Any other array of embed and head, like counts
+  and keys, is on every rank.
 
-Where only some layers have such a leaf (a rule for these alone), the rows of the others are zero.
+If only some layers have a leaf (a rule for some layers), the rows of the other layers are zero.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from pipeline.core.layers_view.rows import Cut, LeafRow
 from pipeline.core.layers_view.view import End, LayerView, Name, Path, Slot, Stack, value_at
 from pipeline.core.placement.placement import Spread
 
-Add = Callable[[Any, Cut | None], int]  # a stack, to its index among a program's
-Lay = Callable[[Any, PartitionSpec, Path], Any]  # an array, laid out, by its path in the state
+Add = Callable[[Any, Cut | None], int]  # from a stack to its index among a program's stacks
+Lay = Callable[[Any, PartitionSpec, Path], Any]  # shards an array, given its path in the state
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class _Part:
     """A tree of layers in an optimizer's state.
 
     Attributes:
-      treedef: its structure.
-      stacks: what its stages are stored in.
-      rows: [stack][slot] which of the tree's leaves lies in which row.
-      ends: for each of the other leaves which it is, and what it is stored in.
+      treedef: the structure of the tree.
+      stacks: the stacks that store its stages.
+      rows: [stack][slot] a map from each rank to the index of the tree's leaf in its row.
+      ends: for each other leaf its index, and the array that stores it.
     """
 
     treedef: Any
@@ -51,7 +51,7 @@ class _Part:
     ends: tuple[tuple[int, End], ...]
 
     def read(self, stored: Tree, add: Add) -> Tree:
-        """The tree of layers, whose leaves are rows, and arrays of embed and head."""
+        """Make the tree of layers: its leaves are rows, and arrays of embed and head."""
         leaves: list[Any] = [None] * self.treedef.num_leaves
         for stack, rows in zip(self.stacks, self.rows, strict=True):
             array = value_at(stored, stack.path)
@@ -82,18 +82,18 @@ class _Part:
         return nnx.State(unflatten_mapping(arrays))
 
     def specs(self) -> dict[Path, PartitionSpec]:
-        """Specs of each array."""
+        """Return the spec of each array, by path."""
         places: list[Stack | End] = [*self.stacks, *(end for _, end in self.ends)]
         return {place.path: place.spread.gradient for place in places}
 
 
 @dataclass(frozen=True)
 class StatePlan:
-    """Plan for the storage of an optimizer's state.
+    """A plan for the storage of an optimizer's state.
 
     Attributes:
-      treedef: its structure, with leaves for trees of layers.
-      parts: for each of its leaves how that tree is stored; None for an array of its own.
+      treedef: the structure of the state, in which a tree of layers is one leaf.
+      parts: for each leaf the storage of its tree of layers; None for a single array.
       ranks: S.
     """
 
@@ -102,10 +102,10 @@ class StatePlan:
     ranks: int
 
     def read(self, stored: Tree, add: Add) -> Tree:
-        """The state that the optimizer knows, of rows and of arrays.
+        """Make the optimizer's state over layers, of rows and arrays.
 
         Raises:
-          ValueError: it is another optimizer's.
+          ValueError: the stored state is another optimizer's state.
         """
         items = self.treedef.flatten_up_to(stored)
         trees = [
@@ -128,11 +128,8 @@ class StatePlan:
     def labelled(self, stored: Tree, variables: Mapping[Path, Any]) -> Tree:
         """Make variables for stored arrays, with the metadata of the parameters.
 
-        Arrays of other shapes than the parameters' say that they lie over ``stage``, if they do.
-
-        Args:
-          stored: arrays.
-          variables: the parameters, by path.
+        For an array with another shape than its parameter, the metadata names ``stage`` if the
+        array is sharded over ``stage``.
         """
 
         def label(specs: Mapping[Path, PartitionSpec], path: Any, leaf: Any) -> Any:
@@ -154,7 +151,7 @@ class StatePlan:
         return jax.tree.unflatten(self.treedef, trees)
 
     def layered(self) -> Tree:
-        """Flags in the places of the stored arrays: True for an array that belongs to layers."""
+        """Replace each stored array by a flag: True for an array of a tree of layers."""
         flags: list[Any] = [
             part is not None and nnx.State(unflatten_mapping(dict.fromkeys(part.specs(), True)))
             for part in self.parts
@@ -162,7 +159,7 @@ class StatePlan:
         return jax.tree.unflatten(self.treedef, flags)
 
     def specs(self) -> Tree:
-        """Specs of the stored state, each in the place of its array."""
+        """Replace each stored array by its spec."""
         results = [
             PartitionSpec() if part is None else nnx.State(unflatten_mapping(part.specs()))
             for part in self.parts
@@ -174,8 +171,8 @@ def plan_state(view: LayerView, types: Tree) -> StatePlan:
     """Plan the storage of a state of these types.
 
     Args:
-      view: of the parameters.
-      types: the state of the same optimizer for the tree of layers.
+      view: the layer view of the parameters.
+      types: the types of the optimizer's state for the tree of layers.
     """
     num_stages = len(view.tree["stages"])
 
@@ -245,7 +242,7 @@ def _clash(one: Path, other: Path) -> bool:
 
 
 def key_name(key: Any) -> Any:
-    """Value of a key in a pytree's path: an index, a key of a dictionary, or a field's name."""
+    """Return the value of a key in a pytree's path: an index, a dictionary key or a field name."""
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
             return getattr(key, attribute)

@@ -1,15 +1,15 @@
-"""Trees of layers, and the stacks in which a pipeline holds them.
+"""Trees of layers, and the stacks in which a pipeline stores them.
 
-Letters: S ranks, K stages, V = K // S chunks. A model without a pipeline is a tree of layers; the
-*layer view* is that tree, whatever S, V and the placement::
+Letters: S ranks, K stages, V = K // S chunks. A model without a pipeline is a tree of layers. The
+*layer view* is this tree, for every S, V and placement::
 
     {"stages": [K trees], "embed": tree, "head": tree}
 
-in layer order, each tree a dictionary by attribute, as `nnx.state` of the module has it. A pipeline
-holds the leaves of S layers in one array [S, ...] sharded over ``stage``, and those of stages that
-are not alike in cells (`pipeline.core.model.unlike`): both are a `Stack` here. Nobody outside has
-to know them: what belongs to layers (labels, masks, an optimizer's rules, weights to load) is said
-in the layer view.
+Stages are in layer order. Each tree is a dictionary by attribute, like `nnx.state` of the module. A
+pipeline stores the leaves of S layers in one array [S, ...], sharded over ``stage``, and leaves of
+stages that are not alike in cells (`pipeline.core.model.unlike`). Both are a `Stack` here. Code
+outside of this package uses only the layer view, for labels, masks, an optimizer's rules and
+weights to load.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pipeline.core.placement.placement import Spread, spread_of
 
 Path = tuple[Any, ...]
 Layers = dict[str, Any]  # "stages", "embed", "head"
-Name = tuple[int, Path]  # of a layer's leaf: the stage, and the path in it
+Name = tuple[int, Path]  # of a layer's leaf: its stage, and its path in the stage
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Ref:
     """A reference to a leaf of a stage's tree.
 
     Attributes:
-      stack, slot: the indices of where it lies.
-      rank: in which row.
+      stack, slot: the index of the stack, and of the slot in the stack.
+      rank: the index of the row.
     """
 
     stack: int
@@ -63,12 +63,12 @@ class EndRef:
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in the rows of a stack, which layers of several ranks may have.
+    """A place in the rows of a stack, with one leaf of each rank or of some ranks.
 
     Attributes:
-      spot: where in a row; None for all of it.
-      shape: of the layer's leaf.
-      names: whose leaf lies there, by rank.
+      spot: the part of a row; None for the whole row.
+      shape: the shape of a leaf.
+      names: pairs of a rank and the name of its leaf.
     """
 
     spot: Spot | None
@@ -76,11 +76,11 @@ class Slot:
     names: tuple[tuple[int, Name], ...]
 
     def read(self, stack: Any) -> Any:
-        """[S, ...] the leaves of all ranks, some of which may have no such leaf."""
+        """Read [S, ...] the leaves of all ranks; a rank without a leaf has an arbitrary row."""
         return stack if self.spot is None else jax.vmap(self.spot.read)(stack)
 
     def fill(self, cell: Any, stack: Any) -> Any:
-        """[S, ...] a cell with leaves in the rows of all ranks."""
+        """Write leaves into the rows of all ranks of a cell [S, ...]; return the cell."""
         return stack if self.spot is None else jax.vmap(self.spot.fill)(cell, stack)
 
 
@@ -89,10 +89,10 @@ class Stack:
     """One array of a pipeline's parameters, or of an optimizer's state, for S layers.
 
     Attributes:
-      path: where it is.
+      path: the path of the array.
       row: the shape of a rank's part.
-      slots: what lies in it.
-      spread: its layout; also of its gradient, and of what an optimizer keeps of it.
+      slots: the places of leaves in its rows.
+      spread: the sharding of the array, of its gradient, and of its state in an optimizer.
     """
 
     path: Path
@@ -101,18 +101,18 @@ class Stack:
     spread: Spread
 
     def inputs(self, array: Any) -> list[tuple[Any, Cut | None]]:
-        """[S, ...] the input of each slot, and its origin."""
+        """List for each slot its leaves [S, ...], and their origin."""
         return [
             (slot.read(array), None if slot.spot is None else Cut(array, slot.spot))
             for slot in self.slots
         ]
 
     def collect(self, program: Rerolled, results: Sequence[Mapping[int, Any]], ranks: int) -> Any:
-        """The array, of a program's results.
+        """Make the array from a program's results.
 
         Args:
           program: the program.
-          results: for each slot the result that belongs there, by rank.
+          results: for each slot its results, by rank.
           ranks: S.
         """
         if self.slots[0].spot is None:
@@ -141,9 +141,10 @@ class End:
     """An array of embed or head.
 
     Attributes:
-      path: where it is, in the layer view.
-      shape: its own; stored: with the rows of zeros behind its last one, of a table that is shared.
-      spread: its layout.
+      path: its path in the layer view.
+      shape: its shape without padding.
+      stored: its stored shape: a table that all ranks share has rows of zeros after its last row.
+      spread: its sharding.
     """
 
     path: Path
@@ -160,7 +161,7 @@ class End:
         return array[: self.shape[0]]
 
     def fill(self, array: Any) -> Any:
-        """The array with them."""
+        """Return the array with the padding rows."""
         if self.stored == self.shape:
             return array
         if isinstance(array, jax.ShapeDtypeStruct):
@@ -170,12 +171,12 @@ class End:
 
 @dataclass(frozen=True)
 class LayerView:
-    """Places of all leaves of all layers.
+    """The places of all leaves of all layers.
 
     Attributes:
       ranks: S.
       stacks: the arrays of the stages.
-      ends: those of embed and head.
+      ends: the arrays of embed and head.
       tree: the layers; leaves are `Ref` and `EndRef`.
       places: [K] the rank and the chunk of each stage.
     """
@@ -188,12 +189,12 @@ class LayerView:
 
 
 def layer_view(pipe: Any, *, trained: bool = False, state: Any = False) -> LayerView:
-    """The layer view of a pipeline's parameters.
+    """Make the layer view of a pipeline's parameters.
 
     Args:
       pipe: the pipeline.
-      trained: only of those that it trains.
-      state: of its declared state instead, or of that which a filter finds.
+      trained: whether to view only the trained parameters.
+      state: True to view the declared state instead, or a filter to view the state that it finds.
     """
     stages_of, masks = pipe.plan.stages_of, pipe.trained
     wanted = (pipe.plan.state if state is True else state) if state else None
@@ -236,16 +237,16 @@ def layer_view(pipe: Any, *, trained: bool = False, state: Any = False) -> Layer
 
 
 def _half(module: nnx.Module, *, state: bool) -> Any:
-    """Its parameters, or all its other state."""
+    """Return a module's parameters, or all its other state."""
     parts: Any = nnx.split(module, nnx.Param, ...)
     return parts[2 if state else 1]
 
 
 def _arrays(state: Any) -> list[tuple[Path, Any]]:
-    """Paths and variables of a state that hold an array each.
+    """List the paths and variables of a state; each variable must hold one array.
 
     Raises:
-      ValueError: one holds a tree of arrays.
+      ValueError: a variable holds a tree of arrays.
     """
     arrays = filled(state)
     for path, variable in arrays:
@@ -258,7 +259,7 @@ def _arrays(state: Any) -> list[tuple[Path, Any]]:
 
 
 def _ends(pipe: Any, mask: Sequence[bool] | None) -> tuple[End, ...]:
-    """Return the arrays of embed and head, or the arrays of a mask."""
+    """Return the arrays of embed and head that a mask selects; all without a mask."""
     params = nnx.state(pipe.ends, nnx.Param)
     tables = find_tables(params, pipe.ends, pipe.plan.shared)
     words = {tables.embed: tables.embed_words, tables.head: tables.head_words}
@@ -282,10 +283,10 @@ def _slots(
 
     Args:
       chunk: the chunk.
-      numbers_of_stages: the stage of each rank.
+      numbers_of_stages: [S] the stage of each rank.
       flat: paths and variables of the arrays.
-      masks: [S] which of a stage's leaves count; None for all.
-      declared: [K] paths, if it is state and no parameters: those count.
+      masks: [S] the masks of the stages' leaves to include; None for all.
+      declared: [K] the paths to include, if the view is of state; None for parameters.
     """
     names_of: list[dict[Spot | None, list[tuple[int, Name]]]] = [{} for _ in flat]
     for rank, (k, mask) in enumerate(zip(numbers_of_stages, masks, strict=True)):
@@ -309,10 +310,10 @@ def _slots(
 
 
 def value_at(tree: Tree, path: Path) -> Any:
-    """Find the value at a path of a tree of mappings, taken out of its variable if it has one.
+    """Return the value at a path of a tree of mappings; a variable's value, not the variable.
 
     Raises:
-      ValueError: nothing.
+      ValueError: the tree has no such path.
     """
     node = raw(tree)
     for name in path:

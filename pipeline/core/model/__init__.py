@@ -1,5 +1,5 @@
-"""Between the user's modules and arrays: chunks, ends, unlike stages, batches, losses, keys.
+"""Conversion of the user's modules to the kernel's state: chunks, ends, batches, losses, keys.
 
-What lives here turns modules into the state that the kernel is given, and back. No action runs
-here, and nothing here is differentiated.
+This package converts modules to the arrays that the kernel takes, and back. It runs no action and
+differentiates nothing.
 """

@@ -1,8 +1,8 @@
 """The layout of a pipeline's state: chunks of stages over ranks, and embed and head.
 
 Letters: S ranks, K stages, V = K // S chunks. A chunk is one module whose leaves have a leading
-axis of length S sharded over ``stage``, and further axes where `pipeline.core.placement.placement`
-says so. Where the stages of a chunk are not alike, it is laid out by `pipeline.core.model.unlike`.
+axis of length S sharded over ``stage``; `pipeline.core.placement.placement` decides the sharding of
+the other axes. `pipeline.core.model.unlike` lays out a chunk whose stages are not alike.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from schedules.clocks.shared import Shared
 def make_chunks(
     stages: Any, placements: Sequence[Placement], stages_of: Sequence[Sequence[int]]
 ) -> list[nnx.Module]:
-    """Make the V chunks of K stages, with every leaf on the rank that runs it.
+    """Make the V chunks of K stages, with every leaf on the rank that runs its stage.
 
-    Equal stages of a chunk are one module of stacked leaves, others are `Overlaid`.
+    Equal stages of a chunk become one module of stacked leaves; other chunks are `Overlaid`.
 
     Args:
       stages: a list of K modules, or one stacked module.
-      placements: [K] for each stage, those of one chunk the same: the mesh with its ``stage`` axis,
-        and what else is sharded.
+      placements: [K] the mesh and the sharding of each stage, equal for all stages of a chunk.
       stages_of: [S] lists of the V stages on each rank.
     """
     if is_stacked(stages):
@@ -75,7 +74,7 @@ def _chunk(stages: Sequence[nnx.Module], ks: Sequence[int], placement: Placement
 
 
 def variables_of(stages: Any, ends: Ends) -> Iterator[tuple[ModelPath, Any]]:
-    """Paths in the plain model, and variables, of stages (a list, or one stack) and of ends."""
+    """Yield every variable of stages and ends, with its path in the plain model."""
     if is_stacked(stages):
         flat = nnx.to_flat_state(nnx.state(stages))
         count = len(jax.tree.leaves(flat)[0])
@@ -91,7 +90,7 @@ def variables_of(stages: Any, ends: Ends) -> Iterator[tuple[ModelPath, Any]]:
 
 
 def _row(item: tuple[Any, Any], k: int) -> tuple[Any, Any]:
-    """A stage's part of a stacked variable, whose names of dims may speak of the stack's too."""
+    """Take stage k's part of a stacked variable, without the name of the stacked axis."""
     path, variable = item
     row = jax.tree.map(lambda leaf: row_of(leaf, k), variable)
     said, dims = dict(metadata(row)), len(getattr(raw(row), "shape", ()))
@@ -109,7 +108,7 @@ def _stacked(
     *,
     stacked: bool = False,
 ) -> nnx.Module:
-    """Stack S stages, given as (path, variable), to one module with leaves [S, ...]."""
+    """Stack S stages, lists of (path, variable), into one module with leaves [S, ...]."""
     flat = []
     for column in zip(*rows, strict=True):
         (path, first), lead = column[0], (STAGE,)
@@ -126,19 +125,19 @@ def _stacked(
 
 
 def make_ends(ends: Ends, first: Placement, last: Placement, shared: Shared = ()) -> Ends:
-    """Embed, head and loss on every device of a mesh; the user's modules stay as they are.
+    """Copy embed, head and loss to every device of a mesh.
 
-    Of tables that ranks share each has a part. If they cannot share the words equally, there are
-    rows of zeros behind the last: no word is theirs, so they never win and have no gradient.
+    Each rank stores a part of a shared table. If the number of words is no multiple of S, the table
+    is padded with rows of zeros. A padding row is no word: it never wins and has no gradient.
 
     Args:
-      ends: of the user.
+      ends: the user's modules or functions, which stay unchanged.
       first: the placement of embed.
-      last: of head and loss; another only where ranks have meshes of their own.
+      last: the placement of head and loss; it differs from ``first`` only with ``stage_meshes``.
       shared: the ends whose tables all ranks share.
 
     Raises:
-      ValueError: embed shares a variable with the others, and their meshes differ.
+      ValueError: embed shares a variable with head or loss, and their meshes differ.
     """
     graphdef, state = nnx.split(ends)
     parts = find_tables(nnx.state(ends, nnx.Param), ends, shared)
@@ -174,7 +173,7 @@ def _check_apart(ends: Ends) -> None:
 
 
 def _filled_up(table: Any, parts: int) -> Any:
-    """Pad a table with rows of zeros, so that ranks can share the rows equally."""
+    """Pad a table with rows of zeros to a multiple of ``parts`` rows."""
     value = table.get_raw_value()
     missing = -value.shape[0] % parts
     if not missing:
@@ -186,7 +185,7 @@ def _filled_up(table: Any, parts: int) -> Any:
 
 
 def lay_out(chunks: Sequence[nnx.Module], ends: Ends) -> StateLayout:
-    """Lay out all leaves of a pipeline."""
+    """Collect the placement of all leaves of a pipeline."""
 
     def of(module: nnx.Module, lead: tuple[str, ...]) -> Any:
         parts: Any = nnx.split(module, nnx.Param, ...)
@@ -199,7 +198,7 @@ def lay_out(chunks: Sequence[nnx.Module], ends: Ends) -> StateLayout:
 
 
 def stack_rows(leaves: list[Any], sharding: NamedSharding) -> Any:
-    """[S, ...] from one leaf of each rank's stage; no device holds more than its own rows."""
+    """Stack one leaf of each rank's stage to [S, ...]; a device holds only the rows of its rank."""
     shape = (len(leaves), *leaves[0].shape)
     if isinstance(leaves[0], jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, leaves[0].dtype, sharding=sharding)
@@ -216,6 +215,6 @@ def stack_rows(leaves: list[Any], sharding: NamedSharding) -> Any:
 
 
 def _stack_keys(keys: list[Any], sharding: NamedSharding) -> Any:
-    """Stack typed keys, which no callback can make and no process can send."""
+    """Stack typed keys by their data: no callback can make keys, and no process can send them."""
     data = stack_rows([jax.random.key_data(key) for key in keys], sharding)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys[0]))

@@ -1,4 +1,4 @@
-"""Embed and head in a pipeline: each on one rank, or their tables on all.
+"""Embed and head in a pipeline: each on one rank, or with tables that all ranks share.
 
 Letters: S ranks, N words, d width.
 """
@@ -19,7 +19,7 @@ from pipeline.core.model.stage import Ends
 from schedules.clocks.shared import Shared
 
 _NAMES = {"embed": "VocabularyEmbedding", "head": "VocabularyHead"}
-_REMEDY = {  # for what does more than the class that ranks can share
+_REMEDY = {  # for an end that computes more than the class that ranks can share
     "embed": "let the first stage do the rest",
     "head": "do the rest in its norm= or its features()",
     "loss_fn": "give CrossEntropy() itself, with weights in the targets",
@@ -31,10 +31,10 @@ class Tables:
     """The leaves of the ends' parameters that are sharded by vocabulary over the ranks.
 
     Attributes:
-      embed: the index of the embedding's table, -1 if it is not shared; head: of the head's.
-      embed_words, head_words: N of each.
-      embed_parts, head_parts: whether ranks of ``tensor`` have positions of their own.
-      paths: where they are in `Ends`.
+      embed, head: the index of each table among the leaves; -1 if the table is not shared.
+      embed_words, head_words: N of each table.
+      embed_parts, head_parts: whether each rank of ``tensor`` has its own positions.
+      paths: the paths of the tables in `Ends`.
     """
 
     embed: int = -1
@@ -47,7 +47,7 @@ class Tables:
 
     @property
     def is_used(self) -> bool:
-        """True if there are any."""
+        """True if embed or head has a shared table."""
         return max(self.embed, self.head) >= 0
 
     def __contains__(self, index: int) -> bool:
@@ -55,9 +55,9 @@ class Tables:
 
 
 def find_tables(params: Tree, ends: Ends, shared: Shared) -> Tables:
-    """The tables of embed and head that ranks share, whatever other tables these hold."""
+    """Find the tables of embed and head that ranks share; other tables of the ends do not count."""
     flat = nnx.to_flat_state(params)
-    # Where they are tied, the one table is listed with the embedding.
+    # A table that embed and head share is listed with the embedding.
     path_of = {id(node): path for path, node in nnx.iter_graph(ends)}
     place_of = {path: n for n, (path, _) in enumerate(flat)}
     places = {part: place_of[path_of[id(getattr(ends, part).table)]] for part in shared}
@@ -76,7 +76,7 @@ def parts_of(state: Tree) -> list[str]:
 
 
 def stages_of_ends(state: Tree, last: int) -> list[int]:
-    """The stage on whose rank each leaf of the ends' state is; ``last`` is the last stage."""
+    """List the stage whose rank has each leaf of the ends' state; ``last`` is the last stage."""
     return [0 if part == "embed" else last for part in parts_of(state)]
 
 
@@ -140,11 +140,7 @@ def _shares(module: nnx.Module, other: Any) -> bool:
 
 
 def check_activations(activations: Sequence[Tree]) -> None:
-    """Check that the shared embedding's output and the shared head's input are messages.
-
-    Raises:
-      ValueError: they are not.
-    """
+    """Raise ValueError unless all activations are one float array of one type."""
     first, *others = (
         ", ".join(map(shape_text, jax.tree.leaves(activation))) for activation in activations
     )
@@ -165,11 +161,7 @@ def check_activations(activations: Sequence[Tree]) -> None:
 
 
 def check_words(inputs: Tree) -> None:
-    """Check that all ranks can look inputs up.
-
-    Raises:
-      ValueError: they are not one array of integers.
-    """
+    """Raise ValueError unless inputs are one array of integers: words for a shared embedding."""
     leaves = jax.tree.leaves(inputs)
     if len(leaves) != 1 or not jnp.issubdtype(leaves[0].dtype, jnp.integer):
         raise ValueError(

@@ -1,7 +1,7 @@
 """Attributes of stages that do not change their computation, such as a layer's number.
 
-Stages share their code if they are alike in all that is no array. A user may say which attributes
-are not to count: within the pipeline all stages then have the value of the first.
+Stages share their code if they differ only in their arrays. The option ``ignore`` names attributes
+that may also differ: within the pipeline every stage then has the value of the first stage.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pipeline.core.model.stage import is_stacked
 
 @dataclass(frozen=True, eq=False)
 class Ignored:
-    """Values of stages in ignored attributes.
+    """The values of ignored attributes in the user's stages.
 
     Attributes:
-      own: [K] for each stage, path of a module, name and value.
+      own: [K] for each stage, a (path of a module, name, value) for each attribute.
     """
 
     own: tuple[tuple[tuple[Any, str, Any], ...], ...]
 
     def give_back(self, stage: nnx.Module, k: int) -> nnx.Module:
-        """The stage with its own values, in place."""
+        """Set the attributes of stage k to the user's values, in place; return the stage."""
         return _with_values(stage, self.own[k]) if self.own else stage
 
 
@@ -36,7 +36,7 @@ def ignoring(stages: Any, names: Any) -> tuple[Any, Ignored]:
     """Copy stages so that attributes of these names are equal in all stages.
 
     Raises:
-      ValueError: no sequence of names, a name that no stage has, or one of an array.
+      ValueError: ``names`` is no sequence of names, no stage has a name, or its value has arrays.
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise ValueError(
@@ -66,7 +66,7 @@ def ignoring(stages: Any, names: Any) -> tuple[Any, Ignored]:
 
 
 def _attributes(stage: nnx.Module, k: int, names: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
-    """Path, name and value of a stage's attributes of these names."""
+    """Yield module path, name and value of each of a stage's attributes with these names."""
     for path, node in nnx.iter_graph(stage):
         if not isinstance(node, nnx.Module):
             continue

@@ -1,4 +1,4 @@
-"""Losses: a mean, or a sum with its weight; and metrics, each of which is one or the other.
+"""Losses and metrics: means, or sums with their weights.
 
 Letters: M microbatches, D data shards.
 """
@@ -21,7 +21,7 @@ LossFn = Callable[[Any, Any], Any]
 
 
 class LossModule:
-    """The marker of a loss that is a module, whose state is placed and trained like the ends'."""
+    """A marker for a loss that is a module; its state is placed and trained as a part of `Ends`."""
 
 
 Loss = LossFn | LossModule
@@ -32,8 +32,8 @@ class Weighed(NamedTuple):
 
     Attributes:
       mean: a float32 scalar.
-      weight: a float32 scalar: the weights of a pair (sum, weight), added up; the rows of the batch
-        if a loss is a mean.
+      weight: a float32 scalar: the sum of the weights of pairs (sum, weight), or the number of rows
+        of the batch if a loss is a mean.
     """
 
     mean: jax.Array
@@ -45,21 +45,21 @@ class LossMetrics:
     """Metrics of a loss, as sums over microbatches and data shards.
 
     Attributes:
-      treedef: of the metrics, in which a (sum, weight) pair is one leaf.
-      kinds: of each leaf what it is: the "mean" of a microbatch, summed times the loss's weight; a
-        "pair" (sum, weight), two sums; or a "count".
+      treedef: the structure of the metrics, in which a (sum, weight) pair is one leaf.
+      kinds: the kind of each leaf: "mean", the mean of a microbatch, summed after multiplication by
+        the loss's weight; "pair", a (sum, weight), two sums; or "count".
     """
 
     treedef: Any
     kinds: tuple[Literal["mean", "pair", "count"], ...]
 
     def of(self, sums: Leaves, weight: jax.Array, counted: jax.Array | None = None) -> Tree:
-        """The metrics of a step, of sums over all its microbatches.
+        """Compute the metrics of a step from sums over all its microbatches.
 
         Args:
-          sums: scalars, as `MicrobatchLoss` has them.
-          weight: the loss's, of the same microbatches.
-          counted: the loss's as `Weighed` has it, if means are to come with their weights.
+          sums: the summed scalars of `MicrobatchLoss.sums`.
+          weight: the weight of the loss, summed over the microbatches of ``sums``.
+          counted: the loss's weight in `Weighed`, to return means as `Weighed`; else None.
         """
         rest = iter(sums)
         metrics: list[Any] = []
@@ -82,10 +82,11 @@ class MicrobatchLoss:
     """The loss of one microbatch.
 
     Attributes:
-      total, weight: float scalars; a mean is a sum of weight 1, or of a slice's share. The weight
-        may have a gradient.
-      is_mean: whether it was one.
-      sums: scalars to be added up for ``metrics``, which is None without any.
+      total, weight: float scalars. A mean becomes a sum of weight 1; for a slice, both are
+        multiplied by the slice's share. The weight may have a gradient.
+      is_mean: whether ``loss_fn`` returned a mean.
+      sums: scalars that are summed over microbatches for ``metrics``.
+      metrics: the structure of the metrics; None if there are none.
     """
 
     total: jax.Array
@@ -106,14 +107,14 @@ def take_loss(
     """Call ``loss_fn`` on one microbatch.
 
     Args:
-      loss_fn: what a pipeline was given.
-      outputs: of the microbatch.
-      targets: of the microbatch.
-      has_aux: whether it returns (loss, metrics); with None it may, and metrics are dropped.
-      share: the weight of a mean, which is that of a slice of sequences among longer ones.
+      loss_fn: the loss of the pipeline.
+      outputs: the model's outputs for the microbatch.
+      targets: the targets of the microbatch.
+      has_aux: whether ``loss_fn`` returns (loss, metrics); None allows both and drops metrics.
+      share: the weight of a mean; for slices that differ in length, `Slices.share`.
 
     Raises:
-      ValueError: it returned something else; or metrics that cannot be added up.
+      ValueError: ``loss_fn`` returned another type, or metrics that cannot be summed.
     """
     result = loss_fn(outputs, targets)
     loss, metrics = result, None
@@ -147,7 +148,7 @@ def take_loss(
 
 
 def _summed(metrics: Tree, weight: jax.Array) -> tuple[Leaves, LossMetrics]:
-    """Metrics of one microbatch as scalars that can be added up."""
+    """Convert the metrics of one microbatch to scalars that can be summed."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(metrics, is_leaf=_is_pair)
     sums: Leaves = []
     kinds: list[Any] = []
@@ -165,7 +166,7 @@ def _summed(metrics: Tree, weight: jax.Array) -> tuple[Leaves, LossMetrics]:
             sums += [x.astype(real()) for x in parts]
         elif _is_float(parts[0]):
             kinds.append("mean")
-            # What is the mean of nothing may be NaN.
+            # With weight 0 the mean may be NaN.
             mean = jnp.where(weight == 0, jnp.zeros((), real()), parts[0].astype(real()))
             sums.append(mean * weight)
         else:
@@ -175,15 +176,7 @@ def _summed(metrics: Tree, weight: jax.Array) -> tuple[Leaves, LossMetrics]:
 
 
 def check_has_aux(has_aux: Any, *, shared_head: bool) -> bool:
-    """The argument ``has_aux`` of a pipeline's methods.
-
-    Args:
-      has_aux: as given.
-      shared_head: whether all ranks share the head.
-
-    Raises:
-      ValueError: it is no bool, or no loss could return metrics.
-    """
+    """Return ``has_aux``; raise ValueError if it is no bool, or a shared head excludes metrics."""
     if not isinstance(has_aux, bool):
         raise ValueError(
             f"has_aux={has_aux!r}: must be True, if loss_fn returns (loss, metrics), or False"
@@ -200,8 +193,8 @@ def check_has_aux(has_aux: Any, *, shared_head: bool) -> bool:
 def mean_of(total: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the mean of a sum and its weight, and the factor of the sum's gradients.
 
-    Where nothing counts (both are 0, as in a batch of padding) both are 0. A sum without a weight,
-    and NaN, stay what division makes of them.
+    If sum and weight are both 0, as in a batch of padding, mean and factor are 0. A nonzero sum
+    with weight 0, and NaN, keep the result of the division.
     """
     nothing = (total == 0) & (weight == 0)
     weight = jnp.where(nothing, jnp.ones_like(weight), weight)
@@ -209,15 +202,12 @@ def mean_of(total: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def same_over_others(name: str, result: Any, axes: tuple[str, ...]) -> Any:
-    """A result, which ranks along further axes must agree on.
+    """Return a result; raise ValueError if it varies over an axis that is not in ``axes``.
 
     Args:
-      name: whose result it is.
+      name: the function that returned the result, for the message.
       result: arrays, or their types.
-      axes: those over which it may vary.
-
-    Raises:
-      ValueError: it varies over another axis.
+      axes: the axes over which the result may vary.
     """
     for leaf in jax.tree.leaves(result):
         others = sorted(set(varying_in(leaf)) - set(axes))
@@ -235,7 +225,7 @@ def same_over_others(name: str, result: Any, axes: tuple[str, ...]) -> Any:
                 "if these ranks hold rows or positions of their own, let Pipeline(..., batch=) "
                 "split the batch over it"
             )
-            is_batch = {*others} <= {EXPERT, CONTEXT}  # the likeliest way comes first
+            is_batch = {*others} <= {EXPERT, CONTEXT}  # name the most likely remedy first
             remedies = (batch, parts, auto) if is_batch else (parts, auto, batch)
             raise ValueError(
                 f"{name} returned a value that differs between the ranks of axis "
@@ -245,9 +235,9 @@ def same_over_others(name: str, result: Any, axes: tuple[str, ...]) -> Any:
 
 
 def pairing(outputs: Any, cotangents: list[Any]) -> tuple[jax.Array, jax.Array]:
-    """The loss whose gradient for the outputs' float leaves is ``cotangents``.
+    """Compute the loss whose gradient for the outputs' float leaves is ``cotangents``.
 
-    This is how `pipe(inputs)` is differentiated by the same kernel. Its weight is 0, since its
+    The kernel differentiates `pipe(inputs)` with this (sum, weight). The weight is 0, because the
     gradient must not be normalised.
     """
     floats, _ = partition(outputs)
@@ -275,25 +265,25 @@ def _is_number(x: Any) -> bool:
 
 
 def _is_pair(x: Any) -> bool:
-    """Tell whether a value is a pair of scalars, and no named tuple."""
+    """Tell whether a value is a pair of scalars; a named tuple is not."""
     return type(x) in (tuple, list) and len(x) == 2 and all(map(_is_scalar, x))
 
 
 def _is_with_aux(result: Any) -> bool:
-    """Tell whether a loss returned two things, the second of which may be metrics."""
+    """Tell whether a loss returned a pair whose first element is a loss."""
     is_two = isinstance(result, (tuple, list)) and len(result) == 2
     return is_two and (_is_scalar(result[0]) or _is_pair(result[0]))
 
 
 def _may_be_metrics(value: Any, has_aux: bool | None) -> bool:
     """Tell whether the second element of a loss's result may be metrics, not a weight."""
-    if has_aux is None:  # there may be some, and nobody wants them
+    if has_aux is None:  # metrics are allowed, and dropped
         return not _is_scalar(value)
     return has_aux or isinstance(value, Mapping)
 
 
 def _is_one_metric(metrics: Any) -> bool:
-    """Tell whether metrics are one without a name, which might also be the weight of a sum."""
+    """Tell whether metrics are one value without a name, which could also be a sum's weight."""
     return _is_array(metrics) or _is_pair(metrics)
 
 
@@ -302,7 +292,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _describe(result: Any) -> str:
-    """Write types, such as ``float32[8]`` or ``(float32[], {'n': int32[]})``."""
+    """Describe a result by its types, such as ``float32[8]`` or ``(float32[], {'n': int32[]})``."""
     if isinstance(result, dict):
         inside = (f"{key!r}: {_describe(value)}" for key, value in result.items())
         return f"{{{', '.join(inside)}}}"
@@ -317,19 +307,20 @@ def logprobs_of(logits: Tree, targets: Tree) -> jax.Array:
     """Compute [...] float32 log-probabilities of targets, 0 for targets that are `IGNORED`.
 
     Args:
-      logits: [..., N], one array; or a dict in which it is called "logits".
+      logits: [..., N], one array; or a dict that has this array under "logits".
       targets: [...] integers, one array.
 
     Raises:
-      ValueError: they are not.
+      ValueError: logits or targets have another type or shape.
     """
-    if isinstance(logits, Mapping) and "logits" in logits:  # beside it others, of tokens further on
+    # The dict may also have logits of later tokens.
+    if isinstance(logits, Mapping) and "logits" in logits:
         logits = logits["logits"]
     of_z, of_t = jax.tree.leaves(logits), jax.tree.leaves(targets)
     texts = [", ".join(map(shape_text, leaves)) or "nothing" for leaves in (of_z, of_t)]
     if len(of_z) != 1 or len(of_t) != 1 or of_z[0].shape[:-1] != of_t[0].shape:
         raise ValueError(
-            f"logprobs() takes one array of targets [...] beside logits [..., words]; of a "
+            f"logprobs() takes one array of targets [...] for logits [..., words]; for one "
             f"microbatch on one data shard targets are {texts[1]}, outputs {texts[0]}"
         )
     if not jnp.issubdtype(of_t[0].dtype, jnp.integer):

@@ -1,4 +1,4 @@
-"""Inputs of a step: checked, and with one leading axis everywhere.
+"""The batch of a step: its checks, its place on the mesh, and its cut into slices.
 
 Letters: M microbatches, D data shards, N rows of the batch, N = M * D * b.
 """
@@ -31,7 +31,7 @@ def make_batch(
     num_slices: int = 1,
     lengths: Sequence[int] = (),
 ) -> Batch:
-    """Arrays of a step, [N, ...] on every leaf.
+    """Check the arrays of a step, and make them a `Batch` with leaves [N, ...].
 
     Raises:
       ValueError: a leaf without the batch axis, leaves that disagree about N, or an N that M
@@ -90,9 +90,9 @@ def map_rows(
 
     Args:
       axes: the roles of mesh axes.
-      function: of a leaf.
+      function: the function for a leaf with a batch axis.
       trees: inputs, targets and extras.
-      whole: another function, of leaves without a batch axis.
+      whole: the function for a leaf without a batch axis.
     """
     results = []
     for tree, specs in zip(trees, axes.leaf_specs(*trees), strict=True):
@@ -108,7 +108,7 @@ def map_rows(
 def place(batch: Batch, mesh: Mesh) -> Batch:
     """Move arrays that are not on the mesh to the mesh, with rows over row axes.
 
-    A loader's arrays are often committed to one device, and a jit over the mesh refuses those.
+    A loader often commits its arrays to one device, and a jit over the mesh refuses such arrays.
     """
 
     def move(leaf: Any, spec: PartitionSpec) -> Any:
@@ -125,10 +125,10 @@ _TAKEN = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, int, float, c
 
 
 def as_arrays(*trees: Tree) -> tuple[Tree, ...]:
-    """Trees of a batch (inputs, targets, extras) with arrays of other libraries as numpy's.
+    """Convert arrays of other libraries in inputs, targets and extras to numpy arrays.
 
     Raises:
-      ValueError: one cannot be read as numpy's.
+      ValueError: `numpy.asarray` cannot read a leaf.
     """
 
     def as_numpy(name: str, path: Any, leaf: Any) -> Any:
@@ -136,7 +136,7 @@ def as_arrays(*trees: Tree) -> tuple[Tree, ...]:
             return leaf
         try:
             return np.asarray(leaf)
-        except Exception as error:  # of another library
+        except Exception as error:  # any exception of the other library
             raise ValueError(
                 f"{name}{jax.tree_util.keystr(path)} is a {type(leaf).__name__} of {leaf.dtype} "
                 f"that numpy.asarray cannot read ({error}); give an array that it can"
@@ -149,7 +149,7 @@ def as_arrays(*trees: Tree) -> tuple[Tree, ...]:
 
 
 def _on_devices(name: str, tree: Tree) -> Tree:
-    """The tree with every leaf as an array of JAX."""
+    """Convert every leaf of a tree to a JAX array."""
 
     def as_jax(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -168,7 +168,7 @@ def _on_devices(name: str, tree: Tree) -> Tree:
 
 
 def _advice(name: str, trees: tuple[Tree, ...], how: str) -> str:
-    """Advice on a leaf of that name: an extra without a batch axis, or an element of a list."""
+    """Advise on a leaf by its name: an extra without a batch axis, or an element of a list."""
     outer, _, rest = name.partition("[")
     if outer == "extras":
         key = rest.partition("]")[0].strip("'")
@@ -183,7 +183,7 @@ def _advice(name: str, trees: tuple[Tree, ...], how: str) -> str:
 
 
 def _warn_of_square_masks(batch: Batch, rows: int) -> None:
-    """Warn of an extra that may be a [T, T] mask with T = N, because it is cut by rows."""
+    """Warn of an extra that may be a [T, T] mask with T = N: it would be split by rows."""
     lengths = {leaf.shape[1] for leaf in jax.tree.leaves(batch.inputs) if leaf.ndim > 1}
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch.extras):
         is_mask = jnp.issubdtype(leaf.dtype, jnp.bool_) or jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -232,17 +232,17 @@ def check_cuts(
 
     Args:
       leaves: (name, array) of every leaf with a batch axis, inputs first.
-      slices: how many, or their lengths.
-      ranks_of: by the name of a leaf, over how many devices its positions are split.
+      slices: the number of slices, or their lengths.
+      ranks_of: by the name of a leaf, the number of devices that split its positions.
 
     Raises:
-      ValueError: a leaf without positions, of another length, or of one that cannot be cut.
+      ValueError: a leaf has no positions, another number of them, or a number that cannot be cut.
     """
     long = [(name, leaf) for name, leaf in leaves if leaf.ndim > 1 and leaf.shape[1] > 1]
     if not long:
         raise ValueError(
             f"slices={slices}, and no leaf of the batch has positions, a dim of more than 1 "
-            f"behind its rows; leave slices out"
+            f"after its rows; leave slices out"
         )
     first, length = long[0][0], long[0][1].shape[1]
     if all(leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.inexact) for _, leaf in long):
@@ -296,10 +296,10 @@ def _check_lengths(first: str, length: int, lengths: Sequence[int], ranks: int) 
 
 
 def cut(x: jax.Array, num_slices: int, lengths: Sequence[int] = ()) -> jax.Array:
-    """[M, b, ...] of microbatches as units: [M * num_slices, b, t, ...].
+    """Cut microbatches [M, b, T, ...] into slices [M * num_slices, b, t, ...].
 
-    What has no positions, or one for all, is the same in every slice. With lengths, slices are
-    padded with zeros to the longest.
+    An array without positions, or with one position, is repeated for every slice. With lengths,
+    slices are padded with zeros to the longest.
     """
     M, b, *rest = x.shape
     if not rest or rest[0] == 1:
@@ -317,7 +317,7 @@ def cut(x: jax.Array, num_slices: int, lengths: Sequence[int] = ()) -> jax.Array
 
 
 def local_lengths(lengths: Sequence[int], size: int) -> list[int]:
-    """Compute [N] the positions of each slice, of all positions or of a rank's positions."""
+    """Compute the [N] lengths of slices for sequences, or a rank's part of them, of ``size``."""
     return [length * size // sum(lengths) for length in lengths]
 
 
@@ -332,11 +332,11 @@ def dealt(
     """Order positions [b, T, ...] so that each rank of an axis has its part of every slice.
 
     Args:
-      x: a batch, whose dim 1 is then split over an axis.
+      x: a batch whose dim 1 will be split over an axis.
       num_slices: N.
-      ranks: of the axis.
-      lengths: of slices, if they differ.
-      back: whether to undo it.
+      ranks: the size of the axis.
+      lengths: the lengths of the slices, if they differ.
+      back: whether to undo the order.
     """
     if lengths:
         slices = np.split(np.arange(x.shape[1]), np.cumsum(lengths)[:-1])

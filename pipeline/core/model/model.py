@@ -40,11 +40,11 @@ class Weights:
     ends_rest: Tree
 
     def code(self, position: StagePosition) -> Any:
-        """Key that stages of one computation share: static half, types, and place in the chunk.
+        """Return a key that is equal for stages that can share their code in the kernel.
 
-        It is the one answer to which stages are alike for the kernel, which runs them where they
-        lie. Calibration copies whole stages to one rank, where places no longer matter, so it
-        compares modules.
+        The key holds the static half, the types, and the places of the values in the chunk, because
+        the kernel reads values from the chunk. Calibration copies whole stages to one rank, so it
+        compares modules instead.
         """
         states = self.chunks[position.chunk], self.chunks_rest[position.chunk]
         return position.definition, position.views, signature(states)
@@ -52,11 +52,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class Batch:
-    """[M, b, ...] leaves, [N, ...] outside of the kernel: inputs, targets, and extras for stages.
+    """Inputs, targets, and extras for stages: leaves [M, b, ...] in the kernel, [N, ...] outside.
 
     Attributes:
-      specs: the mesh axes of every leaf, of inputs, targets and extras; None has no batch axis.
-        Without any, all leaves have one.
+      specs: for inputs, targets and extras, the mesh axes of every leaf; None for a leaf without a
+        batch axis. If ``specs`` is empty, all leaves have a batch axis.
     """
 
     inputs: Tree
@@ -65,7 +65,7 @@ class Batch:
     specs: tuple[LeafSpecs, ...] = field(default=(), metadata={"static": True})
 
     def map_rows(self, function: Callable[[Any], Any], whole: Callable[[Any], Any]) -> Batch:
-        """Apply a function to leaves with a batch axis, and another to leaves without one."""
+        """Apply ``function`` to leaves with a batch axis, and ``whole`` to leaves without one."""
         leaves, treedef = jax.tree.flatten(self)
         specs = [spec for of in self.specs for spec in of] or [PartitionSpec()] * len(leaves)
         return jax.tree.unflatten(
@@ -77,13 +77,13 @@ class Batch:
         )
 
     def extras_of(self, microbatch: Any) -> Tree:
-        """The extras of one microbatch; a leaf without a batch axis is whole in each."""
+        """Return the extras of one microbatch; a leaf without a batch axis is returned whole."""
         extras = dataclasses.replace(self, inputs=(), targets=(), specs=((), (), *self.specs[2:]))
         batch = extras if self.specs else dataclasses.replace(extras, specs=())
         return batch.map_rows(lambda leaf: at(leaf, microbatch), lambda leaf: leaf).extras
 
     def spec_tree(self) -> Batch:
-        """The specs in the places of their leaves, for a shard_map."""
+        """Return the batch with each leaf replaced by its spec, for a shard_map."""
         specs = [PartitionSpec() if spec is None else spec for of in self.specs for spec in of]
         return jax.tree.unflatten(jax.tree.structure(self), specs)
 
@@ -97,13 +97,13 @@ Cells = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Declared:
-    """The state that may be written.
+    """The declared state, which calls may write.
 
     Attributes:
-      stages: [K] the paths in each stage.
-      ends: the paths in embed, head and loss, as one module.
-      chunk_cells: [V] which leaves of each chunk's other state hold any of it.
-      ends_cells: which leaves of the ends' other state hold any of it.
+      stages: [K] the paths of declared variables in each stage.
+      ends: the paths of declared variables in `Ends`.
+      chunk_cells: [V] indices of the leaves of each chunk's other state that hold declared state.
+      ends_cells: indices of the leaves of the ends' other state that hold declared state.
     """
 
     stages: tuple[frozenset[Any], ...] = ()
@@ -113,7 +113,7 @@ class Declared:
 
     @property
     def is_anything(self) -> bool:
-        """True if there is any."""
+        """True if any variable is declared."""
         return bool(self.ends or any(self.stages))
 
 
@@ -122,26 +122,30 @@ class Model:
     """The static half of the user's model.
 
     Attributes:
-      stages: [K] where each stage is, in layer order; ends: definition of `Ends`.
-      has_embed, has_head: whether the ends do anything.
-      loss_fn: (outputs, targets) of one microbatch to a mean or (sum, weight), or that the ends
-        hold one; where it is None no loss is ever taken.
-      policy: a `jax.checkpoint` policy for the stages, or None. gathers_again: whether a backward
-      gathers again, from other ranks, what its forward gathered. compute_dtype: to which parameters
-      and activations are cast before they are used, or None. grad_dtype: in which gradients are
-      summed, as `pipeline.core.autodiff.accumulate.as_summed` takes it. layout: where the leaves of
-      its state lie. trained: which of its parameters have gradients. tables: those of embed and
-      head that all ranks share. has_aux: whether loss_fn returns (loss, metrics), and both are
-      wanted; None if it may, and metrics are not. weighed: whether means are wanted as `Weighed`.
-      declared: the state that stages and ends may write. stack: as of
-        `pipeline.core.options.plan.Plan`.
+      stages: [K] the position of each stage, in layer order.
+      ends: the definition of `Ends`.
+      has_embed, has_head: whether the model has an embed and a head.
+      loss_fn: a function of (outputs, targets) of one microbatch that returns a mean or (sum,
+        weight); or the marker of a loss module in `Ends`; or None, if no loss is computed.
+      layout: the placement of the leaves of the state.
+      trained: the parameters that have gradients.
+      policy: a `jax.checkpoint` policy for the stages, or None.
+      gathers_again: whether a backward repeats the all-gathers of its forward.
+      grad_dtype: the dtype in which gradients are summed (`autodiff.accumulate.as_summed`).
+      compute_dtype: the dtype to which parameters and activations are cast before use, or None.
+      tables: the tables of embed and head that all ranks share.
+      has_aux: whether loss_fn returns (loss, metrics) and both are wanted; None if it may return
+        metrics and they are dropped.
+      weighed: whether means are returned as `Weighed`.
+      declared: the state that stages and ends may write.
+      stack: the field of `pipeline.core.options.plan.Plan`.
     """
 
     stages: tuple[StagePosition, ...]
     ends: Definition
     has_embed: bool
     has_head: bool
-    loss_fn: Loss | None = field(hash=False)  # an object may be called that has no hash
+    loss_fn: Loss | None = field(hash=False)  # a callable object may have no hash
     layout: StateLayout
     trained: Trained
     policy: Any = field(default=None, hash=False)
@@ -156,7 +160,7 @@ class Model:
 
     @property
     def gradient_specs(self) -> list[PartitionSpec]:
-        """Specs of the gradients of trained leaves, in their order."""
+        """The specs of the gradients of trained leaves, in the order of the leaves."""
         parts = *self.layout.chunks, self.layout.ends
         masks = *self.trained.chunks, self.trained.ends
         return [
@@ -167,7 +171,7 @@ class Model:
 
     @property
     def state_specs(self) -> tuple[list[list[PartitionSpec]], list[PartitionSpec]]:
-        """Specs of the leaves of declared state: of each chunk's, and of the ends'."""
+        """The specs of the leaves of declared state: one list per chunk, and one for the ends."""
         layout, declared = self.layout, self.declared
         chunks = [
             [spreads[n].stored for n in cells]

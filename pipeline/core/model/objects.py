@@ -1,8 +1,8 @@
-"""Structural equality of modules without their arrays, with its hash, and differences.
+"""Structural equality and hash of modules without their arrays, and differences of modules.
 
-Stages whose static halves are equal share their code, and a compiled step is found again by them.
-`==` alone would not do: a configuration in a dataclass has no hash, one that holds arrays has no
-`==`, and an initializer made anew for each layer equals no other, though it is the same function.
+Stages whose static halves are equal share their code, and the static halves are the key of a
+compiled step. `==` is not enough: a dataclass of options may have no hash, an object with arrays
+has no `==`, and two initializers made by one function are not equal.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _Pairs = frozenset[tuple[int, int]]
 def alike(one: Any, other: Any, _within: _Pairs = frozenset()) -> bool:
     """Tell whether two static values are interchangeable.
 
-    They are if they are equal by `==` and of one type; or made alike: containers and plain objects
-    part by part, functions by their code and what they close over, arrays by their values.
+    Two values of one type are interchangeable if `==` holds, or if their parts are alike.
+    Containers and plain objects are compared part by part, functions by their code and closures,
+    arrays by their values.
     """
     if one is other or (id(one), id(other)) in _within:
         return True
@@ -55,7 +56,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _parts(value: Any) -> Any:
-    """Parts of a value, in a fixed order; None if they are unknown."""
+    """List the parts of a value in a fixed order; None if they are unknown."""
     parts: Any = None
     match value:
         case list() | tuple():
@@ -104,7 +105,7 @@ def difference(first: nnx.Module, other: nnx.Module) -> str:
 
 
 def differences(first: nnx.Module, other: nnx.Module) -> Iterator[tuple[str | None, str]]:
-    """Every way in which a stage differs from another: the name of an attribute or None, a text."""
+    """Yield each difference of two stages: an attribute's name or None, and a description."""
     graphdef, state = nnx.split(first)
     other_def, other_state = nnx.split(other)
     want, have = _types(state), _types(other_state)
@@ -119,14 +120,14 @@ def differences(first: nnx.Module, other: nnx.Module) -> Iterator[tuple[str | No
 
 
 def _types(state: Tree) -> Mapping[str, str]:
-    """Path to ``Param float32[4,8]`` for every variable."""
+    """Map the path of every variable to its type, such as ``Param float32[4,8]``."""
     return {
         ".".join(map(str, path)): type_text(variable) for path, variable in nnx.to_flat_state(state)
     }
 
 
 def _static_differences(a: Any, b: Any) -> Iterator[tuple[str | None, str]]:
-    """The attributes in which two modules with equal arrays differ."""
+    """Yield the attributes in which two modules with equal arrays differ."""
     others = dict(nnx.iter_graph(b))
     for path, node in sorted(nnx.iter_graph(a), key=lambda item: len(item[0])):  # outer first
         if not isinstance(node, nnx.Module):

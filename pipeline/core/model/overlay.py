@@ -1,17 +1,18 @@
-"""One storage for several lists of arrays, of which each rank holds one.
+"""Shared storage for lists of arrays that differ from rank to rank.
 
-All ranks run one program, so an array that is sharded over ranks has one shape on all of them.
-Where ranks hold lists of different arrays (weights of stages that are not alike, messages between
-them, their stashes), the lists share *cells*, arrays that every rank has. A leaf lies in a cell
+All ranks run one program, so an array that is sharded over ranks has one shape on all ranks. Stages
+that are not alike have different lists of weights, messages and stashes. These lists share *cells*:
+arrays that every rank has. A cell stores leaves in one of two ways:
 
-* as a column: leaves of one name that differ at most in length share a cell as long as the
-  longest of them; shape and name survive, and to read the leaf copies nothing;
-* or flat, behind others of its group: what is left of each list, one cell as long as the longest
-  rest. To read such a leaf copies it.
+* A column stores one leaf per rank. Its leaves have one name and differ at most in the length of
+  their first axis; the cell is as long as the longest. Name and shape survive, and reading a leaf
+  copies nothing.
+* A flat cell stores all remaining leaves of a group, concatenated; it is as long as the longest
+  rank needs. Reading a leaf copies it.
 
-A column costs memory on ranks whose list has no such leaf. It is granted only out of the slack
-between their list and the longest one, so that the cells of a group together are exactly as large
-as the longest list: lists that are equal, or prefixes of each other, become columns throughout.
+A column costs memory on a rank whose list has no such leaf. A column is made only if every rank's
+list stays within the size of the longest list. So the cells of a group are together exactly as
+large as the longest list, and lists that are equal or prefixes of each other become columns only.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ class Leaf:
     """An array of one list.
 
     Attributes:
-      group: what may share a flat cell; at least the dtype.
-      name: what may share a column; within a list, no name is the beginning of another.
-      shape: its shape.
+      group: a key; leaves with equal groups may share a flat cell. It contains at least the dtype.
+      name: a key; leaves with equal names may share a column. In a list, no name is the prefix of
+        another name.
+      shape: the shape of the array.
     """
 
     group: Hashable
@@ -49,17 +51,17 @@ class Leaf:
 
     @property
     def column(self) -> Column:
-        """Type that leaves of one column share: all but the length of their leading axis."""
+        """The key that leaves of one column share: name, and shape without the leading axis."""
         return self.name, self.shape[1:] if self.shape else None
 
 
 @dataclass(frozen=True)
 class Spot:
-    """Place of a leaf.
+    """The place of a leaf in a cell.
 
     Attributes:
-      cell: the index of its cell.
-      part: (start, stop) on the cell's leading axis; None where the leaf is all of the cell.
+      cell: the index of the cell.
+      part: (start, stop) on the cell's leading axis; None if the leaf fills the cell.
       shape: the leaf's shape.
     """
 
@@ -68,11 +70,11 @@ class Spot:
     shape: Shape
 
     def read(self, cell: Any) -> Any:
-        """The leaf, out of its cell."""
+        """Read the leaf from its cell."""
         return cell if self.part is None else self.shaped(jax.lax.slice_in_dim(cell, *self.part))
 
     def shaped(self, part: Any) -> Any:
-        """The leaf, from its part of the cell; a column's may be sharded, and keeps its shape."""
+        """Give a part of a flat cell the leaf's shape; a column's part, maybe sharded, has it."""
         return part if part.ndim == len(self.shape) else part.reshape(self.shape)
 
     def fill(self, cell: Any, leaf: Any) -> Any:
@@ -86,7 +88,7 @@ class Spot:
 
 
 class Part:
-    """A leaf's part of a ref that holds its cell, below ``lead``; read and written as a whole."""
+    """A leaf in a ref that holds its cell at the indices ``lead``; read and written as a whole."""
 
     def __init__(self, ref: Any, spot: Spot, *lead: Any) -> None:
         self._ref, self._spot, self._lead = ref, spot, lead
@@ -97,7 +99,7 @@ class Part:
             self.shape = (*spot.shape[:1], *inner[1:]) if spot.part else inner
 
     def __getitem__(self, _: Any) -> Any:
-        if 0 in self.shape:  # jax 0.12 refuses an index into what is empty
+        if 0 in self.shape:  # jax 0.12 refuses to index an empty array
             return jnp.zeros(self.shape, self._ref.dtype)
         return self._spot.shaped(read(self._ref, *self._lead, part=self._spot.part))
 
@@ -115,15 +117,15 @@ class View:
     spots: tuple[Spot, ...]
 
     def leaves(self, cells: Sequence[Any]) -> Leaves:
-        """The tree's leaves, out of all cells."""
+        """Read the tree's leaves from the list of all cells."""
         return [spot.read(cells[spot.cell]) for spot in self.spots]
 
     def tree(self, cells: Sequence[Any]) -> Tree:
-        """The tree, out of all cells."""
+        """Read the tree from the list of all cells."""
         return jax.tree.unflatten(self.treedef, self.leaves(cells))
 
     def fill(self, cells: Sequence[Any], tree: Tree) -> list[Any]:
-        """The cells with the tree in them."""
+        """Return a copy of the list of cells, with the tree written into the cells."""
         filled = list(cells)
         for spot, leaf in zip(self.spots, jax.tree.leaves(tree), strict=True):
             filled[spot.cell] = spot.fill(filled[spot.cell], leaf)
@@ -132,10 +134,10 @@ class View:
 
 @dataclass(frozen=True)
 class Cell:
-    """Contents of one array that every rank has.
+    """The description of one array that every rank has.
 
     Attributes:
-      group: of its leaves.
+      group: the group of its leaves.
       name: the name of its leaves if they are a column, None if the cell is flat.
       shape: the array's shape.
     """
@@ -146,7 +148,7 @@ class Cell:
 
 
 def overlay(lists: Sequence[Sequence[Leaf]]) -> tuple[list[Cell], list[tuple[Spot, ...]]]:
-    """Cells for lists of leaves, and the spot of every leaf of each list."""
+    """Choose the cells for lists of leaves, and the spot of every leaf of each list."""
     cells: list[Cell] = []
     spots: list[dict[Leaf, Spot]] = [{} for _ in lists]
     taken: list[tuple[Hashable, ...]] = []
@@ -183,7 +185,7 @@ def _columns(members: list[list[Leaf]], taken: list[tuple[Hashable, ...]]) -> di
     for n, leaves in enumerate(members):
         for leaf in leaves:
             own.setdefault(leaf.column, {})[n] = leaf.shape
-    # Those that most ranks share come first, then the largest.
+    # Columns that most ranks share come first, then the largest columns.
     order = sorted(own, key=lambda c: (-len(own[c]), -max(map(math.prod, own[c].values()))))
     columns = {}
     for column in order:
@@ -198,7 +200,7 @@ def _columns(members: list[list[Leaf]], taken: list[tuple[Hashable, ...]]) -> di
 
 
 def unnamed(types: Sequence[Any]) -> list[Leaf]:
-    """Leaves without names: of equal type, the n-th of one list shares with the n-th of another."""
+    """Name leaves by type and count: the n-th leaves of a type in several lists share a cell."""
     seen: dict[Hashable, int] = {}
     leaves = []
     for leaf in types:
@@ -210,14 +212,14 @@ def unnamed(types: Sequence[Any]) -> list[Leaf]:
 
 
 def overlay_trees(trees: Sequence[Tree]) -> tuple[list[Any], list[View]]:
-    """The types of cells for several trees of types, and the view of each tree."""
+    """Choose the cells for several trees of types; return the cells' types and each tree's view."""
     treedefs = map(jax.tree.structure, trees)
     cells, spots = overlay([unnamed(jax.tree.leaves(tree)) for tree in trees])
     return list(map(_type, cells)), list(map(View, treedefs, spots))
 
 
 def _type(cell: Cell) -> Any:
-    """Return the type of a cell, with the varying mesh axes of its leaves, if known."""
+    """Return the type of a cell, which varies over the mesh axes of its leaves, if known."""
     dtype, varying = cell.group
     plain = jax.ShapeDtypeStruct(cell.shape, dtype)
     return plain if varying is None else jax.eval_shape(lambda: vary(zeros(plain), varying))

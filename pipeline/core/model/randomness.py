@@ -1,14 +1,14 @@
 """Dropout keys that do not depend on the schedule.
 
-A stage runs in whatever order a timetable says, twice if its forward is recomputed. So its keys
-are not advanced by use: within a call, the key of every random stream is folded with the call's
-count, the microbatch and the rank's place on row and position axes. Each stage has streams of its
-own, which makes the layer part of the key.
+The timetable decides the order in which a stage runs its microbatches, and a recomputed forward
+runs twice. So drawing a key does not advance a stream. Within a call, the key of every random
+stream is folded with the call's count, the microbatch and the rank's index on row and position
+axes. Each stage has its own streams, so the keys of layers differ too.
 
-Ranks of a further axis (``tensor``) may all hold the same activation, and must then drop the same
-of it. Where each holds its own part (sequence parallelism) they must not: what a stage is given
-says which it is. A stream with the metadata ``alike`` has one key for all ranks of such axes
-(`pipeline.layers.Dropout`, which finds by itself what part of a mask is its rank's).
+If all ranks of a further axis (``tensor``) hold the same activation, they must drop the same
+elements. If each rank holds its own part (sequence parallelism), they must drop different elements.
+The type of a stage's input says which case applies. A stream with the metadata ``alike`` has one
+key for all ranks of such axes; `pipeline.layers.Dropout` finds its rank's part of a mask itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def split_streams(rest: Tree) -> tuple[Tree, Tree]:
     flat = dict(nnx.to_flat_state(rest))
 
     def is_stream(path: Any, variable: Any) -> bool:
-        # A key that counts no uses is a constant.
+        # A key without a count is a constant.
         pair = ((*path[:-1], name) for name in ("key", "count"))
         return isinstance(variable, nnx.RngState) and all(name in flat for name in pair)
 
@@ -40,7 +40,7 @@ def split_streams(rest: Tree) -> tuple[Tree, Tree]:
 
 
 class RankStreams(nnx.RngStream):
-    """The streams of S stages with [S] keys, or of one stage with one key, as in flax."""
+    """A random stream with [S] keys of S stages, or with one key, as in flax."""
 
     def __call__(self) -> jax.Array:
         """Draw a key, or one for each stage."""
@@ -55,7 +55,7 @@ class RankStreams(nnx.RngStream):
         """Fork a stream, as `nnx.fork_rngs` does.
 
         Raises:
-          ValueError: ``split``, of streams that have a key for each stage.
+          ValueError: ``split`` is given for a stream that has a key for each stage.
         """
         if split is not None and self._keys().shape:
             raise ValueError(
@@ -67,7 +67,7 @@ class RankStreams(nnx.RngStream):
 
     def _keys(self) -> Any:
         keys = self.key.get_raw_value()
-        if keys is None:  # it lies in `pipeline.core.model.unlike`'s cells
+        if keys is None:  # the cells of `pipeline.core.model.unlike` store the key
             raise ValueError(
                 "the random streams of stages that are not alike share storage, in which "
                 "nnx.fork_rngs cannot reach them: fork those of the stages before Pipeline(...)"
@@ -76,7 +76,7 @@ class RankStreams(nnx.RngStream):
 
 
 def with_streams_of(kind: type[nnx.RngStream], module: Any) -> Any:
-    """The module, whose random streams are of this type now."""
+    """Change the type of the module's random streams to ``kind``, in place; return the module."""
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.RngStream) and type(node) in (nnx.RngStream, RankStreams):
             object.__setattr__(node, "__class__", kind)  # flax would take it for an attribute
@@ -87,19 +87,19 @@ ALIKE = "alike"
 
 
 def own_axes(types: Tree, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Find the axes, besides the given axes, over which a value varies."""
+    """Find the axes other than ``axes`` over which all float leaves vary."""
     floats = [set(varying_in(leaf)) for leaf in jax.tree.leaves(types) if is_float(leaf)]
     return tuple(sorted(set.intersection(*floats) - set(axes))) if floats else ()
 
 
 def fold(streams: Tree, microbatch: Any, axes: tuple[str, ...], own: tuple[str, ...] = ()) -> Tree:
-    """Streams for one microbatch: fresh keys, counts at zero.
+    """Make the streams for one microbatch: folded keys, and counts of zero.
 
     Args:
-      streams: a module's.
+      streams: the random streams of a module.
       microbatch: its index.
       axes: the mesh axes over which everything varies.
-      own: further axes whose ranks have keys of their own.
+      own: further axes on which each rank has its own keys.
     """
     flat = dict(nnx.to_flat_state(streams))
     folded = []
@@ -117,7 +117,7 @@ def fold(streams: Tree, microbatch: Any, axes: tuple[str, ...], own: tuple[str, 
 
 
 def _folded(keys: jax.Array, numbers: list[Any]) -> jax.Array:
-    """A key, or keys of any shape (of layers that a scan runs), with numbers folded in."""
+    """Fold numbers into a key, or into keys of any shape (of layers that a scan runs)."""
     for number in numbers:
         fold_in = jax.random.fold_in
         for _ in keys.shape:
@@ -127,9 +127,9 @@ def _folded(keys: jax.Array, numbers: list[Any]) -> jax.Array:
 
 
 def with_counts(rest: Tree, module: nnx.Module) -> Tree:
-    """Give a module's other state the counts that its random streams have now.
+    """Return ``rest`` with the present counts of the module's random streams.
 
-    What the kernel is given may be a copy, made before the call was counted.
+    ``rest`` may be a copy that was made before the call was counted.
     """
     now = dict(nnx.to_flat_state(nnx.state(module, nnx.RngCount)))
     if not now:
@@ -144,11 +144,10 @@ def with_counts(rest: Tree, module: nnx.Module) -> Tree:
 
 @contextlib.contextmanager
 def counting(module: nnx.Module) -> Iterator[bool]:
-    """Count one call of the pipeline in every random stream, so that the next draws anew.
+    """Count one call of the pipeline in every random stream, so that the next call has new keys.
 
-    Yields whether there is any stream.
-
-    A call that fails does not count: what is mended and called again draws what it would have.
+    Yields whether the module has any stream. A call that fails is not counted, so a repeated call
+    draws the same keys.
     """
     counts = [variable for _, variable in nnx.to_flat_state(nnx.state(module, nnx.RngCount))]
     before = [variable.get_value() for variable in counts]

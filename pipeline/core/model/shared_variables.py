@@ -1,8 +1,9 @@
-"""Stages that hold the same variable.
+"""Variables that several stages share.
 
-Every stage lies on a rank of its own, so what two of them share is there twice. For constants that
-is no harm. A random stream that stages take turns with, as in a plain model they do, would give all
-of them the same masks: each gets a stream of its own. Weights would quietly stop to be one.
+Stages run on different ranks, so a variable that two stages share would be stored twice. This does
+no harm for constants. A shared random stream would give all its stages equal masks, unlike in the
+plain model, so each stage gets its own stream. Copies of a shared weight would diverge silently, so
+they are refused.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from flax import nnx
 from pipeline.base.variables import raw
 from pipeline.core.model.stage import Ends, is_stacked
 
-Owners = Mapping[int, str]  # id of a variable to where it was found first
+Owners = Mapping[int, str]  # id of a variable to the path at which it was found first
 
 
 def unshared(stages: Any, embed: Any, head: Any, loss_fn: Any = None) -> tuple[Any, Ends]:
     """Copy modules so that they share no random stream; the originals are unchanged.
 
     Raises:
-      ValueError: a weight of one stage is also one of another, or of what is no stage.
+      ValueError: a stage shares a weight with another stage, or with embed, head or loss.
     """
     if is_stacked(stages):
         return stages, Ends(embed, head, loss_fn)
@@ -35,11 +36,12 @@ def unshared(stages: Any, embed: Any, head: Any, loss_fn: Any = None) -> tuple[A
     _owners(embed, "embed", owners)
     _owners(head, "head", owners)
     _owners(loss_fn, "loss_fn", owners)
-    return copies, _with_own_streams(Ends(embed, head, loss_fn), owners, len(copies))  # may share
+    # Embed, head and loss may share variables with each other.
+    return copies, _with_own_streams(Ends(embed, head, loss_fn), owners, len(copies))
 
 
 def _owners(module: Any, name: str, owners: Owners) -> dict[int, str]:
-    """Return a module's variables; refuse weights that an earlier module owns."""
+    """Map the ids of a module's variables to paths; refuse weights that an earlier module owns."""
     names = {}
     for path, variable in nnx.iter_graph(module) if isinstance(module, nnx.Module) else ():
         if not isinstance(variable, nnx.Variable):

@@ -1,8 +1,8 @@
-"""Between NNX modules and arrays: where stages are, and how one is called in the kernel.
+"""NNX modules in the kernel: the static half of a module, its calls, and the places of stages.
 
 Letters: S ranks, K stages, V = K // S chunks. A chunk is one module whose leaves have a leading
 axis of length S sharded over ``stage``: index r is the stage that rank r holds as its chunk v.
-Where the stages of a chunk are not alike, it is laid out by `pipeline.core.model.unlike`.
+`pipeline.core.model.unlike` lays out a chunk whose stages are not alike.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from pipeline.core.placement.placement import as_before
 class Definition:
     """The static half of a module; `call` merges it with its arrays.
 
-    Equal are those that are `alike`, and all have a hash: a module may hold what has none.
+    Definitions are compared by `alike`. Each has a hash, also if a module's attributes have none.
 
     Attributes:
-      graphdef: of the module.
-      label: what messages call it.
-      state: the paths of variables that it may write, as the user has declared.
-      looked_at: calls that were seen to write nothing, by method and types.
+      graphdef: the graphdef of the module.
+      label: the name of the module in messages.
+      state: the paths of declared variables, which the module may write.
+      looked_at: keys (method, types) of calls that were found to write nothing.
     """
 
     graphdef: Any
@@ -60,12 +60,12 @@ class Definition:
         return digest(self.graphdef)
 
     def call(self, method: Callable[..., Any], params: Tree, rest: Tree, *args: Any) -> Any:
-        """Merge the module and apply ``method`` to it with the arguments.
+        """Merge the module, call ``method`` with it and the arguments, and return the result.
 
-        What it writes to the state that was declared is dropped.
+        Writes to declared state are dropped.
 
         Raises:
-          ValueError: the module wrote to other state of its own, or made some.
+          ValueError: the call wrote to undeclared state, or made a new variable.
         """
         return self.update(method, params, rest, *args)[0]
 
@@ -80,7 +80,7 @@ class Definition:
         """Call a method, and also return the leaves at declared paths after the call.
 
         Raises:
-          ValueError: as `call`; or a variable has other shapes or dtypes than before.
+          ValueError: a cause that `call` names; or a declared variable changed its shape or dtype.
         """
         module = self._merged(params, rest)
         result = method(module, *args)
@@ -138,8 +138,8 @@ class Definition:
     ) -> list[Any]:
         """List the variables at these paths that a call computes anew, found by a trace.
 
-        `nnx.jit` and `nnx.remat` hand new values back for every variable that they were given, most
-        of them the same.
+        `nnx.jit` and `nnx.remat` return a new value for every variable that they receive, though
+        most values are unchanged.
         """
         origins: dict[Any, Any] = {}
 
@@ -159,7 +159,7 @@ class Definition:
 
 
 def _flat(*parts: Tree) -> dict[Any, Any]:
-    """Path to variable."""
+    """Map paths to variables."""
     return {path: variable for part in parts for path, variable in nnx.to_flat_state(part)}
 
 
@@ -196,12 +196,12 @@ def _same(now: Any, before: Any) -> bool:
 
 @dataclass(frozen=True)
 class StagePosition:
-    """A stage's place and role there.
+    """The position of a stage.
 
     Attributes:
-      definition: its static half.
-      rank, chunk: its place.
-      views: where its values lie in the chunk's state; None where they are that state.
+      definition: the static half of the stage.
+      rank, chunk: its rank, and its chunk on this rank.
+      views: the places of its values in the chunk's state; None if the stage has the whole state.
     """
 
     definition: Definition
@@ -216,13 +216,13 @@ def stage_positions(
     stages_of: Sequence[Sequence[int]],
     state: Sequence[frozenset[Any]] = (),
 ) -> tuple[StagePosition, ...]:
-    """[K] the positions of all stages, in layer order.
+    """Find the [K] positions of all stages, in layer order.
 
     Args:
       chunks: the V chunks.
-      definitions: [V] theirs; those of stages that are not alike are their own.
+      definitions: [V] the definition of each chunk; stages that are not alike get their own.
       stages_of: [S] lists of the V stages on each rank.
-      state: [K] paths of what each may write, if any may.
+      state: [K] paths of declared state in each stage; empty if no state is declared.
     """
     positions: dict[int, StagePosition] = {}
     for rank, stages in enumerate(stages_of):
@@ -255,11 +255,7 @@ class Ends(nnx.Module):
 
 
 def check_kinds(stages: Any, **ends: Any) -> None:
-    """Check that a model is made of arrays or of types, and not of both.
-
-    Raises:
-      ValueError: some part is of types, and some of arrays.
-    """
+    """Raise ValueError if one part of a model has types, and another has arrays."""
     parts = {"stages": stages, **ends}
     if isinstance(stages, Sequence):
         parts |= {f"stages[{k}]": stage for k, stage in enumerate(stages)}
@@ -279,7 +275,7 @@ def check_kinds(stages: Any, **ends: Any) -> None:
 
 
 def count_stages(stages: Any) -> int:
-    """K: the length of a list of stages, or of the leading axis of a stacked module."""
+    """Return K: the length of a list of stages, or of the leading axis of a stacked module."""
     if is_stacked(stages):
         check_stack(stages)
         return _stacked_length(stages)
@@ -301,16 +297,16 @@ def count_stages(stages: Any) -> int:
     )
 
 
-_LISTS = (list, tuple, nnx.List)  # the last is a module too
+_LISTS = (list, tuple, nnx.List)  # nnx.List is a module too
 
 
 def is_stacked(stages: Any) -> bool:
-    """Tell whether stages are one module with a leading axis, and no list of modules."""
+    """Tell whether stages are one module with a leading axis, not a list of modules."""
     return isinstance(stages, nnx.Module) and not isinstance(stages, _LISTS)
 
 
 def _stacked_length(stages: nnx.Module) -> int:
-    """The length of the leading axis that all leaves of a module share."""
+    """Return the length of the leading axis that all leaves of a module share."""
     shapes = {
         ".".join(map(str, path)) + jax.tree_util.keystr(within): leaf.shape
         for path, variable in nnx.to_flat_state(nnx.state(stages))
@@ -335,7 +331,7 @@ def _stacked_length(stages: nnx.Module) -> int:
 
 
 def take_stage(chunk: nnx.Module, rank: int) -> nnx.Module:
-    """The stage that a rank holds in a chunk, whole."""
+    """Take the stage that a rank holds in a chunk, as a module of its own."""
     if isinstance(chunk, Overlaid):
         return with_streams_of(nnx.RngStream, chunk.stage(rank))
     graphdef, state = nnx.split(chunk)

@@ -1,8 +1,8 @@
 """Masks of trained leaves, over the parameters of stages and of chunks.
 
 Letters: K stages, V chunks. Stages of one chunk share their arrays, so an array has a gradient if
-any of its stages is trained in it. In the kernel stages that are not trained alike have code of
-their own (`pipeline.core.step.calls.groups`), which adds nothing to the sums of what is frozen.
+it is trained for any stage. In the kernel, stages with different masks have different code
+(`pipeline.core.step.calls.groups`), which adds nothing to the gradients of frozen parameters.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Trained:
     """The leaves of a pipeline's parameters that have gradients.
 
     Attributes:
-      stages: [K] for the leaves of each stage's own parameters.
-      chunks: [V] for the leaves of each chunk's, whether any stage is trained in them.
-      ends: for the leaves of embed's and the head's.
-      num_embed: how many of them, the first, are embed's.
+      stages: [K] masks of the leaves of each stage's parameters.
+      chunks: [V] masks of the leaves of each chunk's parameters: trained for any stage.
+      ends: the mask of the leaves of the ends' parameters, with embed's leaves first.
+      num_embed: the number of embed's leaves.
     """
 
     stages: tuple[Mask, ...]
@@ -36,13 +36,13 @@ class Trained:
     def restrict(
         self, chunks: tuple[Mask, ...], ends: Mask, cells: Sequence[tuple[int, Any]]
     ) -> Trained:
-        """Restrict to the leaves of the arrays whose gradients are asked for.
+        """Restrict to the arrays whose gradients are wanted.
 
         Args:
-          chunks: [V] which leaves of each chunk's parameters.
-          ends: which of embed's and the head's.
-          cells: [K] the chunk of each stage, and among which of its leaves the stage's own lie;
-            None where they are those.
+          chunks: [V] masks of each chunk's parameters.
+          ends: the mask of the ends' parameters.
+          cells: [K] for each stage its chunk, and the indices of the chunk's leaves that store the
+            stage's leaves; None if the stage has all leaves of the chunk.
         """
 
         def both(mask: Mask, other: Sequence[bool]) -> Mask:
@@ -60,22 +60,23 @@ class Trained:
 
     @property
     def embed(self) -> bool:
-        """True if anything of embed is trained."""
+        """True if any parameter of embed is trained."""
         return any(self.ends[: self.num_embed])
 
     @property
     def is_anything(self) -> bool:
-        """True if anything is trained."""
+        """True if any parameter is trained."""
         return any(map(any, (*self.chunks, self.ends)))
 
     def needs_gradients(self, *, want_inputs: bool, backward: bool = True) -> Needs:
-        """[K] how far each stage's backward goes.
+        """Find the gradients that each of the K stages' backward computes.
 
-        Stage 0 is as stage 1 is, whose code it may share; where it runs, it is known to be first.
+        Stage 0 gets the flag of stage 1 for its input, so that the two can share code. The code
+        that runs stage 0 knows that it is the first.
 
         Args:
           want_inputs: whether inputs have gradients.
-          backward: whether anything goes back at all; otherwise all stages are alike.
+          backward: whether there is any backward; if not, all masks are True.
         """
         if not backward:
             return tuple(NeedsGradient((True,) * len(mask), x=True) for mask in self.stages)

@@ -1,10 +1,9 @@
-"""The parameters that a filter trains, and the frozen rest of partly trained arrays.
+"""The parameters that a filter trains, and the trained parts of partly trained arrays.
 
-Letters: S ranks, K stages, V chunks. A filter (`flax.nnx.filterlib`) is asked about the plain
-model, whatever the layout: about every variable of stage k under ``("stages", k, *path)``, in the
-type and shape that it has there, of embed under ``("embed", *path)``, of the head under
-``("head", *path)``. `own_filter` says the same of the pipeline's own state, whose arrays several
-stages share.
+Letters: S ranks, K stages, V chunks. A filter (`flax.nnx.filterlib`) is called with the paths,
+types and shapes of the plain model, for every layout: ``("stages", k, *path)`` for a variable of
+stage k, ``("embed", *path)`` of embed, ``("head", *path)`` of the head. `own_filter` makes the
+equivalent filter for the pipeline's own state, whose arrays several stages share.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Path = tuple[Any, ...]
 Flat = Sequence[tuple[Path, Any]]  # paths and variables
 Places = Sequence[Sequence[int]]  # [S] lists of the V stages on each rank
 Parts = list[list[tuple[int, int]]]  # [S] lists of (start, stop)
-MOST_FILTERS = 16  # that are remembered
+MOST_FILTERS = 16  # in the cache
 WHOLE = 0, np.iinfo(np.int32).max
 
 
@@ -48,7 +47,7 @@ def find_trained(
       stages: [S] lists of the V stages on each rank.
 
     Raises:
-      ValueError: it is no filter, finds nothing, or finds what has no gradient.
+      ValueError: ``wrt`` is no filter, finds no parameter, or finds a variable without a gradient.
     """
     asks = _Asks(wrt)
     masks: dict[int, Mask] = {}
@@ -83,20 +82,20 @@ def trained_by(
     cache: dict[Any, Any],
     structure: Any = None,
 ) -> tuple[Trained, nnx.filterlib.Filter]:
-    """Find the parameters that a filter trains, and the same filter on the pipeline's own state.
+    """Find the parameters that a filter trains, and the filter for the pipeline's own state.
 
-    Remembered: to ask about every variable of a step takes longer than to start it.
+    The result is cached: calling the filter on every variable takes longer than starting a step.
 
     Args:
       wrt: any nnx filter of the plain model.
       chunks: [V] modules.
       ends: embed and head.
       stages: [S] lists of the V stages on each rank.
-      cache: what other filters were found to train, to which this is added.
-      structure: that of their parameters, if it is at hand.
+      cache: results of earlier filters, to which this result is added.
+      structure: the structure of the parameters of chunks and ends, if the caller has it.
 
     Raises:
-      ValueError: as `find_trained`.
+      ValueError: a cause that `find_trained` names.
     """
     if structure is None:
         structure = jax.tree.structure([define(part, "")[1] for part in (*chunks, ends)])
@@ -109,7 +108,7 @@ def trained_by(
         trained = find_trained(wrt, chunks, ends, stages)
         result = trained, own_filter(wrt, trained, chunks, ends)
         if key is not None:
-            if len(cache) >= MOST_FILTERS:  # of calls that make their own anew
+            if len(cache) >= MOST_FILTERS:  # calls may make a new filter each time
                 del cache[next(iter(cache))]
             cache[key] = result
     return result
@@ -118,7 +117,7 @@ def trained_by(
 def own_filter(
     wrt: Any, trained: Trained, chunks: Sequence[nnx.Module], ends: nnx.Module
 ) -> nnx.filterlib.Filter:
-    """The filter of a pipeline's own state that finds the arrays in which anything is trained."""
+    """Make the filter that finds the arrays of the pipeline's own state with trained parameters."""
     if isinstance(wrt, type) and issubclass(wrt, nnx.Param):
         return wrt
     masks = [*trained.chunks, trained.ends]
@@ -134,7 +133,7 @@ def own_filter(
 
 
 class _Asks:
-    """A filter, asked about one variable after the other."""
+    """A filter, called with one variable after the other."""
 
     def __init__(self, wrt: Any) -> None:
         self._wrt, self._is_default = wrt, wrt is nnx.Param
@@ -149,13 +148,7 @@ class _Asks:
             ) from None
 
     def mask(self, prefix: Path, params: Flat, rest: Flat) -> Mask:
-        """Mark the leaves of a module's parameters that the filter trains.
-
-        Args:
-          prefix: the path of the module.
-          params: its `nnx.Param` state.
-          rest: all its other state.
-        """
+        """Mark the trained leaves of the module at ``prefix``; ``rest`` is all its other state."""
         answers: list[bool] = []
         for path, variable in params:
             whole = ModelPath((*prefix, *path))
@@ -180,7 +173,7 @@ class _Asks:
         )
 
     def check_any(self) -> None:
-        """Refuse a filter that found nothing; by default a model may have no parameters."""
+        """Refuse a filter that found nothing; the default filter may find nothing."""
         if self._is_default:
             return
         examples = " and ".join(dict.fromkeys((*self._seen[:1], *self._seen[-1:]))) or "nothing"
@@ -191,7 +184,7 @@ class _Asks:
 
 
 def view_of(chunk: nnx.Module) -> Callable[[int], tuple[Flat, Flat]]:
-    """Make the view of a rank's stage in a chunk: types of parameters and other state, by path."""
+    """Make a function of a rank that lists its stage's types by path: parameters, other state."""
     if isinstance(chunk, Overlaid):
         return functools.partial(_overlaid, chunk)
 
@@ -216,7 +209,7 @@ def _overlaid(chunk: Overlaid, rank: int) -> tuple[Flat, Flat]:
 
 
 def halves_of(module: nnx.Module) -> tuple[Flat, Flat]:
-    """Paths and variables of its `nnx.Param` state, and of all its other state."""
+    """List paths and variables of a module's `nnx.Param` state, and of all its other state."""
     parts: Any = nnx.split(module, nnx.Param, ...)
     return nnx.to_flat_state(as_before(parts[1])), nnx.to_flat_state(as_before(parts[2]))
 
@@ -224,7 +217,7 @@ def halves_of(module: nnx.Module) -> tuple[Flat, Flat]:
 def trained_lines(
     trained: Trained, chunks: Sequence[nnx.Module], ends: nnx.Module, stages: Places
 ) -> list[str]:
-    """Describe the trained parameters in a line; no line if all are trained."""
+    """Describe the trained parameters in one line; return no line if all are trained."""
     sizes = [(leaf.size, yes) for leaf, yes in zip(_leaves(ends), trained.ends, strict=True)]
     for rank, numbers in enumerate(stages):
         for chunk, k in zip(chunks, numbers, strict=True):
@@ -244,7 +237,7 @@ def _leaves(module: nnx.Module) -> list[Any]:
 
 
 def spots_of(chunk: nnx.Module, rank: int) -> Sequence[Spot]:
-    """Find the places of a rank's stage's leaves among its chunk's parameters."""
+    """Find the place of each leaf of a rank's stage in its chunk's parameters."""
     if isinstance(chunk, Overlaid):
         return chunk.views[rank].params.spots
     return [Spot(n, None, leaf.shape[1:]) for n, leaf in enumerate(_leaves(chunk))]
@@ -256,11 +249,11 @@ def spots_of(chunk: nnx.Module, rank: int) -> Sequence[Spot]:
 def trained_parts(
     trained: Trained, chunks: Sequence[nnx.Module], stages: Places
 ) -> dict[str, Parts]:
-    """The arrays of chunks that some stage is trained in, and another that has a place there not.
+    """Find the arrays of chunks that are trained for one stage and frozen for another.
 
     Returns:
-      By path, ``chunks/0/kernel``, for each rank the parts that are trained, (start, stop) on the
-      axis behind that of ranks.
+      For each path, such as ``chunks/0/kernel``, and each rank the trained parts: (start, stop) on
+      the axis after the rank axis.
     """
     parts_of: dict[str, Parts] = {}
     for v, chunk in enumerate(chunks):

@@ -1,7 +1,7 @@
-"""The choice of state: variables that stages, embed, head and loss may write in a call.
+"""Declared state: variables that stages, embed, head and loss may write in a call.
 
-Letters: S ranks, K stages, V chunks. A filter (`flax.nnx.filterlib`) is asked about the plain
-model, as one of what is trained is (`pipeline.core.model.trained_filters`).
+Letters: S ranks, K stages, V chunks. The filter of the option ``state`` is called with paths of the
+plain model, like the filter of trained parameters (`pipeline.core.model.trained_filters`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def find_state(
       stages: [S] lists of the V stages on each rank.
 
     Raises:
-      ValueError: it is no filter, finds nothing, finds what is no such state, or some only of
-        stages that are alike.
+      ValueError: ``state`` is no filter, finds nothing, finds a parameter or a random stream, or
+        finds a variable in only some of the stages that share code.
     """
     if state is None:
         return Declared(chunk_cells=((),) * len(chunks))
@@ -44,8 +44,8 @@ def find_state(
             f"state={state!r} is no filter; give a type such as nnx.BatchStat, or anything that "
             f"nnx.state takes"
         ) from None
-    # Of each chunk the leaves that hold declared variables of any of its stages: stages that are
-    # not alike have theirs in cells that others share.
+    # A leaf of a chunk is declared state if it holds a declared variable of any stage: stages that
+    # are not alike share their leaves.
     paths_of: dict[int, frozenset[Path]] = {}
     cells = []
     for v, chunk in enumerate(chunks):
@@ -77,17 +77,18 @@ def find_state(
         ]
         has = f"it has {', '.join(dict.fromkeys(seen))}" if seen else "it has none"
         raise ValueError(
-            f"state={state!r} finds nothing among what is no parameter of the model ({has}); leave "
-            f"state= out if stages write nothing"
+            f"state={state!r} finds no variable of the model that is not a parameter ({has}); "
+            f"leave state= out if stages write nothing"
         )
     return declared
 
 
 def check_state(plan: Any, chunks: Sequence[nnx.Module], ends: nnx.Module) -> None:
-    """Check the option ``state`` when a pipeline is made.
+    """Check the options ``state`` and ``after_step`` of a new pipeline.
 
     Raises:
-      ValueError: as `find_state`; or of ends that all ranks share, or a hook without state.
+      ValueError: a cause that `find_state` names; state in ends while all ranks share an end; or
+        ``after_step`` is no function or has no state.
     """
     if plan.after_step is not None and plan.state is None:
         raise ValueError(
@@ -110,12 +111,12 @@ def check_state(plan: Any, chunks: Sequence[nnx.Module], ends: nnx.Module) -> No
 def keep_state(
     modules: Sequence[nnx.Module], declared: Declared, values: Sequence[Sequence[Any]]
 ) -> None:
-    """Give modules the declared state that a step has left.
+    """Write the declared state after a step to the modules.
 
     Args:
       modules: the V chunks, then the ends.
-      declared: which leaves of their other state.
-      values: of these leaves, for each module.
+      declared: the declared leaves of the modules' other state.
+      values: the values of these leaves, for each module.
     """
     cells = *declared.chunk_cells, declared.ends_cells
     for module, numbers, of_module in zip(modules, cells, values, strict=True):
@@ -134,17 +135,13 @@ def keep_state(
 
 
 def check_order(schedule: Schedule) -> None:
-    """Check that every stage takes its microbatches forward in ascending order.
-
-    Raises:
-      ValueError: one does not, so state would be updated in another order.
-    """
+    """Raise ValueError unless every stage runs F in ascending order, in which it updates state."""
     for order in schedule.orders:
         last: dict[int, int] = {}
         for action in order:
             if action.kind == "F" and action.microbatch < last.get(action.stage, -1):
                 raise ValueError(
-                    f"state= with a schedule in which stage {action.stage} runs {action} behind "
+                    f"state= with a schedule in which stage {action.stage} runs {action} after "
                     f"{action.stage}F{last[action.stage]}: state is updated microbatch by "
                     f"microbatch, in ascending order; use another schedule"
                 )
@@ -155,13 +152,13 @@ def check_order(schedule: Schedule) -> None:
 def _paths(
     state: Any, predicate: Callable[..., Any], prefix: Path, params: Flat, rest: Flat
 ) -> list[Path]:
-    """Paths of a module's other state that a filter finds."""
+    """List the paths that a filter finds in a module's other state."""
     for path, variable in params:
         if predicate(ModelPath((*prefix, *path)), variable):
             raise ValueError(
                 f"state={state!r} finds {(*prefix, *path)!r}, a {type_text(variable)}: parameters "
-                f"are trained by gradients, and state is what is no nnx.Param; let the filter "
-                f"leave it out"
+                f"are trained by gradients, and cannot be declared state; let the filter leave it "
+                f"out"
             )
     paths = []
     for path, variable in rest:

@@ -1,17 +1,17 @@
-"""Stages that are not alike, held as one chunk.
+"""Chunks of stages that are not alike.
 
-Letters: S ranks, V chunks. Equal stages are stacked leaf by leaf and keep their module. What S
-stages of different structure have in common is only that each lies on one rank, so their variables
-are laid over each other (`pipeline.core.model.overlay`) in cells [S, ...] sharded over ``stage``,
-as large as the largest of them:
+Letters: S ranks, V chunks. Equal stages are stacked leaf by leaf and keep their module. S stages of
+different structure have only in common that each runs on one rank. So their variables share cells
+[S, ...] (`pipeline.core.model.overlay`), sharded over ``stage``, as large as the largest stage:
 
-* ``named`` has a column for each variable that all ranks can afford, under its own path: for lists
-  of equal layers of uneven length that is every variable, and names, shapes and masks survive;
-* ``packed`` has the rest in flat cells, matrices apart from vectors, so that a rule such as weight
-  decay for matrices only can still be told by path. Padding is zero and so is its gradient.
+* ``named`` has a column, under the variable's own path, for each variable that fits within the
+  largest stage. If stages differ only in their number of equal layers, every variable is a column,
+  and names, shapes and masks survive.
+* ``packed`` has the other variables in flat cells, matrices separate from vectors. So a rule such
+  as weight decay for matrices only can still select by path. Padding and its gradient are zero.
 
-A module's static half cannot be laid over another's: ``stages`` keeps each stage without its
-values, so that ``pipe.eval()`` and the like still reach it.
+Static halves cannot share storage: ``stages`` keeps each stage without its values, so that
+``pipe.eval()`` and similar calls still reach it.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from pipeline.core.placement.paths import ModelPath, of_stage
 from pipeline.core.placement.placement import DEFERRED, Placement, unnamed
 
 Path = tuple[Any, ...]
-VariableSpot = tuple[Any, Spot]  # a variable, and where its value lies in a cell
+VariableSpot = tuple[Any, Spot]  # a variable, and the place of its value in a cell
 
 
 class Group(nnx.Module):
-    """A part of a path."""
+    """An empty module that holds the variables under one part of a path."""
 
 
 @dataclass(frozen=True)
 class Views:
-    """Places of a stage's values among the leaves of its chunk's state.
+    """The places of a stage's values among the leaves of its chunk's state.
 
     Attributes:
-      params: its `nnx.Param` state, within that of the chunk.
-      rest: all its other state, likewise.
+      params: the stage's `nnx.Param` state within the `nnx.Param` state of the chunk.
+      rest: the stage's other state within the other state of the chunk.
     """
 
     params: View
@@ -62,15 +62,16 @@ class Overlaid(nnx.Module):
 
     Args:
       stages: [S] modules.
-      numbers: [S] which stages they are.
-      placement: the mesh, and what is sharded over ``data``.
-      why: in what the stages differ.
+      numbers: [S] the indices of the stages in layer order.
+      placement: the mesh, and the arrays that are sharded over ``data``.
+      why: the difference between the stages, as text.
 
     Attributes:
-      named: columns, by path; packed: flat cells.
+      named: columns, by path.
+      packed: flat cells.
       stages: [S] modules without values.
-      views: [S] where their values are.
-      about: one line: what they differ in, and what their layout costs.
+      views: [S] the places of their values.
+      about: one line on the difference between the stages and the memory cost of the layout.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Overlaid(nnx.Module):
         ]
         cells, spots = overlay(lists)
         if _unplaced(lists, cells, spots, placement):
-            # Layers of one kind then share places whatever their number in a stage is.
+            # Layers of one kind then share cells, independent of their number in a stage.
             cells, spots = overlay([_by_kind(leaves) for leaves in lists])
         _check_sharded(_unplaced(lists, cells, spots, placement), why)
         items: list[list[list[VariableSpot]]] = [[[] for _ in stages] for _ in cells]
@@ -109,7 +110,7 @@ class Overlaid(nnx.Module):
         return Views(*(_view(half, places, stage_half, paths) for half, stage_half in halves))
 
     def stage(self, rank: int) -> nnx.Module:
-        """A rank's stage, whole."""
+        """Make the module of a rank's stage, with its values."""
         views, (graphdef, _) = self.views[rank], nnx.split(self.stages[rank])
 
         def halves(params: list[Any], rest: list[Any]) -> Any:
@@ -122,7 +123,7 @@ class Overlaid(nnx.Module):
 
 
 def _leaf(path: ModelPath, variable: Any, placement: Placement, why: str) -> Leaf:
-    """Return a variable's key for sharing: a column by path, a flat cell by type."""
+    """Return a variable's keys: its path for a column, its type for a flat cell."""
     if not hasattr(raw(variable), "shape"):
         raise ValueError(
             f"{path.text} is a {type(variable).__name__} of "
@@ -140,7 +141,7 @@ def _leaf(path: ModelPath, variable: Any, placement: Placement, why: str) -> Lea
 
 
 def _by_kind(leaves: Sequence[Leaf]) -> list[Leaf]:
-    """Rename sharded leaves by their number within a kind, in place of the layer's number."""
+    """Rename sharded leaves: a count within each kind replaces the layer's number."""
     seen: dict[Any, int] = {}
     result = []
     for leaf in leaves:
@@ -162,7 +163,7 @@ def _unplaced(
 ) -> list[Leaf]:
     """Find leaves sharded over further axes whose cells cannot be sharded.
 
-    An axis of one rank cuts nothing, so it is no obstacle.
+    An axis of size 1 splits nothing, so it does not count.
     """
     misfits = []
     for leaves, places in zip(lists, spots, strict=True):
@@ -199,26 +200,26 @@ def _cell_path(cell: Cell) -> Path:
 
 
 def _put(module: Any, path: Path, variable: nnx.Variable[Any]) -> Path:
-    """Make the variable an attribute; its path, which differs if that is taken."""
+    """Store the variable at ``path``, or at a free name like it; return the path."""
     *groups, name = path
     for part in groups:
         if part not in vars(module):
             setattr(module, part, Group())
         module = getattr(module, part)
-    while name in vars(module):  # flat cells of two types of one name
+    while name in vars(module):  # two types of flat cells may have one name
         name += "_"
     setattr(module, name, variable)
     return *groups, name
 
 
 def _halve(module: nnx.Module) -> tuple[Tree, Tree]:
-    """Its `nnx.Param` state, and all its other state."""
+    """Return a module's `nnx.Param` state, and all its other state."""
     split: Any = nnx.split(module, nnx.Param, ...)
     return split[1], split[2]
 
 
 def _view(half: Tree, places: dict[Path, Spot], stage_half: Tree, paths: list[Path]) -> View:
-    """View a stage's state within its chunk's state, with cells at ``paths``."""
+    """Make the view of a stage's state in its chunk's state, with cells at ``paths``."""
     order = {path: index for index, (path, _) in enumerate(filled(stage_half))}
     spots = (places[path] for path, _ in filled(half))
     moved = (Spot(order[paths[s.cell]], s.part, s.shape) for s in spots)
@@ -226,7 +227,7 @@ def _view(half: Tree, places: dict[Path, Spot], stage_half: Tree, paths: list[Pa
 
 
 def _cell_variable(cell: Cell, ranks: list[list[VariableSpot]], placement: Placement) -> Any:
-    """Make a [S, ...] variable from each rank's cell; a device holds only its own part."""
+    """Make a [S, ...] variable from each rank's cell; a device holds only its rank's part."""
     like = next(variable for items in ranks for variable, _ in items)
     first = raw(like)
     if not isinstance(like, nnx.Variable):  # a plain array
@@ -245,7 +246,7 @@ def _cell_variable(cell: Cell, ranks: list[list[VariableSpot]], placement: Place
         filled = jax.numpy.stack([_filled(cell, first, items) for items in ranks])
         return label(constrained(filled, sharding))  # made under jit
     plain: Any = jax.random.key_data if is_key(first) else np.asarray
-    tail = plain(first).shape[first.ndim :]  # what a typed key is made of
+    tail = plain(first).shape[first.ndim :]  # the shape of a typed key's data
 
     def rows(index: Any) -> Any:
         mine = ranks[index[0]]
@@ -271,7 +272,7 @@ def _filled(cell: Cell, like: Any, items: list[VariableSpot]) -> Any:
 
 
 def _sizes(chunk: Overlaid, stages: Sequence[nnx.Module]) -> str:
-    """Write the sizes that the layout costs."""
+    """Describe the memory cost of the layout."""
     params, _ = _halve(chunk)
     flat = nnx.to_flat_state(params)
     packed = sum(path[0] == "packed" for path, _ in flat)

@@ -1,4 +1,4 @@
-"""The resolved request: the plan, its defaults, the checks of options.
+"""The options of a pipeline, their checks, and the plan: the options with every choice made.
 
-A plan is data. It knows no kernel and no module; what runs it is `pipeline.core.step`.
+A plan is data. It refers to no kernel and no module; `pipeline.core.step` runs it.
 """

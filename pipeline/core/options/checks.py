@@ -1,4 +1,4 @@
-"""Options of a pipeline, checked before anything is built."""
+"""Checks of a pipeline's options, before anything is built."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Vocabulary = Literal["ends", "stage"]
 
 
 def check_microbatches(num_microbatches: Any) -> int:
-    """M; ValueError for anything else."""
+    """Return M; raise ValueError for anything but an integer >= 1."""
     number = integer(num_microbatches)
     if number is None or number < 1:
         raise ValueError(
@@ -38,14 +38,14 @@ def check_microbatches(num_microbatches: Any) -> int:
 
 
 def check_slices(slices: Any) -> int | tuple[int, ...] | None:
-    """N, or [N] lengths, or None; ValueError for anything else."""
+    """Return N, [N] lengths of slices or None; raise ValueError for anything else."""
     if isinstance(slices, Sequence | np.ndarray) and not isinstance(slices, str):
         lengths = [integer(length) for length in slices]
         if len(lengths) < 2 or any(length is None or length < 1 for length in lengths):
             raise ValueError(
                 f"slices={slices!r}: lengths of slices must be two or more integers >= 1, the "
-                f"positions of each slice; give such, the number of equal slices, or None for "
-                f"whole sequences"
+                f"positions of each slice; give such lengths, the number of equal slices, or None "
+                f"for whole sequences"
             )
         return tuple(length for length in lengths if length is not None)
     number = integer(slices)
@@ -58,17 +58,7 @@ def check_slices(slices: Any) -> int | tuple[int, ...] | None:
 
 
 def check_sliced(num_slices: int, slices: Any, *, offload: Any, vocabulary: str) -> None:
-    """Check the options that slices restrict.
-
-    Args:
-      num_slices: N of the timetable.
-      slices: as of `Options`, checked.
-      offload: as of `Options`.
-      vocabulary: as of `Options`.
-
-    Raises:
-      ValueError: one that slices do not run with.
-    """
+    """Raise ValueError for an ``offload`` or ``vocabulary`` that N slices do not support."""
     if num_slices == 1:
         return
     wrong = None
@@ -103,12 +93,12 @@ def check_excluded(*, engine: Engine, mesh: Mesh | None, auto_axes: Sequence[str
     """Raise ValueError for options that ``stage_meshes`` excludes."""
     if auto_axes:
         raise ValueError(
-            f"auto_axes={auto_axes!r} beside stage_meshes=: name in each stage what is divided "
+            f"auto_axes={auto_axes!r} with stage_meshes=: let each stage name the dims divided "
             f"over these axes and leave auto_axes out, or use mesh= for ranks of one shape"
         )
     if mesh is not None:
         raise ValueError(
-            "mesh= beside stage_meshes=, which has the devices of each rank: give one of them"
+            "mesh= with stage_meshes=, which has the devices of each rank: give only one of the two"
         )
     if engine != "programs":
         raise ValueError(
@@ -118,7 +108,7 @@ def check_excluded(*, engine: Engine, mesh: Mesh | None, auto_axes: Sequence[str
 
 
 def check_vocabulary(vocabulary: Any) -> None:
-    """Raise ValueError for an unknown way to hold the vocabulary."""
+    """Raise ValueError for an unknown ``vocabulary``."""
     if vocabulary not in ("ends", "stage"):
         raise ValueError(
             f"vocabulary={vocabulary!r}: must be 'ends', embed on the first rank and head on the "
@@ -136,11 +126,11 @@ def check_functions(**functions: Any) -> None:
 
 
 def check_scale(loss_scale: Any) -> jax.Array | None:
-    """A loss scale as an array, or None.
+    """Return a loss scale as an array, or None.
 
     Raises:
-      ValueError: no real scalar; or a number, not an array that may be on a device, that is not
-        above 0 and finite.
+      ValueError: no real scalar, or a number that is not above 0 and finite. An array's value is
+        not checked: it may be on a device.
     """
     if loss_scale is None:
         return None
@@ -175,17 +165,17 @@ def check_data_parallel(data_parallel: Any, gather: Any) -> None:
 
 
 def check_axes(auto_axes: Any) -> tuple[str, ...]:
-    """The names of the axes left to the compiler; ValueError for anything but a sequence."""
+    """Return ``auto_axes`` as a tuple; raise ValueError for anything but a sequence of names."""
     if isinstance(auto_axes, str) or not isinstance(auto_axes, Sequence):
         raise ValueError(f"auto_axes={auto_axes!r}: must be a tuple of axes, such as ('tensor',)")
     return tuple(auto_axes)
 
 
 def check_axes_of(mesh: Mesh, auto_axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes left to the compiler, checked against the mesh.
+    """Check the axes left to the compiler against the mesh, and return them.
 
     Raises:
-      ValueError: an axis that the mesh lacks or that the kernel needs.
+      ValueError: the mesh lacks an axis, or the kernel needs it.
     """
     for axis in auto_axes:
         if axis not in mesh.axis_names:
@@ -193,7 +183,7 @@ def check_axes_of(mesh: Mesh, auto_axes: tuple[str, ...]) -> tuple[str, ...]:
                 f"auto_axes={auto_axes!r}: the mesh has no axis {axis!r}; its axes are "
                 f"{', '.join(map(repr, mesh.axis_names))}"
             )
-        if axis in (STAGE, DATA):  # before there are roles
+        if axis in (STAGE, DATA):  # by name: the roles of the axes are found later
             raise ValueError(
                 f"auto_axes={auto_axes!r}: a pipeline exchanges and reduces over {axis!r} "
                 f"itself, so it cannot be left to the compiler; leave out {axis!r}"
@@ -202,10 +192,10 @@ def check_axes_of(mesh: Mesh, auto_axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_host(offload: Any, mesh: Mesh, schedule: Schedule) -> None:
-    """Check that the devices' programs can use host memory, if an option needs it.
+    """Check that ``offload`` can be used: with host memory, and with values to offload.
 
     Raises:
-      ValueError: the devices have none, or no action leaves a crossing.
+      ValueError: the devices have no host memory, or no action leaves a crossing.
     """
     if not offload:
         return
@@ -226,7 +216,7 @@ def check_host(offload: Any, mesh: Mesh, schedule: Schedule) -> None:
 
 
 def check_limit(memory_limit: Any) -> int | None:
-    """A number of bytes, or None; ValueError for anything else."""
+    """Return a number of bytes or None; raise ValueError for anything else."""
     if memory_limit is not None and not is_size(memory_limit):
         raise ValueError(
             f"memory_limit={memory_limit!r}: must be an integer > 0, the bytes that a device may "
@@ -236,18 +226,17 @@ def check_limit(memory_limit: Any) -> int | None:
 
 
 def check_costs(costs: Any, num_stages: int) -> Costs | None:
-    """The durations of a pipeline's actions, or None.
+    """Check the durations of a pipeline's actions, and return them; they may be None.
 
     Raises:
-      ValueError: something else, or durations of another number of stages.
+      ValueError: not a `Costs`, or durations for another number of stages.
     """
     if costs is None:
         return None
     if not isinstance(costs, Costs):
         raise ScheduleError(
-            f"costs={costs!r}: must be schedules.Costs(f=..., i=..., w=..., b=...), what "
-            f"pipe.calibrate(inputs, targets) has found, or None for what follows from the "
-            f"pipeline's own program"
+            f"costs={costs!r}: must be schedules.Costs(f=..., i=..., w=..., b=...), the result of "
+            f"pipe.calibrate(inputs, targets), or None for estimates from the pipeline's options"
         )
     costs.table(num_stages)
     return costs

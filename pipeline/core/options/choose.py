@@ -24,13 +24,13 @@ from schedules.families.accumulation import accumulation
 from schedules.families.constructions.sizes import StagesPerRankError
 from schedules.orders.schedule import Schedule
 
-SAME = 1 + 1e-9  # makespans that differ by less are equal, but for how sums were rounded
+SAME = 1 + 1e-9  # makespans with a ratio below this differ only by rounding
 
 
 def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
-    """The user's mesh, checked; or as many devices as K stages can share equally.
+    """Check the user's mesh; without one, make a mesh of the most devices that divide K.
 
-    A schedule that is defined for one number of stages per rank has as many ranks as that needs.
+    If a schedule fixes the number of stages per rank, that number decides the number of ranks.
 
     Raises:
       ValueError: no ``stage`` axis, or K is not a multiple of its size.
@@ -53,7 +53,7 @@ def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
 
 
 def default_ranks(num_stages: int, devices: int, schedule: Any) -> int:
-    """S of the default mesh."""
+    """Choose S for the default mesh."""
     each = stages_per_rank(schedule) if isinstance(schedule, str) else None
     if each is not None and num_stages % each == 0 and num_stages // each <= devices:
         return num_stages // each
@@ -68,10 +68,10 @@ def read(schedule: Any) -> tuple[Any, str]:
 
 
 def exchanges_are_barriers(mesh: Mesh) -> bool:
-    """Tell whether an exchange makes all ranks meet, not only the ranks that it joins.
+    """Tell whether all ranks wait for each other in an exchange, not only its partners.
 
-    Virtual CPU devices of one process meet at every collective. Processes, GPUs and TPUs send to
-    their partners and receive from them.
+    Virtual CPU devices of one process all wait at every collective. Processes, GPUs and TPUs send
+    to their partners and receive from them.
     """
     homes = {(device.platform, device.process_index) for device in mesh.devices.flat}
     return len(homes) == 1 and {platform for platform, _ in homes} == {"cpu"}
@@ -81,7 +81,7 @@ def check_compiler_axes(mesh: Mesh, auto_axes: Sequence[str]) -> None:
     """Check that the scan's branches can hold the exchanges that a compiler adds to a stage.
 
     Raises:
-      ValueError: all devices meet in each exchange, and ranks take different branches.
+      ValueError: all devices wait in each exchange, but ranks take different branches.
     """
     divided = [axis for axis in auto_axes if mesh.shape[axis] > 1]
     if not divided or mesh.shape[STAGE] == 1 or not exchanges_are_barriers(mesh):
@@ -110,24 +110,24 @@ def choose_schedule(
     slices: int | None = None,
     origin: str = "given as a Schedule",
 ) -> tuple[Schedule, str]:
-    """The schedule to run, and why.
+    """Choose the schedule to run; also return the reason.
 
     Args:
-      schedule: what the user asked for, or None; no path any more (`read`).
+      schedule: the user's schedule, or None; `read` has replaced a path by its timetable.
       num_ranks: S.
       num_stages: K.
       num_microbatches: M.
-      engine: what runs it: a scan in lockstep, or programs by the event clock.
-      partners: exchanges keep only those ranks that they join, not all.
-      delayed: they run beside the work of the slot after their own.
+      engine: "scan" runs in lockstep, "programs" by the event clock.
+      partners: whether only the partners of an exchange wait for it, not all ranks.
+      delayed: whether an exchange runs during the work of the next slot.
       pattern: the slots of a tick, or None for the fastest.
-      costs: durations, for the default and for what is made to measure.
+      costs: durations, for the default and for schedules that are built from durations.
       shared: which of embed and head all ranks share.
       slices: N, or None.
-      origin: why, if a timetable is given.
+      origin: the reason to return for a `Schedule`.
 
     Raises:
-      ScheduleError: unknown name, illegal timetable, or one made for other sizes.
+      ScheduleError: an unknown name, an illegal timetable, or a timetable for other sizes.
     """
     sizes: dict[str, Any] = {
         "num_ranks": num_ranks,
@@ -150,7 +150,7 @@ def choose_schedule(
     if isinstance(schedule, Schedule):
         return _fitting(check(schedule), sizes), origin
     if isinstance(schedule, str) and schedule == "auto":
-        if costs is not None and shared:  # what all do together is no part of any stage
+        if costs is not None and shared:  # work that all ranks share is no part of any stage
             costs = replace(costs, embed=0.0, head=0.0)
         from schedules.search.auto import auto
 
@@ -171,11 +171,7 @@ def choose_schedule(
 
 
 def _check_slices(schedule: Any, slices: int | None) -> None:
-    """Check that a schedule and a number of slices fit each other.
-
-    Raises:
-      ScheduleError: they do not.
-    """
+    """Raise ScheduleError if a schedule has other slices, needs ``slices``, or takes none."""
     if isinstance(schedule, Schedule):
         if slices is not None and schedule.num_slices != slices:
             raise ScheduleError(
@@ -195,7 +191,7 @@ def _check_slices(schedule: Any, slices: int | None) -> None:
 
 
 def _other_mesh(num_stages: int, each: int) -> str:
-    """Advise how K stages get the ranks for a schedule with so many stages per rank."""
+    """Advise which mesh a schedule with ``each`` stages per rank needs for K stages."""
     text, ranks = "num_ranks is the size of the mesh's axis 'stage'", num_stages // each
     if num_stages % each:
         return f"{text}, and {num_stages} stages are no multiple of {each}"
@@ -211,7 +207,7 @@ def _default(
     barriers: str = "eager_1f1b",
     joined: str = "1f1b",
 ) -> tuple[Schedule, str]:
-    """Choose the default schedule: one for barriers, one for partners and for programs."""
+    """Choose the default: ``barriers`` or ``joined``, by their simulated makespans."""
     from schedules.timing.simulate import simulate
 
     eager, frugal = build(barriers, **sizes), build(joined, **sizes)
@@ -223,8 +219,8 @@ def _default(
         return eager, f"the default: faster than {frugal.name} {where}"
     slots = [clock]
     if not clock["partners"] and clock["pattern"] is None:
-        # In those that all ranks share: two ranks are partners wherever they are, and the frugal
-        # one no slower there in partner ticks; but the default is not to depend on their number.
+        # Compare only in patterns that all ranks share. In partner ticks the frugal schedule is no
+        # slower on two ranks, but the default must not depend on the number of ranks.
         slots = [clock | {"pattern": name} for name in ("single", "paired")]
     spans = [
         min(simulate(timetable, costs, **of_tick).makespan for of_tick in slots)
@@ -242,7 +238,7 @@ def _default(
 
 
 def is_path(schedule: Any) -> bool:
-    """Tell whether a schedule was given as the path of a file."""
+    """Tell whether ``schedule`` is the path of a file."""
     if not isinstance(schedule, str):
         return isinstance(schedule, os.PathLike)
     return schedule not in names() and (
@@ -251,7 +247,7 @@ def is_path(schedule: Any) -> bool:
 
 
 def _fitting(schedule: Schedule, sizes: dict[str, int]) -> Schedule:
-    """Return the schedule, or refuse a schedule of other sizes."""
+    """Return the schedule; raise ScheduleError if it has other sizes or no backward action."""
     wrong = [
         f"{name}={getattr(schedule, name)} against the pipeline's {want}"
         for name, want in sizes.items()

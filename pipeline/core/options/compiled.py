@@ -1,10 +1,10 @@
 """The compiled functions of a pipeline, facts from their traces, and their lifetime.
 
-JAX keeps the static arguments of a jitted function as long as the function, and with them all that
-was traced and compiled. So each pipeline has jitted functions of its own, in a `Compiled` that it
-shares with its clones and with the pipelines that `nnx.merge` makes, and that goes with the last of
-them. Graphs of `nnx.split` do not keep it alive, for caches of JAX remember thousands of graphs
-that were arguments of `nnx.jit`.
+JAX keeps the static arguments of a jitted function, and all its traces and compiled programs, as
+long as the function exists. So each pipeline has its own jitted functions, in a `Compiled`. Its
+clones and the pipelines that `nnx.merge` makes share this `Compiled`; it is freed with the last
+of these pipelines. Graphs of `nnx.split` do not keep it alive, because JAX's caches remember
+thousands of graphs that were arguments of `nnx.jit`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FunctionKey(NamedTuple):
 
     Attributes:
       plan: the plan, one for each M.
-      name: of the function that is jitted.
+      name: the name of the jitted function.
       model: the static part of the model.
       options: keyword arguments of the function.
     """
@@ -36,12 +36,12 @@ class FunctionKey(NamedTuple):
 
 @dataclass(eq=False)
 class StepFacts:
-    """Facts about the step of a plan, known after its trace.
+    """Facts about a plan's training step, known after its trace.
 
     Attributes:
       straight: True if the step was one loop over microbatches; None before the first trace.
       unsplit: parts of a stage's backward that could not be split.
-      last: model, weights and batch of the last step, as types.
+      last: the types of model, weights and batch in the last step.
     """
 
     straight: bool | None = None
@@ -55,14 +55,14 @@ class Compiled:
 
     Attributes:
       functions: jitted functions.
-      facts: by plan.
-      plans: by M, the plans of calls with another M than the pipeline's.
+      facts: the facts of each plan.
+      plans: by M, the plans of calls whose M differs from the pipeline's.
       narrow: by model and types, True if a step computes in floats in which gradients vanish.
       trained: by filter and structure, the parameters that the filter trains.
       states: by structure, the declared state.
       writes: models whose steps write declared state.
-      warned: types of steps whose memory was looked at, and parameters that nobody reads.
-      ring: the pipeline of types in whose placement `generate` runs.
+      warned: keys of checks and warnings that are due once, such as a step's memory by its types.
+      ring: the pipeline of types whose placement `generate` uses.
     """
 
     functions: dict[FunctionKey, Callable[..., Any]] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Compiled:
 
 
 class Programs:
-    """The way from a plan to the `Compiled` of its pipelines, which keep that alive."""
+    """A plan's weak reference to the `Compiled` of its pipelines; the pipelines keep it alive."""
 
     def __init__(self) -> None:
         self._refer: Callable[[], Compiled | None] = lambda: None
@@ -85,13 +85,13 @@ class Programs:
         self._pipes: weakref.WeakKeyDictionary[Any, Compiled] = weakref.WeakKeyDictionary()
 
     def make(self) -> Compiled:
-        """Make a `Compiled`, which lives as long as the caller keeps it."""
+        """Make a `Compiled` and refer to it weakly; the caller keeps it alive."""
         programs = Compiled()
         self._refer = weakref.ref(programs)
         return programs
 
     def get(self) -> Compiled:
-        """Find the `Compiled` of the pipelines, or make another where none of them is left."""
+        """Return the `Compiled` of the pipelines; make a new one if no pipeline is left."""
         programs = self._refer()
         return _revived(self) if programs is None else programs
 
@@ -105,19 +105,18 @@ class Programs:
 
 @functools.lru_cache(maxsize=REVIVED)
 def _revived(programs: Programs) -> Compiled:
-    """A `Compiled` for graphs that have outlived their pipeline.
+    """Make a `Compiled` for graphs whose pipelines no longer exist; the last few are kept.
 
-    A loop that merges a graph in every step and drops the pipeline behind it needs one, so the last
-    few are kept.
+    A loop needs it that merges a graph in every step and drops the pipeline after the step.
     """
     return programs.make()
 
 
 class PlanOfPipeline:
-    """The attribute ``plan`` of a pipeline, which keeps its `Compiled` alive.
+    """The attribute ``plan`` of a pipeline. Setting it keeps the `Compiled` alive.
 
-    It is set in every pipeline that is made, also by `nnx.merge` and `nnx.clone`; flax sees a plain
-    attribute.
+    Every new pipeline sets it, also a pipeline that `nnx.merge` or `nnx.clone` makes. To flax it is
+    a plain attribute.
     """
 
     def __get__(self, pipe: Any, owner: Any) -> Any:

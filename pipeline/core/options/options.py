@@ -14,7 +14,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from flax import nnx
-from flax.nnx.filterlib import Filter  # by this name its own parts can be resolved
+from flax.nnx.filterlib import Filter  # by this name the references inside Filter resolve
 from jax.sharding import Mesh, PartitionSpec
 
 from pipeline.base.arguments import DataParallel
@@ -144,7 +144,7 @@ class Options:
 
     num_microbatches: int
     _: KW_ONLY
-    # The cut.
+    # The timetable and the slices.
     schedule: str | os.PathLike[str] | Schedule | None = None
     slices: int | Sequence[int] | None = None
     # The model.
@@ -180,7 +180,7 @@ class Options:
 
         Checks that need the mesh or the stages follow in `pipeline.core.options.resolve`.
         """
-        # Integers of numpy's become Python's: sizes are static.
+        # numpy integers become Python integers, because sizes are static.
         object.__setattr__(self, "num_microbatches", check_microbatches(self.num_microbatches))
         object.__setattr__(self, "memory_limit", check_limit(self.memory_limit))
         object.__setattr__(self, "slices", check_slices(self.slices))
@@ -203,7 +203,7 @@ class Options:
         object.__setattr__(self, "offload", check_offload(self.offload))
 
     def to_dict(self) -> dict[str, Any]:
-        """The options by name, as the constructor of `Pipeline` takes them."""
+        """Return the options by name, as the constructor of `Pipeline` takes them."""
         return {entry.name: getattr(self, entry.name) for entry in fields(Options)}
 
 

@@ -1,4 +1,4 @@
-"""Everything about a pipeline that is not an array."""
+"""The plan of a pipeline: its options, mesh, timetable and compiled functions, but no arrays."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from schedules.orders.schedule import Schedule
 
 
 class Sends(TypedDict):
-    """Options of `schedules.lower` about messages, as `Plan` has them."""
+    """The options of `schedules.lower` that describe messages."""
 
     partners: bool
     delayed: bool
@@ -38,28 +38,28 @@ class Sends(TypedDict):
 class Plan(Options):
     """The options of a pipeline, resolved. Compared by identity, as a compilation key.
 
-    Fields of `Options` that the user may leave open have the value that was chosen.
+    Fields of `Options` that the user may leave open have the chosen value.
 
     Attributes:
-      mesh: with an axis ``stage`` of S ranks and perhaps ``data``, all of them Auto.
+      mesh: a mesh with an axis ``stage`` of S ranks and perhaps ``data``; all axes are Auto.
       schedule: the timetable that runs.
-      costs: how long actions take, as it was given; None for what follows from the program.
-      home: the mesh with the axis types that state has.
+      costs: the durations of actions that the user gave; None to derive them (`durations`).
+      home: the mesh with the axis types of the pipeline's state.
       why: one line on how the schedule was chosen.
-      loss_fn: the user's, or that it is a module; or None.
-      partners: exchanges keep only those ranks that they join, not all.
+      loss_fn: the user's function, a marker of a loss that is a module, or None.
+      partners: whether only the partners of an exchange wait for it, not all ranks.
       axes: the roles of the mesh's axes.
       shared: which of embed and head all ranks share.
-      costs_from: where the costs are from, in a few words.
-      signature: what the model is, for costs that are measured (`pipeline.insight.calibrate`).
+      costs_from: the origin of the costs, in a few words.
+      signature: the signature of the model, for measured costs (`pipeline.insight.calibrate`).
       options: the options as the user gave them.
       lint: the checks of the model.
       entries: the module of the engine's entry points.
-      stage_meshes: [S] those of unlike ranks, with the same axes; ``mesh`` is then that of the last
-        stage's rank, where losses and outputs are.
+      stage_meshes: [S] a mesh for each rank, all with the same axes; ``mesh`` is then the mesh of
+        the last stage's rank, which has losses and outputs.
       orders: in the plan of one rank (`of_ranks`) the timetable of all ranks; else None.
-      stack: K, of stages that were given as one module of which nothing shows that it is a stack.
-      programs: the way to the pipeline's compiled functions.
+      stack: K if the stages were given as one module that does not show that it is a stack; else 0.
+      programs: the reference to the pipeline's compiled functions.
     """
 
     mesh: Mesh
@@ -82,7 +82,7 @@ class Plan(Options):
     programs: Programs = field(default_factory=Programs, repr=False)
 
     def __post_init__(self) -> None:
-        """Check nothing: the options have been checked as they were given."""
+        """Skip the checks of `Options`: the user's options have passed them."""
 
     @property
     def compiled(self) -> Compiled:
@@ -90,7 +90,7 @@ class Plan(Options):
         return self.programs.get()
 
     def anew(self, **changes: Any) -> Plan:
-        """A plan of which nothing is compiled or known yet, perhaps with other options."""
+        """Copy the plan without compiled functions and facts, perhaps with other options."""
         return dataclasses.replace(self, programs=Programs(), **changes)
 
     @property
@@ -104,9 +104,10 @@ class Plan(Options):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a Pipeline cannot be pickled: it lies on devices of this process; pickle what it is "
-            "made of, (pipe.stages(), pipe.embed, pipe.head), and give that to Pipeline(...) with "
-            "the same options where it is loaded; nnx.clone and copy.deepcopy copy it here"
+            "a Pipeline cannot be pickled: its arrays are on devices of this process; pickle its "
+            "parts, (pipe.stages(), pipe.embed, pipe.head), and give the loaded parts to "
+            "Pipeline(...) with the same options; nnx.clone and copy.deepcopy copy a pipeline "
+            "within a process"
         )
 
     @property
@@ -129,7 +130,7 @@ class Plan(Options):
         return tuple(Mesh(devices, names) for devices in parts)
 
     def mesh_at(self, path: Sequence[Any]) -> Mesh:
-        """The mesh of a variable of the pipeline, or of an optimizer's state for it."""
+        """Return the mesh of a variable of the pipeline, or of its state in an optimizer."""
         for name, part in itertools.pairwise(path):
             if name == "chunks" and str(part).isdecimal():
                 return self.mesh_of_stage(int(part))
@@ -138,11 +139,11 @@ class Plan(Options):
         return self.mesh
 
     def home_at(self, path: Sequence[Any]) -> Mesh:
-        """The mesh of a variable, with the axis types of the pipeline's state."""
+        """Return the mesh of a variable, with the axis types of the pipeline's state."""
         return self.home if self.stage_meshes is None else self.mesh_at(path)
 
     def mesh_of_stage(self, stage: int) -> Mesh:
-        """Return the mesh of a stage's rank, or else the mesh of all ranks."""
+        """Return the mesh of a stage's rank; without ``stage_meshes`` the mesh of all ranks."""
         meshes = self.stage_meshes
         return self.mesh if meshes is None else meshes[self.schedule.placement[stage]]
 
@@ -165,12 +166,12 @@ class Plan(Options):
 
     @property
     def keep(self) -> Keep:
-        """Values that a forward pass keeps for its backward."""
+        """The values that a forward keeps for its backward: "input" or "residuals"."""
         return "input" if self.remat == "stage" else "residuals"
 
     @property
     def has_windows(self) -> bool:
-        """True if weights are gathered when a rank comes to their chunk, from several shards."""
+        """True if weights have several shards, gathered when a rank begins to run their chunk."""
         return self.gather == "repeat" and self.axes.num_rows > 1
 
     @property
@@ -180,16 +181,16 @@ class Plan(Options):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """[N] positions of the slices, if they were given; else empty: slices are equal."""
+        """[N] lengths of the slices in positions; empty if all slices have one length."""
         return self.slices if isinstance(self.slices, tuple) else ()
 
     @property
     def tracks_varying(self) -> bool:
-        """True if the kernel's types say over which mesh axes a value varies (``check_vma``).
+        """True if the kernel's types name the mesh axes over which a value varies (``check_vma``).
 
-        Only where a stage may hold collectives of its own, over a further axis (``tensor``), do
-        gradients follow from such types. Elsewhere they would only get in the way of what stages
-        are made of: a fresh carry of a scan, a Pallas kernel, a derivative that mixes them.
+        Gradients need these types only if a stage may run collectives over a further axis
+        (``tensor``). Otherwise the types would only get in the way of code in stages: a new carry
+        of a scan, a Pallas kernel, a derivative that mixes varying and unvarying values.
         """
         return bool(self.axes.shared)
 
@@ -200,11 +201,11 @@ class Plan(Options):
 
     @property
     def durations(self) -> Costs:
-        """Durations of actions: as given, or of this program in units of a forward pass."""
+        """Durations of actions: the user's, or estimates in units of a forward pass."""
         if self.costs is not None:
             return self.costs
         sliced = self.schedule.num_slices > 1
-        state = self.state if not sliced else True  # keys and values are left as state is
+        state = self.state if not sliced else True  # slices leave keys and values, like state
         return own_costs(self.schedule.num_stages, self.remat, self.shared, state)
 
     @property
@@ -218,11 +219,11 @@ class Plan(Options):
 
     @functools.cached_property
     def is_straight(self) -> bool:
-        """True if a step is one loop over microbatches, with no need of a table.
+        """True if a step can be one loop over microbatches, without a table of actions.
 
-        Where stages are alike; others take their turns in the ticks of a table. What is to be
-        gathered again needs one too: in one piece of code the compiler keeps what it likes. So do
-        weights that are gathered when a rank comes to them.
+        The loop also needs stages that are alike; other stages run in the ticks of a table. A
+        repeated gather needs a table too, because within one piece of code the compiler may keep
+        the gathered values. So do weights that are gathered when a rank begins to run their chunk.
         """
         chosen = self.keep == "residuals" and self.remat != "gathered" and not self.has_windows
         return chosen and self.schedule.num_slices == 1 and is_accumulation(self.schedule)
@@ -243,24 +244,24 @@ class Plan(Options):
 
     @functools.cached_property
     def forward(self) -> Program:
-        """Its forward actions alone, for which a slot of one kind is the best pattern."""
+        """The lowered forward actions of the timetable; slots of one kind suit them best."""
         forward = self.schedule.forward()
         return lower(forward, shared=self.shared, gathers=self.has_windows, **self.sends)
 
 
 def own_costs(num_stages: int, remat: Any, shared: Shared = (), state: Any = None) -> Costs:
-    """Durations of K equal stages, in units of a forward pass.
+    """Estimate the durations of K equal stages, in units of a forward pass.
 
-    F, I and W take as long as each other. Where a backward runs its forward again, B takes both,
-    and of halves I does; the last stage's own F may then compute nothing (`is_last_forward_free`).
-    The costs of embed and head are not known before there is a batch.
+    F, I and W take equal time. If a backward repeats its forward, B includes that time, and if the
+    backward is split, I includes it. The last stage's F may then compute nothing
+    (`is_last_forward_free`). The costs of embed and head are not known before there is a batch.
 
     Args:
       num_stages: K.
-      remat: what a forward keeps for its backward.
+      remat: the option: the values that a forward keeps for its backward.
       shared: which of embed and head all ranks share.
-      state: a filter of declared state, or None. Whether the last stage has any, and writes it, is
-        not known before it is traced, so a stage that may write counts as one that does.
+      state: a filter of declared state, or None. With a filter, the last stage counts as a stage
+        that writes state, because only its trace would show whether it does.
     """
     if remat != "stage":
         return Costs()

@@ -1,4 +1,4 @@
-"""The resolution of options to a plan: open options are chosen for the mesh and the stages."""
+"""Options to a plan: options that the user left open are chosen for the mesh and the stages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_plan(
     entries: Any,
     stack: int = 0,
 ) -> Plan:
-    """The plan of K stages.
+    """Make the plan of a pipeline with K stages.
 
     Args:
       options: as the user gave them.
@@ -59,12 +59,12 @@ def make_plan(
       embed: as the user gave it, or its types.
       head: as the user gave it, or its types.
       loss_fn: as the user gave it, or its types.
-      costs: durations of ``options.costs``, which may be a calibration.
-      costs_from: where they are from.
-      signature: the model, for costs that are measured.
-      lint: the warnings about the model.
+      costs: the durations in ``options.costs``, which may be the result of a calibration.
+      costs_from: the origin of the costs, in a few words.
+      signature: the signature of the model, for measured costs.
+      lint: the checks of the model.
       entries: the module of the engine's entry points.
-      stack: K, if the stages are one module of which nothing shows that it is a stack.
+      stack: K if the stages are one module that does not show that it is a stack; else 0.
 
     Raises:
       ValueError: options that do not fit the mesh or the stages.
@@ -130,16 +130,15 @@ def _check_programs(options: Options, num_slices: int, shared: Shared) -> None:
     for option, is_used in only_of_scan.items():
         if is_used:
             raise ValueError(
-                f"engine='programs' with {option}, which only the scan has: leave it out, "
-                f"or use engine='scan'"
+                f"engine='programs' does not support {option}: leave it out, or use engine='scan'"
             )
 
 
 def with_microbatches(plan: Plan, num_microbatches: int) -> Plan:
-    """The plan of the same pipeline for another M: only the timetable is chosen again.
+    """Return the plan of a pipeline for another M: only the timetable is chosen again.
 
     Raises:
-      ValueError: M is no integer >= 1; or the timetable that was given is for another M.
+      ValueError: M is no integer >= 1; or the user's timetable is for another M.
     """
     options = dataclasses.replace(plan.options, num_microbatches=num_microbatches)
     names = "mesh", "partners", "costs", "shared"
@@ -160,7 +159,7 @@ def _timetable(
     costs: Costs | None,
     shared: Shared,
 ) -> tuple[Schedule, str]:
-    """Return the given or the chosen timetable, with the reason."""
+    """Return the user's timetable or the chosen one, with the reason."""
     schedule, origin = schedule_and_origin
     slices: Any = options.slices
     return choose_schedule(

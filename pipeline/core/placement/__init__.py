@@ -1,4 +1,4 @@
 """Placement of arrays: specs over mesh axes, ZeRO and FSDP, several processes.
 
-Which stage a rank holds is a schedule's matter; messages between stages are the kernel's.
+A schedule assigns stages to ranks; the kernel sends messages between stages.
 """

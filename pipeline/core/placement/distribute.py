@@ -1,4 +1,4 @@
-"""Arrays that every process has whole, laid over the devices of all of them."""
+"""Distribution of arrays that every process has whole over the devices of all processes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def distribute(x: Any, sharding: Sharding, *, compare: bool = True) -> jax.Array
     """Place an array by ``sharding``; each process provides the parts of its own devices.
 
     Args:
-      x: any array, a typed key too; with several processes, the same on each.
-      sharding: whose specification names no axis behind those of ``x``.
-      compare: whether to see that all processes have the same, where each device gets all of it.
+      x: an array or a typed key; with several processes, equal on each.
+      sharding: a sharding whose spec has at most as many entries as ``x`` has dims.
+      compare: whether to check that the array is equal on all processes, if it is replicated.
     """
     if isinstance(x, jax.core.Tracer):
         return constrained(x, sharding)
@@ -25,9 +25,9 @@ def distribute(x: Any, sharding: Sharding, *, compare: bool = True) -> jax.Array
         data = distribute(jax.random.key_data(x), sharding, compare=compare)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if sharding.is_fully_replicated and compare:
-        return jax.device_put(x, sharding)  # compares
+        return jax.device_put(x, sharding)  # compares the processes' values
     read = np.asarray(x).__getitem__
-    # A process without a device of the sharding reads nothing that would tell the dtype.
+    # `dtype` is for a process without a device of the sharding: it reads no part of the array.
     return jax.make_array_from_callback(x.shape, sharding, read, dtype=x.dtype)
 
 
@@ -39,7 +39,7 @@ def placed_on(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def constrained(x: Any, sharding: Any) -> Any:
-    """A traced array where a sharding says; over Explicit axes of its mesh, typed so."""
+    """Constrain a traced array to a sharding; over Explicit axes of its mesh, change its type."""
     if not isinstance(sharding, NamedSharding) or not sharding.mesh.explicit_axes:
         return jax.lax.with_sharding_constraint(x, sharding)
     explicit = set(sharding.mesh.explicit_axes)

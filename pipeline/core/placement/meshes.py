@@ -1,17 +1,17 @@
-"""Meshes with axis types: from a user's mesh to the kernel's, and results back.
+"""Meshes with axis types: conversion from the user's mesh to the kernel's mesh, and back.
 
-JAX gives every mesh axis a type. Over an *Explicit* axis, which `jax.make_mesh` has made since jax
-0.9, the sharding of an array is part of its type, and arrays of one computation agree about the
-mesh; over an *Auto* axis the compiler decides. The kernel is a `shard_map` over a mesh of Auto
-axes, so what enters it is freed of its types, and what leaves it gets types again:
+JAX gives every mesh axis a type. `jax.make_mesh` makes *Explicit* axes since jax 0.9. Over an
+Explicit axis the sharding of an array is a part of its type, and all arrays of a computation must
+have one mesh. Over an *Auto* axis the compiler decides. The kernel is a `shard_map` over a mesh of
+Auto axes, so its operands lose their axis types, and its results get axis types again:
 
-* State lies on the user's devices, typed only if a mesh of Explicit axes is in force
-  (`jax.set_mesh`) where the pipeline is made. Gradients lie as the parameters do.
-* Losses and outputs have the types of the mesh in force. Where there is none, outputs have those of
-  the inputs, and a loss has none, like weights and gradients: JAX differentiates scalars with
-  types only under `jax.set_mesh`.
+* State is on the user's devices. Its arrays have axis types only if a mesh of Explicit axes is in
+  force (`jax.set_mesh`) when the pipeline is made. Gradients have the shardings of parameters.
+* Losses and outputs have the types of the mesh in force. Without such a mesh, outputs have the
+  types of the inputs, and a loss, like weights and gradients, has none: JAX differentiates scalars
+  with types only under `jax.set_mesh`.
 
-Nothing here does anything on meshes of Auto axes.
+On meshes of Auto axes, this module changes nothing.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from pipeline.core.placement.zero import kernel_spec
 
 
 def mesh_in_force() -> Any:
-    """The mesh of `jax.set_mesh` without devices, or None; within a shard_map there is none."""
+    """Return the abstract mesh of `jax.set_mesh`; None without such a mesh or in a shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or mesh.manual_axes else mesh
 
 
 def check_no_mesh_for_programs() -> None:
-    """Raise ValueError if `jax.set_mesh` is in force, where programs of ranks cannot run."""
+    """Raise ValueError if `jax.set_mesh` is in force: the engine "programs" cannot run then."""
     if (here := mesh_in_force()) is not None:
         raise ValueError(
             f"engine='programs' under jax.set_mesh, of a mesh of {mesh_text(here)}: each rank's "
@@ -49,10 +49,10 @@ def check_no_mesh_for_programs() -> None:
 
 
 def default_mesh() -> Mesh | None:
-    """The mesh of `jax.set_mesh` with its devices, None where there is none or under a trace.
+    """Return the mesh of `jax.set_mesh` with its devices; None without one or under a trace.
 
     Raises:
-      ValueError: it has no axis ``stage``.
+      ValueError: the mesh has no axis ``stage``.
     """
     mesh = _devices_in_force() if mesh_in_force() is not None else None
     if mesh is not None and STAGE not in mesh.axis_names:
@@ -66,23 +66,23 @@ def default_mesh() -> Mesh | None:
 def _devices_in_force() -> Mesh | None:
     try:
         mesh = jax.sharding.get_mesh()
-    except ValueError:  # under a trace jax does not tell
+    except ValueError:  # JAX raises under a trace
         return None
     return None if mesh.empty else mesh
 
 
 def without_types(mesh: Mesh) -> Mesh:
-    """The mesh with Auto axes: on which the kernel runs."""
+    """Return the kernel's mesh: the mesh with all axes Auto."""
     if set(mesh.axis_types) == {AxisType.Auto}:
         return mesh
     return _with_types(mesh, (AxisType.Auto,) * len(mesh.axis_names))
 
 
 def with_types_in_force(mesh: Mesh) -> Mesh:
-    """The kernel's mesh with the axis types of the one in force: where state is put.
+    """Return the mesh for state: the kernel's mesh with the axis types of the mesh in force.
 
     Raises:
-      ValueError: another mesh is in force.
+      ValueError: the mesh in force has other axes, sizes or devices.
     """
     here = mesh_in_force()
     if here is None:
@@ -108,7 +108,7 @@ def _check_meshes(mesh: Mesh, here: Any) -> None:
 
 
 def mesh_text(mesh: Any) -> str:
-    """The sizes and types of a mesh's axes."""
+    """Describe a mesh by the sizes and types of its axes."""
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape_tuple)
     types = dict.fromkeys(kind.name for kind in mesh.axis_types)
     return f"{axes} ({', '.join(types)})"
@@ -121,15 +121,13 @@ def _entered(mesh: Mesh) -> Iterator[None]:
 
 
 def entered(mesh: Mesh, home: Mesh) -> AbstractContextManager[None]:
-    """A context in which the kernel's mesh is in force, where one with types was.
+    """Make a context that replaces a mesh in force with Explicit axes by the kernel's mesh.
 
-    Args:
-      mesh: the kernel's.
-      home: the same with the axis types that state has.
+    ``home`` is the kernel's mesh with the axis types of state.
 
     Raises:
-      ValueError: a mesh is in force on which this pipeline's state does not lie; or a device's own
-        program calls the pipeline.
+      ValueError: the mesh in force is not the mesh of this pipeline's state; or the call is within
+        a `jax.pmap` or a `jax.shard_map`.
     """
     _check_whole()
     here = mesh_in_force()
@@ -145,27 +143,23 @@ def entered(mesh: Mesh, home: Mesh) -> AbstractContextManager[None]:
 
 
 def _check_whole() -> None:
-    """Check that no device's own program (`jax.pmap`, `jax.shard_map`) calls a pipeline.
-
-    Raises:
-      ValueError: one does.
-    """
+    """Raise ValueError if the pipeline is called within `jax.pmap` or `jax.shard_map`."""
     manual = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
     if manual:
         raise ValueError(
             f"a pipeline is called where each device runs a program of its own (jax.pmap, "
             f"jax.shard_map, or a stage of another pipeline; over {', '.join(map(repr, manual))}), "
-            f"and a pipeline lays itself over devices: call it outside, under jax.jit, with data "
-            f"parallelism by make_mesh(data=D, stage=S); of a pipeline within a stage put the "
-            f"stages into the outer one's list"
+            f"and a pipeline runs on many devices: call it outside, under jax.jit, with data "
+            f"parallelism by make_mesh(data=D, stage=S); instead of a pipeline within a stage, put "
+            f"its stages into the outer pipeline's list"
         )
 
 
 def untyped(tree: Tree, mesh: Mesh) -> Tree:
-    """Arrays as the kernel takes them; no bytes move.
+    """Drop the axis types of arrays, as the kernel needs; no bytes move.
 
     Raises:
-      ValueError: a traced array that lies on another mesh.
+      ValueError: a traced array is on another mesh.
     """
     return jax.tree.map(lambda leaf: _untyped(leaf, mesh), tree)
 
@@ -178,8 +172,8 @@ def _untyped(leaf: Any, mesh: Mesh) -> Any:
     if isinstance(leaf, jax.core.Tracer):
         if not ours:
             raise ValueError(
-                f"an array of type {jax.typeof(leaf)} lies on a mesh of {mesh_text(source.mesh)}, "
-                f"and the pipeline's is one of {mesh_text(mesh)}; lay inputs on the mesh that is "
+                f"an array of type {jax.typeof(leaf)} is on a mesh of {mesh_text(source.mesh)}, "
+                f"and the pipeline's mesh is {mesh_text(mesh)}; put inputs on the mesh that is "
                 f"given to Pipeline(..., mesh=)"
             )
         return jax.sharding.reshard(leaf, NamedSharding(mesh, PartitionSpec()))
@@ -190,7 +184,7 @@ def _untyped(leaf: Any, mesh: Mesh) -> Any:
 
 
 def laid_as(x: jax.Array, like: jax.Array) -> jax.Array:
-    """An array of the shape of another, laid out as that is where that is part of its type."""
+    """Give an array the sharding of ``like``, an array of its shape, if it is in the type."""
     sharding = _typed_sharding(like)
     return x if sharding is None else jax.sharding.reshard(x, sharding)
 
@@ -221,12 +215,12 @@ def outputs_specs(
     """Return specs of outputs: rows like the inputs' typed specs, or over row axes.
 
     Args:
-      mesh: the kernel's.
+      mesh: the kernel's mesh.
       axes: the roles of its axes.
       outputs: [N, ...] leaves.
       inputs: [N, ...] leaves.
-      shared: whether they are logits that all ranks share; those stay divided over ``stage`` where
-        that is even.
+      shared: whether outputs are logits that all ranks share; such logits stay divided over
+        ``stage`` if the division is even.
     """
     shardings = filter(None, map(_typed_sharding, jax.tree.leaves(inputs)))
     rows = next((x.spec[0] for x in shardings if len(x.spec) and x.spec[0] is not None), None)
@@ -243,12 +237,12 @@ def outputs_specs(
 
 
 def typed(tree: Tree, mesh: Mesh | None, specs: Any) -> Tree:
-    """The kernel's results with types.
+    """Give the kernel's results axis types.
 
     Args:
       tree: arrays.
-      mesh: whose types; None leaves them as they are.
-      specs: where they lie: one `PartitionSpec` for all, or one for each leaf.
+      mesh: the mesh with the axis types; None changes nothing.
+      specs: the specs of the arrays: one `PartitionSpec` for all, or one for each leaf.
     """
     if mesh is None or not mesh.explicit_axes:
         return tree
@@ -268,9 +262,9 @@ def _typed(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def typed_as_they_lie(tree: Tree, mesh: Mesh) -> Tree:
-    """Arrays computed on the kernel's mesh, with the types of another, and whole over ``data``.
+    """Give arrays of the kernel's mesh the axis types of ``mesh``, without sharding over ``data``.
 
-    Leaves that are no arrays, such as labels, stay as they are.
+    Leaves that are no arrays, such as labels, are not changed.
     """
     if not mesh.explicit_axes:
         return tree

@@ -1,4 +1,4 @@
-"""Paths of a model's variables, as every function that a user gives is asked about them."""
+"""Paths of a model's variables, as the user's functions of paths and variables receive them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 class ModelPath(tuple[Any, ...]):
     """The path of a variable in the plain model: ``("stages", 3, "up", "kernel")``.
 
-    It is a tuple, as paths are in flax. For functions of text it also compares, splits and searches
-    as ``"up.kernel"`` does, without the number of the stage, since stages that are alike share
+    It is a tuple, like paths in flax. For functions of text it also compares, splits and searches
+    like the text ``"up.kernel"``, without the number of the stage, because equal stages share
     arrays.
     """
 
@@ -41,23 +41,24 @@ class ModelPath(tuple[Any, ...]):
 
 
 def of_stage(k: int, path: Any) -> ModelPath:
-    """The path of a variable of stage k."""
+    """Make the path of a variable of stage k."""
     return ModelPath(("stages", k, *path))
 
 
 class Asked:
-    """A function of a path and a variable.
+    """A user's function of a path and a variable.
 
-    It is asked about paths. Where it has no answer to any of them it was written for text, such as
-    ``names.get(path)`` of a dictionary or a regular expression, and is asked about the text.
+    The function is called with paths. If it has no answer for any path, it was written for text,
+    such as ``names.get(path)`` of a dictionary or a regular expression. Then it is called with the
+    text of paths.
 
     Args:
-      function: returns None where it has no answer.
-      items: paths and variables of which it will be asked.
+      function: a function that returns None for paths without an answer.
+      items: the paths and variables for which it will be called.
 
     Attributes:
-      answers: whether it has any answer.
-      paths: of the items.
+      answers: whether the function has an answer for any item.
+      paths: the paths of the items.
     """
 
     def __init__(
@@ -75,11 +76,11 @@ class Asked:
                 raise error
 
     def __call__(self, path: ModelPath, variable: Any) -> Any:
-        """Answer, or None."""
+        """Return the function's answer, or None."""
         return self._function(path.text if self._of_text else path, variable)
 
     def _look(self, items: Sequence[tuple[ModelPath, Any]]) -> tuple[bool, Exception | None]:
-        """Tell whether a path has an answer, and return the first error on the way."""
+        """Tell whether any item has an answer; also return the first error."""
         failed = None
         for path, variable in items:
             try:

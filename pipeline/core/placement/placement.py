@@ -1,21 +1,20 @@
-"""Over which mesh axes each array of a pipeline's state is sharded.
+"""The sharding of each array of a pipeline's state over mesh axes.
 
-Letters: S ranks, D data shards. A stage's variable names the axes of its dims in flax's own way,
-as metadata ``out_sharding=(None, "tensor")`` (`nnx.with_partitioning`). In a pipeline it is one
-axis longer, and its metadata says so: ``("stage", None, "tensor")``, with the mesh. The stage's own
-names are kept beside it, and come back wherever the stage is whole again: inside the kernel and in
-`Pipeline.stages`.
+Letters: S ranks, D data shards. A stage's variable names the axes of its dims in flax's metadata
+``out_sharding=(None, "tensor")`` (`nnx.with_partitioning`). In a pipeline the array has one more
+axis, and the metadata becomes ``("stage", None, "tensor")``, with the mesh. The stage's own names
+are stored too, and restored for each single stage: inside the kernel and in `Pipeline.stages`.
 
-With ``data_parallel="fsdp"`` the first dim that has room is sharded over row axes too: ``data``,
-which the names of a parameter may have already, and others that the variable does not name. With
-"zero1" it is that of the gradient and of the optimizer's state, of which the metadata
-``optimizer_sharding`` speaks. Where these axes are others than ``data``, the metadata ``zero_over``
-names them.
+With ``data_parallel="fsdp"`` the first dim with room is also sharded over row axes: ``data``, which
+the names of a parameter may contain already, and other row axes that the variable does not name.
+With "zero1" only the gradient and the optimizer's state are sharded so, as the metadata
+``optimizer_sharding`` says. If these axes are not just ``data``, the metadata ``zero_over`` names
+them.
 
-A weight may be whole on all ranks of an axis of which each uses it on activations of its own (the
-scale of a norm between blocks with sequence parallelism). Its gradient is a sum over those ranks.
-The metadata ``gradient_over="tensor"`` says so; the sum is then taken once a step, where the
-backward would take it once a microbatch.
+All ranks of an axis may store a whole weight, though each uses it on different activations (the
+scale of a norm between blocks with sequence parallelism). Its gradient is a sum over these ranks.
+With the metadata ``gradient_over="tensor"`` the sum is computed once per step; otherwise every
+backward computes it, once per microbatch.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ from pipeline.core.placement.paths import ModelPath
 Names = tuple[Any, ...]  # for each dim: None, an axis, or several
 Sharding = Callable[[Any, Any], Sequence[Any] | None]  # (path, variable) -> Names
 
-_OWN = "own_sharding"  # metadata: what a variable said of its sharding before it was placed
+_OWN = "own_sharding"  # metadata: the variable's sharding metadata before its placement
 # Metadata: axes over which the gradient is summed once a step.
 DEFERRED = "gradient_over"
-# Metadata: in which order a pipeline's stacks hold layers (`pipeline.core.layers_view.layout`).
+# Metadata: the order of layers in a pipeline's stacks (`pipeline.core.layers_view.layout`).
 LAYERS = "layers"
-_ZERO = "zero_over"  # metadata: row axes that share it by ZeRO or FSDP, if not `data` alone
+_ZERO = "zero_over"  # metadata: row axes of ZeRO or FSDP, if they are not just `data`
 _REMEDIES = {
     STAGE: "stages are laid over it already; ",
     DATA: "take data_parallel='fsdp', which shards weights over it; or ",
@@ -56,13 +55,13 @@ _KEYS = ("out_sharding", "optimizer_sharding", "sharding_rules", "mesh", _ZERO)
 
 @dataclass(frozen=True)
 class Spread:
-    """Layout of one array.
+    """The sharding of one array.
 
     Attributes:
-      stored: the array.
-      gradient: its gradient, and what an optimizer keeps of it.
-      deferred: axes whose ranks each have a part of its gradient until the step ends.
-      zero: row axes that share it by ZeRO or FSDP. All other axes in the specs are its own.
+      stored: the spec of the array.
+      gradient: the spec of its gradient, and of its state in an optimizer.
+      deferred: axes over which its gradient is summed only at the end of the step.
+      zero: row axes that share the array by ZeRO or FSDP. The array itself names all other axes.
     """
 
     stored: PartitionSpec
@@ -72,19 +71,20 @@ class Spread:
 
     @property
     def own(self) -> frozenset[str]:
-        """The axes that the array itself names: each rank along them has a part of its own."""
+        """The axes that the array itself names: each rank along them has a different part."""
         return frozenset(axis for entry in self.gradient for axis in axes_in(entry)) - {*self.zero}
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Layout of a pipeline's state.
+    """The sharding of a pipeline's state.
 
     Attributes:
       mesh: the mesh.
-      data_parallel: what is sharded over ``data``: nothing, gradients, or weights too.
-      sharding: (path, variable) to the axes of its dims, or None for what its metadata says.
       axes: the roles of the mesh's axes.
+      data_parallel: the arrays sharded over ``data``: none, gradients, or also weights.
+      sharding: a function of (path, variable) that returns the axes of the variable's dims, or None
+        for the axes in its metadata.
     """
 
     mesh: Mesh
@@ -95,29 +95,28 @@ class Placement:
     def spread(
         self, path: ModelPath, variable: Any, *, lead: tuple[str, ...] = (), stacked: bool = False
     ) -> Spread:
-        """Lay out a variable.
+        """Choose the sharding of a variable.
 
         Args:
-          path: its path in the plain model.
-          variable: of one stage, or of embed and head.
-          lead: the axes of dims that the pipeline puts before its own.
-          stacked: it was taken out of one with those dims, whose names may speak of them.
+          path: the variable's path in the plain model.
+          variable: a variable of one stage, or of embed and head.
+          lead: the axes of leading dims that the pipeline adds.
+          stacked: whether the variable is a part of a stacked variable, whose names may include the
+            leading dims.
 
         Raises:
-          ValueError: names that are the pipeline's, too many, or a dim they do not divide.
+          ValueError: an axis belongs to the pipeline, there are too many names, or the axes do not
+            divide a dim.
         """
         shape = _shape(variable)
         names = self._names(path, variable, shape, len(lead) if stacked else 0)
         return self.spread_as(names, variable, lead)
 
     def check_alike(self, column: Sequence[tuple[ModelPath, Any]]) -> None:
-        """Check that stages which share an array are sharded alike.
+        """Raise ValueError unless ``sharding`` returns equal names for stages that share an array.
 
         Args:
           column: the path of each stage's variable, and the variable.
-
-        Raises:
-          ValueError: ``sharding`` makes a difference between them.
         """
         if self.sharding is None or not isinstance(column[0][1], nnx.Variable):
             return
@@ -131,20 +130,20 @@ class Placement:
             )
 
     def spread_rows(self, variable: Any) -> Spread:
-        """Lay out a table whose rows the ranks share."""
+        """Choose the sharding of a table whose rows all ranks share."""
         return self.spread_as((STAGE,), variable, ())
 
     def names_of(self, path: ModelPath, variable: Any) -> Names:
-        """Return the axes of a stage's variable's dims, without the pipeline's own axes."""
+        """Return the axes of the dims of a stage's variable, without the pipeline's own axes."""
         names = self._names(path, variable, _shape(variable), 0)
         return names if any(map(axes_in, names)) else ()
 
     def cuts(self, names: Names) -> bool:
-        """Tell whether an array whose dims have these names is cut: some axis has several ranks."""
+        """Tell whether an array with these axes is divided: whether an axis has several ranks."""
         return self._size([axis for entry in names for axis in axes_in(entry)]) > 1
 
     def spread_as(self, names: Names, variable: Any, lead: tuple[str, ...]) -> Spread:
-        """Lay out a variable whose dims have these names."""
+        """Choose the sharding of a variable whose dims have these names."""
         sharded, zero = names, tuple[str, ...]()
         if isinstance(variable, nnx.Param):
             sharded, zero = self._over_rows(_shape(variable), names)
@@ -152,7 +151,7 @@ class Placement:
         return Spread(_spec(lead, stored), _spec(lead, sharded), zero=zero)
 
     def put(self, value: Any, spread: Spread) -> Any:
-        """Place an array, or its type, by its placement."""
+        """Place an array, or its type, with its sharding."""
         sharding = NamedSharding(self.mesh, spread.stored)
         if isinstance(value, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
@@ -161,14 +160,14 @@ class Placement:
     def label(self, variable: Any, value: Any, spread: Spread, lead: tuple[str, ...]) -> Any:
         """Set a variable's placed value, and its sharding metadata.
 
-        flax reads them in `nnx.get_partition_spec` and `nnx.get_named_sharding`.
+        `nnx.get_partition_spec` and `nnx.get_named_sharding` read the metadata.
         """
         said, lies = dict(metadata(variable)), {spread.stored, spread.gradient}
         is_plain = "out_sharding" not in said and lies == {PartitionSpec(*lead)}
         if is_plain and not lead:
             return with_value(variable, value)
         entries = tuple((key, said.pop(key)) for key in _KEYS if key in said)
-        if is_plain:  # or flax lays out an optimizer's state so, also of shapes that it cannot
+        if is_plain:  # else flax shards an optimizer's state so, even shapes that do not divide
             entries += tuple((key, said[key]) for key in ("eager_sharding",) if key in said)
             said["eager_sharding"] = False
         said |= {_OWN: entries, "out_sharding": tuple(spread.stored), "mesh": self.mesh}
@@ -181,7 +180,7 @@ class Placement:
     def _names(
         self, whole: ModelPath, variable: Any, shape: tuple[int, ...], stacked: int
     ) -> Names:
-        """The mesh axes of a variable's own dims, checked."""
+        """Return the mesh axes of a variable's own dims, checked."""
         if not isinstance(variable, nnx.Variable):
             return ()
         said, path = None if self.sharding is None else self.sharding(whole, variable), whole.text
@@ -218,7 +217,7 @@ class Placement:
         return names
 
     def _present(self, entry: Any, without: tuple[str, ...] = ()) -> Any:
-        """Reduce a dim's axes to axes of the mesh, without given ones."""
+        """Reduce a dim's axes to axes of the mesh that are not in ``without``."""
         names = {*self.mesh.axis_names} - {*without}
         axes = tuple(axis for axis in axes_in(entry) if axis in names)
         return axes if len(axes) > 1 else axes[0] if axes else None
@@ -226,7 +225,7 @@ class Placement:
     def _over_rows(self, shape: tuple[int, ...], names: Names) -> tuple[Names, tuple[str, ...]]:
         """Add row axes to the names at the first dim with room; also return these axes.
 
-        All that the array does not name itself, or else as many as find room.
+        All row axes that the array does not name are added, or else as many as find room.
         """
         named = {axis for entry in names for axis in axes_in(entry)}
         free = tuple(a for a in self.axes.rows if a not in named and self.axes.size((a,)) > 1)
@@ -235,7 +234,7 @@ class Placement:
         names = names + (None,) * (len(shape) - len(names))
         subsets = (c for n in range(len(free), 0, -1) for c in itertools.combinations(free, n))
         for zero in sorted(subsets, key=self._size, reverse=True):
-            # A dim that is sharded already only if no other will do, never one of the compiler's.
+            # Prefer a dim without axes; never use a dim that the compiler shards.
             for wanted in (True, False):
                 for dim, (size, entry) in enumerate(zip(shape, names, strict=True)):
                     over = axes_in(entry)
@@ -251,13 +250,13 @@ class Placement:
 
 
 def unnamed(variable: Any) -> Any:
-    """The variable without any word about its sharding."""
+    """Return the variable without sharding metadata."""
     said = {k: v for k, v in metadata(variable).items() if k not in _KEYS}
     return remade(variable, raw(variable), said)
 
 
 def spread_of(variable: Any, lead: tuple[str, ...]) -> Spread:
-    """Lay out a variable of a pipeline by its metadata."""
+    """Read the sharding of a pipeline's variable from its metadata."""
     said = metadata(variable)
     deferred = axes_in(said.get(DEFERRED))
     if _OWN not in said:
@@ -270,7 +269,7 @@ def spread_of(variable: Any, lead: tuple[str, ...]) -> Spread:
 
 
 def spreads(state: Tree, lead: tuple[str, ...] = ()) -> tuple[Spread, ...]:
-    """Lay out the leaves of a state."""
+    """Read the shardings of the leaves of a state from their metadata."""
     return tuple(
         spread_of(variable, lead)
         for _, variable in nnx.to_flat_state(state)

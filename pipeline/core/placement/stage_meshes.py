@@ -1,7 +1,7 @@
-"""Meshes of ranks that need not be alike, as ``stage_meshes=`` gives them.
+"""The option ``stage_meshes=``: a mesh for each rank; the meshes may differ.
 
-Letters: S ranks, K stages. Ranks agree in how they split the batch, so that a message has the same
-parts on both sides; over all other axes each rank has as many devices as its stages need.
+Letters: S ranks, K stages. All ranks split the batch in one way, so that sender and receiver of a
+message have equal parts. Along all other axes each rank has as many devices as its stages need.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pipeline.base.tree import Tree
 
 
 def check_stage_meshes(given: Any) -> tuple[Mesh, ...]:
-    """[S] meshes with the same axes, of which ``stage`` has one entry.
+    """Return [S] meshes with equal axis names, all with a ``stage`` axis of size 1.
 
-    An axis that a mesh lacks gets one entry.
+    A mesh that lacks an axis gets the axis with size 1.
 
     Args:
-      given: as the user gave it.
+      given: the user's option.
 
     Raises:
-      ValueError: no meshes, a mesh of several stages or of another process, or two that have a
-        device in common.
+      ValueError: the option is no list of meshes, a mesh has several stages or devices of another
+        process, or two meshes have a device in common.
     """
     remedy = "give one jax.sharding.Mesh for each rank, such as stage_meshes=[encoder, decoder]"
     is_list = isinstance(given, Sequence) and not isinstance(given, str)
@@ -60,7 +60,7 @@ def check_stage_meshes(given: Any) -> tuple[Mesh, ...]:
 
 
 def _with_axes(mesh: Mesh, names: Sequence[str]) -> Mesh:
-    """The mesh with axes of these names in this order, all of them Auto."""
+    """Return the mesh with axes of these names in this order, all of them Auto."""
     own = [mesh.axis_names.index(name) for name in names if name in mesh.axis_names]
     shape = [mesh.shape.get(name, 1) for name in names]
     devices = mesh.devices.transpose(own).reshape(shape)
@@ -71,7 +71,7 @@ def first_of(meshes: Sequence[Mesh], num_stages: int) -> Mesh:
     """Return the first mesh after checking that K stages divide among the ranks.
 
     Raises:
-      ValueError: they cannot.
+      ValueError: K is no multiple of the number of ranks.
     """
     if num_stages % len(meshes):
         raise ValueError(
@@ -83,11 +83,11 @@ def first_of(meshes: Sequence[Mesh], num_stages: int) -> Mesh:
 
 
 def axes_of(axes: Axes, meshes: Sequence[Mesh]) -> list[Axes]:
-    """[S] the roles of the axes of each mesh.
+    """Find the roles of the axes of each of the S meshes.
 
     Args:
-      axes: of the last.
-      meshes: as of `check_stage_meshes`.
+      axes: the roles of the axes of the last mesh.
+      meshes: the result of `check_stage_meshes`.
 
     Raises:
       ValueError: meshes that split the batch differently.
@@ -105,16 +105,13 @@ def axes_of(axes: Axes, meshes: Sequence[Mesh]) -> list[Axes]:
 
 
 def check_parts_agree(sent: Tree, received: Tree, kind: str, stage: int) -> None:
-    """Check that the devices of both ranks of a message have the same parts of it.
+    """Raise ValueError unless the devices of both ranks have equal parts of a message.
 
     Args:
-      sent: types of its arrays on the rank that sends.
-      received: types of its arrays on the rank that receives.
-      kind: of the value, "operand" or "gradient".
-      stage: the stage that reads it.
-
-    Raises:
-      ValueError: the devices of the two ranks have different parts.
+      sent: the types of its arrays on the sender.
+      received: the types of its arrays on the receiver.
+      kind: "operand" or "gradient".
+      stage: the stage that reads the message.
     """
     for a, b in zip(jax.tree.leaves(sent), jax.tree.leaves(received), strict=True):
         if (a.shape, a.sharding.spec) != (b.shape, b.sharding.spec):

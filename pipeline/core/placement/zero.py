@@ -1,11 +1,11 @@
-"""ZeRO and FSDP: weights gathered, gradients summed over ``data`` or scattered; kernel specs.
+"""ZeRO and FSDP: weights are gathered, gradients summed over ``data`` or scattered; kernel specs.
 
-Letters: D data shards, along all row axes that a weight does not name. With ZeRO-1 a gradient
-leaves the kernel as a reduce-scatter, D times smaller than as an all-reduce, and the optimizer's
-state lies as it does; with FSDP the weights do too, and are gathered before they are used
-(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
-2020). An array none of whose dims D shards can share stays whole on every shard, and its gradient
-is summed.
+Letters: D data shards, along all row axes that a weight does not name. With ZeRO-1 a reduce-scatter
+makes the gradients, D times smaller than the result of an all-reduce, and the optimizer's state has
+the sharding of the gradients. With FSDP the weights have this sharding too, and are gathered before
+use (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
+2020). If no dim of an array can be divided by D, the array stays whole on every shard, and its
+gradient is summed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from pipeline.core.placement.placement import Spread
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Places of the leaves of all state.
+    """The shardings of the leaves of all state.
 
     Attributes:
-      chunks: [V] for the leaves of each chunk's parameters; ends: for those of embed and head.
-      chunks_rest, ends_rest: for the leaves of all other state.
+      chunks: [V] the shardings of each chunk's parameters.
+      ends: the shardings of the parameters of embed and head.
+      chunks_rest, ends_rest: the shardings of all other state of chunks and of ends.
     """
 
     chunks: tuple[tuple[Spread, ...], ...]
@@ -42,7 +43,7 @@ class StateLayout:
 
 
 def kernel_spec(spec: PartitionSpec, manual: frozenset[str]) -> PartitionSpec:
-    """Spec of an array for a shard_map over some of the axes."""
+    """Reduce a spec to the axes of a shard_map."""
 
     def manual_axes(entry: Any) -> Any:
         if isinstance(entry, tuple):
@@ -54,12 +55,12 @@ def kernel_spec(spec: PartitionSpec, manual: frozenset[str]) -> PartitionSpec:
 
 
 def gather(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leaves:
-    """Whole leaves out of a data shard's.
+    """Gather whole leaves from data shards.
 
     Args:
       leaves: local arrays.
-      spreads: where each lies.
-      lead: how many of the dims that the specs speak of the arrays lack.
+      spreads: the sharding of each array.
+      lead: the number of leading dims that the specs have and the arrays lack.
     """
 
     def gathered(leaf: Any, spread: Spread) -> Any:
@@ -72,10 +73,10 @@ def gather(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leave
 
 
 def total_over(tree: Tree, axes: tuple[str, ...]) -> Tree:
-    """The sum over axes of whose ranks each has an addend of its own, as in the kernel all have.
+    """Sum values over axes on which each rank has a different term, as in the kernel.
 
-    Not `collectives.sum_over`, which asks the types what varies: most kernels keep no such types
-    (`pipeline.core.options.plan.Plan.tracks_varying`).
+    `collectives.sum_over` is not used, because it reads from the types over which axes a value
+    varies: most kernels keep no such types (`pipeline.core.options.plan.Plan.tracks_varying`).
     """
     axes = several(axes, tree)
     if not axes or not jax.tree.leaves(tree):
@@ -85,11 +86,11 @@ def total_over(tree: Tree, axes: tuple[str, ...]) -> Tree:
 
 
 def several(axes: tuple[str, ...], tree: Tree) -> tuple[str, ...]:
-    """The axes over which there is something to reduce: of several ranks, or told by the types.
+    """Return all axes if the types track varying axes; else the axes with several ranks.
 
-    Beside axes that are left to the compiler, XLA cannot partition a reduction over axes of one
-    rank each ("Cross-partition allreduce must be in (partial) manual partitioning mode", jaxlib
-    0.10.2 to 0.12).
+    If other axes are left to the compiler, XLA cannot partition a reduction over axes of one rank
+    each ("Cross-partition allreduce must be in (partial) manual partitioning mode", jaxlib 0.10.2
+    to 0.12).
     """
     if any(varying_in(leaf) for leaf in jax.tree.leaves(tree)):
         return axes
@@ -97,11 +98,11 @@ def several(axes: tuple[str, ...], tree: Tree) -> tuple[str, ...]:
 
 
 def _as_cpu_can_add(x: Any) -> Any:
-    """An addend of a reduction that XLA can compile.
+    """Cast a term of a reduction to a dtype that XLA for CPUs can compile.
 
-    For CPUs, beside axes that are left to the compiler, XLA aborts the process at a sum of floats
-    of 16 bits ("Invalid binary instruction opcode copy", jaxlib 0.10.2 to 0.12). It would add them
-    in float32, and so does this.
+    On a mesh with axes that are left to the compiler, XLA for CPUs aborts the process at a sum of
+    16-bit floats ("Invalid binary instruction opcode copy", jaxlib 0.10.2 to 0.12). XLA would sum
+    them in float32, so this function casts them to float32.
     """
     narrow = is_float(x) and x.dtype.itemsize == 2
     beside = jax.sharding.get_abstract_mesh().auto_axes
@@ -113,14 +114,14 @@ def reduce_gradients(
 ) -> Leaves:
     """Sum gradients over some axes; a leaf sharded by ZeRO is reduced to this rank's part.
 
-    What an array itself names is not summed over: each rank along that axis has its part (a rank's
-    experts, its words of a table that ranks share).
+    A gradient is not summed over axes that its array names: each rank along such an axis has a
+    different part (a rank's experts, or its words of a table that ranks share).
 
     Args:
       leaves: local gradients.
-      spreads: where each lies.
-      axes: over which to sum, beside those over which a gradient's reduction was deferred.
-      lead: as of `gather`.
+      spreads: the sharding of each array.
+      axes: the axes to sum over, in addition to a gradient's deferred axes.
+      lead: the argument of `gather`.
     """
     parts = scatter(leaves, spreads, lead=lead)
     return reduce_parts(parts, spreads, axes)
@@ -138,7 +139,7 @@ def reduce_parts(parts: Leaves, spreads: Sequence[Spread], axes: tuple[str, ...]
 def scatter(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leaves:
     """Reduce-scatter leaves sharded by ZeRO over data shards; leave other leaves unchanged.
 
-    Arguments are those of `reduce_gradients`.
+    `reduce_gradients` explains the arguments.
     """
 
     def part(gradient: Any, spread: Spread) -> Any:
@@ -149,17 +150,17 @@ def scatter(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leav
 
 
 def shares_weight(spread: Spread) -> bool:
-    """Tell whether data shards share an array, each with a part."""
+    """Tell whether each data shard stores a part of an array."""
     return _dim_over(spread.zero, spread.stored) is not None
 
 
 def shares_gradient(spread: Spread) -> bool:
-    """Tell whether they share its gradient."""
+    """Tell whether each data shard gets a part of an array's gradient."""
     return _dim_over(spread.zero, spread.gradient) is not None
 
 
 def totals_over(leaves: Leaves, over: Sequence[tuple[str, ...]]) -> Leaves:
-    """Sums, each over axes of its own; one collective for all leaves with the same axes."""
+    """Sum each leaf over its axes, with one collective for all leaves of equal axes."""
     totals = list(leaves)
     for group in dict.fromkeys(over):
         members = [n for n, axes in enumerate(over) if axes == group]
@@ -169,9 +170,9 @@ def totals_over(leaves: Leaves, over: Sequence[tuple[str, ...]]) -> Leaves:
 
 
 def defer_reduction(tree: Tree, spreads: Sequence[Spread]) -> Tree:
-    """Weights that are not the same to the backward on all ranks of some axes, though they are.
+    """Mark weights as varying over their deferred axes, though they are equal on these ranks.
 
-    So it leaves each rank its part of their gradient, for `reduce_gradients` to add up.
+    So a backward does not sum their gradient over these axes; `reduce_gradients` sums it later.
     """
     leaves, treedef = jax.tree.flatten(tree)
     return jax.tree.unflatten(
@@ -190,7 +191,7 @@ def _scattered(gradient: Any, axes: tuple[str, ...], dim: int) -> Any:
 
 
 def _dim_over(axes: tuple[str, ...], spec: PartitionSpec) -> int | None:
-    """The dim that is sharded over some axes, perhaps among others; None if none is."""
+    """Find the dim that is sharded over all of ``axes``, perhaps also over others; else None."""
     dims = (dim for dim, entry in enumerate(spec) if axes and set(axes) <= set(axes_in(entry)))
     return next(dims, None)
 

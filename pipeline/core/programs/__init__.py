@@ -1,6 +1,6 @@
-"""The engine of programs: each rank runs its actions as programs of its own, in its own order.
+"""The engine "programs": each rank runs its actions as separate programs, in its own order.
 
-`pipeline.core.step` runs a timetable as one program, in which all ranks keep step. Here a rank is a
-mesh of its own, and each of its actions a compiled function that waits for its data alone. The
-bodies of actions, and all that they call, are those of `pipeline.core.step`.
+`pipeline.core.step` runs a timetable as one program, in which all ranks keep step. In this engine
+each rank has its own mesh, and each action is a compiled function that waits only for its data. The
+bodies of actions are the bodies of `pipeline.core.step`.
 """

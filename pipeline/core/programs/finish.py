@@ -1,8 +1,8 @@
-"""The end of a step of programs: from the sums of ranks to its results.
+"""The end of a step of programs: it computes the results from the sums of ranks.
 
-Ranks of one mesh share one program. With ``stage_meshes`` each rank has its own. Before these run,
-numbers to which every rank contributes, such as losses that stages add, are summed on the last
-rank.
+Ranks that share a mesh run one finish program. With ``stage_meshes`` each rank has its own finish
+program. Before these run, the last rank sums numbers to which every rank contributes, such as
+losses that stages add.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Results:
 
     Attributes:
       of: a function of (plan, model, sums, state of a rank) that computes the results.
-      specs: their specs.
+      specs: the specs of the results.
       stages: for each result the stage whose rank holds it, as a prefix of the result tree; used
         only with ``stage_meshes``.
     """
@@ -47,7 +47,7 @@ class JoinedFinish:
 
     Args:
       ranks: [S] the model of each rank.
-      results: of the step.
+      results: the results of the step.
     """
 
     def __init__(self, ranks: Sequence[Traced], results: Results, _: Any = None) -> None:
@@ -56,7 +56,7 @@ class JoinedFinish:
         self._run = lower_finish(traced, mesh, traced.sums, results).compile()
 
     def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
-        """By rank of this process the operands of a step; under None on the pipeline's mesh."""
+        """Place a step's operands for each rank of this process; None: on the pipeline's mesh."""
         meshes, specs = self._operands.meshes, self._operands.specs
         placed: dict[int | None, Leaves] = {None: meshes.placed(leaves, specs)}
         return placed | meshes.split(placed[None], specs)
@@ -67,18 +67,18 @@ class JoinedFinish:
         sums: Mapping[int, Tree],
         factors: Mapping[int, Tree],
     ) -> Any:
-        """The results of the step, on the pipeline's mesh."""
+        """Compute the results of the step, on the pipeline's mesh."""
         join = self._operands.meshes.join
         return self._run(operands[None], join(sums.values()), join(factors.values()))
 
 
 class FinishByRank:
-    """The finish of ranks whose meshes are unlike.
+    """The finish of ranks with ``stage_meshes``: one program for each rank.
 
     Args:
       ranks: [S] the model of each rank.
-      results: of the step.
-      compiled: the functions of the step, as of `StepPrograms`.
+      results: the results of the step.
+      compiled: the functions of the step, `StepPrograms.compiled`.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class FinishByRank:
         traced, self._ranks = ranks[0], ranks
         self._placement = traced.options.schedule.placement
         self._owners = jax.tree.map(lambda stage: self._placement[stage], results.stages)
-        # Names of sums of which each rank has an addend; and those that the last rank has alone,
-        # on which the gradients of others may depend.
+        # Names of sums to which every rank contributes; and of sums that only the last rank has,
+        # and that the gradients of other ranks may need.
         self._common = [name for name in traced.sums if name not in traced.stages_of_sums]
         self._of_last = [name for name in ("loss", "weight") if name in traced.sums]
         self._add = jax.jit(lambda parts: jax.tree.map(lambda *x: sum(x), *parts))
@@ -100,7 +100,7 @@ class FinishByRank:
         self._reads = {rank: self._operands_read(rank, compiled) for rank in self._finish}
 
     def _lower(self, rank: int, results: Results) -> jax.stages.Lowered:
-        """The finish of a rank: the results that it holds."""
+        """Lower the finish of a rank, which computes the results that the rank holds."""
         traced = self._ranks[rank]
         sums = traced.sums_on(rank) | {name: traced.sums[name] for name in self._of_last}
         of, specs = results.of, self._only(rank, results.specs)
@@ -108,13 +108,13 @@ class FinishByRank:
         return lower_finish(traced, traced.operands.meshes.ranks[rank], sums, own)
 
     def _shardings_on(self, rank: int) -> Any:
-        """The shardings of sums that come from other ranks."""
+        """Return the shardings of sums that this rank receives from other ranks."""
         of = self._ranks[rank]
         sums = {name: of.sums[name] for name in (*self._common, *self._of_last)}
         return of.operands.meshes.shardings(rank, of.operands.sum_specs(sums))
 
     def _only(self, rank: int, tree: Tree) -> Tree:
-        """Return the results' tree without leaves on other ranks."""
+        """Return the results' tree with None for leaves that other ranks hold."""
         return jax.tree.map(lambda owner, x: x if owner == rank else None, self._owners, tree)
 
     def _operands_read(self, rank: int, compiled: Mapping[Any, Any]) -> list[bool]:
@@ -128,7 +128,7 @@ class FinishByRank:
         return [any(x is not None for x in of) for of in zip(*given, strict=True)]
 
     def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
-        """Place the operands of each rank; one that its programs do not read is not moved."""
+        """Place the operands of each rank; operands that its programs do not read are not moved."""
         placed: dict[int | None, Leaves] = {}
         for rank, reads in self._reads.items():
             operands = self._ranks[rank].operands
@@ -145,13 +145,13 @@ class FinishByRank:
         sums: Mapping[int, dict[str, Leaves]],
         factors: Mapping[int, Tree],
     ) -> Any:
-        """The results of the step, each on the mesh of its rank."""
+        """Compute the results of the step, each on the mesh of its rank."""
         last = self._placement[-1]
         common: dict[str, Leaves] = {name: sums[last][name] for name in self._of_last}
         if self._common:
             parts = ({name: of[name] for name in self._common} for of in sums.values())
             common |= self._add([self._sent(part, last) for part in parts])
-        # All are sent before the first finish, which takes the memory of its own.
+        # All sums are sent before the first finish, because a finish reuses the memory of its sums.
         given = {rank: of | self._sent(common, rank) for rank, of in sums.items()}
         found = [
             finish(operands[rank], given[rank], factors[rank])
@@ -160,7 +160,7 @@ class FinishByRank:
         return jax.tree.map(lambda owner, *of: of[owner], self._owners, *found)
 
     def _sent(self, values: dict[str, Leaves], rank: int) -> Any:
-        """Sums of another rank on the devices of this one."""
+        """Copy sums of another rank to the devices of ``rank``."""
         shardings = {name: self._shardings[rank][name] for name in values}
         return jax.device_put(values, shardings)
 
@@ -168,13 +168,13 @@ class FinishByRank:
 def lower_finish(
     traced: Traced, mesh: Mesh, sums: dict[str, Leaves], results: Results
 ) -> jax.stages.Lowered:
-    """The program after the last action.
+    """Lower the program after the last action.
 
     Args:
       traced: the model.
-      mesh: of the pipeline, or of a rank that has its own.
-      sums: the types of those that are given.
-      results: of the step.
+      mesh: the mesh of the pipeline, or with ``stage_meshes`` of a rank.
+      sums: the types of the sums that the program takes.
+      results: the results of the step.
     """
     operands, plan = traced.operands, traced.options.plan
 

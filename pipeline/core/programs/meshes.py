@@ -1,9 +1,9 @@
 """The meshes of ranks, and arrays that pass between them and the mesh of the pipeline.
 
-Letters: S ranks. A rank's mesh has the axes of the pipeline's, of which ``stage`` has one entry. So
-parts of the model find every axis that they name, and all ranks have one abstract mesh: what is
-alike is traced and lowered once for all of them. Of several processes, each calls the programs of
-those ranks of which it holds a device, its *local* ranks.
+Letters: S ranks. A rank's mesh has all axes of the pipeline's mesh; its axis ``stage`` has size 1.
+So parts of the model find every axis that they name, and all ranks have one abstract mesh: equal
+programs are traced and lowered once for all ranks. A process calls the programs of its *local*
+ranks: the ranks of which it has a device.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class RankMeshes:
       plan: the options of the pipeline.
 
     Attributes:
-      ranks: [S] meshes.
-      local_ranks: the ranks of which this process holds a device.
-      abstract: the abstract mesh of each.
-      sharding: the sharding of a rank and a spec; the same object for the same two.
+      ranks: [S] the mesh of each rank.
+      local_ranks: the ranks of which this process has a device.
+      abstract: the abstract mesh of each rank.
+      sharding: a cached function from a rank and a spec to the sharding.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -47,17 +47,17 @@ class RankMeshes:
         like = plan.mesh if plan.stage_meshes else self.ranks[0]
         self.abstract: AbstractMesh = like.abstract_mesh
         self.local_ranks = [rank for rank, mesh in enumerate(self.ranks) if mesh.local_devices]
-        # Kept, for JAX looks for a sharding's devices once per object.
+        # Cached, because JAX finds a sharding's devices once per object.
         self.sharding = functools.cache(lambda rank, spec: NamedSharding(self.ranks[rank], spec))
 
     def devices(self, rank: int) -> tuple[Any, ...]:
-        """The devices of a rank, in the order of its mesh."""
+        """List the devices of a rank, in the order of its mesh."""
         return tuple(self.ranks[rank].devices.flat)
 
     # --- state and batch: arrays of the pipeline's mesh ---
 
     def placed(self, leaves: Leaves, specs: Sequence[P]) -> Leaves:
-        """Arrays on the pipeline's mesh; an array that already has its spec there is not copied."""
+        """Place arrays on the pipeline's mesh; an array that already has its spec is not copied."""
         pairs = zip(leaves, specs, strict=True)
         return [placed_on(leaf, NamedSharding(self._mesh, spec)) for leaf, spec in pairs]
 
@@ -73,33 +73,33 @@ class RankMeshes:
         }
 
     def part_shape(self, shape: Sequence[int], spec: P) -> tuple[int, ...]:
-        """The shape of a rank's part of an array."""
+        """Return the shape of a rank's part of an array."""
         named = [STAGE in axes_in(entry) for entry in spec]
         named += [False] * (len(shape) - len(named))
         size = self._mesh.shape[STAGE]
         return tuple(n // size if has else n for n, has in zip(shape, named, strict=True))
 
     def types(self, tree: Tree, specs: Tree) -> Tree:
-        """The types of a rank's part of a tree, on the abstract mesh."""
+        """Return the types of a rank's part of a tree, on the abstract mesh."""
         leaves, treedef = jax.tree.flatten(tree)
         pairs = zip(leaves, jax.tree.leaves(specs), strict=True)
         shaped = [(self.part_shape(x.shape, spec), x.dtype, spec) for x, spec in pairs]
         return jax.tree.unflatten(treedef, [typed(self.abstract, *one) for one in shaped])
 
     def replicate(self, rank: int, numbers: Sequence[Any]) -> list[jax.Array]:
-        """Numbers, on every device of a rank."""
+        """Copy numbers to every device of a rank."""
         return [distribute(n, self.sharding(rank, P()), compare=False) for n in numbers]
 
     # --- values between actions: each device has its own ---
 
     def value_specs(self, types: Tree) -> Tree:
-        """The specs of values that pass between programs.
+        """Return the specs of values that pass between programs.
 
-        Each device has a value of its own. So a value crosses the border of a jitted function as an
-        array with a leading axis, which is split over the mesh axes over which the value varies.
+        Each device has its own value. So a value enters and leaves a jitted function as an array
+        with a leading axis, which is split over the mesh axes over which the value varies.
 
         Args:
-          types: of the values within a program.
+          types: the types of the values within a program.
         """
         return jax.tree.map(self._value_spec, types)
 
@@ -108,7 +108,7 @@ class RankMeshes:
         return P(tuple(axis for axis in self._manual if axis in varying))
 
     def value_types(self, types: Tree, mesh: Mesh | None = None) -> Tree:
-        """The types of these values on the abstract mesh, or on one as `join` makes them."""
+        """Return the types of these values on the abstract mesh, or joined on ``mesh`` (`join`)."""
         on = self.abstract if mesh is None else mesh
 
         def value_type(t: Any) -> jax.ShapeDtypeStruct:
@@ -119,18 +119,18 @@ class RankMeshes:
         return jax.tree.map(value_type, types)
 
     def value_shardings(self, rank: int, types: Tree) -> Tree:
-        """The shardings of these values on the devices of a rank."""
+        """Return the shardings of these values on the devices of a rank."""
         return self.shardings(rank, self.value_specs(types))
 
     def shardings(self, rank: int, specs: Tree) -> Tree:
-        """The shardings on the devices of a rank."""
+        """Return the shardings of specs on the devices of a rank."""
         return jax.tree.map(functools.partial(self.sharding, rank), specs)
 
     def join(self, trees: Iterable[Tree]) -> Tree:
-        """The values of all ranks as one tree of arrays on the pipeline's mesh.
+        """Join the values of all ranks to one tree of arrays on the pipeline's mesh.
 
         Args:
-          trees: of the ranks of this process, of one structure and of the same types.
+          trees: the values of this process's ranks, with equal structure and types.
         """
 
         def joined(*leaves: jax.Array) -> jax.Array:
@@ -145,10 +145,10 @@ class RankMeshes:
 
 
 def drop_device_axis(tree: Tree) -> Tree:
-    """Values without the leading axis with which they enter a program."""
+    """Drop the leading axis with which values enter a program."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
 def add_device_axis(tree: Tree) -> Tree:
-    """Values with the leading axis with which they leave a program."""
+    """Add the leading axis with which values leave a program."""
     return jax.tree.map(lambda x: x[None], tree)

@@ -1,8 +1,8 @@
 """Messages from rank to rank.
 
-Between devices of one process a message is a copy, which that process starts alone. A message
-between processes is a collective of the devices of both ranks, which all their processes call in
-one order (`collectives.transfer.Exchange`, `schedules.clocks.dispatch`).
+Between devices of one process, a message is a copy, which this process starts without the others. A
+message between processes is a collective of the devices of both ranks. All processes call their
+collectives in one order (`collectives.transfer.Exchange`, `schedules.clocks.dispatch`).
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from pipeline.core.placement.stage_meshes import check_parts_agree
 from pipeline.core.programs.meshes import RankMeshes
 from pipeline.core.programs.traced import Traced
 
-# Sends a value; returns it on the target's devices. Both are None in a process that holds no device
-# of that rank.
+# A function that sends a value, and returns it on the target's devices. In a process without a
+# device of the source its argument is None; without a device of the target its result is None.
 Message = Callable[[Tree | None], Tree | None]
 
 
 def lower_message(
     ranks: Sequence[Traced], source: int, target: int, kind: str, stage: int
 ) -> Callable[[], Message]:
-    """A message, to be compiled.
+    """Lower a message; a call of the result compiles it.
 
     Args:
       ranks: [S] the model of each rank.
       source: the rank that sends.
       target: the rank that receives.
-      kind: of the value.
-      stage: the stage that reads it.
+      kind: the kind of the value, "operand" or "gradient".
+      stage: the stage that reads the value.
 
     Raises:
-      ValueError: the ranks' meshes are unlike, and the devices of one have other parts of it.
+      ValueError: the ranks' meshes differ, and their devices have different parts of the value.
     """
     of_source, of_target = ranks[source], ranks[target]
     meshes, types = of_target.operands.meshes, getattr(of_target.stages[stage], kind)
@@ -53,7 +53,7 @@ def lower_message(
 
 
 class Copy:
-    """A message between devices of the same processes; arguments as `lower_message`'s."""
+    """A message whose devices, pair by pair, are in one process; arguments of `lower_message`."""
 
     def __init__(self, meshes: RankMeshes, source: int, target: int, types: Tree) -> None:
         self._shardings = meshes.value_shardings(target, types)
@@ -63,13 +63,13 @@ class Copy:
             self._target_of = dict(pairs)
 
     def __call__(self, value: Tree | None) -> Tree | None:
-        """As in `Message`."""
+        """Send a value, as `Message` describes."""
         if self._is_addressable:
             return jax.device_put(value, self._shardings)
         return jax.tree.map(self._copied, value, self._shardings)
 
     def _copied(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
-        """The shards of this process, each on the other rank's device."""
+        """Copy each shard of this process to the corresponding device of the target rank."""
         to = {self._target_of[device]: shard for device, shard in shards_of(x).items()}
         moved = {device: jax.device_put(shard, device) for device, shard in to.items()}
         return from_shards(x.shape, sharding, moved)

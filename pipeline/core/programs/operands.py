@@ -30,10 +30,10 @@ class StepOptions:
     """The static arguments of a step.
 
     Attributes:
-      plan, model: the pipeline's.
-      request: the results that actions keep.
-      counts: whether the step counts as one that trains.
-      normalise: as of `pipeline.core.step.runtime.train`.
+      plan, model: the plan and the model of the pipeline.
+      request: the wanted results.
+      counts: whether the step counts as a training step.
+      normalise: the argument of `pipeline.core.step.runtime.train`.
     """
 
     plan: Plan
@@ -50,7 +50,7 @@ class StepOptions:
 
     @property
     def needs(self) -> Needs:
-        """[K] how far each stage's backward goes."""
+        """[K] the gradients that each stage's backward computes."""
         training, want_inputs = self.request.training, self.request.want_inputs
         return self.model.trained.needs_gradients(want_inputs=want_inputs, backward=training)
 
@@ -60,7 +60,7 @@ class StepOptions:
         return self.request.training and self.plan.keep == "residuals"
 
     def op(self, kind: Any, stage: int) -> Op:
-        """An action of a stage."""
+        """Make the `Op` of an action of a stage."""
         last = self.plan.schedule.num_stages - 1
         return Op(kind, self.plan.schedule.chunk_of[stage], stage == 0, stage == last)
 
@@ -70,8 +70,8 @@ class StepInputs:
     """The inputs of a step besides weights and batch.
 
     Attributes:
-      scale: as of `pipeline.core.step.runtime.train`.
-      ratio: share and mean of a loss whose weight follows from outputs, if the step needs them.
+      scale: the argument of `pipeline.core.step.runtime.train`.
+      ratio: share and mean of a loss whose weight depends on outputs, if the step needs them.
     """
 
     scale: Any = None
@@ -83,13 +83,14 @@ jax.tree_util.register_dataclass(StepInputs)
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """The types of a step's operands, weights, batch and `StepInputs`, as one list of leaves.
+    """The types of a step's operands (weights, batch and `StepInputs`) as one list of leaves.
 
-    A step passes them to each of its programs. JAX flattens a list ten times faster than states.
+    A step passes this list to each of its programs. JAX flattens a list ten times faster than
+    states.
 
     Attributes:
-      options: of the step.
-      meshes: of the ranks.
+      options: the options of the step.
+      meshes: the meshes of the ranks.
       tree: the structure of the operands.
       specs: the specs of the leaves on the pipeline's mesh.
       types: the types of a rank's parts.
@@ -110,20 +111,21 @@ class Operands:
         return specs
 
     def sum_specs(self, sums: dict[str, Leaves]) -> dict[str, list[P]]:
-        """The specs of sums between programs.
+        """Return the specs of sums between programs.
 
-        A compiler that divides a weight divides its gradient too: no device has a sum whole. Its
-        axes come after those of a shard_map, for which a device's block is contiguous.
+        If the compiler divides a weight (`auto_axes`), it divides the weight's gradient too, so no
+        device has the whole sum. The compiler's axes come after the axes of the shard_map, because
+        a shard_map needs contiguous blocks.
 
         Args:
-          sums: types, by name.
+          sums: the types of the sums, by name.
         """
         plan, model = self.options.plan, self.options.model
         specs: dict[str, list[P]] = self.meshes.value_specs(sums)
         if not (plan.auto_axes and self.options.request.training):
             return specs
         chunks, ends = gradient_specs(model)
-        # A chunk's leaf has an axis of ranks first, which its sum lacks.
+        # A chunk's leaf has a leading rank axis; its sum has none.
         of = {f"chunk{v}": [P(*spec[1:]) for spec in chunk] for v, chunk in enumerate(chunks)}
         of |= {f"ends{n}": [spec] for n, spec in enumerate(ends)}
         for name in specs.keys() & of:
@@ -136,11 +138,12 @@ class Operands:
         return specs
 
     def sum_types(self, sums: dict[str, Leaves], mesh: Any = None) -> dict[str, list[Any]]:
-        """The types of sums that enter and leave a program; on a mesh, as of `RankMeshes.join`.
+        """Return the types of sums that enter and leave a program, on ``mesh`` if it is given.
 
-        The sums of all devices are concatenated along the first axis, and only a scalar gets a new
-        one, unlike other values (`RankMeshes.value_specs`). So the shape within a program is that
-        of its argument, and XLA adds in place; else it copies (CPUs, jaxlib 0.10.2 and 0.12).
+        The sums of all devices are concatenated along their first axis; only a scalar gets a new
+        axis, unlike other values (`RankMeshes.value_specs`). So the shape within a program equals
+        the shape of its argument, and XLA adds in place; otherwise it copies (CPUs, jaxlib 0.10.2
+        and 0.12).
         """
         mesh = self.meshes.abstract if mesh is None else mesh
 
@@ -152,19 +155,19 @@ class Operands:
         return jax.tree.map(sum_type, sums, self.meshes.value_specs(sums), self.sum_specs(sums))
 
     def whole_types(self, mesh: Mesh) -> list[Any]:
-        """The types of the leaves on a mesh."""
+        """Return the types of the leaves on a mesh."""
         whole = zip(self.shapes, self.types, self.specs, strict=True)
         return [typed(mesh, shape, t.dtype, spec) for shape, t, spec in whole]
 
     def of(self, leaves: list[Any]) -> tuple[Weights, Batch, StepInputs]:
-        """The operands that have these leaves."""
+        """Restore weights, batch and inputs from a list of leaves."""
         operands: tuple[Weights, Batch, StepInputs] = jax.tree.unflatten(self.tree, leaves)
         return operands
 
     def sharded(
         self, body: Callable[..., Any], in_specs: Any, out_specs: Any, mesh: Any = None
     ) -> Any:
-        """A body on every device of a rank."""
+        """Wrap a body in the shard_map over the devices of a rank, or of ``mesh``."""
         plan = self.options.plan
         return jax.shard_map(
             body,
@@ -179,7 +182,7 @@ class Operands:
 def find_operands(
     options: StepOptions, weights: Weights, batch: Batch, given: StepInputs
 ) -> Operands:
-    """The types and specs of a step's operands."""
+    """Find the types and specs of a step's operands."""
     meshes = RankMeshes(options.plan)
     leaves, tree = jax.tree.flatten((weights, batch, given))
     everywhere = jax.tree.map(lambda _: P(), given)

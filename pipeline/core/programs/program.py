@@ -1,7 +1,7 @@
 """The programs of a rank: its actions, and the program before the first action.
 
-Each is traced on a rank's abstract mesh, and lowered once for all ranks that run it; XLA compiles
-it for the devices of each.
+Each program is traced on a rank's abstract mesh, and lowered once for all ranks that run it. XLA
+compiles it for the devices of each rank.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _PLACES = {kind.name: 0 for kind in VALUE_KINDS}  # a program has one value of e
 
 @dataclass(frozen=True, eq=False)
 class RankProgram:
-    """A function of the arrays of a rank, to be compiled for the devices of any.
+    """A function of a rank's arrays, which can be compiled for the devices of any rank.
 
     Args:
-      operands: of the step.
-      body: what each device computes.
+      operands: the operands of the step.
+      body: the function that each device computes.
       in_specs: the specs of its arguments.
       types: the types of its arguments.
       out_specs: the specs of its results.
-      results: their specs between programs, which name axes of the compiler too.
+      results: the specs of its results between programs, which also name the compiler's axes.
       donated: the arguments whose memory it may reuse.
     """
 
@@ -74,9 +74,10 @@ class RankProgram:
 
     @functools.cached_property
     def _shared(self) -> jax.stages.Lowered | None:
-        """The function, lowered once for all ranks; None where JAX must lower it for given devices.
+        """The function lowered once for all ranks, or None if JAX must lower it for known devices.
 
-        It must if it has callbacks, or no results, so that no sharding names its devices.
+        JAX needs the devices if the function has callbacks. It also needs them if the function has
+        no results, since then no sharding names devices.
         """
         if not jax.tree.leaves(self.results):
             return None
@@ -94,18 +95,19 @@ class RankProgram:
 
 
 def without_warnings_of_donation(lower: Callable[[], Any]) -> Any:
-    """Lower a function some of whose donated arguments may fit none of its results."""
+    """Lower a function without JAX's warning about donated arguments that fit no result."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         return lower()
 
 
 def begin_program(traced: Traced, names: Sequence[str]) -> RankProgram:
-    """The program before a rank's first action: operands to (sums, factors of losses).
+    """Make the program before a rank's first action: operands to (sums, factors of losses).
 
     Args:
       traced: the model.
-      names: of the sums that the rank has; they begin as zeros, declared state as it is.
+      names: the names of the rank's sums, which start as zeros, and of its declared state, which
+        starts with its current values.
     """
     operands, options, meshes = traced.operands, traced.options, traced.operands.meshes
     sums = {name: traced.sums[name] for name in names}
@@ -127,17 +129,17 @@ def begin_program(traced: Traced, names: Sequence[str]) -> RankProgram:
 def action_program(
     traced: Traced, op: Op, stage: int, names: Sequence[str], work: Work
 ) -> RankProgram:
-    """The program of an action, the same for all stages that are alike.
+    """Make the program of an action; equal stages share it.
 
-    ``(sums, values, microbatch, operands, factors)`` to ``(sums, values)``: the sums that it adds
-    to, whose memory it reuses, and by kind the values that it reads and writes.
+    It maps ``(sums, values, microbatch, operands, factors)`` to ``(sums, values)``. It adds to the
+    sums in their memory. The values are dicts, by kind, of the values that it reads and writes.
 
     Args:
       traced: the model.
       op: the action.
-      stage: of the stage.
-      names: of the sums that it adds to.
-      work: of the step.
+      stage: the stage of the action.
+      names: the sums to which the action adds.
+      work: the work of the step.
     """
     operands, types, meshes = traced.operands, traced.stages[stage], traced.operands.meshes
     message = types.gradient if op.kind == "F" else types.operand
@@ -169,7 +171,7 @@ def action_program(
     in_types = operands.sum_types(sums), meshes.value_types(reads), *of_rank
     out_specs = meshes.value_specs((sums, writes))
     results = of_sums, out_specs[1]
-    # A backward is the last reader of all that it reads.
+    # A backward is the last reader of its values, so it may reuse their memory.
     donated = (0,) if op.kind == "F" else (0, 1)
     return RankProgram(operands, act, in_specs, in_types, out_specs, results, donated)
 
@@ -180,9 +182,9 @@ def entering(sums: Tree, types: Tree) -> Tree:
 
 
 def leaving(sums: Tree, others: Tree, sum_types: Tree, other_types: Tree) -> tuple[Tree, Tree]:
-    """Sums and other values, of these types, with the device axes with which they leave a program.
+    """Cast sums and other values to their types, and add the device axes that results have.
 
-    Of sums, scalars alone have one.
+    A sum gets a device axis only if it is a scalar.
     """
     sums = jax.tree.map(
         lambda x, t: x if t.shape else x[None], vary_like(sums, sum_types), sum_types

@@ -1,4 +1,4 @@
-"""A step of programs: they are compiled, and called in the order of the event clock.
+"""A step of programs: compile them, and call them in the order of the event clock.
 
 Letters: S ranks, K stages, M microbatches.
 """
@@ -31,19 +31,19 @@ class StepPrograms:
     """The compiled programs of a step.
 
     Args:
-      options: of the step.
-      weights: its state, or their types.
-      batch: its batch, or types.
-      given: by the caller.
-      results: makes the results of the step.
+      options: the options of the step.
+      weights: the pipeline's state, or its types.
+      batch: the batch, or its types.
+      given: the other inputs of the step, or their types.
+      results: the results of the step.
 
     Attributes:
       schedule: the orders of ranks.
-      ranks: [S] the model of each rank, the same of ranks whose meshes are alike.
+      ranks: [S] the model of each rank; ranks with equal meshes share one.
       order: the calls of this process, in order.
-      compiled: the functions that they call, by ("begin", rank), (kind of action, stage) and, for
-        messages, (kind of value, stage that reads it).
-      ratio: forward actions that run before the step, if it needs the share of its loss.
+      compiled: the functions to call, by ("begin", rank), by (kind of action, stage), and for
+        messages by (kind of value, stage that reads the value).
+      ratio: a step of forward actions to run before this step, if it needs the share of its loss.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StepPrograms:
         self.ratio: StepPrograms | None = None
         self.ranks = trace_ranks(options, weights, batch, given)
         if self.ranks[0].needs_ratio:
-            # The step needs its loss before it runs: all forwards run first, for that alone.
+            # The step needs its loss before it runs: all forwards run first, only to compute it.
             self.ratio = _of_outputs(options, weights, batch)
             number = jax.ShapeDtypeStruct((), real())
             given = replace(given, ratio=(number, number))
@@ -72,7 +72,7 @@ class StepPrograms:
         work = work_of(self.ranks)
         calls = calls_of(self.schedule, work)
         self.order = [one for one in calls if local & set(one.ranks)]
-        # By kind and stage of an action, the names of the sums that it adds to.
+        # By kind and stage of an action, the names of the sums to which it adds.
         self._sums: dict[tuple[str, int], tuple[str, ...]] = {}
         self.compiled = self._compile(work)
         finish = JoinedFinish if options.plan.stage_meshes is None else FinishByRank
@@ -120,9 +120,9 @@ class StepPrograms:
         return {name: functions[key] for name, key in key_of.items()}
 
     def __call__(self, weights: Weights, batch: Batch, given: StepInputs) -> Any:
-        """Run the step: each program waits for its data, and this call for no result.
+        """Run the step. Each program waits for its data; this call waits for no result.
 
-        Between processes a program waits for the messages before it too (`dispatch_order`).
+        With several processes, a program also waits for earlier messages (`dispatch_order`).
         """
         if self.ratio is not None:
             given = replace(given, ratio=self.ratio(weights, batch, StepInputs()))
@@ -152,7 +152,7 @@ class StepPrograms:
 
 
 def _of_outputs(options: StepOptions, weights: Weights, batch: Batch) -> StepPrograms:
-    """Forward actions alone, for the share of a microbatch's loss and the mean."""
+    """Make a step of only forward actions, for a microbatch's share of the loss and the mean."""
     model = replace(options.model, has_aux=options.model.has_aux and None)
     forward = StepOptions(options.plan, model, StepRequest(training=False, take_loss=True))
     results = lambda plan, _, sums, __: share_of(sums, plan)  # noqa: E731

@@ -1,4 +1,4 @@
-"""The entry points of the engine of programs, which `pipeline.core.step.runtime` has for the scan.
+"""The entry points of the engine "programs"; `pipeline.core.step.runtime` has them for "scan".
 
 Letters: S ranks, M microbatches, N = M * b * D rows of the batch on D data shards.
 """
@@ -41,10 +41,10 @@ from pipeline.core.step.stores.totals import StepSums
 __all__ = "evaluate", "logprobs", "narrows_train", "outputs", "trace_train", "train"
 
 _TRACED = (
-    "engine='programs' calls a compiled function for each action, which nothing that traces the "
-    "call can hold (jax.jit, jax.vmap, jax.lax.scan, jax.eval_shape, checkify): call the pipeline "
-    "outside of it. With mesh=, jit the optimizer's update alone; with stage_meshes=, "
-    "make_optimizer compiles it; or use engine='scan'"
+    "engine='programs' calls a compiled function for each action, so its calls cannot be traced "
+    "(by jax.jit, jax.vmap, jax.lax.scan, jax.eval_shape or checkify): call the pipeline outside "
+    "of these. With mesh=, jit only the optimizer's update; with stage_meshes=, make_optimizer "
+    "compiles it; or use engine='scan'"
 )
 
 
@@ -56,7 +56,7 @@ def train(
     scale: Any = None,
     **wanted: bool,
 ) -> tuple[Any, Gradients, Leaves, StateLeaves]:
-    """As `pipeline.core.step.runtime.train`, which has ``runs`` too."""
+    """Train, as `pipeline.core.step.runtime.train` does, but without its argument ``runs``."""
     step = training_programs(plan, model, weights, batch, scale, **wanted)
     loss, grads, inputs, state = step(weights, batch, StepInputs(scale))
     if plan.auto_axes:
@@ -74,7 +74,7 @@ def training_programs(
     want_inputs: bool = False,
     normalise: bool = True,
 ) -> StepPrograms:
-    """The programs of `train`; its arguments, or their types."""
+    """Compile the programs of `train`; the arguments may be types."""
     options = training_options(plan, model, want_inputs=want_inputs, normalise=normalise)
     of_inputs = input_specs(batch) if want_inputs else []
 
@@ -93,7 +93,7 @@ def training_programs(
 def training_options(
     plan: Plan, model: Model, *, want_inputs: bool = False, normalise: bool = True
 ) -> StepOptions:
-    """The static arguments of a step that trains."""
+    """Make the static arguments of a training step."""
     request = StepRequest(training=True, take_loss=True, want_inputs=want_inputs)
     return StepOptions(plan, model, request, counts=True, normalise=normalise)
 
@@ -101,13 +101,13 @@ def training_options(
 def trace_train(
     plan: Plan, model: Model, weights: Weights, batch: Batch, **wanted: bool
 ) -> list[Traced]:
-    """[S] the model of each rank, of which the programs of `train` are made."""
+    """Trace the [S] models of ranks from which the programs of `train` are made."""
     options = training_options(plan, model, **wanted)
     return trace_ranks(options, weights, batch, StepInputs())
 
 
 def narrows_train(plan: Plan, model: Model, weights: Weights, batch: Batch, **wanted: bool) -> bool:
-    """Tell whether a step computes in floats in which gradients vanish or overflow."""
+    """Tell whether a step computes in floats in which gradients may vanish or overflow."""
     return any(of.is_narrow for of in trace_train(plan, model, weights, batch, **wanted))
 
 
@@ -126,7 +126,7 @@ def evaluate(
 def outputs(
     plan: Plan, model: Model, weights: Weights, batch: Batch, *, logprobs: bool = False
 ) -> Any:
-    """Outputs as `pipeline.core.step.runtime.outputs`, or log-probabilities with ``logprobs``."""
+    """Compute outputs, as `pipeline.core.step.runtime.outputs` does, or log-probabilities."""
     request = StepRequest(training=False, take_loss=False, logprobs=logprobs)
     results = lambda plan, _, sums: outputs_of(sums, plan)  # noqa: E731
     return _infer(plan, model, weights, batch, request, results, plan.axes.output_spec)
@@ -149,7 +149,7 @@ def _infer(
     *,
     counts: bool = False,
 ) -> Any:
-    """Run forward actions; returns their results, and declared state."""
+    """Run forward actions; return their results, and declared state."""
     options = StepOptions(plan, model, request, counts=counts, normalise=False)
 
     def whole(plan: Plan, local: Any, sums: Any, weights: Weights) -> Any:
@@ -162,7 +162,7 @@ def _infer(
 
 
 def _stages_of_state(weights: Weights, model: Model) -> tuple[list[Any], list[int]]:
-    """Return the stages of declared state, in the form of `Model.state_specs`."""
+    """Return the stage of each leaf of declared state, in the form of `Model.state_specs`."""
     declared, of_ends = model.declared, stages_of_ends(weights.ends_rest, len(model.stages) - 1)
     chunks = [[v] * len(cells) for v, cells in enumerate(declared.chunk_cells)]
     return chunks, [of_ends[n] for n in declared.ends_cells]
@@ -176,7 +176,7 @@ def _programs(
     given: StepInputs,
     results: Results,
 ) -> StepPrograms:
-    """The programs of a step, compiled at its first call on operands of these types."""
+    """Return the programs of a step; the first call with operands of these types compiles them."""
     operands = weights, batch, given
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
         raise ValueError(_TRACED)

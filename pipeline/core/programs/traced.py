@@ -1,8 +1,8 @@
 """A pipeline's model, traced once on one rank, for all programs of its ranks.
 
-Letters: K stages, V chunks. Each program is traced by itself, and arrays of one trace mean nothing
-in another. All programs share what the first trace has shown: facts, and the types of the values
-that pass between programs.
+Letters: K stages, V chunks. Each program has its own trace, and arrays of one trace cannot be used
+in another. All programs share the facts of the first trace, and the types of the values that pass
+between programs.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class StageTypes:
     """The types of a stage's values within a program.
 
     Attributes:
-      operand: its input, and the gradient for it.
-      gradient: its output, and the gradient for that.
-      stash: what F keeps for its backward beside the input.
-      crossing: what I leaves for W.
-      actions: kinds of actions that compute anything.
-      sends: whether its backward has a gradient for the stage before.
-      representative: the first stage whose programs are the same.
+      operand: the stage's input, and the gradient for the input.
+      gradient: the stage's output, and the gradient for the output.
+      stash: the values that F keeps for its backward, without the input.
+      crossing: the values from I to W.
+      actions: the kinds of actions that compute anything.
+      sends: whether its backward sends a gradient to the previous stage.
+      representative: the first stage with equal programs.
     """
 
     operand: Tree
@@ -69,12 +69,12 @@ class Traced:
     Attributes:
       operands: the types of the step's operands.
       inspected: the facts, without arrays; its rank has the factors of losses that are numbers.
-      factors: the types of those that are arrays.
+      factors: the types of the factors of losses that are arrays.
       sums: the types of all sums of a rank, and of declared state, by name.
-      stages_of_sums: as of `OpenStep.stages_of_sums`, of ranks whose meshes are unlike; else empty.
-      is_narrow: whether it computes in floats in which gradients vanish or overflow.
+      stages_of_sums: with ``stage_meshes`` the result of `OpenStep.stages_of_sums`; else empty.
+      is_narrow: whether the model computes in floats in which gradients may vanish or overflow.
       needs_ratio: whether `StepInputs.ratio` is needed, and was missing.
-      stages: [K] types.
+      stages: [K] the types of each stage's values.
       unsplit: parts of backwards that could not be split.
     """
 
@@ -94,7 +94,7 @@ class Traced:
         return self.operands.options
 
     def sums_on(self, rank: int) -> dict[str, Leaves]:
-        """The types of the sums that a rank has, by name."""
+        """Return the types of the sums that a rank has, by name."""
         placement, stages = self.options.schedule.placement, self.stages_of_sums
         return {
             name: types
@@ -103,18 +103,18 @@ class Traced:
         }
 
     def sums_of(self, op: Op, rank: int) -> tuple[str, ...]:
-        """Return the names of sums that a rank's action may add to, or of state it writes."""
+        """List the names of sums and of state that a rank's action may change."""
         names = [name for name, types in self.sums_on(rank).items() if types]
         training = self.options.request.training
         return sums_of_action(op, names, self.inspected.rank.facts, training=training)
 
     def on_rank(self, weights: Weights, batch: Batch, loss: LossScale) -> Inspected:
-        """The model on a rank's arrays, in another trace."""
+        """Apply the facts to a rank's arrays, in another trace."""
         rank = make_rank(self.options.plan, self.options.model, weights, batch)
         return self.inspected.on(dataclasses.replace(rank, loss=loss))
 
     def opened(self, weights: Weights, batch: Batch, factors: Mapping[str, Any]) -> OpenStep:
-        """The step on a rank's arrays, in another trace; ``factors`` are values of `factors`."""
+        """Open the step on a rank's arrays, in another trace, with these values of `factors`."""
         loss = dataclasses.replace(self.inspected.rank.loss, **factors)
         return OpenStep(self.options, self.on_rank(weights, batch, loss))
 
@@ -123,13 +123,13 @@ class OpenStep:
     """A step of a rank within one trace: its model, and refs of its sums.
 
     Args:
-      options: of the step.
+      options: the options of the step.
       inspected: the model on the rank.
 
     Attributes:
-      inspected: with declared state, if the step writes any.
-      sums: of all actions.
-      refs: of the sums and of declared state, by name.
+      inspected: the model, with the storage of declared state if the step writes any.
+      sums: the sums of all actions.
+      refs: the refs of the sums and of declared state, by name.
     """
 
     def __init__(self, options: StepOptions, inspected: Inspected) -> None:
@@ -144,9 +144,9 @@ class OpenStep:
             self.refs[f"state{n}"] = [ref]
 
     def stages_of_sums(self) -> dict[str, int]:
-        """The stage on whose rank alone a sum is, of a model whose stages have a chunk each.
+        """Map each sum that only one rank has to a stage of this rank; each stage is one chunk.
 
-        Every rank has an addend of those that are not listed.
+        Every rank contributes to the sums that are not listed.
         """
         model, rank = self.options.model, self.inspected.rank
         last = len(model.stages) - 1
@@ -160,22 +160,22 @@ class OpenStep:
         return stages
 
     def put(self, values: Mapping[str, Leaves]) -> None:
-        """Go on from sums that other programs have left."""
+        """Set the sums to values that earlier programs returned."""
         for name, arrays in values.items():
             for ref, array in zip(self.refs[name], arrays, strict=True):
                 ref[...] = array
 
     def get(self, names: Collection[str]) -> dict[str, Leaves]:
-        """The sums of these names."""
+        """Read the sums with these names."""
         return {name: [ref[...] for ref in self.refs[name]] for name in names}
 
     def actions(self, stage: int, stores: ActionValues, kinds: Collection[str]) -> Actions:
-        """The actions of one stage.
+        """Make the actions of one stage.
 
         Args:
-          stage: which.
+          stage: the index of the stage.
           stores: the values that an action reads.
-          kinds: of the actions that are to run.
+          kinds: the kinds of actions that will run.
         """
         options, inspected, sums = self.options, self.inspected, self.sums
         rank, types = inspected.rank, inspected.activations.types
@@ -197,7 +197,7 @@ class OpenStep:
 def trace_ranks(
     options: StepOptions, weights: Weights, batch: Batch, given: StepInputs
 ) -> list[Traced]:
-    """[S] the model of each rank, traced once for all whose meshes are alike."""
+    """Trace the [S] models of ranks; ranks with equal abstract meshes share one trace."""
     known: dict[Any, Traced] = {}
     plans = options.plan.of_ranks
     for plan in plans:
@@ -245,7 +245,7 @@ def _trace_on_device(
     step = OpenStep(options, dataclasses.replace(inspected, rank=rank))
     if needs_ratio or (request.training and plan.keep == "input"):
         plan.lint.effects(step.inspected.local())
-    # A factor that is a number is part of a program; an array is an argument of it.
+    # A factor that is a number is a constant of a program; an array is an argument.
     fields = {f.name: getattr(loss, f.name) for f in dataclasses.fields(loss)}
     factors = {name: jax.typeof(x) for name, x in fields.items() if isinstance(x, jax.core.Tracer)}
     unknown: Any = dict.fromkeys(factors)
@@ -267,7 +267,7 @@ def _trace_on_device(
 
 
 def first_loss(options: StepOptions, given: StepInputs) -> LossScale:
-    """The factors of losses that are known before any weight is."""
+    """Compute the factors of losses that do not depend on a weight."""
     if options.request.training:
         return loss_scale(options.plan, given.scale)
     return LossScale(counts=options.request.take_loss)
@@ -276,7 +276,7 @@ def first_loss(options: StepOptions, given: StepInputs) -> LossScale:
 def whole_loss(
     options: StepOptions, inspected: Inspected, given: StepInputs
 ) -> tuple[LossScale, bool]:
-    """All factors of losses; and whether they lack the ratio, which the step needs."""
+    """Compute all factors of losses; also tell whether the step needs a ratio that is missing."""
     missing = []
 
     def ratio(*_: Any) -> Any:
@@ -292,7 +292,7 @@ def whole_loss(
 
 
 def _stages(step: OpenStep) -> tuple[list[StageTypes], tuple[str, ...]]:
-    """Return [K] the types of stages, with one trace for equal stages; note failed splits."""
+    """Return [K] the types of stages, by one trace for equal stages; also list failed splits."""
     options, inspected = step.options, step.inspected
     rank, types = inspected.rank, inspected.activations.types
     kinds = {action.kind for order in options.schedule.orders for action in order}
@@ -329,7 +329,7 @@ def _stages(step: OpenStep) -> tuple[list[StageTypes], tuple[str, ...]]:
 
 
 def work_of(ranks: Sequence[Traced]) -> Work:
-    """The work of a step; each stage's entry comes from the trace of its own rank."""
+    """Describe the work of a step; each stage's entry comes from the trace of its rank."""
     options = ranks[0].options
     stages = [ranks[rank].stages[k] for k, rank in enumerate(options.schedule.placement)]
     kinds = [stage.actions for stage in stages]

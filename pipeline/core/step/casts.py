@@ -1,8 +1,8 @@
-"""Casts of weights before the first tick, where stages read them in one narrower dtype only.
+"""Casts of weights before the first tick, for weights that stages read only in a narrower dtype.
 
 Letters: V chunks. A stage with float32 weights that computes in bfloat16 casts them in every
-action. Here they are cast before the first one, and gathered, if they are, in the narrow dtype:
-half the bytes over the wire, and half the memory of what is gathered.
+action. This module casts them once, before the first action. Weights that are gathered for the step
+are gathered in the narrow dtype: half the bytes on the wire, and half the memory.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def cast_once(rank: Rank, bodies: Sequence[Any]) -> ChunkWeights:
     """Add narrow copies of weights that stages read only in one narrower dtype.
 
     Args:
-      rank: the rank, whose model was traced.
+      rank: the rank, with the facts of the traced model.
       bodies: [K] the jaxpr of each stage, a function of its weights.
     """
     chunks = rank.chunks
     if rank.facts.has_refs or rank.facts.has_checks:
         return chunks
-    # A leaf of a chunk is read by all of its stages, in cells perhaps by different weights of them:
-    # it has a copy only if all of these are cast to the same dtype.
+    # All stages of a chunk read its leaves, and a shared cell may hold different weights of them.
+    # A leaf has a narrow copy only if all stages cast it to one dtype.
     wide = chunks.before_step or chunks.shards
     dtypes_of: list[list[set[Any]]] = [[set() for _ in leaves] for leaves in wide]
     reads = {key: read_in(body) for key, body in {id(body): body for body in bodies}.items()}
@@ -48,8 +48,8 @@ def cast_once(rank: Rank, bodies: Sequence[Any]) -> ChunkWeights:
             return None
         with jax.named_scope(scopes.CASTS):
             narrow = leaf.astype(dtype)
-            # Weights that are gathered for the step have been gathered wide, for the trace. Here
-            # the narrow part is gathered too; XLA drops the wide gather, whose result nobody reads.
+            # Weights that are gathered for the step were gathered wide, for the trace. Here the
+            # narrow part is gathered too; XLA drops the wide gather, since its result is unused.
             if chunks.before_step:
                 (narrow,) = gather([narrow], [chunks.spreads[v][n]], lead=1)
             return vary_like(narrow, chunks.shards[v][n])

@@ -1,11 +1,10 @@
 """The kernel as functions that any trainer may differentiate.
 
 Autodiff through the kernel would keep every tick's state. Instead the forward pass of a loss runs
-the whole timetable and keeps the gradients, its backward scales them. Where a step computes in
-float16 that is too late for a loss scale, which is there to keep small gradients from vanishing:
-there the forward pass runs forward actions alone, and the timetable runs in the backward, on the
-loss times its cotangent. Outputs are differentiated by running the timetable on the pairing with
-their cotangent.
+the whole timetable and keeps the gradients, and its backward scales them. If a step computes in
+float16, that is too late for a loss scale, which must keep small gradients from vanishing. Then the
+forward pass runs only forward actions, and the backward runs the timetable on the loss times its
+cotangent. For the gradient of outputs, the timetable runs on the loss <outputs, cotangent>.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ class _Waiting:
 
     Attributes:
       weights, batch: operands of the step.
-      share: 1 / W, the factor of a sum's gradients, a scalar.
+      share: 1 / W, a scalar: the factor of the gradients of a sum with weight W.
       want_inputs: whether the inputs are differentiated.
-      trained: which parameters are.
+      trained: the differentiated parameters.
     """
 
     weights: Weights
@@ -60,14 +59,15 @@ jax.tree_util.register_dataclass(_Waiting)
 
 
 def _loss(plan: Plan, model: Model, before: Before, weights: Weights, batch: Batch) -> Any:
-    """The mean loss, a float32 scalar, differentiable in params and inputs; and declared state.
+    """Compute the mean loss, a float32 scalar, and declared state.
 
-    With metrics, if the model has them, which have no gradient.
+    The loss is differentiable in params and inputs. It comes with the model's metrics, if any,
+    which have no gradient.
 
     Args:
       plan: the options of the pipeline.
       model: the user's model.
-      before: a function that is called before the timetable runs, so only under a derivative.
+      before: a function that is called before a timetable runs for a derivative.
       weights: [S, ...] leaves of chunks, and leaves of the ends.
       batch: [N, ...] leaves.
     """
@@ -79,9 +79,9 @@ def _loss_forward(
     plan: Plan, model: Model, before: Before, weights: Any, batch: Any
 ) -> tuple[Any, Any]:
     # This rule runs only under a derivative, so the caller wants gradients: one run of the
-    # timetable gives them with the loss. To run it in the backward would repeat all forwards, or
-    # keep every microbatch's residuals until then. The gradient is linear in the cotangent, a
-    # scalar, so the backward scales what is kept.
+    # timetable gives them with the loss. A run in the backward would repeat all forwards, or keep
+    # every microbatch's residuals until then. The gradient is linear in the cotangent, a scalar, so
+    # the backward scales the gradients kept here.
     want_inputs, model = _wants_inputs(weights, batch), _restrict(model, weights)
     weights, batch = _values(weights), _values(batch)
     before(plan, model, weights, batch, want_inputs=want_inputs)
@@ -105,12 +105,12 @@ def _loss_forward(
 def _is_narrow(
     plan: Plan, model: Model, weights: Any, batch: Any, run: Callable[..., Any], **wanted: bool
 ) -> bool:
-    """Tell whether a step computes in floats in which gradients vanish or overflow, seen once."""
-    # Read off the trace, since a user's stage may cast to float16 by itself.
+    """Tell whether gradients may vanish or overflow in a step's floats; the answer is cached."""
+    # The trace shows it: a user's stage may cast to float16 by itself.
     key = plan, model, signature((weights, batch)), *wanted.values()
     cache = plan.compiled.narrow
     if key not in cache:
-        # No more work than to run it: JAX keeps the trace of the kernel.
+        # This costs no second trace: JAX caches the trace of the kernel for the run.
         if plan.engine == "programs":
             cache[key] = plan.entries.narrows_train(plan, model, weights, batch, **wanted)
         else:
@@ -119,13 +119,13 @@ def _is_narrow(
 
 
 def _loss_backward(plan: Plan, model: Model, _: Before, residuals: Any, ct: Any) -> tuple[Any, Any]:
-    ct = _instantiate(jax.tree.leaves(ct[0], is_leaf=_is_zero)[0])  # weight and metrics have none
+    ct = _instantiate(jax.tree.leaves(ct[0], is_leaf=_is_zero)[0])  # only the loss has a cotangent
     if isinstance(residuals, _Waiting):
         model = dataclasses.replace(model, trained=residuals.trained)
         run = functools.partial(_cotangents, plan, model, residuals.weights, residuals.batch)
         return run(want_inputs=residuals.want_inputs, scale=(ct * residuals.share, ct))
     grads, batch = residuals
-    # Integers have cotangents of dtype float0, which no product takes.
+    # Integers have cotangents of dtype float0, which cannot be multiplied.
     scale = lambda g: g if g.dtype == jax.dtypes.float0 else times(g, ct)  # noqa: E731
     (chunks, ends), batch = jax.tree.map(scale, (grads, batch))
     return Weights(chunks, ends, None, None), batch
@@ -135,9 +135,9 @@ loss = custom_vjp(_loss, _loss_forward, _loss_backward, nondiff_argnums=(0, 1, 2
 
 
 def _outputs(plan: Plan, model: Model, before: Before, weights: Weights, batch: Batch) -> Tree:
-    """[N, ...] outputs, differentiable in params and inputs; and declared state.
+    """Compute [N, ...] outputs, differentiable in params and inputs; and declared state.
 
-    Arguments as of `loss`.
+    `_loss` explains the arguments.
     """
     del before
     return plan.lint.run(plan.entries.outputs, plan, model, weights, batch, takes_loss=False)
@@ -148,7 +148,7 @@ def _outputs_forward(
 ) -> tuple[Tree, Any]:
     if "head" in plan.shared:
         raise ValueError(
-            "outputs of a pipeline with vocabulary='stage' are differentiated, of which no rank "
+            "outputs of a pipeline with vocabulary='stage' cannot be differentiated, since no rank "
             "has a whole row; differentiate pipe.loss, or use vocabulary='ends'"
         )
     want_inputs, restricted = _wants_inputs(weights, batch), _restrict(model, weights)
@@ -164,8 +164,8 @@ def _outputs_backward(
     plan: Plan, model: Model, before: Before, residuals: Any, ct: Tree
 ) -> tuple[Any, Any]:
     weights, batch, want_inputs, trained = residuals
-    # Outputs have no scalar cotangent. The timetable runs on the loss <outputs, cotangents>, whose
-    # gradients are the wanted ones: the cotangents take the place of targets.
+    # Outputs have no scalar cotangent. The timetable runs on the loss <outputs, cotangents>, which
+    # has the wanted gradients: the cotangents are passed as targets.
     cotangents, _ = partition(jax.tree.map(_instantiate, ct[0], is_leaf=_is_zero))
     model = dataclasses.replace(model, loss_fn=pairing, has_aux=False, trained=trained)
     specs = batch.specs[0], (plan.axes.output_spec,) * len(cotangents), batch.specs[2]
@@ -182,7 +182,7 @@ def _cotangents(
     plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool, **scale: Any
 ) -> tuple[Weights, Batch]:
     """Run the timetable in a backward pass; return the cotangents of a pipeline's operands."""
-    # Neither metrics nor a weight of the loss are wanted: the forward has returned them.
+    # The forward has returned metrics and the weight of the loss, so they are not wanted here.
     has_aux = None if model.has_aux else model.has_aux
     model = dataclasses.replace(model, has_aux=has_aux, weighed=False)
     run = functools.partial(plan.entries.train, want_inputs=want_inputs, normalise=False)
@@ -194,29 +194,29 @@ def _cotangents(
 
 
 def _cotangent(batch: Batch, inputs: Tree | None) -> Batch:
-    """The cotangent of a batch, of which only the inputs have one."""
+    """Make the cotangent of a batch; only the inputs have a cotangent."""
     return dataclasses.replace(batch, inputs=inputs, targets=None, extras=None)
 
 
 def _as_one(plan: Plan, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel as something that JAX does not take apart.
+    """Wrap the kernel so that JAX's partial evaluation does not split it.
 
-    Where a scan is differentiated whose body runs a pipeline, what does not depend on the scan's
-    inputs is taken out of it, and the kernel's refs would be torn apart. (jax 0.10 takes nothing
-    with refs as one, so there they have become values, as they do when JAX compiles.) Where JAX
-    looks for NaN it must see the kernel's values, and where a stage has a check `checkify` must see
-    that.
+    When JAX differentiates a scan whose body runs a pipeline, it moves operations that do not
+    depend on the scan's inputs out of the loop. That would separate uses of the kernel's refs. (jax
+    0.10 splits every call with refs, so there the refs are converted to values first.)
+
+    The kernel is not wrapped if JAX checks for NaN, because JAX then needs the kernel's values. It
+    is not wrapped either if a stage has a check, which `checkify` must see.
     """
     if checks_nans() or plan.engine == "programs":
         return run
 
     def call(*args: Any) -> Any:
-        closed = jax.make_jaxpr(run)(*args)  # the kernel is traced once: JAX keeps it
+        closed = jax.make_jaxpr(run)(*args)  # JAX caches the trace of the kernel
         if has_check(closed.effects):
             return run(*args)
         kernel = run if REFS_ARE_WHOLE else without_refs(run)
-        # A function under `sequential_vmap` is one call to JAX's partial evaluation, which leaves
-        # it whole.
+        # JAX's partial evaluation does not split a function under `sequential_vmap`.
         with jax.disable_jit(False):
             return jax.custom_batching.sequential_vmap(kernel)(*args)
 
@@ -225,7 +225,7 @@ def _as_one(plan: Plan, run: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def refusing_twice(what: str) -> Iterator[None]:
-    """Replace JAX's error about refs by one that names the function without a derivative."""
+    """Replace JAX's error about refs by a ValueError with the text ``what``."""
     try:
         yield
     except (AttributeError, ValueError) as error:
@@ -252,7 +252,8 @@ def _wants_inputs(weights: Any, batch: Any) -> bool:
     """Tell whether inputs are differentiated.
 
     Raises:
-      ValueError: something is differentiated that the kernel keeps no gradient for.
+      ValueError: targets, extras or state other than nnx.Param is differentiated; the kernel has
+        no gradients for them.
     """
     members = {
         "targets": batch.targets,
@@ -273,12 +274,12 @@ def _restrict(model: Model, weights: Any) -> Model:
     """Restrict the model's gradients to the differentiated parameters.
 
     Raises:
-      ValueError: one is that is frozen.
+      ValueError: a frozen parameter is differentiated.
     """
 
     def mask(tree: Any, trained: Mask, where: str) -> Mask:
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_primal)
-        # Symbolic zeros say which parameters are differentiated; others are frozen in this call.
+        # JAX marks the differentiated parameters; the others are frozen in this call.
         flags = tuple(_perturbed(leaf) for _, leaf in leaves)
         for (path, _), yes, has in zip(leaves, flags, trained, strict=True):
             if yes and not has:
@@ -305,7 +306,7 @@ def _restrict(model: Model, weights: Any) -> Model:
 
 
 def _in_their_places(weights: Weights, trained: Trained, grads: Any) -> tuple[Any, Any]:
-    """Return gradients in the structure of parameters, None for frozen parameters."""
+    """Return gradients in the structure of the parameters, with None for frozen parameters."""
 
     def unflatten(tree: Tree, mask: Mask, gradients: Leaves) -> Tree:
         leaves, treedef = jax.tree.flatten(tree)

@@ -1,8 +1,8 @@
 """A rank's model, traced once: the facts that a step needs before its first tick.
 
-Parts of the model are traced on the types of one microbatch. Its index is the Python integer 0,
-which tells a trace from an action in a tick, where the index is an array of the table. What all
-actions share is made here once: narrow copies of weights, and the batch of each slice. The step
+Parts of the model are traced on the types of one microbatch, whose index is the Python integer 0.
+In an action of a tick the index is an array, so the code can distinguish the two. Values that all
+actions share are made here once: narrow copies of weights, and the batch of each slice. The step
 then runs the functions of `Inspected.local`.
 """
 
@@ -31,13 +31,13 @@ class Inspected:
     """A rank whose model has been traced.
 
     Attributes:
-      rank: with all facts.
-      activations: the types between its stages.
-      needs: [K] how far each stage's backward goes.
-      ends_body: the jaxpr of embed, head and loss; None if no loss is taken.
-      adding: losses that embed and head add, by name.
-      usage: for each kind of stage, the declared state that it writes.
-      usage_of_ends: that embed, head and loss write; None where none is declared.
+      rank: the rank, with all facts of the trace.
+      activations: the types between stages.
+      needs: [K] the gradients that each stage's backward computes.
+      ends_body: the jaxpr of embed, head and loss; None if no loss is computed.
+      adding: the losses that embed and head add, by name.
+      usage: for each kind of stage, the use of declared state.
+      usage_of_ends: the use of declared state in embed, head and loss; None without such state.
     """
 
     rank: Rank
@@ -49,19 +49,19 @@ class Inspected:
     usage_of_ends: Usage | None = None
 
     def on(self, rank: Rank) -> Inspected:
-        """These findings for other arrays of the rank, in another trace; no part is traced anew."""
+        """Apply these facts to arrays of another trace; parts of the model are not traced again."""
         loss = dataclasses.replace(rank.loss, is_mean=self.rank.loss.is_mean)
         rank = dataclasses.replace(rank, facts=self.rank.facts, loss=loss)
         return dataclasses.replace(self, rank=_prepared(rank, self.activations))
 
     def without_arrays(self, loss: LossScale) -> Inspected:
-        """The facts alone, with other factors of losses."""
+        """Return the facts without arrays, with other factors of losses."""
         rank = dataclasses.replace(self.rank.without_arrays(), loss=loss)
         usage: Any = [(stages, None, usage) for stages, _, usage in self.usage]
         return dataclasses.replace(self, rank=rank, usage=usage, ends_body=None)
 
     def local(self, **changes: Any) -> LocalModel:
-        """The rank's part of the model; ``changes`` are fields of the rank."""
+        """Make the rank's part of the model; ``changes`` replace fields of the rank."""
         rank = dataclasses.replace(self.rank, **changes)
         return make_local_model(rank, self.activations, self.needs)
 
@@ -74,7 +74,7 @@ class Inspected:
         return hook or calls
 
     def make_declared_state(self, plan: Plan, *, training: bool) -> DeclaredState | None:
-        """Make places for the declared state that a step writes; None if the step writes none."""
+        """Make the storage of declared state for a step; None if the step writes no state."""
         if self.usage_of_ends is None or not self.writes_state(plan, training=training):
             return None
         model = self.rank.model
@@ -98,16 +98,16 @@ def inspect(
 
     Args:
       plan: the options of the pipeline.
-      rank: its arrays.
-      needs: [K] how far each stage's backward goes.
-      take_loss: whether a loss is taken.
-      reaches: whether gradients go back to embed.
+      rank: the rank.
+      needs: [K] the gradients that each stage's backward computes.
+      take_loss: whether a loss is computed.
+      reaches: whether embed receives a gradient.
 
     Raises:
-      ValueError: a head adds losses that all ranks share, or an embed that no gradient reaches.
+      ValueError: a head that all ranks share adds losses, or an embed without a gradient does.
     """
-    # Each trace needs the facts of those before it: types of activations, then the casts that the
-    # bodies of stages show, then head and loss on the last activation, then state.
+    # Each trace needs the facts of the earlier ones: types of activations, then the casts in the
+    # bodies of stages, then head and loss on the last activation, then state.
     rank, activations = follow(rank)
     plan.lint.parts(plan, rank, activations, take_loss=take_loss)
     traced = Inspected(_prepared(rank, activations), activations, needs)
@@ -121,12 +121,12 @@ def inspect(
 def _prepared(rank: Rank, activations: Activations) -> Rank:
     """Add the values that all actions share to the rank."""
     rank = dataclasses.replace(rank, chunks=cast_once(rank, activations.bodies))
-    # Cut once: each model of the rank would cut its own.
+    # The batch is cut once here; otherwise each model of the rank would cut it again.
     return dataclasses.replace(rank, batches=tuple(one.batch for one in rank.by_slice))
 
 
 def _with_ends(plan: Plan, traced: Inspected, *, reaches: bool) -> Inspected:
-    """Trace embed, head and loss: whether the loss is a mean, and which losses they add."""
+    """Trace embed, head and loss, to find whether the loss is a mean and which losses are added."""
     is_mean, body, of_embed, of_head = traced.local().loss_is_mean()
     if of_head.is_used and "head" in plan.shared:
         raise ValueError(
@@ -139,7 +139,7 @@ def _with_ends(plan: Plan, traced: Inspected, *, reaches: bool) -> Inspected:
             "it; train embed too, or let it add nothing"
         )
     # Facts change how a part is called: refs become values, and a call that adds losses returns
-    # their sum. So they are in the rank before it makes the functions that run.
+    # their sum. So the rank gets the facts before it makes the functions that run.
     rank = traced.rank.with_facts(
         has_refs=traced.rank.facts.has_refs or makes_ref(body),
         adding_ends=of_embed.is_used or of_head.is_used,
@@ -151,9 +151,9 @@ def _with_ends(plan: Plan, traced: Inspected, *, reaches: bool) -> Inspected:
 
 
 def _with_usage(traced: Inspected, *, take_loss: bool) -> Inspected:
-    """Trace which declared state each part writes, and which makes a difference."""
+    """Trace which declared state each part writes, and which state affects its results."""
     local = traced.local()
-    # How state is used decides what the step keeps of it, so one trace of each kind of stage.
+    # The use of state decides which values the step keeps. One trace serves a kind of stage.
     usage = [(stages, kind, kind.stage_usage()) for stages, kind in local.kinds]
     of_ends = ends_usage(local.rank, local.output, take_loss=take_loss)
     return dataclasses.replace(traced, usage=usage, usage_of_ends=of_ends)

@@ -17,8 +17,8 @@ class PerPlan:
     """A function of arrays, jitted anew for each plan, model and set of options.
 
     Args:
-      run: ``run(plan, model, weights, batch, **options)``, all static but weights and batch, and
-        what is given behind them: a scale, and which entries of tables run.
+      run: ``run(plan, model, weights, batch, scale, runs, **options)``. Weights, batch, scale and
+        runs (the entries of tables that run) are operands; the other arguments are static.
     """
 
     def __init__(self, run: Callable[..., Any]) -> None:
@@ -36,8 +36,8 @@ class PerPlan:
         **options: Any,
     ) -> Any:
         """Call the function, as `jax.jit` does."""
-        # Without the operands at the end that are None, a plain call has the signature of `trace`
-        # and `lower`, and JAX finds their trace again.
+        # Trailing operands that are None are left out, so that a plain call has the signature of
+        # `trace` and `lower`, and JAX reuses their trace.
         extra: tuple[Any, ...] = scale, runs
         while extra and extra[-1] is None:
             extra = extra[:-1]
@@ -47,19 +47,20 @@ class PerPlan:
     def trace(
         self, plan: Plan, model: Model, weights: Weights, batch: Batch, **options: Any
     ) -> jax.stages.Traced:
-        """Trace or lower the function, as of `jax.jit`; leaves may be types."""
+        """Trace the function, as `jax.jit(...).trace` does; leaves may be types."""
         return self._of(plan, model, options).trace(weights, batch)
 
     def lower(
         self, plan: Plan, model: Model, weights: Weights, batch: Batch, **options: Any
     ) -> jax.stages.Lowered:
-        """Trace or lower the function, as of `jax.jit`; leaves may be types."""
+        """Lower the function, as `jax.jit(...).lower` does; leaves may be types."""
         return self._of(plan, model, options).lower(weights, batch)
 
     def _of(self, plan: Plan, model: Model, options: dict[str, Any]) -> Any:
         # A closure for each key, not `static_argnums`: JAX keeps static arguments as long as the
-        # function, and these functions go with their pipeline (`pipeline.core.options.compiled`).
-        # Plans are compared by identity; models by value, since they are made anew in every call.
+        # function, and these functions are freed with their pipeline
+        # (`pipeline.core.options.compiled`). Plans are compared by identity. Models are compared by
+        # value, since every call makes a new model.
         key = FunctionKey(plan, self._run.__name__, model, frozenset(options.items()))
         functions = plan.compiled.functions
         if key not in functions:

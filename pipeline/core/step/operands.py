@@ -44,7 +44,7 @@ def make_operands(
     num_microbatches: int | None = None,
     axes: Axes | None = None,
 ) -> Operands:
-    """The static half of the model, its state, and the batch on the mesh.
+    """Make the static half of the model, its state, and the batch on the mesh.
 
     Args:
       plan: the options of the pipeline.
@@ -52,28 +52,28 @@ def make_operands(
       ends: embed and head.
       inputs: [N, ...] leaves.
       targets: [N, ...] leaves.
-      extras: None, or a dict of trees of such leaves.
+      extras: None, or a dict of trees with leaves [N, ...].
       loss_for: the name of the method that needs a loss, "" if none is needed.
-      wrt: a filter of the parameters that are trained.
-      has_aux: as of `Model`.
-      weighed: as of `Model`.
-      num_microbatches: M, if not that of the schedule.
-      axes: the roles of mesh axes, if not those of the plan.
+      wrt: a filter of the trained parameters.
+      has_aux: the field of `Model`.
+      weighed: the field of `Model`.
+      num_microbatches: M if the run does not use the schedule and its M; else None.
+      axes: the roles of mesh axes; by default the roles in the plan.
 
     Raises:
-      ValueError: there is no loss to take, or a batch that does not fit.
+      ValueError: a loss is needed and the pipeline has none, or the batch does not fit.
     """
     if loss_for and plan.loss_fn is None:
         raise ValueError(
             f"{loss_for}() needs a loss, and this pipeline was made with loss_fn=None; give "
             f"Pipeline(..., loss_fn=f) with f(outputs, targets) of one microbatch"
         )
-    # A run that is not by the schedule (with its own M) works on whole sequences.
+    # A run with its own M does not use the schedule, and works on whole sequences.
     M = num_microbatches or plan.schedule.num_microbatches
     cut: dict[str, Any] = {"num_slices": plan.schedule.num_slices, "lengths": plan.lengths}
     cut = {} if num_microbatches else cut
     batch = make_batch(inputs, targets, extras, num_microbatches=M, axes=axes or plan.axes, **cut)
-    if plan.stage_meshes is None:  # else each rank takes of it what it reads
+    if plan.stage_meshes is None:  # with stage_meshes each rank takes the leaves that it reads
         batch = place(untyped(batch, plan.mesh), plan.mesh)
     model, weights = _model_and_weights(plan, chunks, ends, wrt)
     return dataclasses.replace(model, has_aux=has_aux, weighed=weighed), weights, batch
@@ -82,9 +82,9 @@ def make_operands(
 def _model_and_weights(
     plan: Plan, chunks: Sequence[nnx.Module], ends: Ends, wrt: Any
 ) -> tuple[Model, Weights]:
-    """The static half of the modules, and their state."""
-    # Modules are split in every call, since their arrays may have changed. Searches through their
-    # static halves (what is trained, what is declared) are cached by the structure of their state.
+    """Split the modules into static half and state."""
+    # Modules are split in every call, since their arrays may have changed. The trained parameters
+    # and the declared state are cached by the structure of the modules' state.
     stages_of = plan.stages_of
     definitions, params, rests = zip(*(define(chunk, "a stage") for chunk in chunks), strict=True)
     definition, ends_params, ends_rest = define(ends, _ENDS[isinstance(plan.loss_fn, LossModule)])
@@ -111,7 +111,7 @@ def _model_and_weights(
 
 
 def _declared(plan: Plan, chunks: Sequence[nnx.Module], ends: Ends, structure: Any) -> Declared:
-    """Return the state that may be written; cached, like the trained parameters."""
+    """Return the declared state; cached, like the trained parameters."""
     cache = plan.compiled.states
     if structure not in cache:
         cache[structure] = find_state(plan.state, chunks, ends, plan.stages_of)
@@ -120,11 +120,7 @@ def _declared(plan: Plan, chunks: Sequence[nnx.Module], ends: Ends, structure: A
 
 
 def check_arrays(method: str, operands: Operands) -> Operands:
-    """The operands of a step that computes.
-
-    Raises:
-      ValueError: leaves that are types.
-    """
+    """Return the operands; raise ValueError if leaves are types."""
     if is_abstract(operands[1:]):
         raise ValueError(
             f"{method}() computes, but the pipeline or the batch is made of types "
@@ -135,7 +131,7 @@ def check_arrays(method: str, operands: Operands) -> Operands:
 
 
 def device_limit(plan: Plan) -> int | None:
-    """Bytes that each device of the mesh may hold; None if neither option nor runtime says."""
+    """Return the bytes that each device may hold; None if option and runtime set no limit."""
     if plan.memory_limit is not None:
         return plan.memory_limit
     # Devices of other processes do not report their memory.
@@ -148,13 +144,13 @@ def reported_limit(device: jax.Device) -> int | None:
     """Return the memory limit that a device's runtime reports, if any."""
     try:
         stats = device.memory_stats() or {}
-    except (NotImplementedError, RuntimeError):  # a topology without hardware
+    except (NotImplementedError, RuntimeError):  # a device of a topology without hardware
         return None
     return stats.get("bytes_limit")
 
 
 def types(tree: Tree) -> Tree:
-    """The types of a tree's arrays."""
+    """Return the types of a tree's arrays, with their shardings."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)),
         tree,

@@ -36,14 +36,15 @@ def run_on_ranks(
     out_specs: Any,
     runs: jax.Array | None = None,
 ) -> Any:
-    """The body on every device, given its rank's tables, weights and shard of the batch.
+    """Make the function that runs ``body`` on every device.
 
-    A last operand, if it is not None, is the same on all devices. ``runs``, [T, slots, S], are the
-    entries of tables that run, to time them; None for all.
+    The body takes its rank's tables and weights, its shard of the batch, and a last operand that is
+    equal on all devices or None. ``runs``, [T, slots, S], selects the entries of tables that run,
+    to time them; None selects all.
     """
-    # Tables are split over `stage` alone: all devices of a rank, along `data` and other axes, read
-    # the same row. So they take the same branch, and a branch may hold collectives over these axes;
-    # over `stage` it may not, and ranks meet there only in the exchanges after a slot.
+    # Tables are split over `stage` only: all devices of a rank, along `data` and other axes, read
+    # one row. So they take one branch, and a branch may hold collectives over these axes. It may
+    # hold none over `stage`, where ranks communicate only in the exchanges after a slot.
     columns = {name: jnp.asarray(table) for name, table in program.rank_tables.items()}
     # An entry that does not run becomes idle, and its message must not be stored: the sender then
     # sends a placeholder.
@@ -58,8 +59,8 @@ def run_on_ranks(
         of_tables |= dict.fromkeys(COMMON, P())
 
     def run(weights: Weights, batch: Batch, same: Tree = None) -> Any:
-        # Layouts name axes of the mesh that are left to the compiler (`auto_axes`) too: `manual`
-        # drops these.
+        # Layouts also name mesh axes that are left to the compiler (`auto_axes`); `manual` drops
+        # them.
         batch, of_weights = _dealt(plan, batch), manual(plan, weight_specs(model, weights))
         sharded = jax.shard_map(
             body,
@@ -75,7 +76,7 @@ def run_on_ranks(
 
 
 def weight_specs(model: Model, weights: Weights) -> Weights:
-    """The specs of a pipeline's state, each in the place of its leaf."""
+    """Return a pipeline's state with each leaf replaced by its spec."""
     layout, rests = model.layout, (weights.chunks_rest, weights.ends_rest)
     params = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends)
     others = _state_specs(*rests, layout.chunks_rest, layout.ends_rest)
@@ -83,7 +84,7 @@ def weight_specs(model: Model, weights: Weights) -> Weights:
 
 
 def _dealt(plan: Plan, batch: Batch) -> Batch:
-    """The batch with positions in such an order that a position axis splits every slice."""
+    """Order the positions of a batch so that a position axis splits every slice."""
     if plan.schedule.num_slices == 1 or not plan.axes.positions:
         return batch
     specs = [spec for of in batch.specs for spec in of]
@@ -93,7 +94,7 @@ def _dealt(plan: Plan, batch: Batch) -> Batch:
 
 
 def in_order(plan: Plan, leaf: Any, spec: P | None, *, back: bool = False) -> Any:
-    """A leaf whose dim 1 a spec splits, in the order of `_dealt`; with ``back``, undo that."""
+    """Order dim 1 of a leaf like `_dealt`, if its spec splits it; with ``back``, undo the order."""
     ranks = plan.axes.size(axes_in(spec[1])) if spec is not None and len(spec) > 1 else 1
     if plan.schedule.num_slices == 1 or ranks == 1:
         return leaf
@@ -101,7 +102,7 @@ def in_order(plan: Plan, leaf: Any, spec: P | None, *, back: bool = False) -> An
 
 
 def _state_specs(chunks: Tree, ends: Tree, of_chunks: Any, of_ends: Any) -> Any:
-    """The specs of a state's leaves, each in the place of its leaf."""
+    """Return the state of chunks and of ends with each leaf replaced by its spec."""
 
     def specs_of(state: Tree, spreads: Any) -> Tree:
         specs = [spread.stored for spread in spreads]
@@ -111,13 +112,13 @@ def _state_specs(chunks: Tree, ends: Tree, of_chunks: Any, of_ends: Any) -> Any:
 
 
 def input_specs(batch: Batch) -> list[P]:
-    """The specs of the float inputs, which may have gradients."""
+    """List the specs of the float inputs, which may have gradients."""
     pairs = zip(jax.tree.leaves(batch.inputs), batch.specs[0], strict=True)
     return [spec for leaf, spec in pairs if spec is not None and is_float(leaf)]
 
 
 def gradient_specs(model: Model) -> tuple[tuple[list[P], ...], list[P]]:
-    """The specs of the gradients of each chunk and of the ends."""
+    """List the specs of the gradients of each chunk and of the ends."""
     layout, trained = model.layout, model.trained
 
     def specs_of(spreads: Sequence[Spread], mask: Mask) -> list[P]:
@@ -138,9 +139,9 @@ def make_rank(
     batch: Batch,
     num_microbatches: int | None = None,
 ) -> Rank:
-    """Make a rank of its shards, on the devices.
+    """Make the `Rank` from its shards, within the shard_map.
 
-    With ``num_microbatches`` the run does not follow the schedule, and sequences are whole.
+    With ``num_microbatches`` the run does not use the schedule, and sequences are whole.
     """
     layout, rests = model.layout, (_squeeze(weights.chunks_rest), weights.ends_rest)
 
@@ -148,11 +149,11 @@ def make_rank(
         leaves, treedef = jax.tree.flatten(tree)
         return jax.tree.unflatten(treedef, gather(leaves, spreads, lead=lead))
 
-    # Weights are whole from the start, unless actions gather them.
+    # Weights are gathered before the first tick, unless actions gather them.
     chunks = _squeeze(weights.chunks)
     before: tuple[Leaves, ...] = ()
-    # The parts before the gather are kept, for casts that are to be gathered narrow (`cast_once`);
-    # without any part they are the leaves themselves.
+    # The shards before the gather are kept: `cast_once` gathers them in a narrow dtype. If nothing
+    # was gathered, `before` stays empty.
     if plan.gather == "step":
         stored = tuple(map(jax.tree.leaves, chunks))
         chunks = tuple(
@@ -176,9 +177,9 @@ def make_rank(
         return x if slices.count == 1 else cut(x, slices.count, plan.lengths)
 
     # From here on all values vary over the axes of rows, positions and stages, and `vary` marks
-    # every new one so. A weight that did not vary would have its gradient summed over ranks in each
-    # backward (the transpose of `vary` is a sum), and refs, carries and results of branches have to
-    # agree in their axes. Where types are not tracked, `vary` does nothing.
+    # every new value. The gradient of a weight that did not vary would be summed over ranks in each
+    # backward (the transpose of `vary` is a sum); and refs, carries and results of branches must
+    # agree in their axes. If types are not tracked, `vary` does nothing.
     axes = plan.axes.varying
     local, batch = vary(local, axes), vary(batch.map_rows(split, lambda x: x), axes)
     gathers = plan.gather != "step"
@@ -203,14 +204,9 @@ def _squeeze(tree: Tree) -> Tree:
 
 
 def _was_sent(program: Program, runs: jax.Array) -> jax.Array:
-    """Return [T, slots, S, C] whether a channel's message comes from an entry that runs.
-
-    Args:
-      program: any.
-      runs: [T, slots, S] the entries of its table that run.
-    """
+    """Return [T, slots, S, C] whether a channel's message comes from an entry that runs."""
     num_slots, num_ranks, num_channels = program.arrival.shape[1:]
-    # Of every entry of `arrival` the rank that sent it, and whether it left a slot earlier.
+    # For every entry of `arrival`: the rank that sent it, and whether it was sent one slot earlier.
     source = np.zeros((num_slots, num_ranks, num_channels), np.int32)
     late = np.zeros(source.shape, bool)
     for index, slot in enumerate(program.slots):

@@ -32,7 +32,7 @@ Gradients = tuple[tuple[Leaves, ...], Leaves]  # of each chunk, and of the ends
 
 
 def calls_of(plan: Plan) -> int:
-    """M times N slices times the parts of rows and positions: calls of the loss in a step."""
+    """Count the calls of the loss in a step: M times N slices times parts of rows and positions."""
     return plan.schedule.num_units * plan.axes.num_parts
 
 
@@ -42,7 +42,7 @@ class Totals:
 
     Attributes:
       loss, weight: float scalars.
-      measured: the scalars that metrics are made of.
+      measured: the summed scalars of the metrics.
     """
 
     loss: jax.Array
@@ -51,7 +51,7 @@ class Totals:
 
 
 def totals_of(sums: StepSums, plan: Plan) -> Totals:
-    """The sums of all ranks."""
+    """Sum loss, weight and metrics over all ranks."""
     names = "loss", "weight", "metrics"
     scalars = [x for name in names for x in sums.scalars[name].all()]
     loss, weight, *measured = total_over(scalars, plan.axes.varying)
@@ -67,15 +67,15 @@ def training_results(
     *,
     normalise: bool,
 ) -> tuple[Any, Gradients, Leaves, StateLeaves]:
-    """The results of a step that trains, as `pipeline.core.step.runtime.train` has them.
+    """Compute the results of a training step, as `pipeline.core.step.runtime.train` returns them.
 
     Args:
       local: the rank's part of the model, with the factors of its losses.
       plan: the options of the pipeline.
       sums: the sums of this rank.
-      weights: its state.
+      weights: the state of this rank.
       of_inputs: the specs of the inputs' float leaves.
-      normalise: divide by the total weight of the loss.
+      normalise: whether to divide by the total weight of the loss.
     """
     totals = totals_of(sums, plan)
     value = step_loss(sums, totals, local.rank.loss, normalise=normalise)
@@ -106,20 +106,20 @@ def loss_and_metrics(
       local: the rank's part of the model.
       plan: the options of the pipeline.
       sums: the sums of this rank.
-      totals: those of all ranks.
+      totals: the sums of all ranks.
       value: the loss without added losses.
     """
-    # Added losses are means over all calls, whatever the weight of the loss is.
+    # Added losses are means over all calls; the weight of the loss does not affect them.
     for added in total_over(sums.added.all(), plan.axes.varying):
         value += added.astype(value.dtype) / calls_of(plan)
     loss: Any = value
     counted, (_, metrics) = None, local.metrics
     if local.model.weighed:
         batch = local.batch
-        # To be averaged with other batches, a loss that is a mean counts its rows, another its
-        # weight.
+        # In an average over batches, a loss that is a mean is weighted by its rows, any other loss
+        # by its weight.
         rows = jax.tree.leaves((batch.inputs, batch.targets))[0].shape[1]  # of a microbatch
-        # Every call had weight 1, also of each slice and of each part of the positions.
+        # Every call had weight 1, also the call for each slice and for each part of the positions.
         share = rows / (plan.axes.num_positions * plan.schedule.num_slices)
         counted = totals.weight * share if local.rank.loss.is_mean else totals.weight
         loss = Weighed(value, counted)
@@ -129,49 +129,49 @@ def loss_and_metrics(
 
 
 def step_loss(sums: StepSums, totals: Totals, scale: LossScale, *, normalise: bool) -> jax.Array:
-    """The loss without added losses; divides gradients by a weight that is known only now.
+    """Compute the loss without added losses; divide the gradients if their weight was unknown.
 
     Args:
       sums: the sums of this rank.
-      totals: those of all ranks.
+      totals: the sums of all ranks.
       scale: the factors of losses.
-      normalise: whether it is a mean over the step, or a sum.
+      normalise: whether the loss is a mean over the step; else it is a sum.
     """
     loss, weight = totals.loss, totals.weight
-    # Gradients are those of the mean already. With a caller's scale or a weight that may be 0, the
-    # loss is divided as the share was (`mean_of`).
+    # The gradients are already gradients of the mean. With a caller's scale, or a weight that may
+    # be 0, the loss is divided by `mean_of`, as the share was.
     if scale.share is not None:
         is_plain = scale.of_caller is None and scale.is_mean
         return loss / weight if is_plain else mean_of(loss, weight)[0]
     if not normalise:
         return loss
-    # Only now the weight is known: one division of all gradients, in their own memory.
+    # The weight was unknown until now: divide all gradients once, in place.
     value, divisor = mean_of(loss, weight)
     divide(sums, divisor)
     return value
 
 
 def divide(sums: StepSums, factor: jax.Array) -> None:
-    """Multiply all gradients with a factor, in place."""
+    """Multiply all gradients by a factor, in place."""
     totals = (*sums.chunk_grads, sums.ends_grads)
     for refs in (*(total.results for total in totals), sums.input_grads.refs):
         scale_in_place(refs, factor)
 
 
 def gradients_of(sums: StepSums, model: Model, weights: Weights, plan: Plan) -> Gradients:
-    """The gradients of trained parameters, summed over ranks and in the parameters' dtypes."""
+    """Return the gradients of trained parameters, summed over ranks, in the parameters' dtypes."""
 
     def reduced(
         total: Total, like: Tree, spreads: Any, mask: Mask, axes: tuple[str, ...], lead: int = 0
     ) -> Leaves:
-        # Over row and position axes once, here, and not once per microbatch.
+        # Gradients are summed over row and position axes once, here, not once per microbatch.
         summed = total.reduced(chosen(spreads, mask), axes, lead=lead)
         leaves = chosen(jax.tree.leaves(like), mask)
         return [g.astype(w.dtype) for g, w in zip(summed, leaves, strict=True)]
 
-    # A chunk's gradients belong to one rank of `stage`, so they are summed over the parts of the
-    # batch alone, and get back the leading axis that `shard_map` joins. Ends are replicated over
-    # `stage`, where other ranks have added zeros.
+    # A chunk's gradients belong to one rank of `stage`, so they are summed only over the parts of
+    # the batch, and get back the leading axis that `shard_map` joins. Ends are replicated over
+    # `stage`: ranks that do not run them have added zeros.
     layout, trained, split = model.layout, model.trained, plan.axes.split
     of_chunks = zip(sums.chunk_grads, weights.chunks, layout.chunks, trained.chunks, strict=True)
     chunks = tuple([g[None] for g in reduced(*arguments, split, lead=1)] for arguments in of_chunks)
@@ -180,21 +180,17 @@ def gradients_of(sums: StepSums, model: Model, weights: Weights, plan: Plan) -> 
 
 
 def input_gradients(sums: StepSums, plan: Plan, specs: Sequence[PartitionSpec]) -> Leaves:
-    """[M * b, ...] the gradients of the inputs' float leaves.
-
-    Args:
-      sums: the gradients of this rank.
-      plan: the options of the pipeline.
-      specs: of these leaves.
-    """
-    # Of an input that is whole over a position axis each rank there has an addend.
+    """Return [M * b, ...] gradients of the inputs' float leaves, which have these specs."""
+    # For an input that a position axis does not split, each rank of the axis has one term of the
+    # gradient.
     over = [(STAGE, *plan.axes.missing_in(spec)) for spec in specs]
     return [_joined(x, plan) for x in totals_over(sums.input_grads.all(), over)]
 
 
 def outputs_of(sums: StepSums, plan: Plan) -> Tree:
-    """[M * b, ...] the outputs of an inference, on every rank."""
-    # Only the last rank has written results; all others hold zeros. A sum counts flags.
+    """Return [M * b, ...] outputs of an inference, on every rank."""
+    # Only the last rank has written results; the other ranks hold zeros. Flags are summed as
+    # numbers.
     results, slices = sums.results.all(), plan.schedule.num_slices
     _check_positions(results, plan.axes.output_spec)
     _check_sliced(results, slices)
@@ -203,13 +199,13 @@ def outputs_of(sums: StepSums, plan: Plan) -> Tree:
 
 
 def own_logits_of(sums: StepSums, plan: Plan) -> jax.Array:
-    """[n, M * b, ...] the logits of this rank's words, where all ranks share the head."""
+    """Return [n, M * b, ...] logits of this rank's n words, for a head that all ranks share."""
     return jnp.moveaxis(_joined(sums.results.all(), plan), -1, 0)
 
 
 def state_after(local: LocalModel, weights: Weights, plan: Plan, *, training: bool) -> StateLeaves:
     """Return the declared state after a step."""
-    # A step that writes no state returns the state that it got, so that its results have one type.
+    # A step that writes no state returns its old state, so that the results always have one type.
     state, declared = local.rank.declared, local.model.declared
     if state is not None:
         hook = plan.after_step if training else None
@@ -221,7 +217,7 @@ def state_after(local: LocalModel, weights: Weights, plan: Plan, *, training: bo
 
 
 def _joined(x: jax.Array, plan: Plan) -> jax.Array:
-    """[M, b, ...] to [M * b, ...]; of N slices [M N, b, t, ...] to [M * b, T, ...]."""
+    """Join [M, b, ...] to [M * b, ...]; with N slices, join [M N, b, t, ...] to [M * b, T, ...]."""
     N = plan.schedule.num_slices
     # Units of shorter slices are padded to the longest: crop each before joining them.
     if plan.lengths and N > 1:
@@ -236,14 +232,13 @@ def _joined(x: jax.Array, plan: Plan) -> jax.Array:
 
 
 def _check_positions(results: Tree, spec: PartitionSpec) -> None:
-    """Check that outputs have the dims that position axes split, by which they are joined.
+    """Raise ValueError unless outputs have the dims that position axes split.
+
+    Outputs are joined along these dims; without them, ranks might have different values.
 
     Args:
       results: [M, b, ...] leaves of one rank.
       spec: the mesh axes of outputs.
-
-    Raises:
-      ValueError: one has fewer dims, and whether its ranks agree on it cannot be told.
     """
     for leaf in jax.tree.leaves(results):
         if leaf.ndim - 1 < len(spec):
@@ -257,20 +252,12 @@ def _check_positions(results: Tree, spec: PartitionSpec) -> None:
 
 
 def _check_sliced(results: Tree, num_slices: int) -> None:
-    """Check that the outputs of slices have positions, by which they are joined.
-
-    Args:
-      results: [M N, b, ...] leaves of one rank.
-      num_slices: N.
-
-    Raises:
-      ValueError: one has none.
-    """
+    """Raise ValueError unless the outputs of slices have positions, along which they are joined."""
     for leaf in jax.tree.leaves(results):
         if num_slices > 1 and leaf.ndim < 3:
             raise ValueError(
                 f"outputs of slices={num_slices} are {shape_text(leaf)} of all slices on one "
-                f"device, without a dim of positions behind their rows: slices are joined along "
-                f"it; return [rows, positions, ...], or take what is reduced over positions as a "
-                f"loss or a metric of loss_fn (has_aux=True)"
+                f"device, without a dim of positions after their rows: slices are joined along it; "
+                f"return [rows, positions, ...], or compute values that are reduced over positions "
+                f"as a loss or a metric of loss_fn (has_aux=True)"
             )

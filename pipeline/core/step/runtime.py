@@ -1,9 +1,9 @@
 """The kernel: one `shard_map`, in which every rank runs the ticks of a program.
 
 Letters: S ranks, M microbatches, N = M * b * D rows of the batch on D data shards. The kernel knows
-no schedule: it gives every rank its part of the program's tables, of the weights and of the batch,
-and reduces once the sums that the ticks (`pipeline.core.step.run.ticks`) leave. There are four
-entry points: `train`, `evaluate`, `outputs` and `logprobs`.
+no schedule. It gives every rank its part of the program's tables, the weights and the batch. It
+reduces the sums of the ticks (`pipeline.core.step.run.ticks`) once, after the last tick. The entry
+points are `train`, `evaluate`, `outputs` and `logprobs`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from schedules.lowering.needs import without
 from schedules.lowering.program import Program
 
 NOTHING_TO_GATHER = (
-    "remat='gathered' gathers nothing again: of what a stage's backward reads, nothing is the "
-    "result of an all-gather outside of its loops, so residuals are kept as with remat=None; "
+    "remat='gathered' gathers nothing again: a stage's backward reads no result of an "
+    "all-gather outside of its loops, so residuals are kept as with remat=None; "
     "for sequence parallel layers in a mesh with tensor ranks call blocks in a Python loop, "
     "not in a scan; otherwise give remat=None"
 )
@@ -81,20 +81,21 @@ def train(
       model: the user's model, static.
       weights: [S, ...] leaves of chunks, and leaves of the ends.
       batch: [N, ...] leaves.
-      scale: what the loss is multiplied with before it is differentiated, a scalar; if it is not
-        normalised a pair, of what sums are multiplied with, and the mean of added losses.
-      runs: [T, slots, S] which entries of the program's table run, to time them; others are idle,
-        and what they would have sent does not arrive.
+      scale: a scalar that multiplies the loss before differentiation. Without ``normalise``, a pair
+        of scalars: the factor of sums, and the factor of the mean of added losses.
+      runs: [T, slots, S] the entries of the program's table that run, to time them. The other
+        entries are idle and send no message.
       want_inputs: whether to return gradients for the inputs.
-      normalise: divide by the total weight of the loss.
+      normalise: whether to divide by the total weight of the loss.
 
     Returns:
-      The loss, a float32 scalar that is not scaled, or (loss, metrics) if metrics are wanted, each
-      `Weighed` if the model says so; gradients for those leaves of ``weights.chunks`` and of
-      ``weights.ends`` that are trained; for the inputs' float leaves, [N, ...]; and declared state
-      as the step has left it.
+      The loss, a float32 scalar that is not scaled, or (loss, metrics) if metrics are wanted, with
+      means as `Weighed` if the model asks for them; gradients for the trained leaves of
+      ``weights.chunks`` and ``weights.ends``; gradients [N, ...] for the inputs' float leaves; and
+      the declared state after the step.
     """
-    # Extents of backwards, by what is trained, decide which messages are sent; all of it is static.
+    # The trained parameters decide which gradients each backward computes, and so which messages
+    # are sent. All of this is static.
     needs = model.trained.needs_gradients(want_inputs=want_inputs)
     if plan.schedule.num_slices > 1:  # one pullback returns gradients of carries and of the input
         needs = tuple(dataclasses.replace(need, x=True) for need in needs)
@@ -119,22 +120,22 @@ def train(
     out_specs = P(), manual(plan, specs), of_inputs, manual(plan, model.state_specs)
     run = run_on_ranks(plan, model, program, body, out_specs, runs)
     loss, grads, inputs, state = run(weights, batch, scale)
-    # The kernel's specs lack the axes that are left to the compiler; here it is told how gradients
-    # are sharded over these.
+    # The kernel's specs lack the axes that are left to the compiler: constrain the gradients'
+    # sharding over these axes here.
     if plan.auto_axes:
         grads = constrain(grads, specs, plan.mesh)
     return loss, grads, _ordered_inputs(plan, inputs, of_inputs, batch), state
 
 
 def loss_scale(plan: Plan, scale: Any) -> LossScale:
-    """The factors of losses that are known before any weight is."""
+    """Compute the factors of losses that do not depend on a weight."""
     of_caller, of_added = scale if isinstance(scale, tuple) else (scale, scale)
     added = 1 if of_added is None else of_added.astype(real())
     return LossScale(of_caller=of_caller, of_added=added / calls_of(plan))
 
 
 def _ordered_inputs(plan: Plan, gradients: Leaves, specs: list[P], batch: Batch) -> Leaves:
-    """Gradients of inputs in the shapes of inputs, with positions in their order."""
+    """Return gradients in the shapes of the inputs, with positions in the inputs' order."""
     pairs = zip(gradients, specs, strict=True)
     ordered = [in_order(plan, leaf, spec, back=True) for leaf, spec in pairs]
     if not ordered or plan.schedule.num_slices == 1:
@@ -148,10 +149,10 @@ def _ordered_inputs(plan: Plan, gradients: Leaves, specs: list[P], batch: Batch)
 def evaluate(
     plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_share: bool = False
 ) -> tuple[Any, StateLeaves]:
-    """Run forward actions: the loss, or (loss, metrics), on every rank, and declared state.
+    """Run forward actions; return the loss, or (loss, metrics), on every rank, and declared state.
 
-    With ``want_share`` these come with the share of a microbatch, to multiply gradients of sums
-    with, and the step counts as one that trains.
+    With ``want_share`` the loss comes with a microbatch's share, the factor for gradients of sums,
+    and the step counts as a training step.
     """
 
     def results(local: LocalModel, sums: StepSums) -> Any:
@@ -163,10 +164,10 @@ def evaluate(
 
 @PerPlan
 def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, StateLeaves]:
-    """Run forward actions: [N, ...] outputs on every rank, and declared state."""
+    """Run forward actions; return [N, ...] outputs on every rank, and declared state."""
     arguments, lie = (plan, model, weights, batch), plan.axes.output_spec
     step = StepRequest(training=False, take_loss=False)
-    if "head" in plan.shared:  # of each row, every rank has the logits of its words
+    if "head" in plan.shared:  # every rank has its words' logits of each row
         logits_of = lambda _, sums: own_logits_of(sums, plan)  # noqa: E731
         values, state = _infer(*arguments, step, logits_of, P(STAGE, *lie))
         values = jnp.moveaxis(values, 0, -1)[..., : model.tables.head_words]
@@ -177,7 +178,7 @@ def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[T
 
 @PerPlan
 def logprobs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, StateLeaves]:
-    """Run forward actions: [N, ...] float32 log-probabilities of targets, and declared state."""
+    """Run forward actions; return [N, ...] float32 log-probabilities of targets, and state."""
     arguments, lie = (plan, model, weights, batch), plan.axes.output_spec
     step = StepRequest(training=False, take_loss=False, logprobs=True)
     results = _infer(*arguments, step, lambda _, sums: outputs_of(sums, plan), lie)
@@ -185,7 +186,7 @@ def logprobs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[
 
 
 def _ordered_outputs(results: tuple[Tree, StateLeaves], plan: Plan) -> tuple[Tree, StateLeaves]:
-    """Outputs with their positions in order."""
+    """Return outputs with their positions in order, and declared state."""
     values, state = results
     spec = plan.axes.output_spec
     return jax.tree.map(lambda x: in_order(plan, x, spec, back=True), values), state
@@ -202,24 +203,24 @@ def _infer(
     *,
     training: bool = False,
 ) -> tuple[Any, StateLeaves]:
-    """Run forward actions; returns their results, and declared state.
+    """Run forward actions; return their results, and declared state.
 
     Args:
       plan: the options of the pipeline.
       model: the user's model.
       weights: [S, ...] leaves of chunks, and leaves of the ends.
       batch: [N, ...] leaves.
-      step: what is wanted.
-      results: makes the results from the rank's model and sums.
+      step: the request: whether a loss or log-probabilities are wanted.
+      results: a function that makes the results from the rank's model and sums.
       spec: the spec of the results.
-      training: whether the step counts as one that trains.
+      training: whether the step counts as a training step.
     """
     needs = model.trained.needs_gradients(want_inputs=False, backward=False)
 
     def body(tables: Row, weights: Weights, batch: Batch, _: None) -> tuple[Any, StateLeaves]:
         rank = make_rank(plan, model, weights, batch)
         rank = dataclasses.replace(rank, loss=LossScale(counts=step.take_loss))
-        # No backward, but the same traces, so that a stage is called as in a step that trains.
+        # There is no backward, but the traces are those of training, so that calls of stages agree.
         traced = inspect(plan, rank, needs, take_loss=step.take_loss)
         if not (step.take_loss or step.logprobs):
             plan.lint.outputs(traced.local())
@@ -246,9 +247,9 @@ def _train(
     *,
     by_table: bool,
 ) -> StepSums:
-    """Run a step; returns its sums."""
-    # One rank without a timetable to follow needs no tables (`Straight`), but to time entries of a
-    # table (`runs`) it has to run them.
+    """Run the forward and backward actions of a step; return its sums."""
+    # A rank that needs no timetable runs one loop (`Straight`), unless entries of a table are
+    # timed (`runs`).
     is_alike = not isinstance(local, GroupedModel)
     plan.facts.straight = plan.is_straight and is_alike and local.rank.declared is None
     if plan.facts.straight and not by_table:

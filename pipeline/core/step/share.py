@@ -1,11 +1,12 @@
 """The share of a microbatch's loss in a step's loss, and the time when it is known.
 
-Letters: M microbatches, D parts of their rows and positions; S and W are the sums of a loss
-(sum, weight) and of its weight over all M D calls. A step's loss is S / W, and a microbatch's share
-1 / W. A mean of every microbatch has weight 1, so that its share is 1 / (M D) from the start. A
-weight that follows from targets is summed up before the step where the step needs it, one that
-follows from outputs by running all forward actions first. Otherwise the gradients of S are divided
-by W once, after the step.
+Letters: M microbatches, D parts of their rows and positions. For a loss (sum, weight), S and W are
+the totals of sum and weight over all M D calls. A step's loss is S / W, and a microbatch's share is
+1 / W. A loss that is a mean has weight 1 in every call, so its share is 1 / (M D) from the start.
+
+A step may need W before its backwards. If the weight depends only on targets, it is summed before
+the step. If it depends on outputs, all forward actions run once before the step. A step that does
+not need W divides the gradients of S by W once, after the last action.
 """
 
 from __future__ import annotations
@@ -42,21 +43,21 @@ def find_share(
     normalise: bool,
     run_forwards: RunForwards | None = None,
 ) -> LossScale:
-    """The factors of losses that are known, or must be known, before the ticks run.
+    """Compute the factors of losses that are known, or must be known, before the ticks run.
 
     Args:
       plan: the options of the pipeline.
       traced: the rank, with the caller's scale of its losses.
-      normalise: whether gradients are those of the step's loss, and not of a sum.
-      run_forwards: gives share and loss where they follow from outputs; `of_outputs` by default.
+      normalise: whether to compute gradients of the step's loss; else gradients of a sum.
+      run_forwards: computes share and loss if they depend on outputs; `of_outputs` by default.
 
     Raises:
-      ValueError: the step is to be added to others, and its gradient needs the loss of them all; or
-        it needs its loss before it runs, and writes state.
+      ValueError: the step will be added to other steps, and its gradient needs the loss of all of
+        them; or the step needs its loss before it runs, and writes state.
     """
     scale = traced.rank.loss
     share, mean = _share_and_mean(plan, traced, run_forwards or of_outputs)
-    # To know the loss, all forwards have run once. In the step they run again, and would write
+    # All forwards have run once to compute the loss. In the step they would run again, and write
     # state a second time.
     if mean is not None and traced.writes_state(plan, training=True):
         raise ValueError(
@@ -64,7 +65,7 @@ def find_share(
             "it has a gradient, or stages call add_loss, a step then knows it too late; let the "
             "weight follow from targets, as the number of those that count, or declare no state"
         )
-    # Where the share is known, gradients of the mean are summed, else those of the sum.
+    # If the share is known, gradients of the mean are summed, else gradients of the sum.
     share = share if normalise else None
     of_loss = 1.0 if share is None else share
     if scale.of_caller is not None:
@@ -74,8 +75,8 @@ def find_share(
 
 def _share_and_mean(plan: Plan, traced: Inspected, run_forwards: RunForwards) -> tuple[Any, Any]:
     """Return a microbatch's share and the step's loss; None for a value known only later."""
-    # Only a weight with a gradient, a caller's scale or added losses need a share before the ticks
-    # that is not known from the start.
+    # A mean has a known share. For other losses, a share is needed before the ticks only if the
+    # weight has a gradient, the caller gives a scale, or stages add losses.
     scale = traced.rank.loss
     if scale.is_mean:
         return 1 / calls_of(plan), None
@@ -84,8 +85,9 @@ def _share_and_mean(plan: Plan, traced: Inspected, run_forwards: RunForwards) ->
     if "head" not in plan.shared and local.weight_has_gradient():
         _check_that_it_is_all(local.model)
         return run_forwards(local, plan)
-    # A scale is chosen for gradients of the mean, and those of a sum might overflow. Losses that
-    # stages add are not divided by a loss's weight, and no gradient can be afterwards.
+    # A scale is chosen for gradients of the mean; gradients of a sum might overflow with it. Losses
+    # that stages add are not divided by the loss's weight, and a joint gradient cannot be divided
+    # in part after the step.
     adds = local.rank.facts.adds
     if scale.of_caller is None and not adds:
         return None, None
@@ -97,11 +99,11 @@ def _share_and_mean(plan: Plan, traced: Inspected, run_forwards: RunForwards) ->
 
 
 def of_outputs(local: LocalModel, plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """Share and loss where they follow from outputs: all forward actions run first."""
+    """Run all forward actions, to compute a share and a loss that depend on outputs."""
     program, rank = plan.forward, jax.lax.axis_index(STAGE)
     tables: dict[str, Any] = {}
-    # This runs within the shard_map of the step, whose operands are the tables of another program:
-    # a rank takes its column of these itself.
+    # This runs within the shard_map of the step, whose operands are the tables of another program.
+    # So each rank takes its own column of the tables of this program.
     for name, table in program.rank_tables.items():
         tables[name] = jnp.moveaxis(jnp.asarray(table), 2, 0)[rank][None]
     if program.shared:
@@ -113,18 +115,14 @@ def of_outputs(local: LocalModel, plan: Plan) -> tuple[jax.Array, jax.Array]:
 
 
 def share_of(sums: StepSums, plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """The share and the mean loss, from the sums of all forward actions."""
+    """Return the share and the mean loss, from the sums of all forward actions."""
     totals = totals_of(sums, plan)
     mean, share = mean_of(totals.loss, totals.weight)
     return share, mean
 
 
 def _check_that_it_is_all(model: Model) -> None:
-    """Check that a ratio is not one of several whose sums and weights are to be added.
-
-    Raises:
-      ValueError: it is, and d(S / W) needs S / W of all.
-    """
+    """Raise ValueError if this step is added to others: d(S / W) needs the S / W of all of them."""
     if model.weighed:
         raise ValueError(
             "weighed=True (of value_and_grad, or of a Step with accumulate=) with a loss (sum, "

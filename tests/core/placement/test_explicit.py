@@ -226,9 +226,8 @@ def test_another_mesh_in_force_is_refused():
     with pytest.raises(ValueError) as caught:
         jax.jit(pipe)(other)
     assert str(caught.value) == (
-        "an array of type float32[16@x,8] lies on a mesh of x 2 (Explicit), and the pipeline's is "
-        "one of data 1 x stage 4 (Auto); lay inputs on the mesh that is given to "
-        "Pipeline(..., mesh=)"
+        "an array of type float32[16@x,8] is on a mesh of x 2 (Explicit), and the pipeline's mesh "
+        "is data 1 x stage 4 (Auto); put inputs on the mesh that is given to Pipeline(..., mesh=)"
     )
 
 

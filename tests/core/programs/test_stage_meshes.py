@@ -390,10 +390,10 @@ def test_meshes_that_do_not_fit():
         "mesh= for ranks of one shape"
     )
     assert refused([one, two], mesh=make_mesh(stage=2)) == (
-        "mesh= beside stage_meshes=, which has the devices of each rank: give one of them"
+        "mesh= with stage_meshes=, which has the devices of each rank: give only one of the two"
     )
     assert refused([one, two], auto_axes=("data",)).startswith(
-        "auto_axes=('data',) beside stage_meshes=: name in each stage what is divided"
+        "auto_axes=('data',) with stage_meshes=: let each stage name the dims divided"
     )
 
 

@@ -329,15 +329,15 @@ def test_state_that_is_none():
     stages = models.build(Normed, 2)
     assert refusal(make, stages, state=nnx.Param) == (
         "state=<class 'flax.nnx.variablelib.Param'> finds ('stages', 0, 'norm', 'bias'), a Param "
-        "float32[8]: parameters are trained by gradients, and state is what is no nnx.Param; let "
-        "the filter leave it out"
+        "float32[8]: parameters are trained by gradients, and cannot be declared state; let the "
+        "filter leave it out"
     )
     assert refusal(make, models.build(models.Noisy, 2), state=nnx.RngCount).startswith(
         "state=<class 'flax.nnx.rnglib.RngCount'> finds ('stages', 0, 'dropout', 'rngs', 'count')"
     )
     assert refusal(make, stages, state=nnx.Cache) == (
-        "state=<class 'flax.nnx.variablelib.Cache'> finds nothing among what is no parameter of "
-        "the model (it has BatchStat float32[8]); leave state= out if stages write nothing"
+        "state=<class 'flax.nnx.variablelib.Cache'> finds no variable of the model that is not a "
+        "parameter (it has BatchStat float32[8]); leave state= out if stages write nothing"
     )
     assert refusal(make, stages, state=3) == (
         "state=3 is no filter; give a type such as nnx.BatchStat, or anything that nnx.state takes"
@@ -377,7 +377,7 @@ def test_an_order_that_is_not_ascending():
         "state": nnx.BatchStat,
     }
     assert refusal(Pipeline, models.build(Normed, 2), 2, **given) == (
-        "state= with a schedule in which stage 0 runs 0F0 behind 0F1: state is updated microbatch "
+        "state= with a schedule in which stage 0 runs 0F0 after 0F1: state is updated microbatch "
         "by microbatch, in ascending order; use another schedule"
     )
 

@@ -24,7 +24,7 @@ REFUSED = (
     "a stage puts float32[2,6] into host memory (a jax.checkpoint policy that offloads, as remat= "
     "or within the stage, or jax.device_put), and a pipeline keeps stashes in the memory of its "
     "devices: take a policy that saves these values, such as "
-    "jax.checkpoint_policies.save_only_these_names(...), or one that has them computed again"
+    "jax.checkpoint_policies.save_only_these_names(...), or one that recomputes them"
 )
 
 

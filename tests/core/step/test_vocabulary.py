@@ -265,8 +265,8 @@ def test_any_trainer_may_differentiate_it():
     with pytest.raises(ValueError, match="differentiate pipe") as caught:
         nnx.grad(lambda model: model(batch()[0]).sum())(pipe)
     assert str(caught.value) == (
-        "outputs of a pipeline with vocabulary='stage' are differentiated, of which no rank has a "
-        "whole row; differentiate pipe.loss, or use vocabulary='ends'"
+        "outputs of a pipeline with vocabulary='stage' cannot be differentiated, since no rank has "
+        "a whole row; differentiate pipe.loss, or use vocabulary='ends'"
     )
 
 

@@ -71,7 +71,7 @@ def test_targets_that_do_not_fit():
     with pytest.raises(ValueError) as caught:
         make().logprobs(TOKENS, TARGETS[:, :2])
     assert str(caught.value) == (
-        "logprobs() takes one array of targets [...] beside logits [..., words]; of a microbatch "
+        "logprobs() takes one array of targets [...] for logits [..., words]; for one microbatch "
         "on one data shard targets are int32[3,2], outputs float32[3,3,13]"
     )
 

@@ -1,5 +1,4 @@
-"""Jaxprs read, cleaned and run: one table of primitives, steps, dead code, forwarded results.
+"""Tools that read, clean and run jaxprs: a table of primitives, steps, dead code, forwarding.
 
-Nothing here differentiates or predicts; `pipeline.core.autodiff` and `pipeline.insight.forecast`
-do.
+`pipeline.core.autodiff` uses them to differentiate, `pipeline.insight.forecast` to predict.
 """

@@ -1,7 +1,7 @@
 """Dead code elimination: removal of unused steps at any depth.
 
-A loop or a branch may be given what its body does not use, and make what nobody wants. Without
-both, what a step reads is what its results need, which is what taking it apart goes by
+A loop or a branch may have operands that its body does not use, and results that no step reads.
+Without them, a step reads only values that its results need. The split of steps relies on this
 (`pipeline.core.autodiff.split`).
 """
 
@@ -35,13 +35,7 @@ T = TypeVar("T")
 
 
 def lean(block: JaxprBlock, wanted: Sequence[bool], refs: Refs) -> JaxprBlock:
-    """A block without dead steps, operands and results, at any depth.
-
-    Args:
-      block: any.
-      wanted: which of its outputs are kept.
-      refs: those of its inputs that are gradients.
-    """
+    """Keep the wanted outputs of a block; remove dead steps, operands and results, at any depth."""
     outs = tuple(a for a, w in zip(block.outs, wanted, strict=True) if w)
     needed, steps = set(names(outs)), []
     for step in reversed(block.steps):
@@ -66,7 +60,7 @@ def _lean_loop(step: JaxprStep, loop: JaxprLoop, wanted: Sequence[bool], refs: R
     mask, used = closed_mask(step, loop, wanted, refs, adds=True)
     inner = inner_refs(loop.body, step.reads, refs)
     first_xs = loop.num_consts + loop.num_carry
-    # What a loop carries is kept where its end or the next trip is wanted.
+    # A carried value is kept if its final value or the next trip needs it.
     keep = [*used[: loop.num_consts], *mask[: loop.num_carry], *used[first_xs:]]
     body = lean(loop.body, mask, inner)
     if all(keep) and all(mask) and _same_steps(body, loop.body):

@@ -1,4 +1,4 @@
-"""Reading and running parts of a jaxpr."""
+"""Functions that read and run parts of a jaxpr."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 def producers(jaxpr: Any) -> dict[Var, Eqn]:
-    """The equation that makes each variable."""
+    """Map each variable to the equation that computes it."""
     return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
 
 
 def operands(eqn: Eqn) -> list[Var]:
-    """The variables an equation reads."""
+    """List the variables that an equation reads."""
     return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
 
 
@@ -35,11 +35,11 @@ def follow(
     """Interpret a jaxpr on abstract values, equation by equation, and return its results.
 
     Args:
-      jaxpr: an open one.
-      inputs: what stands for its inputs.
-      constants: what stands for its constvars.
-      literal: what stands for a literal.
-      equation: from an equation and what stands for its operands to its results.
+      jaxpr: an open jaxpr.
+      inputs: the abstract values of its inputs.
+      constants: the abstract values of its constvars.
+      literal: a function from a literal to its abstract value.
+      equation: a function from an equation and its operands' abstract values to its results.
     """
     env = dict(zip(jaxpr.invars, inputs, strict=True))
     env.update(zip(jaxpr.constvars, constants, strict=True))
@@ -54,7 +54,7 @@ def follow(
 
 
 def bind(eqn: Eqn, *values: Any) -> list[Any]:
-    """The results of an equation, of values for its operands."""
+    """Run an equation on values for its operands."""
     with eqn.ctx.manager:
         results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
@@ -63,10 +63,10 @@ def bind(eqn: Eqn, *values: Any) -> list[Any]:
 def evaluate(
     jaxpr: Any, values: dict[Var, Any], wanted: Iterable[Any], *, effects: bool = False
 ) -> list[Any]:
-    """Values of some variables of a jaxpr, running only the equations they need.
+    """Compute the wanted variables of a jaxpr; run only the equations that they need.
 
-    ``values`` has enough to start from; an equation whose results are known is not run.
-    With ``effects`` every equation that has one (a print) is run too.
+    ``values`` has the known values, from which all wanted variables follow. An equation whose
+    results are known is not run. With ``effects``, every equation with an effect (a print) is run.
     """
     env, wanted = dict(values), list(wanted)
     made_by = producers(jaxpr)
@@ -93,11 +93,11 @@ def evaluate(
 
 
 def narrows(jaxpr: Any) -> bool:
-    """Tell whether a computation, at any depth, makes floats of fewer exponents than float32 has.
+    """Tell whether a jaxpr, at any depth, computes floats with fewer exponent bits than float32.
 
-    In those (float16, and the kinds of float8) a gradient may vanish or overflow, so it matters
-    whether a loss is scaled before or after it is differentiated. bfloat16 has as many as float32.
-    What is only moved, such as inputs that are kept in float16, does not count.
+    In such floats (float16, and the kinds of float8) a gradient may vanish or overflow, so a loss
+    must be scaled before it is differentiated, not after. bfloat16 has as many exponent bits as
+    float32. Values that are only moved, such as inputs stored in float16, do not count.
     """
     for eqn in jaxpr.eqns:
         bodies = jaxprs_of(eqn)
@@ -122,8 +122,8 @@ _EXPONENT_BITS = 8  # of float32
 def forwarded(jaxpr: Any) -> list[int | None]:
     """Map each result to the operand that it forwards; None for a computed result.
 
-    A call that JAX traces by itself (`jax.jit`, `jax.checkpoint`, a scan) returns new values for
-    everything, also for what its body only passes through.
+    A call with its own trace (`jax.jit`, `jax.checkpoint`, a scan) returns new values for all
+    results, even for operands that its body returns unchanged.
     """
 
     def equation(eqn: Any, reads: list[int | None]) -> list[int | None]:
@@ -142,9 +142,7 @@ def _operands_of(eqn: Any) -> Sequence[int | None]:
 
 
 def _of_body(body: Body) -> list[int | None]:
-    """Find forwarded results of a body's runs: a loop forwards what no trip changes, and whole
-    stacks.
-    """
+    """Map results to forwarded operands: in a loop, unchanged carries and whole stacks."""
     inner, carry = forwarded(body.jaxpr), body.carry
     carried = [i if i == place else None for place, i in zip(carry, inner, strict=False)]
     rows = [None if i is None or i < carry.stop else i for i in inner[len(carry) :]]

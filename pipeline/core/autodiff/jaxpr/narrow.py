@@ -1,12 +1,12 @@
-"""Inputs that a computation reads in one narrower dtype alone: found, and read from narrow copies.
+"""Inputs that a computation reads only in one narrower dtype, and their narrow copies.
 
-Float32 weights of a stage that computes in bfloat16 are cast wherever they are used, in every
-action. `read_in` finds those of which nothing but the cast is read, and `with_copies` runs the same
-computation on copies that were cast before. Parts and other layouts of such an input, and bodies of
-`jit`, `jax.checkpoint` and `scan`, are followed; what any other equation reads is read as it is.
+A stage that computes in bfloat16 casts its float32 weights at every use, in every action. `read_in`
+finds the weights of which only the cast is read. `with_copies` runs the computation on copies that
+were cast before. Both follow parts and other layouts of an input, and the bodies of `jit`,
+`jax.checkpoint` and `scan`. Any other equation reads the wide input.
 
-A copy takes the place of the number alone: its gradient is that of the cast, added up in the wide
-dtype wherever it was, so that gradients are the same bit by bit.
+A copy replaces only the value: its gradient is the gradient of the cast, summed in the wide dtype
+as without the copy. So gradients are bitwise equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.base.tree import Tree
 from pipeline.core.autodiff.jaxpr.evaluate import bind, follow
 from pipeline.core.autodiff.jaxpr.primitives import bodies, callee
 
-Copies = Sequence[Any]  # a narrow array for each input, None for those that have none
+Copies = Sequence[Any]  # for each input its narrow copy, or None
 Pair = tuple[Any, Any]  # a value, and its narrow copy or None
 
 _MOVES = frozenset(
@@ -47,7 +47,7 @@ _MOVES = frozenset(
 )
 _CALLS = frozenset(("closed_call", "jit"))
 
-# (narrow, wide) -> narrow, whose gradient is that of the cast of the wide number.
+# (narrow, wide) -> narrow, with the gradient of the cast from wide to narrow.
 _narrowed = Primitive("narrowed")
 
 
@@ -107,11 +107,11 @@ def read_in(jaxpr: Any) -> list[set[Any]]:
 
 
 def with_copies(f: Callable[..., Tree], copies: Copies) -> Callable[..., Tree]:
-    """A function that reads some leaves of its first argument from narrow copies.
+    """Make ``f`` read some leaves of its first argument from narrow copies.
 
     Args:
       f: a function of arrays.
-      copies: for each leaf of its first argument.
+      copies: for each leaf of the first argument its narrow copy, or None.
     """
 
     def call(*args: Any) -> Tree:
@@ -125,10 +125,11 @@ def with_copies(f: Callable[..., Tree], copies: Copies) -> Callable[..., Tree]:
 
 
 def _kind(eqn: Any, copies: Sequence[Any]) -> str:
-    """The kind of an equation that reads operands with copies, those that are not None here.
+    """Classify an equation that reads operands with copies; the others are None in ``copies``.
 
-    "cast", "move" for what returns their numbers elsewhere, "call", "remat" or "scan" where its
-    body is looked into, "" for anything else.
+    Returns:
+      "cast"; "move" if it only moves the values of its operand; "call", "remat" or "scan" if its
+      body can use copies; "" for any other equation.
     """
     name, params = eqn.primitive.name, eqn.params
     alone = copies[0] is not None and all(copy is None for copy in copies[1:])
@@ -149,7 +150,7 @@ def _kind(eqn: Any, copies: Sequence[Any]) -> str:
 
 
 def _run(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Pair]) -> list[Pair]:
-    """The results of a jaxpr, of inputs with their copies."""
+    """Run a jaxpr on inputs with their copies."""
     constants = [(value, None) for value in consts]
     return follow(jaxpr, inputs, constants, lambda literal: (literal.val, None), _equation)
 
@@ -175,7 +176,7 @@ def _equation(eqn: Any, reads: Sequence[Pair]) -> list[Pair]:
 
 
 def _rematerialized(eqn: Any, values: Sequence[Any], copies: Copies) -> list[Any]:
-    """The results of a `jax.checkpoint`."""
+    """Run a `jax.checkpoint` on values with their copies."""
     body = bodies(eqn)[0]
 
     def run(values: Sequence[Any], copies: Copies) -> list[Any]:
@@ -187,7 +188,7 @@ def _rematerialized(eqn: Any, values: Sequence[Any], copies: Copies) -> list[Any
 
 
 def _scanned(eqn: Any, values: Sequence[Any], copies: Copies) -> list[Any]:
-    """The results of a scan, whose carry has no copies."""
+    """Run a scan on values with their copies; its carry has no copies."""
     body, (num_consts, num_carry) = bodies(eqn)[0], loop_sizes(eqn)
     start = num_consts + num_carry
     constants = list(zip(values[:num_consts], copies[:num_consts], strict=True))
@@ -198,8 +199,8 @@ def _scanned(eqn: Any, values: Sequence[Any], copies: Copies) -> list[Any]:
         results = [value for value, _ in _run(body.jaxpr, body.consts, inputs)]
         return results[:num_carry], results[num_carry:]
 
-    # Copies come last: jax 0.10 adds the gradient of a row in place if those before it are added so
-    # (`pipeline.core.autodiff.in_place`), and copies have none.
+    # Copies come last: jax 0.10 adds the gradient of a scanned array in place only if all earlier
+    # ones are added in place (`pipeline.core.autodiff.in_place`), and copies have no gradient.
     rows = list(values[start:]), list(copies[start:])
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     carry, stacked = jax.lax.scan(trip, list(values[num_consts:start]), rows, **options)
@@ -207,6 +208,6 @@ def _scanned(eqn: Any, values: Sequence[Any], copies: Copies) -> list[Any]:
 
 
 def is_narrower(dtype: Any, wide: Any) -> bool:
-    """Tell whether a dtype is a float of 16 bits or more that has fewer than another float."""
+    """Tell whether a dtype is a float of 16 bits or more, but narrower than a float ``wide``."""
     floats = jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(wide, jnp.floating)
     return bool(floats) and 2 <= dtype.itemsize < wide.itemsize

@@ -1,4 +1,4 @@
-"""One table of JAX's primitives and their traits; and the jaxprs that equations hold."""
+"""A table of JAX's primitives and their traits, and functions for the jaxprs in equations."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ CHEAP, LIGHT, HEAVY = range(3)
 
 @dataclass(frozen=True)
 class Traits:
-    """Traits of a primitive; one that is not in the table counts as heavy.
+    """Traits of a primitive; a primitive that is not in the table counts as heavy.
 
     Attributes:
-      cost: CHEAP is elementwise arithmetic and changes of layout, which XLA fuses into what reads
-        them; LIGHT one pass over memory or little more, not worth a stash, nor doing twice.
-      moves: the result is its operand's numbers elsewhere, or in another format.
-      elementwise: each number of a result is made of the operands' numbers at its place.
-      carries: no number of a result but the operands hold it, whole or in part; or it reads or
-        writes a ref.
-      identity: the results are the operands, one by one.
+      cost: CHEAP for elementwise arithmetic and changes of layout, which XLA fuses into their
+        readers; LIGHT for about one pass over memory, not worth a stash or a repetition; or HEAVY.
+      moves: the result has its operand's values in another order or format.
+      elementwise: each element of a result depends only on the operands' elements at its index.
+      carries: all values of the results are values of the operands; or it reads or writes a ref.
+      identity: the results equal the operands, one by one.
       view: the result shares its operand's memory.
-      dear: not to be computed within each of several readers.
-      whole: computed with what it reads, and whole: readers do not repeat it.
+      dear: too expensive to be fused into each of several readers.
+      whole: fused with its operands and computed once: readers do not repeat it.
       part: the result is a part of its operand.
       writes: it writes to a ref.
-      combines: of two numbers it makes one; with these, numbers of all layers are made one.
-      passes: an operand's gradient is that of the result, or its negative.
-      loops: it runs a body again and again.
-      calls: it calls a function once, with its operands; remat: to compute it again later.
-      hlo: as which exchange between devices it is compiled.
+      combines: it combines two values to one; such primitives combine values of all layers.
+      passes: an operand's gradient is the result's gradient, or its negative.
+      loops: it runs a body repeatedly.
+      calls: it calls a function once, with its operands.
+      remat: it calls a function that is computed again later (`jax.checkpoint`).
+      hlo: the collective to which it is compiled; empty for others.
     """
 
     cost: int = HEAVY
@@ -58,8 +58,7 @@ class Traits:
     hlo: str = field(default="", kw_only=True)
 
 
-# Parts of arrays, taken or put, are light, though they may hold a jaxpr: what a scatter combines
-# with.
+# Reads and writes of parts of arrays are light, even a scatter with a jaxpr that combines values.
 _TABLE = {
     "abs ceil clamp div eq floor ge gt integer_pow is_finite le lt mul ne neg not round rsqrt sign "
     "sqrt square xor": Traits(CHEAP, elementwise=True),
@@ -121,7 +120,7 @@ def traits(eqn: Eqn) -> Traits:
 
 
 def names() -> frozenset[str]:
-    """Names of all primitives in the table."""
+    """Return the names of all primitives in the table."""
     return frozenset(_TRAITS)
 
 
@@ -141,7 +140,7 @@ def is_ref(aval: Any) -> bool:
 def barrier(*values: Any) -> list[Any]:
     """Apply `jax.lax.optimization_barrier`, and keep each value's varying axes.
 
-    JAX makes all operands of one barrier vary alike.
+    JAX makes all operands of one barrier vary over one set of axes.
     """
     groups: dict[Any, list[int]] = {}
     for index, value in enumerate(values):
@@ -154,7 +153,7 @@ def barrier(*values: Any) -> list[Any]:
     return results
 
 
-# --- what equations hold ---
+# --- jaxprs in equations ---
 
 
 @dataclass(frozen=True)
@@ -162,11 +161,12 @@ class Body:
     """A jaxpr within an equation. Its input n is the equation's operand ``first + n``.
 
     Attributes:
-      jaxpr: it; consts: the values of its constvars.
-      first: which operand it is given first.
-      num_consts: of a loop, how many inputs are the same in every trip, the first ones.
-      num_carry: of a loop, how many after those are results of the trip before; further ones are
-        slices.
+      jaxpr: the jaxpr.
+      consts: the values of its constvars.
+      first: the index of the operand that is its first input.
+      num_consts: in a loop, the number of leading inputs that are equal in every trip.
+      num_carry: in a loop, the number of next inputs, which are results of the previous trip; all
+        further inputs are slices.
     """
 
     jaxpr: Any
@@ -177,7 +177,7 @@ class Body:
 
     @property
     def carry(self) -> range:
-        """The inputs that are carried from trip to trip."""
+        """The indices of inputs that are carried from trip to trip."""
         return range(self.num_consts, self.num_consts + self.num_carry)
 
 
@@ -204,12 +204,12 @@ def body_of(eqn: Eqn) -> Body | None:
 
 
 def callee(eqn: Eqn) -> Body | None:
-    """Body of an equation that does nothing but call; a `jit` that fixes shardings does more."""
+    """Return the body of an equation that only calls it, unlike a `jit` that fixes shardings."""
     return None if fixes_shardings(eqn) else body_of(eqn)
 
 
 def jaxprs_of(eqn: Eqn) -> list[Any]:
-    """All jaxprs within an equation."""
+    """List all jaxprs within an equation."""
     body = body_of(eqn)
     return list(jaxprs_in_params(eqn.params)) if body is None else [body.jaxpr]
 
@@ -217,7 +217,7 @@ def jaxprs_of(eqn: Eqn) -> list[Any]:
 def makes_ref(jaxpr: Any) -> bool:
     """Tell whether a jaxpr makes a mutable buffer (`jax.new_ref`), also within loops and calls.
 
-    The buffers of a Pallas kernel are its operands, and made by nobody.
+    The buffers of a Pallas kernel do not count: they are its operands.
     """
     return any(
         any(is_ref(var.aval) for var in eqn.outvars) or any(map(makes_ref, jaxprs_of(eqn)))
@@ -227,9 +227,9 @@ def makes_ref(jaxpr: Any) -> bool:
 
 
 def barred(eqn: Eqn) -> Sequence[bool]:
-    """Mark the operands of a call that must not be merged with values computed before.
+    """Mark the operands of a call that must not be merged with earlier equal values.
 
-    `jax.checkpoint` bars those from which it computes for the second time.
+    These are the operands from which `jax.checkpoint` repeats its computation.
     """
     params, count = eqn.params, len(eqn.invars)
     if not traits(eqn).remat or not params["differentiated"]:
@@ -239,13 +239,13 @@ def barred(eqn: Eqn) -> Sequence[bool]:
 
 
 def _body(closed: Any, first: int = 0, num_consts: int = 0, num_carry: int = 0) -> Body:
-    """Body of a jaxpr, closed or without constants."""
+    """Make the `Body` of a jaxpr, closed or open."""
     jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
     return Body(jaxpr, consts, first, num_consts, num_carry)
 
 
 def equations(jaxpr: Any) -> Iterator[Eqn]:
-    """List all equations in order, with called bodies in place of their calls."""
+    """Yield all equations in order, with called bodies in place of their calls."""
     for eqn in jaxpr.eqns:
         body = callee(eqn)
         if body is None:

@@ -1,4 +1,4 @@
-"""Reachability of results from operands, through bodies."""
+"""Dependences of results and effects on operands, also through bodies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Refs = Collection[Name]
 
 
 def touched(step: JaxprStep) -> list[Name]:
-    """The refs a step is given."""
+    """List the refs among a step's operands."""
     return [n for n in step.names if is_ref(n.aval)]
 
 
@@ -34,13 +34,13 @@ def is_pinned(step: JaxprStep, refs: Refs) -> bool:
 
 
 def sources_of(step: JaxprStep, wanted: Sequence[bool], refs: Refs, *, adds: bool) -> set[Name]:
-    """The operands from which some results are made, and effects follow.
+    """Find the operands on which the wanted results, and effects, depend.
 
     Args:
       step: any step.
-      wanted: which results.
-      refs: gradients; adding to them is no effect.
-      adds: whether to count what is added to refs.
+      wanted: the mask of results.
+      refs: refs of gradients; adding to them is no effect.
+      adds: whether to count operands of values that are added to ``refs``.
     """
     match step.inner:
         case JaxprLoop() as loop:
@@ -65,7 +65,7 @@ def sources_of(step: JaxprStep, wanted: Sequence[bool], refs: Refs, *, adds: boo
 
 
 def inner_refs(block: JaxprBlock, reads: Sequence[Atom], refs: Refs) -> frozenset[Name]:
-    """The inputs of a body that are these refs, or slices of them."""
+    """Find the inputs of a body that are these refs, or slices of them."""
     return frozenset(
         n for n, a in zip(block.inputs, reads, strict=True) if isinstance(a, Name) and a in refs
     )
@@ -77,7 +77,7 @@ def needed_inputs(
     refs: Refs,
     adds: bool,
 ) -> list[bool]:
-    """Tell, for each input of a block, whether given outputs or effects need the input."""
+    """Tell, for each input of a block, whether wanted outputs or effects need it."""
     needed = set(names(a for a, w in zip(block.outs, wanted, strict=True) if w))
     for step in reversed(block.steps):
         is_needed = [n in needed for n in step.makes]
@@ -89,7 +89,7 @@ def needed_inputs(
 def closed_mask(
     step: JaxprStep, loop: JaxprLoop, wanted: Sequence[bool], refs: Refs, *, adds: bool
 ) -> tuple[list[bool], list[bool]]:
-    """Masks of a loop's results that the wanted ones need, trip after trip, and of its inputs."""
+    """Return masks of a loop's results and inputs that the wanted results need, over all trips."""
     inner = inner_refs(loop.body, step.reads, refs)
     mask = list(wanted)
     while True:

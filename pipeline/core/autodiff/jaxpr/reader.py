@@ -1,9 +1,8 @@
-"""From a jaxpr to steps.
+"""Conversion of a jaxpr to steps.
 
 Every call is inlined: `jit`, `jax.checkpoint`, and functions with custom derivatives, whose rules
-have done their work by then. What holds a body of its own and can be taken apart, `scan` and
-`cond`, keeps it, as steps too. Values get names of their own: JAX shares one jaxpr, and so its
-variables, between several calls of one function.
+have been applied before. `scan` and `cond`, which can be split, keep their bodies as steps. Values
+get new names, because JAX shares one jaxpr, with its variables, between calls of one function.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ from pipeline.core.autodiff.jaxpr.steps import (
 
 
 def read_block(closed: Any, num_refs: int = 0) -> JaxprBlock:
-    """The steps of a closed jaxpr.
+    """Convert a closed jaxpr to steps.
 
     Args:
       closed: the jaxpr.
-      num_refs: how many of the refs it makes, the first, are to be given to it instead: inputs
-        beyond its own.
+      num_refs: the number of refs, the first that the jaxpr makes, that become additional inputs.
     """
     reader = _Reader()
     inputs = tuple(Name(var.aval) for var in closed.jaxpr.invars)
@@ -49,7 +47,7 @@ def read_block(closed: Any, num_refs: int = 0) -> JaxprBlock:
 
 
 def _mark(step: JaxprStep, own_refs: set[Name]) -> JaxprStep:
-    """A step that touches a ref made within its block has an effect there."""
+    """Mark a step as having an effect if it uses a ref that its block makes."""
     touches = any(n in own_refs for n in (*step.names, *step.makes))
     return replace(step, effect=True) if touches else step
 
@@ -62,7 +60,7 @@ class _Reader:
         self.constants: dict[Name, Any] = {}
 
     def inline(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Atom]) -> list[Atom]:
-        """Add the steps of a jaxpr; returns its outputs."""
+        """Add the steps of a jaxpr; return its outputs."""
         constants = [Name(var.aval) for var in jaxpr.constvars]
         self.constants.update(zip(constants, consts, strict=True))
         return follow(jaxpr, inputs, constants, lambda literal: literal, self._equation)

@@ -1,12 +1,14 @@
-"""A part of a ref, at a place that is known only while a step runs: `ref[place]`, less to trace.
+"""Reads and writes of `ref[place]` for a traced place, with less to trace than JAX's indexing.
 
-JAX makes an array of every index of `ref[place]`, also of those of axes that are taken whole, and
-tests and wraps each in case it is negative: three operations and four constants for each axis, once
-to read and twice to write. Of what `zb_h1` lowered to they were three quarters; XLA drops them all,
-but they are traced, lowered and read first (bench/notes/kernel.md, "What compiling costs").
+For `ref[place]`, JAX makes an array of the index of every axis, even of axes that are taken whole,
+and tests and wraps each index in case it is negative. These are three operations and four constants
+for each axis, once for a read and twice for a write: three quarters of the lowered code of `zb_h1`.
+XLA drops them all, but only after they are traced, lowered and read (bench/notes/kernel.md, "What
+compiling costs").
 
-Both are jitted below their ref: a type is traced once, and the constants that `checkify` adds to a
-slice stay in there. In the body of a loop over refs JAX refuses them.
+Both functions are jitted on the ref's value: each type is traced once, and the constants that
+`checkify` adds to a slice stay within the jit. In the body of a loop over refs, JAX would refuse
+these constants.
 """
 
 from __future__ import annotations
@@ -22,16 +24,16 @@ from collectives.compat import platform
 from pipeline.base.tree import is_key
 
 Span = tuple[int, int] | None
-SUBLANES = 8  # of a tile of a TPU
+SUBLANES = 8  # in a tile of a TPU
 
 
 def read(ref: Any, *lead: Any, part: Span = None) -> jax.Array:
     """Read `ref[*lead]`.
 
     Args:
-      ref: it.
-      lead: indices of its first axes, none of which is negative or too large.
-      part: (start, stop) on the axis behind those, if not all of it is meant.
+      ref: the ref.
+      lead: indices for its first axes, all within their bounds and not negative.
+      part: (start, stop) on the next axis; None for the whole axis.
     """
     return _read(ref[...], lead, part)
 
@@ -40,7 +42,7 @@ def write(ref: Any, value: jax.Array, *lead: Any, part: Span = None) -> None:
     """Write a value in the ref's own memory, as `ref[*lead] = value` does.
 
     Raises:
-      ValueError: the value has another shape; JAX would change a part of that place.
+      ValueError: the value has another shape than the place; JAX would write only a part of it.
     """
     ref[...] = _written(ref[...], value, lead, part)
 
@@ -62,21 +64,22 @@ def _written(whole: jax.Array, value: jax.Array, lead: tuple[Any, ...], part: Sp
 
 
 def _window(whole: Any, lead: tuple[Any, ...], part: Span) -> tuple[list[Any], tuple[int, ...]]:
-    """Start and size of a part along each axis."""
+    """Return start and size of a part along each axis."""
     each = whole.shape[len(lead) :]
     first, sizes = (0, each) if part is None else (part[0], (part[1] - part[0], *each[1:]))
-    kind = lead[0].dtype if lead else np.dtype(np.int32)  # JAX wants one for all
+    kind = lead[0].dtype if lead else np.dtype(np.int32)  # JAX needs one dtype for all starts
     starts = [*lead, *map(kind.type, (first, *(0 for _ in each[1:])))]
     return starts[: whole.ndim], (1,) * len(lead) + sizes
 
 
 def tiled(x: jax.Array) -> jax.Array:
-    """Lay out a value by its dims, short ones first, on a TPU; elsewhere unchanged.
+    """On a TPU, fix a value's layout: short dims first; on other platforms, return it unchanged.
 
-    A TPU's compiler gives what a product reads or writes a layout of its own. If F and B want
-    different ones of a place, the whole pool is copied from one to the other and back in every
-    tick: in 8B on v5p that took 57 million cycles, and F and B 358 (bench/notes/tpu.md). Dims are
-    tiled by 8 x 128, and what is shorter is padded: those go before the others.
+    A TPU's compiler chooses a layout for the operands and results of each product. If F and B
+    choose different layouts for a place, every tick copies the whole pool to the other layout and
+    back: in 8B on v5p the copies took 57 million cycles, and F and B 358 million
+    (bench/notes/tpu.md). The last dims are tiled by 8 x 128, and shorter dims would be padded, so
+    they come first.
     """
     if platform() != "tpu" or x.ndim < 2 or is_key(x):
         return x

@@ -1,11 +1,11 @@
-"""A computation as a flat list of steps, to be taken apart.
+"""A computation as a flat list of steps, which can be split.
 
-Unlike a jaxpr's equation, a step may be anything that can be called, so half of a loop can stand
-where the loop stood. `pipeline.core.autodiff.jaxpr.reader` makes steps of a jaxpr.
+Unlike a jaxpr's equation, a step may call any function, so half of a loop can replace the loop.
+`pipeline.core.autodiff.jaxpr.reader` converts a jaxpr to steps.
 
-Three other readers of jaxprs have forms of their own, since each drops what another needs: that of
-splitting keeps calls whole, that of forecasts keeps sizes alone, and that of layerwise optimizers
-has one value for K rows of a stack.
+Three other readers of jaxprs use other forms, because each drops facts that another needs: the
+reader for splitting keeps calls whole, the reader for forecasts keeps only sizes, and the reader
+for layerwise optimizers has one value for K rows of a stack.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jax.extend.core import Literal
 
 
 class Cost(IntEnum):
-    """The cost of a step, besides reading its operands.
+    """The cost of a step, without the cost of reading its operands.
 
-    CHEAP ones are computed again rather than stashed, LIGHT ones (reductions, random bits) at most
-    once but wherever that saves bytes, HEAVY ones (matrix products, anything unknown) once, where
-    they belong.
+    CHEAP steps are recomputed rather than stashed. LIGHT steps (reductions, random bits) run at
+    most once, in the half that saves bytes. HEAVY steps (matrix products, unknown operations) run
+    once, in the half that needs them.
     """
 
     CHEAP = 0
@@ -32,7 +32,7 @@ class Cost(IntEnum):
 
 
 class Name:
-    """A value; ``aval`` is its type."""
+    """The name of a value; ``aval`` is the value's type."""
 
     __slots__ = ("aval",)
 
@@ -45,13 +45,13 @@ Atom = Any  # a Name or a Literal
 
 @dataclass(frozen=True, eq=False)
 class JaxprBlock:
-    """Steps from inputs to outputs.
+    """A list of steps with inputs and outputs.
 
     Attributes:
-      inputs: what is given to it.
-      steps: in the order they run.
-      outs: what it returns.
-      constants: values of names that nobody gives.
+      inputs: the names of its inputs.
+      steps: the steps in the order in which they run.
+      outs: its outputs.
+      constants: the values of names that are neither inputs nor results of steps.
     """
 
     inputs: tuple[Name, ...]
@@ -62,7 +62,7 @@ class JaxprBlock:
 
 @dataclass(frozen=True, eq=False)
 class JaxprLoop:
-    """The inside of a `scan`; its inputs are constants, then the carry, then slices."""
+    """The body of a `scan`; its inputs are constants, then the carry, then slices."""
 
     body: JaxprBlock
     num_consts: int
@@ -79,18 +79,18 @@ class Branches:
 
 @dataclass(frozen=True, eq=False)
 class JaxprStep:
-    """Something that is computed at once.
+    """One operation of a computation.
 
     Attributes:
       reads, makes: operands and results.
-      call: from the operands' values to those of the results.
+      call: a function from the operands' values to the results' values.
       cost: see `Cost`.
-      label: for a person.
-      effect: it does something beside its results (a print), other than adding to a ref that is
-        given to the block.
-      through: each result is the operand of the same position, and can be had alone.
-      moves: it only moves or reformats its operand.
-      inner: its body, if it can be taken apart.
+      label: a description for messages.
+      effect: whether it has an effect (a print) other than adding to a ref among the block's
+        inputs.
+      through: whether result n equals operand n, so that each result can be computed alone.
+      moves: whether it only moves or reformats its operand.
+      inner: its body, if it can be split.
     """
 
     reads: tuple[Atom, ...]
@@ -109,7 +109,7 @@ class JaxprStep:
         return names(self.reads)
 
     def sources(self, result: Name) -> list[Name]:
-        """Names from which one result is computed."""
+        """List the names from which one result is computed."""
         if self.through:
             return names([self.reads[self.makes.index(result)]])
         return self.names
@@ -121,7 +121,7 @@ def cost_inside(steps: Iterable[JaxprStep]) -> Cost:
 
 
 def narrow(step: JaxprStep, wanted: Sequence[bool]) -> JaxprStep:
-    """Only some results of a step whose results can be had alone."""
+    """Restrict a step with ``through`` to some of its results."""
     parts = [p for p, w in zip(zip(step.reads, step.makes, strict=True), wanted, strict=True) if w]
     return replace(step, reads=tuple(r for r, _ in parts), makes=tuple(m for _, m in parts))
 
@@ -161,11 +161,11 @@ def run(steps: Iterable[JaxprStep], values: dict[Name, Any]) -> dict[Name, Any]:
 
 
 def run_block(block: JaxprBlock, inputs: Iterable[Any]) -> list[Any]:
-    """The outputs of a block."""
+    """Run a block; return its outputs."""
     env = run(block.steps, block.constants | dict(zip(block.inputs, inputs, strict=True)))
     return [read(env, atom) for atom in block.outs]
 
 
 def read(env: dict[Name, Any], atom: Atom) -> Any:
-    """The value of a name or of a literal."""
+    """Return the value of a name or of a literal."""
     return atom.val if isinstance(atom, Literal) else env[atom]

@@ -1,5 +1,5 @@
-"""One rank's own model: its state, its stages' functions, and the types of messages.
+"""One rank's part of the model: its state, its stages' functions, and the types of messages.
 
-Functions of a rank's weights and operands, forward and back. When they run is for
-`pipeline.core.step` to say.
+The functions compute forwards and pullbacks from a rank's weights and operands.
+`pipeline.core.step` decides when they run.
 """

@@ -1,7 +1,7 @@
 """Activations between neighbours: each stage takes the output of the previous stage.
 
 Letters: K stages. Activation k, 0 <= k <= K, is the input of stage k; activation K is the last
-stage's output. Nobody declares their types: they follow from tracing one stage after the other.
+stage's output. The user declares no types: a trace of one stage after the other finds them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Activations:
     """Types of activations, from a trace of one stage after the other.
 
     Attributes:
-      types: of activations 0..K.
-      bodies: [K] of each stage, its jaxpr as a function of its weights; stages that are one
-        computation share theirs.
+      types: the types of activations 0..K.
+      bodies: [K] the jaxpr of each stage as a function of its weights. Stages that are one
+        computation share a jaxpr.
       adding: [K] records of the losses that stages add.
       sums: by name, the types of the sums of a stage's outcome.
-      carries: [K] types of what a slice leaves for later ones; () without slices.
-      by_slice: [N] the activations of each slice, if they have lengths of their own; else empty.
+      carries: [K] the types of the carry from a slice to later slices; () without slices.
+      by_slice: [N] the activations of each slice, if slices differ in length; else empty.
     """
 
     types: list[Tree]
@@ -50,18 +50,18 @@ class Activations:
 
 
 def follow(rank: Rank) -> tuple[Rank, Activations]:
-    """The activations of a model, and the rank with the facts that their types show.
+    """Trace the activations of a model; add the facts that the trace shows to the rank.
 
-    Where activations differ only in the axes they vary over, they are widened to one type. So
-    stages that are alike share their code also if the first one splits activations over ``tensor``
-    and the others take and return parts.
+    Activations that differ only in the axes over which they vary are widened to one type. So equal
+    stages share their code even if the first stage splits activations over ``tensor`` and the
+    others take and return parts.
 
     Raises:
-      ValueError: a stage does not take what the one before it returns; or activations do not fit
-        what all ranks do with them.
+      ValueError: a stage does not accept the output of the previous stage; or activations do not
+        fit embed and head that all ranks share.
     """
-    # Everything here is traced on microbatch 0, which stands for all: their types are the same. Its
-    # index is a Python integer, by which `ChunkWeights.read` knows a trace.
+    # All traces use microbatch 0, since all microbatches have equal types. Its index is a Python
+    # integer, by which `ChunkWeights.read` recognises a trace.
     model, inputs = rank.model, at(rank.batch.inputs, 0)
     if model.tables.embed >= 0:
         check_words(inputs)
@@ -70,15 +70,15 @@ def follow(rank: Rank) -> tuple[Rank, Activations]:
         with noted(rank, "embed", inputs):
             return embed(rank, rank.ends, inputs, 0).value
 
-    # Random keys of embed differ between ranks that have parts of its output, and the type of the
-    # output tells whether they do. So a first trace finds the axes for all later ones.
+    # Embed's random keys must differ between ranks that have different parts of its output. The
+    # type of the output shows the axes, so a first trace finds them for all later traces.
     if model.has_embed and jax.tree.leaves(rank.ends_streams[0]):
         axes = own_axes(jax.eval_shape(functools.partial(first, rank)), rank.axes)
         rank = rank.with_facts(embed_axes=axes)
     while True:
-        # A wider input may widen the output of a stage, so trace again until the joined type stays
-        # the same. Axes are only ever added, so it does. JAX caches traces by function: each trial
-        # needs a new one.
+        # A wider input may widen the output of a stage, so trace again until the joined type is
+        # stable. This ends, because axes are only added. JAX caches traces by function, so each
+        # trial needs a new function.
         activations = _follow(rank, jax.eval_shape(functools.partial(first, rank)))
         joined = join(activations.types)
         if joined is None or all(signature(x) == signature(joined) for x in activations.types):
@@ -95,7 +95,7 @@ def follow(rank: Rank) -> tuple[Rank, Activations]:
         adding_stages=tuple(adding.is_used for adding in activations.adding),
         stage_sums=activations.sums,
     )
-    # Each slice has activations of its length, and reads carries that are padded to the longest's.
+    # Each slice has activations of its length, and reads carries padded to the longest slice.
     if rank.slices.lengths:
         of = tuple(
             activations if each is rank else _follow(each, _first_type(each), activations.carries)
@@ -106,16 +106,16 @@ def follow(rank: Rank) -> tuple[Rank, Activations]:
 
 
 def _first_type(rank: Rank) -> Tree:
-    """The type of activation 0."""
+    """Return the type of activation 0."""
     inputs = at(rank.batch.inputs, 0)
     return jax.eval_shape(lambda: embed(rank, rank.ends, inputs, 0).value)
 
 
 def _follow(rank: Rank, x: Tree, earlier: Sequence[Tree] | None = None) -> Activations:
-    """Activations 1..K, and 0, whose type is given.
+    """Trace activations 1..K from the type of activation 0.
 
     Args:
-      rank: the rank's.
+      rank: the rank.
       x: the type of activation 0.
       earlier: [K] types of the carries of the longest slice, if this is another slice.
     """
@@ -139,12 +139,12 @@ def _follow(rank: Rank, x: Tree, earlier: Sequence[Tree] | None = None) -> Activ
 def _output(
     rank: Rank, k: int, before: list[Tree], earlier: Tree = None
 ) -> tuple[Outcome, Any, Adding]:
-    """The types of stage k's outcome, the jaxpr of the stage, and a record of its losses."""
+    """Trace stage k: return the types of its outcome, its jaxpr, and a record of added losses."""
     stage = Forward(rank, rank.model.stages[k])
 
     def run(x: Tree) -> tuple[Outcome, Any]:
         weights, fixed, side = stage.stage_arguments(stage.home, 0)
-        # A stage reads carries that it has itself made: their types come from a call without any.
+        # A stage reads carries that its own calls return: a call without carries gives their types.
         carry: Tree = ()
         if earlier is not None:
             carry = earlier
@@ -153,8 +153,8 @@ def _output(
                 weights, fixed, side, SlicedInput(blank(x, ()), None)
             )
             carry = jax.eval_shape(first).carry
-        # The input is made within the trace: not every release of JAX takes a type that says over
-        # which axes it varies as an argument.
+        # The input is made within the trace: some releases of JAX accept no argument types with
+        # varying axes.
         call = lambda weights: stage.stage(  # noqa: E731
             weights, fixed, side, blank_input(rank, x, carry, ())
         )

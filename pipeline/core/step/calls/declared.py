@@ -1,8 +1,8 @@
 """The declared state of a rank during a step: current values, and the values microbatches read.
 
-Letters: V chunks per rank, M microbatches. A forward action reads the values that the forward
-before it has written, and writes new ones; nothing else writes. A backward must see the values that
-its forward read. So for each leaf that is written and also changes a result, the value that every
+Letters: V chunks per rank, M microbatches. A forward action reads the values that the previous
+forward wrote, and writes new values; no other action writes. A backward must read the values that
+its forward read. So for each leaf that is written and affects a result, the value that every
 microbatch read is kept, [M, ...]. Batch statistics need no such copy: in training no result depends
 on them.
 """
@@ -26,23 +26,23 @@ from pipeline.core.model.overlay import Part, Spot
 from pipeline.core.placement.zero import several, total_over
 from pipeline.core.step.calls.rank import Rank
 
-Values = list[Leaves]  # of variables, the leaves of each
-Place = tuple[int | None, int]  # a chunk, None for the ends, and a leaf of its other state
+Values = list[Leaves]  # the leaves of each variable
+Place = tuple[int | None, int]  # the chunk (None for the ends), and a leaf of its other state
 _OWNERS = {"embed": ("embed",), "finish": ("head", "loss_fn")}
-Usage = tuple[Any, Any]  # masks over leaves of state: those written, and those results depend on
+Usage = tuple[Any, Any]  # masks over leaves of state: written, and read by a result
 
 
 class DeclaredState:
     """State that a step writes.
 
     Args:
-      rank: the rank's arrays.
+      rank: the rank.
       usages: [K] the `Usage` of each stage's declared leaves, in the order of its state.
       ends: the `Usage` of the ends' declared leaves by embed, head and loss.
       num_microbatches: M.
-      again: whether backwards follow, which read state as their forwards did.
-      each: whether every microbatch has state of its own, [M, ...], such as the caches of a
-        decoder; else a microbatch reads the values that the one before it has written.
+      again: whether backwards run, which read the state that their forwards read.
+      each: whether every microbatch has its own state, [M, ...], such as the caches of a decoder;
+        else a microbatch reads the values that the previous microbatch wrote.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class DeclaredState:
         self._rank, self._model = rank, rank.model
         self._rests = [jax.tree.leaves(rest) for rest in rank.weights.chunks_rest]
         self._ends = jax.tree.leaves(rank.weights.ends_rest)
-        self.writes: dict[tuple[int, int], bool] = {}  # of a stage, by its rank and chunk
-        # Only a leaf that is written changes during the step, and only one that a result depends on
-        # makes a backward differ from its forward. Others need no copy for each microbatch.
+        self.writes: dict[tuple[int, int], bool] = {}  # by a stage's rank and chunk
+        # A leaf needs a copy for each microbatch only if the step writes it and a result depends on
+        # it: then a backward would otherwise differ from its forward.
         reread: set[Place] = set()
         for stage, (written, read) in zip(self._model.stages, usages, strict=True):
             self.writes[stage.rank, stage.chunk] = any(written)
@@ -71,11 +71,11 @@ class DeclaredState:
         for n, a, b in zip(declared.ends_cells, *ends, strict=True):
             reread |= {(None, n)} if a and b else set()
         self.writes_ends = any(ends[0])
-        # A place is a leaf of a chunk's arrays, not of a stage: unlike stages share leaves.
+        # A place is a leaf of a chunk, not of a stage: stages that are not alike share leaves.
         places: list[Place] = [(v, n) for v, of in enumerate(declared.chunk_cells) for n in of]
         places += [(None, n) for n in declared.ends_cells]
-        # `_now` has the values that the next forward reads. `_then` has, by microbatch, those that
-        # its forward read: a pullback is given state again, also where it starts from residuals.
+        # `_now` has the values that the next forward reads. `_then` has the values that each
+        # microbatch's forward read: every pullback reads state, also a pullback from residuals.
         self._now: dict[Place, Any] = {}
         self._then: dict[Place, Any] = {}
         with jax.named_scope("kept"):
@@ -102,9 +102,9 @@ class DeclaredState:
         """Read the non-parameter state of a chunk, or of the ends, for a microbatch.
 
         Args:
-          chunk: None for the ends.
+          chunk: the index of the chunk; None for the ends.
           microbatch: its index.
-          now: whether to read the current values, or else those that its forward read.
+          now: whether to read the current values; else the values that its forward read.
         """
         values = list(self._ends if chunk is None else self._rests[chunk])
         for n in range(len(values)):
@@ -115,14 +115,14 @@ class DeclaredState:
         return values
 
     def keep(self, part: str, stage: Any, chunk: Any, microbatch: Any, values: Values) -> None:
-        """Keep the state that an `Outcome` has for a part: "stage", "embed" or "finish".
+        """Store the state in the `Outcome` of a part.
 
         Args:
-          part: the part.
-          stage: a stage of its kind, if it is one.
-          chunk: the stage's.
+          part: "stage", "embed" or "finish".
+          stage: for "stage", the position of a stage of its kind.
+          chunk: for "stage", the index of its chunk.
           microbatch: its index.
-          values: of the part's declared variables, in the order of its state.
+          values: the values of the part's declared variables, in the order of its state.
         """
         if part == "stage":
             self.write(stage, chunk, microbatch, values)
@@ -134,25 +134,25 @@ class DeclaredState:
     ) -> None:
         """Write the state that a stage has returned, if ``wanted``, which may be traced.
 
-        Other arguments as of `keep`.
+        `keep` explains the other arguments.
         """
         leaves = [leaf for of in values for leaf in of]
         for spot, leaf in zip(state_spots(self._rank, stage), leaves, strict=True):
             self._put((chunk, spot.cell), spot, microbatch, leaf, wanted)
 
     def _write_ends(self, names: Sequence[str], microbatch: Any, values: Values) -> None:
-        """Write the state of all ends that embed, or head and loss, the ``names``, returned."""
+        """Write the state of the ends in ``names``: embed, or head and loss."""
         leaves = [leaf for of in values for leaf in of]
         owners = parts_of(self._rank.weights.ends_rest)
         for n, leaf in zip(self._model.declared.ends_cells, leaves, strict=True):
-            # A call returns the state of all ends, and may write that of its own parts.
+            # A call returns the state of all ends, but may write only the state of its own parts.
             if owners[n] in names:
                 self._put((None, n), Spot(n, None, leaf.shape), microbatch, leaf)
 
     def _put(self, place: Any, spot: Spot, microbatch: Any, leaf: Any, wanted: Any = True) -> None:
         part = Part(self._now[place], spot, *([microbatch] if self._each else []))
         before = part[...]
-        # The value before the write is what this microbatch has read.
+        # The value before the write is the value that this microbatch has read.
         if place in self._then:
             then = Part(self._then[place], spot, microbatch)
             then[...] = before if wanted is True else jnp.where(wanted, before, then[...])
@@ -161,11 +161,11 @@ class DeclaredState:
     def finish(
         self, schedule: Any, axes: tuple[str, ...], hook: Callable[..., Any] | None
     ) -> tuple[list[Leaves], Leaves]:
-        """Return the state after the step: of each chunk, and of the ends.
+        """Return the state of each chunk and of the ends after the step.
 
-        Ranks along row and position axes have seen parts of the batch. The result for floats is the
-        mean over ranks, for flags whether any rank has set them, and for integers the value before
-        the step plus the changes of all ranks (counts).
+        Each rank along row and position axes has seen a part of the batch. A float becomes the mean
+        over these ranks. A flag is set if any rank has set it. An integer, a count, becomes the
+        value before the step plus the changes of all ranks.
 
         Args:
           schedule: the timetable.
@@ -177,7 +177,7 @@ class DeclaredState:
         def over_parts(place: Any) -> jax.Array:
             (v, n), value = place, self._now[place][...]
             spread = layout.ends_rest[n] if v is None else layout.chunks_rest[v][n]
-            # A leaf that names an axis differs along it on purpose, as the counts of experts do.
+            # A leaf whose sharding names an axis may differ along it, such as counts of experts.
             axes = tuple(axis for axis in parts if axis not in spread.own)
             if not several(axes, value):
                 return value
@@ -185,16 +185,16 @@ class DeclaredState:
                 return jax.lax.pmean(value, axes).astype(value.dtype)
             if value.dtype == jnp.bool_:
                 return jax.lax.pmax(value.astype(jnp.int32), axes).astype(jnp.bool_)
-            first = jax.lax.pmax(self._first(place), axes)  # the same everywhere, now by its type
+            first = jax.lax.pmax(self._first(place), axes)  # equal on all ranks; so says its type
             return first + jax.lax.psum(value - first, axes).astype(value.dtype)
 
-        # New refs: the results do not vary over the axes of parts, and a ref's type is fixed.
+        # New refs, because a ref's type is fixed and the results do not vary over these axes.
         self._now = {place: jax.new_ref(over_parts(place)) for place in self._now}
         if hook is not None:
             self._run(hook, schedule)
         first, last = schedule.placement[0], schedule.placement[-1]
-        # Ends are replicated over `stage`, but embed's state is written on the first rank alone and
-        # that of head and loss on the last: these ranks send it to all.
+        # Ends are replicated over `stage`, but only the first rank writes embed's state, and only
+        # the last rank writes the state of head and loss: these ranks send it to all.
         rank, owners = jax.lax.axis_index(STAGE), parts_of(self._rank.weights.ends_rest)
 
         def everywhere(n: int) -> jax.Array:
@@ -213,8 +213,8 @@ class DeclaredState:
         """Call the user's function once with every stage that has state."""
         rank = jax.lax.axis_index(STAGE)
         for members in self._rank.same_stages().values():
-            # One call for all stages of one computation: each rank runs it on its own stage. The
-            # ranks of other stages drop the result.
+            # One call serves all stages of one computation: each rank runs it on its own stage.
+            # Ranks without such a stage drop the result.
             stage = self._model.stages[members[0]]
             if not stage.definition.state:
                 continue
@@ -238,7 +238,7 @@ class DeclaredState:
 
 
 def state_spots(rank: Rank, stage: Any) -> list[Spot]:
-    """The places of the leaves of a stage's declared variables, in the order of its state."""
+    """List the places of the leaves of a stage's declared variables, in the order of its state."""
     rest = rank.weights.chunks_rest[stage.chunk]
     if stage.views is None:
         spots = [Spot(n, None, x.shape) for n, x in enumerate(jax.tree.leaves(rest))]
@@ -252,12 +252,12 @@ def state_spots(rank: Rank, stage: Any) -> list[Spot]:
 
 
 def state_paths(rest: Tree, declared: frozenset[Any]) -> list[Any]:
-    """The declared paths, in the order of a module's state."""
+    """List the declared paths in the order of a module's state."""
     return [path for path, _ in nnx.to_flat_state(rest) if path in declared]
 
 
 def with_values(flat: dict[Any, Any], paths: Sequence[Any], values: Values) -> Tree:
-    """A state, by path, with other values of some variables."""
+    """Return a state, given as a dict by path, with new values for the variables at ``paths``."""
     state = dict(flat)
     for path, leaves in zip(paths, values, strict=True):
         state[path] = jax.tree.unflatten(jax.tree.structure(flat[path]), leaves)
@@ -268,12 +268,12 @@ def usage_of(run: Callable[[Values], tuple[Tree, Values]], values: Values) -> Us
     """Find the leaves of state that a call writes, and the leaves that its result depends on.
 
     Args:
-      run: state to (a result, the state after it).
-      values: the state before it.
+      run: a function from state to (a result, the state after the call).
+      values: the state before the call.
     """
     closed, shapes = jax.make_jaxpr(run, return_shape=True)(values)
-    # Written is a leaf that the call does not return as it was. Whether results depend on a leaf is
-    # seen without the state among the results, where every unwritten leaf would count as read.
+    # A leaf is written if the call does not return it unchanged. A leaf is read if the result
+    # depends on it; the returned state is left out, since it would count every unwritten leaf.
     count = len(jax.tree.leaves(shapes[0]))
     same = forwarded(closed.jaxpr)[count:]
     written = tuple(source != n for n, source in enumerate(same))

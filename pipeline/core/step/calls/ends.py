@@ -48,20 +48,20 @@ def embed(
     now: bool = False,
     values: Values | None = None,
 ) -> Outcome:
-    """The input of stage 0.
+    """Compute the input of stage 0.
 
     Args:
-      rank: the rank's.
-      weights: of embed and head.
+      rank: the rank.
+      weights: the parameters of embed and head.
       inputs: [b, ...] leaves of the microbatch.
       microbatch: its index.
       now: whether this is the forward that writes declared state, and so reads current values.
-      values: of all declared variables before the call, if not those of the rank.
+      values: values of all declared variables before the call; by default the rank's values.
     """
     if not rank.model.has_embed:
         return Outcome(rank.varied(computed(rank, inputs)))
-    # State is returned by the forward that writes it, or by a trace that gives values. A backward's
-    # repetition returns none, so XLA drops what it computes for state.
+    # The forward that writes state returns it, and so does a trace with ``values``. A repetition in
+    # a backward returns none, so XLA drops its computation of state.
     paths = ends_paths(rank) if values is not None or (now and _writes(rank)) else []
 
     method: Any = embedded
@@ -92,16 +92,16 @@ def finish(
     take_loss: bool = True,
     values: Values | None = None,
 ) -> Outcome:
-    """The sum of a microbatch's loss, a float32 scalar; or the outputs that the user sees.
+    """Compute the sum of a microbatch's loss, a float32 scalar; or the outputs for the user.
 
     Args:
-      rank: the rank's.
-      weights: of embed and head.
+      rank: the rank.
+      weights: the parameters of embed and head.
       y: the last stage's output.
       microbatch: its index.
       take_loss: whether the value is the loss. Then the outcome's sums are the loss, its weight,
-        and the sums that metrics are made of.
-      values: of all declared variables before the call, if not those of the rank.
+        and the sums for metrics.
+      values: values of all declared variables before the call; by default the rank's values.
     """
 
     def call() -> Outcome:
@@ -117,7 +117,7 @@ def finish(
 def _outputs(
     rank: Rank, weights: Leaves, y: Tree, microbatch: Any, values: Values | None = None
 ) -> Outcome:
-    """The result of the head."""
+    """Call the head on the last stage's output."""
     if not rank.model.has_head:
         return Outcome(y)
     own, paths = own_axes(y, rank.axes), _paths(rank, values)
@@ -130,11 +130,11 @@ def _outputs(
 def _finish(
     rank: Rank, weights: Leaves, y: Tree, microbatch: Any, values: Values | None = None
 ) -> tuple[Outcome, LossMetrics | None]:
-    """The outcome of head and loss, and the function from sums to metrics."""
+    """Call head and loss; return the outcome, and the function from sums to metrics."""
     outputs = _outputs(rank, weights, y, microbatch, values)
     written = dict(outputs.state)
-    # The loss may be a module that reads or writes state too: it sees the values that the head has
-    # just returned.
+    # The loss may be a module that reads or writes state too: it reads the values that the head has
+    # returned.
     before = written.get("finish", values)
     taken, after = take_loss_of(rank, weights, outputs.value, microbatch, values=before)
     if after is not None:
@@ -144,7 +144,7 @@ def _finish(
     weight = jax.lax.stop_gradient(taken.weight)
     value = _over_weight(rank, taken.total, taken.weight - weight)
     sums = {"loss": [taken.total], "weight": [weight], "metrics": taken.sums}
-    # Ranks of `tensor` share one loss: if theirs differed, each would count another.
+    # Ranks of `tensor` share one loss, so their values must be equal.
     value, sums = same_over_others("loss_fn", vary((value, sums), rank.axes), rank.axes)
     return Outcome(value, state=written, sums=sums), taken.metrics
 
@@ -160,7 +160,7 @@ def take_loss_of(
 ) -> tuple[MicrobatchLoss, Values | None]:
     """Compute one microbatch's loss, and the declared state after the loss, if any.
 
-    ``targets`` are those of the microbatch unless they are given.
+    By default ``targets`` are the targets of the microbatch.
     """
     after: Values | None = None
     targets = at(rank.batch.targets, microbatch) if targets is None else targets
@@ -182,12 +182,12 @@ def take_loss_of(
 
 
 def _over_weight(rank: Rank, total: jax.Array, change: jax.Array) -> jax.Array:
-    """The sum S of a microbatch, with the gradient of dS - mean * dW where W has a gradient.
+    """Return the sum S of a microbatch, with the gradient dS - mean * dW if W has a gradient.
 
     Args:
-      rank: the rank; its scale has the mean of the step, if that is needed.
+      rank: the rank; its scale has the mean of the step if W has a gradient.
       total: S of the microbatch.
-      change: a zero whose gradient is that of its weight W.
+      change: a zero that has the gradient of the weight W.
     """
     if rank.loss.mean is None:
         return total
@@ -195,10 +195,10 @@ def _over_weight(rank: Rank, total: jax.Array, change: jax.Array) -> jax.Array:
 
 
 def metrics_of(rank: Rank, y: Tree) -> tuple[Leaves, LossMetrics | None]:
-    """The types of the sums that metrics are made of, and the function from them, by a trace.
+    """Trace the metrics: return the types of their sums, and the function from sums to metrics.
 
     Args:
-      rank: the rank's.
+      rank: the rank.
       y: types of the last stage's output.
     """
     if not rank.model.has_aux:
@@ -214,7 +214,7 @@ def metrics_of(rank: Rank, y: Tree) -> tuple[Leaves, LossMetrics | None]:
 
 
 def features(rank: Rank, weights: Leaves, y: Tree, microbatch: Any) -> jax.Array:
-    """The array that a head which all ranks share makes its logits of."""
+    """Compute the features from which a head that all ranks share makes its logits."""
     own = own_axes(y, rank.axes)
 
     def run(weights: Leaves, y: Tree) -> Tree:
@@ -235,21 +235,21 @@ def _call(
     paths: Sequence[Any] = (),
     values: Values | None = None,
 ) -> tuple[Tree, Values]:
-    """The result of a method of the ends, and the variables at some paths after the call.
+    """Call a method of the ends; return its result, and the variables at ``paths`` after the call.
 
     Args:
-      rank: the rank's.
-      weights: of embed and head.
+      rank: the rank.
+      weights: the parameters of embed and head.
       microbatch: its index.
       method: a function of the module of the ends and of ``argument``.
-      argument: its argument.
-      own: further axes whose ranks have random keys of their own.
-      now: whether declared state is read as it is now, or as the microbatch's forward read it.
-      paths: of declared variables.
-      values: of these before the call, if not those of the rank's state.
+      argument: the second argument of ``method``.
+      own: further axes on which each rank has its own random keys.
+      now: whether to read the current declared state; else the values that the forward read.
+      paths: the paths of declared variables.
+      values: values of these variables before the call; by default the rank's values.
     """
-    # All state besides parameters is put together for this microbatch: declared state as the
-    # microbatch must see it, and random keys that do not depend on the order of calls.
+    # Collect all state besides parameters for this microbatch: the declared state that it must
+    # read, and random keys that do not depend on the order of calls.
     params = jax.tree.unflatten(jax.tree.structure(rank.weights.ends), computed(rank, weights))
     streams, fixed = rank.ends_streams
     if rank.declared is not None:
@@ -261,7 +261,7 @@ def _call(
     rest = nnx.merge_state(fold(streams, microbatch, rank.axes, own), fixed)
     with batch_part_of(rank.part_of(microbatch)) as asking:
         result, after = rank.model.ends.update(method, params, rest, argument, paths=paths)
-    # Noted while tracing, for `pipeline.lint`: which parts leave padding out by themselves.
+    # For `pipeline.lint`: a part that reads the mask handles padding itself.
     if asking.read_mask:
         rank.facts.mask_readers.add(_PART_OF.get(method.__name__, "embed"))
     return result, vary(after, rank.axes)
@@ -271,12 +271,12 @@ def _call(
 
 
 def ends_paths(rank: Rank) -> list[Any]:
-    """The paths of the ends' declared variables, in the order of their state."""
+    """List the paths of the ends' declared variables, in the order of the ends' state."""
     return state_paths(rank.ends_streams[1], rank.model.ends.state)
 
 
 def ends_values(rank: Rank) -> Values:
-    """The values of these variables before a step."""
+    """List the values of the ends' declared variables before a step."""
     flat = dict(nnx.to_flat_state(rank.ends_streams[1]))
     return [jax.tree.leaves(flat[path]) for path in ends_paths(rank)]
 
@@ -291,7 +291,7 @@ def _paths(rank: Rank, values: Values | None) -> list[Any]:
 
 
 def ends_usage(rank: Rank, y: Tree, *, take_loss: bool) -> Usage:
-    """Find how embed, head and loss use the state that they may write; ``y`` as of `metrics_of`."""
+    """Find how embed, head and loss use declared state; ``y``: types of the last stage's output."""
     values = ends_values(rank)
     if not values:
         return (), ()
@@ -319,12 +319,12 @@ def ends_usage(rank: Rank, y: Tree, *, take_loss: bool) -> Usage:
 
 
 def pure(rank: Rank, run: Callable[..., Tree]) -> Callable[..., Tree]:
-    """A part of the model as a function of its arguments, with values in place of refs."""
+    """Make a part of the model a pure function, with values in place of refs, if it has any."""
     return without_refs(run) if rank.facts.has_refs else run
 
 
 def computed(rank: Rank, tree: Tree) -> Tree:
-    """Parameters or activations in the dtype to compute in."""
+    """Cast parameters or activations to the model's compute dtype."""
     return as_computed(tree, rank.model.compute_dtype)
 
 
@@ -345,37 +345,37 @@ def with_added(rank: Rank, call: Callable[[], Outcome], *, adds: bool) -> Outcom
 _PART_OF = {"headed": "head", "featured": "head", "lost": "loss_fn"}  # by method
 
 
-# Methods as functions with names, so that two calls can be seen to be the same.
+# Methods as named functions, so that two calls of one method have equal keys.
 
 
 def embedded(ends: Any, inputs: Tree) -> Tree:
-    """The input of stage 0."""
+    """Call embed on inputs."""
     return ends.embed(inputs)
 
 
 def headed(ends: Any, y: Tree) -> Tree:
-    """The result of the head on the last stage's output."""
+    """Call the head on the last stage's output."""
     return ends.head(y)
 
 
 def lost(ends: Any, pair: tuple[Tree, Tree]) -> Any:
-    """The result of a loss that is a module, on outputs and targets."""
+    """Call a loss that is a module on outputs and targets."""
     return ends.loss_fn(*pair)
 
 
 def featured(ends: Any, y: Tree) -> Tree:
-    """The features of which a shared head makes its logits."""
+    """Call the method of a shared head that computes the features for its logits."""
     return ends.head.features(y)
 
 
 @contextlib.contextmanager
 def noted(rank: Rank, part: str, argument: Tree) -> Iterator[None]:
-    """A context that notes on an exception the part of the model that raised it, and the argument.
+    """Explain an exception in the context: name the part of the model and its argument.
 
     Args:
       rank: the rank.
       part: embed, head or loss_fn.
-      argument: its types; a loss is given a pair, outputs and targets.
+      argument: the argument, or its types; for a loss a pair (outputs, targets).
     """
     try:
         yield
@@ -385,11 +385,7 @@ def noted(rank: Rank, part: str, argument: Tree) -> Iterator[None]:
 
 
 def checked(part: str, y: Tree, what: str = "its activation") -> Tree:
-    """Check the value that a part of the model returned, to be sent to another rank or joined.
-
-    Raises:
-      ValueError: a leaf is neither an array nor a number.
-    """
+    """Return the value of a part; raise ValueError if a leaf is neither an array nor a number."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(y):
         if not isinstance(leaf, _SENT):
             raise ValueError(

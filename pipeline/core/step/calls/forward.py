@@ -1,8 +1,9 @@
 """The stages of one kind on a rank, as a function of their weights.
 
-Letters: V chunks per rank, M microbatches. `Forward` knows neither schedule nor memory. Weights are
-arguments of each function, so that it can be differentiated: `pipeline.core.step.calls.local_model`
-has the pullbacks, and `pipeline.core.step.calls.ends` embed, head and loss.
+Letters: V chunks per rank, M microbatches. `Forward` depends on no schedule and no storage of
+activations. Weights are arguments of each function, so that the function can be differentiated:
+`pipeline.core.step.calls.local_model` makes the pullbacks. Embed, head and loss are in
+`pipeline.core.step.calls.ends`.
 """
 
 from __future__ import annotations
@@ -35,22 +36,23 @@ class Forward:
     """The stages of one kind, as functions of a rank's weights.
 
     Args:
-      rank: the rank's arrays.
-      position: that of a stage of this kind.
-      x: a tree of types, such a stage's input; None as long as that is not known.
-      y: the type of its output, or None.
-      carry: types of what a slice leaves for later ones.
-      earlier: of what one of the longest slice leaves, if slices have lengths of their own.
-      adds: whether such a stage adds losses.
+      rank: the rank.
+      position: the position of a stage of this kind.
+      x: the types of a stage's input; None before they are known.
+      y: the types of a stage's output, or None.
+      carry: the types of the carry from a slice to later slices.
+      earlier: the types of the longest slice's carry, if slices differ in length.
+      adds: whether a stage adds losses.
 
     Attributes:
-      model, batch, axes: those of the state.
+      model, batch, axes: the fields of the rank.
       home: a chunk that has stages of this kind.
-      weights: [V] lists of the leaves of the parameters that such a stage has in each chunk;
-        params_tree: their structure.
-      streams, fixed: [V] its random streams, and its other state that is no parameter.
-      ends_weights: leaves of embed and head.
-      reads_mask: whether a call that was traced has read which rows are data (`data_mask`).
+      weights: [V] the leaves of a stage's parameters in each chunk.
+      params_tree: the structure of a stage's parameters.
+      streams: [V] a stage's random streams.
+      fixed: [V] a stage's other state that is no parameter.
+      ends_weights: leaves of the parameters of embed and head.
+      reads_mask: whether a traced call has read the mask of padding (`data_mask`).
       activation, output, carry, earlier: x, y, carry, and the types of earlier slices' carries.
     """
 
@@ -72,7 +74,7 @@ class Forward:
         self.activation, self.output, self.adds = x, y, adds
         self.carry, self.earlier = carry, carry if earlier is None else earlier
         self.ends_weights = rank.ends
-        # Alike stages fill the arrays of their chunk; unlike ones (below) are cut out of cells.
+        # Equal stages have the chunk's arrays as they are; other stages read theirs from cells.
         self.weights: Sequence[Leaves]
         self.streams: Sequence[Tree]
         self.fixed: Sequence[Tree]
@@ -83,7 +85,7 @@ class Forward:
             self.streams = [streams for streams, _ in rank.streams]
             self.fixed = [fixed for _, fixed in rank.streams]
             return
-        # Cut when they are read, so within the branch of an action of such a stage.
+        # `Lazy` reads cells on access, and so within the branch of an action of such a stage.
         params, rest = position.views.params, position.views.rest
 
         def others(chunk: int) -> tuple[Tree, Tree]:
@@ -103,16 +105,16 @@ class Forward:
         *,
         paths: Sequence[Any] | None = None,
     ) -> Outcome:
-        """The outcome of one call of a stage.
+        """Call a stage once.
 
         Args:
-          weights: its parameters.
-          fixed: its state that is neither parameters nor random streams, and the narrow copies of
-            parameters that are read from these, None for others.
-          side: its random streams and extras for one microbatch, the `SequenceSlice` if there are
-            several, and the `BatchPart`; with checks also where it is.
-          x: its input; of a slice a `SlicedInput`.
-          paths: of the declared variables to return; without, those that a stage writes.
+          weights: the stage's parameters.
+          fixed: the stage's state that is neither parameter nor random stream; and for each
+            parameter a narrow copy to read instead, or None.
+          side: random streams and extras for one microbatch, the slice or (), and the `BatchPart`;
+            with checks also the numbers of stage and microbatch.
+          x: the stage's input; for a slice a `SlicedInput`.
+          paths: the declared variables to return; by default the variables that the stage writes.
         """
         (streams, extras, part, batch_part, *where), (others, narrow) = side, fixed
         if paths is None:
@@ -130,8 +132,8 @@ class Forward:
             state = {"stage": after} if paths else {}
             return Outcome(checked("a stage", y), state=state, carry=carry)
 
-        # Wrapped from the inside out: the policy must see the call as it is differentiated, with
-        # named checks, values for refs and narrow copies for casts.
+        # The wrappers apply from the inside out. The policy comes last: it must see the call that
+        # is differentiated, with named checks, values for refs and narrow copies for casts.
         run = _naming(run, *where) if where else run
         run = pure(self.rank, run)
         if any(copy is not None for copy in narrow):
@@ -139,8 +141,8 @@ class Forward:
         if self.model.policy is not None:
             run = jax.checkpoint(run, policy=self.model.policy)
 
-        # Whatever leaves a call varies over all axes, also a constant that the stage returns:
-        # places, sums and cotangents have such types.
+        # All results of a call vary over all axes, even a constant that the stage returns, because
+        # buffers, sums and cotangents have such types.
         def call() -> Outcome:
             outcome: Outcome = run(weights, x)
             y, axes = computed(self.rank, outcome.value), self.axes
@@ -156,15 +158,15 @@ class Forward:
 
     @property
     def blank(self) -> Tree:
-        """Zeros of the type of such a stage's input."""
+        """Zeros with the type of a stage's input."""
         return blank_input(self.rank, self.activation, self.earlier, self.axes)
 
     def stage_arguments(
         self, chunk: int, microbatch: Any, *, now: bool = False
     ) -> tuple[Leaves, tuple[Tree, Leaves], Tree]:
-        """The arguments of `stage` before its input; ``now`` for the forward that writes state."""
-        # Keys depend on the microbatch and on the rank's place, never on the order of calls, so
-        # that a repetition in the backward draws the same (`pipeline.core.model.randomness`).
+        """Return all arguments of `stage` but ``x``; ``now`` for the forward that writes state."""
+        # Keys depend on the microbatch and the rank, never on the order of calls. So a repetition
+        # in the backward draws equal numbers (`pipeline.core.model.randomness`).
         own = own_axes(self.activation, self.axes)
         streams = fold(self.streams[chunk], microbatch, self.axes, own)
         part = slice_of(self.rank, microbatch)
@@ -183,7 +185,7 @@ class Forward:
         return views.params.leaves(whole), (fixed, copies), side
 
     def _where(self, chunk: int, microbatch: Any) -> list[tuple[jax.Array, jax.Array]]:
-        """The numbers of stage and microbatch for the errors of checks, if there are any."""
+        """Return [(stage number, microbatch)] for errors of checks; [] if no stage has checks."""
         if not self.rank.facts.has_checks:
             return []
         stages = self.model.stages
@@ -214,8 +216,7 @@ class Forward:
 
         def run(values: Values) -> tuple[Tree, Values]:
             state = with_values(flat, paths, values)
-            # Made within the trace, and not an argument of it: only state is to be seen as an
-            # input.
+            # The input is made within the trace: only state may be an argument of the trace.
             x = blank_input(self.rank, self.activation, self.earlier, ())
             outcome = self.stage(weights, (state, narrow), side, x, paths=paths)
             return outcome.value, outcome.state.get("stage", [])
@@ -223,12 +224,12 @@ class Forward:
         return usage_of(run, [jax.tree.leaves(flat[path]) for path in paths])
 
     def keep(self, state: dict[str, Values], chunk: int | None, microbatch: Any) -> None:
-        """Keep the state of an `Outcome`: of a stage of this kind, or of the ends."""
+        """Store the state in the `Outcome` of a stage of this kind, or of the ends."""
         for part, values in state.items():
             self.rank.declared.keep(part, self._position, chunk, microbatch, values)
 
     def _declared(self, microbatch: Any, now: bool) -> Sequence[Tree]:
-        """[V] as `fixed`, with the state that a microbatch is to see."""
+        """Return [V] the values of `fixed` with the declared state that a microbatch must read."""
 
         def others(chunk: int) -> Tree:
             leaves = self.rank.declared.leaves(chunk, microbatch, now=now)
@@ -241,11 +242,11 @@ class Forward:
 
 
 class StageCheckError(CheckError):
-    """A failed check of `checkify` within a stage, and where.
+    """A failed check of `checkify` within a stage, with the numbers of stage and microbatch.
 
     Args:
-      where: int32 scalars, the stage and the microbatch.
-      failed: the check's own error.
+      where: two int32 scalars, the stage and the microbatch.
+      failed: the error of the check.
     """
 
     def __init__(self, where: Any, failed: Exception) -> None:
@@ -253,7 +254,7 @@ class StageCheckError(CheckError):
         self.where, self.failed = where, failed
 
     def tree_flatten(self) -> tuple[Any, None]:
-        """Both, as jax flattens exceptions."""
+        """Return (where, failed) as children, in the form in which JAX flattens exceptions."""
         return (self.where, self.failed), None
 
     @classmethod
@@ -267,16 +268,15 @@ class StageCheckError(CheckError):
 
 
 def _naming(run: Callable[..., Any], where: tuple[jax.Array, jax.Array]) -> Callable[..., Any]:
-    """``run``, with ``where`` in the errors of its checks (`checkify`).
+    """Wrap ``run`` so that the errors of its checks (`checkify`) contain ``where``.
 
-    `checkify` turns a program's checks into values, one for each device, and knows devices alone.
-    So a stage's are turned into values where the stage is called, and raised again there with its
-    number: whoever runs `checkify` around a step reads of the stage, whatever loops the check
-    stands in.
+    `checkify` turns a program's checks into one value per device, without the number of the stage.
+    So this wrapper turns a stage's checks into values at its call, and raises them again with the
+    stage's number. A user's `checkify` around a step then reports the stage, even from loops.
 
     Args:
       run: a stage.
-      where: int32 scalars, its number and the microbatch that it is given.
+      where: two int32 scalars, the numbers of the stage and the microbatch.
     """
 
     def call(*args: Any) -> Any:

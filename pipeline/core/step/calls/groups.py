@@ -1,21 +1,19 @@
 """Stages that are not alike, in one kernel.
 
 Letters: S ranks, K stages, V chunks. A *group* is a set of stages of one chunk that are one
-computation: their static halves, the layout of their values, the types of their input and output
-and what is trained of them are equal. Every group has branches of its own for what its stages do,
-and in a slot a rank takes the branch of the group that its stage belongs to. Within a group
-everything is as if all stages were equal: its `LocalModel` and its `Actions` are as those of a
-model of equal stages, and find weights, messages and stashes in arrays that all groups share
+computation: they agree in static half, layout of values, types of input and output, and trained
+parameters. Every group has its own branches for the actions of its stages. In a slot, a rank takes
+the branch of its stage's group. A group has the `LocalModel` and the `Actions` of a model of equal
+stages; they read weights, messages and stashes from arrays that all groups share
 (`pipeline.core.model.overlay`).
 
-Slices of sequences that have lengths of their own are groups too: every slice has branches for its
-stages, in which it is as long as it is, and reads no later slice.
+Slices that differ in length are groups too: every slice has its own branches, with arrays of its
+length, which read no later slice. A model of equal stages and slices has no groups, and uses only
+`make_local_model` of this module.
 
-A model of equal stages has no groups, and nothing here but `make_local_model` is run for it.
-
-Messages are as large as the largest activation between two stages. The model's first input and
-last output are not among those: nobody sends them. Where a stage's output is no message, what its
-backward needs of it is stashed beside its residuals.
+Messages are as large as the largest activation between two stages. The input of stage 0 and the
+last output are never sent, so they are no messages. If a stage's output has the type of no message,
+it is stashed with the stage's residuals.
 """
 
 from __future__ import annotations
@@ -44,10 +42,11 @@ class StageGroup:
     """Stages of one chunk that share their code.
 
     Attributes:
-      stages: their indices; position: that of the first.
-      local: their functions.
-      x_view, y_view: their input and output as messages, None where no message has that type.
-      part: the slice of sequences that it runs, if not all.
+      stages: the indices of the stages.
+      position: the position of the first stage.
+      local: the functions of the stages.
+      x_view, y_view: views of input and output in a message; None if no message has that type.
+      part: the slice of sequences that the group runs; None for all.
     """
 
     stages: tuple[int, ...]
@@ -62,7 +61,7 @@ class GroupedModel(LocalModel):
     """A rank's part of a model whose stages are not alike: the ends' functions, and groups.
 
     Attributes:
-      groups: of all stages.
+      groups: the groups of all stages.
     """
 
     def __init__(self, rank: Rank, activations: Activations, needs: Needs) -> None:
@@ -76,8 +75,8 @@ class GroupedModel(LocalModel):
 
         def groups(rank: Rank, of_slice: Activations) -> Iterator[StageGroup]:
             all_ends = list(itertools.pairwise(map(signature, of_slice.types)))
-            # Stages of a group also agree in the types at both ends and in what is trained: either
-            # changes the code of a backward.
+            # Stages of a group also agree in the types of input and output and in the trained
+            # parameters, because both change the code of a backward.
             for (_, _, ends, need), stages in rank.same_stages(all_ends, needs).items():
                 k = stages[0]
                 position = self.model.stages[k]
@@ -91,15 +90,14 @@ class GroupedModel(LocalModel):
 
     @property
     def kinds(self) -> list[tuple[Sequence[int], LocalModel]]:
-        """The numbers of the stages of each group, and the group's model."""
+        """The indices of the stages of each group, with the group's model."""
         return [(group.stages, group.local) for group in self.groups]
 
     def weight_of_targets(self) -> jax.Array | None:
-        """The weight of all losses, also where slices have lengths of their own."""
+        """Sum the weights of all losses, also for slices that differ in length."""
         if not self.rank.slices.lengths:
             return super().weight_of_targets()
-        # Each slice length has a loss of its own shape, so that each sums the weights of its
-        # slices.
+        # The loss has another shape for each slice, so each slice's model sums its own weights.
         last = len(self.model.stages) - 1
         ends = [group.local for group in self.groups if last in group.stages]
         weights = [local.weight_of_targets() for local in ends]
@@ -107,25 +105,19 @@ class GroupedModel(LocalModel):
         return sum(addends[1:], addends[0]) if len(addends) == len(weights) else None
 
     def residuals(self) -> Any:
-        """The pullbacks of all groups."""
+        """Make the residuals of all groups."""
         return SharedResiduals(self)
 
     def split_backward(self, residuals: Any) -> Any:
-        """The backwards of all groups in two halves."""
+        """Split the backwards of all groups into two halves."""
         return SharedHalves(self, residuals)
 
 
 def make_local_model(rank: Rank, activations: Activations, needs: Needs) -> LocalModel:
-    """A rank's part of the model: of one kind of stages, or of several groups.
-
-    Args:
-      rank: what the rank holds.
-      activations: what passes between the stages.
-      needs: [K] how far each stage's backward goes.
-    """
+    """Make a rank's part of the model: for one kind of stages, or for several groups."""
     types, stages = activations.types, rank.model.stages
-    # Alike are stages of one code, one type of all activations and one extent of backwards: then
-    # those of a chunk differ in their arrays alone, and need no groups.
+    # Stages need no groups if they have equal code, activations and needed gradients: then the
+    # stages of a chunk differ only in their arrays.
     codes = set(map(rank.code, stages))
     is_alike = len(codes) == len(set(map(signature, types))) == len(set(needs)) == 1
     if is_alike and not rank.slices.lengths:
@@ -146,19 +138,19 @@ class WithOutput:
         self.gathers = residuals.gathers
 
     def forward(self, *arguments: Any) -> tuple[Outcome, Leaves]:
-        """The stage's outcome, and the values to stash."""
+        """Call the stage; return its outcome, and the values to stash."""
         outcome, stash = self._residuals.forward(*arguments)
         return outcome, [*stash, *jax.tree.leaves(outcome.value)]
 
     def backward(
         self, weights: Leaves, fixed: Tree, side: Tree, stash: Leaves, earlier: Tree = ()
     ) -> Pullback:
-        """The stage's pullback."""
+        """Make the stage's pullback from its stash."""
         stashed = stash[: len(self._residuals.stashed)]
         return self._residuals.backward(weights, fixed, side, stashed, earlier)
 
     def output(self, stash: Leaves) -> Tree:
-        """The stage's output, out of its stash."""
+        """Read the stage's output from its stash."""
         return jax.tree.unflatten(self._y_tree, stash[len(self._residuals.stashed) :])
 
 
@@ -166,9 +158,10 @@ class SharedResiduals:
     """The residuals of every group, and stashes that fit the residuals of any group.
 
     Attributes:
-      stashed: the types of what is stashed for one microbatch.
-      gathers: whether a backward gathers something again.
-      of: [groups] `Residuals`, and views, [groups] the views of their stashes.
+      stashed: the types of the stash for one microbatch.
+      gathers: whether a backward repeats an all-gather.
+      of: [groups] the `Residuals` of each group.
+      views: [groups] the view of each group's stash.
     """
 
     def __init__(self, model: GroupedModel) -> None:
@@ -176,8 +169,8 @@ class SharedResiduals:
         self.of: list[Any] = []
         for group in model.groups:
             residuals = group.local.residuals()
-            # The loss is taken of the last stage's output, which waits in a message's place. If no
-            # message has its type, it is stashed with the residuals.
+            # The loss reads the last stage's output, which is stored like a message. If no message
+            # has its type, it is stashed with the residuals.
             kept_elsewhere = last not in group.stages or group.y_view is not None
             if not kept_elsewhere:
                 residuals = WithOutput(residuals, group.local.output)
@@ -187,12 +180,13 @@ class SharedResiduals:
 
 
 class SharedHalves:
-    """The split backwards of every group, and places that fit any group's crossing values.
+    """The split backwards of every group, and storage that fits any group's crossing values.
 
     Attributes:
-      crossing: the types of what crosses for one microbatch.
-      whole: descriptions of what could not be taken apart.
-      of: [groups] `SplitBackward`, and views, [groups] the views of what crosses.
+      crossing: the types of the values from I to W for one microbatch.
+      whole: descriptions of the operations that could not be split.
+      of: [groups] the `SplitBackward` of each group.
+      views: [groups] the view of each group's crossing values.
     """
 
     def __init__(self, model: GroupedModel, residuals: SharedResiduals | None) -> None:

@@ -1,6 +1,6 @@
-"""A rank's part of the model with its pullbacks: stages, embed, head and loss, differentiated.
+"""A rank's part of the model: stages, embed, head and loss, with their pullbacks.
 
-All pullbacks are over (weights, float leaves of the input).
+All pullbacks are with respect to (weights, float leaves of the input).
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class LocalModel(Forward):
     """The stages of one kind on a rank, and embed, head and loss, with their pullbacks.
 
     Args:
-      rank: the rank's arrays.
+      rank: the rank.
       position: the position of a stage of this kind.
-      x: a tree of types, such a stage's input.
-      y: the type of its output.
-      need: how far its backward goes.
-      wire: a tree of types, a message; where all stages are alike, that is x.
-      carry: types of what a slice leaves for later ones.
-      earlier: as of `Forward`.
-      adds: whether such a stage adds losses.
+      x: the types of a stage's input.
+      y: the types of a stage's output.
+      need: the gradients that a stage's backward computes.
+      wire: the types of a message; x if all stages are alike.
+      carry: the types of the carry from a slice to later slices.
+      earlier: the types of the longest slice's carry, if slices differ in length.
+      adds: whether a stage adds losses.
 
     Attributes:
-      trained: for the leaves of its parameters, whether they are trained.
+      trained: the mask of trained parameters.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class LocalModel(Forward):
 
     @property
     def kinds(self) -> list[tuple[Sequence[int], LocalModel]]:
-        """The numbers of the stages of each kind, and the model of such a stage: this one."""
+        """The indices of the stages of each kind, with their model: here all stages, this model."""
         return [(range(len(self.model.stages)), self)]
 
     @property
     def goes_back(self) -> bool:
-        """True if such a stage's backward has anything to do."""
+        """True if a stage's backward computes anything."""
         return self.need.is_any or self.adds
 
     @property
@@ -81,21 +81,22 @@ class LocalModel(Forward):
 
     @functools.cached_property
     def metrics(self) -> tuple[Leaves, LossMetrics | None]:
-        """The types of the sums that metrics are made of, and the function from them to metrics."""
+        """The types of the sums for metrics, and the function from the sums to metrics."""
         return ends.metrics_of(self.rank, self.output)
 
     def loss_is_mean(self) -> tuple[bool, Any, Adding, Adding]:
-        """Tell whether every microbatch's loss has weight 1; found by a trace.
+        """Tell by a trace whether every microbatch's loss is a mean, and so has weight 1.
 
-        Also returns the jaxpr of embed, head and loss, a function of their weights; and records of
-        the losses that embed adds, and that the head does.
+        Returns:
+          The answer; the jaxpr of embed, head and loss as a function of their weights; and a record
+          of added losses for embed, and one for the head.
 
         Raises:
           ValueError: loss_fn calls `add_loss`.
         """
-        # One trace of all parts: the jaxpr shows which weights are read, and records collect who
-        # calls `add_loss`. Each part has a record, since a loss that a head adds is treated unlike
-        # embed's.
+        # One trace of all parts: the jaxpr shows which weights are read, and records show the parts
+        # that call `add_loss`. Embed and head have separate records, because their added losses are
+        # treated differently.
         rank = self.rank
         results: list[Any] = []
 
@@ -107,8 +108,8 @@ class LocalModel(Forward):
                 taken, _ = ends.take_loss_of(rank, weights, outputs, 0)
             if of_loss.is_used:
                 raise ValueError(
-                    "loss_fn called add_loss, which is for what has no other way to the loss; add "
-                    "the value to what loss_fn returns"
+                    "loss_fn called add_loss, which is for values that loss_fn does not receive; "
+                    "add the value to the result of loss_fn"
                 )
             with adding_losses(Adding()) as of_embed:
                 embedded = ends.embed(rank, weights, at(self.batch.inputs, 0), 0).value
@@ -122,7 +123,7 @@ class LocalModel(Forward):
     def weight_has_gradient(self) -> bool:
         """Tell by a trace whether the weight of a loss (sum, weight) has a gradient.
 
-        A count has none, nor has a weight that follows from targets alone.
+        A count has no gradient, and neither has a weight that depends only on targets.
         """
         y = blank(self.output, self.axes)
         floats, others = partition(y)
@@ -135,19 +136,19 @@ class LocalModel(Forward):
             return jax.vjp(ends.pure(self.rank, weigh), *primals)[1](ct)
 
         ct = vary(jnp.zeros((), real()), self.axes)
-        # A pullback without a gradient is one whose results do not depend on the cotangent: what is
-        # left without dead code does not read its last input.
+        # The weight has no gradient if the pullback's results do not depend on the cotangent: then
+        # the pullback without dead code does not read its last input.
         closed = jax.make_jaxpr(back)(primals, ct)
         wanted = [True] * len(closed.jaxpr.outvars)
         return needed_inputs(lean(read_block(closed), wanted, ()), wanted, (), adds=False)[-1]
 
     def weight_of_targets(self) -> jax.Array | None:
-        """The weight of all losses of a data shard, if the targets alone determine it.
+        """Sum the weights of a data shard's losses; None if they depend on more than targets.
 
-        Of one slice of every microbatch, if slices have lengths of their own.
+        If slices differ in length, sum the weights of this model's slice in every microbatch.
         """
-        # `pipeline.core.step.share` says when the weight must be known before the step. It can be
-        # summed without running a stage if it does not read their outputs.
+        # `pipeline.core.step.share` decides when the weight must be known before the step. No stage
+        # has to run for the sum if the weight does not read outputs.
         targets, y = self.batch.targets, blank(self.output, self.axes)
         if (part := self.rank.slices.number) is not None:
             targets = jax.tree.map(lambda x: x[part :: self.rank.slices.count], targets)
@@ -169,13 +170,13 @@ class LocalModel(Forward):
     def _weight(
         self, weights: Leaves, y: Tree, microbatch: int, *, targets: Tree = None
     ) -> jax.Array:
-        """The weight of a microbatch's loss."""
+        """Compute the weight of a microbatch's loss."""
         outputs = ends.finish(self.rank, weights, y, microbatch, take_loss=False).value
         taken, _ = ends.take_loss_of(self.rank, weights, outputs, microbatch, targets=targets)
         return taken.weight
 
     def embed_pullback(self, microbatch: Any) -> tuple[Outcome, Pullback]:
-        """The outcome of embed, and its pullback over the ends' weights and the inputs."""
+        """Call embed; return its outcome, and its pullback for the ends' weights and the inputs."""
         inputs = at(self.batch.inputs, microbatch)
         floats, others = partition(inputs)
 
@@ -186,7 +187,7 @@ class LocalModel(Forward):
         return self._ends_pullback(f, floats, "embed")
 
     def loss_pullback(self, y: Tree, microbatch: Any) -> tuple[Outcome, Pullback]:
-        """The outcome of `finish`, and its pullback over the ends' weights and the last output."""
+        """Call `finish`; return its outcome, and its pullback for the ends' weights and ``y``."""
         floats, others = partition(y)
 
         def f(weights: Leaves, leaves: Leaves) -> Outcome:
@@ -209,17 +210,17 @@ class LocalModel(Forward):
     def stage_pullback(
         self, chunk: int, microbatch: Any, x: Tree, *, late: bool = False
     ) -> tuple[Outcome, Pullback]:
-        """A stage's outcome, and its pullback; ``late`` as of `differentiate`."""
+        """Call a stage; return its outcome and pullback. `differentiate` explains ``late``."""
         return self._linearize(*self.stage_arguments(chunk, microbatch), x, late=late)
 
     def _linearize(self, *arguments: Any, late: bool = False) -> tuple[Outcome, Pullback]:
-        # Without paths, it returns no state: F has written that already.
+        # With no paths, the call returns no state, because F has already written it.
         stage = functools.partial(self.stage, paths=())
         return stage_pullback(stage, *arguments, **self._options, late=late, part=self.part_name)
 
     @property
     def _options(self) -> dict[str, Any]:
-        """The options with which a stage is differentiated."""
+        """The options for differentiating a stage."""
         adding: MakeAdding | None = self.rank.adding if self.adds else None
         return {"grad_dtype": self.model.grad_dtype, "need": self.need, "adding": adding}
 
@@ -230,7 +231,7 @@ class LocalModel(Forward):
         return f"stages[{k}]"
 
     def residuals(self) -> Any:
-        """A stage's pullback taken apart into a forward and a backward function."""
+        """Split a stage's pullback into a forward function and a backward function."""
         arguments = *self.stage_arguments(self.home, 0), self.blank
         gathers = self.model.gathers_again
         return Residuals(
@@ -238,12 +239,12 @@ class LocalModel(Forward):
         )
 
     def split_backward(self, residuals: Any) -> Any:
-        """A stage's backward in two halves, from residuals or from the stage's input."""
-        # Imported where it is used: most timetables have no I and W, and do not load it.
+        """Split a stage's backward into two halves, from residuals or from the stage's input."""
+        # A local import: most timetables have no I and W, and do not need the module.
         from pipeline.core.autodiff.split_backward import SplitBackward
 
-        # The examples are traced for types alone. With slices a stage's input includes earlier
-        # carries, which are not stashed, so residuals and carries come as a pair.
+        # Only the types of these example arguments matter. With slices, a stage's input includes
+        # earlier carries, which are not stashed, so residuals and carries form a pair.
         stash, home = self.blank, self.home
         (dy, _) = partition((blank(self.output, self.axes), blank(self.carry, self.axes)))
         linearize: Any = self._linearize

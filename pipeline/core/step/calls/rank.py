@@ -1,9 +1,9 @@
 """One rank: its arrays, the facts that a trace of its model shows, and the scale of its losses.
 
 Letters: V chunks per rank, M microbatches, N slices, b rows of a microbatch on one data shard. All
-of this is inside `jax.shard_map`: every array is a rank's local one and varies over all axes the
-pipeline uses. So no backward reduces a gradient over them; that is done once, at the end of the
-step.
+code here runs inside `jax.shard_map`: every array is local to a rank and varies over all axes that
+the pipeline uses. So no backward reduces a gradient over these axes. The step reduces gradients
+once, at its end.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Slices:
 
     Attributes:
       count: N.
-      lengths: [N] positions of each, if each has a compiled body of its own; else empty.
-      number: the slice whose positions a rank's batch has; the longest, before there is one rank
-        for each. None without lengths.
+      lengths: [N] lengths in positions, if each slice has its own compiled body; else empty.
+      number: with ``lengths``, the slice to whose length the batch is cut: the longest slice, or
+        for a rank in `Rank.by_slice` its slice. Without ``lengths`` None.
     """
 
     count: int = 1
@@ -54,18 +54,19 @@ class Slices:
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """Facts that tracing the parts of a model shows (`pipeline.core.step.inspect`).
+    """Facts that a trace of a model's parts shows (`pipeline.core.step.inspect`).
 
     Attributes:
-      embed_axes: axes of which each rank has its own part of embed's output.
-      widest: a tree of types that vary as all activations do, None if the rank's axes say it.
+      embed_axes: axes on which each rank has its own part of embed's output.
+      widest: types with the axes over which all activations vary; None if these are `Rank.axes`.
       has_checks: whether a stage has checks of `checkify`.
       has_refs: whether a stage, embed, head or loss makes refs (`jax.new_ref`).
       adding_stages: [K] whether a stage adds losses (`add_loss`).
-      adding_ends: whether embed or head does, and adding_embed: whether embed.
+      adding_ends: whether embed or head adds losses.
+      adding_embed: whether embed adds losses.
       stage_sums: by name, the types of the sums of a stage's outcome.
-      mask_readers: embed, head and loss_fn if a traced call of it has read which rows are data.
-        Every trace adds to this set, and all copies of a rank share it.
+      mask_readers: those of "embed", "head" and "loss_fn" whose traced call has read the mask of
+        padding. Every trace adds to this set, and all copies of a rank share it.
     """
 
     embed_axes: tuple[str, ...] = ()
@@ -80,28 +81,28 @@ class Facts:
 
     @property
     def adds(self) -> bool:
-        """True if `add_loss` adds to the loss."""
+        """True if any part of the model calls `add_loss`."""
         return self.adding_ends or any(self.adding_stages)
 
 
 @dataclass(frozen=True, eq=False)
 class LossScale:
-    """The factors of the losses of a step, as they are differentiated.
+    """The factors of a step's losses in their differentiation.
 
-    S and W are the sums of a loss (sum, weight) and of its weight over all calls of a step, whose
-    loss is S / W. A factor that is known before the ticks goes into the cotangent of each
-    microbatch, at no cost. One that is not divides all gradients afterwards.
+    For a loss (sum, weight), S and W are the totals of sum and weight over all calls of a step. The
+    step's loss is S / W. A factor that is known before the ticks is a part of each microbatch's
+    cotangent, at no cost. An unknown W divides all gradients after the ticks.
 
     Attributes:
-      of_caller: a scalar that the caller multiplies S / W or S with, or None.
-      of_added: the cotangent of an added loss: the caller's, over the number of calls.
-      share: 1 / W, a number or a scalar; None before all weights are summed up.
-      of_loss: the cotangent of a microbatch's loss: the caller's scale times the share, each if
-        there is one.
-      mean: S / W, where d(S / W) = (dS - S / W dW) / W needs it since W has a gradient; else None.
+      of_caller: the caller's factor of S / W or S, a scalar, or None.
+      of_added: the cotangent of an added loss: the caller's factor over the number of calls.
+      share: 1 / W, a number or a scalar; None if W is not known before the ticks.
+      of_loss: the cotangent of a microbatch's loss: the product of the caller's factor and the
+        share, without factors that are None.
+      mean: S / W if W has a gradient, for d(S / W) = (dS - S / W dW) / W; else None.
       is_mean: whether every microbatch's loss is a mean, and so has weight 1.
-      counts: whether calls return the sums of the losses that they add, as in an evaluation. In
-        training their pullbacks do.
+      counts: whether calls return the sums of their added losses, as in an evaluation; in training
+        their pullbacks return these sums.
     """
 
     of_caller: Any = None
@@ -115,25 +116,25 @@ class LossScale:
 
 @dataclass(frozen=True, eq=False)
 class Rank:
-    """The arrays of one rank in a step, and all that is known of them.
+    """The arrays of one rank in a step, and the known facts about them.
 
     Attributes:
       model: the static half of the user's model.
-      weights: this rank's state, without the leading axis of chunks.
-      chunks: the parameters of its chunks, wherever they are whole; made of those in ``weights``,
-        and to be replaced with them.
-      batch: this data shard's microbatches; with slices, their units.
+      weights: this rank's state; leaves of chunks have no leading axis.
+      chunks: the parameters of the rank's chunks, gathered or to be gathered. They are made from
+        ``weights``, so replace both together.
+      batch: this data shard's microbatches; with slices, its units (one slice of a microbatch).
       lint: the checks of the model.
-      axes: the mesh axes over which everything varies. Over others (``tensor``) only that varies
-        which is sharded over them, and what follows from it.
-      slices: how sequences are cut.
+      axes: the mesh axes over which all arrays vary. Over other axes (``tensor``) only arrays vary
+        that are sharded over them, and values computed from these arrays.
+      slices: the cut of sequences into slices.
       batch_part: the `BatchPart` of all calls: fields that differ between microbatches have a
         leading axis M.
-      facts: what tracing the model has shown so far.
-      loss: the factors of its losses.
-      declared: the declared state while it is written (`pipeline.core.step.calls.declared`), None
-        if nothing is.
-      batches: [N] the batch of each slice, of lengths alone; empty before they are cut.
+      facts: the facts that traces of the model have shown so far.
+      loss: the factors of the losses.
+      declared: the declared state in a step that writes it (`pipeline.core.step.calls.declared`);
+        else None.
+      batches: [N] the batch of each slice, if slices differ in length; empty before the cut.
     """
 
     model: Model
@@ -156,12 +157,12 @@ class Rank:
 
     @property
     def by_slice(self) -> list[Rank]:
-        """[N] the rank for each slice, with units of the slice's length; for slices of lengths."""
+        """[N] the rank for each slice, with units of its length; empty if all have one length."""
         lengths = self.slices.lengths
         longest = max(lengths, default=0)
 
-        # The batch is cut to the longest slice. On a rank of a position axis a slice is shorter
-        # than its length says, by the same factor for all.
+        # The batch is cut to the longest slice. A position axis divides the length of every slice
+        # by one factor.
         def cropped(x: jax.Array, length: int) -> jax.Array:
             """Crop [M N, b, t, ...] of the longest slice; leaves without positions stay whole."""
             cuts = x.ndim > 2 and x.shape[2] > 1
@@ -178,11 +179,11 @@ class Rank:
         return [of_slice(*numbered) for numbered in enumerate(lengths)]
 
     def mask(self, unit: Any) -> jax.Array | None:
-        """The rows or positions of a unit that are data, as of `find_mask`."""
+        """Return the mask of a unit's rows or positions: data or padding (`find_mask`)."""
         return find_mask(at(self.batch.targets, unit))
 
     def part_of(self, unit: Any) -> BatchPart:
-        """The part of the batch that a call for a unit sees."""
+        """Return the `BatchPart` for the call on a unit."""
         part = dataclasses.replace(self.batch_part, slice_share=self.slices.share)
         if part.sequences is None:
             return part
@@ -194,16 +195,15 @@ class Rank:
         """Add the counts of real rows and positions, if the batch has padding.
 
         Args:
-          units: M N, of this rank.
-          calls: of the loss in the step, on all ranks.
+          units: the M N units of this rank.
+          calls: the number of calls of the loss in the step, on all ranks.
         """
-        # Whether a batch has padding is a matter of types: its targets then are records with
-        # counts.
+        # Types show whether a batch has padding: then its targets contain a mask.
         if jax.eval_shape(lambda: self.mask(0)) is None:
             return self
-        # Means over real tokens need counts of the whole step, over all ranks, before its first
-        # call. A mask [b] says of a sequence that it is data, the same in each slice; one [b, t]
-        # has counts to be added over slices and over ranks of position axes.
+        # Means over real tokens need counts of the whole step, over all ranks, before the first
+        # call. A mask [b] marks sequences, and is equal in each slice. A mask [b, t] marks
+        # positions: its counts are summed over slices and over ranks of position axes.
         rows, positions = self.batch_part.rows, self.batch_part.positions
         masks: Any = jax.vmap(self.mask)(jnp.arange(units))
         masks = masks.reshape(-1, self.slices.count, *masks.shape[1:]).astype(jnp.float32)
@@ -221,7 +221,7 @@ class Rank:
         return dataclasses.replace(self, batch_part=vary(part, self.axes))
 
     def adding(self) -> Adding:
-        """The cotangent of an added loss, and a zero whose cotangent is the sum of a call's."""
+        """Make the record for a call's added losses: their cotangent, and a zero to sum them."""
         share = vary(jnp.asarray(self.loss.of_added, real()), self.axes)
         return Adding(share, vary(jnp.zeros((), real()), self.axes), weight=self.slices.share)
 
@@ -246,10 +246,10 @@ class Rank:
         return x if self.facts.widest is None else vary_like(x, self.facts.widest)
 
     def same_stages(self, *others: Sequence[Any]) -> dict[Any, list[int]]:
-        """Numbers of the stages that share a chunk and a computation, by a key for each such group.
+        """Group the indices of stages that share a chunk and a computation, by key.
 
         Args:
-          others: [K] each, further parts of the key.
+          others: sequences of length K, further parts of the key.
         """
         alike: dict[Any, list[int]] = {}
         for k, (position, *of) in enumerate(zip(self.model.stages, *others, strict=True)):
@@ -257,11 +257,11 @@ class Rank:
         return alike
 
     def code(self, position: StagePosition) -> Any:
-        """Key that stages of one computation share, apart from their activations."""
+        """Return the key that stages of one computation share; it leaves activations out."""
         return self.weights.code(position)
 
     def without_arrays(self) -> Rank:
-        """The rank with its facts alone, to be kept when their trace is over."""
+        """Copy the rank without arrays, so that its facts can be kept after the trace."""
         gone: Any = {
             "weights": None,
             "chunks": None,
@@ -272,5 +272,5 @@ class Rank:
         return dataclasses.replace(self, batch_part=BatchPart(), loss=LossScale(), **gone)
 
     def with_facts(self, **facts: Any) -> Rank:
-        """The rank with further facts."""
+        """Copy the rank with further facts."""
         return dataclasses.replace(self, facts=dataclasses.replace(self.facts, **facts))

@@ -1,7 +1,7 @@
 """Calls of parts of a model on slices of sequences: their inputs, and the carries they return.
 
-Letters: N slices of a microbatch. A stage that knows of slices has a method `call_slice`, which
-also reads the carries of earlier slices (keys and values) and leaves its own.
+Letters: N slices of a microbatch. A stage that supports slices has a method `call_slice`, which
+also reads the carries of earlier slices (keys and values) and returns a carry.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pipeline.base.tree import Tree, blank, types_text, zeros
 from pipeline.core.autodiff.outcome import SlicedInput
 from pipeline.core.step.calls.rank import Rank
 
-CALL_SLICE = "call_slice"  # the method of stages and embed that know of slices
+CALL_SLICE = "call_slice"  # the method of stages and embed that support slices
 
 
 def slice_of(rank: Rank, unit: Any) -> Any:
-    """The place of a unit in its sequence; () where sequences are whole."""
+    """Return the slice of a unit: its index among N slices; () if sequences are whole."""
     if rank.slices.count == 1:
         return ()
-    # Of slices with lengths every one has a trace of its own, in which its number is static.
+    # If slices differ in length, each has its own trace, in which its index is static.
     if rank.slices.number is not None:
         return FixedSlice(rank.slices.number, rank.slices.count, rank.slices.lengths)
     index = jnp.asarray(unit, jnp.int32) % rank.slices.count
@@ -33,13 +33,13 @@ def slice_of(rank: Rank, unit: Any) -> Any:
 
 
 def blank_input(rank: Rank, x: Tree, carry: Tree, axes: tuple[str, ...]) -> Tree:
-    """Zeros of the type of a stage's input; with slices, a `SlicedInput`.
+    """Make zeros of the type of a stage's input; with slices, a `SlicedInput`.
 
     Args:
-      rank: the rank's.
-      x: types of the activation.
-      carry: types of what a slice leaves for later ones.
-      axes: the mesh axes over which the activation varies, beside those that its types say.
+      rank: the rank.
+      x: the types of the activation.
+      carry: the types of the carry from a slice to later slices.
+      axes: mesh axes over which the activation varies, in addition to the axes in its types.
     """
     if rank.slices.count == 1:
         return blank(x, axes)
@@ -52,17 +52,11 @@ def blank_input(rank: Rank, x: Tree, carry: Tree, axes: tuple[str, ...]) -> Tree
 
 
 def call_of(x: Tree, part: Any, extras: dict[str, Tree]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the function that calls a stage on an input, and its further arguments.
-
-    Args:
-      x: an activation, or a `SlicedInput`.
-      part: the slice, if it is one.
-      extras: of the microbatch.
-    """
+    """Return the function that calls a stage on ``x``, maybe a `SlicedInput`, and its arguments."""
     return (on_slice, (x, part, extras)) if isinstance(x, SlicedInput) else (on_whole, (x, extras))
 
 
-# Functions with names, so that two calls can be seen to be the same.
+# Named functions, so that two calls of one function have equal keys.
 
 
 def on_whole(stage: Any, x: Tree, extras: dict[str, Tree]) -> tuple[Tree, Tree]:
@@ -74,7 +68,7 @@ def on_slice(stage: Any, x: SlicedInput, part: Any, extras: dict[str, Tree]) -> 
     """Run a stage on a slice; return output and carry, empty for a stage without ``call_slice``.
 
     Raises:
-      ValueError: `call_slice` returned something else.
+      ValueError: `call_slice` did not return a pair.
     """
     if not hasattr(stage, CALL_SLICE):
         return on_whole(stage, x.x, extras)
@@ -89,10 +83,10 @@ def on_slice(stage: Any, x: SlicedInput, part: Any, extras: dict[str, Tree]) -> 
 
 
 def embedded_slice(ends: Any, argument: tuple[Tree, Any]) -> Tree:
-    """The input of stage 0 for one slice.
+    """Compute the input of stage 0 for one slice.
 
     Raises:
-      ValueError: embed leaves something for later slices.
+      ValueError: embed returned a carry for later slices.
     """
     inputs, part = argument
     if not hasattr(ends.embed, CALL_SLICE):

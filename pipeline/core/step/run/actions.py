@@ -1,15 +1,14 @@
-"""The actions of a timetable, run by one rank: each reads its operands and leaves its results.
+"""The actions of a timetable on one rank: each action reads values, writes values and adds to sums.
 
-Letters: V chunks, M microbatches, b rows of a microbatch on one data shard. A *row* holds a
-rank's entries of the program's tables for one slot. Whoever runs an action gets its message back
-and sends it.
+Letters: V chunks, M microbatches, b rows of a microbatch on one data shard. A *row* holds a rank's
+entries of the program's tables for one slot. An action returns its message; the tick sends it.
 
-F, B, I and W are a body each. A body names the kinds of values that it reads and leaves; where they
-are is for the stores to know (`pipeline.core.step.stores.store`), what F leaves for its backward
-for `pipeline.core.step.run.saved`, and what slices leave for one another for
-`pipeline.core.step.stores.slices`. A backward in two halves does all but the gradients of the
-stage's weights in I, and W reads only what its I left. Embed, head and loss are always
-differentiated within B or I; nothing of theirs is stashed.
+F, B, I and W have one body each. A body names the kinds of values that it reads and writes, and the
+stores know their places (`pipeline.core.step.stores.store`). `pipeline.core.step.run.saved` manages
+the values from F to its backward, `pipeline.core.step.stores.slices` the values between slices. In
+a split backward, I computes everything but the gradients of the stage's weights, and W reads only
+the values that its I wrote. Embed, head and loss are always differentiated within B or I, without a
+stash.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ class Actions:
 
     Args:
       local: the rank's part of the model.
-      step: what is wanted of the step.
-      places: what actions read, write and add to.
-      slices: what slices of sequences leave for one another.
+      step: the wanted results.
+      places: the storage that actions read, write and add to.
+      slices: the carries between slices of sequences.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Actions:
         self.saved = SavedInput(*seen) if residuals is None else SavedResiduals(residuals, *seen)
 
     def opened(self, program: Program) -> contextlib.AbstractContextManager[None]:
-        """A context in which a program's actions find their weights."""
+        """Make the context that opens the windows of a program's weights."""
         rank = self.local.rank
         return in_windows(rank.chunks, self.sums.chunk_grads, rank.axes, program)
 
@@ -69,13 +68,13 @@ class Actions:
         return self.step.want_inputs or self.local.model.trained.embed
 
     def run_slot(self, slot: Slot, row: Row, message: Tree) -> Tree:
-        """Do the slot's action, if this rank has one; returns its message, or else ``message``."""
-        # Each op is a loop of at most one trip, not a branch of one switch: XLA copies what a
-        # conditional writes in place. All data shards of a rank have one row, so they take the
+        """Run the slot's action, if this rank has one; return its message, or else ``message``."""
+        # Each op is a loop of at most one trip, not a branch of one switch: XLA copies buffers that
+        # a conditional writes in place. All data shards of a rank have one row, so they take the
         # same branch, and an op may hold collectives over their axes.
         for branch, op in enumerate(slot.ops, start=1):
-            # A W of a frozen stage does nothing, nor does a backward up to which nothing is
-            # trained: they get no branch.
+            # No branch for the W of a frozen stage, or for a backward with no trained parameter in
+            # its stage or an earlier one: they compute nothing.
             if not (self.does_anything(op) or op.jobs):
                 continue
             action = functools.partial(self.run_op, op, row)
@@ -84,9 +83,9 @@ class Actions:
         return message
 
     def run_op(self, op: Op, row: Row) -> Tree:
-        """Do an action and its jobs; returns its message."""
-        # Gradients that share a cell with those of unlike stages are summed in refs of one action
-        # first. F adds to none, and I only those that could not be split off for W.
+        """Run an action and its jobs; return the action's message."""
+        # Gradients in a cell that other stages share are first summed in refs of this action. F
+        # adds no gradients, and I only the gradients that could not be split off for W.
         total = self.sums.chunk_grads[op.chunk] if op.kind != "F" else None
         if not isinstance(total, TotalView):
             return self._with_jobs(op, row)
@@ -97,8 +96,8 @@ class Actions:
 
     def _with_jobs(self, op: Op, row: Row) -> Tree:
         # Jobs serve other actions: they gather weights or reduce gradients of another chunk. They
-        # start before this action's products and end after them, and neither reads a result of the
-        # other, so the compiler may overlap them.
+        # start before this action and end after it. Job and action read no result of each other, so
+        # the compiler may overlap them.
         chunks, totals = self.local.rank.chunks, self.sums.chunk_grads
         ends_of_jobs = [start_job(job, chunks, totals, row["microbatch"]) for job in op.jobs]
         message = self._act(op, row) if self.does_anything(op) else self.no_message()
@@ -119,18 +118,18 @@ class Actions:
         return unwritten(self.local.wire, self.local.axes)
 
     def sent(self, y: Tree) -> Tree:
-        """An output in the form of a message."""
+        """Convert an output to a message."""
         return y
 
     # --- the four bodies ---
 
     def _forward(self, op: Op, row: Row) -> Tree:
         microbatch = row["microbatch"]
-        # First of all, and also where this F computes nothing: with `offload` the input's place is
+        # This comes first, even if this F computes nothing: with `offload` the input's place is
         # free after F, and the backward reads the copy.
         self.saved.begin(op, row)
-        # The last stage's F of a step that recomputes: its B, the next action, runs the
-        # stage again. State that embed writes is written here all the same: only an F writes state.
+        # The last stage's F in a step that recomputes: its B, the next action, runs the stage
+        # again. But embed must write its state here, because only an F writes state.
         if self.leaves_nothing(op):
             if self.writes_in_embed(op):
                 self.operand(op, row, now=True)
@@ -141,8 +140,8 @@ class Actions:
         outcome = self.saved.forward(op, row, x)
         self.sums.take(outcome, microbatch, op.chunk)
         self.slices.keep(row, outcome.carry)
-        # In a step that trains, the backward takes the loss, since it needs the pullback of head
-        # and loss too.
+        # In a training step the backward computes the loss, since it needs the pullback of head and
+        # loss too.
         if op.last and not self.step.training:
             self._finish(outcome.value, microbatch)
         return self.sent(outcome.value)
@@ -152,7 +151,7 @@ class Actions:
         # gradient of the output, and adds the gradients of weights to refs in place.
         y, pullback = self.saved.pullback(op, row)
         dy = self._output_gradient(op, row, y)
-        # Nothing is trained up to this last stage, but its backward takes the loss of the step.
+        # No part before the head is trained, but the last stage's backward computes the loss.
         if not self.goes_on:
             return self.no_message()
         dx = pullback(dy, self._gradients(op), want_x=self._wants_given(op))
@@ -161,11 +160,11 @@ class Actions:
     def _input_half(self, op: Op, row: Row) -> Tree:
         arguments = self.local.stage_arguments(op.chunk, row["microbatch"])
         saved = self.saved.read(op, row)
-        if not self.goes_on:  # the last stage, frozen with all before it: loss and head alone
+        if not self.goes_on:  # no part before the head is trained: run only head and loss
             self._loss_gradient(self.saved.output(row, saved, arguments), row["microbatch"])
             return self.no_message()
-        # The loss is taken within the last stage's I, which therefore needs the stage's output.
-        # Other stages have the gradient from a message, and never form the output.
+        # The last stage's I computes the loss, and needs the stage's output for it. Other stages
+        # receive the gradient by message, and do not compute the output.
         take = functools.partial(self._output_gradient, op, row)
         operands = *arguments, *self.saved.of_half(op, row, saved, take)
         dx, crossing = self.halves.input_half(
@@ -175,13 +174,13 @@ class Actions:
         return self._upstream(op, row, self.slices.back(row, dx))
 
     def _weight_half(self, op: Op, row: Row) -> Tree:
-        # W reads no operand, no stash and no message: those places are free since its I.
+        # W reads no operand, no stash and no message: their places are free after I.
         arguments = self.local.stage_arguments(op.chunk, row["microbatch"])
         crossing = self.stores.read("crossing", op, row)
         self.halves.weight_half(*arguments, crossing, self._gradients(op))
         return self.no_message()
 
-    # --- what is there to do ---
+    # --- tests: does an action compute anything? ---
 
     @property
     def goes_on(self) -> bool:
@@ -189,7 +188,7 @@ class Actions:
         return self.local.goes_back
 
     def does_anything(self, op: Op) -> bool:
-        """Tell whether an action computes anything; a backward of the last stage takes the loss."""
+        """Tell whether an action computes anything; the last stage's backward computes the loss."""
         if op.kind == "W":
             return self.local.sums_weights
         return op.kind == "F" or op.last or self._wants_x(op) or self.local.sums_weights
@@ -201,10 +200,10 @@ class Actions:
     def leaves_nothing(self, op: Op) -> bool:
         """Tell whether the next action is this forward's backward, which repeats the forward."""
         # The repetition in the backward keeps only the value of a call. State, sums and carries
-        # come from F, so a stage that has any of them runs its F.
+        # come from F, so a stage with any of them must run its F.
         leaves = self.local.writes or bool(self.local.rank.facts.stage_sums)
         leaves = leaves or self.slices.has_carries
-        # Where all ranks share the head, no op is last: its input is a message.
+        # If all ranks share the head, no op is last: the head's input is a message.
         return self.step.training and is_last_forward_free(
             recomputes=self.saved.recomputes, shares_head=not op.last, writes=leaves
         )
@@ -220,12 +219,12 @@ class Actions:
     # --- before the first stage, and after the last ---
 
     def operand(self, op: Op, row: Row, *, now: bool = False) -> Tree:
-        """A stage's input: its message, or for stage 0 the value of embed.
+        """Return a stage's input: its message, or for stage 0 the value of embed.
 
         Args:
           op: the action.
           row: the rank's entries of the tables.
-          now: whether a forward reads it; then embed's sums and state are kept too.
+          now: whether the action is a forward; then embed's sums and state are kept too.
         """
         if not op.first:
             return self.stores.read("operand", op, row)
@@ -242,7 +241,7 @@ class Actions:
         return ends.embed(rank, rank.ends, at(rank.batch.inputs, microbatch), microbatch, now=now)
 
     def _finish(self, y: Tree, microbatch: Any) -> None:
-        """The end of an inference: head and loss, or without a loss the user's outputs."""
+        """Run head and loss after the last forward; without a loss, keep the user's outputs."""
         rank, take_loss = self.local.rank, self.step.take_loss
         outcome = ends.finish(rank, rank.ends, y, microbatch, take_loss=take_loss)
         value = outcome.value
@@ -253,13 +252,13 @@ class Actions:
             self.sums.results[microbatch] = value
 
     def _upstream(self, op: Op, row: Row, dx: Leaves) -> Tree:
-        """Send the gradient of a stage's input upstream: into a message, or through embed."""
+        """Make the gradient of a stage's input a message; for stage 0, apply embed's pullback."""
         if not op.first:
-            # Where no stage before this one is trained, nobody reads the gradient:
+            # If no earlier part is trained, the gradient is not read:
             # `schedules.lowering.needs.without` has dropped its exchange from the program.
             return self.as_message(dx) if self.local.need.x else self.no_message()
-        # Stage 0's input came from embed on this rank. Nothing of embed is stashed: its pullback is
-        # formed anew and applied here, and no message is sent.
+        # Stage 0's input came from embed on this rank. Embed stashes nothing: its pullback is made
+        # again and applied here, and no message is sent.
         if self.wants_upstream:
             _, embed = self.local.embed_pullback(row["microbatch"])
             of_inputs = embed(dx, self.sums.ends_grads.targets, want_x=self.step.want_inputs)
@@ -268,7 +267,7 @@ class Actions:
         return self.no_message()
 
     def _output_gradient(self, op: Op, row: Row, y: Tree) -> Leaves:
-        """The gradients for a stage's output and carry, from the loss or the next stage's message.
+        """Return the gradients for output and carry, from the loss or the next stage's message.
 
         ``y`` is the stage's output; only the last stage reads it.
         """
@@ -279,12 +278,12 @@ class Actions:
         return self.slices.cotangent(row, dy)
 
     def _gradients(self, op: Op) -> Leaves:
-        """The refs that a stage's pullback adds to."""
+        """Return the refs to which a stage's pullback adds."""
         refs: Leaves = self.sums.chunk_grads[op.chunk].targets
         return refs
 
     def _loss_gradient(self, y: Tree, microbatch: Any) -> Leaves:
-        """The gradient for the last stage's output; adds the loss to the step's sums."""
+        """Compute the gradient for the last stage's output; add the loss to the step's sums."""
         outcome, pullback = self.local.loss_pullback(y, microbatch)
         self.sums.take(outcome, microbatch)
         # A cotangent has the type of its value, and the loss varies over all axes of the rank.
@@ -292,7 +291,7 @@ class Actions:
         return pullback([cotangent], self.sums.ends_grads.targets, want_x=self.goes_on)
 
     def as_message(self, floats: Leaves) -> Tree:
-        """A gradient in the form of an activation; leaves that carry none are zeros."""
+        """Convert a gradient to the type of an activation; leaves without a gradient are zeros."""
         types, axes = self.local.activation, self.local.axes
         _, others = partition(types)
         return combine(types, floats, blank(others, axes))
@@ -301,12 +300,12 @@ class Actions:
 def sums_of_action(
     op: Op, names: Iterable[str], facts: Facts, *, training: bool
 ) -> tuple[str, ...]:
-    """The names of the sums and of declared state that an action may change.
+    """List the names of the sums and of declared state that an action may change.
 
     Args:
       op: the action.
-      names: as of `StepSums.refs`, and "state" with a number.
-      facts: of the rank.
+      names: the names in `StepSums.refs`, and "state" with a number.
+      facts: the facts of the rank.
       training: whether backwards run.
     """
     parts: tuple[str, ...] = ("state",)

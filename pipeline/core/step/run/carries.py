@@ -1,4 +1,4 @@
-"""The places of carries, made before the first tick of a program with slices."""
+"""The storage of carries, made before the first tick of a program with slices."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from schedules.lowering.program import Program
 
 
 def make_carries(local: LocalModel, program: Program, *, training: bool) -> list[WholeSequences]:
-    """The carries of each group of a rank's stages, one where all are alike.
+    """Make the carries of each group of a rank's stages; one element if all stages are alike.
 
     Args:
       local: the rank's part of the model.
-      program: what runs.
+      program: the program that runs.
       training: whether the program has backwards, and so gradients of carries.
     """
     N, axes = program.schedule.num_slices, local.axes
@@ -30,14 +30,14 @@ def make_carries(local: LocalModel, program: Program, *, training: bool) -> list
     models = [model for _, model in local.kinds]
     if N == 1:
         return [WholeSequences() for _ in models]
-    # With slices of several lengths all carries have the shape of the longest slice's, so that a
-    # place fits any of them.
+    # If slices differ in length, all carries have the shape of the longest slice's carry, so that a
+    # place fits every carry.
     types = [model.earlier for model in models]
     for model in models:
         _check_lengths(model)
     sums = [_sums(own) if training else [] for own in types]
-    # Groups of unlike stages share one pool, each through a view of its carry. The place that is
-    # added is for values that nobody reads.
+    # All groups share one pool; each has a view for its carry. The additional place is the discard
+    # place, for values that are not read.
     pools = []
     for trees, name in ((types, "carry"), (sums, "carry_gradient")):
         cells, views = overlay_trees(trees) if is_grouped else (trees[0], [])
@@ -51,11 +51,7 @@ def make_carries(local: LocalModel, program: Program, *, training: bool) -> list
 
 
 def _check_lengths(model: LocalModel) -> None:
-    """Check that a carry of one slice fits into one of the longest.
-
-    Raises:
-      ValueError: it has other leaves, or a larger one.
-    """
+    """Raise ValueError if a slice's carry does not fit into the longest slice's carry."""
     pairs = list(itertools.zip_longest(*map(jax.tree.leaves, (model.carry, model.earlier))))
     trees: list[Any] = [jax.tree.structure(carry) for carry in (model.carry, model.earlier)]
     fits = trees[0] == trees[1] and all(
@@ -72,6 +68,6 @@ def _check_lengths(model: LocalModel) -> None:
 
 
 def _sums(types: Tree) -> Leaves:
-    """Types of the gradients of a carry, in the dtypes in which they are summed."""
+    """Return the types of a carry's gradients, in the dtypes in which they are summed."""
     floats, _ = partition(types)
     return jax.eval_shape(lambda: as_summed(vary_like(list(map(zeros, floats)), floats)))

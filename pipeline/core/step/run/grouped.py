@@ -1,8 +1,8 @@
-"""A rank's actions for unlike stages: the actions of each group, in one memory.
+"""A rank's actions for stages that are not alike: the actions of each group, in shared storage.
 
-Letters: S ranks. A group's actions are those of a pipeline whose stages are all like the group's;
-only the places of their values differ. Which group's action a rank runs in a slot follows from the
-slot's branch and from the groups of the stages on the rank.
+Letters: S ranks. A group has the actions of a pipeline of equal stages; only the places of values
+differ. In a slot, the slot's branch and the groups of the rank's stages determine the group whose
+action the rank runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from schedules.lowering.program import Op, Program, Slot
 
 
 def make_actions(plan: Plan, local: LocalModel, program: Program, step: StepRequest) -> Actions:
-    """The actions of a rank, whose stages may be alike or not."""
+    """Make the actions of a rank, in one group or in several."""
     places = make_places(plan, local, program, step)
     slices = make_carries(local, program, training=step.training)
     if isinstance(local, GroupedModel):
@@ -65,10 +65,10 @@ class GroupedActions(Actions):
         ]
 
     def run_slot(self, slot: Slot, row: Row, message: Tree) -> Tree:
-        """Do the slot's action, group by group; returns its message, or else ``message``."""
+        """Run the slot's action, if this rank has one; return its message, or else ``message``."""
         for actions in self.groups:
-            # Every group in turn sees the slot with its own ops alone. At most one of them has this
-            # rank's action, so the message passes through the others unchanged.
+            # Each group gets the slot with only its own ops. At most one group has this rank's
+            # action, and the other groups return the message unchanged.
             part, here = actions.share(slot, row)
             if part.ops:
                 with jax.named_scope(scopes.of_stages(actions.group.stages)):
@@ -77,14 +77,14 @@ class GroupedActions(Actions):
 
 
 class GroupActions(Actions):
-    """The actions of one group, in places that all groups share.
+    """The actions of one group, in storage that all groups share.
 
     Args:
-      group: the stages whose actions these are.
-      program: what runs.
-      step: what is wanted of the step.
-      places: as the group sees them.
-      slices: as of `Actions`.
+      group: the group of stages.
+      program: the program that runs.
+      step: the wanted results.
+      places: the group's view of the storage.
+      slices: the carries between slices of sequences.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class GroupActions(Actions):
     def share(self, slot: Slot, row: Row) -> tuple[Slot, Row]:
         """Restrict a slot to this group's ops; the row gets their branch, or the idle branch."""
         schedule = self._program.schedule
-        # One op may belong to several groups: chunk 0 can be of one group on rank 0 and of another
+        # One op may belong to several groups: chunk 0 can be in one group on rank 0 and in another
         # on rank 1. So each group needs the ranks on which it runs an op.
         doers: dict[Op, list[int]] = {op: [] for op in slot.ops}
         for k in self.group.stages:
@@ -111,9 +111,9 @@ class GroupActions(Actions):
                     *self._program.ends_of(k),
                 ):
                     doers[op].append(schedule.placement[k])
-        # The program's branch numbers are mapped to the group's, which has a branch 0 too, and for
-        # every op of the other groups. All ranks trace this, so a rank looks up its line of the
-        # map.
+        # A table maps the program's branch numbers to the group's branch numbers. Ops of other
+        # groups map to the idle branch 0. All ranks run this code, so a rank reads its own line of
+        # the table.
         ops = tuple(op for op, ranks in doers.items() if ranks)
         table = np.zeros((schedule.num_ranks, len(slot.ops) + 1), np.int32)
         for branch, op in enumerate(ops, start=1):
@@ -123,20 +123,20 @@ class GroupActions(Actions):
             return part, row
         mine = jnp.asarray(table)[jax.lax.axis_index(STAGE)]
         chosen_op = mine[row["op"]]
-        # With slices of several lengths a group also runs one slice alone. Which slice an action
-        # has is known only in the tick.
+        # If slices differ in length, a group runs only one slice. The slice of an action is known
+        # only in the tick.
         if self.group.part is not None:
             is_mine = row["microbatch"] % schedule.num_slices == self.group.part
             chosen_op = jnp.where(is_mine, chosen_op, 0)
         return part, {**row, "op": chosen_op}
 
     def sent(self, y: Tree) -> Tree:
-        """An output as a message."""
-        # The model's last output may fit no message; nobody sends it.
+        """Convert an output to a message."""
+        # The model's last output may fit no message; it is not sent.
         return self._message(y, self.group.y_view)
 
     def as_message(self, floats: Leaves) -> Tree:
-        """A gradient for the input as a message."""
+        """Convert a gradient for the input to a message."""
         return self._message(super().as_message(floats), self.group.x_view)
 
     def _message(self, value: Tree, view: View | None) -> Tree:
@@ -144,17 +144,10 @@ class GroupActions(Actions):
 
 
 def _places_of(places: StepPlaces, index: int, group: StageGroup, step: StepRequest) -> StepPlaces:
-    """The places that all groups of a rank share, as one of them sees them.
-
-    Args:
-      places: those of all.
-      index: of the group.
-      group: the group.
-      step: what is wanted of the step.
-    """
+    """Make the view of group ``index`` of the storage that all groups of a rank share."""
     local, sums = group.local, places.sums
     residuals, halves = places.residuals, places.halves
-    # By kind the view of its values, and their types; None for those of cells.
+    # For each kind of value: its view, and its types, or None if only the view needs them.
     views: dict[str, tuple[View | None, Any]] = {
         "operand": (group.x_view, local.activation),
         "gradient": (group.y_view, local.output),
@@ -180,8 +173,8 @@ def own_totals(sums: StepSums, group: StageGroup) -> list[Any]:
     summed = group.local.model.trained.chunks[chunk]
     totals, total = list(sums.chunk_grads), sums.chunk_grads[chunk]
     added = sums.added.refs if group.local.adds else []
-    # Refs exist for leaves that any stage of the chunk trains. A group that trains all of them, in
-    # places of their own, adds to them directly; others need a map from their leaves.
+    # Refs exist for leaves that any stage of the chunk trains. A group whose leaves fill all refs
+    # adds to the refs directly; other groups need a map from leaves to refs.
     if views is None and trained == summed:
         totals[chunk] = total.beside(added)
         return totals

@@ -1,4 +1,4 @@
-"""The places and sums that the actions of a program need, made before its first tick."""
+"""The storage and the sums for the actions of a program, made before its first tick."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from schedules.lowering.windows import Windows
 
 @dataclass(frozen=True, eq=False)
 class StepRequest:
-    """The results that a step returns, which its program does not determine.
+    """The results that a step must return; the program does not determine them.
 
     Attributes:
       training: whether backwards run.
-      take_loss: whether a forward's results are losses rather than outputs.
+      take_loss: whether the step computes losses; else outputs.
       want_inputs: whether gradients for the inputs' float leaves are kept.
       logprobs: whether a forward's results are the log-probabilities of targets.
     """
@@ -43,13 +43,13 @@ class StepRequest:
 
 @dataclass(frozen=True, eq=False)
 class StepPlaces:
-    """All that actions read, write and add to.
+    """The storage that actions read, write and add to.
 
     Attributes:
-      sums: what the step adds up and keeps.
-      stores: values between actions.
-      residuals: a stage's pullback taken apart, if forwards stash its residuals.
-      halves: a stage's backward in two, if the program splits any.
+      sums: the sums of the step, and values kept for its results.
+      stores: the values between actions.
+      residuals: a stage's pullback, split into forward and backward, if forwards stash residuals.
+      halves: a stage's backward in two halves, if the program has I and W.
     """
 
     sums: StepSums
@@ -64,37 +64,37 @@ def make_places(
     program: Program,
     step: StepRequest,
 ) -> StepPlaces:
-    """All places of the actions of a program; one without backward is an inference.
+    """Make the storage for the actions of a program.
 
     Args:
       plan: the options of the pipeline.
       local: the rank's part of the model.
-      program: what runs.
-      step: what is wanted of the step.
+      program: the program that runs.
+      step: the wanted results.
     """
-    # A chunk's gradients are summed in a window where the program has windows, else whole for the
-    # step.
+    # A program with windows sums a chunk's gradients in a window; without windows they stay whole
+    # for the step.
     units, axes, values = program.schedule.num_units, local.axes, program.values
     sums = make_sums(local, step, units, program.windows)
-    # Tracing a stage shows its residuals, and so the types of the places that keep them.
+    # A trace of a stage shows the types of its residuals, which the stash places need.
     residuals: Any = None
     if step.training and program.keep == "residuals":
         residuals = local.residuals()
-    # Messages of both directions share one pool (`ValueKind.pool`). The place that is added is the
-    # discard place: a rank stores there what it receives and does not need, without a condition.
+    # Messages of both directions share one pool (`ValueKind.pool`). The additional place is the
+    # discard place: a rank stores received messages that it does not need there, without a branch.
     messages = Pool(local.wire, values["operand"].device + 1, axes, "messages")
     device = {"operand": messages, "gradient": messages}
     places = values["stash"].device
     stashed = residuals.stashed if residuals and places else []
     device["stash"] = Pool(stashed, places, axes, "stashes", cleared=False)
     halves: Any = None
-    # To split a backward is to trace it, so that is done only for a program with I and W.
+    # Splitting a backward needs a trace, so it is done only for a program with I and W.
     if any(op.kind in "IW" for slot in program.slots for op in slot.ops):
         halves = local.split_backward(residuals)
     places = values["crossing"].device
     crossing = halves.crossing if halves and places else []
     device["crossing"] = Pool(crossing, places, axes, "crossings", cleared=False)
-    # Without residuals a stash in host memory holds the stage's input, as it is in a message.
+    # Without residuals, a stash in host memory holds the stage's input, in the form of a message.
     stash = local.wire if residuals is None else residuals.stashed
     types = {"stash": stash, "crossing": halves.crossing if halves else []}
     host = {
@@ -111,13 +111,13 @@ def make_sums(
     num_microbatches: int,
     windows: Windows | None = None,
 ) -> StepSums:
-    """Make the sums of a step, and the places of its inputs' gradients.
+    """Make the sums of a step, and the storage of its inputs' gradients.
 
     Args:
       local: the rank's part of the model.
-      step: what is wanted of the step.
+      step: the wanted results.
       num_microbatches: M; with slices the number of units.
-      windows: those of weights and gradients, if the program has any.
+      windows: the program's windows of weights and gradients, if it has any.
     """
     axes, model = local.axes, local.model
     types = dict(local.rank.facts.stage_sums)
@@ -131,14 +131,14 @@ def make_sums(
         return as_summed(chosen(weights, mask), model.grad_dtype) if step.training else []
 
     trained, of_chunks = model.trained, added.refs if local.adds else []
-    # Whole weights are looked at for their types alone; nothing is gathered here.
+    # Only the types of whole weights are used; nothing is gathered here.
     chunks = local.rank.chunks.whole
     like = jax.eval_shape(lambda: list(map(summed, chunks, trained.chunks)))
     spreads = [chosen(*of) for of in zip(model.layout.chunks, trained.chunks, strict=True)]
     windows = windows if step.training else None
     chunk_grads = chunk_totals(like, axes, of_chunks, windows, spreads)
-    # A pullback returns the sum of added losses after the gradients of weights: its ref is the last
-    # of the targets.
+    # A pullback returns the sum of added losses after the gradients of weights, so the ref of this
+    # sum is the last target.
     of_ends = added.refs if local.rank.facts.adding_ends else []
     ends_grads = Total(summed(local.ends_weights, trained.ends), axes, of_ends)
     floats, _ = partition(at(local.batch.inputs, 0))
@@ -154,5 +154,5 @@ def _output_types(local: LocalModel, *, logprobs: bool) -> Tree:
         targets = at(local.batch.targets, 0)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), targets)
     arguments = local.rank, local.ends_weights, blank(local.output, local.axes), 0
-    # Their shapes are seen by `pipeline.lint.outputs`.
+    # `pipeline.lint.outputs` checks their shapes.
     return jax.eval_shape(lambda: finish(*arguments, take_loss=False).value)

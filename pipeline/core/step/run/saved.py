@@ -1,9 +1,9 @@
 """The values that a backward starts from: the stage's input, or residuals that F stashes.
 
-A backward that has the stage's input (``keep="input"``) runs the forward again, so the last stage's
-forward, whose output only its own backward needs, does nothing. With ``keep="residuals"`` it starts
-from what the forward stashed. The input is a message or, where the program has it elsewhere, a copy
-that F stashes.
+With ``keep="input"`` a backward runs the forward again from the stage's input. The input is a
+message, or a copy that F stashes if the program says so. Only the last stage's backward needs the
+last stage's output, so its F does nothing. With ``keep="residuals"`` a backward starts from the
+residuals that F stashed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pipeline.core.step.stores.slices import WholeSequences
 from pipeline.core.step.stores.store import Row, Stores
 from schedules.lowering.program import Op
 
-TakeCotangent = Callable[[Tree], Leaves]  # from a stage's output to the gradients for it
+TakeCotangent = Callable[[Tree], Leaves]  # from a stage's output to the gradients for the output
 
 
 class SavedInput:
-    """A backward runs its stage's forward again.
+    """Backwards that start from the stage's input and run its forward again.
 
     Args:
       local: the rank's part of the model, or a group of its stages.
-      stores: where values are.
-      slices: what slices of sequences leave for one another.
-      operand: gives a stage's input, by op and row.
+      stores: the storage of values between actions.
+      slices: the carries between slices of sequences.
+      operand: a function of op and row that returns a stage's input.
     """
 
     recomputes = True
@@ -50,41 +50,41 @@ class SavedInput:
             self.stores.write("stash", op, row, self.operand(op, row))
 
     def forward(self, op: Op, row: Row, x: Tree) -> Outcome:
-        """The outcome of a stage."""
+        """Call a stage."""
         return self.local.stage(
             *self.local.stage_arguments(op.chunk, row["microbatch"], now=True), x
         )
 
     def read(self, op: Op, row: Row) -> Tree:
-        """The value that a backward starts from: the stage's input."""
+        """Read the stage's input, from which a backward starts."""
         stashed = self.stores.stashes_input(op)
         x = self.stores.read("stash", op, row) if stashed else self.operand(op, row)
-        # Carries of earlier slices have places of their own, and are never stashed with the input.
+        # Carries of earlier slices have other places, and are never stashed with the input.
         return self.slices.input(row, x)
 
     def pullback(self, op: Op, row: Row) -> tuple[Tree, Pullback]:
-        """The output of a stage and the stage's pullback, by a second forward."""
+        """Run a second forward; return the stage's output and pullback."""
         x = self.read(op, row)
         again, pullback = self.local.stage_pullback(op.chunk, row["microbatch"], x)
         return again.value, pullback
 
     def output(self, row: Row, saved: Tree, arguments: Any) -> Tree:  # noqa: ARG002
-        """The output of a stage alone."""
+        """Compute the output of a stage without its pullback."""
         weights, fixed, side = arguments
         return self.local.stage(weights, fixed, side, saved).value
 
     def of_half(self, op: Op, row: Row, saved: Tree, take: TakeCotangent) -> tuple[Tree, Any]:  # noqa: ARG002
-        """The values that I starts from, and its cotangent or, on the last stage, ``take``."""
-        # I runs the stage again, so the last stage's output appears within it: the cotangent is a
-        # function of that output, which spares a forward for the loss alone.
+        """Return the input of I, and its cotangent; for the last stage, ``take`` instead."""
+        # I runs the stage again, and so computes the last stage's output. The cotangent is passed
+        # as a function of this output, which saves a forward for the loss.
         return saved, take if op.last else take(None)
 
 
 class SavedResiduals(SavedInput):
-    """A backward starts from the residuals of its forward.
+    """Backwards that start from the residuals of their forward.
 
     Args:
-      residuals: the stage's pullback, taken apart.
+      residuals: the stage's pullback, split into forward and backward.
       others: the arguments of `SavedInput`.
     """
 
@@ -95,38 +95,38 @@ class SavedResiduals(SavedInput):
         self.residuals = residuals
 
     def begin(self, op: Op, row: Row) -> None:
-        """Do nothing: the forward itself makes the residuals that are stashed."""
+        """Do nothing: `forward` makes and stashes the residuals."""
 
     def forward(self, op: Op, row: Row, x: Tree) -> Outcome:
-        """The outcome of a stage, whose residuals are stashed."""
+        """Call a stage, and stash its residuals."""
         arguments = *self.local.stage_arguments(op.chunk, row["microbatch"], now=True), x
         outcome, stash = self.residuals.forward(*arguments)
         self.stores.write("stash", op, row, stash)
         return outcome
 
     def read(self, op: Op, row: Row) -> Tree:
-        """The values that a backward starts from: the residuals."""
+        """Read the residuals, from which a backward starts."""
         return self.stores.read("stash", op, row)
 
     def pullback(self, op: Op, row: Row) -> tuple[Tree, Pullback]:
-        """The output of the last stage, None of others, and the stage's pullback."""
+        """Return the stage's output (None unless it is the last stage) and its pullback."""
         arguments = self.local.stage_arguments(op.chunk, row["microbatch"])
         stash = self.read(op, row)
-        # Arguments of a stage are not stashed: weights, keys and extras are passed again, and so
-        # are the carries of earlier slices.
+        # A stage's arguments are not stashed: weights, keys, extras and the carries of earlier
+        # slices are passed again.
         pullback = self.residuals.backward(*arguments, stash, self.slices.earlier(row))
         return self.output(row, stash, arguments) if op.last else None, pullback
 
     def output(self, row: Row, saved: Tree, arguments: Any) -> Tree:  # noqa: ARG002
-        """The last stage's output."""
-        # No gradient arrives at the last stage, so the place of its gradient holds the output: F
-        # stores it there by a channel of shift 0. Where no message has the output's type, the
+        """Read the last stage's output."""
+        # The last stage receives no gradient, so the place of its gradient holds the output: F
+        # stores it there through a channel of shift 0. If no message has the output's type, the
         # output is stashed with the residuals.
         if self.residuals.holds_output:
             return self.residuals.output(saved)
         return self.stores.device["gradient"][row["gradient"]]
 
     def of_half(self, op: Op, row: Row, saved: Tree, take: TakeCotangent) -> tuple[Tree, Any]:
-        """The values that I starts from, carries of earlier slices included, and its cotangent."""
+        """Return the residuals for I, with the carries of earlier slices, and its cotangent."""
         dy = take(self.output(row, saved, ()) if op.last else None)
         return (saved, self.slices.earlier(row)) if self.slices.has_carries else saved, dy

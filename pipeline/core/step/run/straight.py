@@ -1,12 +1,12 @@
-"""One rank that takes each microbatch straight through all stages and back: accumulation.
+"""Gradient accumulation on one rank: each microbatch runs through all stages and back.
 
-Letters: K stages, all on the rank; M microbatches. Nothing is sent, and no microbatch begins before
-the one before it is done. So a microbatch is one piece of code, what its forward passes leave is
-the compiler's to keep, and there are no branches, tables, stashes or messages: a loop that adds up
-what `jax.vjp` returns, as one would write it by hand.
+Letters: K stages, all on the rank; M microbatches. No message is sent, and a microbatch starts only
+after the previous one has ended. So the code for a microbatch has no branches, tables, stashes or
+messages, and the compiler keeps the residuals. The step is a loop that sums the results of
+`jax.vjp`, like a loop written by hand.
 
-Not for ``remat="stage"``: XLA's CPU backend drops the barriers that keep a forward apart from its
-repetition and makes one of the two, so nothing is saved; as actions of a timetable they stay two.
+This is not used with ``remat="stage"``: XLA's CPU backend drops the barriers between a forward and
+its repetition and merges the two, so no memory is saved. Actions of a timetable stay separate.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pipeline.core.step.stores.store import Stores
 
 
 class Straight(Actions):
-    """A step of such a rank (`is_accumulation` of `schedules.families.accumulation`).
+    """A step of gradient accumulation (`is_accumulation` of `schedules.families.accumulation`).
 
-    It needs no memory but the totals: a microbatch is done before the next one starts.
+    It keeps only the totals between microbatches.
 
     Args:
       local: the rank's part of the model, whose stages are alike.
       num_microbatches: M.
-      step: what is wanted of the step.
+      step: the wanted results.
     """
 
     def __init__(self, local: LocalModel, num_microbatches: int, step: StepRequest) -> None:
@@ -45,8 +45,8 @@ class Straight(Actions):
             self._microbatch(vary(microbatch, self.local.axes))
             return carry, None
 
-        # A scan, so that a microbatch is compiled once; all results go to refs, which it closes
-        # over.
+        # A scan, so that a microbatch is compiled once. Its body closes over refs, to which all
+        # results are written.
         jax.lax.scan(body, None, jnp.arange(self._num_microbatches))
 
     def _microbatch(self, microbatch: jax.Array) -> None:
@@ -56,9 +56,9 @@ class Straight(Actions):
         else:
             outcome = self.embed(microbatch)
         self.sums.take(outcome, microbatch)
-        # Forward through all chunks. Gradients of weights are added late: with all in one piece of
-        # code, XLA's CPU backend otherwise makes them before the input's gradient, for which the
-        # next pullback waits.
+        # Forward through all chunks. Gradients of weights are added late (`late`): XLA's CPU
+        # backend would otherwise compute them before the input's gradient, which the next pullback
+        # needs.
         pullbacks = []
         for chunk in range(local.num_chunks):
             x = outcome.value

@@ -1,16 +1,17 @@
 """The ticks of a program, one after the other: a `lax.scan` over its table.
 
-Letters: S ranks, T ticks. For every slot of a tick a rank runs what its row of the table says,
-sends the message along the slot's channels and stores what arrives where the table says. Where
-sends are delayed the scan carries the message of the slot before, whose exchange then depends on
-nothing that the slot computes: the compiler may run both at a time. A message takes the place of
-the last that has been exchanged, so that of two slots each has a place of its own. The scan also
-carries the arrays in host memory (`pipeline.core.step.stores.host`).
+Letters: S ranks, T ticks. In every slot of a tick, a rank runs the action in its row of the table,
+sends the message along the slot's channels, and stores arriving messages in the places that the
+table names. With delayed sends, the scan carries the message of the previous slot. Its exchange
+does not depend on the work of this slot, so the compiler may run both at once. A new message
+reuses the memory of the last exchanged message. The scan also carries the arrays in host memory
+(`pipeline.core.step.stores.host`).
 
-A loop over ticks compiles all that any of them does, and in each exchanges in all directions that
-any of them needs. An idle action costs nothing, an exchange its bytes, whoever reads them. Where
-all that happens before a tick is other than what happens from it on (first all forwards, then all
-backwards), a loop for either compiles nothing twice, and exchanges only where its messages go.
+One loop over ticks compiles the actions of all its ticks, and every tick exchanges in all
+directions that any tick needs. An idle action costs nothing; an exchange costs its bytes even if
+they are not read. Sometimes all ticks before a tick have other actions than all ticks from it on
+(first all forwards, then all backwards). Then two loops compile nothing twice, and each exchanges
+only in the directions of its messages.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from schedules.lowering.program import COMMON, Program
 
 
 def run_ticks(actions: Actions, program: Program, tables: Row) -> None:
-    """Run every tick; its results are in the sums of ``actions``."""
+    """Run every tick; the results are in the sums of ``actions``."""
     with actions.opened(program):
         _scan_ticks(actions, program, tables)
 
 
 def _scan_ticks(actions: Actions, program: Program, tables: Row) -> None:
-    """Run every tick, with weights where actions find them."""
+    """Run every tick; the windows of weights are open."""
     delayed = program.delayed
-    # Operands and gradients share one pool: whatever a channel brings is stored there.
+    # Operands and gradients share one pool: all arriving messages are stored there.
     messages, carried = actions.stores.device["operand"], actions.stores.carried
     common = None
     if program.shared:
@@ -54,30 +55,30 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row) -> None:
     ) -> tuple[tuple[Tree, Any], None]:
         delayed_message, arrays = carry
         carried.put(arrays)
-        exchanged = None  # the last message that has been exchanged, whose memory is free
-        # Slots that no tick of this loop uses are left out: an exchange costs its bytes whoever
-        # reads them.
+        exchanged = None  # the last exchanged message, whose memory is free
+        # Slots that no tick of this loop uses are left out: an exchange costs its bytes even if
+        # they are not read.
         for index in np.flatnonzero(uses).tolist():
-            # Only what some tick of this loop does in the slot is compiled. If that is not all,
-            # branches have other numbers than the program's.
+            # Only the ops that some tick of this loop runs in the slot are compiled. If this leaves
+            # ops out, the remaining branches get new numbers.
             need, row = needed(program, index, *part), {name: rows[name][index] for name in rows}
             if need.is_part:
                 row["op"] = jnp.asarray(need.branch)[row["op"]]
-            # A delayed exchange comes before the work and needs nothing of it.
+            # A delayed exchange comes before the work, and does not depend on it.
             between_ranks = [channel for _, channel in need.channels if channel.shift]
             early = {c: exchange(delayed_message, c.edges, STAGE) for c in between_ranks if delayed}
             with jax.named_scope(scopes.of_slot(index)):
                 if common:
                     common.before(row, busy[index])
-                # A rank without an action sends something too: every rank takes part in an
-                # exchange, and who has no use for what arrives stores it in the discard place.
+                # A rank without an action sends a placeholder: every rank takes part in an
+                # exchange, and a rank that needs no message stores it in the discard place.
                 message = actions.no_message() if exchanged is None else exchanged
                 # With delayed sends a message may arrive in a slot in which no rank has an action.
                 if uses[index] == WORK:
                     message = actions.run_slot(need.slot, row, message)
                 if common:
                     message = common.after(row, busy[index], message)
-            # Tables of `arrival` name the discard place where this rank reads nothing.
+            # The table `arrival` names the discard place for messages that this rank does not read.
             for column, channel in need.channels:
                 arrived = early.get(channel, message)
                 if channel.shift and not delayed:
@@ -86,14 +87,14 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row) -> None:
             delayed_message, exchanged = (message, delayed_message) if delayed else (None, message)
         return (delayed_message, carried.get()), None
 
-    # The shard_map leaves a rank its column of most tables, under an axis of length 1. The tables
+    # The shard_map gives a rank its column of most tables, with a leading axis of length 1. Tables
     # of work that all ranks share have no such axis.
     local = {name: table if name in COMMON else table[0] for name, table in tables.items()}
-    # All else is in refs, which the scan closes over. Carried are the message that waits for its
-    # exchange in the next slot, and arrays in host memory: a ref there JAX would copy whole to the
-    # device (`pipeline.core.step.stores.host`).
+    # The scan carries the message that is exchanged in the next slot, and the arrays in host
+    # memory, because JAX would copy a ref in host memory whole to the device
+    # (`pipeline.core.step.stores.host`). All other values are in refs, which the scan closes over.
     carry = actions.no_message() if delayed else None, carried.get()
-    # One scan for each run of ticks in which the same things happen (see above).
+    # One scan for each segment of ticks with equal kinds of work (see above).
     for start, stop, uses in segments(program):
         body = functools.partial(tick, (start, stop), uses, busy_in(program, start, stop))
         with jax.named_scope(scopes.of_ticks(start, stop)):
@@ -109,7 +110,7 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row) -> None:
 
 
 def _once(body: Any, carry: tuple[Tree, Any], row: Row) -> tuple[Tree, Any]:
-    """The carry after one tick, by a loop of one trip: XLA updates its arrays in place."""
+    """Run one tick in a loop of one trip, so that XLA updates its arrays in place."""
     message, arrays = carry
 
     def update(value: tuple[Tree, Any]) -> tuple[Tree, Any]:

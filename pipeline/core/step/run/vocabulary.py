@@ -1,19 +1,21 @@
 """Vocabulary parallelism: embedding and head on all ranks, split by words over ``stage``.
 
-Letters: S ranks, N words, n = ceil(N / S) of them on each rank, d width; R rows of a microbatch. A
-rank has the rows r n .. (r + 1) n - 1 of a table and computes with those alone:
+Letters: S ranks, N words, n = ceil(N / S) words on each rank, d width; R rows of a microbatch. Rank
+r has the rows r n .. (r + 1) n - 1 of a table, and computes only with these rows:
 
-* lookup: a word's vector is on one rank, the others add zeros; all ranks get the sum, [R, d], and
-  the first stage's rank reads it;
-* head: the last stage's output goes to all ranks, each has its [R, n] logits and tells the others
-  three numbers a row, the largest logit, the sum of exponentials below it, and the target's logit
-  if it has it. From these follow the loss and the gradient of its own logits; the gradients for the
-  features, [R, d], are added up for the last stage's rank. A rank never holds [R, N];
-* scatter: the gradient for the first stage's input goes to all, who add it to the rows they have.
+* lookup: one rank has a word's vector, and the others add zeros. All ranks get the sum, [R, d]; the
+  rank of the first stage reads it.
+* head: the last stage's output is sent to all ranks. Each rank computes its [R, n] logits and sends
+  three numbers per row to the others: the largest logit, the sum of exponentials relative to it,
+  and the target's logit if the rank has this word. From these numbers each rank computes the loss
+  and the gradient of its own logits. The gradients for the features, [R, d], are summed for the
+  rank of the last stage. No rank ever holds [R, N].
+* scatter: the gradient for the first stage's input is sent to all ranks, and each adds it to its
+  rows.
 
-Tables of the program say when. They say the same on all ranks, so collectives may lie within a loop
-of at most one trip. Softmax from parts: Milakov and Gimelshein, arXiv:1805.02867; a vocabulary
-shared by pipeline ranks: Yeung, Qi, Lin and Wan, arXiv:2411.05288.
+Tables of the program say when this work runs. They are equal on all ranks, so a loop of at most one
+trip may contain collectives. Softmax from parts: Milakov and Gimelshein, arXiv:1805.02867; a
+vocabulary shared by pipeline ranks: Yeung, Qi, Lin and Wan, arXiv:2411.05288.
 """
 
 from __future__ import annotations
@@ -48,11 +50,11 @@ from schedules.lowering.program import Program
 
 
 class VocabularyParallel:
-    """Work that all ranks do together around the slots of a step.
+    """The work that all ranks do together before and after the slots of a step.
 
     Args:
-      actions: the rank's, whose memory is used.
-      program: what runs.
+      actions: the actions of the rank, with its storage.
+      program: the program that runs.
     """
 
     def __init__(self, actions: Actions, program: Program) -> None:
@@ -60,8 +62,8 @@ class VocabularyParallel:
         self.tables = actions.local.model.tables
         placement = program.schedule.placement
         self.first, self.last = placement[0], placement[-1]
-        # Every rank gets the embedding and only the first stage's rank reads it; others store
-        # theirs in the discard place.
+        # Every rank gets the embedding, but only the rank of the first stage reads it. Other ranks
+        # store it in the discard place.
         self.discard = program.values["operand"].discard
         self.rank = jax.lax.axis_index(STAGE)
 
@@ -72,15 +74,15 @@ class VocabularyParallel:
 
     def after(self, row: Row, busy: Mapping[str, bool], message: Tree) -> Tree:
         """Do the shared work after a slot's actions; return the message that the rank sends."""
-        # Nothing to add where embed is frozen. Scatter comes before the head, which replaces the
-        # message by the gradient it has made.
+        # A frozen embed has no gradient. Scatter comes before the head, because the head replaces
+        # the message by a gradient.
         if busy["scatter"] and self._total(self.tables.embed) is not None:
             self._when("scatter", row, lambda _, m: self._scatter(message, m), None)
         return self._when("head", row, self._head, message) if busy["head"] else message
 
     def _when(self, table: str, row: Row, work: Any, value: Tree) -> Tree:
-        """Work on a table's microbatch, if any: ``work(given, microbatch)``."""
-        # All ranks read the same entry, so all enter the loop and meet in its collectives.
+        """Run ``work(value, microbatch)`` if the table has a microbatch in this slot."""
+        # All ranks read an equal entry, so all enter the loop and take part in its collectives.
         microbatch = row[table]
         with jax.named_scope(table):
             return updated(microbatch >= 0, lambda value: work(value, microbatch), value)
@@ -97,13 +99,13 @@ class VocabularyParallel:
     def _scatter(self, message: Tree, microbatch: Any) -> None:
         total = self._total(self.tables.embed)
         dx = self._from(self.first, message)
-        # Words of other ranks add zeros to row 0, so every rank adds an array of one shape.
+        # Words of other ranks add zeros to row 0, so all ranks add arrays of equal shape.
         row_of, is_mine = _mine(self._ids(microbatch), total)
         part = jnp.where(is_mine[..., None], dx, jnp.zeros_like(dx)).astype(total.dtype)
         total[...] = total[...].at[row_of].add(part)
 
     def _from(self, rank: int, message: Tree) -> jax.Array:
-        """Broadcast one rank's message to all; values of other ranks, NaN included, do not leak."""
+        """Broadcast one rank's message to all; other ranks' values, even NaN, have no effect."""
         # A select, not a product with 0: messages of other ranks are placeholders, which may be
         # NaN.
         x = _only(message)
@@ -118,7 +120,7 @@ class VocabularyParallel:
     def _head(self, message: Tree, microbatch: Any) -> Tree:
         local, actions, index = self.local, self.actions, self.tables.head
         here = self.rank == self.last
-        # The last stage's output goes to all ranks, and each makes the logits of its words.
+        # The last stage's output is sent to all ranks, and each computes the logits of its words.
         y = vary(self._from(self.last, message), local.axes)
         h, pullback = self._features(y, microbatch)
         table = local.ends_weights[index]
@@ -130,7 +132,7 @@ class VocabularyParallel:
             ids = _own_part(ids, parts=self.tables.head_parts)
             lost = losses_of(*_whole(z, self._place(ids, z)))
             logprobs = self._joined(-mask_losses(lost, ids, self.tables.head_words, IGNORED), -1)
-            # Every rank knows them, and results of ranks are summed: one rank keeps them.
+            # Every rank has them, and results are summed over ranks, so only one rank keeps them.
             results = actions.sums.results
             results[microbatch] = jnp.where(here, logprobs, results[microbatch])
             return message
@@ -138,27 +140,27 @@ class VocabularyParallel:
             actions.sums.results[microbatch] = self._joined(z, -2)
             return message
         lost, weight, dz = self._loss(z, microbatch)
-        # Every rank knows the loss, and losses of ranks are summed: one rank counts it.
+        # Every rank has the loss, and losses are summed over ranks, so only one rank adds it.
         for name, value in (("loss", lost), ("weight", weight)):
             actions.sums.scalars[name].add([jnp.where(here, value, jnp.zeros_like(value))])
         if not actions.step.training:
             return message
         share = self.local.rank.loss.of_loss
-        # This loss is a sum with a weight, so the factor is the number 1 unless the caller scales
-        # the loss, or the weight was summed before the step.
+        # This loss is a (sum, weight), so the factor is the number 1 unless the caller scales the
+        # loss or the weight was summed before the step.
         if isinstance(share, jax.Array):
             dz = times(dz, share)
         dh = self._accumulate(dz.astype(h.dtype), h, table)
-        # All ranks have the same gradient, and all run the pullback of the features below. Its
+        # All ranks have an equal gradient, and all run the pullback of the features below. Its
         # gradients are summed over ranks, so it starts from zeros on all ranks but one.
         dh = vary(jnp.where(here, dh, jnp.zeros_like(dh)), local.axes)
         dy = self._pull(pullback, dh)
-        # The last stage's rank stores this as the gradient of its output (a channel of shift 0);
-        # other ranks send what they were sending.
+        # The rank of the last stage stores this as the gradient of its output (a channel of shift
+        # 0). Other ranks keep their message.
         return jax.tree.map(lambda sent: jnp.where(here, dy, sent), message)
 
     def _features(self, y: jax.Array, microbatch: Any) -> tuple[jax.Array, Pullback]:
-        """Compute the factors of the logits, and the pullback over all weights but tables."""
+        """Compute the features for the logits, and the pullback for all weights but tables."""
         weights, tables = self.local.ends_weights, self.tables
 
         def f(others: Leaves, leaves: Leaves) -> Outcome:
@@ -166,8 +168,8 @@ class VocabularyParallel:
             whole = [w if n in tables else next(rest) for n, w in enumerate(weights)]
             return Outcome(ends.features(self.local.rank, whole, leaves[0], microbatch))
 
-        # Tables have their gradients from `_accumulate` and `_scatter`; the pullback is over the
-        # rest.
+        # `_accumulate` and `_scatter` compute the gradients of tables; the pullback computes the
+        # other gradients.
         others = [w for n, w in enumerate(weights) if n not in tables]
         model = self.local.model
         mask = tuple(yes for n, yes in enumerate(model.trained.ends) if n not in tables)
@@ -181,12 +183,12 @@ class VocabularyParallel:
         return join_sequence(x, sequence_axis=sequence_axis) if self.tables.head_parts else x
 
     def _place(self, ids: jax.Array, z: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The columns of words among this rank's, and whether they are there."""
+        """Find the columns of words in this rank's logits, with a mask of the words it has."""
         row_of, mine = find_rows(ids, z.shape[-1], first=self.rank * z.shape[-1])
         return row_of, mine & (ids < self.tables.head_words)  # rows after the last word are padding
 
     def _loss(self, z: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Sum and weight of the loss, and the gradient for this rank's logits."""
+        """Compute sum and weight of the loss, and the gradient for this rank's logits."""
         loss_fn = cast("CrossEntropy", self.local.model.loss_fn)
         of_tokens = loss_fn.tokens(at(self.local.batch.targets, microbatch))
         ids, weights = (_own_part(x, parts=self.tables.head_parts) for x in of_tokens)
@@ -195,13 +197,13 @@ class VocabularyParallel:
         counts = spoil(ids, weights, self.tables.head_words)
         lost = losses_of(top, total, picked) * counts
         sums = lost.sum(), weights.sum()
-        # Where ranks of `tensor` have parts of the positions, each has summed its own.
+        # If ranks of `tensor` have different positions, each has summed only its own.
         if self.tables.head_parts and is_manual(TENSOR):
             sums = total_over(sums, (TENSOR,))
         return *sums, logit_gradient(z, *place, top, total, counts)
 
     def _accumulate(self, dz: jax.Array, h: jax.Array, table: jax.Array) -> jax.Array:
-        """Add the gradient of this rank's rows; returns that for the features, of all words."""
+        """Add the gradient of this rank's rows; return the features' gradient, over all words."""
         total, flat = self._total(self.tables.head), dz.reshape(-1, dz.shape[-1])
         if total is not None:
             dw = jnp.dot(flat.T, h.reshape(-1, h.shape[-1]), preferred_element_type=total.dtype)
@@ -220,7 +222,7 @@ class VocabularyParallel:
         return dy
 
     def _total(self, index: int) -> Any:
-        """Return the sum of a leaf of the ends, None if the leaf is not trained."""
+        """Return the gradient total of a leaf of the ends; None if the leaf is not trained."""
         mask = self.local.model.trained.ends
         return self.actions.sums.ends_grads.refs[sum(mask[:index])] if mask[index] else None
 
@@ -229,13 +231,13 @@ class VocabularyParallel:
 
 
 def look_up(local: LocalModel, table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Vectors of words, on all ranks, of which each has its rows of a table."""
+    """Look up the vectors of words; each rank has its rows of the table, and all get the result."""
     row_of, is_mine = _mine(ids, table)
     dtype = jax.tree.leaves(local.activation)[0].dtype
     rows = table[row_of].astype(dtype)
     part = jnp.where(is_mine[..., None], rows, jnp.zeros_like(rows))
     x = total_over(part, (STAGE,))
-    # A number that is no word gives NaN, and not silently a vector of zeros.
+    # An integer that is no word gives NaN, not silently a vector of zeros.
     is_word = (ids >= 0) & (ids < local.model.tables.embed_words)
     vectors: jax.Array = local.rank.varied(
         jnp.where(is_word[..., None], x, jnp.full_like(x, jnp.nan))
@@ -244,12 +246,11 @@ def look_up(local: LocalModel, table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def own_logits(local: LocalModel, h: jax.Array, table: jax.Array) -> jax.Array:
-    """[R, n] of this rank's words."""
+    """Compute the [R, n] logits of this rank's words; the logits of padding are -inf."""
     z, words, each = logits(h, table), local.model.tables.head_words, table.shape[0]
     if axis_size(STAGE) * each == words:
         return z
-    # The last rank's table is padded to the size of the others; its padding must not count in the
-    # softmax.
+    # The table is padded so that all ranks have n rows; padding must not count in the softmax.
     first = jax.lax.axis_index(STAGE) * each
     is_word = first + jnp.arange(each, dtype=jnp.int32) < words
     return jnp.where(is_word.reshape((1,) * (z.ndim - 1) + (-1,)), z, -jnp.inf)
@@ -264,7 +265,7 @@ def _mine(ids: jax.Array, table: Any) -> tuple[jax.Array, jax.Array]:
 
 def _whole(z: jax.Array, place: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
     """Combine [R] over all words: largest logit, sum of exponentials, the target's logit."""
-    # Not `combine`: one exchange takes less time than two, and few ranks send little.
+    # Not `combine`: one exchange takes less time than two, and the ranks are few and send little.
     parts = jax.lax.all_gather(jnp.stack(sum_up(z, *place)), STAGE)
     largest, totals, picked = jnp.moveaxis(parts, 1, 0)
     top = largest.max(axis=0)
@@ -272,7 +273,7 @@ def _whole(z: jax.Array, place: tuple[jax.Array, jax.Array]) -> tuple[jax.Array,
 
 
 def _own_part(of_tokens: jax.Array, *, parts: bool) -> jax.Array:
-    """Cut a value of each token to this rank's positions, where ranks have parts."""
+    """Cut an array of token values to this rank's positions, if ranks have different positions."""
     return split_sequence(of_tokens, sequence_axis=-1) if parts else of_tokens
 
 

@@ -1,5 +1,4 @@
-"""Where a rank keeps values between actions: device and host memory, windows, slices, totals.
+"""Storage of a rank's values between actions: device and host memory, windows, slices, totals.
 
-A store makes its places before the first tick. Which value is in which place when, the tables of
-the program say.
+A store makes its places before the first tick. The program's tables assign values to places.
 """

@@ -1,7 +1,7 @@
 """Places for values in device memory: refs (`jax.new_ref`) that actions write in place.
 
-Actions write them from inside a branch, and the scan over ticks need not carry them. The program
-says how many places there are, and which value is in which place.
+Actions can write refs inside a branch, and the scan over ticks need not carry refs. The program
+determines the number of places, and the place of each value.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ class Pool:
 
     Args:
       types: a tree of shapes and dtypes, one value.
-      places: how many.
-      axes: the mesh axes over which values vary whose types do not say it themselves.
-      name: the name of the places in `pipeline.insight.forecast.bytes`, which reads it in the name
-        stack of their refs.
-      cleared: whether they are zeros at first. They need not be if no action reads a place before
-        another has written it: on a TPU clearing the stashes of 8B takes 2% of a step
-        (bench/notes/tpu.md).
+      places: the number of places.
+      axes: the mesh axes over which values vary, if their types name no axes.
+      name: the name of the places in the name stack of their refs, where
+        `pipeline.insight.forecast.bytes` reads it.
+      cleared: whether places start as zeros. This is not needed if every place is written before it
+        is read: on a TPU clearing the stashes of 8B takes 2% of a step (bench/notes/tpu.md).
 
     Raises:
-      ValueError: the type of a value says that it is in host memory.
+      ValueError: the type of a value is in host memory.
     """
 
     def __init__(
@@ -48,8 +47,8 @@ class Pool:
     ) -> None:
         leaves, self._treedef = jax.tree.flatten(types)
         check_no_host(leaves, name)
-        # A ref's type is fixed when it is made: places vary over all axes over which any later
-        # value may. The place is an index of a leading axis, since only the tick's row knows it.
+        # A ref's type is fixed when it is made, so places vary over all axes over which any later
+        # value may vary. Places form a leading axis, because only the tick's row has the index.
         make = zeros if cleared else _uncleared
         with jax.named_scope(name):
             self.refs = [
@@ -59,7 +58,7 @@ class Pool:
 
     def __setitem__(self, place: Any, value: Tree) -> None:
         for ref, leaf in zip(self.refs, jax.tree.leaves(value), strict=True):
-            if leaf.size:  # jax 0.12 refuses an index into what is empty
+            if leaf.size:  # jax 0.12 refuses to index an empty array
                 write(ref, tiled(leaf), place)
 
     def __getitem__(self, place: Any) -> Tree:
@@ -67,16 +66,16 @@ class Pool:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def seen(self, view: View | None, types: Tree, axes: tuple[str, ...]) -> PoolView:
-        """A view of these places for one of several kinds of values that share them."""
+        """Make a view of these places for one of several kinds of values that share them."""
         return PoolView(self, view, types, axes)
 
     def all(self) -> Tree:
-        """[places, ...] leaves."""
+        """Read all places: a tree with leaves [places, ...]."""
         return jax.tree.unflatten(self._treedef, [ref[...] for ref in self.refs])
 
 
 def check_no_host(types: Leaves, name: str) -> None:
-    """Refuse places for values that are in host memory."""
+    """Raise ValueError if a type is in host memory."""
     for t in types:
         if is_on_host(t):
             raise ValueError(
@@ -84,14 +83,14 @@ def check_no_host(types: Leaves, name: str) -> None:
                 f"offloads, as remat= or within the stage, or jax.device_put), and a pipeline "
                 f"keeps {name} in the memory of its devices: take a policy that saves these "
                 f"values, such as jax.checkpoint_policies.save_only_these_names(...), or one that "
-                f"has them computed again"
+                f"recomputes them"
             )
 
 
 def unwritten(types: Tree, axes: tuple[str, ...]) -> Tree:
-    """Make a placeholder of a tree's types, which also varies over ``axes``.
+    """Make an uninitialised value of a tree's types, which also varies over ``axes``.
 
-    On a TPU, zeros in its place in every slot take 2% of a step (8B on v6e, bench/notes/tpu.md).
+    On a TPU, zeros instead of it in every slot take 2% of a step (8B on v6e, bench/notes/tpu.md).
     """
     return vary_like(vary(jax.tree.map(_uncleared, types), axes), types)
 
@@ -121,7 +120,7 @@ class PoolView:
     Args:
       pool: the shared pool.
       view: the position of a value's leaves in a place; None if no place ever holds such a value:
-        then writes are dropped, and a read returns zeros that nobody uses.
+        then writes are dropped, and a read returns unused zeros.
       types: a tree of types, one value.
       axes: the mesh axes over which values vary.
     """
@@ -142,7 +141,7 @@ class PoolView:
 
 
 class WholeView:
-    """A view of a store, as `PoolView`, whose places are read and written as a whole.
+    """A view, like `PoolView`, of a store whose places are read and written as a whole.
 
     Args:
       store: the shared store, with the types of its places.

@@ -1,11 +1,11 @@
 """Stashes and crossings in host memory: pools that are carried as values, not kept in refs.
 
-JAX reads a ref in host memory as a whole into the device (0.12), or forgets that it is there
-(0.10.2). So a pool in host memory is a list of arrays. The scan over ticks carries them, and so
-does every loop around an action that writes them: `HostArrays` holds the current arrays while the
-program is traced. XLA updates in place what a loop carries. One value is transferred at a time: a
-write puts it into host memory and then into its place; a read takes it from its place and puts it
-into device memory.
+JAX copies a ref in host memory as a whole to the device (0.12), or loses its memory kind (0.10.2).
+So a pool in host memory is a list of arrays. The scan over ticks carries the arrays, and so does
+every loop around an action that writes them: `HostArrays` holds the current arrays while the
+program is traced. XLA updates the arrays that a loop carries in place. Each transfer moves one
+value: a write moves the value to host memory and then into its place; a read takes the value from
+its place and moves it to device memory.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class HostPool:
 
     Args:
       types: a tree of shapes and dtypes, one value.
-      places: how many.
-      first: the number of the first place; places with lower numbers are on the device.
-      axes: the mesh axes over which values vary whose types do not say it themselves.
-      name: in the name stack of its arrays, for `pipeline.insight.forecast.bytes`.
+      places: the number of places.
+      first: the index of the first place; places with lower indices are on the device.
+      axes: the mesh axes over which values vary, if their types name no axes.
+      name: the name in the name stack of the arrays, for `pipeline.insight.forecast.bytes`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class HostPool:
             self.arrays = [_pool(t, places, varying_in(t, otherwise=axes)) for t in leaves]
 
     def __setitem__(self, place: Any, value: Tree) -> None:
-        # Places of a kind are numbered through both memories, first those on the device.
+        # The places of a kind have one numbering: first on the device, then in host memory.
         leaves, place = jax.tree.leaves(self._stored(value)), place - self._first
         self.arrays = [
             _written(pool, tiled(_plain(leaf)), place) if leaf.size else pool
@@ -67,21 +67,21 @@ class HostPool:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def _stored(self, value: Tree) -> Tree:
-        """Return the value; on CPU, after a write to a place on the device and a read.
+        """Return the value; on CPU, write it to a place on the device first and read it back.
 
-        XLA for CPU rounds a product and a sum in one fusion once, and which arithmetic it fuses
-        depends on how a value is stored. So the value is stored as without `offload`, and gradients
-        are the same bit by bit.
+        XLA for CPU rounds only once for a product and a sum in one fusion, and its choice of
+        fusions depends on the storage of a value. So the value is stored as without `offload`, and
+        gradients are bitwise equal.
         """
         if platform() != "cpu":
             return value
-        # Two places, of which one is used: XLA would drop the write to a pool of one.
+        # Two places, though only one is used: XLA would drop the write to a pool with one place.
         between = Pool(self.types, 2, self._axes, "between")
         between[0] = value
         return jax.tree.unflatten(jax.tree.structure(value), jax.tree.leaves(between[0]))
 
     def seen(self, view: View | None, types: Tree, axes: tuple[str, ...]) -> WholeView:
-        """A view of these places for one of several kinds of values that share them."""
+        """Make a view of these places for one of several kinds of values that share them."""
         return WholeView(self, view, types, axes)
 
 
@@ -89,14 +89,14 @@ class HostArrays:
     """All pools of a rank in host memory, with their arrays at the current point of a trace.
 
     Args:
-      pools: those of the kinds of values that have places there.
+      pools: the pools of all kinds of values with places in host memory.
     """
 
     def __init__(self, pools: Sequence[HostPool]) -> None:
         self._pools = tuple(pools)
 
     def get(self) -> Arrays:
-        """The current arrays, to be carried into a loop."""
+        """Return the current arrays, to be carried into a loop."""
         return [pool.arrays for pool in self._pools]
 
     def put(self, arrays: Arrays) -> None:
@@ -105,10 +105,11 @@ class HostArrays:
             pool.arrays = own
 
     def at_most_once(self, wanted: Any, action: Callable[[], Tree], otherwise: Tree) -> Tree:
-        """Run an action, which may use the pools, if its result is wanted; else ``otherwise``."""
+        """Run an action, which may use the pools, if ``wanted``; else return ``otherwise``."""
 
-        # The loop carries the arrays of all pools. While its body is traced they are the current
-        # ones; after it the results are, since a tracer of the body must not be used outside.
+        # The loop carries the arrays of all pools. Its carry has the current arrays in the trace of
+        # its body. After the loop its results are the current arrays: tracers of the body must not
+        # be used outside.
         def update(carry: tuple[Tree, Arrays]) -> tuple[Tree, Arrays]:
             self.put(carry[1])
             return action(), self.get()
@@ -119,22 +120,22 @@ class HostArrays:
 
 
 def _plain(leaf: Any) -> Any:
-    """A value's leaf as a plain array: of keys, their numbers."""
+    """Convert a leaf to a plain array: for random keys, their data."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def _shaped(leaf: Any, like: Any) -> Any:
-    """The leaf of a type, out of its plain array."""
+    """Convert a plain array back to a leaf of the type of ``like``."""
     if not is_key(like):
         return leaf
     return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(zeros(like)))
 
 
 def _pool(like: Any, places: int, axes: tuple[str, ...]) -> Any:
-    """Make a pool [places, ...] in host memory; no place is read before a write.
+    """Make a pool [places, ...] in host memory; every place is written before it is read.
 
-    XLA for GPUs (jax 0.10.2) makes zeros on the device, all of them, and copies them to the host.
-    XLA for TPUs drops them by itself.
+    XLA for GPUs (jax 0.10.2) would make the zeros of the whole pool on the device, and copy them to
+    the host. XLA for TPUs drops the zeros.
     """
     plain = jax.eval_shape(lambda: _plain(zeros(like))) if is_key(like) else like
     make = jax.lax.empty if is_gpu() else jnp.zeros
@@ -143,8 +144,8 @@ def _pool(like: Any, places: int, axes: tuple[str, ...]) -> Any:
 
 @functools.partial(jax.jit, inline=True)
 def _written(pool: Any, leaf: Any, place: Any) -> Any:
-    """The pool with a leaf in a place."""
-    # The leaf goes to the host first, so that the update takes place there.
+    """Write a leaf into a place of a pool; return the pool."""
+    # The leaf is moved to the host first, so that the update runs in host memory.
     starts = [place, *(jnp.zeros_like(place) for _ in leaf.shape)]
     value = _in_host_memory.bind(to_host(jax.lax.expand_dims(leaf, (0,))))
     return jax.lax.dynamic_update_slice(pool, value, starts, allow_negative_indices=False)
@@ -152,7 +153,7 @@ def _written(pool: Any, leaf: Any, place: Any) -> Any:
 
 @functools.partial(jax.jit, inline=True)
 def _read(pool: Any, place: Any) -> Any:
-    """The leaf in a place of a pool, in device memory."""
+    """Read a place of a pool into device memory."""
     starts, sizes = [place, *(jnp.zeros_like(place) for _ in pool.shape[1:])], (1, *pool.shape[1:])
     # The slice is taken in host memory, so that only one place is transferred.
     row = jax.lax.dynamic_slice(pool, starts, sizes, allow_negative_indices=False)
@@ -160,11 +161,7 @@ def _read(pool: Any, place: Any) -> Any:
 
 
 def _refuse(*_: Any) -> Any:
-    """Refuse forward derivatives: JAX would allocate the tangents of a pool on the device.
-
-    Raises:
-      ValueError: always.
-    """
+    """Raise ValueError for forward derivatives: JAX would put a pool's tangents on the device."""
     raise ValueError(
         "jax.jvp of a gradient with offload=: JAX has no forward derivative of values in host "
         "memory; leave offload out where you need products with the Hessian, as by "

@@ -1,4 +1,4 @@
-"""Loops of at most one trip: updates in place that a conditional would copy."""
+"""Loops of at most one trip: they update buffers in place that a conditional would copy."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def at_most_once(wanted: Any, action: Callable[[], Tree], otherwise: Tree) -> Tr
 def updated(wanted: Any, update: Callable[[Tree], Tree], value: Tree) -> Tree:
     """Update the value in place if the update is wanted, else return the value.
 
-    A loop of at most one trip and not `lax.cond`: the update writes to gradients and stashes in
-    place. XLA aliases the operands and results of a loop, and copies those of a conditional, also
-    in the branch that does nothing (measured on CPU at d = 256: two copies of every gradient per
-    tick, 1.8 times the temporary memory; with the loop, none). An update should read the value
-    through its argument: if it closes over the value, XLA makes a copy.
+    This is a loop of at most one trip, not a `lax.cond`, because the update writes to gradients and
+    stashes in place. XLA aliases the operands and results of a loop, but copies the operands of a
+    conditional, even in the idle branch. On CPU at d = 256, a conditional made two copies of every
+    gradient per tick and took 1.8 times the temporary memory; the loop made no copy. An update
+    should read the value through its argument: if it closes over the value, XLA makes a copy.
     """
 
     def body(carry: tuple[Any, Tree]) -> tuple[Any, Tree]:
@@ -34,14 +34,14 @@ def updated(wanted: Any, update: Callable[[Tree], Tree], value: Tree) -> Tree:
 
 
 def run_once(update: Callable[[Tree], Tree], value: Tree) -> Tree:
-    """The result of an update of a value, by a loop that XLA cannot see runs once.
+    """Update a value in a loop of one trip that XLA does not inline.
 
-    Inlined into its surroundings, what it reads of a buffer and what comes after it writes there
-    are in no order, and XLA copies the buffer (for stashes, 80 MiB of 194).
+    If the update were inlined, its reads of a buffer and later writes to the buffer would have no
+    order, and XLA would copy the buffer (for stashes, 80 MiB of 194).
 
     Args:
-      update: anything that works on refs.
-      value: what it starts from, of the type of its result.
+      update: a function of the value that may read and write refs.
+      value: the initial value, of the type of the result.
     """
     # The barrier hides that the condition is always true.
     with jax.named_scope(scopes.ONCE):
@@ -51,8 +51,8 @@ def run_once(update: Callable[[Tree], Tree], value: Tree) -> Tree:
 def scale_in_place(refs: Leaves, factor: jax.Array) -> None:
     """Multiply the value of each ref by a scalar.
 
-    In a loop of at most one trip, whose results take the memory of its operands: a product outside
-    of it would be a second copy of every gradient.
+    A loop of at most one trip writes the results to the memory of its operands; without the loop
+    the products would be a second copy of every gradient.
     """
 
     def body(wanted: jax.Array) -> jax.Array:

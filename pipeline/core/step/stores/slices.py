@@ -1,10 +1,10 @@
 """Carries of slices: values that later slices of a microbatch read, and the gradients for them.
 
 Letters: N slices of a microbatch, unit u = slice u mod N of microbatch u // N. A stage reads the
-carries of earlier slices as one tree of [N, ...] leaves. Its backward gives a gradient for each of
-them; they are added up in at least float32, and read by the backward of the slice that left the
-carry. Tables name their places (`schedules.lowering.kinds`). Where slices have lengths of their
-own, all carries are as long as those of the longest slice, with zeros at their ends.
+carries of earlier slices as one tree of [N, ...] leaves, and its backward returns a gradient for
+each of these carries. The gradients are summed in at least float32; the backward of the slice that
+returned the carry reads the sum. Tables name the places (`schedules.lowering.kinds`). If slices
+differ in length, carries are padded with zeros to the length of the longest slice's carry.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from pipeline.core.autodiff.outcome import SlicedInput
 
 
 class WholeSequences:
-    """No slices: a stage reads its activation alone, and returns no carry."""
+    """No slices: a stage reads only its activation, and returns no carry."""
 
     has_carries = False
 
     def input(self, row: Any, x: Tree) -> Tree:  # noqa: ARG002
-        """The input of a stage."""
+        """Return the input of a stage: the activation."""
         return x
 
     def earlier(self, row: Any) -> Tree:  # noqa: ARG002
-        """The carries of earlier slices."""
+        """Return the carries of earlier slices: none."""
         return ()
 
     def keep(self, row: Any, carry: Tree) -> None:
-        """Keep the carry of a slice: there is none."""
+        """Store the carry of a slice: none."""
 
     def cotangent(self, row: Any, dy: Leaves) -> Leaves:  # noqa: ARG002
-        """Return the gradients for all results of a stage: only of its output."""
+        """Return the gradients for all results of a stage: its output."""
         return dy
 
     def back(self, row: Any, dx: Leaves) -> Leaves:  # noqa: ARG002
@@ -52,9 +52,9 @@ class Carries(WholeSequences):
 
     Attributes:
       types: the types of a carry of the longest slice.
-      own: the types of a carry of the slice whose actions these are.
-      part: the number of that slice, if slices have lengths of their own; else None.
-      axes: the mesh axes over which carries vary whose types do not say it.
+      own: the types of a carry of the slice that these actions run.
+      part: the index of this slice, if slices differ in length; else None.
+      axes: the mesh axes over which carries vary, if their types name no axes.
       num_slices: N.
       values, gradients: the places of carries, and of gradients for their float leaves.
     """
@@ -70,17 +70,17 @@ class Carries(WholeSequences):
     has_carries = True
 
     def input(self, row: Any, x: Tree) -> SlicedInput:
-        """The input of a stage: an activation, and the carries of earlier slices."""
+        """Return the input of a stage: an activation, and the carries of earlier slices."""
         part, N = self._part(row), self.num_slices
-        # With lengths, each slice is traced by itself and reads exactly the carries of earlier
-        # slices. Without, all slices share one trace, which reads N - 1 places and masks those not
-        # yet written.
+        # Slices that differ in length have separate traces, which read exactly the carries of
+        # earlier slices. Equal slices share one trace, which reads N - 1 places and masks the
+        # places that are not yet written.
         count = N - 1 if self.part is None else self.part
         carries = [jax.tree.leaves(self.values[row["carry"][n]]) for n in range(count)]
         leaves = []
         for number, t in enumerate(jax.tree.leaves(self.types)):
             nothing = vary(zeros(t), varying_in(t, otherwise=self.axes))
-            # A place that this microbatch has not written may hold NaN: select, do not multiply.
+            # A place that this microbatch has not written may contain NaN: select, do not multiply.
             parts = [carries[n][number] for n in range(count)]
             if self.part is None:
                 parts = [jnp.where(n < part, parts[n], nothing) for n in range(count)]
@@ -88,20 +88,20 @@ class Carries(WholeSequences):
         return SlicedInput(x, jax.tree.unflatten(jax.tree.structure(self.types), leaves))
 
     def earlier(self, row: Any) -> Tree:
-        """The carries of earlier slices."""
+        """Return the carries of earlier slices."""
         return self.input(row, ()).earlier
 
     def keep(self, row: Any, carry: Tree) -> None:
-        """Put the carry of a slice into its place."""
+        """Store the carry of a slice in its place."""
         self.values[row["carry"][self._part(row)]] = padded(carry, self.types)
 
     def cotangent(self, row: Any, dy: Leaves) -> Leaves:
-        """The gradients for a stage's output and carry; later slices have added to the carry's."""
+        """Return the gradients for output and carry; later slices have summed the carry's."""
         part = self._part(row)
         gradients = self.gradients[row["carry_gradient"][part]]
         floats, _ = partition(self.own)
-        # No slice reads the carry of the last one, whose place was never written: its gradient is
-        # zero.
+        # No slice reads the carry of the last slice, and its gradient's place was never written:
+        # the gradient is zero.
         is_last = part == self.num_slices - 1
         gradients = cropped(gradients, floats)
         of_carry = [
@@ -114,8 +114,8 @@ class Carries(WholeSequences):
         """Return the activation's gradients; add gradients for earlier carries, [N, ...] each."""
         count = len(dx) - len(partition(self.types)[0])
         dx, gradients = dx[:count], dx[count:]
-        # Backwards run from the last slice to the first. The last one's finds gradients of an
-        # earlier microbatch in the places, and replaces them; the others add.
+        # Backwards run from the last slice to the first. The last slice's backward overwrites the
+        # gradients of an earlier microbatch in the places; the other backwards add.
         is_last = self._part(row) == self.num_slices - 1
         for n in range(self.num_slices - 1 if self.part is None else self.part):
             place = row["carry_gradient"][n]

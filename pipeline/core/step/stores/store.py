@@ -1,9 +1,9 @@
-"""The storage interface: a store has numbered places for one kind of values, `Stores` all kinds.
+"""The storage interface: a `Store` has numbered places for one kind of value, `Stores` all kinds.
 
-`schedules.lowering.kinds` lists the kinds. The program says in which place, and in which memory, a
-value is. So F, B, I and W name a kind and do not ask where a value is. A new store is a class with
-the methods of `Store`, and the line of `pipeline.core.step.run.places` that makes it. Channels
-and the vocabulary that ranks share write to places by number.
+`schedules.lowering.kinds` lists the kinds. The program determines the place and the memory of each
+value, so F, B, I and W only name a kind. A new store is a class with the methods of `Store`, and a
+line of `pipeline.core.step.run.places` that makes it. Channels, and the vocabulary that all ranks
+share, write to places by number.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ class Store(Protocol):
     """Numbered places for values of one kind."""
 
     def __getitem__(self, place: Any) -> Tree:
-        """The value in a place; any value if nothing was written there, or in the discard place."""
+        """Read a place; the value is arbitrary in an unwritten place and in the discard place."""
 
     def __setitem__(self, place: Any, value: Tree) -> None:
-        """Put a value into a place."""
+        """Write a value to a place."""
 
     def seen(self, view: Any, types: Tree, axes: tuple[str, ...]) -> Store:
-        """A view of these places for one of several kinds of values that share them."""
+        """Make a view of these places for one of several kinds of values that share them."""
 
 
 class Stores:
     """The places of a rank's values, by the name of their kind.
 
     Args:
-      device: places on the device.
-      host: places in host memory, of those kinds that have any there.
-      carried: the arrays of host memory, if ``host`` are views of pools that others share.
+      device: the store on the device of each kind.
+      host: the store in host memory of each kind that has one.
+      carried: the arrays in host memory, if ``host`` has views of shared pools; else None.
     """
 
     def __init__(
@@ -51,29 +51,29 @@ class Stores:
         self.carried = HostArrays(tuple(host.values())) if carried is None else carried
 
     def read(self, kind: str, op: Op, row: Row) -> Tree:
-        """The value of a kind that an action reads."""
+        """Read the value of a kind from the place that the action's row names."""
         return self._store(kind, op)[row[kind]]
 
     def write(self, kind: str, op: Op, row: Row, value: Tree) -> None:
-        """Put a value of a kind into the place that the action's row names."""
+        """Write a value of a kind to the place that the action's row names."""
         self._store(kind, op)[row[kind]] = value
 
     def _store(self, kind: str, op: Op) -> Store:
-        # The memory is a property of the op, known while tracing; the place is the row's.
+        # The op determines the memory, so it is static; the row has the place.
         store: Store = (self.host if kind in op.host else self.device)[kind]
         return store
 
     def stashes_input(self, op: Op) -> bool:
         """Tell whether F copies its input into a stash, so that the input's place is free."""
-        # Without residuals a backward reads the message itself. A stash in host memory is then the
-        # only reason to copy it.
+        # Without residuals a backward reads the message itself. It is copied only for a stash in
+        # host memory.
         return "stash" in op.host
 
     def viewed(self, views: Mapping[str, tuple[Any, Tree]], axes: tuple[str, ...]) -> Stores:
-        """Views of these places for the values of one group of stages.
+        """Make views of these places for the values of one group of stages.
 
         Args:
-          views: by name of a kind, the position of a value's leaves in a place, and its types.
+          views: for each kind, the position of a value's leaves in a place, and the value's types.
           axes: the mesh axes over which values vary.
         """
         device = {kind: self.device[kind].seen(*of, axes) for kind, of in views.items()}
@@ -91,10 +91,11 @@ class Stores:
 
 
 class ActionValues(Stores):
-    """The values of one action: it reads the arguments of its program, and returns what it writes.
+    """The values of one action: its reads are arguments of its program, its writes are results.
 
     Args:
-      values: that it reads, by kind. The last stage's output is where others have a gradient.
+      values: by kind, the values that the action reads. The last stage reads its output as its
+        "gradient".
     """
 
     def __init__(self, values: Mapping[str, Tree]) -> None:
@@ -102,5 +103,5 @@ class ActionValues(Stores):
         self.written: dict[str, Tree] = {}
 
     def write(self, kind: str, op: Op, row: Row, value: Tree) -> None:  # noqa: ARG002
-        """Return a value of a kind."""
+        """Record a value of a kind as a result."""
         self.written[kind] = value

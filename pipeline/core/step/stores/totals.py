@@ -1,4 +1,4 @@
-"""Sums of a step: scalars, and gradients, which a rank's actions add to in place.
+"""Sums of a step: scalars and gradients, to which a rank's actions add in place.
 
 Letters: V chunks, D data shards, M microbatches, b rows of a microbatch on one data shard.
 """
@@ -23,34 +23,34 @@ from pipeline.core.placement.zero import reduce_gradients
 
 
 class Total:
-    """Refs in which scalars or gradients are added up.
+    """Refs in which scalars or gradients are summed.
 
     Args:
-      like: a value for each.
+      like: an example value for each sum.
       axes: the mesh axes over which values vary.
-      added: refs of the total of added losses, if a pullback returns these gradients and the sum
-        of such losses.
+      added: refs of the total of added losses, if the pullback that returns these gradients also
+        returns the sum of its added losses; else empty.
     """
 
     def __init__(self, like: Leaves, axes: tuple[str, ...], added: Sequence[Any] = ()) -> None:
         self._added = list(added)
         with jax.named_scope("totals"):
-            # Sums of ranks differ until they are reduced, once, after the last tick.
+            # Each rank has its own sums; they are reduced over ranks once, after the last tick.
             self.refs = [jax.new_ref(vary_like(vary(jnp.zeros_like(x), axes), x)) for x in like]
 
     @property
     def targets(self) -> Leaves:
-        """The refs that a pullback adds to."""
+        """The refs to which a pullback adds."""
         return [*self.refs, *self._added]
 
     @property
     def results(self) -> Leaves:
-        """The refs that hold the totals once all is added."""
+        """The refs that hold the totals after the last action."""
         return self.refs
 
     @property
     def of_chunk(self) -> Total:
-        """The total of the whole chunk, which a view is a part of: itself."""
+        """The total of the whole chunk: this total (a `TotalView` has only a part of it)."""
         return self
 
     def add(self, values: Leaves) -> None:
@@ -59,44 +59,44 @@ class Total:
             ref[...] += value.astype(ref.dtype)
 
     def beside(self, added: Leaves) -> Total:
-        """These totals with other refs for added losses."""
+        """Copy the totals, with the same refs but other refs for added losses."""
         totals = copy.copy(self)
-        totals._added = added  # noqa: SLF001  its own
+        totals._added = added  # noqa: SLF001  an attribute of this class
         return totals
 
     def all(self) -> Leaves:
-        """Return all totals."""
+        """Read all totals."""
         return [ref[...] for ref in self.results]
 
     def reduced(self, spreads: Sequence[Spread], axes: tuple[str, ...], *, lead: int = 0) -> Leaves:
-        """The totals summed over mesh axes; arguments as of `reduce_gradients`."""
+        """Sum the totals over mesh axes; `reduce_gradients` explains the arguments."""
         return reduce_gradients(self.all(), spreads, axes, lead=lead)
 
 
 class TotalView:
     """Totals of one stage's gradients, in refs that stages of several groups share.
 
-    Gradients are added in place where they fill a ref. Gradients that are a part of a ref are first
-    summed in refs of their own, from `begin` to `end`. ``added`` as of `Total`.
+    A gradient that fills a ref is added in place. A gradient that is a part of a ref is first
+    summed in a ref of its own, from `begin` to `end`. `Total` explains ``added``.
     """
 
     def __init__(self, total: Total, spots: tuple[Spot, ...], added: Leaves) -> None:
         self._added, self.of_chunk = added, total
-        # A pullback adds to refs (`with_refs`), and a `Part` of one is no ref.
+        # A pullback adds to refs (`with_refs`), and a `Part` of a ref is no ref.
         self._parts = [Part(total.refs[spot.cell], spot) for spot in spots]
         self._is_whole = [spot.part is None for spot in spots]
         self._refs = [total.refs[spot.cell] for spot in spots]
         self.refs: Leaves = []
 
     def begin(self) -> None:
-        """Make `refs` for the gradients of one action."""
+        """Make the `refs` for the gradients of one action."""
         self.refs = [
             ref if whole else jax.new_ref(vary(jnp.zeros(part.shape, ref.dtype), varying_in(ref)))
             for ref, part, whole in zip(self._refs, self._parts, self._is_whole, strict=True)
         ]
 
     def end(self, *, changed: bool) -> None:
-        """Add the sums to the parts of their refs; not if the action has ``changed`` nothing."""
+        """Add the action's sums to their parts of the shared refs, if it has ``changed`` any."""
         for ref, part, whole in zip(self.refs, self._parts, self._is_whole, strict=True):
             if changed and not whole:
                 part[...] += ref[...]
@@ -104,7 +104,7 @@ class TotalView:
 
     @property
     def targets(self) -> Leaves:
-        """The refs that a pullback adds to."""
+        """The refs to which a pullback adds."""
         return [*self.refs, *self._added]
 
 
@@ -113,14 +113,14 @@ class StepSums:
     """The sums of a step, and the values that actions keep for its results.
 
     Attributes:
-      keep: the method `Forward.keep` of the stages whose actions these are.
-      scalars: by name, totals of the sums of outcomes: the loss, its weight, the sums that metrics
-        are made of, and those of stages.
-      added: the total of losses that stages and ends add, if any does.
-      chunk_grads: [V] totals, and ends_grads, totals for embed and head.
-      input_grads: [M, b, ...] gradients for the inputs' float leaves; with slices, here and below,
-        [M N, ...] of units.
-      results: [M, b, ...] outputs of an inference.
+      keep: the method `Forward.keep` of the stages that the actions run.
+      scalars: by name, totals of the sums of outcomes: the loss, its weight, the sums for metrics,
+        and the sums of stages.
+      added: the total of losses that stages and ends add; empty if there are none.
+      chunk_grads: [V] the totals of each chunk's gradients.
+      ends_grads: the totals of the gradients of embed and head.
+      input_grads: [M, b, ...] gradients for the inputs' float leaves; [M N, ...] with slices.
+      results: [M, b, ...] outputs of an inference; [M N, ...] with slices.
     """
 
     keep: Callable[..., None]
@@ -141,13 +141,7 @@ class StepSums:
         return chunks | scalars | kept | ends | {"added": self.added.refs}
 
     def take(self, outcome: Outcome, microbatch: Any, chunk: int | None = None) -> None:
-        """Add up or keep all fields of an outcome but its value and its carry.
-
-        Args:
-          outcome: of embed, of a stage, or of head and loss.
-          microbatch: its index.
-          chunk: the stage's.
-        """
+        """Add the sums of an outcome, and keep its state; ``chunk`` is the chunk of a stage."""
         if outcome.added:
             self.added.add(outcome.added)
         for name, values in outcome.sums.items():

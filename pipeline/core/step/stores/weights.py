@@ -1,8 +1,9 @@
-"""The weights of a rank's chunks: parts as devices store them, and whole as stages read them.
+"""The weights of a rank's chunks: the stored shards, and the whole weights that stages read.
 
-Letters: V chunks. Where data shards store parts (FSDP), a chunk's weights are made whole once for
-the step, or by every action, or for a run of actions in a window (`WeightWindows`). Narrow copies
-are of leaves that stages read in a narrower dtype alone (`pipeline.core.step.casts`).
+Letters: V chunks. With FSDP each data shard stores a part of a chunk's weights. The weights are
+gathered once for the step, or by every action, or for a run of actions in a window
+(`WeightWindows`). A leaf that stages read only in a narrower dtype has a narrow copy
+(`pipeline.core.step.casts`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pipeline.core.step.stores.windows import WeightWindows
 
 
 class Lazy(Sequence[Any]):
-    """A list whose elements are made when they are read, so within the branch that reads them."""
+    """A list whose elements are made on access, and so within the branch that reads them."""
 
     def __init__(self, length: int, make: Callable[[int], Any]) -> None:
         self._length, self._make = length, make
@@ -43,13 +44,13 @@ class ChunkWeights:
     its types, before the first tick, when no window is open: it gathers, and XLA drops the result.
 
     Attributes:
-      params: [V] trees of parameters; of their shards, if actions gather them.
-      spreads: [V] where each of their leaves is stored.
-      gathers: whether an action gathers weights, unless a window has them whole.
-      before_step: [V] the leaves before they were gathered for the step; empty if they were not.
-      narrow: [V] narrow copies of leaves, None for leaves without one; sharded as leaves are if
-        actions gather them. Empty if there are none.
-      windows: places for whole weights, open while a program runs that has some.
+      params: [V] trees of parameters, or of their shards if actions gather them.
+      spreads: [V] the placement of each leaf.
+      gathers: whether actions gather weights, except weights that a window holds whole.
+      before_step: [V] the shards, if the leaves were gathered for the step; else empty.
+      narrow: [V] the narrow copy of each leaf, or None; a copy is sharded if actions gather leaves.
+        Empty if no leaf has a copy.
+      windows: places for whole weights, open while a program with windows runs.
     """
 
     params: Sequence[Tree]
@@ -61,19 +62,19 @@ class ChunkWeights:
 
     @functools.cached_property
     def shards(self) -> list[Leaves]:
-        """[V] leaves, as they are stored."""
+        """[V] the leaves of `params`."""
         return [jax.tree.leaves(params) for params in self.params]
 
     @functools.cached_property
     def whole(self) -> Sequence[Leaves]:
-        """[V] leaves, whole, in the dtype in which they are stored."""
+        """[V] the whole leaves, in the stored dtype."""
         shards = self.shards
         if not self.gathers:
             return shards
         return Lazy(len(shards), lambda chunk: self._gathered(shards[chunk], chunk, 0))
 
     def read(self, chunk: int, microbatch: Any) -> tuple[Leaves, Leaves]:
-        """Read a chunk's whole leaves for an action, and their narrow copies, None without one."""
+        """Return a chunk's whole leaves for an action, and the narrow copy of each leaf or None."""
         shards = self.shards[chunk]
         narrow = self.narrow[chunk] if self.narrow else [None] * len(shards)
         if self.gathers:
@@ -85,13 +86,13 @@ class ChunkWeights:
             whole = self.to_gather(chunk)
         else:
             return shards, narrow
-        # A stage is a function of wide leaves, whose gradients it has, but the numbers of a leaf
-        # with a copy are read from the copy: compilers drop the cast back.
+        # A stage is a function of wide leaves and has gradients for them. If a leaf has a copy, the
+        # stage reads the copy, so compilers drop this cast back to the wide dtype.
         with jax.named_scope(scopes.UNREAD):
             return [x.astype(w.dtype) for x, w in zip(whole, shards, strict=True)], narrow
 
     def to_gather(self, chunk: int) -> Leaves:
-        """A chunk's leaves before they are gathered; of a leaf with a narrow copy, the copy."""
+        """Return a chunk's leaves before the gather: for each leaf its narrow copy, if any."""
         shards = self.shards[chunk]
         if not self.narrow:
             return shards
@@ -99,13 +100,13 @@ class ChunkWeights:
         return [w if n is None else n for w, n in pairs]
 
     def gathered(self, chunk: int, microbatch: Any) -> Leaves:
-        """A chunk's leaves, whole, in the dtype in which they are gathered."""
+        """Gather a chunk's leaves; the result has the dtype of the gather."""
         return self._gathered(self.to_gather(chunk), chunk, microbatch)
 
     def _gathered(self, shards: Leaves, chunk: int, microbatch: Any) -> Leaves:
         if not isinstance(microbatch, int):
-            # The gather has the same operands in every tick, so XLA would move it out of the loop
-            # and keep the result. A barrier ties it to the microbatch of the tick.
+            # The operands of the gather are equal in every tick, so XLA would move it out of the
+            # loop and keep the result. A barrier makes it depend on the microbatch of the tick.
             ties = [vary_like(microbatch, shard) for shard in shards]
             shards = [barrier(shard, tie)[0] for shard, tie in zip(shards, ties, strict=True)]
         return gather(shards, self.spreads[chunk], lead=1)

@@ -1,8 +1,9 @@
-"""Windows: whole weights, and whole gradients, of the chunks that a rank works on.
+"""Windows: buffers for whole weights and whole gradients of the chunks that a rank works on.
 
-Letters: V chunks. Devices store parts of both. The program says when which chunk is in which window
-(`schedules.lowering.windows`); chunk 0 is in its own from the start. Jobs that run during other
-actions gather the weights of the next chunk, and reduce the gradients of the one before.
+Letters: V chunks. Devices store parts of weights and gradients. The program decides when a window
+holds a chunk (`schedules.lowering.windows`); chunk 0 is in its window from the start. Jobs that run
+during other actions gather the weights of the next chunk, and reduce the gradients of the previous
+chunk.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from schedules.lowering.windows import Windows
 
 
 class WeightWindows:
-    """Places for the whole weights that data shards share, in the dtype in which they are gathered.
+    """Windows for whole weights that data shards share, in the dtype of the gather.
 
     They are open while a program runs. Chunks of one window have separate arrays if their weights
     differ in shapes, dtypes or the axes over which they vary.
@@ -37,23 +38,17 @@ class WeightWindows:
 
     def __init__(self) -> None:
         self._weights: Any = None
-        self._refs: list[Leaves] = []  # [V] None for what is whole on every shard
+        self._refs: list[Leaves] = []  # [V] None for a leaf that every shard stores whole
 
     @property
     def are_open(self) -> bool:
-        """True if actions find their weights here."""
+        """True if actions read their weights from windows."""
         return bool(self._refs)
 
     def open(self, weights: Any, axes: tuple[str, ...], places: Sequence[int]) -> None:
-        """Make places for a program, with chunk 0 in its own.
-
-        Args:
-          weights: of the rank's chunks.
-          axes: the mesh axes over which they vary.
-          places: [V] the window of each chunk.
-        """
+        """Make a program's windows, and fill chunk 0's; ``places`` is [V] each chunk's window."""
         # Chunk 0 is gathered before the first tick, since a job can only serve a later action. The
-        # windows of other chunks start as placeholders: a gather writes them before they are read.
+        # other windows start uninitialised: a gather writes them before they are read.
         self._weights, chunks = weights, range(len(places))
         types = [jax.eval_shape(lambda v=v: weights.gathered(v, 0)) for v in chunks]
         shared = [list(map(shares_weight, weights.spreads[v])) for v in chunks]
@@ -68,31 +63,31 @@ class WeightWindows:
         self._weights, self._refs = None, []
 
     def read(self, chunk: Any) -> Leaves:
-        """The weights of a chunk that is in its window."""
-        # Leaves that data shards cannot share are whole on each of them, and in no window.
+        """Read the weights of a chunk from its window."""
+        # Every data shard stores a leaf whole that the shards cannot share; it is in no window.
         pairs = zip(self._refs[chunk], self._weights.to_gather(chunk), strict=True)
         return [leaf if ref is None else tiled(ref[...]) for ref, leaf in pairs]
 
     def write(self, chunk: int, weights: Leaves) -> None:
-        """Put the weights of a chunk into its window."""
+        """Write the weights of a chunk to its window."""
         for ref, leaf in zip(self._refs[chunk], weights, strict=True):
             if ref is not None:
                 ref[...] = tiled(leaf)
 
 
 class WindowTotal(Total):
-    """Totals of a chunk's gradients that data shards share: whole in a window, parts for the step.
+    """Totals of a chunk's gradients: whole in a window, and this device's part for the step.
 
     A pullback adds whole gradients to `refs`, the window. A reduce job sums them over data shards,
-    and adds this device's part to `results`, which are the step's. A gradient that D shards cannot
-    share has one whole total, which is both.
+    and adds this device's part to `results`, the totals of the step. A gradient that D shards
+    cannot share has one whole total, which is both.
 
     Args:
-      like: a gradient for each.
+      like: an example of each gradient.
       axes: the mesh axes over which values vary.
-      spreads: how each is sharded.
-      windows: the refs in a window of gradients that shards share; None for others.
-      added: as of `Total`.
+      spreads: the sharding of each gradient.
+      windows: the ref in the window of each gradient that shards share; None for others.
+      added: the argument of `Total`.
     """
 
     def __init__(
@@ -104,7 +99,7 @@ class WindowTotal(Total):
         added: Sequence[Any] = (),
     ) -> None:
         self._spreads = spreads
-        # A trace, for the types of the parts.
+        # A trace finds the types of the parts.
         parts = jax.eval_shape(lambda: scatter([vary(x, axes) for x in like], spreads, lead=1))
         super().__init__(parts, axes, added)
         self._results = self.refs
@@ -117,11 +112,11 @@ class WindowTotal(Total):
         return self._results
 
     def shared_out(self, is_there: Any = True) -> Leaves:
-        """This device's part of the gradients in windows, summed over data shards.
+        """Sum the gradients in windows over data shards; return this device's part.
 
         Args:
           is_there: whether the windows hold this chunk's gradients, perhaps traced; if not, this
-            rank gives zeros.
+            rank adds zeros.
         """
         parts = []
         for result, ref, spread in zip(self._results, self.refs, self._spreads, strict=True):
@@ -133,10 +128,10 @@ class WindowTotal(Total):
         return parts
 
     def add_parts(self, parts: Leaves) -> None:
-        """Add the parts that `shared_out` returned to the totals that this device keeps."""
+        """Add the parts that `shared_out` returned to `results`."""
         for (result, _), part in zip(self._in_windows, parts, strict=True):
-            # Behind a barrier: XLA for TPUs takes a reduction whose result is added to what a loop
-            # carries out of the loop, and so carries the sum whole (jaxlib 0.10.2).
+            # The barrier prevents this: XLA for TPUs moves a reduction out of a loop if its result
+            # is added to a carry, and the loop then carries the whole sum (jaxlib 0.10.2).
             result[...] += barrier(part)[0]
 
     def reduced(
@@ -146,17 +141,17 @@ class WindowTotal(Total):
         *,
         lead: int = 0,  # noqa: ARG002
     ) -> Leaves:
-        """The totals, summed over the axes over which `shared_out` has not summed."""
+        """Sum the totals over the axes over which `shared_out` has not summed."""
         return reduce_parts(self.all(), spreads, axes)
 
     def clear(self) -> None:
-        """Clear the windows for the next chunk; this rank adds to them again only after that."""
+        """Clear the windows before this rank adds gradients of the next chunk."""
         for _, ref in self._in_windows:
             ref[...] = tiled(jnp.zeros_like(ref[...]))
 
     @property
     def _in_windows(self) -> list[tuple[Any, Any]]:
-        """The refs of parts and of windows, of gradients that shards share."""
+        """Pairs of refs, part and window, for the gradients that shards share."""
         pairs = zip(self._results, self.refs, strict=True)
         return [(result, ref) for result, ref in pairs if ref is not result]
 
@@ -168,15 +163,15 @@ def chunk_totals(
     windows: Windows | None,
     spreads: Sequence[Sequence[Spread]],
 ) -> list[Total]:
-    """[V] totals of the gradients of each chunk.
+    """Make [V] totals of the gradients of each chunk.
 
     Args:
-      chunks: [V] a gradient for each weight that is trained.
+      chunks: [V] an example gradient for each trained weight.
       axes: the mesh axes over which values vary.
-      added: as of `Total`.
-      windows: the program's, if it has any. Chunks of one window whose gradients have other types
-        have refs of their own.
-      spreads: [V] how each gradient is sharded.
+      added: the argument of `Total`.
+      windows: the program's windows, if it has any. Chunks of one window have separate refs if
+        their gradients differ in type.
+      spreads: [V] the sharding of each gradient.
     """
     if windows is None:
         return [Total(like, axes, added) for like in chunks]
@@ -196,19 +191,18 @@ def refs_in_windows(
     shared: Sequence[Sequence[bool]],
     make: Callable[[int], Leaves],
 ) -> list[Leaves]:
-    """[V] refs of the leaves of each chunk that data shards share, None for others.
+    """Make [V] refs for the leaves of each chunk that data shards share; None for other leaves.
 
     Args:
       places: [V] the window of each chunk.
-      types: [V] of its leaves. Chunks of one window share their refs if these are equal.
-      shared: [V] which of the leaves data shards share.
-      make: from the first chunk of a window to the initial values of the refs.
+      types: [V] the types of each chunk's leaves. Chunks of one window with equal types share refs.
+      shared: [V] masks of the leaves that data shards share.
+      make: a function from the first chunk of a window to the initial values of the refs.
     """
     refs_of: dict[Any, Leaves] = {}
     refs = []
     for chunk, (place, of, mask) in enumerate(zip(places, types, shared, strict=True)):
-        # A ref has one type: chunks share those of their window only if all leaves have the same
-        # types.
+        # A ref has one type, so chunks share refs only if all their leaves have equal types.
         key = place, tuple((t.shape, t.dtype, varying_in(t)) for t in of), tuple(mask)
         if key not in refs_of:
             leaves = make(chunk)
@@ -220,17 +214,10 @@ def refs_in_windows(
 
 
 def start_job(job: Job, weights: Any, totals: Sequence[Any], microbatch: Any) -> Callable[[], None]:
-    """Start a job during an action; returns a function that ends it, to be called after the action.
-
-    Args:
-      job: what to do.
-      weights: of the rank's chunks.
-      totals: [V] of their gradients.
-      microbatch: that of the action.
-    """
-    # The collective starts here, and its result is first used in `end`: the compiler may overlap it
-    # with the action between. All data shards of a rank are in this branch and meet in it, since
-    # tables differ between ranks of `stage` alone.
+    """Start a job before an action; return a function that ends the job, to call after it."""
+    # The collective starts here, and `end` is the first use of its result, so the compiler may
+    # overlap it with the action. All data shards of a rank take this branch and run the collective,
+    # because tables differ only between ranks of `stage`.
     if job.name == "gather":
         whole = weights.gathered(job.chunk, microbatch)
         return lambda: weights.windows.write(job.chunk, whole)
@@ -248,7 +235,7 @@ def start_job(job: Job, weights: Any, totals: Sequence[Any], microbatch: Any) ->
 def in_windows(
     weights: Any, totals: Sequence[Any], axes: tuple[str, ...], program: Program
 ) -> Iterator[None]:
-    """Run a program's ticks with its windows open; then reduce the gradients still in them."""
+    """Open a program's windows for its ticks; then reduce the gradients that are still in them."""
     if program.windows is None:
         yield
         return
@@ -258,7 +245,7 @@ def in_windows(
     finally:
         weights.windows.close()
     # Ranks end with gradients of different chunks in their windows. All ranks run this reduction,
-    # outside of branches: a rank whose windows have none of the chunk gives zeros.
+    # outside of branches: a rank whose windows have no gradients of the chunk adds zeros.
     rank = jax.lax.axis_index(STAGE)
     for chunk, on_ranks in last_in_windows(program).items():
         is_there: Any = True if all(on_ranks) else jnp.asarray(on_ranks)[rank]
