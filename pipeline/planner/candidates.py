@@ -37,7 +37,6 @@ MOST_IDLE = 0.1  # share of idle layers, if stages have a layer less than the lo
 # Room of "capacity": the tokens of an expert are Poisson distributed. The room is the mean of the
 # busiest expert plus DEVIATIONS standard deviations (1 in 700 has more), rounded up to a STEP.
 DEVIATIONS, STEP = 3.0, 0.05
-DEVIATIONS, STEP = 3.0, 0.05
 
 Faults = dict[str, list[int]]  # excluded sizes, by rule ("axis: rule")
 

@@ -47,7 +47,6 @@ SPLIT = 1.10
 # Without a pipeline, the part of a block's backward that hides a copy from host memory; assumed for
 # MaxText's steps above. In a pipeline `Chip.host_overlap` is used.
 NEXT_BLOCK = 1 / 3
-NEXT_BLOCK = 1 / 3
 
 
 @dataclass(frozen=True)

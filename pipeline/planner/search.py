@@ -65,6 +65,7 @@ def plan(
     num_slices: None = None,
 ) -> Plans:
     """Find how to train a model on chips, which need not be present.
+
     Args:
       model: "llama-8b", "mixtral-8x7b" or another of `MODELS`, the path of a ``config.json``, or
         sizes.
