@@ -55,7 +55,7 @@ def open_checkpoint(folder: str | Path, config: Mapping[str, Any] | None = None)
 
 
 def _sharded(folder: Path) -> dict[str, Tensor]:
-    """The tensors of all files that an index names."""
+    """Read the headers of all files that an index names."""
     path = folder / INDEX
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
