@@ -1,7 +1,7 @@
 """A schedule as flat arrays, so that rules over a million actions stay a few array operations.
 
-Letters as in `schedules.core.action`; A is the number of actions of all ranks together, rank 0's
-first.
+Letters are those of `schedules.core.action`; A is the number of actions of all ranks together, rank
+0's first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def once(function: Callable[[Timetable], Result]) -> Callable[[Timetable], Resul
     def look(schedule: Timetable) -> Result:
         parts = schedule.orders, schedule.placement, schedule.pairs, *schedule.orders
         if not all(type(part) is tuple for part in parts):
-            return function(schedule)  # made of lists, which the types forbid but nobody prevents
+            return function(schedule)  # made of lists, which the types forbid but Python allows
         memory = vars(schedule)
         if name not in memory:
             memory[name] = function(schedule)
@@ -77,7 +77,7 @@ class Flat:
 
 @once
 def flatten(schedule: Timetable) -> Flat:
-    """Read a schedule, legal or not."""
+    """Convert a schedule to arrays, whether it is legal or not."""
     actions = list(itertools.chain.from_iterable(schedule.orders))
     lengths = [len(order) for order in schedule.orders]
     sizes = (schedule.num_stages, schedule.num_microbatches, schedule.num_slices)
@@ -107,14 +107,14 @@ def flatten(schedule: Timetable) -> Flat:
 def is_dense(schedule: Timetable) -> bool:
     """Tell whether a table of K * M * N entries is in proportion to the number of actions.
 
-    A legal schedule has at least that many actions; a mistyped number must not allocate memory.
+    A legal schedule has at least that many actions; a mistyped number must not allocate the table.
     """
     actions = sum(map(len, schedule.orders))
     return schedule.num_stages * schedule.num_units <= 8 * actions + 4096
 
 
 def codes(schedule: Timetable) -> Ints:
-    """[A] a number for each action, ``(kind * K + stage) * U + unit`` for U units: below 4 K U."""
+    """Return [A] the number of each action, ``(kind * K + stage) * U + unit`` for U units."""
     flat = flatten(schedule)
     row = flat.kind * schedule.num_stages + flat.stage
     return row * schedule.num_units + flat.microbatch
