@@ -138,7 +138,7 @@ def inputs_held(kinds: Ints) -> Ints:
 
 
 def crossings_held(kinds: Ints) -> Ints:
-    """Count the places that hold I's residuals for W, and no input any more."""
+    """Count the places that hold I's residuals for W, and no longer an input."""
     written, read = kinds == I, kinds == W
     return np.cumsum(written.astype(np.int64) - read) + read - written
 
@@ -165,9 +165,9 @@ def _pairs(schedule: Timetable, first: Sequence[int]) -> list[int]:
 def _columns(
     actions: Sequence[object], num_stages: int, num_microbatches: int, num_slices: int
 ) -> tuple[Sequence[int], Sequence[str], Sequence[int]] | None:
-    """Stages, kinds and units; None if some is no action with numbers in 0..K-1, 0..M-1, 0..N-1.
+    """Return stages, kinds and units; None if an entry is no action of K, M and N.
 
-    Built-ins only, for speed.
+    It uses only built-ins, for speed.
     """
     if not actions:
         return (), (), ()

@@ -20,10 +20,10 @@ def v_half(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
     """Build the schedule.
 
     Raises:
-      ScheduleError: other than two stages per rank.
+      ScheduleError: not two stages per rank.
     """
     need_stages_per_rank("v_half", 2, num_ranks, num_stages)
-    wait = 0 if num_ranks % 2 else 3  # before the backward pass, lest two steps share a slot
+    wait = 0 if num_ranks % 2 else 3  # before the backward, so that no two steps share a slot
     pattern = [
         (
             2 * rank,

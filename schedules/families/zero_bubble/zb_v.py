@@ -24,7 +24,7 @@ def zb_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
     """Build; M < 2S - 1 microbatches use the timetable of 2S - 1, without the missing ones.
 
     Raises:
-      ScheduleError: other than two stages per rank.
+      ScheduleError: not two stages per rank.
     """
     need_stages_per_rank("zb_v", 2, num_ranks, num_stages)
     full = max(2 * num_ranks - 1, num_microbatches)
@@ -37,7 +37,7 @@ def zb_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
 
 
 def _order(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    """The phases of the paper on one rank; 0 and 1 name its stage on the way there and back."""
+    """Yield the paper's phases on one rank; 0 and 1 are its stages on the way there and back."""
     stages = rank, 2 * num_ranks - 1 - rank
     done: dict[tuple[int, Kind], int] = dict.fromkeys(itertools.product((0, 1), "FIW"), 0)  # type: ignore[arg-type]
 
