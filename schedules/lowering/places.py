@@ -131,8 +131,7 @@ def values(ticks: Ticks, keep: Keep, shared: Shared, hosted: Hosted) -> dict[Val
 
 
 def _of_later_slices(times: Ints, num_slices: int, *, by_own_backward: bool) -> Ints:
-    """Return [4 N, K, U] times of the actions of a carry's own slice and later slices that touch
-    it.
+    """Return [4 N, K, U] the times of actions of its own and later slices that touch a carry.
 
     Args:
       times: [4, K, U] the time of each action, -1 if it touches no carry.
