@@ -139,7 +139,7 @@ def follow_equation(eqn: Eqn, operands: list[Followed], asked: Sequences) -> lis
 
 
 def _whole(var: Any) -> Followed:
-    """Return facts about a value without positions, of which nothing else is known."""
+    """Return facts about a value that may vary along every axis and has no known positions."""
     return varying(var.aval.shape)
 
 

@@ -22,7 +22,7 @@ from schedules.orders.schedule import Schedule
 
 
 def eager_1f1b(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build: stage k runs F(m) in tick m + k and B(m) in tick m + 2(K-1) - k, F first."""
+    """Build the schedule: stage k runs F(m) in tick m + k, B(m) in m + 2(K-1) - k, F first."""
     k, m = np.ogrid[:num_stages, :num_microbatches]
     times: dict[Kind, Ints] = {"F": 2 * (m + k), "B": 2 * (m + 2 * (num_stages - 1) - k) + 1}
     return fold("eager_1f1b", num_ranks, times)

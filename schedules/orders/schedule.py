@@ -148,7 +148,7 @@ def _read_placement(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
         for action in order:
             tally.setdefault(action.stage, Counter())[rank] += 1
     rank_of = {stage: ranks.most_common(1)[0][0] for stage, ranks in tally.items()}
-    # K distinct stages of which one is not in 0..K-1 leave a gap in 0..K-1.
+    # If one of K distinct stages is not in 0..K-1, a stage in 0..K-1 is missing.
     gap = next((k for k in range(len(rank_of)) if k not in rank_of), None)
     if gap is not None:
         stray = next(k for k in rank_of if not 0 <= k < len(rank_of))

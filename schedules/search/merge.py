@@ -22,7 +22,7 @@ from schedules.search.timing import Timer
 from schedules.timing.simulate import simulate
 
 _SLACK = 1 + 1e-9  # the tolerance, so that rounding errors do not prevent a merge
-_PARTS = 8  # divisions of the microbatches, of which the first few are merged at once
+_PARTS = 8  # divisions of the microbatches; trials merge the first 1, 2, ... of them at once
 _WORK = 8_000_000  # the number of actions to time for one of the results: a few seconds
 
 

@@ -38,7 +38,7 @@ class Calibration:
       rounds: how often each step was timed.
       repeats: how often each action ran in a step.
       hardware: "device", the kind; "platform"; "devices", how many ran; "cpus" of the host.
-      versions: of jax, jaxlib, python and shardpipe.
+      versions: the versions of jax, jaxlib, python and shardpipe.
     """
 
     costs: Costs

@@ -22,7 +22,7 @@ SUM = 0.25  # largest difference of a turn and the sum of its actions, as a shar
 
 
 class CalibrationError(RuntimeError):
-    """Measured times that contradict each other, or that noise has drowned."""
+    """Measured times that contradict each other, or that are smaller than the noise."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Timed:
     """Seconds of steps of one program on one rank; [R] numbers, one per round.
 
     Attributes:
-      first: of steps in which only the first microbatch runs.
-      turns: by the stages of a rank; of steps that add all actions of these stages to the first
-        microbatch.
-      of: by stage and kind; of steps that add the actions of one kind of one stage to the first
-        microbatch.
-      repeats: number of microbatches after the first.
+      first: the times of steps in which only the first microbatch runs.
+      turns: by the stages of a rank, the times of steps that add all actions of these stages to
+        the first microbatch.
+      of: by stage and kind, the times of steps that add the actions of one kind of one stage to the
+        first microbatch.
+      repeats: the number of microbatches after the first.
     """
 
     first: Sequence[float]

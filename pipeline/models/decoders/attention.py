@@ -32,7 +32,7 @@ class DecoderAttention(nnx.Module):
     """Causal attention, `[b, t, d] -> [b, t, d]`: each position reads itself and earlier ones.
 
     Args:
-      config: of the decoder.
+      config: the configuration of the decoder.
       layer: the number of this layer.
       rngs: has a stream ``params``.
       dtype: the dtype of the parameters; activations: the dtype of cached keys and values, by
@@ -172,9 +172,9 @@ class HeadsNorm(nnx.Module):
     """`[b, t, h, c] -> [b, t, h, c]`: the root-mean-square norm of all heads together (OLMoE).
 
     Args:
-      config: of the decoder.
+      config: the configuration of the decoder.
       heads: h.
-      dtype: of the scale.
+      dtype: the dtype of the scale.
     """
 
     def __init__(self, config: DecoderConfig, heads: int, dtype: Any) -> None:

@@ -25,9 +25,9 @@ class PlainMLP(nnx.Module):
     """`[..., d] -> [..., d]`: down(activation(up(x))).
 
     Args:
-      config: of the decoder.
+      config: the configuration of the decoder.
       rngs: has a stream ``params``.
-      dtype: of the parameters.
+      dtype: the dtype of the parameters.
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, dtype: Any) -> None:
@@ -45,7 +45,7 @@ class Block(nnx.Module):
     """Attention and MLP, each added to the residual stream: `[b, t, d] -> [b, t, d]`.
 
     Args:
-      config: of the decoder.
+      config: the configuration of the decoder.
       layer: the number of this layer.
       rngs: has a stream ``params``.
       dtype: the dtype of the parameters; activations: the dtype of activations, by default that of

@@ -138,7 +138,7 @@ class Embedding(VocabularyEmbedding):
     """Words to vectors, scaled or with learned positions: `[b, t] -> [b, t, d]`.
 
     Args:
-      config: of the decoder.
+      config: the configuration of the decoder.
       rngs: has a stream ``params``.
       dtype: the dtype of the tables; activations: the dtype of the result.
       context: the split of sequences over the ranks of an axis.
@@ -332,7 +332,7 @@ def build(
       counts: [K] the number of blocks of each stage, 0 or more (`split_layers`).
       rngs: has a stream ``params``, for random weights; None makes types of weights, to describe
         them or to read a checkpoint into.
-      dtype: of the parameters.
+      dtype: the dtype of the parameters.
       activations: the dtype of activations, by default the dtype of the parameters.
       vocabulary: as for `Pipeline`; with "stage" embed and head are layers of
         `pipeline.vocabulary`.

@@ -50,12 +50,12 @@ EPSILON = 1e-6  # of the norms of latents, whatever config.json has for other no
 
 
 class LatentAttention(nnx.Module):
-    """Latent attention, `[b, t, d] -> [b, t, d]`: each position reads itself and earlier ones.
+    """Latent attention, `[b, t, d] -> [b, t, d]`: each position reads itself and earlier positions.
 
     In decoding the caches hold latents, r + o numbers per position; keys and values are recomputed.
 
     Args:
-      config: of the decoder, with ``latent``.
+      config: the configuration of the decoder, with ``latent``.
       layer: the number of this layer.
       rngs: has a stream ``params``.
       dtype: the dtype of the parameters; activations: the dtype of cached latents, by default that

@@ -134,7 +134,7 @@ class Checkpoints:
           plain: JSON values by name, for state without arrays, such as a loss scale.
           data: an iterator with ``get_state()``, such as grain's; each process gives its own
             iterator.
-          metrics: numbers, of which the first decides the ``best`` checkpoint; a checkpoint without
+          metrics: numbers; the first decides the ``best`` checkpoint; a checkpoint without
             metrics, or with a number that is not finite, is never the best.
 
         Raises:

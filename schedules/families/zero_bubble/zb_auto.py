@@ -1,16 +1,17 @@
 """ZB-auto: a split-backward timetable for given costs and a memory limit, one stage per rank.
 
 The heuristic of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, with
-its three yes-or-no choices; the best of the eight timetables is taken. Letters as in
-`schedules.core.action`, r a rank.
+its three yes-or-no choices; the best of the eight timetables is taken. Letters are those of
+`schedules.core.action`, r is a rank.
 
     idle on the critical rank   what the costs and the limit leave
     peak activations            at most the limit, if weight_memory = 1
 
-The paper frees a part of an input's memory at its I, and the rest, weight_memory, at its W: in a
-transformer 32 / (34 + 5as / h) of it, with a heads, s tokens and h features. Its figures for a
-limit of 2S need that. If all is held until W, as `check` counts, the last rank can run at most 2S W
-after its last I. Then the first rank idles (S - 1)(F + I + 2 comm) - 2S W or longer.
+The paper frees a part of an input's memory at its I, and the rest, weight_memory, at its W. In a
+transformer with a heads, s tokens and h features, weight_memory is 32 / (34 + 5as / h). The paper's
+figures for a limit of 2S need this. If all memory is held until W, as `check` counts, the last rank
+can run at most 2S W after its last I. Then the first rank idles (S - 1)(F + I + 2 comm) - 2S W or
+longer.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def zb_auto(
 ) -> Schedule:
     """Build the best of the `variants`: the one with the shortest span of a rank, as in the paper.
 
-    Of equal ones it takes the smallest makespan. For a step with a synchronous optimiser only the
-    makespan counts: `auto` takes the best of the eight by makespan.
+    If several have that span, it takes the smallest makespan. For a step with a synchronous
+    optimiser only the makespan counts: `auto` takes the best of the eight by makespan.
 
     Args:
       num_ranks: S.

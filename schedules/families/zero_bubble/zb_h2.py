@@ -19,7 +19,7 @@ from schedules.orders.schedule import Schedule
 
 
 def zb_h2(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build: W on rank r runs 2r microbatches after I.
+    """Build the schedule: W on rank r runs 2r microbatches after I.
 
     Raises:
       ScheduleError: more than one stage per rank.

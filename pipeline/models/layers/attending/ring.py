@@ -95,7 +95,7 @@ def ring(
     It computes in float32 and returns the dtype of q.
 
     Args:
-      rule: which keys are read, and how.
+      rule: the rule of the keys that are read, and of their scores.
       q: queries, `[b, t, k·g, c]`.
       held: keys `[b, t, k, c]` and values `[b, t, k, w]`; or the arrays `[b, t, ...]` from which
         ``expand`` makes them.
