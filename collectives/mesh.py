@@ -1,4 +1,4 @@
-"""Meshes of data, stage, tensor and further axes: construction and checks.
+"""Meshes of data, stage, tensor and further axes: how they are made and checked.
 
 Letters: D = data shards, S = ranks (positions on the axis `stage`), T = tensor shards.
 """

@@ -1,4 +1,4 @@
-"""The published schedules, one per file: from sizes to an order of actions.
+"""The list of published schedules, one per file: from sizes to an order of actions.
 
 A file has the name of its family and cites the publication. `FAMILIES` lists the families that do
 not depend on costs, `GROUPED` those of them with rounds of microbatches, and `SLICED` the families
