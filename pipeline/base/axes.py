@@ -169,7 +169,7 @@ def find_axes(mesh: Mesh | AbstractMesh, batch: Batch = None, auto: Sequence[str
     for axis in later:
         if axis in rows or axis == DATA:
             raise ValueError(
-                f"batch= splits a dim behind the first over {axis!r}, which splits rows; name it "
+                f"batch= splits a dim after the first over {axis!r}, which splits rows; name it "
                 f"in the first entry of a spec alone, as in {_EXAMPLE}"
             )
     if DATA in names and DATA not in rows and mesh.shape[DATA] > 1:

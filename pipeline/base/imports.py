@@ -36,7 +36,7 @@ def check_releases(jax: str | None = None, flax: str | None = None) -> None:
         if _numbers(jax) >= newest and _numbers(flax) < least:
             text = ".".join(map(str, least))
             raise ImportError(
-                f"flax {flax} beside jax {jax}: from jax {'.'.join(map(str, newest))} on, flax "
+                f"flax {flax} with jax {jax}: from jax {'.'.join(map(str, newest))} on, flax "
                 f"{text} or newer is needed; pip install 'flax>={text}', or 'jax<"
                 f"{'.'.join(map(str, newest))}'"
             )

@@ -62,7 +62,7 @@ def check_order(stage: str, effects: Iterable[Any]) -> None:
         raise ValueError(
             f"{stage} has a callback with ordered=True (io_callback, jax.debug.callback or print), "
             f"and JAX keeps the order of callbacks on one device alone; leave ordered=True out, "
-            f"and let the callback say of which microbatch it is"
+            f"and let the callback identify its microbatch"
         )
 
 
@@ -112,9 +112,9 @@ def check_constraint_error(stage: str, error: Exception) -> None:
 def _of_constraint(stage: str) -> ValueError:
     axes = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
     return ValueError(
-        f"{stage} constrains an array (with_sharding_constraint) over a mesh axis of which each "
+        f"{stage} constrains an array (with_sharding_constraint) over a mesh axis along which each "
         f"rank computes its own part, {' or '.join(map(repr, axes))}: a stage sees one microbatch "
-        f"of one data shard, and nothing of it is to be placed; leave the constraint out, or give "
+        f"of one data shard, which needs no placement; leave the constraint out, or give "
         f"the axis that it names to the compiler, Pipeline(..., auto_axes=(name,))"
     )
 

@@ -62,7 +62,7 @@ def _message(name: str, part: Any) -> str:
         return ""
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return (
-        f"{name} reads parameters that it does not hold, so nobody trains them: "
+        f"{name} reads parameters that it does not hold, so they are not trained: "
         f"{', '.join([*found.values()][:_SHOWN])}{more}; give {name} as an nnx.Module that holds "
         f"them as attributes (where a method or a function calls a module: that module), or, if "
         f"they are to stay as they are, let it read arrays (parameter[...])"

@@ -243,7 +243,7 @@ class _Check:
             raise ValueError(
                 f"loss_fn returns (sum, weight) that do not grow with positions, and "
                 f"slices={self._lengths} would count equally though their lengths differ: return "
-                f"(sum, weight) of which both are sums over positions, or a mean over them, or "
+                f"(sum, weight) that are both sums over positions, or a mean over them, or "
                 f"leave slices out"
             )
 
@@ -272,7 +272,7 @@ class _Check:
                     f"loss_fn sums over positions and divides by what does not grow as they do, "
                     f"and with slices={self._num_slices} its value would be "
                     f"{one / of_all / shares[0]:.3g} of that of whole sequences: return (sum, "
-                    f"weight) of which both are sums over positions, or a mean over them, or leave "
+                    f"weight) that are both sums over positions, or a mean over them, or leave "
                     f"slices out"
                 )
 

@@ -159,8 +159,8 @@ class _SplitSearch:
         warn_once(
             f"loss_fn divides a sum over positions by a number that does not grow as they do, and "
             f"batch= splits them over {self._ranks} ranks of {axis!r}: the step takes the mean of "
-            f"the ranks' losses, which is not the loss of whole sequences: return (sum, weight), "
-            f"of which both are sums over positions, or a mean over them",
+            f"the ranks' losses, which is not the loss of whole sequences: return (sum, weight) "
+            f"that are both sums over positions, or a mean over them",
             self._warned,
             ("split scale", axis),
         )
@@ -241,7 +241,7 @@ def _remedy(fault: Fault, axis: str, *, sums: bool) -> str:
     if "takes a sum over positions" in fault.text:
         return (
             f"add up over all ranks first, jax.lax.psum(x, {axis!r}), the sum and its divisor "
-            f"alike, or return (sum, weight), of which both are sums over positions"
+            f"alike, or return (sum, weight) that are both sums over positions"
         )
     if sums:
         return _LOSS

@@ -47,7 +47,7 @@ def warn_of_parameters_that_nobody_reads(
         return
     more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     warn_once(
-        f"parameters are read by no part of the model, so nobody trains them: "
+        f"parameters are read by no part of the model, so they are not trained: "
         f"{', '.join(texts[:_SHOWN])}{more}; what acts only where a whole model is called "
         f"(adapters put on it before it was cut) must be put on the stages, or else leave it out",
         warned,

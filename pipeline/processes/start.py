@@ -128,7 +128,7 @@ def _check_port(here: Cluster, *, local: bool) -> None:
     except OSError as error:
         raise OSError(
             f"process 0 cannot listen at coordinator={here.coordinator!r}: {error.strerror}; give "
-            f"an address of this host, and a port that nobody uses"
+            f"an address of this host, and a free port"
         ) from error
 
 

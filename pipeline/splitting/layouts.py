@@ -68,7 +68,7 @@ class _LayoutReader:
             stop += 1
         number = self.text[at + 1 : stop]
         if not number or int(number[:9]) < 1 or len(number) > 6:
-            raise self.wrong(at, "has no number from 1 to 999999 behind it")
+            raise self.wrong(at, "is not followed by a number from 1 to 999999")
         return int(number), stop
 
     def wrong(self, at: int, why: str) -> ValueError:
@@ -103,7 +103,7 @@ def read_layout(text: Layout) -> list[str]:
         also = f", or 1 and one for each of {whole.count('m')} m" if "m" in whole else ""
         raise ValueError(f"{found} {whole.count('L')} L: there is one, the last{also}")
     if (late := whole.find("m")) >= 0 and "t" in whole[late:]:
-        raise ValueError(f"layout={text!r}: m stands before t; multi-token layers come last")
+        raise ValueError(f"layout={text!r}: an m comes before a t; multi-token layers come last")
     return stages
 
 
@@ -145,7 +145,7 @@ def parse_layout(text: Layout, layers: int, mtp_layers: int = 0) -> list[int]:
     if extra != mtp_layers:
         raise ValueError(
             f"layout={text!r} has {extra} m, and the model has {mtp_layers} modules for "
-            f"multi-token prediction: write an m for each behind the last t, as in 'Et|tmL'"
+            f"multi-token prediction: write an m for each after the last t, as in 'Et|tmL'"
         )
     if sum(counts) != layers:
         raise ValueError(

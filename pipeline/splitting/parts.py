@@ -98,8 +98,8 @@ class SplitCut:
             regular = find_regular(trace, lambda counts: self.place(trace, counts))
             if isinstance(regular, str):
                 raise ValueError(
-                    f"on inputs of {text_of(types)} the model calls its blocks otherwise than "
-                    f"on the example that it was split by ({regular}): split it by an example "
+                    f"on inputs of {text_of(types)} the model calls its blocks differently than on "
+                    f"the example that it was split by ({regular}): split it by an example "
                     f"of that kind"
                 )
             found = regular
@@ -287,6 +287,6 @@ class Blocks(nnx.Module):
         except KeyError as error:
             names = [recipe.names[n] for n, var in enumerate(trace.inputs) if var is error.args[0]]
             raise ValueError(
-                f"extras lack {' '.join(map(repr, names)) or 'something'}, which blocks are given, "
-                f"or of which it is made: give extras as parts.inputs() makes them"
+                f"extras lack {' '.join(map(repr, names)) or 'something'}, which blocks need as an "
+                f"input, or to compute one: give extras as parts.inputs() makes them"
             ) from None

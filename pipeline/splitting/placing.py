@@ -209,9 +209,9 @@ class _Placing:
         ]
         calls = f" (in calls of {', '.join(dict.fromkeys(users))})" if users else ""
         return (
-            f"{dotted(path)} is used in {where}{calls}: a parameter lies in one stage, or in embed "
-            f"and head; cut so that one stage has all that use it, by cut=, or give each a "
-            f"parameter of its own"
+            f"{dotted(path)} is used in {where}{calls}: a parameter must be in one stage, or in "
+            f"embed and head; cut so that one stage has all its uses, by cut=, or give each use "
+            f"its own parameter"
         )
 
     def _messages(self) -> tuple[tuple[Any, ...], ...]:

@@ -98,7 +98,9 @@ def _regular(trace: Trace, place: Callable[[Sequence[int]], PlacedBlock]) -> Reg
         acts = tuple(sorted(acts))
         if number == len(calls) - 1:
             if not set(acts) <= set(outs or ()):
-                raise _Irregular("the head needs more of the last block than blocks of each other")
+                raise _Irregular(
+                    "the head needs results of the last block that blocks do not need of each other"
+                )
         elif outs is not None and acts != outs:
             raise _Irregular("blocks need different results of the block before them")
         else:
@@ -110,7 +112,7 @@ def _place_of(returned: Sequence[Any], var: Any) -> int:
     for number, atom in enumerate(returned):
         if atom is var:
             return number
-    raise _Irregular("a result of a block is needed behind the next one")
+    raise _Irregular("a result of a block is needed after the next block")
 
 
 def _check_values(call: Call, given: Sequence[Any]) -> None:
@@ -135,7 +137,9 @@ def _with_templates(
                 if one is atom:
                     return kind, number
         if not isinstance(atom, Literal) and atom not in free:
-            raise _Irregular("a block is given what is neither an activation nor the same for all")
+            raise _Irregular(
+                "a block gets a value that is neither an activation nor equal for all blocks"
+            )
         sides.append(atom)
         return "side", len(sides) - 1
 
@@ -161,12 +165,12 @@ def _first(
     """Find the values in the first call that have the places of the second call's activations."""
     one, two = trace.calls[0].given, trace.calls[1].given
     if one.treedef != two.treedef or len(trace.given[0]) != len(sources):
-        raise _Irregular("the first block is called otherwise than the second")
+        raise _Irregular("the first block is called differently from the second")
     found: dict[int, Any] = {}
     for atom, (kind, number) in zip(trace.given[0], sources, strict=True):
         expected = found.setdefault(number, atom) if kind == "act" else same[kind][number]
         if expected is not atom:
-            raise _Irregular("the first block is given what others are not")
+            raise _Irregular("the first block gets an argument that other blocks do not get")
     if sorted(found) != list(range(num_acts)):
         raise _Irregular("the second block does not take what the first returns")
     return tuple(found[n] for n in range(num_acts))

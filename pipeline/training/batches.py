@@ -177,7 +177,7 @@ def masked(loss_fn: Callable[..., Any]) -> Any:
         if not hasattr(loss_fn, "__dataclass_fields__"):
             raise ValueError(
                 f"masked() was given a {type(loss_fn).__name__} with has_metrics, which is no "
-                f"dataclass, so it cannot be told to leave metrics out; make it a dataclass with a "
+                f"dataclass, so masked() cannot switch its metrics off; make it a dataclass with a "
                 f"field has_metrics, as pipeline.decoders.MultiTokenLoss is, or set it to False"
             )
         loss_fn = dataclasses.replace(loss_fn, has_metrics=False)  # type: ignore[type-var]

@@ -219,8 +219,8 @@ class Step:
         if self._in_parts:
             if isinstance(compiler_options, Mapping):
                 raise ValueError(
-                    f"compiler_options={compiler_options} beside engine='programs': they reach the "
-                    f"step's own program, and not those of the pipeline; leave them out, or use "
+                    f"compiler_options={compiler_options} with engine='programs': they apply to "
+                    f"the step's own program, not to those of the pipeline; leave them out, or use "
                     f"engine='scan'"
                 )
             # Such a pipeline cannot be a part of a program: one program runs after its gradients.
@@ -920,8 +920,8 @@ def check_weight(weight: Any) -> None:
     if not fits:
         given = shape_text(weight) if isinstance(weight, jax.Array) else repr(weight)
         raise ValueError(
-            f"weight={given}: must be one finite number >= 0 of float32, what this call counts "
-            f"beside the others"
+            f"weight={given}: must be one finite number >= 0 of float32, the weight of this call "
+            f"relative to other calls"
         )
 
 

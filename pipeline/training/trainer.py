@@ -426,7 +426,7 @@ def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[flo
         total = plus_weighed(total, found)
     if total is None:
         raise ValueError(
-            "the evaluation gave no batch; give a list, or what can be gone through each time: an "
+            "the evaluation gave no batch; give a list, or an iterable that can start again: an "
             "iterator ends with the first evaluation"
         )
     loss: Weighed = total[0] if step.has_aux else total

@@ -262,8 +262,8 @@ def _overlap(value: Any) -> float | tuple[float, ...]:
             f"start early; give two, {' and '.join(COPIES)}"
         )
     raise ScheduleError(
-        f"Costs(host_overlap={shorten(value)}): must be a share from 0 to 1, 1 where copies over "
-        f"the host link travel beside an action's work, 0 where it waits for them, or two shares "
+        f"Costs(host_overlap={shorten(value)}): must be a share from 0 to 1, 1 if copies over the "
+        f"host link overlap with an action's work, 0 if it waits for them, or two shares "
         f"of an action's work: {', '.join(COPIES)}"
     )
 

@@ -134,7 +134,7 @@ class _Machine:
             value = self.values.output(microbatch)
             at = (tick, slot, rank)
             if value not in self.unread[rank]:
-                fail(self.program, f"{self.name(value)}, which nobody reads: expected -1", at)
+                fail(self.program, f"{self.name(value)}, which no action reads: expected -1", at)
             self._store(at, self.operand, self.operand.table[tick][slot][rank], value)
 
     def _act(self, at: Place, branch: int) -> int:
@@ -234,8 +234,8 @@ class _Machine:
                 elif place != discard:
                     fail(
                         self.program,
-                        f"shift {shift} brings {self.name(value)}, which nobody reads: "
-                        f"expected discard, buffer {discard}, found buffer {place}",
+                        f"shift {shift} brings {self.name(value)}, which no action reads: expected "
+                        f"discard, buffer {discard}, found buffer {place}",
                         (tick, slot, rank, column),
                     )
 

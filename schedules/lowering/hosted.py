@@ -51,9 +51,9 @@ def check_offload(offload: object) -> Offload:
     if is_number(offload) and 0 <= offload <= 1:  # type: ignore[operator]
         return float(offload)  # type: ignore[arg-type]
     raise ScheduleError(
-        f"offload={shorten(offload)}: must be 'stash' (what F keeps for its backward lies in host "
-        f"memory), 'crossings' (what I leaves for W does), a share of the stashes from 0 to 1 such "
-        f"as 0.5, or None for neither"
+        f"offload={shorten(offload)}: must be 'stash' (the values that F keeps for its backward "
+        f"are in host memory), 'crossings' (those that I keeps for W are), a share of the stashes "
+        f"from 0 to 1 such as 0.5, or None for neither"
     )
 
 

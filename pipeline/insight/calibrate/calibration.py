@@ -198,7 +198,7 @@ def _of(record: dict[str, Any]) -> Calibration:
         or not isinstance(record.get("microbatch"), str)
     ):
         raise ScheduleError(
-            "lacks what a calibration says beside its costs (microbatch, rounds, repeats, "
+            "lacks fields of a calibration other than its costs (microbatch, rounds, repeats, "
             "hardware, versions); calibrate again"
         )
     return Calibration(

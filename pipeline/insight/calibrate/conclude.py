@@ -98,8 +98,9 @@ def conclude(
         wrong += _sums_that_disagree(one, names)
     if wrong:
         raise CalibrationError(
-            f"what was measured contradicts itself: {'; '.join(wrong)}; measure again on a quiet "
-            f"machine, with more rounds= or repeats=, and if it stays report it with these numbers"
+            f"the measured times contradict each other: {'; '.join(wrong)}; measure again on a "
+            f"quiet machine, with more rounds= or repeats=, and if that does not help, report it "
+            f"with these numbers"
         )
     in_turn: dict[Key, Took] = {}
     for one in timed:
@@ -150,7 +151,7 @@ def _check_noise(
     ]
     if drowned:
         raise CalibrationError(
-            f"cannot conclude from {rounds} rounds, for too far apart are they: "
+            f"cannot conclude from {rounds} rounds, because their times differ too much: "
             f"{'; '.join(drowned)}; calibrate on a quiet machine, with more rounds= or repeats=, "
             f"or with larger microbatches"
         )

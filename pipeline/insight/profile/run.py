@@ -93,8 +93,8 @@ def check(plan: Plan, steps: int) -> None:
     processes = {device.process_index for device in plan.mesh.devices.flat}
     if processes != {jax.process_index()}:
         raise ValueError(
-            f"trace(): the mesh lies on {len(processes)} processes, and a profile shows the "
-            f"devices of one, by its own clock; trace a mesh of one process's devices"
+            f"trace(): the mesh spans {len(processes)} processes, and a profile shows the devices "
+            f"of one process only; trace a mesh of one process's devices"
         )
 
 

@@ -414,8 +414,8 @@ def place_modules(
     if any(counts[first + 1 :]):
         last = max(k for k, count in enumerate(counts) if count)
         raise ValueError(
-            f"mtp={found!r}: stage {first} has a multi-token module and stage {last} a block "
-            f"behind it; modules read what the last block returns, so put them into that stage or "
+            f"mtp={found!r}: stage {first} has a multi-token module and stage {last} a later "
+            f"block; modules read the output of the last block, so put them into its stage or "
             f"later ones"
         )
     return found

@@ -67,7 +67,7 @@ def _sharded(folder: Path) -> dict[str, Tensor]:
     missing: dict[str, list[str]] = {}
     for file, mine in by_file.items():
         if Path(file).name != file or len(file.encode()) > _LONGEST_NAME:
-            raise ValueError(f"{path}: {shown(file)} is no name of a file beside it")
+            raise ValueError(f"{path}: {shown(file)} is not the name of a file in its folder")
         if not (folder / file).is_file():
             missing[file] = mine
             continue

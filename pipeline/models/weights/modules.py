@@ -51,7 +51,7 @@ def fit_modules(
     if held < config.mtp_layers:
         raise ValueError(
             f"{checkpoint.folder}: by config.json the model has {config.mtp_layers} modules for "
-            f"multi-token prediction, behind layer {config.layers - 1}, and the files have {held}: "
+            f"multi-token prediction, after layer {config.layers - 1}, and the files have {held}: "
             f"fetch the shards that are missing, or give mtp=0"
         )
     return config

@@ -80,9 +80,9 @@ def _blocks(stage: Mapping[str, Any], k: int) -> list[tuple[int, dict[str, Any]]
     others = [name for name in stage if name != BLOCKS]
     if others:
         raise ValueError(
-            f"stages[{k}] has {', '.join(map(repr, others))} beside {BLOCKS!r}: a stage whose "
-            f"weights are read by a table of names is a list of layers called {BLOCKS!r}, and "
-            f"nothing else"
+            f"stages[{k}] has {', '.join(map(repr, others))} in addition to {BLOCKS!r}: a stage "
+            f"whose weights are read by a table of names is a list of layers called {BLOCKS!r}, "
+            f"and nothing else"
         )
     blocks: Mapping[Any, Any] = stage.get(BLOCKS, {})
     found = sorted((int(n), leaves) for n, leaves in blocks.items())

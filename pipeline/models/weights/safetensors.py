@@ -181,8 +181,8 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     for before, behind in itertools.pairwise(tensors):
         if behind.start < before.start + before.nbytes:
             raise ValueError(
-                f"{path} is mislabelled: {before.name} and {behind.name} lie on the same bytes, "
-                f"from {behind.start:,} on"
+                f"{path} is mislabelled: {before.name} and {behind.name} overlap, from byte "
+                f"{behind.start:,} on"
             )
     return {tensor.name: tensor for tensor in tensors}, metadata
 

@@ -254,7 +254,7 @@ def _json(what: str, value: Any) -> Any:
     if isinstance(value, float):
         if math.isfinite(value):
             return value
-        raise ValueError(f"{what} is {value}, for which JSON has no word; give a finite number")
+        raise ValueError(f"{what} is {value}, which JSON cannot represent; give a finite number")
     raise ValueError(
         f"{what} is of type {type(value).__name__}; give numbers, texts, lists and dictionaries of "
         f"them, and arrays that are like the parameters as shaped="

@@ -371,7 +371,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"{self._folder} is written to by another process, and two runs in one folder "
                 f"would delete each other's checkpoints: name another folder, or wait until that "
-                f"run has ended; Checkpoints(folder, read_only=True) reads beside it"
+                f"run has ended; Checkpoints(folder, read_only=True) reads it meanwhile"
             )
         if self._lock.saving is not None:
             self._lock.saving.join()
@@ -481,8 +481,8 @@ def _check_folder(folder: Path, *, read_only: bool) -> None:
     """Check that a folder holds checkpoints or is empty, and that the folder can be written to."""
     if "://" in str(folder) or str(folder).startswith("gs:/"):
         raise ValueError(
-            f"folder={str(folder)!r}: must be a folder of a file system, where a name changes at "
-            f"once; mount the bucket, or save beside it and copy what is complete"
+            f"folder={str(folder)!r}: must be a folder of a file system, which renames atomically; "
+            f"mount the bucket, or save to a local folder and copy complete checkpoints"
         )
     if folder.exists() and not folder.is_dir():
         raise ValueError(
