@@ -25,7 +25,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
 # Private, seen from 0.10.2 to 0.12.0. `jax.extend` has no effects. If it had, or if an equation
-# told whether it may be repeated, these could go.
+# declared whether it may be repeated, these could go.
 from jax._src.callback import IOEffect, OrderedIOEffect  # isort: skip
 from jax._src.debugging import OrderedDebugEffect  # isort: skip
 from jax._src.core import NamedAxisEffect  # isort: skip

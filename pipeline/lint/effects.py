@@ -67,7 +67,7 @@ def check_order(stage: str, effects: Iterable[Any]) -> None:
 
 
 def check_constraints(stage: str, body: Any) -> None:
-    """Refuse sharding constraints over axes of which a stage sees only its rank's part.
+    """Refuse sharding constraints over axes along which a stage sees only its rank's part.
 
     Args:
       stage: the name of the stage.

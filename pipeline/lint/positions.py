@@ -70,13 +70,13 @@ def varying(shape: Sequence[int], dim: int | None = None) -> Followed:
 
 @dataclass(frozen=True)
 class Sequences:
-    """A question about a function.
+    """The options of a search for joined positions, and the factors that it finds.
 
     Attributes:
       t: the number of positions.
       sums: whether the function may sum over positions, as a loss does. A nonlinear function of
         such a sum is `Followed.broken`.
-      factors: an answer: the known numbers that values at positions were multiplied with.
+      factors: a result: the known numbers that values at positions were multiplied with.
     """
 
     t: int
@@ -92,7 +92,7 @@ def follow_positions(
     Args:
       jaxpr: the jaxpr of a function.
       given: facts about its arguments.
-      asked: the question.
+      asked: the options of the search, and the list of factors that it fills.
       consts: the values of its constvars, if they are known.
 
     Raises:
