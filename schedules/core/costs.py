@@ -107,7 +107,7 @@ class Costs:
         object.__setattr__(self, name, _plain(value))
 
     def table(self, num_stages: int, shared: Sequence[str] = ()) -> Times:
-        """Return [4, K] durations of F, B, I and W (the order of `ir.KINDS`) of every stage.
+        """Return [4, K] durations of F, B, I and W (the order of `KINDS`) for every stage.
 
         The first stage runs embed and the last stage head, unless all ranks share them.
 
