@@ -1,4 +1,4 @@
-"""Mesh, neighbour exchange and reductions for pipelines under `jax.shard_map`. Needs only jax."""
+"""Mesh, neighbour exchange and reductions for pipelines under `jax.shard_map`; needs only jax."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,7 @@ __all__ = [
     "vocabulary_embedding",
 ]
 
-# Names for layers and for print, loaded when they are used.
+# Names for layers and for printing, which are imported at their first use.
 _LATER = {
     "check_divides": "tensor",
     "column_input": "tensor",

@@ -1,9 +1,10 @@
-"""Cross entropy of a linear head that never holds its logits.
+"""Cross entropy of a linear head that never holds all logits.
 
-The head's rows are taken a chunk at a time. The forward keeps a running maximum and a running sum
-of exponentials for each token (M. Milakov and N. Gimelshein, arXiv:1805.02867); the backward forms
-each chunk's logits again, for one more product than a head that keeps them. So the largest array is
-`[n, v / C]`, where kept logits and their gradient are two of `[n, v]`.
+The head's rows are processed in chunks. The forward keeps a running maximum and a running sum of
+exponentials for each token (M. Milakov and N. Gimelshein, arXiv:1805.02867). The backward computes
+each chunk's logits again, which costs one more matrix product than a head that keeps its logits.
+The largest array is therefore `[n, v / C]`, while kept logits and their gradient are two arrays
+`[n, v]`.
 
 Letters: R = ranks on the axis, v = rows of the vocabulary on one rank, V = R·v, d = width, n =
 tokens, C = chunks.
@@ -49,20 +50,21 @@ def linear_cross_entropy(
     Products are summed in float32.
 
     Args:
-      x: `[..., d]`, the same on all ranks (`column_input` of an activation).
-      table: `[v, d]`, this rank's rows; taken in the dtype of `x`.
+      x: `[..., d]`, equal on all ranks (`column_input` of an activation).
+      table: `[v, d]`, this rank's rows; converted to the dtype of `x`.
       labels: `[...]` integers, equal on all ranks.
       axis: the mesh axis of the group.
       chunks: C, a divisor of v.
       ignore: labels whose loss is 0; None if there are none.
-      vocabulary: how many of the V rows are words; those after them are padding and never win.
+      vocabulary: the number of words among the V rows; the rows after them are padding, with
+        probability 0.
 
     Returns:
-      `[...]` float32, equal on all ranks; NaN for a label that is no word and is not ignored.
+      `[...]` float32, equal on all ranks; NaN for a label that is not a word and is not ignored.
 
     Raises:
-      ValueError: C does not divide v; the table does not vary over the axis; or labels of another
-        shape.
+      ValueError: C does not divide v; the table does not vary over the axis; or the labels have the
+        wrong shape.
     """
     rows = table.shape[0]
     check_parts("table", table, axis)
@@ -120,12 +122,12 @@ _losses.defvjp(_forward, _backward)
 
 
 def _cut(table: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
-    """The index of each chunk, and its rows."""
+    """Return the index of each chunk, and its rows."""
     return jnp.arange(chunks), table.reshape(chunks, -1, table.shape[-1])
 
 
 def _logits(x: jax.Array, chunk: Any, local: int, how: Any) -> jax.Array:
-    """`[n, v / C]` float32, of one chunk; -inf for padding."""
+    """Compute the logits of one chunk, `[n, v / C]` float32; -inf for padding."""
     (axis, _, size), (index, rows) = how, chunk
     logits = jnp.matmul(x, rows.T, preferred_element_type=jnp.float32)
     if size == local * group_size(axis):

@@ -1,12 +1,13 @@
 """All code that depends on a release of JAX or flax, or on their private names.
 
-Checked on jax 0.10.2 and 0.12. Each use says in which releases it was seen and what would take its
-place. Classes are imported and not known by their names, so that a release without one fails here,
-at once; errors, which have a text alone, are provoked by `tests/unit_collectives/test_compat.py`.
+It is tested on jax 0.10.2 and 0.12. Each use names the releases in which it was seen and what could
+replace it. Classes are imported and not compared by name, so that a release without one fails here
+at once. Errors are known only by their text, so `tests/unit_collectives/test_compat.py` provokes
+them.
 
-*Varying* is shard_map's word: a value varies over a mesh axis when ranks along that axis may hold
-different ones. JAX tracks this in the type of every array inside `jax.shard_map(...,
-check_vma=True)` and inserts the reductions of gradients from it.
+*Varying* is shard_map's word: a value varies over a mesh axis if ranks along that axis may hold
+different values. JAX tracks this in the type of every array inside `jax.shard_map(...,
+check_vma=True)`, and inserts the reductions of gradients from these types.
 """
 
 from __future__ import annotations
@@ -23,43 +24,43 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
-# Private, seen from 0.10.2 to 0.12.0. `jax.extend` has no effects; were they there, or did an
-# equation say of itself that it may be repeated, these would go.
+# Private, seen from 0.10.2 to 0.12.0. `jax.extend` has no effects. If it had, or if an equation
+# declared whether it may be repeated, these could go.
 from jax._src.callback import IOEffect, OrderedIOEffect  # isort: skip
 from jax._src.debugging import OrderedDebugEffect  # isort: skip
 from jax._src.core import NamedAxisEffect  # isort: skip
 from jax._src.state.types import AccumEffect, ReadEffect, WriteEffect  # isort: skip
 
-# Private, seen from 0.10.2 to 0.12.0: an error of `checkify` with a text of its own has no public
+# Private, seen from 0.10.2 to 0.12.0: the errors of `checkify` with their own text have no public
 # base class.
 from jax._src.checkify import ErrorEffect, JaxException  # isort: skip
 
-# Private, seen from 0.10.2 to 0.12.0: what the equation of a `jit` without shardings has in their
-# place. A public predicate would take its place.
+# Private, seen from 0.10.2 to 0.12.0: the value of a `jit` equation's shardings if it has none. A
+# public predicate could replace it.
 from jax._src.named_sharding import UnspecifiedValue  # isort: skip
 
 # Private, seen from 0.10.2 to 0.12.0: the coordination service's client and this process's number,
-# and who finds the cluster around. A public key-value store, and a public way to ask which process
-# this is without connecting, would take their place.
+# and the detection of the surrounding cluster. A public key-value store, and a public way to get
+# this process's number without connecting, could replace them.
 from jax._src.clusters import ClusterEnv  # isort: skip
 from jax._src.distributed import global_state  # isort: skip
 
 Axes = str | tuple[str, ...]
 Tree = TypeVar("Tree")
 
-# With jax 0.10.2 refs that are differentiated, or belong to a function that JAX is not to take
-# apart, get torn; with 0.12 they are not (0.11 was not tried). Goes with the last jax of Python
-# 3.11, and most of `pipeline.core.autodiff.in_place` with it.
+# Whether JAX keeps refs whole if they are differentiated, or belong to a function that JAX must not
+# split. It does in 0.12, not in 0.10.2; 0.11 was not tried. This goes with the last jax of Python
+# 3.11, and most of `pipeline.core.autodiff.in_place` goes with it.
 REFS_ARE_WHOLE = jax.__version_info__ >= (0, 12)
 
 HOST_MEMORY = "pinned_host"  # jax's name of the memory of a device's host
 
-CheckError = JaxException  # the base class of what a failed check raises
+CheckError = JaxException  # the base class of the errors that a failed check raises
 
 _HARMLESS = NamedAxisEffect, ReadEffect, WriteEffect, AccumEffect
 _ONCE = IOEffect, OrderedIOEffect
-# Of reverse mode through the kernel's refs, seen in 0.10.2 and in 0.12.0. A public class of such
-# errors would take their place.
+# Texts of the errors of reverse mode through the kernel's refs, seen in 0.10.2 and in 0.12.0. A
+# public class of such errors could replace them.
 _OF_REFS = "AbstractRef", "Linearization failed"
 
 
@@ -68,16 +69,16 @@ _OF_REFS = "AbstractRef", "Linearization failed"
 
 def varying_axes(x: jax.typing.ArrayLike) -> frozenset[str]:
     """The manual mesh axes over which one array varies; empty outside shard_map."""
-    # `.vma`, which carried this up to jax 0.9, is gone from 0.10 on.
+    # Up to jax 0.9 this was `.vma`, which is gone from 0.10 on.
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def varying_in(aval: Any, otherwise: Any = ()) -> Any:
-    """The manual mesh axes over which values of a type vary, sorted; of an array, of its type.
+    """Return the sorted manual mesh axes over which values of a type vary.
 
     Args:
-      aval: a type or an array.
-      otherwise: the answer where the type does not say.
+      aval: a type, or an array whose type counts.
+      otherwise: the result if the type does not track varying axes.
     """
     aval = jax.typeof(aval) if isinstance(aval, jax.Array) else aval
     found = getattr(aval, "manual_axis_type", None)
@@ -87,7 +88,7 @@ def varying_in(aval: Any, otherwise: Any = ()) -> Any:
 def manual_axes(axes: Axes) -> tuple[str, ...]:
     """List the axes that the surrounding shard_map is manual over, in the order given.
 
-    Empty outside shard_map; an axis that shard_map leaves to the compiler (auto) drops out.
+    Empty outside shard_map; an axis that shard_map leaves to the compiler (auto) is omitted.
 
     Raises:
       ValueError: inside shard_map, an axis that the mesh does not have.
@@ -107,16 +108,17 @@ def manual_axes(axes: Axes) -> tuple[str, ...]:
 
 def tracks_varying(axis: str) -> bool:
     """Tell whether the surrounding shard_map over `axis` runs with `check_vma=True`."""
-    # pcast costs nothing at run time, and under check_vma=False leaves the type as it was.
+    # pcast costs nothing at run time, and with check_vma=False it does not change the type.
     return axis in varying_axes(jax.lax.pcast(jnp.zeros(()), axis, to="varying"))
 
 
 def vary(tree: Tree, axes: Axes) -> Tree:
     """Mark every leaf as varying over `axes`; the values stay as they are.
 
-    Loop carries, `lax.cond` branches and `jax.new_ref` contents must agree on the axes they vary
-    over. `jax.lax.pcast` raises on an axis that an array already varies over; this adds only those
-    that are missing. Does nothing outside shard_map, and for axes left to the compiler.
+    Loop carries, `lax.cond` branches and `jax.new_ref` contents must agree on the axes over which
+    they vary. `jax.lax.pcast` raises on an axis over which an array already varies; this function
+    adds only the missing axes. It does nothing outside shard_map, and for axes left to the
+    compiler.
 
     The transpose is a sum: the gradient of a value that was replicated before `vary` is the total
     over the ranks that used it.
@@ -139,7 +141,7 @@ def vary(tree: Tree, axes: Axes) -> Tree:
 
 
 def typed_as(aval: Any, others: Sequence[Any]) -> Any:
-    """The type of an array, varying as the one of `others` that varies over most axes."""
+    """Return the type of an array, varying over the axes of the most varying of `others`."""
     widest = max(others, key=lambda o: len(o.manual_axis_type.varying))
     spec = PartitionSpec(*(None,) * len(aval.shape))
     where = NamedSharding(widest.sharding.mesh, spec)
@@ -154,12 +156,12 @@ def is_on_host(aval: Any) -> bool:
 
 
 def to_host(x: jax.Array) -> jax.Array:
-    """A traced array, put into host memory; `jax.memory` has no stable release yet."""
+    """Put a traced array into host memory; `jax.memory` has no stable release yet."""
     return jax.device_put(x, jax.memory.Space.Host)
 
 
 def to_device(x: jax.Array) -> jax.Array:
-    """A traced array, put into device memory."""
+    """Put a traced array into device memory."""
     return jax.device_put(x, jax.memory.Space.Device)
 
 
@@ -171,7 +173,7 @@ def put_on_host(x: Any) -> Any:
 
 
 def on_device(tree: Tree) -> Tree:
-    """The tree with traced arrays in host memory put into device memory."""
+    """Put the tree's traced arrays that are in host memory into device memory."""
 
     def one(x: Any) -> Any:
         return to_device(x) if isinstance(x, jax.core.Tracer) and is_on_host(x) else x
@@ -182,14 +184,15 @@ def on_device(tree: Tree) -> Tree:
 def has_host_memory(devices: Iterable[jax.Device]) -> bool:
     """Tell whether programs for these devices can keep arrays in host memory.
 
-    Described devices, and those of other processes, cannot be asked; TPUs and GPUs can.
+    Described devices, and devices of other processes, do not list their memories; then TPUs and
+    GPUs count as having host memory.
     """
     for device in devices:
         try:
             kinds = [memory.kind for memory in device.addressable_memories()]
         except (NotImplementedError, RuntimeError, ValueError, AttributeError):
             kinds = []
-        # Devices of other hosts list none.
+        # Devices of other hosts have an empty list.
         known = HOST_MEMORY in kinds if kinds else device.platform in ("tpu", "gpu", "cuda", "rocm")
         if not known:
             return False
@@ -197,17 +200,17 @@ def has_host_memory(devices: Iterable[jax.Device]) -> bool:
 
 
 def typeless(aval: Any) -> Any:
-    """The type of an array, varying over nothing."""
+    """Return the type of an array, varying over no axis."""
     return aval.update_manual_axis_type(jax.typeof(0.0).manual_axis_type)
 
 
 def untyped() -> AbstractContextManager[None]:
-    """A context in which nothing asks for varying types, as in shard_map with `check_vma=False`.
+    """Make a context that does not track varying types, as shard_map with `check_vma=False`.
 
-    Private to JAX, seen in 0.10.2 and 0.12: there is no public way to trace a Pallas kernel within
-    a shard_map that tracks types, unless its author wrote down the types of its results. A
-    `jax.shard_map(..., check_vma=False)` that may stand inside another over the same axes would
-    take the place of this, and of most of `collectives.local`.
+    Private to JAX, seen in 0.10.2 and 0.12. There is no public way to trace a Pallas kernel within
+    a shard_map that tracks types, unless the kernel's author declared the types of its results. A
+    `jax.shard_map(..., check_vma=False)` that is allowed inside another shard_map over the same
+    axes could replace this, and most of `collectives.local`.
     """
     from jax._src import config
 
@@ -221,16 +224,16 @@ def untyped() -> AbstractContextManager[None]:
 def platform() -> str:
     """Return the platform of the current trace, "cpu", "gpu" or "tpu"; from the mesh if any.
 
-    The devices of a mesh may be described and not there, while this process has others.
+    The devices of a mesh may be described and absent, while this process has other devices.
     """
-    # Devices that a mesh knows of have been an attribute of abstract meshes since jax 0.6.
+    # Abstract meshes have had an attribute for the devices of their mesh since jax 0.6.
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else str(device.platform)
 
 
 def is_gpu() -> bool:
-    """Tell whether GPUs are traced for, which may be described."""
-    # Described ones are called by their runtime.
+    """Tell whether the current trace is for GPUs, which may be described."""
+    # The platform of described GPUs is the name of their runtime.
     return platform() in ("gpu", "cuda", "rocm")
 
 
@@ -243,8 +246,8 @@ def device_kind() -> str:
 def has_cudnn() -> bool:
     """Tell whether this process can call cuDNN. Private to JAX, seen in 0.10.2 and 0.12.
 
-    `jax.nn.dot_product_attention(implementation="cudnn")` raises where it is not; a function that
-    says so beforehand would take the place of this.
+    `jax.nn.dot_product_attention(implementation="cudnn")` raises if it cannot; a function that
+    tells so beforehand could replace this.
     """
     from jax._src.lib import cuda_versions
 
@@ -260,8 +263,8 @@ def has_cudnn() -> bool:
 def loop_sizes(eqn: Any) -> tuple[int, int]:
     """Return the number of constants of a `scan`, and the number of its carried values.
 
-    Up to 0.11 they are parameters, in 0.12 lengths of trees. What would take its place is a
-    reader of a scan's equation in `jax.extend`.
+    Up to 0.11 they are parameters, in 0.12 lengths of trees. A reader of a scan's equation in
+    `jax.extend` could replace this.
     """
     if "num_carry" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
@@ -270,12 +273,12 @@ def loop_sizes(eqn: Any) -> tuple[int, int]:
 
 
 def called(eqn: Any) -> Any:
-    """The jaxpr that the equation of a call runs.
+    """Return the jaxpr that the equation of a call runs.
 
     Under `jax_remat3` and `jax_custom_vjp3`, and in `jax.experimental.hijax`, a call is an object
-    that says by a method what it does; seen in 0.12.0. (In 0.10.2 JAX itself fails under these
-    flags, in transposing a slice within `jax.checkpoint`: nothing here is tried with them there.)
-    What would take its place is `jaxprs_in_params` of `jax.extend` that knows such objects.
+    with a method that defines its computation; seen in 0.12.0. In 0.10.2 JAX itself fails under
+    these flags, when it transposes a slice within `jax.checkpoint`, so they are not tested there. A
+    `jaxprs_in_params` of `jax.extend` that knows such objects could replace this.
     """
     params = eqn.params
     if "_prim" not in params:
@@ -285,10 +288,10 @@ def called(eqn: Any) -> Any:
 
 
 def lowers_what_it_holds(primitive: Primitive) -> None:
-    """Say of a primitive with a jaxpr in its parameters that its lowering traces that again.
+    """Declare that the lowering of a primitive traces the jaxpr in its parameters again.
 
-    JAX asks a primitive that holds calls as above (see `called`) for another rule beside its
-    lowering, by a method that is private; seen in 0.12.0, without effect in 0.10.2.
+    For a primitive that holds calls as in `called`, JAX asks through a private method for another
+    rule in addition to its lowering; seen in 0.12.0, without effect in 0.10.2.
     """
     primitive.is_high = lambda *_, **__: False  # type: ignore[method-assign]
 
@@ -299,12 +302,12 @@ def custom_vjp(
     backward: Callable[..., Any],
     nondiff_argnums: tuple[int, ...],
 ) -> Callable[..., Any]:
-    """A `jax.custom_vjp` whose forward rule knows, by symbolic zeros, the differentiated arguments.
+    """Make a `jax.custom_vjp` whose forward rule sees, by symbolic zeros, what is differentiated.
 
-    With `jax_custom_vjp3`, seen in 0.12.0, `jax.checkpoint` says of all operands that they are,
-    unless it shall call the function for the second time and not its rule. How to ask for this is
-    private, and refused without that flag; a `jax.checkpoint` that says which operands are
-    differentiated would take its place.
+    With `jax_custom_vjp3`, seen in 0.12.0, `jax.checkpoint` marks all operands as differentiated,
+    unless it is to call the function, and not its rule, for the second time. The way to ask for
+    this is private, and is refused without that flag. A `jax.checkpoint` that marks the
+    differentiated operands could replace it.
     """
     plain, called_again = (jax.custom_vjp(f, nondiff_argnums) for _ in range(2))
     for function in (plain, called_again):
@@ -327,14 +330,14 @@ def fixes_shardings(eqn: Any) -> bool:
 
 
 def live(jaxpr: Any, *, keep_inputs: bool) -> tuple[Any, list[bool]]:
-    """A jaxpr without the equations that lead nowhere, and which of its inputs lead somewhere.
+    """Remove the equations of a jaxpr that no output needs; tell which inputs some output needs.
 
-    `jax.interpreters` is public and said to be internal; seen from 0.10.2 to 0.12.0. Dead code
-    elimination in `jax.extend` would take its place.
+    `jax.interpreters` is public but documented as internal; seen from 0.10.2 to 0.12.0. Dead code
+    elimination in `jax.extend` could replace it.
 
     Args:
-      jaxpr: any.
-      keep_inputs: whether those that lead nowhere stay inputs.
+      jaxpr: a jaxpr.
+      keep_inputs: whether inputs that no output needs stay inputs.
     """
     wanted = [True] * len(jaxpr.outvars)
     found, used = partial_eval.dce_jaxpr(jaxpr, wanted, instantiate=keep_inputs)
@@ -342,14 +345,14 @@ def live(jaxpr: Any, *, keep_inputs: bool) -> tuple[Any, list[bool]]:
 
 
 def without_refs(f: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of arrays whose mutable buffers (`jax.new_ref`) have become values.
+    """Return a function of arrays in which values replace mutable buffers (`jax.new_ref`).
 
-    A write to a ref returns nothing, and who takes a jaxpr apart by what equations return leaves
-    it out. Values in place of refs can be taken apart, and differentiated: JAX's own derivatives of
-    refs that are made in the body of a loop are wrong in 0.10.2 and in 0.12.0.
+    A write to a ref returns nothing, so a transformation that selects a jaxpr's equations by their
+    results drops the write. Values in place of refs can be split and differentiated. JAX's own
+    derivatives of refs that are made in the body of a loop are wrong in 0.10.2 and in 0.12.0.
 
-    How a jaxpr's refs are discharged is private, seen in 0.10.2 and 0.12.0; a public function in
-    `jax.ref` would take its place.
+    The function that discharges the refs of a jaxpr is private, seen in 0.10.2 and 0.12.0; a public
+    function in `jax.ref` could replace it.
     """
 
     @functools.wraps(f)
@@ -362,10 +365,10 @@ def without_refs(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def discharged(closed: Any) -> Any:
-    """Replace the refs that a closed jaxpr makes by values, as `without_refs` returns it."""
+    """Replace the refs that a closed jaxpr makes by values, as in `without_refs`."""
     from jax._src.state.discharge import discharge_state
 
-    return discharge_state(closed, lower=False)  # with its custom derivatives
+    return discharge_state(closed, lower=False)  # keeps custom derivatives
 
 
 # --- effects and errors ---
@@ -382,19 +385,17 @@ def may_not_repeat(effects: Iterable[Any]) -> bool:
 
 
 def is_ordered(effects: Iterable[Any]) -> bool:
-    """Tell whether there is one of a callback with ``ordered=True``, which runs on one device
-    alone.
-    """
+    """Tell whether a callback has ``ordered=True``, which JAX allows on one device only."""
     return any(isinstance(effect, OrderedIOEffect | OrderedDebugEffect) for effect in effects)
 
 
 def has_check(effects: Iterable[Any]) -> bool:
-    """Tell whether a check of `checkify` is among them."""
+    """Tell whether there is an effect of a check of `checkify`."""
     return any(isinstance(effect, ErrorEffect) for effect in effects)
 
 
 def is_of_refs(error: Exception) -> bool:
-    """Tell whether an error is JAX's, of reverse mode through a function that writes to refs."""
+    """Tell whether an error is JAX's, from reverse mode through a function that writes to refs."""
     return any(text in str(error) for text in _OF_REFS)
 
 
@@ -403,13 +404,13 @@ def renamed_errors(
 ) -> checkify.Error:
     """Split an error of `checkify` into one exception per failed check.
 
-    How an error is flattened is private, seen from 0.10.2 to 0.12.0. A way to map over the
-    exceptions of a `checkify.Error` would take its place.
+    The flattened form of an error is private, seen from 0.10.2 to 0.12.0. A way to map over the
+    exceptions of a `checkify.Error` could replace this.
 
     Args:
-      error: what `checkify.checkify` returned.
-      where: int32 scalars that the exceptions hold too.
-      rename: makes an exception of ``where`` and the check's own; it flattens to both.
+      error: the error that `checkify.checkify` returned.
+      where: int32 scalars that the exceptions also hold.
+      rename: makes an exception from ``where`` and the check's own exception, and flattens to both.
     """
     (failed, codes, payloads), kinds = error.tree_flatten()
     types = tuple(jax.ShapeDtypeStruct((), jnp.int32) for _ in where)
@@ -433,23 +434,23 @@ def renamed_errors(
 
 
 def coordination() -> tuple[Any, int]:
-    """The client of jax's coordination service, and the number of this process."""
+    """Return the client of jax's coordination service, and the number of this process."""
     return global_state.client, global_state.process_id
 
 
 def find_cluster(*known: Any, seconds: int) -> tuple[Any, ...]:
-    """(coordinator, processes, process, local devices) of the cluster around, None if unknown.
+    """Find (coordinator, processes, process, local devices) of the cluster; None if unknown.
 
     Args:
-      known: coordinator, processes and process; what is not None is not looked for.
-      seconds: that jax may wait for a name service.
+      known: coordinator, processes and process; a value that is not None is not detected.
+      seconds: the time for which jax may wait for a name service.
     """
     find: Any = ClusterEnv.auto_detect_unset_distributed_params
     return tuple(find(*known, None, None, seconds))
 
 
 def trace_context() -> Any:
-    """The settings that JAX's caches of traces depend on: precision, 64 bits, promotion."""
+    """Return the settings on which JAX's caches of traces depend: precision, 64 bits, promotion."""
     from jax._src import config
 
     return config.trace_context()
@@ -458,7 +459,7 @@ def trace_context() -> Any:
 def lower_without_devices(traced: jax.stages.Traced, platform: str) -> jax.stages.Lowered | None:
     """Lower a function of an abstract mesh, to compile for any devices; None if devices are needed.
 
-    A callback does, whose lowering names the device that calls back.
+    A callback needs devices, because its lowering names the device that calls back.
     """
     try:
         return traced.lower(lowering_platforms=(platform,))

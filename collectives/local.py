@@ -1,10 +1,10 @@
 """Functions of one device inside a kernel that tracks varying types.
 
-`jax.shard_map(..., check_vma=True)` says of every value over which mesh axes it varies, and asks
-the same of all that computes with it. Pallas kernels do not know, and some functions of JAX and
-flax mix values that do with values that do not: a fresh carry of a scan, a table of positions. A
-function that exchanges nothing with other devices needs no such types. `local` traces it apart,
-without any, and gives them back to its results.
+`jax.shard_map(..., check_vma=True)` tracks for every value the mesh axes over which it varies, and
+requires the same of every operation. Pallas kernels do not track them. Some functions of JAX and
+flax mix varying values with values that do not vary: a new carry of a scan, a table of positions. A
+function that exchanges nothing with other devices needs no such types. `local` traces the function
+separately without these types, and gives the types back to its results.
 
 Letters: A = the mesh axes over which any of the arguments varies.
 """
@@ -29,37 +29,38 @@ from collectives.compat import (
     varying_axes,
 )
 
-_CALLS = "jit", "closed_call"  # that only give a part of a program a name
+_CALLS = "jit", "closed_call"  # calls that only name a part of a program
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def local(f: F) -> F:
-    """A function of arrays that holds no collectives, without varying types inside.
+    """Make a function of arrays, which holds no collectives, run without varying types inside.
 
-    Its results vary over A. Reverse-mode gradients are those of ``f`` on this device; that of an
-    argument which varies over less than A is summed over the rest, as everywhere.
+    Its results vary over A. Reverse-mode gradients are those of ``f`` on this device. The gradient
+    of an argument that varies over fewer axes than A is summed over the other axes, as in all of
+    shard_map.
 
-    Where no surrounding `jax.shard_map` tracks types, or no argument varies, it is ``f`` itself.
-    Elsewhere it is one equation, which `jax.checkpoint` computes again as a whole, unless all that
-    its gradient reads are arguments, constants, and values that ``f`` has named and a policy keeps
-    (`jax.ad_checkpoint.checkpoint_name`).
+    If no surrounding `jax.shard_map` tracks types, or no argument varies, the result is a plain
+    call of ``f``. Otherwise it is one equation, which `jax.checkpoint` computes again as a whole.
+    It is not computed again if its gradient reads only arguments, constants, and values that ``f``
+    has named (`jax.ad_checkpoint.checkpoint_name`) and a policy keeps.
 
     Args:
-      f: takes trees of arrays, by position, and returns one. It may call Pallas kernels; what it
-        closes over is a constant, without a gradient.
+      f: a function that takes trees of arrays, by position, and returns one tree. It may call
+        Pallas kernels; arrays that it closes over are constants, without a gradient.
     """
 
     def call(*args: Any) -> Any:
         axes = tuple(sorted(frozenset().union(*map(varying_axes, jax.tree.leaves(args)))))
-        # All vary alike from here on: the sums over ranks of gradients are the transpose of this.
+        # From here on all arguments vary alike; the transpose of this sums gradients over ranks.
         return _differentiable(f)(*vary(args, axes)) if axes else f(*args)
 
     return call  # type: ignore[return-value]
 
 
 def _differentiable(f: Callable[..., Any]) -> Callable[..., Any]:
-    """``f`` on arguments that all vary alike."""
+    """Make ``f`` differentiable for arguments that all vary alike."""
 
     @jax.custom_vjp
     def run(*args: Any) -> Any:
@@ -82,11 +83,11 @@ def _floats(tree: Any) -> Any:
 
 
 def _apart(f: Callable[..., Any], *args: Any) -> Any:
-    """The results of a function as one equation; arguments and constants are handed through.
+    """Evaluate a function as one equation; return arguments and constants unchanged.
 
-    Results that are one value inside are one outside: a residual that is also what is returned. A
-    result that has a name inside has it outside. One equation, so that nobody who takes a jaxpr
-    apart comes upon values without types.
+    If two results are one value inside, they are one value outside, such as a residual that is also
+    returned. A result that has a name inside has that name outside. With one equation, a
+    transformation of the jaxpr never meets values without types.
     """
     given, treedef = jax.tree.flatten(args)
 
@@ -126,7 +127,7 @@ def _names(jaxpr: Any) -> dict[Any, str]:
 
 
 def _closed(jaxpr: Any, values: Sequence[Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
-    """The function that a jaxpr is, and its arguments, of constants and arguments in a row."""
+    """Return a jaxpr as a function, and its arguments; ``values`` are constants, then arguments."""
     count = len(jaxpr.constvars)
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, values[:count])), values[count:]
 

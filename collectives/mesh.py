@@ -28,7 +28,7 @@ from collectives.places.sizes import (
 )
 
 _ARGUMENTS = (DATA, STAGE, "devices")
-_REQUIRED: Any = inspect.Parameter.empty  # a default, so that all faults are listed at once
+_REQUIRED: Any = inspect.Parameter.empty  # a default value, so that one error lists all faults
 
 
 def make_mesh(
@@ -38,28 +38,29 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     **axes: int | None,
 ) -> Mesh:
-    """A `[D, S]` mesh with the axes `data` and `stage`, or `[D, S, ..., T]` with others.
+    """Make a `[D, S]` mesh with the axes `data` and `stage`, or `[D, S, ..., T]` with further axes.
 
-    The last axis is the nearest: `data` crosses hosts first, then `stage`; further axes lie between
-    `stage` and `tensor`, in the order given. On a TPU, of JAX's layout and walks to and fro
-    through boxes of chips, that with the fewest hops is taken, counted along `tensor` first.
+    Neighbours on the last axis are the nearest. `data` is the first axis to cross hosts, then
+    `stage`. Further axes are between `stage` and `tensor`, in the order given. A TPU mesh is the
+    layout with the fewest hops, counted along `tensor` first, among JAX's layout and walks to and
+    fro through boxes of chips.
 
-    An axis exists if it is named, also with size 1: pass `tensor=1` where a program speaks of
-    `tensor` and runs without. Takes the first devices it needs, equally many from each process,
-    and leaves any others idle.
+    An axis exists if it is named, also with size 1: pass `tensor=1` if a program uses `tensor` but
+    runs without tensor shards. The mesh takes the first devices that it needs, equally many from
+    each process, and leaves any other devices idle.
 
     Args:
-      stage: S, required; None for what the other axes leave.
-      data: D, or None likewise.
-      devices: the devices to choose from; `jax.devices()` by default. Those of a process keep their
-        order.
-      **axes: `tensor`, T; and axes of your own, such as `context` or `expert`. One of all sizes may
+      stage: S, required; None for all devices that the other axes leave.
+      data: D; None for all devices that the other axes leave.
+      devices: the devices to choose from; `jax.devices()` by default. Devices of a process keep
+        their order.
+      **axes: `tensor`, T; and other axes, such as `context` or `expert`. Only one of all sizes may
         be None.
 
     Raises:
-      ValueError: no ``stage=``, a size that is no positive integer, sizes that the devices do not
-        allow (the message lists those that they do), a name that is no identifier or a misspelt
-        one, groups that would lie unevenly in processes.
+      ValueError: no ``stage=``; a size that is no positive integer; sizes that the devices do not
+        allow (the message lists possible sizes); a name that is no identifier or is misspelt; or
+        groups that would be divided unevenly between processes.
     """
     further = [name for name in axes if name != TENSOR]
     faults = name_faults(further, (*_ARGUMENTS, TENSOR))
@@ -78,12 +79,12 @@ def make_mesh(
     chosen = take(pool, sizes)
     _check_groups(chosen, sizes, len(pool))
     grid = _arrange(chosen, tuple(sizes.values()), whole=len(chosen) == len(pool))
-    # The default of axis_types changed between releases.
+    # The default of axis_types differs between releases.
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def _more_devices(pool: list[jax.Device]) -> str:
-    """Explain how a CPU becomes several devices; empty if there are several."""
+    """Explain how to get several CPU devices; empty if there are several."""
     if len(pool) != 1 or pool[0].platform != "cpu":
         return ""
     return (
@@ -95,7 +96,7 @@ def _more_devices(pool: list[jax.Device]) -> str:
 
 def _check_groups(devices: list[jax.Device], sizes: dict[str, int], available: int) -> None:
     if devices[0].platform == "tpu":
-        return  # chips of one process are a block of the torus, not a run
+        return  # the chips of one process are a block of the torus, not consecutive
     processes = len(set(map(process_of, devices)))
     fault = straddling(sizes, len(devices) // processes, processes)
     if fault:
@@ -107,7 +108,7 @@ def _check_groups(devices: list[jax.Device], sizes: dict[str, int], available: i
 
 
 def _arrange(devices: list[jax.Device], shape: tuple[int, ...], *, whole: bool) -> np.ndarray:
-    """Devices as a grid of `shape`.
+    """Arrange devices as a grid of `shape`.
 
     Only a TPU slice is a torus whose device order does not follow its links.
     """
@@ -117,7 +118,7 @@ def _arrange(devices: list[jax.Device], shape: tuple[int, ...], *, whole: bool) 
 
 
 def check_mesh(mesh: Mesh) -> Mesh:
-    """Return the mesh if a pipeline can run on the mesh, else explain the obstacle.
+    """Return the mesh if a pipeline can run on it, else explain the obstacle.
 
     Raises:
       TypeError: not a `jax.sharding.Mesh`.

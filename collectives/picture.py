@@ -1,4 +1,4 @@
-"""A mesh as text: which device holds which part, and how far apart neighbours are.
+"""A mesh as text: the device of each part of a program, and the links between neighbours.
 
 Letters: O = places on all axes but stage and tensor, S = ranks, T = tensor shards.
 """
@@ -20,14 +20,14 @@ from collectives.places.torus import Torus, places, torus_of
 
 
 def describe_mesh(mesh: Mesh, *, tables: int = 4, width: int = 100) -> str:
-    """Draw where each device is: a table of stages and tensor shards per place on other axes.
+    """Draw the position of each device: tables of stages and tensor shards, one per outer position.
 
-    A device is shown by its id, its process (`p3`) where there are several, its slice (`s1`) where
-    there are several, and its place in the grid of chips on a TPU. The last lines count what lies
-    between neighbours: links of a TPU slice, other slices, other processes.
+    A device is shown by its id, its process (`p3`) and slice (`s1`) if there are several of them,
+    and its coordinates in the grid of chips on a TPU. The last lines count the links between
+    neighbours: links of a TPU slice, other slices, other processes.
 
     Args:
-      mesh: with an axis `stage`.
+      mesh: a mesh with an axis `stage`.
       tables: the most tables to show.
       width: the most characters in a line of a table.
 
@@ -56,7 +56,7 @@ def describe_mesh(mesh: Mesh, *, tables: int = 4, width: int = 100) -> str:
 
 
 def _heading(mesh: Mesh) -> str:
-    """``mesh data 2 x stage 4: 8 devices (cpu), processes 0-1 have 4 devices each``."""
+    """Write the heading, such as ``mesh data 2 x stage 4: 8 devices (cpu)``."""
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     devices = list(mesh.devices.flat)
     kind = getattr(devices[0], "device_kind", devices[0].platform)
@@ -70,7 +70,7 @@ def _heading(mesh: Mesh) -> str:
 
 
 def _table(mesh: Mesh, where: str, table: np.ndarray, width: int) -> list[str]:
-    """[S, T] devices as lines, a heading first; columns that do not fit are left out."""
+    """Write [S, T] devices as lines after a heading; columns that do not fit are left out."""
     show = _shown(mesh)
     columns = [[where, *(f"stage {rank}" for rank in range(len(table)))]]
     for shard in range(table.shape[1]):
@@ -117,7 +117,7 @@ def _between(axis: str, grid: np.ndarray) -> list[str]:
 
 
 def _links(axis: str, grid: np.ndarray, slices: dict[int, Torus]) -> list[str]:
-    """Links of TPU slices that neighbours have between them."""
+    """Describe the links of TPU slices between neighbours."""
 
     def distance(a: Any, b: Any) -> str:
         if slice_of(a) != slice_of(b):
@@ -135,7 +135,7 @@ def _links(axis: str, grid: np.ndarray, slices: dict[int, Torus]) -> list[str]:
 
 
 def _slices(grid: np.ndarray) -> dict[int, Torus] | None:
-    """The torus of each slice; None where devices have no places, or no whole box of them."""
+    """Find the torus of each slice; None if devices have no coordinates or do not fill a box."""
     members: dict[int, list[Any]] = {}
     for device in grid.flat:
         members.setdefault(slice_of(device), []).append(device)
@@ -144,6 +144,6 @@ def _slices(grid: np.ndarray) -> dict[int, Torus] | None:
 
 
 def _pairs(grid: np.ndarray, starts: Any) -> Iterator[tuple[Any, Any]]:
-    """Devices at these places of the second axis with the next; the first follows the last."""
+    """Pair devices at these positions of the second axis with the next; the axis is a ring."""
     for start in starts:
         yield from zip(grid[:, start].flat, grid[:, (start + 1) % grid.shape[1]].flat, strict=True)

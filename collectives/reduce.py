@@ -3,14 +3,15 @@
 Every function runs inside `jax.shard_map(..., check_vma=True)`, on a pytree of arrays, and returns
 leaves of the same shape that no longer vary over the axes.
 
-**A leaf that does not vary over an axis is one value, not S equal addends**, so it is returned as
-it is. `jax.lax.psum` would multiply it by S. This is what the gradient of a replicated weight
-needs: JAX has already summed it, which is why it does not vary, and a second sum would double
-count. The other side of the rule: a contribution that happens to be equal on all ranks (the
-constant weight of a microbatch, say) does not vary either and is *not* counted per rank. Mark such
-addends first: `sum_over(vary(weight, "data"), "data")`.
+**A leaf that does not vary over an axis is one value, not S equal addends**, so it is returned
+unchanged. `jax.lax.psum` would multiply it by S. The gradient of a replicated weight needs this
+rule: JAX has already summed the gradient, so that it does not vary, and a second sum would count it
+twice. The rule also applies to a contribution that happens to be equal on all ranks, such as the
+constant weight of a microbatch: it does not vary and is *not* counted per rank. Mark such addends
+first: `sum_over(vary(weight, "data"), "data")`.
 
-Without `check_vma` nothing appears to vary and every sum would silently do nothing; that raises.
+Without `check_vma` no value appears to vary, and every sum would silently do nothing; therefore the
+functions raise an error.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ def sum_over(tree: Tree, axes: Axes) -> Tree:
 
     Args:
       tree: arrays of any shape.
-      axes: a mesh axis or several. An axis left to the compiler is skipped: there, a value is
-        global already.
+      axes: a mesh axis or several. An axis left to the compiler is skipped, because values are
+        already global there.
 
     Raises:
-      ValueError: outside shard_map, under `check_vma=False`, or an axis that the mesh lacks.
+      ValueError: outside shard_map; under `check_vma=False`; or an axis that the mesh does not
+        have.
     """
     return _reduce(tree, axes, mean=False)
 
@@ -49,8 +51,8 @@ def sum_over(tree: Tree, axes: Axes) -> Tree:
 def mean_over(tree: Tree, axes: Axes) -> Tree:
     """Average each leaf over the axes of `axes` over which the leaf varies; always a float.
 
-    The mean of equal values is that value, so here the rule above changes nothing. Arguments and
-    errors as in `sum_over`.
+    The mean of equal values is that value, so replicated leaves keep their values. Arguments and
+    errors are those of `sum_over`.
     """
     return _reduce(tree, axes, mean=True)
 
@@ -63,11 +65,11 @@ def from_rank(tree: Tree, rank: int, axis: str) -> Tree:
 
     Args:
       tree: arrays of any shape.
-      rank: the position on `axis` whose value to take, known when tracing.
+      rank: the position on `axis` whose value is taken, known when tracing.
       axis: one mesh axis.
 
     Raises:
-      ValueError: outside shard_map, under `check_vma=False`, or `rank` outside 0..S-1.
+      ValueError: outside shard_map; under `check_vma=False`; or `rank` outside 0..S-1.
     """
     ranks = axis_size(axis)
     _check_tracking((axis,))
@@ -80,8 +82,8 @@ def from_rank(tree: Tree, rank: int, axis: str) -> Tree:
 
     def one(x: jax.Array) -> jax.Array:
         if axis not in varying_axes(x):
-            return x  # every rank has it
-        # Select before the sum: 0 * NaN would be NaN.
+            return x  # every rank has the value
+        # Select before the sum, because 0 * NaN is NaN.
         total = jax.lax.psum(jnp.where(chosen, x, jnp.zeros_like(x)), axis)
         return total.astype(x.dtype)  # a sum of booleans is an integer
 
@@ -114,7 +116,7 @@ def _reduce(tree: Tree, axes: Axes, *, mean: bool) -> Tree:
 
 
 def _check_tracking(axes: tuple[str, ...]) -> None:
-    """Refuse to run where no value can be seen to vary: a sum would be wrong without a word."""
+    """Raise an error if varying values are not tracked, because sums would be silently wrong."""
     for axis in axes:
         if not tracks_varying(axis):
             raise ValueError(

@@ -27,15 +27,15 @@ def exchange(tree: Tree, edges: Sequence[Edge], axis: str) -> Tree:
     Args:
       tree: this rank's message.
       edges: (source, destination) pairs, known when tracing; the same on every rank.
-      axis: the mesh axis whose positions the edges name.
+      axis: the mesh axis; edges are pairs of its positions.
 
     Raises:
-      ValueError: `axis` not bound by a surrounding shard_map; or an edge that is out of range, or
-        shares its source or its destination with another.
+      ValueError: `axis` is not bound by a surrounding shard_map; or an edge is out of range, or has
+        the same source or the same destination as another edge.
     """
     ranks = axis_size(axis)
     perm = _checked(edges, ranks, axis)
-    if not perm:  # no collective: ranks need not even meet
+    if not perm:  # no collective, so ranks need not meet
         return vary(jax.tree.map(jnp.zeros_like, tree), axis)
     if ranks == 1:
         return vary(tree, axis)
@@ -45,7 +45,7 @@ def exchange(tree: Tree, edges: Sequence[Edge], axis: str) -> Tree:
 
 
 def _may_part() -> bool:
-    """Tell whether ranks outside of the group may do something else: there are several stages."""
+    """Tell whether other stages may run other operations: there are several stages."""
     mesh = jax.sharding.get_abstract_mesh()
     return STAGE in mesh.manual_axes and mesh.shape[STAGE] > 1
 
@@ -54,7 +54,7 @@ def _sent_in_groups(x: jax.Array, axis: str, perm: Sequence[Edge]) -> jax.Array:
     """Exchange by an all-to-all, in which only the ranks along one axis meet.
 
     On virtual CPU devices all devices of a mesh meet in a permute. Within an action of a pipeline
-    other ranks of ``stage`` do something else meanwhile, and would not come.
+    other ranks of ``stage`` run other operations, and would not take part.
     """
     ranks = axis_size(axis)
     to, of = [-1] * ranks, [-1] * ranks
@@ -101,7 +101,7 @@ def axis_size(axis: str) -> int:
 
 
 def _checked(edges: Sequence[Edge], ranks: int, axis: str) -> list[Edge]:
-    """The edges as a list, or one error that lists everything wrong with them."""
+    """Convert the edges to a list; raise one error that lists all their faults."""
     perm = [(int(source), int(destination)) for source, destination in edges]
     wrong = [
         f"{source} -> {destination} leaves the ranks 0..{ranks - 1}"

@@ -1,8 +1,8 @@
 """Entry to and exit from a group of ranks that share a layer (tensor and sequence parallelism).
 
 A *column* layer multiplies with some columns of a weight on every rank, a *row* layer with the
-matching rows: only their sum over ranks is the layer's output. Between a column layer and its row
-layer nothing is exchanged. M. Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
+matching rows, so that the sum over ranks is the layer's output. Between a column layer and its row
+layer there is no exchange. M. Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
 
     between blocks    `column_input`                     `row_output`
     whole             marked as varying; its             sum over ranks; its gradient
@@ -10,13 +10,13 @@ layer nothing is exchanged. M. Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
     sequence parts    gathered along the sequence; its   summed and scattered along the sequence;
                       gradient is summed and scattered   its gradient is gathered
 
-The second line is sequence parallelism (V. Korthikanti et al., arXiv:2205.05198): the same bytes
-cross the links, and activations between blocks take 1/R of the memory.
+The second row is sequence parallelism (V. Korthikanti et al., arXiv:2205.05198): the links carry
+the same number of bytes, and activations between blocks take 1/R of the memory.
 
-Letters: R = ranks on the axis, t = positions of a sequence. Where the axis is not manual (a plain
+Letters: R = ranks on the axis, t = positions of a sequence. If the axis is not manual (a plain
 model, a mesh without it, an axis left to the compiler) R is 1 and every function here returns its
-argument. Inside `jax.shard_map` they need `check_vma=True`: the sums of gradients follow from what
-varies over the axis.
+argument. Inside `jax.shard_map` the functions need `check_vma=True`, because the sums of gradients
+follow from the axes over which values vary.
 """
 
 from __future__ import annotations
@@ -31,19 +31,17 @@ from collectives.places.sizes import TENSOR
 
 
 def is_manual(axis: str | None) -> TypeGuard[str]:
-    """Tell whether the surrounding shard_map is manual over `axis`; False also where no mesh has
-    it.
-    """
+    """Tell whether the surrounding shard_map is manual over `axis`; False if no mesh has it."""
     return axis in jax.sharding.get_abstract_mesh().manual_axes
 
 
 def group_size(axis: str | None) -> int:
-    """Return the number of ranks R, as a Python integer; 1 where the axis is not manual."""
+    """Return the number of ranks R, as a Python integer; 1 if the axis is not manual."""
     return jax.lax.axis_size(axis) if is_manual(axis) else 1
 
 
 def group_rank(axis: str | None) -> jax.Array | int:
-    """Return this rank's position in 0..R-1; the integer 0 where the axis is not manual."""
+    """Return this rank's position in 0..R-1; the integer 0 if the axis is not manual."""
     return jax.lax.axis_index(axis) if is_manual(axis) else 0
 
 
@@ -53,13 +51,14 @@ def column_input(
     """Prepare the input of a column layer: equal on all ranks, and marked as varying.
 
     Args:
-      x: an activation, equal on all ranks; or with `sequence_axis` this rank's part of one.
+      x: an activation, equal on all ranks; or with `sequence_axis` this rank's part of an
+        activation.
       axis: the mesh axis of the group.
       sequence_axis: the axis of `x`, `[..., t / R, ...]`, that is gathered to `[..., t, ...]`.
 
     Raises:
-      ValueError: `x` varies over the axis and should not, or the other way round. Its gradient
-        would lack the other ranks' part.
+      ValueError: `x` varies over the axis without `sequence_axis`, or does not vary with it. The
+        gradient would lack the parts of other ranks.
     """
     if not is_manual(axis):
         return x
@@ -91,7 +90,7 @@ def row_output(y: jax.Array, axis: str = TENSOR, *, sequence_axis: int | None = 
       sequence_axis: the axis of `y`, `[..., t, ...]`, that is scattered to `[..., t / R, ...]`.
 
     Raises:
-      ValueError: `y` does not vary over the axis, so it is no addend; or t is no multiple of R.
+      ValueError: `y` does not vary over the axis, so it is no addend; or R does not divide t.
     """
     if not is_manual(axis):
         return y
@@ -109,15 +108,15 @@ def row_output(y: jax.Array, axis: str = TENSOR, *, sequence_axis: int | None = 
 
 
 def split_sequence(x: jax.Array, axis: str = TENSOR, *, sequence_axis: int) -> jax.Array:
-    """Take this rank's part of an activation that all ranks hold and no row layer has made.
+    """Take this rank's part of an activation that all ranks hold and that no row layer has made.
 
     Args:
       x: an activation `[..., t, ...]`, equal on all ranks.
       axis: the mesh axis of the group.
-      sequence_axis: which axis of `x` is cut to t / R.
+      sequence_axis: the axis of `x` that is cut to t / R.
 
     Raises:
-      ValueError: t is no multiple of R.
+      ValueError: R does not divide t.
     """
     if not is_manual(axis):
         return x
@@ -136,7 +135,7 @@ def join_sequence(x: jax.Array, axis: str = TENSOR, *, sequence_axis: int) -> ja
     Args:
       x: this rank's part of an activation, `[..., t / R, ...]`.
       axis: the mesh axis of the group.
-      sequence_axis: which axis of `x` becomes t.
+      sequence_axis: the axis of `x` that becomes t.
     """
     if not is_manual(axis):
         return x
@@ -160,14 +159,14 @@ def check_divides(
 
     Args:
       what: the name of the size, as the user gave it.
-      size: how many there are.
+      size: the size to divide.
       axis: the mesh axis of the group.
       ranks: R; by default that of the surrounding shard_map.
       pad_with: the option, if any, that rounds the size up to a multiple of its value; or, as
         ``name=True``, the option that gives every rank the whole size.
 
     Raises:
-      ValueError: `size` is no multiple of R; lists the R that fit.
+      ValueError: R does not divide `size`; the message lists the R that fit.
     """
     ranks = group_size(axis) if ranks is None else ranks
     if size % ranks:
@@ -182,7 +181,7 @@ def check_divides(
     return size // ranks
 
 
-_MOST = 64  # a longer list helps nobody
+_MOST = 64  # the largest R that an error lists
 
 
 def _check_sequence(length: int, axis: str) -> None:

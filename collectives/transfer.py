@@ -1,7 +1,7 @@
 """Transfers of arrays, shard by shard, from the devices of one mesh to another mesh.
 
-Within a process `jax.device_put` does this. Between processes a message is a collective of the
-devices of both meshes, which all their processes call in one order.
+Within a process `jax.device_put` does this. Between processes a message is a collective over the
+devices of both meshes, and all their processes must call these collectives in the same order.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Tree = Any  # a pytree of arrays
 
 
 def shards_of(x: jax.Array) -> dict[Any, jax.Array]:
-    """The shards of an array that this process holds, by device."""
-    # In a process of one device an array that jax.device_put has made of a jax.Array for several
-    # processes has no `addressable_shards` (jax 0.10.2).
+    """Return the shards of an array that this process holds, by device."""
+    # If a process has one device, and `jax.device_put` made the array from a jax.Array of several
+    # processes, the array has no `addressable_shards` (jax 0.10.2).
     if len(x.sharding.addressable_devices) == 1:
         return dict.fromkeys(x.sharding.addressable_devices, x.addressable_data(0))
     return {shard.device: shard.data for shard in x.addressable_shards}
@@ -40,15 +40,15 @@ def from_shards(
 def typed(
     mesh: Mesh | AbstractMesh, shape: tuple[int, ...], dtype: Any, spec: P
 ) -> jax.ShapeDtypeStruct:
-    """The type of an array on a mesh."""
+    """Return the type of an array on a mesh."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
 class Exchange:
     """A message between meshes of several processes, by one ppermute.
 
-    Each device of both meshes takes part: one of the source with its value, one of the target with
-    zeros, which are not received.
+    Each device of both meshes takes part: a device of the source with its value, a device of the
+    target with zeros, which are not received.
 
     Args:
       source: the mesh that sends; it has one entry on ``stage``.
@@ -67,7 +67,7 @@ class Exchange:
         self._received = jax.tree.leaves(received)
         here = target.local_devices
         self._receives = bool(here)
-        # What the target sends: one message's bytes, kept for all calls.
+        # The zeros that the target sends: the bytes of one message, kept for all calls.
         self._zeros = [
             {device: jnp.zeros((1, *t.shape), t.dtype, device=device) for device in here}
             for t in leaves
@@ -80,15 +80,15 @@ class Exchange:
         self._run: Any = jax.jit(run).lower(self._sent)
 
     def compile(self) -> Exchange:
-        """Compile the collective; returns this message."""
+        """Compile the collective; return this message."""
         self._run = self._run.compile()
         return self
 
     def __call__(self, value: Tree | None) -> Tree | None:
-        """Send a value; returns it on the target's devices.
+        """Send a value; return it on the target's devices.
 
-        A process without devices of the source passes None; one without devices of the target gets
-        None.
+        A process without devices of the source passes None; a process without devices of the target
+        gets None.
         """
         held = [{}] * len(self._sent) if value is None else map(shards_of, jax.tree.leaves(value))
         shards = [zeros | mine for zeros, mine in zip(self._zeros, held, strict=True)]

@@ -2,11 +2,11 @@
 
 Letters: R = ranks on the axis, v = rows of the vocabulary on one rank, V = R·v = rows on all ranks,
 d = width. Rank r holds the rows r·v .. (r+1)·v-1. Tokens and labels are global, in 0..V-1, and
-equal on all ranks. No rank ever sees another's logits: cross entropy exchanges one maximum and two
-sums per token. M. Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
+equal on all ranks. No rank reads the logits of other ranks: cross entropy exchanges one maximum and
+two sums per token. M. Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
 
-Any axis is allowed: `tensor`, or `stage` where all ranks share a microbatch's head. Where the axis
-is not manual, R is 1 and the functions are the plain functions. All statistics are float32.
+Any axis is allowed: `tensor`, or `stage` if all ranks share a microbatch's head. If the axis is not
+manual, R is 1 and the functions are the plain functions. All statistics are float32.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from collectives.compat import vary, varying_axes
 from collectives.places.sizes import TENSOR
 from collectives.tensor import group_rank, group_size, is_manual, row_output
 
-IGNORED = -100  # a label that counts for nothing
-LOWEST = -3e38  # in place of -inf, which less itself is NaN
+IGNORED = -100  # a label whose loss is 0
+LOWEST = -3e38  # in place of -inf, because -inf - -inf is NaN
 
-Sums = tuple[jax.Array, jax.Array, jax.Array]  # of `sum_up`
+Sums = tuple[jax.Array, jax.Array, jax.Array]  # the results of `sum_up`
 
 
 def vocabulary_embedding(
@@ -43,14 +43,14 @@ def vocabulary_embedding(
       tokens: integers of any shape `[...]`, equal on all ranks. A token outside 0..V-1 gives zeros.
       axis: the mesh axis of the group; None if there is one rank.
       sequence_axis: the axis of the result along which each rank keeps its part.
-      vocabulary: the number of words among the V rows; a token that is no word then gives NaN.
-      dtype: of the result; by default that of the table.
+      vocabulary: the number of words among the V rows; a token that is not a word then gives NaN.
+      dtype: the dtype of the result; by default that of the table.
 
     Returns:
       `[..., d]`.
 
     Raises:
-      ValueError: the table does not vary over the axis; or as `row_output`.
+      ValueError: the table does not vary over the axis; or an error of `row_output`.
     """
     check_parts("table", table, axis)
     local, mine = _find(tokens, table.shape[0], axis)
@@ -73,18 +73,18 @@ def vocabulary_cross_entropy(
     dtype of the logits.
 
     Args:
-      logits: `[..., v]`, this rank's part, of any float dtype; -inf where a label cannot be.
+      logits: `[..., v]`, this rank's part, of any float dtype; -inf for impossible labels.
       labels: `[...]` integers, equal on all ranks.
       axis: the mesh axis of the group; None if there is one rank.
       ignore: labels whose loss is 0; None if there are none.
 
     Returns:
-      `[...]` float32, equal on all ranks. A label outside 0..V-1 that is not ignored gives NaN,
-      one whose logit is -inf gives inf.
+      `[...]` float32, equal on all ranks. A label outside 0..V-1 that is not ignored gives NaN, a
+      label whose logit is -inf gives inf.
 
     Raises:
-      ValueError: the logits do not vary over the axis, so they are not split over ranks; or labels
-        of another shape.
+      ValueError: the logits do not vary over the axis, so they are not split over ranks; or the
+        labels have the wrong shape.
     """
     check_parts("logits", logits, axis)
     check_labels("logits", logits, labels)
@@ -120,17 +120,17 @@ _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 def sum_up(
     logits: jax.Array, local: jax.Array, mine: jax.Array, so_far: Sums | None = None
 ) -> Sums:
-    """Sum up the terms of cross entropy over some columns, added to earlier sums.
+    """Compute the terms of cross entropy over some columns, and add them to earlier sums.
 
     Args:
-      logits: `[..., v]`; -inf where a label cannot be.
+      logits: `[..., v]`; -inf for impossible labels.
       local: `[...]`, the labels' columns.
-      mine: `[...]`, whether they are among them.
-      so_far: of other columns.
+      mine: `[...]`, whether each label is among these columns.
+      so_far: the sums of other columns.
 
     Returns:
-      `[...]` float32 each: the largest logit, Σ exp(logit - largest), and the label's logit, 0
-      where it is elsewhere.
+      `[...]` float32 each: the largest logit, Σ exp(logit - largest), and the label's logit, which
+      is 0 if the label is in another column.
     """
     wide = logits.astype(jnp.float32)
     largest = jnp.maximum(jnp.max(wide, axis=-1), LOWEST if so_far is None else so_far[0])
@@ -144,7 +144,7 @@ def sum_up(
 
 def losses_of(largest: jax.Array, total: jax.Array, picked: jax.Array) -> jax.Array:
     """Compute the cross entropy from sums over all columns."""
-    # In this order: large logits that are nearly equal lose no digits.
+    # This order keeps all digits of large logits that are nearly equal.
     return jnp.log(total) + (largest - picked)
 
 
@@ -161,10 +161,10 @@ def logit_gradient(
     Args:
       logits: `[..., v]`.
       local: `[...]`, the labels' columns.
-      mine: `[...]`, whether they are among them.
+      mine: `[...]`, whether each label is among these columns.
       largest: `[...]`, the largest logit of the whole vocabulary.
       total: `[...]`, Σ exp(logit - largest) over the whole vocabulary.
-      g: `[...]`, the losses' gradient.
+      g: `[...]`, the gradient for the losses.
     """
     columns = jax.lax.broadcasted_iota(local.dtype, logits.shape, logits.ndim - 1)
     hit = (columns == local[..., None]) & mine[..., None]
@@ -177,8 +177,8 @@ def combine(largest: jax.Array, total: jax.Array, picked: jax.Array, axis: str |
 
     Args:
       largest: `[...]`, this rank's largest logit.
-      total: `[...]`, its Σ exp(logit - largest).
-      picked: `[...]`, the label's logit on the rank that has it, 0 elsewhere.
+      total: `[...]`, this rank's Σ exp(logit - largest).
+      picked: `[...]`, the label's logit on the rank that has it, 0 on other ranks.
       axis: the mesh axis of the group.
     """
     if not is_manual(axis):
@@ -192,7 +192,7 @@ def combine(largest: jax.Array, total: jax.Array, picked: jax.Array, axis: str |
 def find_rows(
     indices: jax.Array, rows: int, *, first: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
-    """Find global indices among the rows from `first` on, clipped, with a mask of indices found."""
+    """Find global indices among ``rows`` rows from `first`; return clipped columns and a mask."""
     local = indices.astype(jnp.int32) - first
     return jnp.clip(local, 0, rows - 1), (local >= 0) & (local < rows)
 

@@ -42,7 +42,7 @@ __all__ = [
     "simulate",
 ]
 
-# Names that nobody needs to build and lower a schedule: loaded when they are used.
+# Names that building and lowering a schedule does not need: loaded on first use.
 _LATER = {
     "Choice": "search.auto",
     "Difference": "timing.differences",

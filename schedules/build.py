@@ -17,20 +17,20 @@ from schedules.orders.schedule import Schedule
 
 
 def _build_zb_auto(*sizes: int, **options: Any) -> Schedule:
-    """The family "zb_auto", whose search is loaded only here."""
+    """Build the family "zb_auto", whose search is loaded only here."""
     from schedules.families.zero_bubble.zb_auto import zb_auto
 
     return zb_auto(*sizes, **options)
 
 
 def _build_auto(*sizes: int, **options: Any) -> Schedule:
-    """The winner of `schedules.auto`, whose search is loaded only here."""
+    """Build the winner of `schedules.auto`, whose search is loaded only here."""
     from schedules.search.auto import auto
 
     return replace(auto(*sizes, **options).schedule, name="auto")
 
 
-# Made to measure: these also take the options named, as keywords.
+# Families made for given costs: their functions, and the options that they take as keywords.
 _TAILORED: dict[str, tuple[Callable[..., Schedule], tuple[str, ...]]] = {
     "zb_auto": (_build_zb_auto, ("costs", "max_activations", "weight_memory")),
     "auto": (_build_auto, ("costs", "max_activations", "clock")),
@@ -41,8 +41,8 @@ def names() -> tuple[str, ...]:
     """List all families; a family is a rule that gives one timetable for given sizes.
 
     The list does not contain "auto", which `build` and ``Pipeline(schedule=...)`` take too: it
-    times all families, searches further timetables, and returns the quickest (`schedules.auto`).
-    The list also omits "seq1f1b" and "seq1f1b_zb", which need a number of slices.
+    times all families, searches more timetables, and returns the quickest (`schedules.auto`). The
+    list also omits "seq1f1b" and "seq1f1b_zb", which need a number of slices.
     """
     return (*FAMILIES, *(name for name in _TAILORED if name != "auto"))
 
@@ -70,7 +70,7 @@ def stages_per_rank(name: str) -> int | None:
 
 @functools.cache
 def split_names() -> tuple[str, ...]:
-    """List the families that run I and W, which `merge` joins where this loses no time."""
+    """List the families that run I and W, which `merge` joins if this loses no time."""
     built = {
         name: build(name, num_ranks=1, num_microbatches=2, num_stages=stages_per_rank(name))
         for name in names()
@@ -82,7 +82,7 @@ def split_names() -> tuple[str, ...]:
     )
 
 
-_NO_FAMILYS = 3  # stages per rank: no family is defined for three alone
+_NO_FAMILYS = 3  # stages per rank: no family is defined for this number alone
 
 
 @renamed("memory_limit", "max_activations")
@@ -109,9 +109,11 @@ def build(
       num_microbatches: M.
       num_stages: K, a multiple of S; S by default.
       costs: durations, for a family made for given costs (`options`), and for ``merge``.
-      max_activations: the number of stage inputs that a rank may hold at once, for such a family.
-      weight_memory: the share of an input that is held from I to W, for such a family.
-      clock: the clock under which such a family should be quick.
+      max_activations: for a family made for given costs: the number of stage inputs that a rank may
+        hold at once.
+      weight_memory: for a family made for given costs: the share of an input that is held from I to
+        W.
+      clock: for a family made for given costs: the clock under which it should be quick.
       merge: for a family of `split_names()`: whether a W that fills no idle time stays in its B, if
         the event clock with these costs shows no loss. "auto" always merges.
       num_slices: N, the number of slices of every sequence in "seq1f1b" and "seq1f1b_zb".
@@ -167,10 +169,10 @@ def build(
 
 
 def _check_merge(name: str, merge: bool) -> None:
-    """Check that only a family of halves is told to merge them.
+    """Check that ``merge`` is set only for a family with halves of backwards.
 
     Raises:
-      ScheduleError: it is not so.
+      ScheduleError: it is set for another family.
     """
     if merge and name not in split_names():
         why = "tries that by itself" if name == "auto" else "has no halves of backwards to merge"
@@ -181,10 +183,10 @@ def _check_merge(name: str, merge: bool) -> None:
 
 
 def _check_slices(name: str, num_slices: object) -> None:
-    """Check that a family of slices is told how many, and no other.
+    """Check that a family of slices gets a number of slices, and no other family does.
 
     Raises:
-      ScheduleError: it is not so.
+      ScheduleError: the number is missing, or not allowed.
     """
     if name in SLICED and num_slices is None:
         raise ScheduleError(
@@ -199,10 +201,10 @@ def _check_slices(name: str, num_slices: object) -> None:
 
 
 def _check_group(name: str, group: object) -> None:
-    """Check that only a family of rounds is told how large they are.
+    """Check that only a family with rounds gets a size of rounds.
 
     Raises:
-      ScheduleError: it is not so.
+      ScheduleError: another family gets one.
     """
     if group is not None and name not in GROUPED:
         why = "tries that by itself" if name == "auto" else "has no rounds of microbatches"

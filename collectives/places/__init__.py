@@ -1,4 +1,4 @@
-"""Sizes of mesh axes, and the places of their devices: processes, hosts and a torus of chips.
+"""Sizes of mesh axes, and the positions of their devices: processes, hosts and a torus of chips.
 
 Nothing here communicates.
 """

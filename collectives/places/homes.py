@@ -1,7 +1,8 @@
 """Devices and the processes (hosts) that hold them.
 
-A device's process is its address outside the chip: what stays within a process is cheap, and each
-process feeds the rows of the devices it holds. So groups of devices lie evenly in processes.
+A process is an address outside the chip: communication within a process is cheap, and each process
+feeds the rows of the devices that it holds. Groups of devices are therefore divided evenly between
+processes.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from collectives.places.sizes import DATA, text
 
 
 def process_of(device: Any) -> int:
-    """The index of the process that holds a device."""
+    """Return the index of the process that holds a device."""
     return int(getattr(device, "process_index", 0))
 
 
 def slice_of(device: Any) -> int:
-    """The index of the TPU slice, or of the group of GPUs, that a device belongs to."""
+    """Return the index of the TPU slice, or of the group of GPUs, to which a device belongs."""
     return int(getattr(device, "slice_index", 0) or 0)
 
 
@@ -31,11 +32,11 @@ def by_process(devices: Sequence[Any]) -> list[Any]:
 
 
 def take(devices: Sequence[Any], sizes: Mapping[str, int]) -> list[Any]:
-    """As many devices as the sizes need, the same number from each process.
+    """Take as many devices as the sizes need, the same number from each process.
 
     Args:
-      devices: at least as many as needed, those of a process together.
-      sizes: of the axes, slowest first.
+      devices: at least as many as needed, with those of one process consecutive.
+      sizes: the sizes of the axes, slowest first.
 
     Raises:
       ValueError: the processes cannot give equal numbers.
@@ -57,7 +58,7 @@ def take(devices: Sequence[Any], sizes: Mapping[str, int]) -> list[Any]:
 
 
 def held(counts: Mapping[int, int]) -> str:
-    """``processes 0-2 have 4 devices each, process 3 has 2``."""
+    """Write counts as ``processes 0-2 have 4 devices each, process 3 has 2``."""
     parts = []
     for count, members in groupby(sorted(counts), key=lambda process: counts[process]):
         run = list(members)
@@ -70,13 +71,13 @@ def held(counts: Mapping[int, int]) -> str:
 def straddling(sizes: Mapping[str, int], per_process: int, processes: int) -> str | None:
     """Describe the fault of groups that divide processes unevenly; None if there is no fault.
 
-    The devices of a group, all with the same index on the slower axes, come one after the other.
-    Either a process holds whole groups, or a group whole processes.
+    The devices of a group, with the same index on all slower axes, are consecutive. Either a
+    process must hold whole groups, or a group must hold whole processes.
 
     Args:
-      sizes: of the axes, slowest first.
-      per_process: devices that each process gives.
-      processes: how many there are.
+      sizes: the sizes of the axes, slowest first.
+      per_process: the number of devices from each process.
+      processes: the number of processes.
     """
     inner = [name for name in sizes if name != DATA]
     for start in reversed(range(len(inner))):

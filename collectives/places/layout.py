@@ -1,11 +1,11 @@
-"""Neighbours of a mesh on neighbouring chips.
+"""A layout of mesh axes that puts neighbours of a mesh on neighbouring chips.
 
-JAX's `mesh_utils.create_device_mesh` gives every mesh axis a part of the grid of chips, but walks
-through that part row by row: at the end of each row it jumps back to the start of the next. Here
-every axis gets a box, and walks through it as a snake, or as a closed tour where there is one.
+JAX's `mesh_utils.create_device_mesh` gives every mesh axis a part of the grid of chips, but orders
+that part row by row: after each row it jumps to the start of the next row. Here every axis gets a
+box, and visits its places as a snake, or as a closed tour if the box has one.
 
-Letters: the grid of chips is that of `collectives.places.torus`; a box has one length for each of
-its axes.
+Letters: the grid of chips is that of `collectives.places.torus`; a box has one length for each axis
+of the grid.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collectives.places.homes import slice_of
 from collectives.places.sizes import factorizations
 from collectives.places.torus import Place, Torus, places, ring_hops, torus_of
 
-Walk = tuple[Place, ...]  # every place of a box, in order
+Walk = tuple[Place, ...]  # every place of a box, in the order of a walk
 
 
 def lay_out(devices: Sequence[Any], shape: tuple[int, ...], *, whole: bool) -> np.ndarray:
@@ -33,9 +33,9 @@ def lay_out(devices: Sequence[Any], shape: tuple[int, ...], *, whole: bool) -> n
     too, with a run of neighbours in each slice.
 
     Args:
-      devices: as many as the grid has places; those of a slice together.
-      shape: sizes of the mesh axes: data, stage, then those that a slice must hold whole.
-      whole: these are all the devices there are.
+      devices: as many as the grid has places, with those of one slice consecutive.
+      shape: sizes of the mesh axes: data, stage, then the axes that must be within a slice.
+      whole: whether these are all existing devices.
 
     Raises:
       ValueError: the slices cannot share these axes equally.
@@ -45,7 +45,7 @@ def lay_out(devices: Sequence[Any], shape: tuple[int, ...], *, whole: bool) -> n
         return _in_slice(devices, shape, whole=whole)
     data, stage, *inner = shape
     outer = math.gcd(data, len(slices))
-    between = len(slices) // outer  # slices that one pipeline runs through
+    between = len(slices) // outer  # the number of slices that one pipeline uses
     sizes = {len(members) for members in slices}
     if stage % between or len(sizes) > 1:
         each = "/".join(str(len(members)) for members in slices)
@@ -61,11 +61,10 @@ def lay_out(devices: Sequence[Any], shape: tuple[int, ...], *, whole: bool) -> n
 
 
 def _in_slice(devices: Sequence[Any], shape: tuple[int, ...], *, whole: bool) -> np.ndarray:
-    """Choose the layout with the fewest hops, of JAX's and the best snakes; the last axis counts
-    first.
+    """Choose the layout with the fewest hops, first those along the last axis.
 
-    JAX's where they are equal. It refuses a part of a slice that is no box: such a part stays in
-    the order given.
+    The candidates are JAX's layout, which wins if equal, and the best snakes. JAX refuses a part of
+    a slice that is no box; the devices then keep the order given.
     """
     torus, candidates = torus_of(devices), []
     if whole:
@@ -83,7 +82,7 @@ def _in_slice(devices: Sequence[Any], shape: tuple[int, ...], *, whole: bool) ->
 
 
 def _score(grid: np.ndarray, torus: Torus) -> list[int]:
-    """Hops along each axis from the last to the first: around, and without the way back."""
+    """Count the hops along each axis, last axis first: of the ring, and without its last step."""
     around = [(axis, ring_hops(grid, axis, torus)) for axis in reversed(range(grid.ndim))]
     return [int(hops.sum()) for axis, ring in around for hops in (ring, np.delete(ring, -1, axis))]
 
@@ -96,12 +95,12 @@ def as_grid(devices: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _snakes(torus: Torus, shape: tuple[int, ...]) -> Iterator[Place]:
-    """The place of each device in mesh order, for the split into boxes with the fewest hops."""
+    """Return the place of each device in mesh order, for the boxes with the fewest hops."""
     best: tuple[list[int], list[Walk]] | None = None
-    best_walk = functools.cache(_best_walk)  # splits share most of their boxes
+    best_walk = functools.cache(_best_walk)  # different splits have most boxes in common
     for boxes in _splits(torus.lengths, shape):
         stride, costs, walks = (1,) * len(torus.lengths), [], []
-        for box in reversed(boxes):  # the fastest axis lies innermost
+        for box in reversed(boxes):  # the fastest axis is innermost
             hops, walk = best_walk(box, stride, torus)
             costs += [count * torus.size // len(walk) for count in hops]
             walks.append(tuple(_times(place, stride) for place in walk))
@@ -113,7 +112,7 @@ def _snakes(torus: Torus, shape: tuple[int, ...]) -> Iterator[Place]:
 
 
 def _splits(lengths: Place, shape: tuple[int, ...]) -> Iterator[tuple[Place, ...]]:
-    """Every way to give each mesh axis a box such that all boxes together fill the grid."""
+    """Yield every way to give each mesh axis a box such that all boxes together fill the grid."""
     if not lengths:
         if all(size == 1 for size in shape):
             yield ((),) * len(shape)
@@ -127,7 +126,7 @@ def _splits(lengths: Place, shape: tuple[int, ...]) -> Iterator[tuple[Place, ...
 
 
 def _best_walk(box: Place, stride: Place, torus: Torus) -> tuple[tuple[int, int], Walk]:
-    """Find the shortest ring through a box of places a stride apart; hops are as in `_score`."""
+    """Find the hops (as in `_score`) and the places of the shortest ring through a strided box."""
 
     def hops(walk: Walk) -> tuple[int, int]:
         where = np.array([_times(place, stride) for place in walk])
@@ -139,7 +138,7 @@ def _best_walk(box: Place, stride: Place, torus: Torus) -> tuple[tuple[int, int]
 
 
 def _walks(box: Place) -> Iterator[Walk]:
-    """Snakes and closed tours through a box, for every order of its axes."""
+    """Yield snakes and closed tours through a box, for every order of its axes."""
     axes = [axis for axis, length in enumerate(box) if length > 1]
     for order in itertools.permutations(axes):
         lengths = [box[axis] for axis in order]
@@ -159,10 +158,10 @@ def _snake(lengths: Sequence[int]) -> list[Place]:
 
 
 def _tour(lengths: Sequence[int]) -> list[Place]:
-    """A closed way of single steps through a box, or nothing where there is none.
+    """Find a closed walk of single steps through a box; empty if there is none.
 
-    All axes but the last make a snake of R places. The tour snakes through the other columns of
-    R rows, and comes back along the first column; R must be even.
+    All axes but the last form a snake of R places. The tour goes to and fro through the other
+    columns of the R rows, and returns along the first column; R must be even.
     """
     rows, columns = _snake(lengths[:-1]), range(lengths[-1]) if lengths else range(0)
     if len(rows) % 2 or len(columns) < 2:

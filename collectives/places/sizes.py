@@ -15,7 +15,7 @@ TENSOR = "tensor"
 EXPERT = "expert"
 CONTEXT = "context"
 
-_SHOWN = 6  # factorizations in an error
+_SHOWN = 6  # the number of factorizations in an error
 
 
 def in_order(sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,8 +30,8 @@ def name_faults(further: Collection[str], known: Collection[str]) -> list[str]:
     """List the faults of axis names that users add.
 
     Args:
-      further: their names.
-      known: names that mean something already.
+      further: the names that users add.
+      known: the names that already have a meaning.
     """
     faults = []
     for name in further:
@@ -62,13 +62,13 @@ def integer(value: Any) -> int | None:
 
 
 def is_size(value: Any) -> bool:
-    """Tell whether a value is an integer of at least 1; a bool is none."""
+    """Tell whether a value is an integer of at least 1; a bool is not."""
     whole = integer(value)
     return whole is not None and whole >= 1
 
 
 def size_faults(sizes: Mapping[str, Any]) -> list[str]:
-    """List the faults of axis sizes on any devices; None is a size to be inferred."""
+    """List the faults of axis sizes, whatever the devices; None is a size to be inferred."""
     faults = [
         f"{name}={size!r}: must be an integer >= 1"
         for name, size in sizes.items()
@@ -87,11 +87,11 @@ def fill(sizes: Mapping[str, int | None], available: int) -> dict[str, int]:
     """Infer the size that is None from the other sizes and the number of devices.
 
     Args:
-      sizes: without faults of their own.
+      sizes: the sizes of the axes, without faults of their own.
       available: the number of devices.
 
     Raises:
-      ValueError: they need more devices than there are, or do not divide them.
+      ValueError: the sizes need more devices than there are, or do not divide their number.
     """
     known = math.prod(size for size in sizes.values() if size is not None)
     if known > available:
@@ -117,14 +117,14 @@ def fitting(
     available: int,
     allowed: Callable[[dict[str, int]], bool] = lambda _: True,
 ) -> str:
-    """The sizes that multiply to ``available``; the nearest where there are many.
+    """List the sizes that multiply to ``available``; only the nearest if there are many.
 
-    Those come first that change the fewest axes, then those that change them least.
+    Sizes that change the fewest axes come first, and among them those with the smallest changes.
 
     Args:
-      sizes: what was asked for, by axis.
+      sizes: the sizes that the user gave, by axis.
       available: the number of devices.
-      allowed: which of them may be used.
+      allowed: a test of the sizes to list.
     """
     names = list(sizes)
     every = (dict(zip(names, fit, strict=True)) for fit in factorizations(available, len(names)))
@@ -145,7 +145,7 @@ def fitting(
 
 
 def factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All tuples of ``parts`` positive integers whose product is ``number``, ascending."""
+    """Yield all tuples of ``parts`` positive integers with product ``number``, ascending."""
     if number < 1:
         return
     if parts == 1:

@@ -1,7 +1,7 @@
 """The grid of chips in a TPU slice: places, links, and hops between devices of a mesh.
 
-Links join neighbouring chips, in some slices also the two ends of a line. The grid has the axes x,
-y, z and core; two cores of one chip need no link.
+Links join neighbouring chips; in some slices they also join the two ends of a line. The grid has
+the axes x, y, z and core; two cores of one chip need no link.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 
 Place = tuple[int, ...]
 
-_CHIP = 3  # x, y and z
-_CUBES = ("TPU v4", "TPU v5", "TPU v5p", "TPU7", "TPU7x")  # lines close in whole cubes of 4
-_SQUARES = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")  # lines of 16 close
+_CHIP = 3  # the number of axes of chips: x, y and z
+_CUBES = ("TPU v4", "TPU v5", "TPU v5p", "TPU7", "TPU7x")  # closed if all lengths are 4 n
+_SQUARES = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")  # lines of 16 chips are closed
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Torus:
     """A box of chips.
 
     Attributes:
-      lengths: [4] of its axes.
+      lengths: [4] the length of each axis.
       closed: [4] whether a link joins the two ends of an axis.
     """
 
@@ -34,7 +34,7 @@ class Torus:
 
     @property
     def size(self) -> int:
-        """Number of devices."""
+        """The number of devices."""
         return math.prod(self.lengths)
 
     def hops(self, apart: np.ndarray) -> np.ndarray:
@@ -68,13 +68,13 @@ def torus_of(devices: Sequence[Any]) -> Torus | None:
 
 
 def ring_hops(grid: np.ndarray, axis: int, torus: Torus) -> np.ndarray:
-    """Hops from each device of a grid to the next along an axis, from the last to the first."""
+    """Count the hops from each device of a grid to the next along an axis, as a ring."""
     where = np.array(places(list(grid.flat))).reshape(*grid.shape, len(torus.lengths))
     return torus.hops(np.roll(where, -1, axis) - where)
 
 
 def _closed(devices: Sequence[Any], chips: Place) -> tuple[bool, ...]:
-    """Tell which lines of chips close to a ring, by the kind and size of a whole slice."""
+    """Tell which lines of chips are closed to a ring, by the kind and size of a whole slice."""
     client = getattr(devices[0], "client", None)
     if client is not None and len(client.devices()) != len(devices):
         return (False,) * _CHIP

@@ -1,4 +1,4 @@
-"""The ground floor: pytrees, dtypes, variables, placeholders, masks, equality, layouts.
+"""Tools for all other packages: pytrees, dtypes, variables, placeholders, masks, layouts.
 
-Nothing here knows a pipeline, a mesh axis or a schedule.
+They depend on no pipeline, mesh axis or schedule.
 """

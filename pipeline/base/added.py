@@ -1,16 +1,16 @@
-"""Losses that arise within a stage: balance of experts, z-losses, penalties.
+"""Losses that are added within a stage: balance of experts, z-losses, penalties.
 
 Letters: M microbatches, D data shards.
 
 An added loss need not travel with its activation to the last stage, nor its gradient back.
-`add_loss` returns its argument, and inserts the value's cotangent at the same place of the backward
-pass (like Megatron-LM's and DeepSeek's auxiliary losses). So it costs no message, works within
-`nnx.scan`, `nnx.remat`, `jax.jit`, `jax.vmap` and `jax.lax.cond`, and is the same for every
+`add_loss` returns its argument, and inserts the value's cotangent at the same point of the backward
+pass (like Megatron-LM's and DeepSeek's auxiliary losses). So it needs no message, works within
+`nnx.scan`, `nnx.remat`, `jax.jit`, `jax.vmap` and `jax.lax.cond`, and does not depend on the
 schedule.
 
-The sum of the values is computed in the same way: as the gradient for a *probe*, a zero on which
-nothing depends and whose cotangent is the value. It is summed with the gradients of weights, once
-for each microbatch, even if forward passes are repeated.
+The sum of the values is computed in the same way: as the gradient of a *probe*, a zero on which
+nothing depends and whose cotangent is the value. The sum is taken with the gradients of weights,
+once for each microbatch, even if forward passes are repeated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def add_loss(x: T, value: Any) -> T:
-    """Add a loss within a stage; returns ``x``, to use in place of the argument.
+    """Add a loss within a stage, and return ``x`` to use in place of the argument.
 
     ``x = add_loss(x, value)`` in a stage, embed or head of a pipeline adds the value's mean over
     microbatches and data shards to the loss: to the value that `Pipeline.value_and_grad` and
@@ -58,8 +58,8 @@ def add_loss(x: T, value: Any) -> T:
       value: a float scalar, of this microbatch.
 
     Raises:
-      ValueError: no float in ``x``, or a value that is no float scalar; in a pipeline also one that
-        differs between the ranks of a further mesh axis, or a place that adds to no loss.
+      ValueError: ``x`` has no float, or the value is no float scalar; in a pipeline also: the value
+        differs between ranks of another mesh axis, or the call is at a place that adds to no loss.
     """
     leaves, treedef = jax.tree.flatten(x)
     index = next((n for n, leaf in enumerate(leaves) if is_array(leaf) and is_float(leaf)), None)
@@ -100,7 +100,7 @@ def add_loss(x: T, value: Any) -> T:
 
 @jax.custom_vjp
 def _inject(x: jax.Array, value: jax.Array, share: jax.Array, probe: jax.Array) -> jax.Array:
-    """``x``; in the backward pass value's cotangent is share, and probe's is value."""
+    """Return ``x``; in the backward pass value's cotangent is share, and probe's is value."""
     del value, share, probe
     return x
 
@@ -111,7 +111,7 @@ def _inject_forward(x: Any, value: Any, share: Any, probe: Any) -> Any:
 
 def _inject_backward(kept: Any, ct: Any) -> Any:
     value, share, probe = kept
-    # A number that a stage adds is a literal in what JAX traces, and comes back as one.
+    # A Python number that a stage adds is a literal in JAX's trace, and arrives here as a number.
     added = jax.lax.convert_element_type(value, probe.dtype)
     return ct, share.astype(value.dtype), jnp.zeros_like(share), added
 
@@ -125,10 +125,11 @@ class Adding:
 
     Attributes:
       share: the cotangent of values.
-      probe: a zero whose cotangent is their sum; without, the cotangent of values is 1.
-      is_used: whether any loss was added; counts_padding: whether one by a layer that leaves no
-        padding out, and the batch has some.
-      weight: of values, 1 but for slices of several lengths (`Slices.share`).
+      probe: a zero whose cotangent is the sum of the values; without a probe, the cotangent of
+        values is 1.
+      is_used: whether any loss was added; counts_padding: whether a layer that does not exclude
+        padding added one, for a batch with padding.
+      weight: the factor of values; 1 except for slices of several lengths (`Slices.share`).
     """
 
     share: Any = None
@@ -138,26 +139,26 @@ class Adding:
     weight: float = 1.0
 
 
-# What JAX has traced is not taken for what the same function does in another context: an inner
-# `jit` would keep share and probe of the first.
+# JAX must not reuse a trace of the same function in another context: an inner `jit` would keep
+# share and probe of the first context.
 _CONTEXT: Any = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
 def adding_losses(adding: Adding) -> Iterator[Adding]:
-    """A context in which `add_loss` does so."""
+    """Give a context in which `add_loss` uses ``adding``."""
     try:
         with _CONTEXT(adding):
             yield adding
     finally:
-        adding.share = adding.probe = None  # JAX remembers contexts, and a tracer its trace
+        adding.share = adding.probe = None  # JAX keeps contexts, and a tracer keeps its trace
 
 
 def counted(call: Callable[[jax.Array], Tree], probe: jax.Array) -> tuple[Tree, jax.Array]:
     """Return ``call(probe)`` and the sum of its added losses, without other gradients.
 
     Args:
-      call: of a zero, that of an `Adding`.
+      call: a function of the probe of an `Adding`.
       probe: a zero.
     """
     like: Tree = None

@@ -16,23 +16,23 @@ P = ParamSpec("P")
 Given = TypeVar("Given")
 Owner = TypeVar("Owner")
 
-DataParallel = Literal["replicated", "zero1", "fsdp"]  # how weights lie over data shards
+DataParallel = Literal["replicated", "zero1", "fsdp"]  # how data shards divide weights
 
 
 def is_whole(value: Any, least: int, *, numpy: bool = False) -> bool:
-    """Tell whether a value is an integer that is no less than ``least``.
+    """Tell whether a value is an integer >= ``least``.
 
     Args:
       value: anything.
-      least: what it must be at least.
-      numpy: whether integers of numpy's will do.
+      least: the smallest allowed integer.
+      numpy: whether numpy's integers are allowed.
     """
     kinds = int | np.integer if numpy else int
     return isinstance(value, kinds) and not isinstance(value, bool) and bool(value >= least)
 
 
 def linen_remedy(value: Any) -> str:
-    """Say how a module of flax.linen becomes one of NNX; "" for any other value."""
+    """Explain how to convert a module of flax.linen to NNX; "" for any other value."""
     kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(value).__mro__]
     if "flax.linen.module.Module" not in kinds:
         return ""
@@ -45,8 +45,8 @@ def linen_remedy(value: Any) -> str:
 def is_number(value: Any) -> bool:
     """Tell whether a value is a number that a float can hold, such as a number of seconds, or NaN.
 
-    `schedules` and `collectives` have checks of their own, for neither knows the other, and the
-    command line, which starts without jax, needs this one without importing either.
+    `schedules` and `collectives` have their own checks, because they import nothing from each
+    other. The command line, which starts without jax, needs this check without importing either.
     """
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
@@ -58,7 +58,7 @@ def is_number(value: Any) -> bool:
 
 
 def hint_at(word: str, known: Iterable[str]) -> str:
-    """A hint at the name that was meant."""
+    """Return a hint at the name that was probably meant."""
     known = sorted(set(known))
     near = difflib.get_close_matches(word, known, n=1)
     if near:
@@ -70,7 +70,7 @@ def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> No
     """Check that all options of a call exist.
 
     Raises:
-      TypeError: some do not; it names them, and of each the nearest option.
+      TypeError: some do not exist; the message names them, each with the nearest option.
     """
     known = list(known)
     unknown = [name for name in given if name not in known]
@@ -86,9 +86,9 @@ def takes(
     """Decorate a method of one argument, a dataclass, to take the fields of the dataclass.
 
     Args:
-      kind: the dataclass. Signature, defaults and types of the method are those of its fields. A
-        field ``options`` takes a record, of the class that the dataclass extends, whose values
-        stand for those that are not given by name.
+      kind: the dataclass. The method gets its signature, defaults and types from the dataclass's
+        fields. A field ``options`` takes a record of the dataclass's base class; its values replace
+        the defaults of options that are not given by name.
       function: the name of the method in errors.
     """
     signature = inspect.signature(kind)
@@ -120,9 +120,9 @@ def takes(
 
 
 class ConstructorSignature:
-    """The signature of a class is the one of its constructor, also below a metaclass.
+    """A descriptor that gives a class the signature of its constructor, also under a metaclass.
 
-    An instance has no signature of this name, so that `inspect` reads that of its ``__call__``.
+    Instances have no ``__signature__``, so that `inspect` reads the signature of ``__call__``.
     """
 
     def __get__(self, instance: Any, owner: type[Any]) -> inspect.Signature:
@@ -133,7 +133,7 @@ class ConstructorSignature:
 
 
 def described(*kinds: type[Any]) -> dict[str, str]:
-    """The texts of the fields of dataclasses, as the section "Attributes" has them, by name."""
+    """Return the texts in the section "Attributes" of dataclasses, by field name."""
     found = {}
     for kind in kinds:
         section = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")[2]

@@ -1,4 +1,4 @@
-"""Roles of mesh axes: which split the rows of a batch, which its positions, which share both.
+"""Roles of mesh axes: axes that split a batch's rows, its positions, or neither.
 
 | role | axes | batch | loss | weights that do not name the axis |
 |---|---|---|---|---|
@@ -8,11 +8,11 @@
 | shared | all others (``tensor``) | the same rows and positions | the same on all | by types |
 
 The option ``batch=`` of a pipeline says which axes split rows and positions. A weight that names a
-row or position axis itself (an expert's weight) is a part of its own on each rank of that axis, and
+row or position axis itself (an expert's weight) is a different part on each rank of that axis, and
 its gradient is not summed over it.
 
-The kernel runs without types of varying values over row and position axes: all its values vary
-over them, and it reduces what leaves it. Over shared axes types are tracked.
+The kernel runs without types of varying values over row and position axes: all its values vary over
+them, and it reduces its results itself. Over shared axes types are tracked.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from collectives import DATA, STAGE
 from pipeline.base.tree import Tree
 
 PARTS = ("inputs", "targets", "extras")  # of a batch
-Batch = PartitionSpec | Mapping[str, Any] | Sequence[Any] | None  # as of `Pipeline(..., batch=)`
-LeafSpecs = tuple[PartitionSpec | None, ...]  # of a tree's leaves; None has no batch axis
+Batch = PartitionSpec | Mapping[str, Any] | Sequence[Any] | None  # `Pipeline(..., batch=)`
+LeafSpecs = tuple[PartitionSpec | None, ...]  # by leaf of a tree; None has no batch axis
 _EXAMPLE = 'P("data"), P(("data", "expert")) or P("data", "context")'
 
 
@@ -42,12 +42,12 @@ class Axes:
     """The roles of a mesh's axes.
 
     Attributes:
-      names: all axes of the mesh, in its order; sizes: of each.
+      names: all axes of the mesh, in its order; sizes: their sizes.
       rows: axes over which the rows of a batch are split, the outermost first.
       positions: axes over which later dims of a batch are split.
       auto: axes left to the compiler.
-      batch: [3] what inputs, targets and extras are split by: a tree prefix of specs.
-      default: the spec of leaves of which ``batch`` says nothing, and of outputs.
+      batch: [3] tree prefixes of specs for inputs, targets and extras.
+      default: the spec of outputs, and of leaves that ``batch`` does not name.
     """
 
     names: tuple[str, ...]
@@ -65,7 +65,7 @@ class Axes:
 
     @property
     def varying(self) -> tuple[str, ...]:
-        """The axes over which all of a rank's values vary in the kernel: split ones, and stage."""
+        """The axes over which all values in the kernel vary: axes that split a batch, and stage."""
         return *self.split, *(axis for axis in (STAGE,) if axis in self.names)
 
     @property
@@ -75,42 +75,42 @@ class Axes:
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """The axes whose ranks work on the same rows and positions and share one loss."""
+        """The axes whose ranks compute on equal rows and positions and share one loss."""
         return tuple(a for a in self.names if a in self.manual and a not in self.varying)
 
     @property
     def others(self) -> tuple[str, ...]:
-        """The axes that are neither ``stage`` nor split: shared ones, and the compiler's."""
+        """The axes that are no ``stage`` and split no batch: shared axes, and the compiler's."""
         return tuple(axis for axis in self.names if axis not in self.varying)
 
     @property
     def num_rows(self) -> int:
-        """Number of parts that the rows of a batch are split into, before microbatches."""
+        """The number of parts that the rows of a batch are split into, before microbatches."""
         return self.size(self.rows)
 
     @property
     def num_positions(self) -> int:
-        """Number of parts that the positions of a batch are split into."""
+        """The number of parts that the positions of a batch are split into."""
         return self.size(self.positions)
 
     @property
     def num_parts(self) -> int:
-        """Number of parts that a microbatch is split into, each with an addend of the loss."""
+        """The number of parts that a microbatch is split into, each with an addend of the loss."""
         return self.num_rows * self.num_positions
 
     @property
     def row_spec(self) -> PartitionSpec:
-        """Spec of an array whose leading axis is the batch."""
+        """The spec of an array whose leading axis is the batch."""
         return spec_over(self.rows)
 
     def size(self, axes: Sequence[str]) -> int:
-        """The number of devices along some axes."""
+        """Return the number of devices along some axes."""
         return math.prod(self.sizes[self.names.index(axis)] for axis in axes)
 
     def leaf_specs(self, *trees: Tree) -> tuple[LeafSpecs, ...]:
-        """The specs of the leaves of inputs, targets and extras; None has no batch axis.
+        """Return the specs of the leaves of inputs, targets and extras; None has no batch axis.
 
-        A leaf with fewer dims than its spec takes the leading part of it.
+        A leaf with fewer dims than its spec has takes the leading entries of the spec.
 
         Raises:
           ValueError: ``batch=`` is no prefix of a tree.
@@ -127,17 +127,17 @@ class Axes:
         return self._present(list(self.default if spec is None else spec)[: np.ndim(leaf)])
 
     def _present(self, entries: Sequence[Any]) -> PartitionSpec:
-        """The spec of some dims, of which the first is the batch, with axes that the mesh has."""
+        """Make a spec whose first dim is the batch, with only the axes that the mesh has."""
         later = [tuple(a for a in axes_in(entry) if a in self.names) for entry in entries[1:]]
         return spec_over(self.rows if entries else (), *later)
 
     @property
     def output_spec(self) -> PartitionSpec:
-        """The spec of outputs: the default spec of leaves that ``batch=`` does not name."""
+        """The spec of outputs: that of leaves that ``batch=`` does not name."""
         return self._present(list(self.default))
 
     def missing_in(self, spec: PartitionSpec) -> tuple[str, ...]:
-        """The row and position axes that do not split an array of this spec."""
+        """Return the row and position axes that do not split an array with this spec."""
         named = {axis for entry in spec for axis in axes_in(entry)}
         return tuple(axis for axis in self.split if axis not in named)
 
@@ -146,13 +146,13 @@ def find_axes(mesh: Mesh | AbstractMesh, batch: Batch = None, auto: Sequence[str
     """Find the roles of a mesh's axes.
 
     Args:
-      mesh: a pipeline's.
-      batch: how a batch is split: a spec, or a tree prefix of specs for inputs, targets and extras,
-        a tuple of them or a dict by these names; by default rows over ``data``.
+      mesh: a pipeline's mesh.
+      batch: the split of a batch: a spec, or tree prefixes of specs for inputs, targets and extras,
+        as a tuple or a dict by these names; by default rows are split over ``data``.
       auto: axes left to the compiler.
 
     Raises:
-      ValueError: a batch that does not fit the mesh.
+      ValueError: ``batch`` does not fit the mesh.
     """
     names, sizes = tuple(map(str, mesh.axis_names)), tuple(mesh.shape.values())
     parts = (None,) * len(PARTS) if batch is None else _parts(batch)
@@ -169,7 +169,7 @@ def find_axes(mesh: Mesh | AbstractMesh, batch: Batch = None, auto: Sequence[str
     for axis in later:
         if axis in rows or axis == DATA:
             raise ValueError(
-                f"batch= splits a dim behind the first over {axis!r}, which splits rows; name it "
+                f"batch= splits a dim after the first over {axis!r}, which splits rows; name it "
                 f"in the first entry of a spec alone, as in {_EXAMPLE}"
             )
     if DATA in names and DATA not in rows and mesh.shape[DATA] > 1:
@@ -186,7 +186,7 @@ def find_axes(mesh: Mesh | AbstractMesh, batch: Batch = None, auto: Sequence[str
 
 
 def _parts(batch: Any) -> tuple[Any, Any, Any]:
-    """The prefixes of inputs, targets and extras; None says nothing of its leaves."""
+    """Return the prefixes for inputs, targets and extras; None does not name its leaves."""
     if isinstance(batch, PartitionSpec):
         return batch, batch, batch
     if isinstance(batch, Mapping) and batch and set(batch) <= set(PARTS):
@@ -202,7 +202,7 @@ def _parts(batch: Any) -> tuple[Any, Any, Any]:
 def _specs(
     parts: Sequence[Any], names: Sequence[str], auto: Sequence[str]
 ) -> Iterator[tuple[str, PartitionSpec]]:
-    """All specs that split something, each with its place as text; checked one by one."""
+    """Yield all specs that split a dim, each with its place as text, after a check."""
     for name, prefix in zip(PARTS, parts, strict=True):
         is_leaf = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
         for path, spec in jax.tree_util.tree_leaves_with_path(prefix, is_leaf=is_leaf):
@@ -239,7 +239,7 @@ def _check(text: str, spec: PartitionSpec, names: Sequence[str], auto: Sequence[
                 f"batch={text} names {axis!r}, which auto_axes={tuple(auto)!r} leaves to the "
                 f"compiler; a pipeline splits the batch itself: leave {axis!r} out of one of them"
             )
-        if axis not in names and axis != DATA:  # the default names `data`, on any mesh
+        if axis not in names and axis != DATA:  # the default names `data` on any mesh
             near = difflib.get_close_matches(str(axis), names, n=1)
             hint = f"; {near[0]!r} looks alike" if near else ""
             raise ValueError(
@@ -264,7 +264,7 @@ def _of_leaves(name: str, prefix: Any, tree: Tree) -> list[PartitionSpec | None]
                 f"batch= has a spec for {name}[{unknown[0]!r}], and this call's {name} have "
                 f"{', '.join(map(repr, tree)) or 'nothing'}; name what they have"
             )
-        found = (  # in the order of leaves
+        found = (  # sorted, as jax orders leaves
             _of_leaves(f"{name}[{key!r}]", prefix.get(key), tree[key]) for key in sorted(tree)
         )
         return list(itertools.chain(*found))
@@ -287,7 +287,7 @@ def _of_leaves(name: str, prefix: Any, tree: Tree) -> list[PartitionSpec | None]
 
 
 def axes_in(entry: Any) -> tuple[str, ...]:
-    """The axes over which one dim is sharded."""
+    """Return the axes over which one dim is sharded."""
     if entry is None:
         return ()
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)

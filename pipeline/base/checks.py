@@ -1,4 +1,4 @@
-"""The checks of a model that the engine calls without knowing them (`pipeline.lint`)."""
+"""The protocol of a model's checks, which the engine calls (`pipeline.lint` implements it)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from pipeline.base.tree import Tree
 
 
 class ModelChecks(Protocol):
-    """The hook through which the engine has a model checked.
+    """The hook by which the engine has a model checked.
 
-    Any method may raise ValueError, and `run` FloatingPointError.
+    Any method may raise ValueError, and `run` also FloatingPointError.
     """
 
     def run(
         self, entry: Any, plan: Any, *operands: Any, takes_loss: bool = True, **options: Any
     ) -> Any:
-        """Run an entry point of the kernel, and look for NaN in its results if JAX does."""
+        """Run an entry point of the kernel, and look for NaN in its results if JAX is set to."""
 
     def explain_stage(
         self, rank: Any, k: int, types: list[Tree], run: Any, error: Exception
     ) -> None:
-        """Say why stage k does not run on the last of the types of activations 0..k.
+        """Explain why stage k does not run on the last of ``types``, of activations 0 to k.
 
-        Notes it on the error, or raises another from it; ``run(x)`` traces the stage on a type.
+        It adds a note to the error, or raises another error from it; ``run(x)`` traces the stage on
+        a type.
         """
 
     def explain_part(self, rank: Any, part: str, given: Tree, error: Exception) -> None:
@@ -33,16 +34,16 @@ class ModelChecks(Protocol):
         """Check stages that have been traced one after the other."""
 
     def parts(self, plan: Any, rank: Any, activations: Any, *, take_loss: bool) -> None:
-        """Look at stages, embed, head and loss one by one, before the loss is traced."""
+        """Check stages, embed, head and loss one by one, before the loss is traced."""
 
     def whole(self, plan: Any, traced: Any, *, training: bool, unread: bool = False) -> None:
         """Check the whole model, after its trace.
 
         Args:
           plan: the options of the pipeline.
-          traced: the model as it was traced.
-          training: whether the step counts as one that trains.
-          unread: whether gradients are taken of all parameters.
+          traced: the traced model.
+          training: whether the step is a training step.
+          unread: whether all parameters have gradients.
         """
 
     def outputs(self, last: Any) -> None:

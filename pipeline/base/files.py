@@ -1,7 +1,7 @@
-"""Files that others wrote: JSON and TOML read whole, and their values checked by kind.
+"""Files from outside the library: JSON and TOML read whole, with their values checked by kind.
 
-Every reader of such a file goes through here, so that what lies in it (nested deep, an integer of
-thousands of digits, NaN, text where a number belongs) is a `ValueError` that names file and key.
+Every reader of such a file uses this module. So any bad content (deep nesting, an integer of
+thousands of digits, NaN, text in place of a number) is a `ValueError` that names file and key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeline.base.arguments import is_number, is_whole
 
 Kind = Literal["size", "count", "positive", "number", "flag", "text", "object", "list"]
 
-_SHOWN = 60  # characters of a value in an error
+_SHOWN = 60  # most characters of a value in an error
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "size": (lambda x: is_whole(x, 1), "an integer >= 1"),
     "count": (lambda x: is_whole(x, 0), "an integer >= 0"),
@@ -36,9 +36,9 @@ def faults_of(values: Mapping[str, Any], kinds: Mapping[str, Kind], within: str 
     """List the faults of values, a text for each; missing keys and null are no faults.
 
     Args:
-      values: of a file.
-      kinds: of keys.
-      within: what precedes the keys in a text, such as ``rope_scaling.``.
+      values: the values of a file.
+      kinds: the kinds of keys.
+      within: the prefix of keys in a text, such as ``rope_scaling.``.
     """
     return [
         f"{within}{key}={shown(values[key])} must be {_KINDS[kind][1]}"
@@ -48,7 +48,7 @@ def faults_of(values: Mapping[str, Any], kinds: Mapping[str, Kind], within: str 
 
 
 def null_fault(key: str, kinds: Mapping[str, Kind]) -> str:
-    """A text for a key that is null and has to have a value."""
+    """Write a text for a key that is null and needs a value."""
     return f"{key}=null must be {_KINDS[kinds[key]][1] if key in kinds else 'a value'}"
 
 
@@ -56,16 +56,16 @@ def shown(value: Any) -> str:
     """Write a file's value for an error message, shortened if needed."""
     try:
         text = "null" if value is None else repr(value)
-    except (RecursionError, ValueError):  # nested deep; too many digits
+    except (RecursionError, ValueError):  # deep nesting, or too many digits
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object of a JSON file.
+    """Read the object of a JSON file.
 
     Raises:
-      ValueError: no such file, one that cannot be read, no JSON, or no object.
+      ValueError: the file is missing, cannot be read, is no JSON, or is no object.
     """
     return json_object(_text(path), str(path))
 
@@ -74,7 +74,7 @@ def json_object(text: str | bytes, where: str) -> dict[str, Any]:
     """Parse a JSON text to an object; ``where`` names the text in an error.
 
     Raises:
-      ValueError: no JSON, or no object.
+      ValueError: the text is no JSON, or no object.
     """
     found = _parsed(json.loads, text, f"{where} is no JSON")
     if not isinstance(found, dict):
@@ -83,20 +83,20 @@ def json_object(text: str | bytes, where: str) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The table of a TOML file.
+    """Read the table of a TOML file.
 
     Raises:
-      ValueError: no such file, one that cannot be read, or no TOML.
+      ValueError: the file is missing, cannot be read, or is no TOML.
     """
     found: dict[str, Any] = _parsed(tomllib.loads, _text(path), f"{path} is no TOML")
     return found
 
 
 def read_bytes(path: Path) -> bytes:
-    """The bytes of a file.
+    """Read the bytes of a file.
 
     Raises:
-      OSError: no such file, one that cannot be read, or a FIFO or device, which might never end.
+      OSError: the file is missing, cannot be read, or is a FIFO or device, which might never end.
     """
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):

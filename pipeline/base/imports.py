@@ -1,7 +1,7 @@
-"""The import of a package: releases that fit together, and names that are imported when used.
+"""The import of a package: releases that fit together, and names that are imported on first use.
 
-A package whose names come when they are first used (PEP 562) is imported without jax: so
-`python -m pipeline --help` answers at once, and a launcher of other processes needs none.
+A package that imports its names on first use (PEP 562) needs no jax to be imported. So `python -m
+pipeline --help` answers at once, and a launcher of other processes needs no jax.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-# Flax up to 0.12.8 reads the parameters of a scan as jax had them until 0.11. Goes with the last
-# jax of Python 3.11.
-_PAIRS = (((0, 11), (0, 12, 9)),)  # from this jax on, at least this flax
+# Flax up to 0.12.8 expects the parameters of a scan as jax had them until 0.11. This check can go
+# when the last jax for Python 3.11 is no longer supported.
+_PAIRS = (((0, 11), (0, 12, 9)),)  # first jax, and the oldest flax for it
 
 
 def check_releases(jax: str | None = None, flax: str | None = None) -> None:
     """Check that the installed flax supports the installed jax.
 
     Args:
-      jax: its version; by default of what is installed.
-      flax: its version; by default of what is installed.
+      jax: its version; by default the installed version.
+      flax: its version; by default the installed version.
 
     Raises:
-      ImportError: it does not; the message says what to install.
+      ImportError: flax does not support this jax; the message says what to install.
     """
     jax = jax or metadata.version("jax")
     flax = flax or metadata.version("flax")
@@ -36,14 +36,14 @@ def check_releases(jax: str | None = None, flax: str | None = None) -> None:
         if _numbers(jax) >= newest and _numbers(flax) < least:
             text = ".".join(map(str, least))
             raise ImportError(
-                f"flax {flax} beside jax {jax}: from jax {'.'.join(map(str, newest))} on, flax "
+                f"flax {flax} with jax {jax}: from jax {'.'.join(map(str, newest))} on, flax "
                 f"{text} or newer is needed; pip install 'flax>={text}', or 'jax<"
                 f"{'.'.join(map(str, newest))}'"
             )
 
 
 def installed(name: str) -> str | None:
-    """The version of an installed distribution; None for one that is not installed."""
+    """Return the version of an installed distribution; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -51,16 +51,17 @@ def installed(name: str) -> str | None:
 
 
 def check_neighbours(file: str, names: tuple[str, ...] = ("schedules", "collectives")) -> None:
-    """Check that the packages of this distribution are found, and not others of the same name.
+    """Check that imports find the packages of this distribution, and no others with these names.
 
-    Their names are generic, and a file ``schedules.py`` beside a program comes first on sys.path.
+    Their names are generic, and a file ``schedules.py`` in a program's folder comes first on
+    sys.path.
 
     Args:
       file: the ``__file__`` of a package of the distribution.
-      names: of the other packages, which lie in the same folder.
+      names: names of the other packages, which are in the same folder.
 
     Raises:
-      ImportError: a name leads elsewhere; the message says where, and what to do.
+      ImportError: a name finds another file; the message says which, and what to do.
     """
     home = Path(file).resolve().parents[1]
     for name in names:
@@ -78,7 +79,7 @@ def check_neighbours(file: str, names: tuple[str, ...] = ("schedules", "collecti
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """``0.12.8`` and ``0.12.8.dev1`` as (0, 12, 8)."""
+    """Parse ``0.12.8`` and ``0.12.8.dev1`` to (0, 12, 8)."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
@@ -90,8 +91,8 @@ def exports(
 
     Args:
       package: its ``__name__``.
-      homes: module -> the names that it has, separated by spaces.
-      rooms: modules of the package that are attributes of it too.
+      homes: module -> its names, separated by spaces.
+      rooms: modules of the package that are also its attributes.
     """
     home = {name: module for module, names in homes.items() for name in names.split()}
 

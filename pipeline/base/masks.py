@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 Mask = tuple[bool, ...]
-Needs = tuple["NeedsGradient", ...]  # of all stages, in layer order
+Needs = tuple["NeedsGradient", ...]  # for all stages, in layer order
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class NeedsGradient:
-    """Extent of a stage's backward.
+    """The extent of a stage's backward.
 
     Attributes:
-      weights: for the leaves of its parameters, whether they are trained.
-      x: whether anything before it is, so that its input has a gradient.
+      weights: for each leaf of its parameters, whether it is trained.
+      x: whether anything before the stage is trained, so that its input needs a gradient.
     """
 
     weights: Mask
@@ -25,7 +25,7 @@ class NeedsGradient:
 
     @property
     def is_any(self) -> bool:
-        """True if there is anything to do."""
+        """True if the backward computes anything."""
         return self.x or any(self.weights)
 
 
@@ -37,7 +37,7 @@ def chosen(items: Sequence[T], mask: Mask | None) -> list[T]:
 
 
 def woven(trained: Sequence[T], others: Sequence[T], mask: Mask | None) -> list[T]:
-    """All items in order: trained ones from their list, the others from ``others``."""
+    """Merge items in order: trained ones from their list, the others from ``others``."""
     if mask is None:
         return list(trained)
     queue = iter(trained)

@@ -1,9 +1,9 @@
-"""In which dtypes parameters are kept and computed with.
+"""The dtypes in which parameters are kept and in which a step computes.
 
-Parameters may be kept in more bits than a step computes in: an optimizer's small updates would be
-lost on bfloat16 (P. Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740). They are
-cast where they are used; gradients come back through the cast and are summed as ``grad_dtype``
-says.
+Parameters may be kept in more bits than a step computes in, because an optimizer's small updates
+would be lost in bfloat16 (P. Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740).
+Parameters are cast where they are used. Gradients pass back through the cast and are summed in the
+dtype that ``grad_dtype`` gives.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ NAN_CHECKS = {"NaN": "jax_debug_nans", "infinity": "jax_debug_infs"}  # options 
 
 
 def check_dtype(name: str, dtype: Any, others: str = "None, for what the model has, or ") -> Any:
-    """A dtype in which a model can be kept or computed, in its canonical form.
+    """Check a dtype in which a model is kept or computed; return its canonical form.
 
     Args:
-      name: of the option.
-      dtype: what was given.
-      others: in words, what else the option may be; None, which is returned, if anything.
+      name: the name of the option.
+      dtype: the value of the option.
+      others: a text on other values of the option; if it is not empty, None is one of them and is
+        returned.
 
     Raises:
-      ValueError: not a float of 16 bits or more, or one that JAX does not have now.
+      ValueError: the dtype is no float of 16 bits or more, or needs jax_enable_x64.
     """
     if dtype is None and others:
         return None
@@ -53,7 +54,7 @@ def check_dtype(name: str, dtype: Any, others: str = "None, for what the model h
 
 
 def as_computed(tree: Tree, dtype: Any) -> Tree:
-    """Cast leaves of real floats to a dtype; None casts nothing."""
+    """Cast real float leaves to a dtype; None casts nothing."""
     if dtype is None:
         return tree
     return jax.tree.map(lambda x: x.astype(dtype) if _is_real(x) else x, tree)
@@ -65,7 +66,7 @@ def checks_nans() -> bool:
 
 
 def keep_params_in(module: nnx.Module, dtype: Any) -> None:
-    """Cast a module's parameters of real floats in place, one after the other."""
+    """Cast a module's real float parameters in place, one after the other."""
     if dtype is None:
         return
     for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):

@@ -1,10 +1,10 @@
 """Padding in a batch, and the batch's mesh axes, for layers that compute a statistic.
 
-Letters: b rows of a microbatch on one rank, t positions of a slice there, n tokens of a call, M
-microbatches, N slices. A mask is [b] where rows are padding, [b, t] where positions are.
+Letters: b rows of a microbatch on one rank, t positions of a slice on one rank, n tokens of a call,
+M microbatches, N slices. A mask is [b] if rows are padding, [b, t] if positions are.
 
 A pipeline gives each call of a stage, of embed and of the head its `BatchPart`. A layer that
-averages over tokens takes its divisors from it, so that the mean of its values over all calls of a
+averages over tokens takes its divisors from it. Then the mean of its values over all calls of a
 step equals the mean over all real tokens, on every mesh and with any number of microbatches and
 slices.
 """
@@ -24,7 +24,7 @@ from flax import nnx
 from collectives.tensor import group_size, is_manual
 from pipeline.base.tree import Tree
 
-Shape = tuple[int, ...]  # of a layer's input, without its last dim
+Shape = tuple[int, ...]  # shape of a layer's input, without its last dim
 
 
 class Padded(NamedTuple):
@@ -32,7 +32,7 @@ class Padded(NamedTuple):
 
     Attributes:
       targets: [N, ...] leaves.
-      counts: [N] float32, 0 for rows that were added.
+      counts: [N] float32, 0 for rows of padding.
     """
 
     targets: Tree
@@ -40,11 +40,11 @@ class Padded(NamedTuple):
 
 
 class PaddedWords(NamedTuple):
-    """Target words of padded sequences, which `CrossEntropy` takes as any pair (words, weights).
+    """Target words of padded sequences; for `CrossEntropy` a pair (words, weights) like any other.
 
     Attributes:
       words: [N, t] integers.
-      weights: [N, t] float32, 0 for positions that were added.
+      weights: [N, t] float32, 0 for positions of padding.
     """
 
     words: Any
@@ -54,7 +54,7 @@ class PaddedWords(NamedTuple):
 class DataStatistic(nnx.Variable[Any]):
     """A state variable whose layer excludes padding.
 
-    A variable with the metadata ``after_step`` changes by that function alone, once a step.
+    A variable with the metadata ``after_step`` is changed only by that function, once a step.
     """
 
     declaration = ""  # the options of a pipeline that declare it
@@ -64,7 +64,7 @@ def find_mask(targets: Tree) -> jax.Array | None:
     """Find the rows, [b], or positions, [b, t], that are data; None if a batch has no padding.
 
     Args:
-      targets: of a microbatch; a `Padded` or `PaddedWords` in them says what was added.
+      targets: targets of a microbatch; a `Padded` or `PaddedWords` in them marks padding.
     """
     masks: list[jax.Array] = []
 
@@ -78,7 +78,7 @@ def find_mask(targets: Tree) -> jax.Array | None:
     jax.tree.map(look, targets, is_leaf=_marks)
     if not masks:
         return None
-    # Of sequences of different lengths, keep only which rows have data.
+    # For sequences of different lengths, keep only which rows have data.
     if len({mask.shape for mask in masks if mask.ndim > 1}) > 1:
         masks = [mask if mask.ndim == 1 else mask.any(1) for mask in masks]
     most = max(mask.ndim for mask in masks)
@@ -94,7 +94,7 @@ def _marks(node: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class BatchPart:
-    """The part of a batch that one call of a layer is given.
+    """The part of a batch in one call of a layer.
 
     Attributes:
       rows: mesh axes that split the rows of a batch.
@@ -105,8 +105,8 @@ class BatchPart:
       sequences: [b] real positions of each whole sequence, summed over slices and ranks; 1 or 0 if
         the mask is [b].
       microbatch: the sum of `sequences` over the rows of the microbatch on all ranks.
-      mean_entries: entries of the mask that are True, per call of the step.
-      mean_rows: sequences that have data, each counted once, per call of the step.
+      mean_entries: number of entries of the mask that are True, per call of the step.
+      mean_rows: number of sequences with data, each counted once, per call of the step.
     """
 
     rows: tuple[str, ...] = field(default=(), metadata={"static": True})
@@ -120,11 +120,11 @@ class BatchPart:
     mean_rows: Any = None
 
     def is_data(self, shape: Shape) -> jax.Array | None:
-        """[n] bool, True for tokens that are data; None if all are.
+        """Return [n] bool, True for tokens that are data; None if all are.
 
         Args:
-          shape: (b, ...); with a mask [b, t] (b, t, ...), or (b·t,). Axes of equal sizes that
-            changed places are not noticed.
+          shape: (b, ...); with a mask [b, t] (b, t, ...), or (b·t,). It cannot notice axes of equal
+            sizes that were exchanged.
 
         Raises:
           ValueError: another shape, in which padding cannot be found.
@@ -135,7 +135,7 @@ class BatchPart:
         return jnp.repeat(entries, self._tokens_of_entry(shape))
 
     def divide(self, total: jax.Array, shape: Shape) -> jax.Array:
-        """Divide a call's sum over tokens; the mean over all calls is that over all real tokens."""
+        """Divide a call's sum over tokens; the mean over calls is the mean over all real tokens."""
         if self.mask is None:
             return total / math.prod(shape)
         tokens = self.slice_share * self._tokens_of_entry(shape)
@@ -144,22 +144,22 @@ class BatchPart:
     def divide_rows(self, totals: jax.Array) -> jax.Array:
         """Sum [b] values, one a sequence, and divide; the mean over calls is that over sequences.
 
-        A sequence's value is the sum of the values that its slices and the ranks of position axes
-        have. Sequences without data do not count.
+        The value of a sequence is the sum of values from its slices and from the ranks of position
+        axes. Sequences without data do not count.
         """
         if self.mask is None:
             return totals.mean() * (_size(self.positions) * self._slices_per_sequence)
         return totals.sum() / jnp.maximum(self.mean_rows * self.slice_share, _LEAST)
 
     def tokens_of_microbatch(self, shape: Shape) -> Any:
-        """Real tokens of the whole microbatch, on all ranks and in all slices, at least 1."""
+        """Return the real tokens of the microbatch, on all ranks and in all slices, at least 1."""
         if self.mask is None:
             whole = self._slices_per_sequence * _size(self.rows + self.positions)
             return math.prod(shape) * whole
         return jnp.maximum(self.microbatch * self._tokens_of_position(shape), 1)
 
     def tokens_of_sequences(self, shape: Shape) -> Any:
-        """Real tokens of each whole sequence, [b] or a number, at least 1."""
+        """Return the real tokens of each whole sequence, [b] or a number, at least 1."""
         if self.mask is None:
             whole = self._slices_per_sequence * _size(self.positions)
             return math.prod(shape[1:]) * whole
@@ -175,7 +175,7 @@ class BatchPart:
         return self.num_slices / self.slice_share
 
     def _tokens_of_entry(self, shape: Shape) -> int:
-        """Tokens of the layer for each entry of the mask."""
+        """Return the number of the layer's tokens for each entry of the mask."""
         known = self.mask.shape
         if shape[: len(known)] == known or shape == (math.prod(known),):
             return math.prod(shape) // math.prod(known)
@@ -198,7 +198,7 @@ def _size(axes: tuple[str, ...]) -> int:
     return math.prod(map(group_size, axes))
 
 
-_LEAST = 1e-9  # of a divisor, where the whole batch is padding and sums are 0
+_LEAST = 1e-9  # smallest divisor; needed if the whole batch is padding and sums are 0
 jax.tree_util.register_dataclass(BatchPart)
 
 
@@ -208,7 +208,7 @@ class Asking:
 
     Attributes:
       part: None after the trace.
-      excludes_padding: whether the running layer leaves padding out, or one has read the mask.
+      excludes_padding: whether the running layer excludes padding, or a layer has read the mask.
       read_mask: whether a layer has read the mask.
     """
 
@@ -222,17 +222,17 @@ _CONTEXT: Any = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def batch_part_of(part: BatchPart) -> Iterator[Asking]:
-    """A context in which layers work on a part of a batch."""
+    """Give a context in which layers work on a part of a batch."""
     asking = Asking(part)
     try:
         with _CONTEXT(asking):
             yield asking
     finally:
-        asking.part = None  # JAX remembers contexts, and a tracer its trace
+        asking.part = None  # JAX keeps contexts, and a tracer keeps its trace
 
 
 def batch_part() -> BatchPart | None:
-    """The part of the batch that the running call is given; None without a pipeline."""
+    """Return the part of the batch in the running call; None without a pipeline."""
     asking: Asking | None = _CONTEXT.value
     return None if asking is None else asking.part
 
@@ -252,7 +252,7 @@ def excluding_padding() -> Iterator[None]:
 
 
 def counts_padding() -> bool:
-    """True if the batch has padding and the running layer has not asked for the mask."""
+    """Tell whether the batch has padding and the running layer has not read the mask."""
     asking: Asking | None = _CONTEXT.value
     if asking is None or asking.part is None or asking.part.mask is None:
         return False
@@ -262,10 +262,10 @@ def counts_padding() -> bool:
 def data_mask() -> jax.Array | None:
     """Find the rows, [b], or positions, [b, t], of this call that are data; None if all are.
 
-    For layers of one's own that form a statistic over rows or positions. Batches that
-    `pipeline.training` padded, packed or bucketed have a mask. It covers the positions of the
-    current slice and rank only. The pipeline then warns neither of state that the stage writes nor
-    of losses that it adds from there on.
+    It is for your own layers that form a statistic over rows or positions. Batches that
+    `pipeline.training` padded, packed or bucketed have a mask. It covers only the positions of the
+    current slice and rank. After this call the pipeline warns neither of state that the stage
+    writes nor of losses that it adds.
     """
     asking: Asking | None = _CONTEXT.value
     if asking is None or asking.part is None:

@@ -2,7 +2,7 @@
 
 A stack has a leading axis of length K on every array, as `nnx.vmap` makes it. Arrays of one module
 may have equal leading axes by chance: four ``nnx.Linear(8, 8)`` in an `nnx.Sequential` all have 8.
-Layers of flax know how many axes they have; of other modules it is seen when they are called.
+For layers of flax the number of axes is known; other modules are tested when they are called.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from flax import nnx
 
 from pipeline.base.tree import shape_text
 
-# Arrays that layers of flax have, and their axes.
+# Arrays of flax's layers, and the number of their axes.
 _AXES: dict[type[nnx.Module], tuple[str, Any]] = {
     nnx.Linear: ("kernel", lambda _: 2),
     nnx.LinearGeneral: (
@@ -41,11 +41,11 @@ def check_stack(stages: nnx.Module) -> Literal["stacked", "unknown"]:
     """Tell whether layers of flax, or random streams, show that a module is a stack.
 
     Raises:
-      ValueError: they show that it is none.
+      ValueError: they show that it is no stack.
     """
     found: Literal["stacked", "unknown"] = "unknown"
     for path, node in nnx.iter_graph(stages):
-        if isinstance(node, nnx.RngState):  # of one module it has no axis
+        if isinstance(node, nnx.RngState):  # without a stack it has no axis
             found = "stacked"
         kinds = (_AXES[kind] for kind in _AXES if isinstance(node, kind))
         for name, axes in kinds:

@@ -21,29 +21,29 @@ def is_float(leaf: Any) -> bool:
 
 
 def is_array(leaf: Any) -> bool:
-    """Tell whether a leaf is an array or the type of one, and no number or label."""
+    """Tell whether a leaf is an array or the type of an array, not a number or label."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def is_abstract(tree: Tree) -> bool:
-    """Tell whether any leaf is a type, and no array."""
+    """Tell whether any leaf is a type in place of an array."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
 
 def row_of(leaf: Any, index: int) -> Any:
-    """One row of an array, or its type."""
+    """Return one row of an array, or the row's type."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
     return leaf[index]
 
 
 def real() -> Any:
-    """The dtype of losses: float32, or float64 with jax_enable_x64."""
+    """Return the dtype of losses: float32, or float64 with jax_enable_x64."""
     return jnp.result_type(float)
 
 
 def partition(tree: Tree) -> tuple[Leaves, Leaves]:
-    """The leaves that carry gradients, and the others."""
+    """Return the leaves that have gradients, and the other leaves."""
     leaves = jax.tree.leaves(tree)
     return [x for x in leaves if is_float(x)], [x for x in leaves if not is_float(x)]
 
@@ -56,7 +56,7 @@ def combine(like: Tree, floats: Leaves, others: Leaves) -> Tree:
 
 
 def times(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """``x * factor`` in x's dtype, computed in float32 where x has fewer bits."""
+    """Compute ``x * factor`` in x's dtype, with float32 products if x has fewer bits."""
     wide = x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
     return (wide * factor.astype(wide.dtype)).astype(x.dtype)
 
@@ -72,16 +72,16 @@ def as_numbers(leaf: jax.Array) -> jax.Array:
 
 
 def numbers_as(like: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Undo `as_numbers`, and have the dtype again that a sum may have widened."""
+    """Undo `as_numbers`, and restore the dtype that a sum may have widened."""
     if is_key(like):
         return jax.random.wrap_key_data(numbers.astype(jnp.uint32), impl=jax.random.key_impl(like))
     return numbers.astype(like.dtype)
 
 
 def zeros(leaf: Any, *, lead: tuple[int, ...] = ()) -> jax.Array:
-    """Zeros of a leaf's shape and dtype under leading axes; also for typed random keys."""
+    """Make zeros of a leaf's shape and dtype under leading axes; also for typed random keys."""
     if is_key(leaf):
-        impl = []  # which a type does not tell, but a traced key does
+        impl = []  # a type does not have it, but a traced key does
 
         def opened(key: jax.Array) -> jax.Array:
             impl.append(jax.random.key_impl(key))
@@ -93,7 +93,7 @@ def zeros(leaf: Any, *, lead: tuple[int, ...] = ()) -> jax.Array:
 
 
 def blank(types: Tree, axes: tuple[str, ...]) -> Tree:
-    """Make a placeholder of zeros of a tree's types, which also varies over ``axes``."""
+    """Make a placeholder of zeros for a tree of types, which also varies over ``axes``."""
     return vary_like(vary(jax.tree.map(zeros, types), axes), types)
 
 
@@ -103,13 +103,13 @@ def vary_like(tree: Tree, types: Tree) -> Tree:
 
 
 def signature(tree: Tree) -> tuple[Any, ...]:
-    """Hashable signature of a tree: its structure, and the types of its leaves."""
+    """Return a hashable signature of a tree: its structure, and the types of its leaves."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, *((leaf.shape, leaf.dtype, varying_in(leaf)) for leaf in leaves)
 
 
 def join(trees: list[Tree]) -> Tree | None:
-    """One type for all of several, which varies as any of them; None if they differ otherwise."""
+    """Make one type for several trees, which varies like all of them; None if shapes differ."""
     bare = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in trees]
     structures = {jax.tree.structure(tree) for tree in trees}
     if len(structures) > 1 or any(types != bare[0] for types in bare):
@@ -123,7 +123,7 @@ def join(trees: list[Tree]) -> Tree | None:
 
 
 def nbytes(leaf: Any) -> int:
-    """The size of an array, or of the array that a ref holds; of its type."""
+    """Return the bytes of an array or its type, or of the array that a ref holds."""
     leaf = getattr(leaf, "inner_aval", leaf)
     return math.prod(leaf.shape) * int(leaf.dtype.itemsize)
 
@@ -134,17 +134,17 @@ def shape_text(leaf: Any) -> str:
 
 
 def types_text(tree: Tree) -> Tree:
-    """A tree of types in words."""
+    """Convert a tree of types to texts."""
     return jax.tree.map(shape_text, tree)
 
 
 def path_text(path: Any) -> str:
-    """A readable path of a leaf; the leaf itself when the tree is a single array."""
+    """Write a leaf's path as text; for a single array, "the array"."""
     return jax.tree_util.keystr(path) or "the array"
 
 
 def leaves_by_name(tree: Tree) -> dict[str, Any]:
-    """The leaves of a state by their paths, ``chunks.0.kernel``."""
+    """Return the leaves of a state by their paths, ``chunks.0.kernel``."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -152,7 +152,7 @@ def leaves_by_name(tree: Tree) -> dict[str, Any]:
 
 
 def at(tree: Tree, index: Any) -> Tree:
-    """One element along the leading axis of every leaf."""
+    """Take one element along the leading axis of every leaf."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 

@@ -25,29 +25,29 @@ def raw(leaf: Any) -> Any:
 
 
 def filled(state: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """Paths and variables of a state, but for variables that hold nothing, as ``Param(None)``."""
+    """Return paths and variables of a state, without empty variables (``Param(None)``)."""
     return [(path, leaf) for path, leaf in nnx.to_flat_state(state) if raw(leaf) is not None]
 
 
 def kind_text(leaf: Any) -> str:
-    """``Param``, or ``array`` for a plain one."""
+    """Write a leaf's kind: ``Param``, or ``array`` for a plain array."""
     return type(leaf).__name__ if isinstance(leaf, nnx.Variable) else "array"
 
 
 def type_text(leaf: Any) -> str:
-    """``Param float32[4,8]``; a variable may hold a tree of arrays, or none."""
+    """Write ``Param float32[4,8]``; a variable may hold a tree of arrays, or none."""
     return " ".join([kind_text(leaf), *map(shape_text, jax.tree.leaves(leaf))])
 
 
 def metadata(leaf: Any) -> Mapping[str, Any]:
-    """Metadata of a variable."""
+    """Return the metadata of a variable."""
     return leaf.get_metadata() if isinstance(leaf, nnx.Variable) else _NOTHING
 
 
 def axis_names(variable: Any) -> tuple[Any, ...]:
-    """Names of a variable's dims, from its metadata and the rules for logical names in force."""
+    """Return names of a variable's dims, from its metadata and the rules for logical names."""
     said = metadata(variable).get("out_sharding")
-    said = getattr(said, "sharding", said)  # of a `Format`
+    said = getattr(said, "sharding", said)  # the sharding of a `Format`
     if isinstance(said, NamedSharding):
         return tuple(said.spec)
     return tuple(nnx.spmd.get_var_pspec(variable) or ()) if said else ()
@@ -59,23 +59,23 @@ def with_value(leaf: Any, value: Any) -> Any:
 
 
 def remade(leaf: Any, value: Any, said: Mapping[str, Any]) -> Any:
-    """One of its type with another value and other metadata, of which a plain array has none."""
+    """Make a leaf of the same type with another value and other metadata (arrays have none)."""
     return type(leaf).from_metadata(value, dict(said)) if isinstance(leaf, nnx.Variable) else value
 
 
 class Placeholder(nnx.Variable[Any]):
-    """The placeholder of a variable whose value is in a cell of `pipeline.core.model.unlike`."""
+    """A variable without a value, which is in a cell of `pipeline.core.model.unlike`."""
 
 
 def without_values(stage: nnx.Module) -> nnx.Module:
-    """The module with a placeholder for each of its arrays."""
+    """Return a copy of a module with a placeholder for each of its arrays."""
     graphdef, state = nnx.split(stage)
     empty = [(path, Placeholder(None)) for path, _ in nnx.to_flat_state(state)]
     return nnx.merge(graphdef, nnx.from_flat_state(empty))
 
 
 def with_arrays(module: Any) -> Any:
-    """The module with its plain arrays, for each of which a placeholder stood."""
+    """Replace a module's placeholders by the plain arrays that they hold."""
     for path, node in list(nnx.iter_graph(module)):
         if isinstance(node, Placeholder):
             name: Any = path[-1]

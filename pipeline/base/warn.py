@@ -1,4 +1,4 @@
-"""Warnings about a user's model, at the user's line: the first one outside of libraries."""
+"""Warnings about a user's model, at the user's line: the first line outside of libraries."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The name scopes of the kernel, and the number of runs of their contents.
 
-Letters: S ranks. An action, and what all ranks do together around a slot, is a loop of at most one
-trip: the tables say how many a rank makes.
+Letters: S ranks. An action is a loop of at most one trip, and so is the work around a slot that all
+ranks do together. The tables say how many trips a rank makes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from schedules.lowering.program import COMMON, Program
 
 _TICKS, _SLOT = re.compile(r"ticks(\d+)_(\d+)"), re.compile(r"slot(\d+)")
 _STAGES = re.compile(r"stages((?:_\d+)+)")
-# Of `Op.label`, what goes on beside an action: copies, and what FSDP moves.
+# Parts of `Op.label` for work in addition to an action: copies, and FSDP's collectives.
 COPIED = r"(?:_stash)?(?:_crossing)?"
 MOVED = r"(?:_gathers\d+)?(?:_reduces\d+)?"
 PLACE = re.compile(  # of an action: first tick, last tick, slot, stages, label
@@ -33,9 +33,9 @@ class Place(NamedTuple):
     Attributes:
       start: its ticks are start..stop - 1.
       stop: its ticks are start..stop - 1.
-      slot: of every one of them.
+      slot: the slot, in each of these ticks.
       label: `Op.label`, or one of `COMMON`.
-      stages: that share its code, where stages are not alike.
+      stages: the stages that share its code, if stages are not alike.
     """
 
     start: int
@@ -45,7 +45,7 @@ class Place(NamedTuple):
     stages: tuple[int, ...] | None
 
     def actions(self, program: Program, rank: int) -> Iterator[tuple[int, Action | None]]:
-        """(tick, action) of every trip of a rank; None for work of all ranks together."""
+        """Yield (tick, action) of every trip of a rank; None for work of all ranks together."""
         ticks = range(self.start, self.stop)
         if self.label in COMMON:
             table = getattr(program.common, self.label)
@@ -63,7 +63,7 @@ class Place(NamedTuple):
 
 
 def place_of_loop(scope: str) -> Place | None:
-    """Find a loop's action by the name scopes at its end; None for any other loop."""
+    """Find a loop's place from the name scopes at its end; None for any other loop."""
     around, _, last = scope.rpartition("/")
     found = PLACE.search(around) if last == "while" else None
     if found is None or found.end() != len(around):
@@ -73,19 +73,19 @@ def place_of_loop(scope: str) -> Place | None:
 
 
 def numbers_of(stages: str | None) -> tuple[int, ...]:
-    """The stages that a match of `PLACE` names."""
+    """Return the stages that a match of `PLACE` names."""
     return tuple(map(int, stages.strip("_").split("_"))) if stages else ()
 
 
 def trips(program: Program, scope: str) -> NDArray[np.int64] | None:
-    """[S] how many trips each rank makes in a step through a loop of at most one.
+    """Count [S] the trips of each rank in a step through a loop of at most one trip.
 
     Args:
-      program: what runs.
+      program: the program that runs.
       scope: the name scopes around the loop, joined by slashes.
 
     Returns:
-      None for a loop of which the tables know nothing.
+      None for a loop that the tables do not contain.
     """
     names = scope.split("/")
     ticks, slot, group = (_last(pattern, names) for pattern in (_TICKS, _SLOT, _STAGES))
@@ -107,5 +107,5 @@ def trips(program: Program, scope: str) -> NDArray[np.int64] | None:
 
 
 def _last(pattern: re.Pattern[str], names: Iterable[str]) -> re.Match[str] | None:
-    """The innermost scope of a kind."""
+    """Return the match of the innermost scope of a kind."""
     return next((m for name in reversed(list(names)) if (m := pattern.fullmatch(name))), None)

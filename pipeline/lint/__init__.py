@@ -1,10 +1,10 @@
-"""Faults of a model that take a trace, a search or a look at compiled code to find.
+"""Checks of a model that need a trace, a search or a look at compiled code.
 
-Warnings, refusals of what the kernel cannot run, and the reasons of failures: why a part of the
-model cannot be traced, and which is the first to compute NaN.
+They give warnings, refuse what the kernel cannot run, and explain failures: why a part of the model
+cannot be traced, and which part is the first to compute NaN.
 
-`pipeline.Pipeline` hands `Lint` to the engine, which calls it when it first traces a model; the
-engine imports nothing of this room. `Pipeline.check` returns the warnings.
+`pipeline.Pipeline` passes `Lint` to the engine, which calls it when it first traces a model. The
+engine imports nothing from this package. `Pipeline.check` returns the warnings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Lint:
     def run(
         self, entry: Any, plan: Plan, *operands: Any, takes_loss: bool = True, **options: Any
     ) -> Any:
-        """Run an entry point of the kernel, and look for NaN in its results if JAX does."""
+        """Run an entry point of the kernel, and look for NaN in its results if JAX is set to."""
         if not checks_nans() or any(
             isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands[1:])
         ):
@@ -43,7 +43,7 @@ class Lint:
     def explain_stage(
         self, rank: Rank, k: int, types: list[Tree], run: Any, error: Exception
     ) -> None:
-        """Say why stage k does not run on the last of the types of activations 0..k."""
+        """Explain why stage k does not run on the last of ``types``, of activations 0 to k."""
         from pipeline.lint.failures import explain_stage
 
         explain_stage(rank, k, types, run, error)
@@ -55,7 +55,7 @@ class Lint:
         explain_part(rank, part, given, error)
 
     def stages(self, rank: Rank, activations: Activations) -> None:
-        """Refuse ordered callbacks, constraints, and one stage that was given as a stack."""
+        """Refuse ordered callbacks, constraints, and a single stage that was given as a stack."""
         from pipeline.lint.effects import check_constraints, check_order
 
         for k, body in enumerate(activations.bodies):
@@ -67,7 +67,7 @@ class Lint:
             check_that_it_is_a_stack(rank, activations.types)
 
     def parts(self, plan: Plan, rank: Rank, activations: Activations, *, take_loss: bool) -> None:
-        """Refuse `ppermute`; look at parts that mix positions which are split or sliced."""
+        """Refuse `ppermute`; check parts that mix positions which are split or sliced."""
         from pipeline.lint.effects import check_meetings
 
         check_meetings(plan, activations.bodies)
@@ -82,7 +82,7 @@ class Lint:
             warn_of_split_positions(rank, activations, *of_plan, take_loss=take_loss)
 
     def whole(self, plan: Plan, traced: Inspected, *, training: bool, unread: bool = False) -> None:
-        """Refuse `ppermute`; look at idle axes, padding in statistics, and unread parameters."""
+        """Refuse `ppermute`; check idle axes, padding in statistics, and unread parameters."""
         from pipeline.lint import statistics
         from pipeline.lint import unread as parameters
         from pipeline.lint.effects import check_meetings

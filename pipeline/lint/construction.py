@@ -1,4 +1,4 @@
-"""Warnings of options and stages that a pipeline is made of; no model is traced for them."""
+"""Warnings about a pipeline's options and stages, given before any model is traced."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from pipeline.core.placement.meshes import mesh_in_force, mesh_text
 from pipeline.core.placement.paths import Asked
 from schedules.orders.schedule import Schedule
 
-_FEW_STAGES = 3  # of two stages that differ both may be meant
+_FEW_STAGES = 3  # two stages may be meant to differ
 
 
 def warn_of_idle_devices(schedule: Any, mesh: Mesh, num_stages: int) -> None:
-    """Warn of a default mesh that leaves half of the devices idle, or more.
+    """Warn of a default mesh that leaves half of the devices or more idle.
 
-    Fewer stages than devices are no reason: then each stage has a device of its own.
+    No warning is given if there are fewer stages than devices: then each stage has its own device.
 
     Args:
-      schedule: as the user gave it; a timetable has its own number of ranks.
+      schedule: the user's ``schedule=``; a timetable has its own number of ranks.
       mesh: the default mesh.
       num_stages: K.
     """
@@ -55,7 +55,7 @@ def warn_of_idle_devices(schedule: Any, mesh: Mesh, num_stages: int) -> None:
 
 
 def warn_of_attributes(stages: Any) -> None:
-    """Say so if stages of equal arrays all differ from each other, which is seldom meant."""
+    """Warn if all stages have equal arrays but differ in attributes, which is seldom meant."""
     if is_stacked(stages) or len(stages) < _FEW_STAGES:
         return
     if len({define(stage, "")[0] for stage in stages}) < len(stages):
@@ -74,12 +74,12 @@ def warn_of_attributes(stages: Any) -> None:
 
 
 def check_intercepted(stages: Any) -> None:
-    """Check that stages are called through the class that qwix gave to what it quantised.
+    """Check that stages are called through the class that qwix gave to the quantised modules.
 
-    Adapters of qwix have a warning of their own: they are read by no part of the model.
+    Adapters of qwix have their own warning: no part of the model reads them.
 
     Raises:
-      ValueError: a stage was taken out of a quantised model, and would compute without it.
+      ValueError: a stage was taken out of a quantised model, and would compute unquantised.
     """
     if is_stacked(stages) or any(nnx.to_flat_state(nnx.state(x, nnx.LoRAParam)) for x in stages):
         return
@@ -111,7 +111,7 @@ def warn_of_no_names(sharding: Asked | None) -> None:
 
 
 def warn_of_frozen_parts(trained: Trained, chunks: Sequence[nnx.Module], stages: Places) -> None:
-    """Warn of arrays that an optimizer which knows nothing of stages may not leave as they are."""
+    """Warn of frozen parts of arrays, which an optimizer that knows no stages may change."""
     parts = trained_parts(trained, chunks, stages)
     if parts:
         frozen = [k for k, mask in enumerate(trained.stages) if not any(mask)]
@@ -125,13 +125,13 @@ def warn_of_frozen_parts(trained: Trained, chunks: Sequence[nnx.Module], stages:
 
 
 def warn_of_untyped_weights(home: Mesh, warned: set[Any]) -> None:
-    """Warn, once a pipeline, of gradients that no optimizer can use where a typed mesh is in force.
+    """Warn, once a pipeline, of gradients that no optimizer can use while a typed mesh is in force.
 
-    That is so where the pipeline was made outside of `jax.set_mesh`.
+    The pipeline was then made outside of `jax.set_mesh`.
 
     Args:
-      home: the pipeline's mesh with the axis types that its state has.
-      warned: of what was warned already, to which this is added.
+      home: the pipeline's mesh with the axis types of its state.
+      warned: keys of warnings already given; the function adds to it.
     """
     here, key = mesh_in_force(), "untyped weights"
     if here is None or home.explicit_axes or not here.explicit_axes or key in warned:

@@ -22,7 +22,7 @@ from pipeline.base.variables import raw
 from pipeline.base.warn import warn
 from pipeline.core.model.stage import is_stacked
 
-_SMALL = 1 << 24  # bytes of modules that are held until the pipeline runs
+_SMALL = 1 << 24  # the most bytes of modules that are kept alive until the pipeline runs
 
 
 @dataclass
@@ -30,11 +30,11 @@ class _Watched:
     """A weight, with its value at construction.
 
     Attributes:
-      name: what messages call it.
-      part, path: which weight it is, of the stage of this number, of "embed" or "head", or of all
-        "stages" in one array.
-      owner: refers to the module that holds it; flax's variables cannot be referred to.
-      array: refers to its value.
+      name: the weight's name in messages.
+      part, path: the weight's path, in the stage of this number, in "embed" or "head", or in
+        "stages", where one array holds the weights of all stages.
+      owner: a weak reference to the module that holds it; flax's variables have no weak references.
+      array: a weak reference to its value.
     """
 
     name: str
@@ -58,12 +58,12 @@ class _Watched:
 
 
 class Copies:
-    """Remembers values of weights outside of a pipeline, and of its own.
+    """A record of values of weights outside of a pipeline and in it.
 
     Args:
       pipe: the pipeline.
-      stages: as they were given.
-      ends: embed and head, likewise.
+      stages: the stages as the user gave them.
+      ends: embed and head as the user gave them.
     """
 
     def __init__(self, pipe: Any, stages: Any, **ends: Any) -> None:
@@ -81,8 +81,8 @@ class Copies:
     def returned(self, stages: Sequence[nnx.Module]) -> None:
         """Watch modules that `Pipeline.stages` has made.
 
-        If they are small they are held until the pipeline runs: a write to ``pipe.stages()[k]``
-        would else be gone with the module.
+        Small modules are kept alive until the pipeline runs. Otherwise a write to
+        ``pipe.stages()[k]`` would disappear with the module.
         """
         if not self._own or not all(one.is_untouched for one in self._own):
             return
@@ -107,7 +107,7 @@ class Copies:
             self._held = []
             if name is None:
                 return
-        # Else it learns, or was given weights: what is written to others is meant for them.
+        # The pipeline trains, or got other weights: writes to other modules are meant for those.
         self._watched, self._own, self._held = [], [], []
         if name is not None:
             warn(
@@ -120,7 +120,7 @@ class Copies:
             )
 
     def _written(self, pipe: Any) -> str | None:
-        """The name of a weight that is now another than the pipeline's."""
+        """Return the name of a weight that now differs from the pipeline's."""
         changed = [one for one in self._watched if not one.is_untouched and _is_known(one.value)]
         if not changed:
             return None
@@ -135,19 +135,19 @@ class Copies:
             found = np.asarray(one.value).astype(whole.dtype)
             if found.shape == whole.shape and found.tobytes() != whole.tobytes():
                 return one.name
-            one.array = weakref.ref(one.value)  # `nnx.jit` hands back also what was not written
+            one.array = weakref.ref(one.value)  # `nnx.jit` also returns what was not written
         return None
 
 
 def _values(module: Any) -> dict[tuple[Any, ...], Any]:
-    """The values of a module's parameters, by path."""
+    """Return the values of a module's parameters, by path."""
     if not isinstance(module, nnx.Module):
         return {}
     return {path: raw(leaf) for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param))}
 
 
 def _watch(module: Any, name: str, part: int | str) -> Iterator[_Watched]:
-    """The weights of a module whose values are known here."""
+    """Yield the weights of a module whose values this process knows."""
     nodes = dict(nnx.iter_graph(module))
     for path, node in nodes.items():
         owner = nodes.get(path[:-1])

@@ -1,7 +1,7 @@
 """Effects and collectives of a stage that a kernel cannot run, or not once for each microbatch.
 
 A print may be repeated, as under `jax.checkpoint`. A callback to the host that counts, logs or
-writes must not, and nobody would notice that it is.
+writes must not be repeated, because no error would show the repetition.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pipeline.core.step.calls.local_model import LocalModel
 
 
 def check_meetings(plan: Plan, bodies: Sequence[Any]) -> None:
-    """Refuse `jax.lax.ppermute` in a stage where all virtual CPU devices meet in it.
+    """Refuse `jax.lax.ppermute` in a stage if all virtual CPU devices take part in it.
 
-    Ranks of other stages run other actions meanwhile: they would not come, or with a permute of
-    their own, and numbers would get mixed.
+    Ranks of other stages run other actions at that time. They would not take part, or would take
+    part with a permute of their own, and numbers would get mixed.
 
     Args:
       plan: the options of the pipeline.
       bodies: the jaxprs of stages, or of embed, head and loss.
 
     Raises:
-      ValueError: there is one.
+      ValueError: a body has a ``ppermute``.
     """
     if plan.schedule.num_ranks == 1 or plan.engine == "programs" or plan.partners:
         return
@@ -42,7 +42,7 @@ def check_meetings(plan: Plan, bodies: Sequence[Any]) -> None:
 
 
 def _permuted(jaxpr: Any) -> str:
-    """The axis of the first `ppermute` in a jaxpr, also within loops and calls."""
+    """Return the axis of the first `ppermute` in a jaxpr, its loops and its calls."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "ppermute":
             axes = eqn.params["axis_name"]
@@ -53,28 +53,28 @@ def _permuted(jaxpr: Any) -> str:
 
 
 def check_order(stage: str, effects: Iterable[Any]) -> None:
-    """Refuse callbacks with an order, which JAX keeps on one device alone.
+    """Refuse ordered callbacks, which JAX supports on one device alone.
 
     Raises:
-      ValueError: a stage has one, on more devices.
+      ValueError: a stage on several devices has one.
     """
     if is_ordered(effects) and jax.sharding.get_abstract_mesh().size > 1:
         raise ValueError(
             f"{stage} has a callback with ordered=True (io_callback, jax.debug.callback or print), "
             f"and JAX keeps the order of callbacks on one device alone; leave ordered=True out, "
-            f"and let the callback say of which microbatch it is"
+            f"and let the callback identify its microbatch"
         )
 
 
 def check_constraints(stage: str, body: Any) -> None:
-    """Refuse constraints of arrays over axes of which a stage sees its rank's part.
+    """Refuse sharding constraints over axes along which a stage sees only its rank's part.
 
     Args:
-      stage: its name.
-      body: its jaxpr.
+      stage: the name of the stage.
+      body: the jaxpr of the stage.
 
     Raises:
-      ValueError: there is one.
+      ValueError: the stage has such a constraint.
     """
     own = jax.sharding.get_abstract_mesh()
     for sharding in _constraints(body):
@@ -90,7 +90,7 @@ def check_constraints(stage: str, body: Any) -> None:
 
 
 def _constraints(body: Any) -> Iterator[jax.sharding.NamedSharding]:
-    """Each sharding over a mesh that a jaxpr constrains an array to."""
+    """Yield each sharding over a mesh that a jaxpr constrains an array to."""
     for eqn in body.eqns:
         sharding = eqn.params.get("sharding")
         if eqn.primitive.name == "sharding_constraint" and hasattr(sharding, "spec"):
@@ -100,10 +100,10 @@ def _constraints(body: Any) -> Iterator[jax.sharding.NamedSharding]:
 
 
 def check_constraint_error(stage: str, error: Exception) -> None:
-    """Tell of JAX's error of such a constraint.
+    """Explain JAX's error of such a constraint.
 
     Raises:
-      ValueError: it is one.
+      ValueError: the error is of such a constraint.
     """
     if "with_sharding_constraint" in str(error) and isinstance(error, ValueError):
         raise _of_constraint(stage) from error
@@ -112,9 +112,9 @@ def check_constraint_error(stage: str, error: Exception) -> None:
 def _of_constraint(stage: str) -> ValueError:
     axes = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
     return ValueError(
-        f"{stage} constrains an array (with_sharding_constraint) over a mesh axis of which each "
+        f"{stage} constrains an array (with_sharding_constraint) over a mesh axis along which each "
         f"rank computes its own part, {' or '.join(map(repr, axes))}: a stage sees one microbatch "
-        f"of one data shard, and nothing of it is to be placed; leave the constraint out, or give "
+        f"of one data shard, which needs no placement; leave the constraint out, or give "
         f"the axis that it names to the compiler, Pipeline(..., auto_axes=(name,))"
     )
 
@@ -126,7 +126,7 @@ def check_effects(local: LocalModel) -> None:
       local: a rank's part of the model.
 
     Raises:
-      ValueError: it calls back to the host.
+      ValueError: the stage calls back to the host.
     """
     for _, kind in local.kinds:
         arguments = *kind.stage_arguments(kind.home, 0), kind.blank

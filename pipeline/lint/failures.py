@@ -1,8 +1,8 @@
 """Reasons why a part of a model cannot be traced on its arguments.
 
-Letters: K stages. Activation k, 0 <= k <= K, is the input of stage k. A stage that cannot take what
-it is given fails somewhere inside, and what it does take is found by trial: the types of other
-boundaries, then changes of one leaf towards its weights.
+Letters: K stages. Activation k, 0 <= k <= K, is the input of stage k. A stage that cannot take its
+input fails somewhere inside. So trials find an input that the stage can take: the types of other
+activations, then changes of one leaf that fit the stage's weights.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def explain_part(rank: Rank, part: str, argument: Tree, error: Exception) -> Non
     Args:
       rank: the rank.
       part: embed, head or loss_fn.
-      argument: its types.
-      error: as it was raised.
+      argument: types of the part's argument.
+      error: the exception.
 
     Raises:
-      ValueError: as `_check_static` does.
+      ValueError: the error of `_check_static`.
     """
     _check_static(part, argument, error)
     error.add_note(f"{part} was given {types_text(argument)}")
@@ -65,13 +65,13 @@ def explain_stage(
 
     Args:
       rank: the rank.
-      k: the stage.
-      before: types of activations 0..k.
+      k: the index of the stage.
+      before: types of activations 0 to k.
       run: traces the stage on an activation of a type.
-      error: as it was raised.
+      error: the exception.
 
     Raises:
-      ValueError: a clearer text, if there is one.
+      ValueError: a clearer error, if there is one.
     """
     _check_static(f"stages[{k}]", before[k], error)
     check_constraint_error(f"stages[{k}]", error)
@@ -99,15 +99,15 @@ def explain_stage(
 
 
 def _check_static(part: str, argument: Tree, error: Exception) -> None:
-    """Tell of an error of JAX about traced values that a number in an activation is one.
+    """Replace JAX's error about a traced value, if the value is a number in an activation.
 
     Args:
-      part: of the model, which raised it.
-      argument: its types; a loss is given a pair, outputs and targets.
-      error: as it was raised.
+      part: the part of the model that raised the error.
+      argument: types of its argument; for a loss a pair, outputs and targets.
+      error: the exception.
 
     Raises:
-      ValueError: it is about that, and an activation has such a number.
+      ValueError: the error is about a traced value, and an activation has a number.
     """
     is_traced = isinstance(error, _OF_TRACED_VALUES)
     of_type = isinstance(error, TypeError) and any(text in str(error) for text in _OF_TYPES)
@@ -129,11 +129,11 @@ def _check_static(part: str, argument: Tree, error: Exception) -> None:
 
 
 def check_that_it_is_a_stack(rank: Rank, types: list[Tree]) -> None:
-    """Check that stages given as one module are not one stage.
+    """Check that the one module given for all stages is not a single stage.
 
     Raises:
-      ValueError: with whole arrays in place of their rows it computes a stage's output too, of rows
-        that are no multiple of K.
+      ValueError: with whole arrays in place of their rows, and with a number of rows that is no
+        multiple of K, the module computes a stage's output too.
     """
     K = rank.model.stack
     stage, rows = Forward(rank, rank.model.stages[0]), 2 * K + 1
@@ -157,7 +157,7 @@ def check_that_it_is_a_stack(rank: Rank, types: list[Tree]) -> None:
     try:
         with jax.numpy_rank_promotion("allow"):
             outputs = jax.eval_shape(run)
-    except Exception:  # noqa: BLE001  as it should be
+    except Exception:  # noqa: BLE001  a stack fails on whole arrays
         return
     if [y.shape for y in jax.tree.leaves(outputs)] == [
         (rows, *y.shape[1:]) for y in jax.tree.leaves(types[1])
@@ -169,7 +169,7 @@ def check_that_it_is_a_stack(rank: Rank, types: list[Tree]) -> None:
 
 
 def _note_what_is_tracked(error: Exception, varying: tuple[str, ...]) -> None:
-    """Note on an error that values have types here which they lack under `jax.jit`."""
+    """Note on an error the types that values have here and would lack under `jax.jit`."""
     manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
     axes = sorted(manual - {*varying})
     if axes:
@@ -184,7 +184,7 @@ def _note_what_is_tracked(error: Exception, varying: tuple[str, ...]) -> None:
 
 
 def _taken(run: Callable[[Tree], Any], candidates: list[Tree]) -> Tree | None:
-    """The first candidate that a stage can run on."""
+    """Return the first candidate that a stage can run on."""
     for x in candidates[:_MOST_TRIALS]:
         try:
             run(x)
@@ -195,7 +195,7 @@ def _taken(run: Callable[[Tree], Any], candidates: list[Tree]) -> Tree | None:
 
 
 def _changes(x: Tree, weights: list[Any]) -> Iterator[Tree]:
-    """Activations that differ from ``x`` in the dtype or in one size of one leaf."""
+    """Yield activations that differ from ``x`` in the dtype or in one size of one leaf."""
     leaves, treedef = jax.tree.flatten(x)
     sizes = sorted({size for w in weights for size in w.shape})
     dtypes = list(dict.fromkeys([*(w.dtype for w in weights), jnp.dtype("int32")]))
@@ -212,7 +212,7 @@ def _changes(x: Tree, weights: list[Any]) -> Iterator[Tree]:
 
 
 def _difference(taken: Tree, returned: Tree, neighbour: str) -> str:
-    """``float32[2,8] as the array of its activation, but stages[0] returns float32[2,4]``."""
+    """Say ``float32[2,8] as the array of its activation, but stages[0] returns float32[2,4]``."""
     structures: list[Any] = [jax.tree.structure(taken), jax.tree.structure(returned)]
     if structures[0] != structures[1]:
         return (

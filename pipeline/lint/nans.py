@@ -1,10 +1,12 @@
-"""NaN in a step: which stage computes the first, and of which microbatch (``jax_debug_nans``).
+"""NaN in a step: the stage and the microbatch that compute it first (``jax_debug_nans``).
 
-JAX looks for NaN in what a jitted function returns and then runs it again op by op, which a kernel
-of refs and collectives cannot do. So the kernel is run unwatched, its results are looked at, and
-where one is NaN the model is run again without a pipeline, stage after stage. Stages are called as
-the kernel does, with the keys and dtypes of a microbatch, for a NaN may depend on them; the whole
-modules that `pipeline.training.generation` runs have neither.
+JAX looks for NaN in the results of a jitted function and then repeats the function op by op. A
+kernel with refs and collectives cannot be repeated so. So the kernel runs without JAX's check, and
+its results are checked here. If a result has NaN, the model is run again without a pipeline, stage
+after stage.
+
+NaN may depend on the keys and dtypes of a microbatch, so stages are called with these, as in the
+kernel. The whole modules that `pipeline.training.generation` runs have neither.
 
 Letters: K stages, M microbatches, D data shards, b rows of a microbatch on one shard.
 """
@@ -46,7 +48,7 @@ def run_watched(
     """Run an entry point of the kernel, and look for NaN and infinities in its results.
 
     Raises:
-      FloatingPointError: a result is one.
+      FloatingPointError: a result has NaN or infinity.
     """
     kinds = [k for k, on in NAN_CHECKS.items() if getattr(jax.config, on)]
     with _watching(()):
@@ -79,9 +81,9 @@ class _NamedPart:
     """Embedding, a stage, or the head with the loss.
 
     Attributes:
-      name: for a person.
-      call: (params, x, batch, microbatch) on one data shard to what it gives.
-      params: its parameters.
+      name: the name in messages.
+      call: function of (params, x, batch, microbatch) on one data shard, which returns the output.
+      params: the part's parameters.
     """
 
     name: str
@@ -90,7 +92,7 @@ class _NamedPart:
 
 
 class _Search:
-    """Runs a model part by part."""
+    """A run of a model, part by part."""
 
     def __init__(
         self, plan: Plan, model: Model, weights: Weights, batch: Batch, kinds: list[str]
@@ -99,7 +101,7 @@ class _Search:
         self._weights, self._batch = weights, batch
 
     def text(self) -> str:
-        """Text about the first bad value."""
+        """Return a message about the first bad value."""
         what, option = self._kinds[0], NAN_CHECKS[self._kinds[0]]
         others = set(self._plan.axes.names) - {DATA, STAGE}
         if others or self._model.tables.is_used or not _is_here(self._weights):
@@ -201,7 +203,7 @@ class _Search:
         )
 
     def _rows(self, x: jax.Array) -> jax.Array:
-        """[D, M, b, ...] from [N, ...]."""
+        """Reshape [N, ...] to [D, M, b, ...]."""
         num_microbatches = self._plan.schedule.num_microbatches
         return x.reshape(self._plan.axes.num_rows, num_microbatches, -1, *x.shape[1:])
 

@@ -1,4 +1,4 @@
-"""Outputs of microbatches as they are joined: by their leading axis, the batch.
+"""A check that outputs of microbatches can be joined by their leading axis, the batch.
 
 Letters: b rows of a microbatch on one data shard.
 """
@@ -22,12 +22,11 @@ from pipeline.core.step.calls.rank import Rank
 def check_outputs(last: Forward) -> None:
     """Check that the leading axis of all outputs is the batch.
 
-    An axis may have the size b by chance (b is 1, or as many words, or heads), so the model is
-    traced once more, with b + 1 rows.
+    An axis may have the size b by chance (if b is 1, or equals the number of words or heads). So
+    the model is traced once more, with b + 1 rows.
 
     Raises:
-      ValueError: an output without the batch axis; or an output that differs between ranks of a
-        further axis.
+      ValueError: an output lacks the batch axis, or differs between ranks of another axis.
     """
     rank = last.rank
     who = "head" if rank.model.has_head else "the last stage"
@@ -51,7 +50,7 @@ def _outputs(last: Forward) -> Tree:
 
 
 def _unlike_with_another_row(outputs: Tree, rank: Rank) -> list[Any]:
-    """Outputs whose leading axis does not grow with the rows, or another one does."""
+    """List the outputs whose leading axis does not grow with the rows, or another axis does."""
 
     def grown(x: jax.Array) -> jax.Array:
         return jnp.concatenate([x, x[:, :1]], axis=1)
@@ -62,7 +61,7 @@ def _unlike_with_another_row(outputs: Tree, rank: Rank) -> list[Any]:
         )
         position = rank.model.stages[-1]
         more = _outputs(Forward(rank, position, *activations.types[-2:]))
-    except Exception:  # noqa: BLE001  a model may be written for so many rows
+    except Exception:  # noqa: BLE001  a model may accept this number of rows only
         return []
     pairs = zip(jax.tree.leaves(outputs), jax.tree.leaves(more), strict=True)
     return [a for a, b in pairs if b.shape != (a.shape[0] + 1, *a.shape[1:])]

@@ -1,12 +1,13 @@
-"""Parameters that a part of a model reads and does not hold, so that nobody would train them.
+"""Parameters that a part of a model reads but does not hold, so that they would not be trained.
 
-A function may use a module of its closure, a global, a default, an object that it is a method of;
-so may a module's own methods. What they read stays what it was when the pipeline was made: it has
-no gradient and no update. What is read is taken from code: ``self.scale`` of a method reaches one
-parameter, and not all that its object holds.
+A function may use a module of its closure, a global, a default, or the object whose method it is.
+So may a module's own methods. The parameters that they read keep their values from when the
+pipeline was made: they have no gradient and no update. Reads are taken from code: ``self.scale`` in
+a method reaches one parameter, and not all that its object holds.
 
-A trace cannot tell: to it a parameter of a closure is a constant, as a mask is. So compiled code is
-read, once, when a pipeline is made; without that, such a parameter would stay untrained in silence.
+A trace cannot tell: a parameter of a closure is a constant in it, just like a mask. So compiled
+code is read, once, when a pipeline is made. Without this check, such a parameter would silently
+stay untrained.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from flax import nnx
 from pipeline.base.warn import warn
 
 _SHOWN = 4  # paths in a warning
-_DEPTH = 12  # of functions that call each other, and of containers in each other
-_LENGTH = 1000  # items of a container that are looked at
-_FUNCTIONS = 500  # that are followed from one part of a model
+_DEPTH = 12  # of nested function calls and of nested containers
+_LENGTH = 1000  # items of a container that are searched
+_FUNCTIONS = 500  # functions that are searched from one part of a model
 _LIBRARIES = sys.stdlib_module_names | {
     *("jax", "jaxlib", "flax", "optax", "numpy", "pipeline", "collectives", "schedules"),
 }
-_TYPE = ("shape", "dtype", "ndim", "size")  # what may be read of a parameter without its value
+_TYPE = ("shape", "dtype", "ndim", "size")  # reading these of a parameter does not read its value
 _PROPERTIES = (property, functools.cached_property)
 
-Found = Iterator[tuple[str, Any]]  # where a parameter is read, and the parameter
+Found = Iterator[tuple[str, Any]]  # the path where a parameter is read, and the parameter
 
 
 def warn_of_parameters_read_from_outside(stages: Any, **ends: Any) -> None:
     """Warn of parameters that a part of the model reads and does not hold.
 
     Args:
-      stages: modules; of those that do, one is named.
+      stages: modules; the warning names only the first that reads such parameters.
       ends: embed, head and loss_fn: modules, functions, other callables, or None.
     """
     of_stages = ((f"stages[{k}]", stage) for k, stage in enumerate(stages))
@@ -61,7 +62,7 @@ def _message(name: str, part: Any) -> str:
         return ""
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return (
-        f"{name} reads parameters that it does not hold, so nobody trains them: "
+        f"{name} reads parameters that it does not hold, so they are not trained: "
         f"{', '.join([*found.values()][:_SHOWN])}{more}; give {name} as an nnx.Module that holds "
         f"them as attributes (where a method or a function calls a module: that module), or, if "
         f"they are to stay as they are, let it read arrays (parameter[...])"
@@ -69,7 +70,7 @@ def _message(name: str, part: Any) -> str:
 
 
 class _OutsideSearch:
-    """Follows what code reads."""
+    """A search for the values that code reads."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[Any, int]] = set()
@@ -94,7 +95,7 @@ class _OutsideSearch:
                     yield item
 
     def _used(self, path: str, value: Any, depth: int) -> Found:
-        """Search a value that is called, or used in a way that does not show which part."""
+        """Search a value that is called, or used in a way that does not show which part is read."""
         if depth > _DEPTH:
             return
         match value:
@@ -107,7 +108,8 @@ class _OutsideSearch:
                         yield ".".join([path, *map(str, inner)]), node
             case list() | tuple() | Mapping():
                 items = value.items() if isinstance(value, Mapping) else enumerate(value)
-                # A list, since to look at an item may fill a dictionary, such as a module's names.
+                # Make a list, because looking at an item may fill a dictionary, such as a module's
+                # names.
                 for key, item in list(itertools.islice(items, _LENGTH)):
                     yield from self._used(f"{path}[{key!r}]", item, depth + 1)
             case _:
@@ -138,12 +140,12 @@ class _OutsideSearch:
             yield from self._function(path, call, value, depth)
 
     def _function(self, path: str, function: types.FunctionType, owner: Any, depth: int) -> Found:
-        """Search a function; ``owner`` is its first argument, None if that is not known."""
+        """Search a function; ``owner`` is its first argument, or None if that is unknown."""
         key = function, id(owner)
         if key in self._seen or depth > _DEPTH or len(self._seen) >= _FUNCTIONS:
             return
         self._seen.add(key)
-        if _is_library_code(function):  # it may have been given a function
+        if _is_library_code(function):  # a function may be in its closure
             for value in _cells(function).values():
                 yield from self._used(path, value, depth + 1)
             return
@@ -153,7 +155,7 @@ class _OutsideSearch:
                 yield from self._chain(f"{path}: {name}", known[name], attributes, depth + 1)
 
     def _chain(self, path: str, value: Any, attributes: list[str], depth: int) -> Found:
-        """Search ``value.attribute.attribute``."""
+        """Search ``value`` along a chain of attributes."""
         for name in attributes:
             if isinstance(value, nnx.Variable):
                 if name in _TYPE:
@@ -187,7 +189,7 @@ def _is_library(module: str | None) -> bool:
 
 
 def _known(function: types.FunctionType, owner: Any) -> dict[str, Any]:
-    """Values of names of a function, but for globals, that are known before it is called."""
+    """Return the values of a function's names, without globals, that are known before a call."""
     code = function.__code__
     known: dict[str, Any] = dict.fromkeys((*code.co_varnames, *code.co_cellvars))
     given = code.co_varnames[: code.co_argcount]
@@ -204,14 +206,14 @@ def _cells(function: types.FunctionType) -> dict[str, Any]:
     """Map the names of a function's closure to their values."""
     found: dict[str, Any] = dict.fromkeys(function.__code__.co_freevars)
     for name, cell in zip(found, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # not yet filled
+        with contextlib.suppress(ValueError):  # the cell is not yet filled
             found[name] = cell.cell_contents
     return found
 
 
 @functools.lru_cache(maxsize=4096)
 def _chains(code: types.CodeType, *, is_inner: bool = False) -> tuple[tuple[str, ...], ...]:
-    """The names that code reads, each with the attributes that are read of it at once."""
+    """Return the names that code reads, each with the chain of attributes read from it."""
     found: list[list[str]] = []
     is_open = False
     for step in dis.get_instructions(code):

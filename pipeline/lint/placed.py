@@ -1,7 +1,7 @@
-"""Places of a state's arrays: the part on each device, and the axes along which all hold alike.
+"""Placement of a state's arrays: the part on each device, and axes along which parts are equal.
 
-An array is *replicated* over a mesh axis when devices along that axis hold equal parts of it: that
-is what each of them could do without.
+An array is *replicated* over a mesh axis if devices along that axis hold equal parts of it. All but
+one of these devices could do without their part.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Placed:
     Attributes:
       path: its name in the state.
       text: its type, such as ``float32[4,8]``.
-      shape: of the whole array.
-      shard: the shape that one device holds.
+      shape: the shape of the whole array.
+      shard: the shape of the part on one device.
       itemsize: bytes of a number.
       axes: for each dimension the mesh axes that divide it; None for an array on no mesh.
-      sizes: of all axes of the mesh by name; empty where no mesh is known.
+      sizes: sizes of all axes of the mesh by name; empty if no mesh is known.
     """
 
     path: str
@@ -61,14 +61,15 @@ class Placed:
     def dimension_for(self, axis: str) -> int | None:
         """Return the dimension that an axis divides best; None if the axis divides none.
 
-        One that nothing divides yet, the longest part of it; the last of equals.
+        Dimensions that no axis divides yet come first, then the longest; of equal ones the last is
+        taken.
         """
         fits = [d for d, length in enumerate(self.shard) if length % self.sizes[axis] == 0]
         taken = self.axes or ((),) * len(self.shape)
         return max(fits, key=lambda d: (not taken[d], self.shard[d], d), default=None)
 
     def spec_with(self, axis: str, dimension: int) -> str:
-        """Its partition, with one more axis on a dimension."""
+        """Return the array's partition with one more axis on a dimension."""
         axes = list(self.axes or ((),) * len(self.shape))
         axes[dimension] += (axis,)
         while axes and not axes[-1]:
@@ -78,13 +79,13 @@ class Placed:
 
 
 def placed(tree: Any, mesh: Mesh | None, *kinds: Any) -> list[Placed]:
-    """Every array of a module or a state, in its order.
+    """List every array of a module or a state, in order, with its placement.
 
     Args:
       tree: a module, an `nnx.State`, gradients, or any tree of arrays or their types.
-      mesh: for arrays that are not on a mesh themselves: types by what their variables say, others
-        as replicated.
-      *kinds: of variables to take from a module, such as `nnx.Param`; all by default.
+      mesh: the mesh for arrays that have none: types get the sharding of their variables, others
+        are replicated.
+      *kinds: kinds of variables to take from a module, such as `nnx.Param`; by default all.
     """
     state = nnx.state(tree, *kinds) if isinstance(tree, nnx.Module) else tree
     found = []
@@ -121,7 +122,7 @@ def _one(path: str, leaf: Any, mesh: Mesh | None, said: Any) -> Placed:
 
 
 def _axes(spec: Any, rank: int) -> tuple[tuple[str, ...], ...]:
-    """The axes of each dimension."""
+    """Return the axes of each dimension."""
     entries = [*spec, *[None] * (rank - len(spec))]
     return tuple(
         (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, tuple) else ()

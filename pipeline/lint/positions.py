@@ -1,9 +1,9 @@
-"""Functions that treat every position of a sequence alike and by itself, known by their jaxpr.
+"""Functions that treat every position of a sequence alike and alone, recognised by their jaxpr.
 
-Such a function may be run on slices of a sequence one after the other. A value is followed by its
-`Followed`: along which dim positions lie, and along which dims its numbers may differ. A function
-is *mixed* where it joins positions, or joins them with numbers that depend on the place (a table of
-positions, an arange). Where a primitive is not known here, nothing is said.
+Such a function may be run on slices of a sequence one after the other. Each value has a `Followed`:
+the dim of its positions, and the dims along which its numbers may differ. A function is *mixed* if
+it joins positions, or joins them with numbers that depend on the place (a table of positions, an
+arange). For a primitive that is unknown here, the result is unknown.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Eqn = Any
 
 
 class MixedPositionsError(Exception):
-    """A function joins positions; the message says by which primitive."""
+    """The function joins positions; the message says by which primitive."""
 
 
 class UnknownPositionsError(Exception):
-    """Nothing is known of a primitive that is given positions; the message is its name."""
+    """A primitive with positions as operands is unknown here; the message is its name."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Followed:
 
     Attributes:
       varies: the dims along which its numbers may differ.
-      dim: the one along which positions lie, None without any.
-      inner: how many numbers of that dim belong to one position: a dim may be joined of rows,
-        positions and others, in this order.
-      scales: of a sum over positions, the known factors that it, or each addend of it, was
-        multiplied with since; empty for anything else.
-      number: what it is, if that is known.
-      broken: why it is no sum over positions any more, "" if it is one or never was.
+      dim: the dim of the positions; None if it has none.
+      inner: how many numbers of that dim belong to one position: rows, positions and other numbers
+        may be joined to one dim, in this order.
+      scales: for a sum over positions, the known factors that the sum, or each of its addends, was
+        multiplied with since; empty for any other value.
+      number: the value, if it is a known number.
+      broken: why a sum over positions is no longer a sum; "" if it still is one or never was.
     """
 
     varies: frozenset[int]
@@ -53,13 +53,13 @@ class Followed:
     broken: str = ""
 
     def moved(self, to: Sequence[int | None]) -> Followed:
-        """The value with dim n at to[n]; None for a dim that is gone."""
+        """Return the facts with dim n moved to to[n]; None removes a dim."""
         varies = frozenset(d for n in self.varies if (d := to[n]) is not None)
         dim = None if self.dim is None else to[self.dim]
         return replace(self, varies=varies, dim=dim)
 
 
-NOT_FOLLOWED = Followed(frozenset())  # nothing is said of its places
+NOT_FOLLOWED = Followed(frozenset())  # facts without positions
 
 
 def varying(shape: Sequence[int], dim: int | None = None) -> Followed:
@@ -70,13 +70,13 @@ def varying(shape: Sequence[int], dim: int | None = None) -> Followed:
 
 @dataclass(frozen=True)
 class Sequences:
-    """A question about a function.
+    """The options of a search for joined positions, and the factors that it finds.
 
     Attributes:
       t: the number of positions.
-      sums: whether it may sum over positions, as a loss does. Of such a sum, all that is not linear
-        is `Followed.broken`.
-      factors: the known numbers with which values at positions were multiplied, an answer.
+      sums: whether the function may sum over positions, as a loss does. A nonlinear function of
+        such a sum is `Followed.broken`.
+      factors: a result: the known numbers that values at positions were multiplied with.
     """
 
     t: int
@@ -90,14 +90,14 @@ def follow_positions(
     """Find the facts about the results of a jaxpr.
 
     Args:
-      jaxpr: of a function.
+      jaxpr: the jaxpr of a function.
       given: facts about its arguments.
-      asked: the question.
-      consts: the values of its constvars, if they are at hand.
+      asked: the options of the search, and the list of factors that it fills.
+      consts: the values of its constvars, if they are known.
 
     Raises:
-      MixedPositionsError: it joins positions.
-      UnknownPositionsError: nobody knows.
+      MixedPositionsError: the function joins positions.
+      UnknownPositionsError: the function has an unknown primitive.
     """
     known = dict(zip(jaxpr.invars, given, strict=True))
     known |= {var: _whole(var) for var in jaxpr.constvars}
@@ -116,7 +116,7 @@ def follow_positions(
 
 
 def follow_equation(eqn: Eqn, operands: list[Followed], asked: Sequences) -> list[Followed]:
-    """Find the facts about the results of one equation; arguments and errors as above."""
+    """Find the facts about an equation's results; arguments and errors of `follow_positions`."""
     name, kind = eqn.primitive.name, traits(eqn)
     rule = _RULES.get(name)
     if not (kind.calls or kind.identity) and any(one.scales or one.broken for one in operands):
@@ -139,7 +139,7 @@ def follow_equation(eqn: Eqn, operands: list[Followed], asked: Sequences) -> lis
 
 
 def _whole(var: Any) -> Followed:
-    """A value without positions, of which nothing else is known."""
+    """Return facts about a value that may vary along every axis and has no known positions."""
     return varying(var.aval.shape)
 
 
@@ -151,7 +151,7 @@ def number_of(value: Any) -> float | None:
 
 
 def _of_sums(eqn: Eqn, operands: Sequence[Followed], _: Sequences) -> Followed:
-    """A result of sums over positions: another one, or nothing of the kind."""
+    """Return facts about a result of sums over positions: another sum, or a broken one."""
     name, found = eqn.primitive.name, _whole(eqn.outvars[0])
     if why := next((one.broken for one in operands if one.broken), ""):
         return replace(found, broken=why)
@@ -173,14 +173,14 @@ def _of_sums(eqn: Eqn, operands: Sequence[Followed], _: Sequences) -> Followed:
 
 
 def _factor(eqn: Eqn, one: Followed) -> float:
-    """The number that a sum is multiplied with or divided by."""
+    """Return the number that a sum is multiplied with or divided by."""
     if not one.number:
         raise UnknownPositionsError(eqn.primitive.name)
     return one.number
 
 
 def _joined(eqn: Eqn, operands: Sequence[Followed]) -> Followed:
-    """Operands of one shape (or scalars), number by number."""
+    """Return facts about an elementwise result of operands of one shape (or scalars)."""
     varies = frozenset().union(*(one.varies for one in operands))
     found = {(one.dim, one.inner) for one in operands if one.dim is not None}
     if not found:
@@ -214,7 +214,7 @@ def _reshape(eqn: Eqn, operands: list[Followed], asked: Sequences) -> Followed:
     one, (before, after) = operands[0], _shapes(eqn)
     varies = frozenset(n for n, size in enumerate(after) if size > 1) if one.varies else frozenset()
     if one.dim is None:
-        # Dims that stay, from the left, stay constant where they were.
+        # Leading dims with unchanged sizes stay constant if they were constant.
         for n, (a, b) in enumerate(zip(before, after, strict=False)):
             if a != b:
                 break
@@ -318,7 +318,7 @@ def _pad(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
 
 
 def _along(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
-    """A running sum or a turn along one axis, or several."""
+    """Return facts about a running sum or a reversal along axes."""
     params, one = eqn.params, operands[0]
     axes = params["dimensions"] if "dimensions" in params else (params["axis"],)
     if one.dim in axes:
@@ -343,14 +343,14 @@ def _split(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
 
 
 def _conv(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
-    """A convolution, along positions or along other dims."""
+    """Return facts about a convolution, along positions or along other dims."""
     (one, kernel), params, found = operands, eqn.params, _whole(eqn.outvars[0])
     if kernel.dim is not None:
         raise UnknownPositionsError(eqn.primitive.name)
     if one.dim is None:
         return found
     numbers = params["dimension_numbers"]
-    at = numbers.lhs_spec.index(one.dim)  # batch, features, then windows
+    at = numbers.lhs_spec.index(one.dim)  # order: batch, features, then windows
     if at == 1:
         _fail(eqn)
     if at == 0:
@@ -365,7 +365,7 @@ def _conv(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
 
 
 def _pool(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
-    """A maximum or a sum of windows."""
+    """Return facts about a maximum or a sum of windows."""
     one, params = operands[0], eqn.params
     if one.dim is None:
         return _whole(eqn.outvars[0])
@@ -377,7 +377,7 @@ def _pool(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
 def _windows(
     eqn: Eqn, one: Followed, found: Followed, dim: int, steps: tuple[int, int, Any]
 ) -> Followed:
-    """Windows along positions: of one position each, or of as many as they go on; or mixed."""
+    """Return facts about windows along positions; other windows than side by side are mixed."""
     window, stride, padding = steps
     if window == stride and not any(padding):
         return replace(found, dim=dim, inner=one.inner) if window == 1 else NOT_FOLLOWED
@@ -385,14 +385,14 @@ def _windows(
 
 
 def _noise(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
-    """Random bits: of a place they say nothing, though they differ."""
+    """Return facts about random bits: they differ, but do not depend on the place."""
     if any(one.dim is not None for one in operands):
         raise UnknownPositionsError(eqn.primitive.name)
     return NOT_FOLLOWED
 
 
 def _scan(eqn: Eqn, operands: list[Followed], asked: Sequences) -> list[Followed]:
-    """Follow a loop over another dim than positions, such as layers."""
+    """Find the facts about a loop over another dim than positions, such as layers."""
     (body,) = bodies(eqn)
     first = body.num_consts + body.num_carry
     if any(one.dim == 0 for one in operands[first:]):
@@ -412,13 +412,13 @@ def _scan(eqn: Eqn, operands: list[Followed], asked: Sequences) -> list[Followed
 
 
 def _gather(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
-    """A look-up in a table without positions, by indices that may have them."""
+    """Return facts about a look-up in a table without positions, by indices that may have them."""
     table, indices = operands
     numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0]
     lead = [n for n in range(len(out.aval.shape)) if n not in numbers.offset_dims]
     found = _whole(out)
     if table.dim is not None:
-        # Of each position another entry, as `jnp.take_along_axis` does.
+        # Each position looks up its own entry, as in `jnp.take_along_axis`.
         pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
         of_same = (table.dim, indices.dim) in pairs and table.inner == indices.inner
         if indices.dim is None or not of_same:
@@ -430,7 +430,7 @@ def _gather(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
     return replace(found, dim=lead[indices.dim], inner=indices.inner)
 
 
-# Of sums, each is a sum again.
+# Primitives whose result is a sum if their operands are sums.
 _LINEAR = frozenset(
     {
         *("add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "neg"),

@@ -1,4 +1,4 @@
-"""A text of each device's share of a model; warnings of weights that every device holds whole."""
+"""A text on each device's share of a model; warnings of weights that every device holds whole."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from pipeline.base.warn import warn
 from pipeline.lint.placed import Placed, placed
 from schedules.core.capacity import bytes_text
 
-LIMIT = 64 * 2**20  # bytes that a device may hold of what others hold too, without a word
+LIMIT = 64 * 2**20  # the most bytes of an array that devices may hold alike without a warning
 _SHOWN = 5
 _HEADINGS = ("array", "type", "divided by", "on a device", "bytes", "replicated over")
 _MIN_PATH = 12
 
 
 def describe_sharding(tree: Any, mesh: Mesh | None = None, *, width: int = 100) -> str:
-    """A line for each array of a model, an optimizer or their state, then totals.
+    """Return a line for each array of a model, an optimizer or their state, then totals.
 
     A line has the array's path, type, the mesh axes that divide each of its dimensions (`-` for
-    none), the shape and bytes that one device holds, and the axes over which it is replicated. The
-    largest arrays that an axis other than `data` could divide and does not follow at the end.
+    none), the shape and bytes on one device, and the axes over which the array is replicated. At
+    the end come the largest arrays that an axis other than `data` could divide but does not.
 
     Args:
       tree: a module, an `nnx.State`, or any tree of arrays or `jax.ShapeDtypeStruct`.
-      mesh: for arrays that are not on one themselves.
+      mesh: the mesh for arrays that have none.
       width: the most characters in a line; paths that are too long lose their middle.
     """
     arrays = placed(tree, mesh)
@@ -58,19 +58,21 @@ def check_sharding(
     action: Literal["warn", "raise"] = "warn",
     stacklevel: int = 1,
 ) -> None:
-    """Warn of large parameters that devices along a mesh axis all hold alike.
+    """Warn of large parameters that devices along a mesh axis hold alike.
 
     Args:
-      tree: a module, of which the parameters count, or a state.
-      mesh: for arrays that are not on one themselves.
-      limit: bytes on one device that pass without a word.
-      axes: those that should divide every large weight. By default all but `data`, over which
-        data parallelism replicates weights on purpose; name it where they should be sharded.
+      tree: a module, whose parameters count, or a state.
+      mesh: the mesh for arrays that have none.
+      limit: the most bytes of a parameter on one device without a warning.
+      axes: the axes that should divide every large weight. By default all but `data`, over which
+        data parallelism replicates weights on purpose; name `data` if weights should be sharded
+        over it.
       action: "warn" or "raise".
-      stacklevel: of the warning: 1 for the line that calls this function, 2 for its caller.
+      stacklevel: stack level of the warning: 1 for the line that calls this function, 2 for its
+        caller.
 
     Raises:
-      ValueError: with "raise", such a parameter; or an unknown action.
+      ValueError: there is such a parameter and the action is "raise", or the action is unknown.
     """
     if action not in ("warn", "raise"):
         raise ValueError(f"action={action!r}: must be 'warn' or 'raise'")
@@ -84,17 +86,17 @@ def check_sharding(
 def warn_of_undivided_weights(
     pipe: nnx.Module, mesh: Mesh, axes: Axes, given: Sequence[Any], warned: set[Any]
 ) -> None:
-    """Warn of large weights that devices along an axis hold alike, and of an axis misspelt.
+    """Warn of large weights that devices along an axis hold alike, and of a misspelt axis.
 
     Args:
-      pipe: the pipeline, whose state is placed.
+      pipe: the pipeline, whose state is on the mesh.
       mesh: its mesh.
       axes: the roles of its axes.
       given: the stages, embed and head as the user gave them.
-      warned: of what was warned already, to which axes are added that divide nothing.
+      warned: keys of warnings already given; the function adds the axes that divide nothing.
     """
     params = nnx.to_flat_state(nnx.state(pipe, nnx.Param))
-    # Tables that ranks share are divided, and no other axis can divide them further.
+    # Tables that ranks share are already divided, and no other axis can divide them further.
     whole = [item for item in params if not _is_shared(*item)]
     arrays = placed(nnx.from_flat_state(whole), mesh)
     message = _alike(arrays, remedy=_remedy, axes={*axes.names} - {*axes.split})
@@ -113,10 +115,10 @@ def _alike(
     """Describe large arrays that devices along an axis hold alike; empty if there are none.
 
     Args:
-      arrays: all that count.
-      remedy: what to do, given the axes that should divide them.
-      limit: as for `check_sharding`.
-      axes: as for `check_sharding`.
+      arrays: all arrays to check.
+      remedy: returns the advice for the axes that should divide them.
+      limit: the argument of `check_sharding`.
+      axes: the argument of `check_sharding`.
     """
     large = _by_size([a for a in arrays if a.device_bytes > limit], axes)
     if not large:
@@ -187,18 +189,18 @@ def _variables(state: Any) -> list[Any]:
 
 
 def _is_shared(path: Sequence[Any], variable: Any) -> bool:
-    """Tell whether ranks share an array by rows; no other array of the ends is over ``stage``."""
+    """Tell whether ranks share an array by rows; only such arrays of ends are over ``stage``."""
     return path[0] == "ends" and STAGE in variable.get_metadata("out_sharding", ())
 
 
 def _by_size(arrays: Sequence[Placed], axes: Collection[str] | None) -> list[Placed]:
-    """Arrays that an axis should divide and does not, the largest first."""
+    """Return the arrays that an axis should divide and does not, the largest first."""
     found = [array for array in arrays if _missing(array, axes)]
     return sorted(found, key=lambda array: -array.device_bytes)
 
 
 def _missing(array: Placed, axes: Collection[str] | None) -> list[str]:
-    """Axes that should divide an array and do not, the largest first."""
+    """Return the axes that should divide an array and do not, the largest first."""
     found = [axis for axis in array.replicated if (axis != DATA if axes is None else axis in axes)]
     return sorted(found, key=lambda axis: -array.sizes[axis])
 
@@ -219,7 +221,7 @@ def _advice(array: Placed, axes: Collection[str] | None) -> str:
 
 
 def _waste(array: Placed, width: int) -> str:
-    """Describe the waste of an array in short; empty where no axis divides the array."""
+    """Describe a replicated array in short; empty if no axis can divide it."""
     for axis in _missing(array, None):
         dimension = array.dimension_for(axis)
         if dimension is not None:

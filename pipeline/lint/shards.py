@@ -1,9 +1,10 @@
-"""Functions of a rank's part of positions that are split over a mesh axis: whether they fit.
+"""Checks of functions of a rank's part of positions that are split over a mesh axis.
 
-A function that treats every position by itself fits. One that joins positions joins those of its
-rank alone, unless it fetches those of other ranks by a collective over the axis. A value is
-followed by its `Shard`. A *fault* is where positions of one rank were joined. It travels with the
-value until the value enters a collective over the axis, or meets one that came out of it.
+A function that treats every position by itself is right. A function that joins positions joins only
+those of its rank, unless it fetches the positions of other ranks by a collective over the axis.
+Each value has a `Shard`. A *fault* is a place where positions of one rank were joined. It goes with
+the value until the value enters a collective over the axis, or is combined with a result of such a
+collective.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Fault:
     """A place where positions of one rank are joined.
 
     Attributes:
-      text: how, or the name of a primitive of which nothing is known.
-      line: file and line of the code, "" if they are not known.
+      text: how they are joined, or the name of an unknown primitive.
+      line: file and line of the code, "" if unknown.
       is_known: whether it is known that positions are joined.
     """
 
@@ -57,11 +58,13 @@ class Shard:
     """Facts about a value.
 
     Attributes:
-      followed: where its positions lie.
-      is_fetched: whether it came out of a collective over the axis.
-      is_placed: whether it is made of a rank's index on the axis, so it tells places.
-      is_marked: whether a layer made it that reads all ranks (`reads_all_ranks`).
-      fault: the first place where positions of one rank were joined, if it is made of such.
+      followed: facts about its positions.
+      is_fetched: whether it is a result of a collective over the axis.
+      is_placed: whether it is computed from a rank's index on the axis, so that it depends on the
+        place.
+      is_marked: whether it comes from a layer that reads all ranks (`reads_all_ranks`).
+      fault: the first place where positions of one rank were joined to compute it; None without
+        any.
     """
 
     followed: Followed
@@ -77,8 +80,8 @@ class Split:
 
     Attributes:
       axis: the mesh axis over which positions are split.
-      t: the number of a rank's positions; dim: where activations usually have them.
-      sums: whether sums over positions are no fault, as in a loss.
+      t: the number of a rank's positions; dim: the usual dim of positions in activations.
+      sums: whether sums over positions are allowed, as in a loss.
     """
 
     axis: str
@@ -87,7 +90,7 @@ class Split:
     sums: bool = False
 
     def guess(self, shape: Sequence[int]) -> Followed:
-        """Guess facts about an activation, with positions in their usual dim."""
+        """Guess facts about an activation from the usual dim of positions."""
         if len(shape) > self.dim and shape[self.dim] == self.t:
             return varying(shape, self.dim)
         return NOT_FOLLOWED
@@ -116,7 +119,7 @@ def follow_shards(jaxpr: Any, given: Sequence[Shard], asked: Split) -> list[Shar
 
 
 def _placed(var: Any, one: Shard, asked: Split) -> Shard:
-    """A result of a marked layer, with its positions where such layers have them."""
+    """Return facts about a value; for a marked layer's result, with positions in the usual dim."""
     if not one.is_marked:
         return one
     return replace(one, followed=asked.guess(var.aval.shape), is_marked=False)
@@ -138,7 +141,7 @@ def _results(eqn: Eqn, operands: list[Shard], asked: Split) -> list[Shard]:
 
 
 def _of_one(eqn: Eqn, operands: list[Shard], asked: Split) -> list[Shard]:
-    """Results of an equation without a body."""
+    """Find the facts about the results of an equation without a body."""
     name, count = eqn.primitive.name, len(eqn.outvars)
     fault, is_fetched = _worst(operands), any(one.is_fetched for one in operands)
     is_placed = any(one.is_placed for one in operands)
@@ -155,10 +158,11 @@ def _of_one(eqn: Eqn, operands: list[Shard], asked: Split) -> list[Shard]:
         fault = fault or Fault(name, _line(eqn), is_known=False)
     else:
         if why := next((one.broken for one in facts if one.broken), ""):
-            # A sum over positions is that of a rank: what is not linear in it needs the whole sum.
+            # A sum over positions is the rank's own; a nonlinear function of it needs the whole
+            # sum.
             fault = fault or Fault(why, _line(eqn), is_known=True)
             return [_excused(fault, is_fetched=is_fetched)] * count
-        # Of what tells places, or came from other ranks, numbers may differ from place to place.
+        # Values that depend on places, or come from other ranks, may differ from place to place.
         other = Shard(NOT_FOLLOWED, is_fetched, is_placed, fault=fault)
         is_other = is_fetched or is_placed
         return [other if is_other and one.dim is None else Shard(one, fault=fault) for one in facts]
@@ -173,7 +177,7 @@ def _excused(fault: Fault, *, is_fetched: bool) -> Shard:
 
 
 def _of_bodies(eqn: Eqn, found: list[Body], operands: list[Shard], asked: Split) -> list[Shard]:
-    """Results of a branch, a call or a loop."""
+    """Find the facts about the results of a branch, a call or a loop."""
     if eqn.primitive.name == "cond":
         each = [follow_shards(body.jaxpr, operands[1:], asked) for body in found]
         chosen = Shard(NOT_FOLLOWED, fault=operands[0].fault)
@@ -208,7 +212,7 @@ def _loop(eqn: Eqn, body: Body, given: list[Shard], asked: Split) -> list[Shard]
 
 
 def _moved(one: Followed, by: int = 1) -> Followed:
-    """Shift a value's dims; a dim outside the value is not followed any more."""
+    """Shift a value's dims; a value whose dim of positions disappears is not followed any more."""
     if one.dim is not None and one.dim + by < 0:
         return NOT_FOLLOWED
     varies = frozenset(n + by for n in one.varies if n + by >= 0)
@@ -216,11 +220,11 @@ def _moved(one: Followed, by: int = 1) -> Followed:
 
 
 def _either(a: Shard, b: Shard) -> Shard:
-    """Facts about a value that is one or the other."""
+    """Return facts about a value that is either of two values."""
     one, other = a.followed, b.followed
     varies, inner = one.varies | other.varies, max(one.inner, other.inner)
     if one.dim is None or other.dim is None:
-        # Without positions it may be constant along them, such as zeros.
+        # The value without positions may be constant along them, such as zeros.
         dim = one.dim if other.dim is None else other.dim
         fixed = other if other.dim is None else one
         followed = NOT_FOLLOWED if dim in fixed.varies else Followed(varies, dim, inner)
@@ -232,7 +236,7 @@ def _either(a: Shard, b: Shard) -> Shard:
 
 
 def _over_others(eqn: Eqn, operands: list[Shard], var: Any) -> Shard:
-    """A result of a collective over an axis that does not split these positions."""
+    """Return facts about a result of a collective over an axis that does not split positions."""
     fault = _worst(operands)
     for operand, one in zip(eqn.invars, operands, strict=True):
         tiled = eqn.params.get("tiled", False) and operand.aval.ndim == var.aval.ndim
@@ -243,7 +247,7 @@ def _over_others(eqn: Eqn, operands: list[Shard], var: Any) -> Shard:
 
 
 def axes_of(eqn: Eqn) -> tuple[str, ...]:
-    """The mesh axes that an equation names."""
+    """Return the mesh axes that an equation names."""
     found: list[str] = []
     for key in ("axis_name", "axes"):
         value = eqn.params.get(key, ())
@@ -253,7 +257,7 @@ def axes_of(eqn: Eqn) -> tuple[str, ...]:
 
 
 def _worst(values: Iterable[Shard]) -> Fault | None:
-    """The first fault; one that is known before others."""
+    """Return the first fault; known faults come before unknown ones."""
     faults = [one.fault for one in values if one.fault is not None]
     return min(faults, key=lambda fault: not fault.is_known, default=None)
 
@@ -266,7 +270,7 @@ def _with_line(one: Shard, eqn: Eqn) -> Shard:
 
 
 def _line(eqn: Eqn) -> str:
-    """The line of a user's code that made an equation, or else of flax's."""
+    """Return the line of the user's code that made an equation, or else of flax's code."""
     library = ""
     for frame in getattr(eqn.source_info.traceback, "frames", ()):
         if frame.file_name.startswith(_ENGINE):
@@ -284,5 +288,5 @@ def _folder(file: str, above: int = 0) -> str:
 
 _ENGINE, _JAX = (_folder(core.__file__), _folder(__file__)), _folder(jax.__file__)
 _LIBRARIES = _folder(__file__, 1), _folder(flax.__file__), _folder(collectives.__file__)
-# They move numbers, and join none.
+# These primitives move numbers and join none.
 _MOVES = frozenset({"reshape", "narrowed"})

@@ -1,7 +1,7 @@
-"""Checks of a model for slices of sequences: the parts that mix positions.
+"""Checks of a model for slices of sequences: which parts mix positions.
 
-A part with a method ``call_slice`` knows of slices. Any other is traced: run on one slice at a time
-it would silently compute something else if it mixed positions, or looked at their places.
+A part with a method ``call_slice`` supports slices. Any other part is traced. If it mixes positions
+or depends on their places, running it on one slice at a time would silently compute something else.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ _LOSS = (
 def check_slices(
     rank: Rank, activations: Activations, warned: set[Any], *, take_loss: bool
 ) -> None:
-    """Refuse parts that mix positions without a method for slices; warn where that is not known.
+    """Refuse parts that mix positions without a method for slices; warn if that is unknown.
 
     Args:
-      rank: what the rank holds.
-      activations: what passes between the stages.
-      warned: of what was warned already, to which this is added.
-      take_loss: whether a loss is taken.
+      rank: the rank's part of model and batch.
+      activations: types and jaxprs of the activations between stages.
+      warned: keys of warnings already given; the function adds to it.
+      take_loss: whether the step computes a loss.
 
     Raises:
       ValueError: a part mixes positions.
     """
     unit = jax.eval_shape(lambda: (at(rank.batch.inputs, 0), at(rank.batch.targets, 0)))
     inputs, targets = unit
-    # A leaf of one entry in dim 1 is the same in every slice, and may be the first.
+    # A leaf with one entry in dim 1 is equal in every slice; such a leaf may come first.
     specs = [spec for of in rank.batch.specs[:2] for spec in of]
     leaves = zip(jax.tree.leaves(unit), specs, strict=True)
     t = max(leaf.shape[1] for leaf, spec in leaves if spec is not None and leaf.ndim > 1)
@@ -137,7 +137,7 @@ def _check_own(kind: type) -> None:
     """Check that a subclass which overrides ``__call__`` also overrides ``call_slice``.
 
     Raises:
-      ValueError: ``__call__`` is its own, and ``call_slice`` inherited.
+      ValueError: the class has its own ``__call__``, and an inherited ``call_slice``.
     """
     places = [[name in vars(one) for one in kind.__mro__] for name in ("__call__", CALL_SLICE)]
     own, inherited = (place.index(True) if True in place else -1 for place in places)
@@ -154,7 +154,7 @@ def _is_one(share: float) -> bool:
 
 
 class _Check:
-    """The check of one part after the other.
+    """A check of a model's parts, one after the other.
 
     Attributes:
       is_mean: whether the loss that was traced last is a mean.
@@ -173,10 +173,10 @@ class _Check:
         *,
         sums: bool = False,
     ) -> None:
-        """Trace a part on its argument types, and follow its use of positions."""
+        """Trace a part on its argument types, and check its use of positions."""
         sees = f"with slices={self._num_slices} it sees one slice of a sequence at a time"
         try:
-            # Of one position, a dim of size 1 might be that of positions or any other.
+            # With one position, any dim of size 1 might be that of positions.
             least = 2 if self._t == 1 else 1
             found, factors = self._followed(run, given, least, sums=sums)
             if sums:
@@ -207,11 +207,11 @@ class _Check:
     def _followed(
         self, run: Callable[..., Tree], given: Sequence[Tree], count: int, *, sums: bool
     ) -> tuple[list[Followed], list[float]]:
-        """Facts about the results of a part on that many slices joined, and `Sequences.factors`.
+        """Return facts about a part's results on ``count`` joined slices, and `Sequences.factors`.
 
         Raises:
-          MixedPositionsError: it joins positions, or is more than a sum over them.
-          UnknownPositionsError: nobody knows.
+          MixedPositionsError: the part joins positions in another way than by a sum.
+          UnknownPositionsError: the part has an unknown primitive.
         """
         leaves, treedef = jax.tree.flatten(given)
         spreads = [self._spread(leaf) for leaf in leaves]
@@ -230,20 +230,20 @@ class _Check:
         return found, asked.factors
 
     def _check_pair(self, shares: list[float]) -> None:
-        """Check that a pair of a slice counts as much as the slice is long.
+        """Check that the weight of a slice is in proportion to its length.
 
         Args:
-          shares: by how much less the weight of a slice grows than positions do; none where its
-            terms depend on the length themselves.
+          shares: ratios of how much less the weight of a slice grows than positions do; empty if
+            its terms depend on the length themselves.
 
         Raises:
-          ValueError: slices have several lengths and it does not.
+          ValueError: slices have several lengths, and the weight does not grow with them.
         """
         if self._lengths and not self.is_mean and not (shares and all(map(_is_one, shares))):
             raise ValueError(
                 f"loss_fn returns (sum, weight) that do not grow with positions, and "
                 f"slices={self._lengths} would count equally though their lengths differ: return "
-                f"(sum, weight) of which both are sums over positions, or a mean over them, or "
+                f"(sum, weight) that are both sums over positions, or a mean over them, or "
                 f"leave slices out"
             )
 
@@ -252,13 +252,14 @@ class _Check:
 
         Args:
           found: facts about the sum and the weight of a slice.
-          whole: the same of a sequence.
+          whole: facts about the sum and the weight of a whole sequence.
 
         Raises:
-          ValueError: it is a sum over positions that is divided by what does not grow as they do.
+          ValueError: the loss is a sum over positions, divided by something that does not grow with
+            them.
         """
         (total, weight), (all_total, all_weight) = found, whole
-        if weight.scales:  # by how much less a slice is divided
+        if weight.scales:  # the ratio of a slice's divisor to the sequence's
             shares = list(map(operator.truediv, weight.scales, all_weight.scales))
         elif weight.number and all_weight.number:
             shares = [self._num_slices * weight.number / all_weight.number]
@@ -271,7 +272,7 @@ class _Check:
                     f"loss_fn sums over positions and divides by what does not grow as they do, "
                     f"and with slices={self._num_slices} its value would be "
                     f"{one / of_all / shares[0]:.3g} of that of whole sequences: return (sum, "
-                    f"weight) of which both are sums over positions, or a mean over them, or leave "
+                    f"weight) that are both sums over positions, or a mean over them, or leave "
                     f"slices out"
                 )
 

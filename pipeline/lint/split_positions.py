@@ -1,8 +1,9 @@
 """A warning of parts of a model that mix positions which are split over a mesh axis.
 
 Under ``batch=P("data", "context")`` a rank has a part of every sequence's positions. A layer that
-mixes positions has to fetch those of other ranks. One that does not computes something else than
-on whole sequences, and no shape shows it: found by a trace of each part, once.
+mixes positions has to fetch the positions of other ranks. A layer that does not computes something
+else than on whole sequences, and no shape shows it. A trace of each part, made once, finds such
+layers.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ def warn_of_split_positions(
     """Warn of stages, embed, head and loss that mix the positions of one rank only.
 
     Args:
-      rank: what a rank holds.
-      activations: what passes between the stages.
+      rank: the rank's part of model and batch.
+      activations: types and jaxprs of the activations between stages.
       axes: the roles of mesh axes.
-      warned: of what was warned already, and what was traced; both are added to this.
-      take_loss: whether a loss is taken. It may sum over positions.
+      warned: keys of warnings given and of parts traced; the function adds to it.
+      take_loss: whether the step computes a loss. It may sum over positions.
     """
     for axis in axes.positions:
         if axes.size([axis]) == 1:
@@ -55,7 +56,7 @@ def warn_of_split_positions(
         pairs = zip(jax.tree.leaves(unit), dims, strict=True)
         lengths = [leaf.shape[dim] for leaf, dim in pairs if dim is not None]
         key = "split", axis, rank.model.stages, rank.model.ends, signature(unit), take_loss
-        if not lengths or lengths[0] == 1 or key in warned:  # a dim of size 1 may be any
+        if not lengths or lengths[0] == 1 or key in warned:  # size 1 does not identify a dim
             continue
         warned.add(key)
         asked = Split(axis, lengths[0], next(dim for dim in dims if dim is not None))
@@ -67,7 +68,7 @@ def warn_of_split_positions(
 
 
 def _dim(spec: Any, axis: str) -> int | None:
-    """The dim that a spec splits over an axis, if any."""
+    """Return the dim that a spec splits over an axis; None without one."""
     dims = [n for n, entry in enumerate(spec or ()) if n and axis in axes_in(entry)]
     return dims[0] if dims else None
 
@@ -82,11 +83,11 @@ class _SplitSearch:
         self._ranks, self._warned = ranks, warned
 
     def run(self, unit: tuple[Tree, Tree], dims: Sequence[int | None]) -> list[Shard]:
-        """Trace embed, stages and head; returns facts about the outputs.
+        """Trace embed, stages and head; return facts about the outputs.
 
         Args:
           unit: types of a microbatch's inputs and extras.
-          dims: of each leaf of both, the one that is split.
+          dims: the split dim of each leaf of inputs and extras.
         """
         rank, types = self._rank, self._activations.types
         pairs = zip(jax.tree.leaves(unit), dims, strict=True)
@@ -109,7 +110,7 @@ class _SplitSearch:
         return x
 
     def run_loss(self, y: list[Shard], dims: Sequence[int | None]) -> None:
-        """Trace the loss on outputs of which these are facts, and targets that are split so."""
+        """Trace the loss on outputs with facts ``y`` and on targets split along ``dims``."""
         rank = self._rank
         blanks = blank(self._activations.types[-1], rank.axes)
         outputs = jax.eval_shape(lambda: self._head(blanks))
@@ -127,9 +128,9 @@ class _SplitSearch:
     def _check_scales(
         self, loss: Callable[..., Any], given: Tree, dims: Sequence[int | None]
     ) -> None:
-        """Warn of a sum over positions that is divided by no number of them.
+        """Warn of a sum over positions that is not divided by their number.
 
-        With twice as many positions, a mean over them keeps its size.
+        With twice as many positions, a mean over positions keeps its size.
         """
         leaves, treedef = jax.tree.flatten(given)
         facts = []
@@ -142,7 +143,7 @@ class _SplitSearch:
             try:
                 closed = jax.make_jaxpr(call)(types)
                 facts.append(follow_positions(closed.jaxpr, spreads, asked, closed.consts))
-            except Exception:  # noqa: BLE001  a loss for one length, or of an unknown primitive
+            except Exception:  # noqa: BLE001  one length only, or an unknown primitive
                 return
         (total, weight), (long_total, long_weight) = facts
         if weight.scales:
@@ -158,8 +159,8 @@ class _SplitSearch:
         warn_once(
             f"loss_fn divides a sum over positions by a number that does not grow as they do, and "
             f"batch= splits them over {self._ranks} ranks of {axis!r}: the step takes the mean of "
-            f"the ranks' losses, which is not the loss of whole sequences: return (sum, weight), "
-            f"of which both are sums over positions, or a mean over them",
+            f"the ranks' losses, which is not the loss of whole sequences: return (sum, weight) "
+            f"that are both sums over positions, or a mean over them",
             self._warned,
             ("split scale", axis),
         )
@@ -168,7 +169,7 @@ class _SplitSearch:
         return finish(self._rank, self._rank.ends, y, 0, take_loss=False).value
 
     def _stage(self, k: int) -> Callable[..., Tree]:
-        """A stage as a function of its input and extras."""
+        """Return a stage as a function of its input and extras."""
         rank, activations = self._rank, self._activations
         stage = Forward(rank, rank.model.stages[k])
 
@@ -182,7 +183,7 @@ class _SplitSearch:
         return run
 
     def _again(self, found: list[Shard], types: Tree) -> list[Shard]:
-        """Facts about the input of the next part; of positions that were lost, a guess."""
+        """Return facts about the input of the next part; guess positions that were lost."""
         leaves = jax.tree.leaves(types)
         if len(found) != len(leaves):
             found = [Shard(NOT_FOLLOWED)] * len(leaves)
@@ -195,12 +196,12 @@ class _SplitSearch:
     def _follow(
         self, name: str, run: Callable[..., Tree], given: Any, facts: list[Shard]
     ) -> list[Shard]:
-        """Facts about the results of a part; warns of the first fault that reaches them."""
+        """Return facts about the results of a part; warn of the first fault that reaches them."""
         leaves, treedef = jax.tree.flatten(given)
         call = lambda leaves: run(*jax.tree.unflatten(treedef, leaves))  # noqa: E731
         found = follow_shards(jax.make_jaxpr(call)(leaves).jaxpr, facts, self._asked)
         faults = [one.fault for one in found if one.fault is not None]
-        if self._asked.sums:  # of primitives that are not known nothing is said
+        if self._asked.sums:  # do not warn of unknown primitives in a loss
             faults = [fault for fault in faults if fault.is_known]
         if faults:
             self._warn(name, min(faults, key=lambda fault: not fault.is_known))
@@ -225,7 +226,7 @@ class _SplitSearch:
 
 
 def _longer(x: Any, dim: int, count: int) -> jax.ShapeDtypeStruct:
-    """The type of an array with so many times the positions."""
+    """Return the type of an array with ``count`` times the positions."""
     shape = [size * count if n == dim else size for n, size in enumerate(x.shape)]
     return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
@@ -240,7 +241,7 @@ def _remedy(fault: Fault, axis: str, *, sums: bool) -> str:
     if "takes a sum over positions" in fault.text:
         return (
             f"add up over all ranks first, jax.lax.psum(x, {axis!r}), the sum and its divisor "
-            f"alike, or return (sum, weight), of which both are sums over positions"
+            f"alike, or return (sum, weight) that are both sums over positions"
         )
     if sums:
         return _LOSS

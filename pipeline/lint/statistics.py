@@ -1,6 +1,6 @@
-"""Warnings: layers whose statistics include padding; state that no ``after_step=`` advances.
+"""Warnings: layers whose statistics include padding; state that no ``after_step=`` updates.
 
-`pipeline.base.rows` says which rows and positions are data. A part that asks it is passed over.
+`pipeline.base.rows` tells which rows and positions are data. A part that reads it gets no warning.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def warn_of_losses_of_padding(parts: Mapping[str, Adding], warned: set[Any]) -> 
 
     Args:
       parts: records of their losses, by name.
-      warned: of what was warned already, to which this is added.
+      warned: keys of warnings already given; the function adds to it.
     """
     for name, adding in parts.items():
         if adding.counts_padding:
@@ -49,11 +49,11 @@ class DeclaredVariable:
     """A variable of declared state.
 
     Attributes:
-      part: the stage that has it, embed, head or loss_fn.
-      path: in that part.
+      part: the stage that has it, or embed, head or loss_fn.
+      path: its path in that part.
       variable: the variable.
       is_written: whether a call writes it.
-      reads_mask: whether a call of the part has read which rows are data.
+      reads_mask: whether a call of the part reads which rows are data.
     """
 
     part: str
@@ -64,7 +64,7 @@ class DeclaredVariable:
 
 
 def of_stages(stage: LocalModel, usage: Usage) -> list[DeclaredVariable]:
-    """The declared state of the stages of one kind."""
+    """Return the declared state of the stages of one kind."""
     flat, written = dict(nnx.to_flat_state(stage.fixed[stage.home])), iter(usage[0])
     return [
         DeclaredVariable(
@@ -79,7 +79,7 @@ def of_stages(stage: LocalModel, usage: Usage) -> list[DeclaredVariable]:
 
 
 def of_ends(rank: Rank, usage: Usage) -> list[DeclaredVariable]:
-    """The declared state of embed, head and loss."""
+    """Return the declared state of embed, head and loss."""
     flat, written = dict(nnx.to_flat_state(rank.ends_streams[1])), iter(usage[0])
     return [
         DeclaredVariable(
@@ -99,12 +99,12 @@ def _any_of(written: Iterator[bool], variable: Any) -> bool:
 
 
 def warn_of_state(traced: Inspected, plan: Plan, *, training: bool) -> None:
-    """Warn of state that is written from padding too, and of state that nothing advances.
+    """Warn of state that padding changes too, and of state that no function updates after a step.
 
     Args:
-      traced: the model as it was traced.
+      traced: the traced model.
       plan: the options of the pipeline.
-      training: whether the step counts as one that trains.
+      training: whether the step is a training step.
     """
     variables = [one for _, kind, usage in traced.usage for one in of_stages(kind, usage)]
     if traced.usage_of_ends is not None:

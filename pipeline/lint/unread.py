@@ -1,8 +1,8 @@
-"""Inputs that make no difference to a step though they were meant to: found by a trace.
+"""Inputs that should change a step's result but do not, found by a trace.
 
-Parameters that a part of a model holds and does not read are trained by nobody. Their gradients are
-zeros. Adapters that were put on a whole model may be so: they act where that model is called, and
-in a pipeline it never is.
+Parameters that a part of a model holds and does not read are not trained: their gradients are
+zeros. Adapters that were put on a whole model may be such parameters. They act when that model is
+called, and a pipeline never calls it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def warn_of_parameters_that_nobody_reads(
     """Warn of parameters that make no difference to outputs and loss.
 
     Args:
-      rank: what a rank holds.
+      rank: the rank's part of the model.
       bodies: [K] the jaxpr of each stage, a function of its weights.
       ends_body: the jaxpr of embed, head and loss, a function of their weights.
-      warned: of what was warned already, to which this is added.
+      warned: keys of warnings already given; the function adds to it.
     """
     texts = [*_unread_in_stages(rank, bodies), *_unread_in_ends(rank, ends_body)]
     if not texts:
         return
     more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     warn_once(
-        f"parameters are read by no part of the model, so nobody trains them: "
+        f"parameters are read by no part of the model, so they are not trained: "
         f"{', '.join(texts[:_SHOWN])}{more}; what acts only where a whole model is called "
         f"(adapters put on it before it was cut) must be put on the stages, or else leave it out",
         warned,
@@ -56,13 +56,13 @@ def warn_of_parameters_that_nobody_reads(
 
 
 def warn_of_idle_axes(rank: Rank, bodies: Sequence[Any], axes: Axes, warned: set[Any]) -> None:
-    """Warn of mesh axes along which all devices do the same.
+    """Warn of mesh axes along which all devices compute the same values.
 
     Args:
-      rank: what a rank holds.
+      rank: the rank's part of the model.
       bodies: the jaxprs of all parts of the model.
       axes: the roles of mesh axes.
-      warned: as above.
+      warned: keys of warnings already given; the function adds to it.
     """
     layout = rank.model.layout
     parts = *layout.chunks, *layout.chunks_rest, layout.ends, layout.ends_rest
@@ -88,7 +88,7 @@ def warn_of_idle_axes(rank: Rank, bodies: Sequence[Any], axes: Axes, warned: set
 
 
 def _axes_inside(jaxpr: Any) -> Iterator[str]:
-    """The mesh axes that equations of a jaxpr name, in its bodies too."""
+    """Yield the mesh axes that equations of a jaxpr and its inner jaxprs name."""
     for eqn in jaxpr.eqns:
         yield from axes_of(eqn)
         for inner in jaxprs_of(eqn):
@@ -96,10 +96,10 @@ def _axes_inside(jaxpr: Any) -> Iterator[str]:
 
 
 def _unread_in_stages(rank: Rank, bodies: Sequence[Any]) -> list[str]:
-    """Paths that stages have and none of them reads."""
+    """List the paths that stages have and no stage reads."""
     had: dict[str, list[int]] = {}
     read: set[str] = set()
-    used: dict[int, list[bool]] = {}  # stages that are alike have one jaxpr
+    used: dict[int, list[bool]] = {}  # by jaxpr: stages that are alike have one
     for k, (position, body) in enumerate(zip(rank.model.stages, bodies, strict=True)):
         if id(body) not in used:
             used[id(body)] = _used(body)
@@ -114,7 +114,7 @@ def _unread_in_stages(rank: Rank, bodies: Sequence[Any]) -> list[str]:
 
 
 def _unread_in_ends(rank: Rank, body: Any) -> list[str]:
-    # Tables that all ranks share are read by other code.
+    # Other code reads tables that all ranks share.
     used = [yes or n in rank.model.tables for n, yes in enumerate(_used(body))]
     return [
         path for path, is_read in _paths(jax.tree.structure(rank.weights.ends), used) if not is_read
@@ -128,7 +128,7 @@ def _used(body: Any) -> list[bool]:
 
 
 def _paths(treedef: Any, used: list[bool]) -> Iterator[tuple[str, bool]]:
-    """The path of each variable of a state, and whether any of its leaves is used."""
+    """Yield the path of each variable of a state, and whether any of its leaves is used."""
     for path, variable in nnx.to_flat_state(jax.tree.unflatten(treedef, used)):
         if leaves := jax.tree.leaves(variable):
             yield ".".join(map(str, path)), any(leaves)

@@ -1,6 +1,6 @@
-"""The embedding and the head of `pipeline.layers`, marked as layers that ranks of ``stage`` share.
+"""The embedding and the head of `pipeline.layers`, marked so that ranks of ``stage`` share them.
 
-Letters: N words, d width; b stands for any leading axes, those of a microbatch.
+Letters: N words, d width; b stands for any leading axes of a microbatch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class VocabularyEmbedding(layers.VocabularyEmbedding, SplitEmbedding):
       words: N.
       width: d.
       rngs: streams; ``params`` is used.
-      dtype: of the vectors; by default that of the table.
-      param_dtype: of the table.
-      scale: standard deviation of the first table.
-      sequence_parallel: whether each rank of ``tensor`` keeps its part of the positions, as
-        sequence parallel stages take them: [b, t] -> [b, t / R, d] on R ranks.
+      dtype: the dtype of the vectors; by default that of the table.
+      param_dtype: the dtype of the table.
+      scale: standard deviation of the initial table.
+      sequence_parallel: whether each rank of ``tensor`` keeps its part of the positions, for
+        sequence parallel stages: [b, t] -> [b, t / R, d] on R ranks.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class VocabularyEmbedding(layers.VocabularyEmbedding, SplitEmbedding):
             self.table = shared(self.table.get_value(), TENSOR, Table)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Look the words up."""
+        """Look up the words."""
         if self.sequence_parallel:
             tokens = split_sequence(tokens, sequence_axis=-1)
         return super().__call__(tokens)
@@ -65,16 +65,17 @@ class VocabularyHead(layers.VocabularyHead, SplitHead):
       words: N.
       width: d.
       rngs: streams; ``params`` is used.
-      norm: a module before the products, the same on all ranks.
+      norm: a module that runs before the product, equal on all ranks.
       tied: an embedding whose table this head shares: one parameter with one gradient.
-      param_dtype: of the table.
-      scale: standard deviation of the first table; by default d ** -0.5.
-      sequence_parallel: whether each rank of ``tensor`` has its part of the positions, as sequence
-        parallel stages give them: [b, t / R, d] -> [b, t, N] on R ranks. The norm must know too.
+      param_dtype: the dtype of the table.
+      scale: standard deviation of the initial table; by default d ** -0.5.
+      sequence_parallel: whether each rank of ``tensor`` has its part of the positions, from
+        sequence parallel stages: [b, t / R, d] -> [b, t, N] on R ranks. The norm needs this option
+        too.
 
     Raises:
-      ValueError: neither rngs nor an embedding to share with, or one of other sizes, or one that
-        is sequence parallel where the head is not.
+      ValueError: neither rngs nor tied is given; or tied has other sizes, or is sequence parallel
+        and the head is not, or the reverse.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""A planner for chips that need not be there: mesh, schedule and remat for a model, with reasons.
+"""A planner: mesh, schedule and remat for a model on chips that need not be present, with reasons.
 
-The modules are a table of models, the cost of a step by arithmetic, and the search over layouts.
-Nothing here traces, compiles or knows a device: a forecast (`pipeline.insight.forecast`) and a
-calibration are more exact, and need the model itself.
+The modules hold a table of models, the cost of a step by arithmetic, and the search over layouts.
+The planner traces and compiles nothing, and knows no device. A forecast
+(`pipeline.insight.forecast`) and a calibration are more exact, and need the model itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""All layouts of a job that divide: meshes, schedules, V, microbatches, remat, shards of weights.
+"""All layouts of a job whose sizes divide: meshes, schedules, V, microbatches, remat, sharding.
 
-Letters as in `pipeline.planner.layout`.
+Letters are those of `pipeline.planner.layout`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from schedules import ScheduleError, names
 from schedules.build import options, split_names
 from schedules.families import GROUPED
 
-# Families whose orders do not depend on costs: others take longer to search than a plan may.
+# Families whose orders do not depend on costs: the search of other orders takes too long here.
 SCHEDULES = tuple(name for name in names() if not options(name))
 REMAT = (None, GATHERED, "block", BUT_ATTENTION, MLP, "stage")
-# V that are tried, of families that can: these, and all up to the most that share layers evenly.
+# V to try: those in CHUNKS, and up to MOST_CHUNKS all that divide the layers evenly.
 CHUNKS, MOST_CHUNKS = (1, 2, 4, 8), 10
-ROWS = (1, 2, 4, 8)  # sequences of a pipeline's microbatch
+ROWS = (1, 2, 4, 8)  # sequences in a pipeline's microbatch
 MOST_TENSOR = 16
-MOST_IDLE = 0.1  # of stages with a layer less than the longest
-# Places of "capacity": an expert's tokens are Poisson distributed, with room for so many standard
-# deviations above the mean of the busiest (1 in 700 has more), in steps of a factor.
+MOST_IDLE = 0.1  # share of idle layers, if stages have a layer less than the longest stage
+# Room of "capacity": the tokens of an expert are Poisson distributed. The room is the mean of the
+# busiest expert plus DEVIATIONS standard deviations (1 in 700 has more), rounded up to a STEP.
 DEVIATIONS, STEP = 3.0, 0.05
 
-Faults = dict[str, list[int]]  # sizes by the rule that leaves them out, "axis: rule"
+Faults = dict[str, list[int]]  # excluded sizes, by rule ("axis: rule")
 
 
 def layouts_of(
@@ -54,7 +54,7 @@ def layouts_of(
 
 
 def _meshes(job: PlannedJob, faults: Faults) -> Iterator[tuple[int, int, int, int, int]]:
-    """D, E, R, S, T that model and batch can share; others are noted with their rule."""
+    """Yield D, E, R, S, T that divide model and batch; note other sizes with their rule."""
     model, each = job.model, job.devices // job.slices
     heads = f"{model.heads} heads of queries and {model.kv_heads} of keys"
     number = 1 if model.experts is None else model.experts.number
@@ -86,20 +86,20 @@ def _meshes(job: PlannedJob, faults: Faults) -> Iterator[tuple[int, int, int, in
 
 
 def note(faults: Faults, rule: str, size: int) -> None:
-    """Note a size that a rule leaves out, once."""
+    """Note once that a rule excludes a size."""
     sizes = faults.setdefault(rule, [])
     if size not in sizes:
         sizes.append(size)
 
 
 def shares_heads(model: ModelSizes, ranks: int, tensor: int) -> bool:
-    """Tell whether Ulysses can give every rank as many heads."""
+    """Tell whether Ulysses can divide the heads equally between the ranks."""
     heads, kv_heads = model.heads // tensor, model.kv_heads // tensor
     return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
 def _share(layers: int, stages: int) -> bool:
-    """Tell whether every stage has a layer, and none waits long for stages with one more."""
+    """Tell whether every stage has a layer, and at most `MOST_IDLE` of the stages' work is idle."""
     return stages <= layers and -(-layers // stages) * stages * (1 - MOST_IDLE) <= layers
 
 
@@ -111,9 +111,9 @@ def _spread(
     ways = ["replicated"]
     if base.rows_ranks > 1:
         crosses = 1 < base.data_slices < base.data
-        # A pipeline that gathers weights in each action holds and sends more than with windows.
+        # Gathering weights in each action takes more memory and traffic than windows.
         ways = ["zero1", "windows"] if piped else ["zero1", "fsdp", *["hsdp"] * crosses]
-    # Without a pipeline all is one stage, and the compiler gathers again what it likes.
+    # Without a pipeline all is one stage, and the compiler decides what to gather again.
     gathers = [GATHERED] * (base.tensor == 1)
     kept = _but(remat, gathers if piped else [GATHERED, "stage"])
     words = ("ends", "stage") if piped else ("ends",)
@@ -124,19 +124,19 @@ def _spread(
         dispatched = _dispatches(job, base.experts, rows * job.seq // base.context)
         for order in _orders(job, one, schedules):
             for again, way, word, experts in itertools.product(kept, ways, words, dispatched):
-                if way == "windows" and order.chunks == 1:  # one chunk is whole all the time
+                if way == "windows" and order.chunks == 1:  # one chunk is always gathered
                     continue
                 found = replace(order, remat=again, data_parallel=way, vocabulary=word)
                 yield replace(found, experts=experts)
 
 
 def _but(remat: Sequence[str | None], others: Sequence[str]) -> Sequence[str | None]:
-    """List remat policies other than the given ones; [None] if there are no others."""
+    """Return the remat policies that are not in ``others``; [None] if there are none."""
     return [one for one in remat if one not in others] or [None]
 
 
 def _orders(job: PlannedJob, one: MeshLayout, schedules: Sequence[str]) -> Iterator[MeshLayout]:
-    """List a layout with each schedule and V; unchanged without a pipeline."""
+    """Yield a layout with each schedule and V; without a pipeline, the layout itself."""
     S, M, layers = one.stage, one.microbatches, job.model.layers
     if S == 1:
         yield one
@@ -158,7 +158,7 @@ def _can(name: str, S: int, V: int, M: int) -> bool:
 
 
 def _dispatches(job: PlannedJob, experts: Dispatched, tokens: int) -> list[Dispatched]:
-    """All dispatches of a rank's tokens; one where there is one rank."""
+    """Return all dispatches of a rank's tokens; with one rank, only the given dispatch."""
     if job.model.experts is None:
         return [experts]
     if experts.ranks == 1:
@@ -168,16 +168,17 @@ def _dispatches(job: PlannedJob, experts: Dispatched, tokens: int) -> list[Dispa
 
 
 def capacity_for(experts: ExpertSizes, tokens: int, imbalance: float) -> float:
-    """The capacity factor with which the busiest expert of a rank's tokens drops next to none."""
+    """Return the capacity factor with which the busiest expert of a rank drops almost no tokens."""
     mean = tokens * experts.top_k / experts.number
     needed = imbalance + DEVIATIONS * math.sqrt(imbalance / mean)
     return min(math.ceil(needed / STEP - 1e-9) * STEP, experts.number / experts.top_k)
 
 
 def with_groups(job: PlannedJob, layouts: Iterable[MeshLayout]) -> Iterator[MeshLayout]:
-    """Give rounds of 3/4 or 1/2 S microbatches to each layout of rounds that does not fit.
+    """Give rounds of 3/4 or 1/2 S microbatches to each layout with rounds that does not fit.
 
-    Only with halves of backwards: in lockstep small rounds of whole ones take far longer.
+    This is done only for families that split backwards into I and W: in lockstep, small rounds of
+    whole backwards take far longer.
     """
     families = {*GROUPED} & {*split_names()}
     for layout in layouts:
@@ -188,10 +189,11 @@ def with_groups(job: PlannedJob, layouts: Iterable[MeshLayout]) -> Iterator[Mesh
 
 
 def with_offload(job: PlannedJob, layouts: Iterable[MeshLayout]) -> Iterator[MeshLayout]:
-    """Use host memory for each layout that does not fit without.
+    """Use host memory for each layout that does not fit without it.
 
-    Of a pipeline the smallest share of stashes that fits, or the optimizer's state and, if that is
-    not enough, such a share. Without a pipeline all that blocks keep if their MLPs are repeated.
+    For a pipeline that is the smallest share of stashes that fits, or the optimizer's state and, if
+    that is not enough, such a share too. Without a pipeline it is all that blocks keep if their
+    MLPs are recomputed.
     """
     for layout in layouts:
         if layout.schedule is None:
@@ -204,9 +206,9 @@ def with_offload(job: PlannedJob, layouts: Iterable[MeshLayout]) -> Iterator[Mes
 
 
 def _with_stashes(job: PlannedJob, layout: MeshLayout) -> Iterator[MeshLayout]:
-    """Offload the smallest share of stashes that fits, if any does.
+    """Offload the smallest share of stashes that fits, if any share fits.
 
-    Where the optimizer's state fills the chip during the update, no share helps.
+    If the optimizer's state fills the chip during the update, no share helps.
     """
     held = bytes_of(job, layout)
     over = sum(held.values()) - usable(job)
@@ -221,6 +223,6 @@ def _with_stashes(job: PlannedJob, layout: MeshLayout) -> Iterator[MeshLayout]:
 
 
 def divisors(number: int) -> list[int]:
-    """List all of a number, which may be huge, in ascending order."""
+    """Return all divisors of a number, which may be huge, in ascending order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})

@@ -1,7 +1,7 @@
-"""The makespan of a schedule and the values that a rank holds, by name and sizes.
+"""The makespan of a schedule, and the number of values that a rank holds, by name and sizes.
 
-An order is the name of a family, S ranks, V stages on each, M microbatches. The name of a family in
-rounds of g microbatches is that of its schedule, such as "interleaved_zb, group=4".
+An order has the name of a family, S ranks, V stages on each, and M microbatches. A family with
+rounds of g microbatches has the name of its schedule, such as "interleaved_zb, group=4".
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from schedules.lowering.hosted import Keep
 from schedules.lowering.windows import windows
 
 Order = tuple[str, int, int, int]
-# The kernel's clock, in which partners wait for each other; the same where all ranks meet at every
-# exchange, as on virtual CPU devices; and one in which a rank waits only for its data.
+# lockstep: the kernel's clock, in which partners wait for each other. barriers: all ranks meet at
+# every exchange, as on virtual CPU devices. event: a rank waits only for its data.
 CLOCKS: dict[str, dict[str, Any]] = {
     "lockstep": {"clock": "lockstep", "partners": True, "delayed": None},
     "barriers": {"clock": "lockstep"},
     "event": {"clock": "event"},
 }
 GROUP = ", group="  # between a family's name and the size of its rounds
-MOST = 100_000  # actions that are timed one by one
-SHORT = 5  # M / S up to which nothing is taken to repeat
-SAME = 1e-9  # relative
+MOST = 100_000  # the most actions that are simulated one by one
+SHORT = 5  # M / S up to which a schedule is simulated whole
+SAME = 1e-9  # largest relative difference of equal times
 
 
 @functools.lru_cache(maxsize=1024)
 def built(order: Order, microbatches: int | None = None) -> Schedule:
-    """Build a family's schedule, with another number of microbatches if given."""
+    """Build a family's schedule, optionally with another number of microbatches."""
     name, S, V, M = order
     family, _, size = name.partition(GROUP)
     sizes: dict[str, Any] = {
@@ -53,10 +53,11 @@ def makespan(
     offload: float | None = None,
     keep: Keep = "residuals",
 ) -> float:
-    """Compute the seconds without optimizer; arguments are as for `schedules.simulate`.
+    """Compute the seconds of a step without the optimizer, with arguments of `schedules.simulate`.
 
-    In a long pipeline a round more always takes as long: then three short ones, a round apart, say
-    how long it takes. Where they do not agree, it is timed in full, up to `MOST` actions.
+    In a long pipeline each further round takes equally long. So three short pipelines, a round
+    apart, give the time of a round. If their differences are unequal, the pipeline is simulated in
+    full, up to `MOST` actions.
     """
     _, S, V, M = order
     options = CLOCKS[clock]
@@ -76,22 +77,22 @@ def makespan(
 
 
 def _short(order: Order) -> tuple[int, int]:
-    """Return the microbatches of a short pipeline, and of a round; rounds extend it to M."""
+    """Return the microbatches of a short pipeline and of a round; adding rounds reaches M."""
     name, S, _, M = order
     group = name.partition(GROUP)[2]
     if not group:
         return 2 * S + M % S, S
-    # As many rounds lack one microbatch as M lacks for whole rounds; some round must be whole.
+    # The short pipeline lacks as many microbatches for whole rounds as M; one round must be whole.
     size = int(group)
     missing = -M % size
-    if missing and 2 * (size - 1) < S:  # there is one round less, and what is left over is added
+    if missing and 2 * (size - 1) < S:  # there is one round less, and the rest is added to a round
         more = size - missing
         return max(-(-2 * S // size), more + 1) * size + more, size
     return max(-(-2 * S // size), missing + 1) * size - missing, size
 
 
 def _repeated(count: Callable[[Order], Sequence[int]], order: Order) -> Sequence[float]:
-    """Compute numbers for M microbatches; large M adds rounds to numbers for few."""
+    """Compute counts for M microbatches; for large M, by adding rounds to the counts for few."""
     name, S, V, M = order
     first, size = _short(order)
     if max(SHORT * S, first + 2 * size) >= M:
@@ -102,7 +103,7 @@ def _repeated(count: Callable[[Order], Sequence[int]], order: Order) -> Sequence
 
 
 def places(order: Order) -> Sequence[float]:
-    """Number of stashes from F to B or I, and of crossings from I to W, on the rank with most."""
+    """Count stashes from F to B or I, and crossings from I to W, on the rank with most."""
     return _repeated(_places, order)
 
 
@@ -118,9 +119,9 @@ def _places(order: Order) -> tuple[int, int]:
 
 
 def windows_of(order: Order) -> Sequence[float]:
-    """Count a rank's windows of weights and gradients, its gathers and its reductions.
+    """Count a rank's windows of weights and of gradients, its gathers and its reductions.
 
-    They are those of a pipeline with ``gather="repeat"``, on the rank with most.
+    The counts are those of a pipeline with ``gather="repeat"``, on the rank with most.
     """
     return _repeated(_windows, order)
 

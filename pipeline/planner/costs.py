@@ -1,8 +1,8 @@
 """Seconds of a layout's step, by a roofline: products, passes through HBM, bytes over links.
 
-Letters as in `pipeline.planner.layout`. Bytes of collectives are in bench/notes/communication.md,
-for sequence parallelism. No latency is counted, and of a pipeline's collectives nothing hides
-behind work; those of FSDP alone hide as far as they can, so a pipeline must beat it at its best.
+Letters are those of `pipeline.planner.layout`. Bytes of collectives, for sequence parallelism, are
+in bench/notes/communication.md. Latency is not counted. A pipeline's collectives are not hidden by
+work, but those of FSDP alone are, as far as possible. So a pipeline must beat FSDP at its best.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from schedules import Costs
 from schedules.core.costs import is_last_forward_free
 from schedules.lowering.hosted import Keep
 
-# The mean error of a predicted step against 21 published ones, 13 by MaxText on v5p and v6e and 8
-# by Megatron on A100 (`python -m bench.recipes.table`, and a test). Nearer plans are equal.
+# The mean error of predicted steps against 21 published ones: 13 by MaxText on v5p and v6e, 8 by
+# Megatron on A100 (`python -m bench.recipes.table`, and a test). Plans that differ less are equal.
 ERROR = 0.10
-# Passes through HBM, in F, of what a block's backward reads, for norms, rotary positions, SwiGLU
-# and layouts; in B twice as many, for values and gradients; of float32 logits, as many in the head.
-# Fitted with `Chip.efficiency` to those 21 steps.
+# Passes through HBM in F over the values that a block's backward reads: for norms, rotary
+# positions, SwiGLU and layouts. B has twice as many passes, for values and gradients. The head has
+# as many over float32 logits. Fitted with `Chip.efficiency` to those 21 steps.
 PASSES = 6.0
-# Share of peak of attention kernels, and their products of scores or values in F and B: splash
-# attention has two kernels in its backward, which each form the scores and their gradients again.
-# From .4 to .6 the error above is equal.
+# Attention kernels' share of peak, and their products of scores or values in F and B: splash
+# attention has two kernels in its backward, and each forms the scores and their gradients again.
+# Shares from .4 to .6 give the same error.
 ATTENTION_EFFICIENCY, ATTENTION_PRODUCTS = 0.5, (2, 7)
-# I and W together, over B: cycles of the v5e compiler (bench/notes/schedules.md).
+# Time of I and W together, over B: cycles of the v5e compiler (bench/notes/schedules.md).
 SPLIT = 1.10
-# The part of a block's backward that hides a copy from host memory without a pipeline; assumed for
-# MaxText's steps above. In a pipeline `Chip.host_overlap` says it.
+# Without a pipeline, the part of a block's backward that hides a copy from host memory; assumed for
+# MaxText's steps above. In a pipeline `Chip.host_overlap` is used.
 NEXT_BLOCK = 1 / 3
 
 
@@ -54,10 +54,10 @@ class Estimate:
     """Estimated time and memory of a layout's step.
 
     Attributes:
-      layout: which.
-      seconds: of a step, by what they go to: compute, recompute, bubble, host, tensor, expert,
+      layout: the layout.
+      seconds: seconds of a step by cause: compute, recompute, bubble, host, tensor, expert,
         context, data, update.
-      bytes: on the fullest chip, by what they hold.
+      bytes: bytes on the fullest chip, by kind.
       bound: whether the bubble is left out.
     """
 
@@ -78,7 +78,7 @@ class Estimate:
 
 
 def mfu(job: PlannedJob, step: float) -> float:
-    """Compute the model's operations over the chips' peak in a step, counting chosen experts."""
+    """Compute the model's operations over the chips' peak in a step; only chosen experts count."""
     tokens = job.batch * job.seq
     return tokens * job.model.step_operations(job.seq) / (job.devices * job.chip.flops * step)
 
@@ -87,7 +87,7 @@ def mfu(job: PlannedJob, step: float) -> float:
 
 
 class Repeated(NamedTuple):
-    """Shares of a forward that a backward computes and sends again."""
+    """Shares of a forward that a backward computes and sends a second time."""
 
     compute: float = 0.0
     attention: float = 0.0
@@ -97,9 +97,10 @@ class Repeated(NamedTuple):
 
 
 def repeated(model: ModelSizes, remat: str | None) -> Repeated:
-    """Count the work that a remat repeats, without a block's last product.
+    """Return the work that a remat repeats, without a block's last product.
 
-    With "mlp" that is attention's last product and the MLP, so one of four exchanges over `tensor`.
+    With "mlp" these are attention's last product and the MLP, and so one of four exchanges over
+    `tensor`.
     """
     spared = model.last_matrix / model.active_matrices
     kept = (model.attention_matrices - model.width * model.attended) / model.active_matrices
@@ -117,11 +118,12 @@ class BlockSeconds(NamedTuple):
     """Seconds of one block in one action, of head and lookup, and of their messages.
 
     Attributes:
-      f, i, w, b: forward, halves of the backward, and a whole one, where nothing repeats.
-      again: what the backward computes again.
-      sent: of F, and of B with what it repeats, by mesh axis.
+      f, i, w, b: forward, the two halves of the backward, and a whole backward, without
+        recomputation.
+      again: recomputation in the backward.
+      sent: by mesh axis: messages of F, and messages of B with its recomputation.
       head, embed: the head, forward and backward, and one lookup.
-      head_sent: what the head sends over `tensor`.
+      head_sent: messages of the head over `tensor`.
     """
 
     f: float
@@ -136,7 +138,7 @@ class BlockSeconds(NamedTuple):
 
 
 def block_of(job: PlannedJob, layout: MeshLayout) -> BlockSeconds:
-    """Estimate a block of a layout."""
+    """Estimate the seconds of a layout's block."""
     sizes = {"rows": layout.rows, "remat": layout.remat, "context": layout.context}
     one = MeshLayout(1, 1, layout.tensor, experts=layout.experts, **sizes)  # type: ignore[arg-type]
     return _block(job, one, links_of(job, layout).tensor)
@@ -154,7 +156,7 @@ def _block(job: PlannedJob, layout: MeshLayout, link: float) -> BlockSeconds:
         "expert": (dispatch, (1 + again.expert) * dispatch),
         CONTEXT: (exchange, (1 + again.context) * exchange),
     }
-    if job.costs:  # of the next smaller microbatch, scaled; what repeats is all of the block
+    if job.costs:  # measured for the next smaller microbatch, scaled; a whole block is repeated
         count, costs = ([one for one in job.costs if one[0] <= layout.rows] or job.costs[:1])[-1]
         names = ("f", "i", "w", "b", "head", "embed")
         taken = [costs.i + costs.w if (x := getattr(costs, n)) is None else x for n in names]  # type: ignore[operator]
@@ -168,7 +170,7 @@ def _block(job: PlannedJob, layout: MeshLayout, link: float) -> BlockSeconds:
         multiplied = model.whole_matrices + experts.load(model.experts, job.imbalance) * chosen
     product = 2 * multiplied * tokens / rate
     held = model.whole_matrices / layout.tensor + model.expert_matrices / experts.ranks
-    reading = COMPUTE_BYTES * held / hbm  # no product is faster than its weights
+    reading = COMPUTE_BYTES * held / hbm  # no product is faster than reading its weights
     passing = PASSES * COMPUTE_BYTES * columns_of(model, experts).read * tokens / hbm
     scores, scores_back = (
         n * model.scores(job.seq) / 2 * tokens / (job.chip.flops * ATTENTION_EFFICIENCY)
@@ -193,7 +195,7 @@ def _block(job: PlannedJob, layout: MeshLayout, link: float) -> BlockSeconds:
 
 
 def _exchanges(job: PlannedJob, layout: MeshLayout) -> tuple[float, float]:
-    """Seconds of a block's exchanges over `expert` and `context`, forward; no work hides them."""
+    """Compute seconds of a block's exchanges over `expert` and `context`, forward, none hidden."""
     experts, at, R = job.model.experts, layout.experts, layout.context
     dispatch = exchange = 0.0
     if experts is not None and at.ranks > 1:
@@ -208,10 +210,10 @@ def _exchanges(job: PlannedJob, layout: MeshLayout) -> tuple[float, float]:
 
 
 def context_bytes(job: PlannedJob, layout: MeshLayout) -> float:
-    """Bytes that a rank sends over `context` in one block's F, and again in its B.
+    """Count the bytes that a rank sends over `context` in one block's F, and again in its B.
 
-    As `pipeline.layers.context_bytes` counts Ulysses: queries and results of all heads, keys and
-    values, of which each rank has at least one head.
+    As in `pipeline.layers.context_bytes` for Ulysses, these are queries and results of all heads,
+    and keys and values. Each rank has at least one head of keys and values.
     """
     model, R, T = job.model, layout.context, layout.tensor
     heads = model.heads + T * max(model.kv_heads // T, R)
@@ -220,9 +222,9 @@ def context_bytes(job: PlannedJob, layout: MeshLayout) -> float:
 
 
 def all_to_all(job: PlannedJob, size: float, ranks: int) -> float:
-    """Seconds in which every rank sends each other rank one part of so many bytes.
+    """Compute the seconds of an all-to-all with ``size`` bytes on each rank.
 
-    In a ring a message passes a quarter of it on average, and both directions are used.
+    In a ring a message passes a quarter of the ring on average, and both directions are used.
     """
     if not job.chip.axes:
         return (ranks - 1) / ranks * size / job.chip.link
@@ -233,7 +235,7 @@ def all_to_all(job: PlannedJob, size: float, ranks: int) -> float:
 
 
 class Links(NamedTuple):
-    """The bandwidth of each axis in bytes a second; of `data` and `tensor` within a slice."""
+    """Bandwidth of each axis in bytes a second; `data` and `tensor` within a slice."""
 
     data: float
     stage: float
@@ -251,15 +253,16 @@ def links_of(job: PlannedJob, layout: MeshLayout) -> Links:
 
 
 def _shared(job: PlannedJob, layout: MeshLayout, each: tuple[float, float, float]) -> float:
-    """Seconds of an all-gather or reduce-scatter of weights over the ranks with rows of their own.
+    """Compute seconds of an all-gather or reduce-scatter of weights over ranks with their own rows.
 
-    Ranks of `data` divide experts, and with those of `expert` all other weights; so do the ranks of
-    `context` without a pipeline. Between slices each chip sends its own part.
+    Ranks of `data` divide the experts' weights. Ranks of `data` and `expert` together divide all
+    other weights; without a pipeline, ranks of `context` do too. Between slices each chip sends its
+    own part.
 
     Args:
-      job: what is trained.
-      layout: how.
-      each: bytes of a parameter of blocks, of experts and of ends.
+      job: the training job.
+      layout: its layout.
+      each: bytes for a parameter of blocks, of experts and of ends.
     """
     outside = 1 if layout.data_parallel == "hsdp" else layout.data_slices
     inside = layout.data // layout.data_slices
@@ -283,7 +286,7 @@ def _stage(block: BlockSeconds, n: float) -> tuple[float, float, float, float]:
 
 
 def _words(job: PlannedJob, layout: MeshLayout) -> float:
-    """Seconds that all ranks of `stage` exchange on the words of a microbatch, if they share."""
+    """Compute seconds of exchanges over `stage` for a microbatch's words, if ranks share them."""
     S, tokens = layout.stage, layout.tokens(job.seq)
     activation = COMPUTE_BYTES * tokens * job.model.width
     sent = 4 * 2 * (S - 1) / S * activation + (S - 1) * 12 * tokens
@@ -298,7 +301,7 @@ def _skips(layout: MeshLayout) -> bool:
 
 
 def stage_costs(job: PlannedJob, layout: MeshLayout) -> Costs:
-    """Durations of a pipeline's actions, in seconds."""
+    """Return the durations of a pipeline's actions, in seconds."""
     S, block = layout.stage, block_of(job, layout)
     counts = layers_of_stages(job.model.layers, S * layout.chunks)
     f, i, b, w = map(list, zip(*(_stage(block, n) for n in counts), strict=True))
@@ -307,7 +310,7 @@ def stage_costs(job: PlannedJob, layout: MeshLayout) -> Costs:
     size = COMPUTE_BYTES * layout.tokens(job.seq) * job.model.width
     near, far, each = size / job.chip.link, size / job.chip.network, S // layout.stage_slices
     links = [[near if a // each == b // each else far for b in range(S)] for a in range(S)]
-    # Each rank computes 1 / S of words that all share, and sends all that it sends.
+    # Each rank computes 1 / S of the shared words, and sends all of its own messages.
     sent = S * _words(job, layout) if layout.shares_words else block.head_sent
     return Costs(
         f=f,
@@ -323,16 +326,16 @@ def stage_costs(job: PlannedJob, layout: MeshLayout) -> Costs:
 
 
 def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Estimate:
-    """Seconds and bytes of a layout.
+    """Estimate seconds and bytes of a layout.
 
     Args:
-      job: what is trained.
-      layout: how it is spread.
-      bound: without the bubble, which is what takes time to find, and without bytes.
+      job: the training job.
+      layout: its layout.
+      bound: leave out the bubble, which takes long to find, and the bytes.
     """
     S, V, L = layout.stage, layout.chunks, job.model.layers
     M, block, words = layout.microbatches, block_of(job, layout), _words(job, layout)
-    skips = _skips(layout) / S  # of forwards, for each rank on average
+    skips = _skips(layout) / S  # skipped forwards, for each rank on average
     skipped = skips * L / (S * V)
     own = 0.0 if layout.shares_words else block.head_sent
     seconds = {
@@ -350,7 +353,7 @@ def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Est
         seconds["host"] = _host_alone(job, layout, block) if layout.offload else 0.0
         return Estimate(layout, seconds, {} if bound else bytes_of(job, layout), bound)
     seconds["data"] += _data(job, layout)
-    if bound:  # the last rank has the head to itself, and layers like all
+    if bound:  # the last rank alone has the head, and as many layers as the others
         f, _, b, _ = _stage(block, L / (S * V))
         last = V * (f + b) + block.head + own - S * skips * f
         alone = not layout.shares_words and L % (S * V) == 0
@@ -368,10 +371,11 @@ def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Est
 
 
 def _data(job: PlannedJob, layout: MeshLayout) -> float:
-    """Seconds, once a step, of a pipeline: sums of gradients, and new weights that ZeRO-1 gathers.
+    """Compute the seconds of a pipeline's sums of gradients, and of new weights gathered by ZeRO-1.
 
-    With windows chunks are gathered in bfloat16 and their gradients reduced in float32 as often as
-    the schedule needs; compilers for TPUs hide few of these (bench/notes/kernel.md), so all count.
+    They are once a step. With windows, chunks are gathered in bfloat16 and their gradients reduced
+    in float32 as often as the schedule needs. TPU compilers hide few of these collectives
+    (bench/notes/kernel.md), so all count.
     """
     held, way, R = parameters_of(job.model, layout), layout.data_parallel, layout.context
     each = (2.0 * WEIGHT,) * 3
@@ -382,17 +386,17 @@ def _data(job: PlannedJob, layout: MeshLayout) -> float:
     seconds = _shared(job, layout, each)
     number = sum(held) if way == "replicated" else held.shard(layout.data, layout.experts.ranks)
     seconds += 2 * (R - 1) / R * WEIGHT * number / job.chip.ring()
-    # The ends are summed over the ranks that have them: over `tensor`, if all share words.
+    # Ranks that have the ends sum their gradients: over `tensor`, if all stages share the words.
     links, S, T = links_of(job, layout), layout.stage, layout.tensor
     ranks, link = (T, links.tensor) if layout.shares_words else (S, links.stage)
     return seconds + 2 * (ranks - 1) / ranks * WEIGHT * held.ends / layout.rows_ranks / link
 
 
 def _data_alone(job: PlannedJob, layout: MeshLayout, busy: float) -> float:
-    """Seconds of collectives over `data` that a microbatch's work does not hide.
+    """Compute the seconds of collectives over `data` that a microbatch's work does not hide.
 
     FSDP gathers bfloat16 weights twice in each microbatch, and reduces bfloat16 gradients once.
-    What happens once a step hides behind the last backward, two thirds of a microbatch.
+    Collectives that run once a step hide behind the last backward, two thirds of a microbatch.
     """
     if layout.data_parallel not in ("fsdp", "hsdp"):
         once = _shared(job, layout, (2 * WEIGHT,) * 3)
@@ -408,7 +412,7 @@ def _data_alone(job: PlannedJob, layout: MeshLayout, busy: float) -> float:
 
 
 def _host_alone(job: PlannedJob, layout: MeshLayout, block: BlockSeconds) -> float:
-    """Seconds of copies to and from host memory that blocks do not hide."""
+    """Compute the seconds of copies to and from host memory that blocks do not hide."""
     copy = left_bytes(job, layout) / job.chip.host
     share = Costs(host_overlap=job.chip.host_overlap).overlaps[0]
     forward, backward = map(sum, zip(*block.sent.values(), strict=True))
@@ -418,9 +422,9 @@ def _host_alone(job: PlannedJob, layout: MeshLayout, block: BlockSeconds) -> flo
 
 
 def _update(job: PlannedJob, layout: MeshLayout) -> float:
-    """Seconds of Adam: weight and moments are read and written, the gradient is read.
+    """Compute the seconds of Adam: it reads and writes weight and moments, and reads the gradient.
 
-    Moments in host memory come over the host link, all at once, and then go back.
+    Moments in host memory are copied over the host link, all at once, and then back.
     """
     moments = moment_bytes(layout, parameters_of(job.model, layout))
     seconds = 7 / 2 * moments / job.chip.hbm_bandwidth

@@ -15,19 +15,19 @@ from pipeline.planner.clock import GROUP
 from pipeline.planner.models import ExpertSizes, ModelSizes
 from schedules import Costs
 
-CONTEXT = "context"  # the axis's name, as `collectives` has it
+CONTEXT = "context"  # the axis's name, as in `collectives`
 DISPATCHES = ("gather", "ragged", "capacity")
 BUT_ATTENTION, GATHERED, MLP = "block_but_attention", "gathered", "mlp"
-WEIGHT = 4  # bytes of a parameter, of its gradient and of each of Adam's moments, float32
+WEIGHT = 4  # bytes of a float32 parameter, of its gradient and of each of Adam's moments
 COMPUTE_BYTES = 2  # of an activation, bfloat16
 
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A training job; attributes are the arguments of `plan`, checked.
+    """A training job, with the checked arguments of `plan`.
 
-    ``costs`` has ascending numbers of sequences, each with the measured costs of a block; it is
-    empty for arithmetic.
+    ``costs`` has the measured costs of a block by number of sequences, ascending. It is empty if
+    costs are computed by arithmetic.
     """
 
     model: ModelSizes
@@ -45,7 +45,7 @@ class PlannedJob:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes of its meshes."""
+        """The axes of the job's meshes."""
         context = (CONTEXT,) * (self.context != (1,))
         if self.model.experts is None:
             return ("data", *context, "stage", "tensor")
@@ -54,12 +54,12 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Experts over E ranks, by the formulas of `pipeline.layers.experts.dispatch`.
+    """Experts divided over E ranks, by the formulas of `pipeline.layers.experts.dispatch`.
 
     Attributes:
       ranks: E.
       way: one of `DISPATCHES`.
-      capacity: factor of "capacity".
+      capacity: the factor of "capacity".
     """
 
     ranks: int = 1
@@ -67,14 +67,14 @@ class Dispatched:
     capacity: float = 1.0
 
     def __str__(self) -> str:
-        """Write the dispatch as in a table of plans."""
+        """Return the dispatch as tables of plans show it."""
         return f"capacity {self.capacity:g}" if self.way == "capacity" else self.way
 
     def rows(self, experts: ExpertSizes) -> tuple[float, float, float]:
-        """Rows of the model's width for each token of a rank, empty rows included.
+        """Return numbers of rows, of the model's width, for each token of a rank; empty rows count.
 
-        Returns those that its experts multiply, the outputs that it keeps for the backward
-        ("capacity" keeps places and choices), and those that an exchange brings, forward.
+        The three numbers are rows that a rank's experts multiply, outputs that it keeps for the
+        backward ("capacity" keeps places and choices), and rows that a forward exchange brings.
         """
         E, k = self.ranks, experts.top_k
         if E == 1:
@@ -87,7 +87,7 @@ class Dispatched:
         }[self.way]
 
     def load(self, experts: ExpertSizes, imbalance: float) -> float:
-        """Rows on the rank with the busiest expert, over the mean; other experts share the rest."""
+        """Return rows on the rank with the busiest expert, over the mean; others share the rest."""
         if self.ranks == 1 or self.way == "capacity":
             return self.capacity
         e, local = experts.number, experts.number // self.ranks
@@ -100,25 +100,25 @@ ALL_HERE = Dispatched()
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """One way to spread a job.
+    """One way to spread a job over chips.
 
     Attributes:
-      data: D, without the ranks of `expert`, which have rows of their own too.
+      data: D, without the ranks of `expert`, which have their own rows too.
       stage: S.
       tensor: T.
       data_slices: number of groups of chips along `data`.
       stage_slices: number of groups of chips along `stage`.
-      schedule: of the pipeline; None where stage is 1.
-      group: microbatches of a round of the schedule; None for its default.
+      schedule: the pipeline's schedule; None if stage is 1.
+      group: microbatches in a round of the schedule; None for its default.
       chunks: V.
       microbatches: M.
-      rows: sequences of a microbatch on a data shard.
-      remat: what the backward computes again: None; "gathered", what tensor ranks gathered; each
-        "block" from its input; "block_but_attention", which keeps attention's result; the "mlp" of
-        each block; each "stage" from its input.
-      data_parallel: "replicated" or "zero1"; of a pipeline "windows", where a chunk's weights and
-        gradients are whole while a rank works on it; without one "fsdp" or "hsdp", where weights
-        are divided over all data shards or those of a slice.
+      rows: sequences in a microbatch on a data shard.
+      remat: what the backward recomputes: None; "gathered", the values that tensor ranks gathered;
+        "block", each block from its input; "block_but_attention", the block without attention's
+        result; "mlp", the MLP of each block; "stage", each stage from its input.
+      data_parallel: "replicated" or "zero1"; for a pipeline also "windows", where a chunk's weights
+        and gradients are whole while a rank works on the chunk; without a pipeline also "fsdp" or
+        "hsdp", where weights are divided over all data shards or over those of a slice.
       vocabulary: "ends" or "stage".
       experts: E, and the dispatch.
       offload: share of the stashes in host memory; None for none. Without a pipeline it is 1.
@@ -151,7 +151,7 @@ class MeshLayout:
 
     @property
     def rows_ranks(self) -> int:
-        """D E, ranks with rows of their own."""
+        """D E, the number of ranks with their own rows."""
         return self.data * self.experts.ranks
 
     @property
@@ -161,24 +161,24 @@ class MeshLayout:
 
     @property
     def order(self) -> tuple[str, int, int, int]:
-        """Name of the schedule with the size of its rounds, S, V and M."""
+        """The schedule's name with the size of its rounds, S, V and M."""
         name = self.schedule or ""
         name += f"{GROUP}{self.group}" * (self.group is not None)
         return name, self.stage, self.chunks, self.microbatches
 
     def sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Sizes of mesh axes."""
+        """Return the sizes of mesh axes."""
         found = {"data": self.data, "stage": self.stage, "tensor": self.tensor}
         found |= {"expert": self.experts.ranks, CONTEXT: self.context}
         return tuple(found[axis] for axis in axes)
 
     def tokens(self, seq: int) -> float:
-        """Positions of an action on each rank of `tensor`."""
+        """Return the positions of an action on each rank of `tensor`."""
         return self.rows * seq / (self.context * self.tensor)
 
 
 def layers_of_stages(layers: int, stages: int) -> list[int]:
-    """Number of layers of each stage; where they differ by one, the pipeline's ends have fewer."""
+    """Return each stage's number of layers; if they differ by one, the outer stages have fewer."""
     longest = -(-layers // stages)
     short = longest * stages - layers
     first = short // 2
@@ -186,11 +186,11 @@ def layers_of_stages(layers: int, stages: int) -> list[int]:
 
 
 class Parameters(NamedTuple):
-    """Number of parameters on a rank, before data shards divide them.
+    """Numbers of parameters on a rank, before data shards divide them.
 
     Attributes:
-      whole: of its blocks, equal on all D E ranks with rows of their own.
-      experts: of its blocks, equal on the D ranks of `data`.
+      whole: parameters of its blocks that are equal on all D E ranks with their own rows.
+      experts: parameters of its blocks that are equal on the D ranks of `data`.
       ends: its share of embedding and head.
     """
 
@@ -200,17 +200,17 @@ class Parameters(NamedTuple):
 
     @property
     def blocks(self) -> float:
-        """Parameters of its blocks."""
+        """The number of parameters of its blocks."""
         return self.whole + self.experts
 
     def shard(self, data: int, ranks: int) -> float:
-        """Number of parameters of one shard, where D ranks of `data` and E of `expert` divide."""
+        """Return parameters of one shard, for D ranks of `data` and E of `expert`."""
         return (self.whole + self.ends) / (data * ranks) + self.experts / data
 
 
 @functools.lru_cache(maxsize=8192)
 def parameters_of(model: ModelSizes, layout: MeshLayout) -> Parameters:
-    """Count the parameters of a rank, of a pipeline or without one."""
+    """Count the parameters of a rank, with or without a pipeline."""
     S, V, T = layout.stage, layout.chunks, layout.tensor
     layers = V * -(-model.layers // (S * V))
     whole = layers * (model.block - model.expert_matrices) / T

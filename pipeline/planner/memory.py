@@ -1,10 +1,10 @@
 """Memory of a layout on its fullest chip, by arithmetic: bytes by kind.
 
-A forecast (`pipeline.insight.forecast`) reads the same bytes off one traced step, in seconds; a
-search looks at thousands of layouts. Tests compare the two, part by part.
+A forecast (`pipeline.insight.forecast`) reads these bytes off one traced step, which takes seconds;
+a search looks at thousands of layouts. Tests compare the two, part by part.
 
-Letters as in `pipeline.planner.layout`. Weights, sums of gradients and Adam's two moments are
-float32, all else bfloat16.
+Letters are those of `pipeline.planner.layout`. Weights, sums of gradients and Adam's two moments
+are float32, everything else is bfloat16.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ from pipeline.planner.layout import (
 from pipeline.planner.models import ModelSizes
 
 WIDE = 4 / COMPUTE_BYTES  # float32 over bfloat16
-# Parts in which a head forms its logits where not all ranks share it: `loss_chunks=` of
-# `pipeline.decoders.build`. A head that forms all at once holds so many times the bytes.
+# Parts in which a head forms its logits if not all ranks share it: `loss_chunks=` of
+# `pipeline.decoders.build`. A head that forms all logits at once holds so many times the bytes.
 LOGIT_PARTS = 8
-# The parts of a chip's memory (bench/notes/llama.md has compiled / predicted up to 1.01) and of its
-# host's that a plan may take: the rest of a host's is for batches, checkpoints and the system.
+# Shares of a chip's memory (bench/notes/llama.md has compiled / predicted up to 1.01) and of its
+# host's that a plan may take: the rest of the host's is for batches, checkpoints and the system.
 USABLE, USABLE_HOST = 0.95, 0.9
-# Bytes that autodiff alone keeps of a block for its backward, over those that the backward reads:
-# the compiler's bytes of 8B under FSDP on v5p (bench/notes/plans.md).
+# Bytes that autodiff alone keeps of a block for its backward, over the bytes that the backward
+# reads: the compiler's bytes of 8B under FSDP on v5p (bench/notes/plans.md).
 UNTRIMMED = 2.25
-# Places on a chip for stashes on their way to or from the host, by the TPU compiler
+# Buffers on a chip for stashes that are copied to or from the host, by the TPU compiler
 # (bench/notes/offload.md).
 COPIES = 2
 
 
 def usable(job: PlannedJob) -> float:
-    """Bytes of a chip that a plan may take."""
+    """Return the bytes of a chip that a plan may take."""
     return USABLE * job.chip.hbm
 
 
 def usable_host(job: PlannedJob) -> float:
-    """Bytes of a chip's part of its host's memory that a plan may take."""
+    """Return the bytes of a chip's part of its host's memory that a plan may take."""
     return USABLE_HOST * job.chip.host_memory
 
 
 def fullness(job: PlannedJob, layout: MeshLayout) -> float:
-    """The larger share of usable bytes that a layout takes, of a chip or of its host's memory."""
+    """Return the larger share of usable bytes that a layout takes, of a chip or of host memory."""
     on_chip = sum(bytes_of(job, layout).values()) / usable(job)
     return max(on_chip, host_bytes(job, layout) / usable_host(job))
 
 
 class Columns(NamedTuple):
-    """Numbers of a token in one block (bench/notes/kernel.md).
+    """Columns per token in one block (bench/notes/kernel.md).
 
     Attributes:
-      kept: by a stage for the backward, the smallest set: the block's input and the sum between;
-        queries and attention's result; keys and values; gate and up. Norms and the gate's product
-        are computed again. Of experts, every row, its gate and up, and the experts' outputs, which
-        the gradient of the router's weights reads.
-      read: by the backward, so written by the forward: norms' results and the gate's product too;
-        of experts, tokens as they come from other ranks.
-      crossing: from I to W: inputs of products and gradients of their outputs, all but what enters
-        and leaves attention and MLP.
+      kept: columns that a stage keeps for the backward, the smallest set: the block's input and the
+        sum in its middle; queries and attention's result; keys and values; gate and up. Norms and
+        the gate's product are recomputed. With experts: every row, its gate and up, and the
+        experts' outputs, which the gradient of the router's weights reads.
+      read: columns that the backward reads, and so the forward writes: also norms' results and the
+        gate's product, and with experts the tokens that come from other ranks.
+      crossing: columns from I to W: inputs of products and gradients of their outputs, except the
+        inputs and outputs of attention and MLP.
     """
 
     kept: float
@@ -92,28 +92,28 @@ def columns_of(model: ModelSizes, at: Dispatched) -> Columns:
     )
 
 
-# --- of one block, or one stage, and one action
+# --- a block or a stage, in one action
 
 
 def _layers(job: PlannedJob, layout: MeshLayout) -> int:
-    """Number of layers of the longest stage."""
+    """Return the number of layers of the longest stage."""
     return -(-job.model.layers // (layout.stage * layout.chunks))
 
 
 def _bytes(job: PlannedJob, layout: MeshLayout, columns: float) -> float:
-    """Bytes of so many numbers a token, on a rank."""
+    """Return the bytes of ``columns`` numbers a token, on a rank."""
     return COMPUTE_BYTES * columns * layout.tokens(job.seq)
 
 
 def _ends(job: PlannedJob, layout: MeshLayout) -> float:
-    """Count the bytes of attention's and MLP's inputs, whole on every tensor rank."""
+    """Count the bytes of attention's and MLP's inputs, which every tensor rank has whole."""
     return _bytes(job, layout, 2 * job.model.width * layout.tensor)
 
 
 def left_bytes(job: PlannedJob, layout: MeshLayout) -> float:
-    """Bytes that the forward of one block leaves for its backward, unless a stage is recomputed.
+    """Return the bytes that one block's forward leaves for its backward, without stage remat.
 
-    Attention's result has a float32 log sum of each head with it.
+    Attention's result comes with a float32 log sum of each head.
     """
     model = job.model
     attention = model.attended + WIDE * model.heads
@@ -132,17 +132,17 @@ def left_bytes(job: PlannedJob, layout: MeshLayout) -> float:
 
 
 def stash_bytes(job: PlannedJob, layout: MeshLayout) -> float:
-    """Bytes that the forward of a stage leaves for its backward."""
+    """Return the bytes that a stage's forward leaves for its backward."""
     if layout.remat == "stage":
         return _bytes(job, layout, job.model.width)
     return _layers(job, layout) * left_bytes(job, layout)
 
 
 def crossing_bytes(job: PlannedJob, layout: MeshLayout) -> float:
-    """Bytes that I leaves for W in a stage.
+    """Return the bytes that I leaves for W in a stage.
 
-    Under sequence parallelism a gradient that was gathered crosses whole, and an input where it is
-    not gathered again.
+    Under sequence parallelism a gathered gradient crosses whole. So does an input, unless it is
+    gathered again.
     """
     ends = _ends(job, layout)
     inputs = ends / layout.tensor if layout.remat == GATHERED else ends
@@ -153,8 +153,8 @@ def crossing_bytes(job: PlannedJob, layout: MeshLayout) -> float:
 def _workspace(job: PlannedJob, layout: MeshLayout, *, crosses: bool = False) -> float:
     """Count the bytes of an action: a block's residuals, their gradients, and gathered inputs.
 
-    A stage that is computed again holds the residuals of all its blocks. I holds gradients that it
-    gathered for W until it ends. A head holds float32 logits and their gradient.
+    A stage that is recomputed holds the residuals of all its blocks. I holds the gradients that it
+    gathered for W until I ends. A head holds float32 logits and their gradient.
     """
     residuals = _bytes(job, layout, columns_of(job.model, layout.experts).read)
     found = (2 + _layers(job, layout) * (layout.remat == "stage")) * residuals
@@ -164,11 +164,11 @@ def _workspace(job: PlannedJob, layout: MeshLayout, *, crosses: bool = False) ->
     return max(found, 2 * WIDE * _bytes(job, layout, job.model.vocabulary) / parts)
 
 
-# --- of a chip
+# --- a chip
 
 
 def moment_bytes(layout: MeshLayout, held: Parameters) -> float:
-    """Bytes of Adam's two moments on a rank."""
+    """Return the bytes of Adam's two moments on a rank."""
     context = layout.context if layout.schedule is None else 1
     data = layout.data // (layout.data_slices if layout.data_parallel == "hsdp" else 1)
     shard = held.shard(data, layout.experts.ranks * context)
@@ -188,7 +188,7 @@ def bytes_of(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
         found["weights cast"] = COMPUTE_BYTES * sum(held)
         if layout.data_parallel in ("fsdp", "hsdp"):
             found["weights"] = found["gradients"] = moments / 2
-            # Of two blocks, the next is gathered meanwhile, and one block's gradient.
+            # Two blocks' weights, because the next is gathered meanwhile, and one block's gradient.
             found["weights cast"] = 3 * COMPUTE_BYTES * held.blocks / job.model.layers
         return found
     stashes, crossings = places(layout.order)
@@ -197,7 +197,7 @@ def bytes_of(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     found["stashes"] = stashes * stash_bytes(job, layout) + crossings * crossing_bytes(job, layout)
     found["messages"] = 2 * layout.chunks * _bytes(job, layout, job.model.width)
     found["workspace"] = _workspace(job, layout, crosses=crossings > 0)
-    # Float32 weights that all microbatches read are cast once, of blocks and not of tables.
+    # Float32 weights of blocks are cast once for all microbatches; tables are not cast.
     found["weights cast"] = COMPUTE_BYTES * held.blocks
     chunk = held.blocks / layout.chunks
     if layout.data_parallel == "windows":
@@ -206,14 +206,14 @@ def bytes_of(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
         here, summed, _, _ = windows_of(layout.order)
         found["gradients"] = moments / 2 + WEIGHT * (held.ends + summed * chunk)
         found["weights cast"] = COMPUTE_BYTES * (blocks + held.ends + here * chunk)
-    if layout.host_optimizer:  # comes to the chip when the microbatches are through
+    if layout.host_optimizer:  # copied to the chip after the last microbatch
         passing = sum(found.values()) - found["weights"] - found["gradients"] - moments
         found["optimizer"] = max(0.0, moments - passing)
     return found
 
 
 def host_bytes(job: PlannedJob, layout: MeshLayout) -> float:
-    """Bytes of host memory for a chip: of stashes, and of the optimizer's state."""
+    """Return the bytes of host memory for a chip: stashes, and the optimizer's state."""
     if layout.schedule is None:
         return job.model.layers * left_bytes(job, layout) if layout.offload else 0.0
     held = parameters_of(job.model, layout)

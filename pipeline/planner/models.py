@@ -1,8 +1,8 @@
 """The sizes of a decoder, with its numbers of parameters and operations.
 
 Letters: d width, h heads, c width of a head, f hidden columns, e experts, k experts of a token.
-RMSNorm, grouped queries or latent attention, SwiGLU or a mixture of experts, and no biases, as in
-Llama and Mixtral. Operations are multiplications and additions, of one token.
+Models have RMSNorm, grouped queries or latent attention, SwiGLU or a mixture of experts, and no
+biases, as in Llama and Mixtral. Operations are multiplications and additions for one token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeline.base.files import Kind, faults_of, read_json
 
 
 def _faults(record: Any, least: Mapping[str, int]) -> list[str]:
-    """List the sizes of a record that are no integers, or too small; None is left to mypy."""
+    """List the sizes of a record that are no integers or too small; mypy checks None."""
     return [
         f"{name}={size!r} must be an integer >= {low}"
         for name, low in least.items()
@@ -37,8 +37,8 @@ class ExpertSizes:
       top_k: k.
       hidden: columns of one expert.
       shared: columns of an MLP that every token passes; 0 for none.
-      dense_layers: blocks with an MLP instead. They count in parameters and operations; seconds and
-        bytes of a rank are those of blocks with experts.
+      dense_layers: blocks with an MLP instead. They count in parameters and operations; a rank's
+        seconds and bytes assume experts in all blocks.
     """
 
     number: int
@@ -58,12 +58,12 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Multi-head latent attention, as of `pipeline.decoders.LatentConfig`.
+    """Multi-head latent attention, like `pipeline.decoders.LatentConfig`.
 
     Attributes:
       rank: width of the latent of keys and values.
-      nope: numbers of a head's queries and keys that have no position.
-      rope: numbers that have.
+      nope: columns of a head's queries and keys without rotary positions.
+      rope: columns of a head's queries and keys with rotary positions.
       value: width of a head's values.
       query_rank: width of the latent of queries; None for a single product.
     """
@@ -84,16 +84,16 @@ class ModelSizes:
     """The sizes of a decoder.
 
     Attributes:
-      layers: blocks.
+      layers: number of blocks.
       width: d.
-      heads: of queries.
-      kv_heads: of keys and values.
-      hidden: f, of the gated MLP; with experts, of the blocks that have none.
-      vocabulary: words.
-      head_width: c; d over the heads by default.
+      heads: heads of queries.
+      kv_heads: heads of keys and values.
+      hidden: f, of the gated MLP; with experts, of the blocks without experts.
+      vocabulary: number of words.
+      head_width: c; by default d divided by the number of heads.
       tied: whether embedding and head share their table.
-      experts: a mixture of experts in the place of the MLP.
-      latent: multi-head latent attention; kv_heads and head_width are not read then.
+      experts: a mixture of experts that replaces the MLP.
+      latent: multi-head latent attention; kv_heads and head_width are then not read.
       mtp_modules: modules for multi-token prediction after the blocks. No plan counts them;
         `Plans.notes` names them.
     """
@@ -181,7 +181,7 @@ class ModelSizes:
 
     @cached_property
     def last_matrix(self) -> int:
-        """Parameters of the last product that one token passes in a block."""
+        """Parameters of the last product that is computed for a token in a block."""
         experts = self.experts
         return self.width * (self.hidden if experts is None else experts.top_k * experts.hidden)
 
@@ -201,7 +201,7 @@ class ModelSizes:
 
     @cached_property
     def active_matrices(self) -> int:
-        """Parameters of a block that one token is multiplied with."""
+        """Parameters of a block that are multiplied with one token."""
         return self.whole_matrices + (0 if self.experts is None else 3 * self.last_matrix)
 
     @property
@@ -212,7 +212,7 @@ class ModelSizes:
     def _dense_layers(self) -> int:
         return 0 if self.experts is None else self.experts.dense_layers
 
-    # Parameters and operations of all.
+    # Parameters and operations of the whole model.
 
     @cached_property
     def block(self) -> int:
@@ -237,18 +237,18 @@ class ModelSizes:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token passes, tables and norms included."""
+        """Parameters that are used for one token, tables and norms included."""
         skipped = self.whole_matrices + self.expert_matrices - self.active_matrices
         return self.parameters - (self.layers - self._dense_layers) * skipped
 
     def scores(self, seq: int) -> float:
-        """Operations of a block's attention, forward: two products, half of them masked."""
+        """Return operations of a block's forward attention: two products, half of them masked."""
         return 2 * seq * (self.queries + self.attended) / 2
 
     def step_operations(self, seq: int) -> float:
-        """Operations per token, forward and backward, nothing computed twice: the count for MFU.
+        """Return operations per token, forward and backward, without recomputation, for the MFU.
 
-        A token counts only the experts that it passes.
+        Only the experts that a token uses are counted.
         """
         dense = self._dense_layers
         products = (self.layers - dense) * self.active_matrices + dense * self._dense_matrices
@@ -280,7 +280,7 @@ MODELS: dict[str, ModelSizes] = {
     ),
 }
 
-# Keys of a Hugging Face configuration, by our names; a family has one of `NUMBERS`.
+# Keys of a Hugging Face configuration, by our names; each family has one of `NUMBERS`.
 KEYS = {
     "layers": "num_hidden_layers",
     "width": "hidden_size",
@@ -312,10 +312,10 @@ KINDS: dict[str, Kind] = {
 
 
 def find_model(model: ModelSizes | str | Path) -> ModelSizes:
-    """A model by name, or by the path of a ``config.json``.
+    """Return a model by name, or by the path of a ``config.json``.
 
     Raises:
-      ValueError: no such model and no such file, or a file that says too little.
+      ValueError: there is no such model and no such file, or the file lacks sizes.
     """
     if isinstance(model, ModelSizes):
         return model
@@ -341,7 +341,7 @@ def find_model(model: ModelSizes | str | Path) -> ModelSizes:
 
 
 def _missing(content: Mapping[str, Any]) -> list[str]:
-    """List the keys that a configuration needs and lacks."""
+    """List the needed keys that a configuration lacks."""
     needed = [KEYS[name] for name in SIZES if name != "kv_heads"]
     if any(content.get(key) is not None for key in NUMBERS):
         needed.append("num_experts_per_tok")
@@ -351,7 +351,7 @@ def _missing(content: Mapping[str, Any]) -> list[str]:
 
 
 def _sizes(content: Mapping[str, Any]) -> ModelSizes:
-    """The model of a configuration that has the keys."""
+    """Return the sizes in a configuration that has the keys."""
     latent: dict[str, Any] = {ours: content.get(theirs) for ours, theirs in LATENT_KEYS.items()}
     content = {"num_key_value_heads": content["num_attention_heads"], **content}
     return ModelSizes(
@@ -363,7 +363,7 @@ def _sizes(content: Mapping[str, Any]) -> ModelSizes:
 
 
 def _experts(content: Mapping[str, Any]) -> ExpertSizes | None:
-    """The experts of any family's configuration."""
+    """Return the experts in a configuration of any family."""
     number = next((content[key] for key in NUMBERS if content.get(key) is not None), None)
     if number is None:
         return None

@@ -23,7 +23,7 @@ from pipeline.planner.memory import host_bytes, usable, usable_host
 
 GB = 10**9
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16"}
-LINES = 5  # of those that lost, which are printed
+LINES = 5  # printed lines on layouts that lost
 COLUMNS = ("schedule", "V", "M", "rows", "remat", "sharding", "words")
 SHARES = {n: n for n in ("bubble", "tensor", "expert", CONTEXT, "data")}
 SHARES |= {"recompute": "recomputed", "host": "host link"}
@@ -35,11 +35,11 @@ OF_BLOCKS = {
 
 
 class DoesNotFitError(ValueError):
-    """No layout fits the chips; the message has the nearest layouts and their concessions.
+    """No layout fits the chips; the message names the nearest layouts and their concessions.
 
     Attributes:
       least: the layout that takes the fewest bytes.
-      nearest: what fits, of a job with something given up; None if nothing that was tried does.
+      nearest: plans that fit for a job with a concession; None if nothing that was tried fits.
     """
 
     def __init__(self, message: str, least: Estimate, nearest: Plans | None) -> None:
@@ -50,19 +50,19 @@ class DoesNotFitError(ValueError):
 
 @dataclass(frozen=True)
 class Plans:
-    """Layouts of one job: the choice, then others within the error of predictions, the best first.
+    """Layouts of one job: the choice first, then others within the error of predictions, by speed.
 
-    A layout without a pipeline is the choice where no pipeline is quicker by more than that error.
+    A layout without a pipeline is the choice unless a pipeline is quicker by more than that error.
 
     Attributes:
-      job: what is to be trained on what.
-      ranked: the best few of both kinds, no two of the same mesh and schedule.
-      alone: the best without a pipeline; None if none fits.
-      pipeline: the best with one; None if none fits.
+      job: the training job.
+      ranked: the best few with and without a pipeline, no two with the same mesh and schedule.
+      alone: the best layout without a pipeline; None if none fits.
+      pipeline: the best layout with a pipeline; None if none fits.
       lost: a line on each mesh and schedule that is not the best.
-      tried: how many layouts there were.
-      offload: with ``offload="auto"``, a sentence that says whether host memory beats computing
-        again, and why; else empty.
+      tried: the number of layouts.
+      offload: with ``offload="auto"``, a sentence that says whether host memory beats
+        recomputation, and why; else empty.
     """
 
     job: PlannedJob
@@ -100,7 +100,7 @@ class Plans:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on parts of the model, and options of its layers, that no layout has."""
+        """Sentences on parts of the model and options of its layers that no layout includes."""
         model, found = self.job.model, []
         if model.experts is not None:
             found.append(
@@ -108,7 +108,7 @@ class Plans:
                 "and computes them again in the backward."
             )
         if number := model.mtp_modules:
-            join = 2 * model.width**2 + 3 * model.width  # and three norms
+            join = 2 * model.width**2 + 3 * model.width  # with three norms
             found.append(
                 f"Not counted: {number} module{'s' * (number > 1)} for multi-token prediction, "
                 f"{number * (model.block + join) / 1e9:.3g}e9 parameters and as many passes of the "
@@ -117,7 +117,7 @@ class Plans:
         return tuple(found)
 
     def __str__(self) -> str:
-        """The verdict, a table of the best, and a line on each that lost."""
+        """Return the verdict, a table of the best layouts, and a line on each that lost."""
         job, best, model = self.job, self.best, self.job.model
         parameters = f"{model.parameters / 1e9:.3g}e9 parameters"
         if model.experts is not None:
@@ -149,15 +149,16 @@ class Plans:
         return "\n".join(lines)
 
     def write(self, path: str | os.PathLike[str], estimate: Estimate | None = None) -> Path:
-        """Write a layout as TOML that a run's configuration reads; returns where.
+        """Write a layout as TOML for a run's configuration; return the path.
 
-        ``python -m pipeline train --config run.toml --config plan.toml``: the tables [parallel], of
-        which ``ParallelConfig.from_dict(tomllib.load(file)["parallel"])`` is the mesh, and
-        [pipeline]. How the model is made is in comments.
+        Use it as ``python -m pipeline train --config run.toml --config plan.toml``. It has the
+        tables [pipeline] and [parallel];
+        ``ParallelConfig.from_dict(tomllib.load(file)["parallel"])`` is the mesh. Comments say how
+        to make the model.
 
         Args:
-          path: of the file.
-          estimate: which; the best by default.
+          path: path of the file.
+          estimate: the estimate to write; the best by default.
         """
         chosen, target = estimate or self.best, Path(path)
         layout, name = chosen.layout, self.job.chip.name
@@ -185,7 +186,7 @@ class Plans:
           estimate: the estimate to use; the best by default.
 
         Raises:
-          ValueError: as `collectives.make_mesh`, such as for too few devices.
+          ValueError: the errors of `collectives.make_mesh`, such as for too few devices.
         """
         from jax.sharding import PartitionSpec
 
@@ -209,7 +210,7 @@ class Plans:
 
 
 def _parallel(job: PlannedJob, layout: MeshLayout) -> Mapping[str, Any]:
-    """Fields of `pipeline.ParallelConfig`."""
+    """Return the fields of `pipeline.ParallelConfig`."""
     ranks = layout.experts.ranks
     axes = {} if job.model.experts is None else {"expert": ranks}
     axes |= {CONTEXT: layout.context} if layout.context > 1 else {}
@@ -227,7 +228,7 @@ def _parallel(job: PlannedJob, layout: MeshLayout) -> Mapping[str, Any]:
 
 
 def _options(layout: MeshLayout) -> Mapping[str, Any]:
-    """Return options for `Pipeline`, without the options of [parallel]."""
+    """Return options for `Pipeline`, without the fields of [parallel]."""
     options: dict[str, Any] = {"data_parallel": layout.data_parallel}
     if layout.data_parallel == "windows":
         options = {"data_parallel": "fsdp", "gather": "repeat"}
@@ -249,7 +250,7 @@ def _assigned(values: Mapping[str, Any]) -> list[str]:
 
 
 def _file(layout: MeshLayout) -> str:
-    """The file of a timetable that its name alone does not say."""
+    """Return the file name of a timetable that needs more than the schedule's name."""
     _, S, V, M = layout.order
     return f"{layout.schedule}-group{layout.group}-S{S}-K{S * V}-M{M}.csv"
 
@@ -263,7 +264,7 @@ def _value(value: Any) -> str:
 
 
 def _comments(job: PlannedJob, layout: MeshLayout) -> list[str]:
-    """List comments for a configuration: the making of the model, and the places of chips."""
+    """List comments for a configuration: how to make the model, and where chips are."""
     blocks = []
     if layout.remat in OF_BLOCKS:
         kept = OF_BLOCKS[layout.remat]
@@ -306,7 +307,7 @@ def _comments(job: PlannedJob, layout: MeshLayout) -> list[str]:
 
 
 def short(layout: MeshLayout) -> str:
-    """A layout in a few words."""
+    """Describe a layout in a few words."""
     names = ("data", "expert", CONTEXT, "stage", "tensor")
     sizes = zip(names, layout.sizes(names), strict=True)
     mesh = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one chip"
@@ -355,7 +356,7 @@ def _table(job: PlannedJob, ranked: Sequence[Estimate]) -> list[str]:
 
 
 def _limits(job: PlannedJob, one: Estimate) -> str:
-    """Shares of a step's time beyond the model's own operations, the largest first."""
+    """List the largest shares of a step's time beyond the model's own operations."""
     shares = sorted(((one.seconds[n] / one.step, text) for n, text in SHARES.items()), reverse=True)
     said = [f"{text} {share:.0%}" for share, text in shares if share >= 0.005]
     return ", ".join([*said, f"HBM {one.hbm / job.chip.hbm:.0%}"])
@@ -377,11 +378,11 @@ def why(job: PlannedJob, one: Estimate, best: Estimate) -> str:
 
 
 def compared(hosted: Estimate | None, plain: Estimate | None) -> str:
-    """A sentence that says whether to offload, and why.
+    """Return a sentence that says whether to offload, and why.
 
     Args:
-      hosted: the best pipeline that uses host memory; None if none fits that does not fit without.
-      plain: the best that does not; None if none fits.
+      hosted: the best pipeline that uses host memory, among those that need it; None if none fits.
+      plain: the best pipeline without host memory; None if none fits.
     """
     if hosted is None:
         return (

@@ -1,8 +1,8 @@
-"""Out of all ways to lay a job out, the quickest.
+"""The search for the quickest layout of a job.
 
-A layout without its bubble is a bound, found by arithmetic alone. The search goes through layouts
-in the order of their bounds, times each under the clock, and ends where no bound is below what it
-has found.
+The time of a layout without its bubble is a lower bound, found by arithmetic alone. The search goes
+through layouts in ascending order of bounds and simulates each under the clock. It ends when no
+bound is below the best time found.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from pipeline.planner.models import ModelSizes, find_model
 from pipeline.planner.plans import GB, DoesNotFitError, Plans, compared, short, why
 from schedules import Costs, names
 
-KEPT = 3  # plans with a pipeline, and plans without
-# R that "auto" tries, and the fewest positions of a part.
+KEPT = 3  # plans with a pipeline, and as many without
+# R that "auto" tries, and the fewest positions of a rank's part.
 CONTEXT_SIZES, FEWEST = (1, 2, 4, 8, 16, 32), 1024
-# Arguments that are gone, with what to do instead.
+# Removed arguments, with what to do instead.
 GONE = {
     "chunk": "tokens that experts take in parts were never compared with a step; plan without, and "
     "give MixtureOfExperts(chunk=) if memory is short",
@@ -64,44 +64,46 @@ def plan(
     chunk: None = None,
     num_slices: None = None,
 ) -> Plans:
-    """Find how to train a model on chips, which need not be there.
+    """Find how to train a model on chips, which need not be present.
 
     Args:
       model: "llama-8b", "mixtral-8x7b" or another of `MODELS`, the path of a ``config.json``, or
         sizes.
-      devices: how many chips.
-      chip: "v5p" or another of `CHIPS`, or a `Chip` of your own.
-      batch: sequences of a step.
-      seq: positions of each.
-      slices: groups that only the network joins; as few as the chip allows by default. GPUs: hosts.
+      devices: number of chips.
+      chip: "v5p" or another of `CHIPS`, or your own `Chip`.
+      batch: sequences in a step.
+      seq: positions in each sequence.
+      slices: groups of chips that only the network joins (for GPUs, hosts); by default as few as
+        the chip allows.
       schedules: families to try.
-      remat: what may be computed again: None, "gathered" (what tensor ranks gathered is, of
-        pipelines), "block", "block_but_attention" (which spares splash attention, so only TPUs have
-        it), "mlp" (of each block, on TPUs) or "stage".
-      clock: "lockstep", which is how the kernel runs on chips, "barriers", where all ranks meet at
-        every exchange, as on virtual CPU devices, or "event".
-      efficiency: the share of peak that products reach; the chip's by default.
-      costs: measured instead: seconds of one block and one sequence on one chip without
-        recomputation, ``f``, ``i``, ``w``, ``b``, ``head`` and ``embed``, each one number; or, by
-        the sequences of a microbatch, of one block on that many, for small ones take longer each.
-      dispatch: of a mixture of experts, ways of taking tokens to experts on other chips that are
-        tried; "capacity" with the factor that leaves the busiest expert next to nothing to drop.
-      imbalance: load of the busiest expert over the mean, as a run's records have it.
-      offload: "auto" to try host memory too, for layouts that do not fit without: of each pipeline
-        the smallest share of stashes that fits, or the optimizer's state with such a share if that
-        is not enough; without a pipeline what blocks keep if their MLPs are computed again. No plan
-        takes more than 90% of its chip's part of the host's memory. `Plans.offload` says which
-        pipeline wins, and why.
-      context: sizes of the mesh axis `context` that are tried, over which positions are split, such
-        as (1, 4, 8); "auto" for 1 to 32, None for 1. Attention over it is Ulysses, so its ranks
-        must be able to share the heads.
+      remat: recomputation to try: None, "gathered" (in pipelines, values that tensor ranks
+        gathered), "block", "block_but_attention" (which keeps the result of splash attention, so
+        only for TPUs), "mlp" (of each block, on TPUs) or "stage".
+      clock: "lockstep", the way the kernel runs on chips; "barriers", where all ranks meet at every
+        exchange, as on virtual CPU devices; or "event".
+      efficiency: the share of peak that products reach; by default the chip's.
+      costs: measured seconds instead of arithmetic: ``f``, ``i``, ``w``, ``b``, ``head`` and
+        ``embed``, each one number, of one block and one sequence on one chip without recomputation;
+        or such costs by the number of sequences in a microbatch, because small microbatches take
+        longer per sequence.
+      dispatch: for a mixture of experts, the ways to try of sending tokens to experts on other
+        chips; "capacity" has the factor with which the busiest expert drops almost no tokens.
+      imbalance: load of the busiest expert over the mean, as in a run's records.
+      offload: "auto" to try host memory too, for layouts that do not fit without it. For a pipeline
+        that is the smallest share of stashes that fits, or the optimizer's state with such a share
+        if that is not enough. Without a pipeline it is all that blocks keep if their MLPs are
+        recomputed. No plan takes more than 90% of its chip's part of the host's memory.
+        `Plans.offload` says which pipeline wins, and why.
+      context: sizes to try of the mesh axis `context`, over which positions are split, such as (1,
+        4, 8); "auto" for 1 to 32, None for 1. Attention over it is Ulysses, so its ranks must be
+        able to share the heads.
       chunk: removed; give `MixtureOfExperts(chunk=)` if memory is short.
       num_slices: removed; compare slices by `schedules.simulate` and `pipe.describe`.
 
     Raises:
-      DoesNotFitError: a ValueError that names what is nearest.
+      DoesNotFitError: no layout fits; this ValueError names the nearest plans.
       TypeError: an argument that was removed.
-      ValueError: sizes that cannot be, or that nothing divides.
+      ValueError: sizes that are invalid, or that no layout divides.
     """
     for name, value in {"chunk": chunk, "num_slices": num_slices}.items():
         if value is not None:
@@ -200,10 +202,10 @@ def _job(
 
 
 def _measured(costs: Any) -> tuple[tuple[int, Costs], ...]:
-    """Measured costs of blocks, by the sequences of a microbatch.
+    """Check measured costs of blocks; return them by the number of sequences in a microbatch.
 
     Raises:
-      ValueError: they are something else.
+      ValueError: they are not such costs.
     """
     given = {1: costs} if isinstance(costs, Costs) else {} if costs is None else costs
     if not isinstance(given, Mapping) or not all(
@@ -223,11 +225,11 @@ def _measured(costs: Any) -> tuple[tuple[int, Costs], ...]:
 
 
 def _context(job: PlannedJob, sizes: Any, costs: Any) -> tuple[int, ...]:
-    """Sizes of `context` that are to be tried.
+    """Return the sizes of `context` to try.
 
     Raises:
-      ValueError: they are no integers, or do not divide the positions; or the model's blocks were
-        measured, on whole sequences, or have latent attention.
+      ValueError: the sizes are no integers or do not divide the positions, or the model has
+        measured costs (of whole sequences) or latent attention.
     """
     given = (1,) if sizes is None else sizes
     if isinstance(sizes, str) and sizes == "auto":
@@ -296,7 +298,7 @@ def _best(job: PlannedJob, bounds: Iterable[Estimate], kept: int = 1) -> list[Es
 
 
 def _search(job: PlannedJob, bounds: Sequence[Estimate]) -> Plans | None:
-    """The best few, with a pipeline and without; None if nothing fits."""
+    """Return the best few plans, with a pipeline and without; None if nothing fits."""
     alone = _best(job, (one for one in bounds if one.layout.schedule is None), KEPT)
     piped = _best(job, (one for one in bounds if one.layout.schedule is not None), KEPT)
     ranked = sorted(alone + piped, key=lambda one: one.step)
@@ -309,9 +311,10 @@ def _search(job: PlannedJob, bounds: Sequence[Estimate]) -> Plans | None:
 
 
 def _lost(job: PlannedJob, bounds: Iterable[Estimate], found: Plans) -> list[str]:
-    """A line on each mesh that lost, and on each schedule of the best pipeline's mesh.
+    """List a line on each mesh that lost, and on each schedule of the best pipeline's mesh.
 
-    Of each it is the quickest that fits, or a bound above the winners; else the fewest bytes.
+    The line shows the quickest layout that fits, or a bound above the winners; if none fits, the
+    layout with the fewest bytes.
     """
     groups: dict[str, list[Estimate]] = {}
     best, piped = found.best, found.pipeline or found.best
@@ -337,7 +340,7 @@ def _lost(job: PlannedJob, bounds: Iterable[Estimate], found: Plans) -> list[str
 
 
 def _said(rule: str, sizes: Sequence[int]) -> str:
-    """Write a rule with the sizes that it excluded, after the name of their axis."""
+    """Write a rule with the sizes that it excluded, after the axis's name."""
     axis, _, reason = rule.partition(":")
     return f"{axis} {', '.join(map(str, sorted(sizes)))}:{reason}"
 

@@ -1,8 +1,9 @@
 """Many processes: how they start, agree, share a batch, and end together.
 
-`jax.distributed` connects them, notices who dies and ends the others; `service` is the door to it.
-Here is what it leaves out: which process this is, whether all run the same program, whose rows are
-whose, and a launcher for one machine. Nothing here knows of pipelines.
+`jax.distributed` connects the processes, notices which one dies and ends the others; `service` is
+the interface to it. This package adds the rest: which process this is, whether all run the same
+program, which process has which rows, and a launcher for one machine. It does not depend on
+pipelines.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """Values that must be equal on all processes, and the messages for values that are not.
 
-Processes that run different programs wait for each other forever, or train on nonsense without a
-word: so versions, code and options are compared, field by field, before anything runs.
+Processes that run different programs wait for each other forever, or silently train on wrong data.
+So versions, code and options are compared, field by field, before anything runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Fields = Mapping[str, str]
 VERSIONS = (
     "jax", "jaxlib", "flax", "optax", "numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin",
 )  # fmt: skip
-# What changes the program that jax makes, or its results; not every release knows all of them.
+# Settings that change jax's program or its results; some releases lack some of them.
 SETTINGS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl",
     "jax_threefry_partitionable", "jax_platforms", "jax_disable_jit", "jax_debug_nans",
@@ -48,21 +48,21 @@ VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 PACKAGES = ("pipeline", "schedules", "collectives")
 INSTALLED = ("site-packages", "dist-packages")
 DIGITS = 12  # of a digest
-LONGEST = 160  # characters of a value that an error shows
+LONGEST = 160  # most characters of a value in an error
 ABSENT = "absent"
-# Fields that only some processes may have: what one of them alone loads, or finds in a file.
+# Fields that only some processes may have: a module or a file that one of them alone loads.
 PARTIAL = ("code of module ", "timetable in ")
-OWN = "process_id"  # the option that every process has another value of
+OWN = "process_id"  # an option whose value differs on every process
 # Flags that change no result, and may differ: folders for dumps, devices per process.
 HARMLESS = ("--xla_dump", "--xla_force_host_platform_device_count")
 
 
 def fields_of(config: Any = None) -> dict[str, str]:
-    """Name -> value of everything that must agree.
+    """Return name -> value of everything that must agree.
 
     Args:
-      config: the user's options, a mapping, a dataclass or a namespace, nested as they like;
-        what is called ``process_id`` is left out.
+      config: the user's options, nested as they like: a mapping, a dataclass or a namespace.
+        Options named ``process_id`` are left out.
     """
     fields = {"python": ".".join(platform.python_version_tuple()[:2])}
     fields |= {name: installed(name) or ABSENT for name in VERSIONS}
@@ -70,7 +70,7 @@ def fields_of(config: Any = None) -> dict[str, str]:
         file = sys.modules[name].__file__
         sources = sorted(Path(file).parent.rglob("*.py")) if file else []
         fields[f"code of {name}"] = _files(sources) if sources else ABSENT
-    script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")  # "" of stdin
+    script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")  # "" for stdin
     fields["code of the script"] = _files([script]) if script.is_file() else ABSENT
     fields |= {f"code of module {name}": digest for name, digest in _modules()}
     fields |= {name: _text(getattr(jax.config, name, ABSENT)) for name in SETTINGS}
@@ -85,22 +85,22 @@ def fields_of(config: Any = None) -> dict[str, str]:
 
 
 def agree(fields: Fields, index: int, count: int, timeout: float) -> None:
-    """See that all processes say the same; the same outcome on each.
+    """Check that all processes have equal fields; the outcome is the same on each process.
 
     Args:
-      fields: what must be equal, name -> value.
-      index: of this process.
-      count: of processes.
+      fields: values that must be equal, name -> value.
+      index: the number of this process.
+      count: the number of processes.
       timeout: seconds to wait for the others.
 
     Raises:
-      TimeoutError: somebody says nothing.
-      ValueError: something differs: which field, its values, and who has them.
+      TimeoutError: a process has sent no fields.
+      ValueError: a field differs; the message has the field, its values, and their processes.
     """
     text = json.dumps(dict(fields))
     service.say("start/fields", text)
     service.say("start/digest", digest_of(text.encode()))
-    # All of them read what all say: a few digits, and all the fields only when those differ.
+    # All processes read short digests, and the whole fields only if digests differ.
     digests = service.hear("start/digest", count, timeout)
     if missing := [process for process in range(count) if process not in digests]:
         raise TimeoutError(
@@ -122,7 +122,7 @@ def differences(fields: Sequence[Fields]) -> list[str]:
     """List the differences between processes.
 
     Args:
-      fields: [processes] what each has.
+      fields: [processes] the fields of each process.
     """
     names = list(dict.fromkeys(name for own in fields for name in own))
     found = []
@@ -147,7 +147,7 @@ def _shown(value: str) -> str:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every option."""
+    """Yield (dotted name, value) of every option."""
     if (members := _members(value)) is None:
         yield name, value
     for key, member in (members or {}).items():
@@ -156,7 +156,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _members(value: Any) -> Mapping[Any, Any] | None:
-    """The parts of a value that has named ones."""
+    """Return the named parts of a value; None if it has none."""
     if isinstance(value, Mapping):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -167,7 +167,7 @@ def _members(value: Any) -> Mapping[Any, Any] | None:
 
 
 def _text(value: Any) -> str:
-    """A value as text that does not depend on the process: no addresses, sets in order."""
+    """Write a value as text that is equal in all processes: no addresses, sets in order."""
     if isinstance(value, (set, frozenset)):
         return f"{{{', '.join(sorted(map(_text, value)))}}}"
     if type(value) in (list, tuple):
@@ -176,25 +176,25 @@ def _text(value: Any) -> str:
     if (members := _members(value)) is not None:
         inside = ", ".join(f"{key}={_text(member)}" for key, member in members.items())
         return f"{type(value).__name__}({inside})"
-    if isinstance(value, np.ndarray | jax.Array):  # as text, a long one would be cut
+    if isinstance(value, np.ndarray | jax.Array):  # repr would cut a long array
         array = np.asarray(value)
         return f"{array.dtype}{list(array.shape)} {digest_of(array.tobytes())}"
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def digest_of(data: bytes) -> str:
-    """A few digits that tell data apart."""
+    """Return a short digest of data."""
     return hashlib.sha256(data).hexdigest()[:DIGITS]
 
 
 def _files(paths: Iterable[Path]) -> str:
-    """A digest of the names and bytes of files, in their order."""
+    """Return a digest of the names and bytes of files, in their order."""
     texts = [(path.name, path.read_bytes()) for path in paths]
     return digest_of(b"".join(f"{name} {len(text)} ".encode() + text for name, text in texts))
 
 
 def _modules() -> Iterator[tuple[str, str]]:
-    """List (name, digest) of the loaded user modules, neither Python's nor installed."""
+    """Yield (name, digest) of the loaded user modules, neither Python's nor installed."""
     libraries = tuple(
         f"{sysconfig.get_path(name)}{os.sep}"
         for name in ("stdlib", "platstdlib", "purelib", "platlib")

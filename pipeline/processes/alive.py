@@ -1,10 +1,10 @@
-"""Signs of life: the processes of a job tell each other that they run, and name one that is silent.
+"""Signs of life: the processes of a job report that they run, and name a silent process.
 
-jax ends all processes when one is silent for ``heartbeat`` seconds. Its message names a number, or
-nobody where the coordinator cannot be reached, and no host. So each process writes a count into the
-coordination service's store from a thread; process 0 reads all counts and tells the others. Where
-process 0 ends, jax ends the others at once; a connection to it, which the system closes then, says
-so a moment before.
+jax ends all processes if one is silent for ``heartbeat`` seconds. Its message has a number but no
+host, and no number if the coordinator cannot be reached. So each process has a thread that writes a
+count into the coordination service's store; process 0 reads all counts and tells the others. If
+process 0 ends, jax ends the others at once. A connection to process 0, which the system then
+closes, shows this a moment earlier.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pipeline.processes import service
 from pipeline.processes.cluster import Cluster
 from pipeline.processes.names import write_at_once
 
-# Shares of `heartbeat`: from one sign to the next, and the silence after which a process is named.
-# jax's own call to a coordinator that does not answer fails after half of it.
+# Shares of `heartbeat`: the time between two signs, and the silence after which a process is named.
+# jax's own call to a coordinator that does not answer fails after half of `heartbeat`.
 PAUSE, SILENT, UNREACHED = 0.05, 0.45, 0.35
-AGAIN = 0.02  # seconds to the next connection after one that ended at once
-LAST = 5  # seconds that the end of a process waits for a sign under way
+AGAIN = 0.02  # seconds before the next connection, if the last one ended at once
+LAST = 5  # seconds that a process waits at its end for a sign that is being sent
 COUNTS, LOST = "alive/count", "alive/lost"
 REMEDY = "Start the job again: with checkpoints it goes on from the last one"
 
@@ -32,16 +32,16 @@ class Signs:
     """The signs-of-life thread of one process; `start` starts the thread.
 
     Args:
-      here: the place of this process.
-      heartbeat: seconds without a sign of life until jax ends all processes.
+      here: the place of this process in the job.
+      heartbeat: seconds without a sign of life after which jax ends all processes.
     """
 
     def __init__(self, here: Cluster, heartbeat: float) -> None:
         self._here, self._heartbeat, self._host = here, heartbeat, socket.gethostname()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="signs of life", daemon=True)
-        self._seen: dict[int, tuple[str, float]] = {}  # by process: its last sign, and when it came
-        self._told: set[int] = set()  # processes that were named
+        self._seen: dict[int, tuple[str, float]] = {}  # by process: its last sign, and its time
+        self._told: set[int] = set()  # processes that have been named
 
     def start(self) -> None:
         """Give signs until the interpreter ends."""
@@ -52,7 +52,7 @@ class Signs:
     def stop(self) -> None:
         """Give no further sign.
 
-        A thread within a call of the service, when the interpreter ends, aborts the process.
+        A thread that is in a call of the service when the interpreter ends would abort the process.
         """
         self._over.set()
         if self._thread.is_alive():
@@ -67,7 +67,7 @@ class Signs:
             late.start()
             try:
                 self.turn(count, time.monotonic())
-            except Exception:  # noqa: BLE001  # of the service, whose process has ended
+            except Exception:  # noqa: BLE001  # from the service, whose process has ended
                 if jax.distributed.is_initialized() and not self._over.is_set():
                     self._say_gone()
                 return
@@ -77,7 +77,7 @@ class Signs:
     def _listen(self) -> None:
         """Wait until the coordinator's port refuses a connection, and say that process 0 is gone.
 
-        A connection ends without that too: gRPC closes one on which nobody speaks.
+        A connection may end without that: gRPC closes an idle connection.
         """
         while not self._over.is_set():
             began = time.monotonic()
@@ -90,18 +90,19 @@ class Signs:
                 if jax.distributed.is_initialized() and not self._over.is_set():
                     self._say_gone("has ended: see what it wrote last. jax ends this process too")
                 return
-            except OSError:  # closed; or out of reach, which `_run` sees
+            except OSError:  # the connection was closed, or failed, which `_run` sees
                 pass
-            # At once after a long connection, so that the line comes before jax ends this process.
+            # Reconnect at once after a long connection, to write the line before jax ends this
+            # process.
             if time.monotonic() - began < 1:
                 self._over.wait(AGAIN)
 
     def turn(self, count: int, now: float) -> None:
-        """Give a sign, and look whose is missing.
+        """Give a sign, and look for processes without one.
 
         Args:
-          count: of this process's signs, this one included.
-          now: seconds of a clock that only rises.
+          count: the number of this process's signs, including this one.
+          now: seconds of a monotonic clock.
         """
         service.say(COUNTS, f"{count} {self._host}", again=True)
         if self._here.index == 0:

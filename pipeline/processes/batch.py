@@ -22,7 +22,7 @@ from pipeline.base.tree import Tree
 from pipeline.processes import service
 from pipeline.processes.agreement import Fields, differences
 
-BLOCK = 1000  # calls of shard_batch, whose records are freed together
+BLOCK = 1000  # calls of shard_batch whose records are deleted together
 REMEDY = (
     "give all of them one mesh, the same tree of arrays, with the same dtypes, and of each array "
     "the rows of `local_rows`"
@@ -33,18 +33,18 @@ _BY_DATA = PartitionSpec(DATA)
 
 
 def local_rows(mesh: Mesh, num_rows: int, *, split: Any = _BY_DATA) -> np.ndarray:
-    """The rows of a batch of N that this process brings, ascending.
+    """Return the rows of a batch of N that this process supplies, ascending.
 
-    Processes that hold different stages of one data shard bring the same rows, and so do those that
-    hold different positions of it.
+    Processes that hold different stages of one data shard supply the same rows. So do processes
+    that hold different positions of it.
 
     Args:
-      mesh: the pipeline's.
+      mesh: the pipeline's mesh.
       num_rows: N.
       split: the pipeline's option ``batch``.
 
     Raises:
-      ValueError: D does not divide N, or no device of the mesh is this process's.
+      ValueError: D does not divide N, or the mesh has no device of this process.
     """
     axes = find_axes(mesh, split)
     shards = axes.num_rows
@@ -57,7 +57,7 @@ def local_rows(mesh: Mesh, num_rows: int, *, split: Any = _BY_DATA) -> np.ndarra
 
 
 def _shards_here(mesh: Mesh, axes: Axes) -> np.ndarray:
-    """[D] which data shards this process has."""
+    """Mark [D] the data shards that this process has."""
     shards, sharding = axes.num_rows, NamedSharding(mesh, axes.row_spec)
     here = np.zeros(shards, bool)
     for index in sharding.addressable_devices_indices_map((shards,)).values():
@@ -72,22 +72,22 @@ def _shards_here(mesh: Mesh, axes: Axes) -> np.ndarray:
 
 
 def shard_batch(batch: Tree, mesh: Mesh, *, split: Any = _BY_DATA) -> Tree:
-    """Global arrays from the rows that each process has; called by all processes alike.
+    """Make global arrays from the rows that each process has; all processes must call it.
 
     Args:
       batch: a tree of [n, ...] arrays of numbers, the `local_rows` of this process, in order.
-      mesh: the pipeline's.
-      split: the pipeline's option ``batch``, if it is one spec; every process brings all positions
-        of its rows.
+      mesh: the pipeline's mesh.
+      split: the pipeline's option ``batch``, if it is one spec; every process supplies all
+        positions of its rows.
 
     Returns:
-      The tree with [N, ...] arrays, rows over row axes: what `Pipeline` takes. With one process
-      that is the batch as given.
+      The tree with [N, ...] arrays, rows over row axes, as `Pipeline` takes it. With one process
+      that is the given batch.
 
     Raises:
-      ValueError: a leaf is no array of numbers, has no rows, or another number of them than its
-        data shards can share or than the first leaf has; or the batches of processes differ in
-        tree, shapes or dtypes.
+      ValueError: a leaf is no array of numbers, or has no rows, a number of rows that its data
+        shards cannot share, or another number than the first leaf; or the batches of processes
+        differ in tree, shapes or dtypes.
     """
     if not isinstance(split, PartitionSpec):
         raise ValueError(
@@ -143,7 +143,7 @@ def _array(name: str, leaf: object) -> np.ndarray:
 
 
 def _check_rows(arrays: Mapping[str, np.ndarray], shards: int) -> None:
-    """See that all have equally many rows, which the data shards of this process can share."""
+    """Check that all arrays have equally many rows, a multiple of this process's data shards."""
     if not arrays:
         raise ValueError("batch has no leaf; give a tree of arrays")
     first, rows = next((name, len(array)) for name, array in arrays.items())
@@ -162,28 +162,29 @@ def _check_rows(arrays: Mapping[str, np.ndarray], shards: int) -> None:
 
 @dataclass
 class _Brought:
-    """Types of the batches that this process has brought to its calls of `shard_batch`.
+    """Types of the batches that this process has passed to `shard_batch`.
 
     Processes whose batches differ in a shape or a dtype compile different programs, and wait for
-    each other for ever. So each says what it brings; and when that is something new, for which it
-    is going to compile anyway, it first looks what the others bring to the same call.
+    each other for ever. So each process publishes the types of its batch. If they are new, so that
+    it is going to compile anyway, it first compares them with the other processes' types for this
+    call.
     """
 
     calls: int = 0
     kinds: set[str] = field(default_factory=set)
 
     def compare(self, fields: Fields, index: int, count: int) -> None:
-        """Compare this process's batch for the next call with the other processes'.
+        """Compare this process's batch for the next call with the other processes' batches.
 
         Raises:
-          ValueError: this is new, and the others bring something else.
+          ValueError: the types are new, and another process has other types.
         """
         block, kind = self.calls // BLOCK, json.dumps(dict(fields))
         topic = f"batch/{block}/{self.calls}"
         self.calls += 1
         service.say(topic, kind)
         if kind not in self.kinds:
-            # Who dies, or leaves, ends this process too: the others come, sooner or later.
+            # No timeout: the others come, and if one has died or left, jax ends this process too.
             found = service.hear(topic, count, math.inf)
             if unlike := differences([json.loads(found[i]) for i in range(count)]):
                 raise ValueError(
@@ -195,4 +196,4 @@ class _Brought:
             service.forget(f"batch/{block - 1}")
 
 
-_BROUGHT = _Brought()  # a process belongs to one job, as for jax.distributed
+_BROUGHT = _Brought()  # a process belongs to one job, as in jax.distributed

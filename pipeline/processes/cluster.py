@@ -14,7 +14,7 @@ from collectives.compat import find_cluster
 from pipeline.base.arguments import is_whole
 from pipeline.processes.names import COORDINATOR, PROCESS, PROCESSES
 
-# jax's own, for whoever wants other devices than jax takes from SLURM and Open MPI: one a process.
+# jax's variable, to take other devices than jax takes for SLURM and Open MPI (one a process).
 DEVICES = "JAX_LOCAL_DEVICE_IDS"
 
 BY_HAND = (
@@ -22,8 +22,8 @@ BY_HAND = (
     f"num_processes=1 or {PROCESSES}=1"
 )
 
-# Variables by which one sees a job of several processes even where jax does not: from which number
-# on, and what jax wants.
+# Variables that show a job of several processes even if jax does not detect it: the least number
+# that shows it, and the reason why jax does not.
 _TORCHRUN = (
     "torchrun tells jax nothing: num_processes is its WORLD_SIZE, process_id its RANK, and the "
     "port of the coordinator another than MASTER_PORT, which is taken; start the program with "
@@ -51,10 +51,10 @@ class Cluster:
     """The place of a process among the processes of a job.
 
     Attributes:
-      coordinator: where process 0 listens, ``host:port``; empty where there is one process.
-      count: processes of the job.
-      index: of this process, 0 <= index < count.
-      local_device_ids: the devices of this host that are this process's; None for all.
+      coordinator: ``host:port`` on which process 0 listens; empty for a single process.
+      count: the number of processes in the job.
+      index: the number of this process, 0 <= index < count.
+      local_device_ids: the devices of this host that this process uses; None for all.
     """
 
     coordinator: str = ""
@@ -77,18 +77,18 @@ def find(
     timeout: float,
     environment: Mapping[str, str] | None = None,
 ) -> Cluster:
-    """The cluster, `Cluster()` where nothing speaks of others.
+    """Return this process's place in its job; `Cluster()` if nothing indicates other processes.
 
     Args:
-      coordinator: where process 0 listens; this and the next two are looked for if None.
-      num_processes: of the job.
-      process_id: of this process.
+      coordinator: ``host:port`` of process 0; this and the next two are detected if None.
+      num_processes: the number of processes in the job.
+      process_id: the number of this process.
       timeout: seconds that jax may wait for a name service.
-      environment: what a launcher has set; by default that of this process.
+      environment: the variables that a launcher has set; by default those of this process.
 
     Raises:
-      ValueError: a part is missing, or does not fit the others; or there is a cluster, and no way
-        to learn this process's place in it.
+      ValueError: a part is missing or contradicts the others, or there is a cluster, but this
+        process's place in it is unknown.
     """
     environment = os.environ if environment is None else environment
     known: dict[str, Any] = {
@@ -125,7 +125,7 @@ def _number(
 
 
 def _devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
-    """The devices of this host that the environment gives to this process."""
+    """Return the devices of this host that the environment gives to this process."""
     text = environment.get(DEVICES)
     if not text:
         return None
@@ -139,13 +139,13 @@ def _devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
 
 
 def _detected(known: Mapping[str, Any], timeout: float) -> tuple[Any, ...]:
-    """(coordinator, processes, process, local devices) by jax's own detection, None if unknown."""
-    # Asked beforehand, since connecting in vain kills the process.
+    """Return (coordinator, processes, process, local devices) as jax detects them; else None."""
+    # Detect before connecting, because a failed connection kills the process.
     coordinator, count, index = known.values()
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
     try:
         return find_cluster(coordinator, count, index, seconds=int(timeout))
-    except Exception as error:  # of sockets, of Kubernetes, of numbers
+    except Exception as error:  # from sockets, Kubernetes or number parsing
         cause = f" ({error.__cause__})" if error.__cause__ else ""
         raise ValueError(
             f"jax sees that this process belongs to a cluster, but cannot tell its place: "

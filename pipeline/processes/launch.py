@@ -1,8 +1,8 @@
-"""Start the processes of a job on this machine, and see that none outlives another. POSIX only.
+"""Start the processes of a job on this machine, and end all when one ends early. POSIX only.
 
-Each process leads a process group, so that what it starts ends with it. And a small Python of its
-own, which is no child of a child, holds a pipe to the launcher: when the launcher dies without a
-word, as by SIGKILL, the pipe closes and all groups are ended.
+Each process leads a process group, so that the processes it starts end with it. A small Python
+process, the guard, holds a pipe to the launcher. If the launcher dies without cleaning up, as by
+SIGKILL, the pipe closes and the guard ends all groups.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from pipeline.processes.names import COORDINATOR, PROCESS, PROCESSES, numbers
 
 DEVICES = "--xla_force_host_platform_device_count"
 HOST = "127.0.0.1"
-SHUT = 1.0  # seconds to read what an ended process has left in its pipes
-# Signals that end the launcher, and what the processes then get: those that Python turns into an
-# exception let them save their work.
+SHUT = 1.0  # seconds to read the rest of an ended process's pipes
+# Signals that end the launcher, and the signals that it passes on: processes can save their work
+# on signals that Python turns into an exception.
 PASSED_ON = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM}
 PASSED_ON[signal.SIGHUP] = signal.SIGTERM
 
-# What happens to the launcher: a process has ended (its number), or a signal has come (its number).
+# Events of the launcher: a process has ended, or a signal has come; with its number.
 Events = queue.SimpleQueue[tuple[Literal["end", "signal"], int]]
 
-# What a process is until the guard knows its group. If the launcher dies before, the pipe closes.
+# The command of a process until the guard knows its group. If the launcher dies, the pipe closes.
 GATE = 'read -r _ && exec "$@" </dev/null'
 
-# Runs alone: a file of this package would load jax, for nothing.
+# It runs alone, with the standard library only: importing this package would load jax.
 GUARD = """
 import os, signal, sys, time
 groups, grace = [], float(sys.argv[1])
@@ -67,10 +67,10 @@ class Job:
 
     Attributes:
       command: the program and its arguments.
-      processes: how many.
-      devices: virtual CPU devices of each.
-      port: of the coordinator, 0 for a free one.
-      grace: seconds from asking a process to end until it is killed.
+      processes: the number of processes.
+      devices: virtual CPU devices of each process.
+      port: the coordinator's port, 0 for a free port.
+      grace: seconds between the request to end and the kill.
     """
 
     command: Sequence[str]
@@ -80,12 +80,12 @@ class Job:
     grace: float = 5.0
 
     def environment(self, process: int, port: int, base: Mapping[str, str]) -> dict[str, str]:
-        """The variables of a process by its number, the coordinator's port and the launcher's."""
-        flags = f"{base.get('XLA_FLAGS', '')} {DEVICES}={self.devices}"  # the last one counts
+        """Return a process's variables from its number, the coordinator's port and ``base``."""
+        flags = f"{base.get('XLA_FLAGS', '')} {DEVICES}={self.devices}"  # the last flag counts
         return {
             "JAX_PLATFORMS": "cpu",
             "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-            "PYTHONUNBUFFERED": "1",  # a killed process takes no lines with it
+            "PYTHONUNBUFFERED": "1",  # a killed process loses no lines
             **base,
             "XLA_FLAGS": flags.strip(),
             COORDINATOR: f"{HOST}:{port}",
@@ -102,16 +102,17 @@ def free_port() -> int:
 
 
 def run(job: Job, out: BinaryIO | None = None, err: BinaryIO | None = None) -> int:
-    """Run the job to its end; returns its exit code.
+    """Run the job to its end and return its exit code.
 
     Args:
-      job: what to start.
-      out: where the processes' standard output goes, line by line; by default the launcher's own.
-      err: where their standard error goes, and what the launcher says.
+      job: the job.
+      out: the target of the processes' standard output, line by line; by default the launcher's
+        own.
+      err: the target of their standard error and of the launcher's messages.
 
     Returns:
-      0 if all processes end so; else the first failing process's exit code, 128 + n after signal
-      n; 128 + n if the launcher itself was ended by signal n.
+      0 if all processes return 0; else the first failing process's exit code, 128 + n after signal
+      n; 128 + n if signal n ended the launcher itself.
     """
     events: Events = queue.SimpleQueue()
     log = Log(
@@ -136,12 +137,12 @@ def run(job: Job, out: BinaryIO | None = None, err: BinaryIO | None = None) -> i
 
 
 def _supervise(children: Sequence[_Child], grace: float, events: Events, log: Log) -> int:
-    """Wait until all have ended; at the first failure, or when asked, end all that run.
+    """Wait until all have ended; after the first failure or a signal, end all that still run.
 
-    A signal is an event among others, so that it finds nothing half done.
+    A signal comes as an event like others, so that it interrupts nothing halfway.
     """
     code, failed = 0, None
-    kill_at = math.inf  # where finite, all have been asked to end
+    kill_at = math.inf  # finite when all have been asked to end
     running = set(range(len(children)))
 
     def stop(number: int) -> float:
@@ -151,14 +152,14 @@ def _supervise(children: Sequence[_Child], grace: float, events: Events, log: Lo
 
     while running:
         try:
-            # A wait without end would not notice a signal on every platform.
+            # A wait without a timeout would not notice a signal on every platform.
             what, value = events.get(timeout=max(min(kill_at - time.monotonic(), 0.5), 0))
         except queue.Empty:
             if time.monotonic() >= kill_at:
                 stop(signal.SIGKILL)
             continue
         if what == "signal":
-            if kill_at < math.inf:  # asked twice: at once
+            if kill_at < math.inf:  # the second signal: kill at once
                 kill_at = 0
                 continue
             code = 128 + value
@@ -183,8 +184,8 @@ class _Child:
     """A process that the launcher has started, with its number."""
 
     index: int
-    process: subprocess.Popen[bytes]  # whose id is the group's too
-    readers: list[threading.Thread] = field(default_factory=list)  # that copy its lines
+    process: subprocess.Popen[bytes]  # its id is the group's id too
+    readers: list[threading.Thread] = field(default_factory=list)  # they copy its lines
 
     @property
     def code(self) -> int:
@@ -194,7 +195,7 @@ class _Child:
 
     @property
     def how(self) -> str:
-        """Cause of the failure, for a message."""
+        """The cause of the failure, for a message."""
         code = self.process.returncode
         if code < 0:
             return f"(pid {self.process.pid}) was ended by {signal.Signals(-code).name}"
@@ -219,7 +220,7 @@ class _Child:
 
 
 def _start(job: Job, index: int, port: int, log: Log, events: Events) -> _Child:
-    """Start a process of a job at its gate, and threads that copy its lines and tell of its end."""
+    """Start a process of a job, which waits for `begin`, with threads for its lines and its end."""
     process = subprocess.Popen(  # noqa: S603  (what the user wants to run)
         ["/bin/sh", "-c", GATE, "sh", *job.command],
         env=job.environment(index, port, os.environ),
@@ -244,14 +245,14 @@ def _start(job: Job, index: int, port: int, log: Log, events: Events) -> _Child:
 
 @contextlib.contextmanager
 def _signals(events: Events) -> Iterator[None]:
-    """While this lasts, a signal that would end the launcher is an event."""
+    """In this context, turn signals that would end the launcher into events."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {
         number: signal.signal(number, lambda number, _: events.put(("signal", number)))
         for number in PASSED_ON
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN  # as of nohup
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN  # from nohup
     }
     try:
         yield
@@ -262,7 +263,7 @@ def _signals(events: Events) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _guard(grace: float) -> Iterator[Callable[[int], None]]:
-    """Gives a function: which process group ends when the launcher dies within this context."""
+    """Give a function to register process groups that end if the launcher dies in this context."""
     process = subprocess.Popen(  # noqa: S603  (our own program)
         [sys.executable, "-I", "-S", "-c", GUARD, str(grace)],
         stdin=subprocess.PIPE,

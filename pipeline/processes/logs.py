@@ -8,17 +8,17 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import IO, BinaryIO
 
-KEPT = 20  # last lines of a process that are shown again when it fails
-LONGEST = 1 << 16  # bytes without an end of line until a line is cut
+KEPT = 20  # last lines of a process, shown again if it fails
+LONGEST = 1 << 16  # most bytes of a line; longer lines are cut
 
 
 class Log:
-    """The file or stream for all lines.
+    """The target of all lines, a file or a stream.
 
     Args:
       out: for lines of standard output.
-      err: for those of standard error, and the launcher's own.
-      unread: called when nobody reads any more, once.
+      err: for lines of standard error and the launcher's messages.
+      unread: called once, when writing to a target fails.
     """
 
     def __init__(self, out: BinaryIO, err: BinaryIO, unread: Callable[[], None]) -> None:
@@ -36,11 +36,11 @@ class Log:
                 self._write(target, prefix + line + b"\n")
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """Write a line of the launcher."""
         self._write(self._err, f"launch: {text}\n".encode())
 
     def last_words(self, process: int, how: str) -> None:
-        """The last lines of a process, once more."""
+        """Write the last lines of a process again."""
         lines = list(self._last[process])
         if not lines:
             self.say(f"process {process} {how}, and had written nothing")
@@ -50,7 +50,7 @@ class Log:
         self._write(self._err, head + text)
 
     def _write(self, target: BinaryIO, text: bytes) -> None:
-        # A pipe that nobody reads must not stop the processes from being stopped.
+        # A broken pipe must not keep the launcher from stopping the processes.
         with self._lock, contextlib.suppress(ValueError):
             try:
                 target.write(text)

@@ -1,18 +1,18 @@
-"""Names of processes, in variables and in texts; and lines that a process writes at once."""
+"""Names of processes, in variables and in texts; and lines that a process writes unbuffered."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 
-# What `pipeline.processes.launch` sets, and what anybody else may set by hand.
+# Variables that `pipeline.processes.launch` sets, and that users may set by hand.
 COORDINATOR = "SHARDPIPE_COORDINATOR"
 PROCESSES = "SHARDPIPE_PROCESSES"
 PROCESS = "SHARDPIPE_PROCESS"
 
 
 def numbers(processes: Sequence[int]) -> str:
-    """Ascending numbers, with ranges: 0, 2-5."""
+    """Write ascending numbers with ranges: 0, 2-5."""
     runs: list[list[int]] = []
     for process in processes:
         if runs and process == runs[-1][1] + 1:
@@ -23,7 +23,7 @@ def numbers(processes: Sequence[int]) -> str:
 
 
 def text_of_processes(who: Sequence[int]) -> str:
-    """``process 3``, or ``processes 0, 2-5``."""
+    """Write ``process 3``, or ``processes 0, 2-5``."""
     return f"process{'es' if len(who) > 1 else ''} {numbers(who)}"
 
 

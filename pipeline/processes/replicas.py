@@ -1,8 +1,8 @@
-"""Weights that several processes hold alike, compared once, when they are placed.
+"""Weights that several processes hold alike, compared once, when they are put on the mesh.
 
-Each process lays out the weights that it has made itself. With a seed per process, data shards
-would start from different models and train on without a word, their gradients summed all the same.
-So each says a checksum of every part that others hold too.
+Each process puts the weights that it has made itself on the mesh. If each process had its own seed,
+data shards would start from different models and silently train on, with their gradients summed. So
+each process publishes a checksum of every part that others hold too.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ REMEDY = (
 
 
 def check_replicas(arrays: Mapping[str, Any], mesh: Mesh) -> None:
-    """See that processes hold the same bits where they hold the same part of an array.
+    """Check that processes hold the same bits of the parts of arrays that they share.
 
-    Does nothing for traced arrays, for types, and where not all processes have devices in the mesh.
+    It does nothing for traced arrays and types, or if some process has no device in the mesh.
 
     Args:
-      arrays: name to array, laid out on the mesh; in the same order on all processes.
+      arrays: name to array, placed on the mesh; in the same order on all processes.
       mesh: the mesh.
 
     Raises:
-      ValueError: on all processes alike: the first part that differs, and who holds what.
+      ValueError: on all processes: the first part that differs, and the processes that hold it.
     """
     processes = {device.process_index for device in mesh.devices.flat}
     if len(processes) < 2 or processes != set(range(jax.process_count())):

@@ -1,7 +1,7 @@
 """jax's coordination service: its store of texts that all processes see.
 
-What is public there, `jax.experimental.multihost_utils`, compares by computing on all devices, and
-so waits for ever for who does not come.
+The public interface, `jax.experimental.multihost_utils`, compares by a computation on all devices.
+So it waits for ever for a process that does not take part.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import time
 from collectives.compat import coordination
 
 FOLDER = "shardpipe"
-LOOKS = 0.02, 0.5  # seconds between two looks into the store, at first and at most
+LOOKS = 0.02, 0.5  # seconds between two reads of the store: the first and the longest pause
 
 
 def say(topic: str, text: str, *, again: bool = False) -> None:
-    """Leave a text of this process on a topic: a path with which no other topic begins.
+    """Publish a text of this process on a topic: a path that is no prefix of another topic's.
 
     Args:
-      topic: where to leave it.
-      text: what the others read.
-      again: whether the text may replace one that this process has left there.
+      topic: the topic.
+      text: the text for the other processes.
+      again: whether the text may replace an earlier text of this process.
     """
     client, process = coordination()
     more = {"allow_overwrite": True} if again else {}
@@ -28,15 +28,15 @@ def say(topic: str, text: str, *, again: bool = False) -> None:
 
 
 def said(topic: str) -> dict[int, str]:
-    """Read the values of processes on a topic so far, by their numbers."""
+    """Read the texts of processes on a topic so far, by process number."""
     found = coordination()[0].key_value_dir_get(f"{FOLDER}/{topic}/")
     return {int(key.rpartition("/")[2]): text for key, text in found}
 
 
 def hear(topic: str, count: int, seconds: float) -> dict[int, str]:
-    """Wait until so many processes have said something on a topic, or a time has passed.
+    """Wait until ``count`` processes have published on a topic, or the time has passed.
 
-    It looks again and again, since jax's own waiting does not let Ctrl-C through.
+    It polls, because jax's own waiting does not let Ctrl-C through.
     """
     until, pause = time.monotonic() + seconds, LOOKS[0]
     while len(found := said(topic)) < count and time.monotonic() < until:
@@ -46,5 +46,5 @@ def hear(topic: str, count: int, seconds: float) -> dict[int, str]:
 
 
 def forget(topic: str) -> None:
-    """Delete the values of all processes on a topic, and on its subtopics."""
+    """Delete the texts of all processes on a topic and its subtopics."""
     coordination()[0].key_value_delete(f"{FOLDER}/{topic}/")

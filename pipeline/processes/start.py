@@ -23,8 +23,8 @@ from pipeline.processes.names import text_of_processes, write_at_once
 
 BETWEEN_CPUS = "jax_cpu_collectives_implementation"
 LOOPBACK = ("localhost", "127.", "::1")
-FOREVER = 10**8  # seconds, of those that jax takes as an integer
-LOOK = 0.1  # seconds between two looks whether the others have ended
+FOREVER = 10**8  # seconds; jax takes an integer
+LOOK = 0.1  # seconds between two checks whether the others have ended
 
 
 def initialize(
@@ -39,30 +39,30 @@ def initialize(
 ) -> Cluster:
     """Make this process one of a job; with one process, do nothing.
 
-    Call it before the first use of a device. What is not given comes from
-    ``python -m pipeline launch``, or from SLURM, Open MPI, a Kubernetes job or a TPU pod. It starts
+    Call it before the first use of a device. Arguments that are None come from ``python -m pipeline
+    launch``, or from SLURM, Open MPI, a Kubernetes job or a TPU pod. The function starts
     `jax.distributed`, with gloo for collectives between CPUs, waits for all processes, and compares
-    their code, versions and options. From then on, jax ends this process when another one dies or
-    hangs; and a process whose program is done waits until those of all are.
+    their code, versions and options. From then on, jax ends this process if another process dies or
+    hangs. A process whose program is done waits until all programs are done.
 
     Args:
-      coordinator: ``host:port`` of process 0, with a port that is free there.
-      num_processes: of the job.
-      process_id: of this process, 0 <= process_id < num_processes.
-      config: options that must be the same everywhere: a mapping, a dataclass or a namespace.
+      coordinator: ``host:port`` of process 0, with a port that is free on its host.
+      num_processes: the number of processes in the job.
+      process_id: the number of this process, 0 <= process_id < num_processes.
+      config: options that must be equal on all processes: a mapping, a dataclass or a namespace.
       timeout: seconds to wait for the others, at the start and at the end.
-      grace: seconds that a process which has failed waits for the others to end.
+      grace: seconds that a failed process waits for the others to end.
       heartbeat: seconds without a sign of life until a process counts as dead; `math.inf` for ever.
 
     Returns:
-      Where this process is: ``.index`` of ``.count``.
+      The place of this process: ``.index`` of ``.count``.
 
     Raises:
       OSError: process 0 cannot listen at the coordinator's address.
       RuntimeError: jax.distributed is initialised already.
-      TimeoutError: somebody has come, but does not call this function.
-      ValueError: a part of the address, or a time, is missing or wrong; or processes do not run
-        the same program: which field, which values, on which processes.
+      TimeoutError: a process has connected, but does not call this function.
+      ValueError: a part of the address, or a time, is missing or wrong; or processes do not run the
+        same program. The message then has the fields, their values, and the processes.
     """
     if jax.distributed.is_initialized():
         raise RuntimeError(
@@ -80,7 +80,7 @@ def initialize(
     if heartbeat < math.inf:
         signs = Signs(here, heartbeat)
         signs.start()
-        atexit.register(signs.stop)  # after `_leave`: the last that is registered runs first
+        atexit.register(signs.stop)  # runs after `_leave`: the last registered function runs first
     atexit.register(_leave, here, os.getpid(), timeout, grace)
     agree(fields, here.index, here.count, timeout)
     return here
@@ -91,7 +91,7 @@ def _connect(here: Cluster, timeout: float, heartbeat: float) -> None:
     local = here.address[0].startswith(LOOPBACK)
     if here.index == 0:
         _check_port(here, local=local)
-    # jax then ends this process from C++, without an exception: it says nothing of the address.
+    # If time runs out, jax ends this process from C++ without naming the address; this line does.
     late = threading.Timer(
         min(max(timeout, 1), FOREVER),
         partial(
@@ -128,18 +128,18 @@ def _check_port(here: Cluster, *, local: bool) -> None:
     except OSError as error:
         raise OSError(
             f"process 0 cannot listen at coordinator={here.coordinator!r}: {error.strerror}; give "
-            f"an address of this host, and a port that nobody uses"
+            f"an address of this host, and a free port"
         ) from error
 
 
 def _leave(here: Cluster, process: int, timeout: float, grace: float) -> None:
-    """At the end of the interpreter, wait for the others, which may be waiting for this one.
+    """At the end of the interpreter, wait for the other processes, which may wait for this one.
 
-    jax waits for them too, right after this, and ends all if somebody does not come: also when
-    process 0 still evaluates alone. After an exception, nothing is left to wait for: the others may
-    be in a collective which this process will never join. But if this one has failed since another
-    one is gone, they all fail, and who does not come to its end here is the one that is gone. It
-    waits for ``timeout`` seconds if all have ended well so far, for ``grace`` if a process failed.
+    jax waits for them too, right after this, and ends all if one does not come, for example while
+    process 0 still evaluates alone. After an exception, the others may be in a collective that this
+    process will never join. If this process failed because another process is gone, all fail, and
+    the one that does not come here is the one that is gone. The wait is ``timeout`` seconds if all
+    have ended well so far, or ``grace`` seconds if a process failed.
     """
     if os.getpid() != process or not jax.distributed.is_initialized():
         return
@@ -160,7 +160,7 @@ def _leave(here: Cluster, process: int, timeout: float, grace: float) -> None:
             os._exit(1)
         try:
             time.sleep(LOOK)
-        except KeyboardInterrupt:  # jax, which waits next, would not hear of it
+        except KeyboardInterrupt:  # jax, which waits next, would ignore it
             os._exit(130)
 
 

@@ -28,12 +28,12 @@ _COMPARED = 2**16  # bytes of a constant; larger ones are equal if they are one 
 
 
 def find_changed(model: nnx.Module, trace: Trace, regular: Regular) -> str:
-    """Return why stages cannot call the blocks: one computes otherwise by itself; else "".
+    """Return why stages cannot call the blocks: a block computes otherwise by itself; else "".
 
     Args:
-      model: that has the blocks.
-      trace: of its call.
-      regular: how the calls follow each other.
+      model: the model that has the blocks.
+      trace: the trace of its call.
+      regular: the order of the calls.
     """
     interned: dict[Any, int] = {}
     for number, call in enumerate(trace.calls):
@@ -86,12 +86,12 @@ def _trace_alone(model: nnx.Module, call: Call, types: Sequence[Any]) -> Trace |
     treedef = jax.tree.structure(((0,) * count, {}))
     names = tuple(f"args[{n}]" for n in range(count))
     slots = Slots(treedef, (None,) * count)
-    # The block is split from the model: a merge of the whole model for each block is quadratic.
+    # Split the block from the model: a merge of the whole model for each block is quadratic.
     graphdef, state = nnx.split(member(model, call.path))
     alone = Recipe(graphdef, types_of_state(state), run, slots, names, ((),))
     try:
         found = alone.trace(types)
-    except Exception:  # noqa: BLE001  what a block needs may be set by the model alone
+    except Exception:  # noqa: BLE001  the block may need a value that only the model sets
         return None
     return found if len(found.calls) == 1 else None
 
@@ -99,10 +99,11 @@ def _trace_alone(model: nnx.Module, call: Call, types: Sequence[Any]) -> Trace |
 def _meaning(
     trace: Trace, number: int, like: tuple[Trace, int], interned: dict[Any, int]
 ) -> tuple[list[Any], list[Any]] | None:
-    """The results of a call and its variables after it, as terms of its arguments and variables.
+    """Return a call's results and final variables, as terms of its arguments and variables.
 
-    Where ``like`` (a trace, and the number of the call in it) gives one value twice, two values
-    that are given here are taken to be one. ``interned`` numbers equations, and is filled here.
+    ``like`` is a trace and the number of a call in it. If one value is given twice in that call,
+    the two values at the same places here are taken to be equal. ``interned`` maps equations to
+    numbers; this function adds to it.
     """
     before, after = trace.held[number]
     own = [*trace.given[number], *before]
@@ -147,10 +148,10 @@ def _literal(atom: Literal) -> Any:
 
 
 def _own_derivative(eqn: Any) -> Any:
-    """The pullback of an equation with a rule of its own (`jax.custom_vjp`), else None.
+    """Return the pullback of an equation with a rule of its own (`jax.custom_vjp`), else None.
 
-    A rule may close over a value that the model sets around its blocks, and parameters of equations
-    show functions only.
+    A rule may close over a value that the model sets around its blocks. The parameters of an
+    equation show the rule only as a function.
     """
     if not _has_rule(eqn):
         return None
@@ -165,7 +166,7 @@ def _own_derivative(eqn: Any) -> Any:
 
     try:
         return _params(jax.make_jaxpr(pullback)(*inputs))
-    except Exception:  # noqa: BLE001  it has none
+    except Exception:  # noqa: BLE001  it has no pullback
         return None
 
 
@@ -178,7 +179,7 @@ def _has_rule(eqn: Any) -> bool:
 def _constant(value: Any) -> Any:
     try:
         array = np.asarray(value)
-    except TypeError:  # a key
+    except TypeError:  # a random key
         return "constant", id(value)
     if array.nbytes > _COMPARED:
         return "constant", id(value)
@@ -186,13 +187,13 @@ def _constant(value: Any) -> Any:
 
 
 def _params(params: Any) -> Any:
-    """Parameters of an equation, equal where two traces of one function have them."""
+    """Return parameters of an equation in a form that is equal for two traces of one function."""
     if isinstance(params, Mapping):
         return tuple((key, _params(params[key])) for key in sorted(params))
     if isinstance(params, Sequence) and not isinstance(params, str):
         return tuple(map(_params, params))
     if hasattr(params, "consts"):
         return _ADDRESS.sub("", str(params)), tuple(map(_constant, params.consts))
-    if callable(params) and not hasattr(params, "jaxpr"):  # a rule, made anew by every trace
+    if callable(params) and not hasattr(params, "jaxpr"):  # a rule: every trace makes a new one
         return "function"
     return _ADDRESS.sub("", str(params))

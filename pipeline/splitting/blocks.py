@@ -14,8 +14,8 @@ from pipeline.splitting.recording import BlockGroup, find_groups
 from pipeline.splitting.regular import Regular, find_regular
 from pipeline.splitting.tracing import HiddenCallError, Recipe, Trace
 
-SMALL = 0.05  # of the operations of all numbered modules: groups with less are no blocks
-MOST = 0.7  # of them: a group that has so much may be the only blocks, if that is simpler
+SMALL = 0.05  # groups with a smaller share of the numbered modules' operations are no blocks
+MOST = 0.7  # a group with this share may be the only blocks, if only then calls are regular
 
 
 def find_blocks(
@@ -66,8 +66,9 @@ def _outermost(
 ) -> tuple[list[BlockGroup], tuple[Trace, Regular | str], dict[BlockGroup, tuple[float, int]]]:
     """Select the outermost groups with enough calls for the stages.
 
-    Where a group has too few calls, lists within it take its place. Attributes of a block that are
-    numbered (fc1, fc2) do not: they are its layers, and are cut apart where ``blocks=`` names them.
+    A group with too few calls is replaced by the lists within it. Numbered attributes of a block
+    (fc1, fc2) do not replace it: they are its layers, which are cut apart only if ``blocks=`` names
+    them.
     """
     chosen, outer = list(groups), None
     while True:

@@ -1,4 +1,4 @@
-"""The places to cut a row of calls: as asked for, or so that the costliest stage is cheap.
+"""The places to cut a row of calls: given by the user, or chosen to balance the stages.
 
 Letters: K stages.
 """
@@ -18,7 +18,7 @@ from pipeline.splitting.tracing import Trace
 def choose_counts(
     trace: Trace, num_stages: int, cut: Any, costs: Any, groups: Sequence[BlockGroup]
 ) -> tuple[int, ...]:
-    """[K] how many calls each stage has."""
+    """Return [K] the number of calls of each stage."""
     number = len(trace.calls)
     what = ", ".join(repr(group.name) for group in groups)
     if cut is not None and costs is not None:
@@ -55,10 +55,10 @@ def choose_counts(
 def balance(
     costs: Sequence[float], num_stages: int, before: float = 0.0, behind: float = 0.0
 ) -> tuple[int, ...]:
-    """[K] how many of a row of costs each stage gets, so that the costliest is as cheap as can be.
+    """Return [K] the numbers of consecutive costs per stage that make the costliest stage cheapest.
 
-    Among such cuts it is the one whose squares add up to least. Each stage gets one at least; the
-    first has the cost ``before`` too, and the last the cost ``behind``.
+    Among such cuts it takes the one with the least sum of squared stage costs. Each stage gets at
+    least one cost. The first stage has the cost ``before`` too, and the last the cost ``behind``.
     """
     sums = [0.0, *itertools.accumulate(costs)]
     n, none = len(costs), (float("inf"), float("inf"), ())

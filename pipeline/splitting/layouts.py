@@ -1,9 +1,9 @@
-"""Layout strings, in which people say which layers each stage has: ``E|(t|)*10m|L``.
+"""Layout strings, which say what layers each stage has: ``E|(t|)*10m|L``.
 
 The grammar is that of Megatron-LM's ``--pipeline-model-parallel-layout``: E is the embedding, t a
 layer, m a layer for multi-token prediction, L head and loss, and ``|`` ends a stage. ``x*3`` is
-``xxx``, of a letter or of what stands in parentheses; commas and spaces mean nothing. Its other
-form, a list of names for each stage, is read too.
+``xxx``, for a letter or a sequence in parentheses; commas and spaces mean nothing. Megatron-LM's
+other form, a list of names for each stage, is read too.
 
 Letters of this module: K stages.
 """
@@ -21,7 +21,7 @@ _WANTED = (
     "must be a string such as 'E|(t|)*10m|L', or a list for each stage such as [['embedding', "
     "'decoder'], ['decoder', 'loss']]"
 )
-LARGEST = 100_000  # letters that a repetition may make
+LARGEST = 100_000  # the most letters of a layout with its repetitions written out
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class _LayoutReader:
     text: str
 
     def sequence(self, at: int, *, inside: bool) -> tuple[str, int]:
-        """Read a sequence from a place on, repetitions written out, and return its end."""
+        """Read a sequence from ``at`` on; return it, with repetitions written out, and its end."""
         found, start = "", at
         while at < len(self.text):
             letter = self.text[at]
@@ -60,7 +60,7 @@ class _LayoutReader:
         return found, at
 
     def times(self, at: int) -> tuple[int, int]:
-        """Return the number of a repetition, 1 without one, and its end."""
+        """Return the count of a repetition, 1 without one, and its end."""
         if self.text[at : at + 1] != "*":
             return 1, at
         stop = at + 1
@@ -68,24 +68,25 @@ class _LayoutReader:
             stop += 1
         number = self.text[at + 1 : stop]
         if not number or int(number[:9]) < 1 or len(number) > 6:
-            raise self.wrong(at, "has no number from 1 to 999999 behind it")
+            raise self.wrong(at, "is not followed by a number from 1 to 999999")
         return int(number), stop
 
     def wrong(self, at: int, why: str) -> ValueError:
-        """An error that points at a place."""
+        """Make an error that marks a letter of the layout."""
         marked = f"{self.text[:at]}»{self.text[at]}«{self.text[at + 1 :]}"
         return ValueError(f"layout={marked!r}: {self.text[at]!r} {why}")
 
 
 def read_layout(text: Layout) -> list[str]:
-    """[K] the letters of each stage.
+    """Return [K] the letters of each stage.
 
     Args:
-      text: the layout, or as lists of names, one for each stage.
+      text: the layout, or a list of names for each stage.
 
     Raises:
-      ValueError: what is no layout, with the place; an embedding that is not the first letter; a
-        head that is not the last, or several but for one of each multi-token layer beside it.
+      ValueError: the text is no layout (the error marks the letter), the embedding is not the first
+        letter, the head is not the last, or there is more than one head, and not one more than
+        there are multi-token layers.
     """
     if isinstance(text, str):
         if not text.strip(", "):
@@ -97,12 +98,12 @@ def read_layout(text: Layout) -> list[str]:
     found = f"layout={text!r} is {whole!r} written out, with"
     if whole.count("E") != 1 or not whole.startswith("E"):
         raise ValueError(f"{found} {whole.count('E')} E: there is one, the first letter")
-    # Each multi-token layer may have a loss of its own.
+    # Each multi-token layer may have its own loss.
     if not whole.endswith("L") or whole.count("L") not in (1, 1 + whole.count("m")):
         also = f", or 1 and one for each of {whole.count('m')} m" if "m" in whole else ""
         raise ValueError(f"{found} {whole.count('L')} L: there is one, the last{also}")
     if (late := whole.find("m")) >= 0 and "t" in whole[late:]:
-        raise ValueError(f"layout={text!r}: m stands before t; multi-token layers come last")
+        raise ValueError(f"layout={text!r}: an m comes before a t; multi-token layers come last")
     return stages
 
 
@@ -121,16 +122,17 @@ def _of_lists(stages: Any) -> str:
 
 
 def parse_layout(text: Layout, layers: int, mtp_layers: int = 0) -> list[int]:
-    """[K] how many layers each stage has.
+    """Return [K] the number of layers of each stage.
 
     Args:
-      text: the layout, as of `read_layout`.
-      layers: of the model.
-      mtp_layers: how many modules for multi-token prediction the model has; `place_modules` says
+      text: the layout, as `read_layout` takes it.
+      layers: number of layers of the model.
+      mtp_layers: number of the model's modules for multi-token prediction; `place_modules` says
         which stages have them.
 
     Raises:
-      ValueError: as `read_layout`; another number of layers or of multi-token layers.
+      ValueError: the errors of `read_layout`, or the layout has another number of layers or of
+        multi-token layers than the model.
     """
     stages = read_layout(text)
     counts = [stage.count("t") for stage in stages]
@@ -143,7 +145,7 @@ def parse_layout(text: Layout, layers: int, mtp_layers: int = 0) -> list[int]:
     if extra != mtp_layers:
         raise ValueError(
             f"layout={text!r} has {extra} m, and the model has {mtp_layers} modules for "
-            f"multi-token prediction: write an m for each behind the last t, as in 'Et|tmL'"
+            f"multi-token prediction: write an m for each after the last t, as in 'Et|tmL'"
         )
     if sum(counts) != layers:
         raise ValueError(
@@ -154,12 +156,12 @@ def parse_layout(text: Layout, layers: int, mtp_layers: int = 0) -> list[int]:
 
 
 def place_modules(text: Layout) -> list[int]:
-    """[K] how many modules for multi-token prediction each stage of a layout has."""
+    """Return [K] the number of modules for multi-token prediction of each stage of a layout."""
     return [stage.count("m") for stage in read_layout(text)]
 
 
 def write_layout(counts: Sequence[int], modules: Sequence[int] = ()) -> str:
-    """Write the layout of stages with [K] counts of layers and of multi-token modules (none)."""
+    """Write the layout of stages with [K] counts of layers and of multi-token modules (or none)."""
 
     def times(letter: str, count: int) -> str:
         return letter * count if count < 2 else f"{letter}*{count}"

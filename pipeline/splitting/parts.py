@@ -26,9 +26,10 @@ class Message:
     """A message from one part to the next.
 
     Attributes:
-      values: activations, and what later parts need of earlier ones.
-      types: of the model's inputs, of the rows that the values are of.
-      dtype: of parameters, where the pipeline keeps or casts them in another than the model's.
+      values: activations, and values of earlier parts that later parts need.
+      types: types of the model's inputs, for the rows of ``values``.
+      dtype: the dtype of parameters, if the pipeline keeps or casts them in another than the
+        model's.
     """
 
     values: tuple[Any, ...]
@@ -40,12 +41,12 @@ jax.tree_util.register_dataclass(Message, data_fields=["values"], meta_fields=["
 
 
 class SplitCut:
-    """A model's call in parts, found anew for inputs of each type.
+    """A model's call, cut into parts and traced for inputs of each type.
 
-    Equal to itself alone; stages of one model share it.
+    It is equal only to itself; the stages of one model share it.
 
     Attributes:
-      tables: of each stage, embed and head, path of a variable in it to the path in the model.
+      tables: for each stage, embed and head: path of a variable in it to the path in the model.
     """
 
     def __init__(self, recipe: Recipe, counts: Sequence[int], *, is_regular: bool) -> None:
@@ -57,11 +58,11 @@ class SplitCut:
 
     @property
     def last(self) -> int:
-        """The number of the head."""
+        """The number of the head's part."""
         return len(self.counts) + 1
 
     def place(self, trace: Trace, counts: Sequence[int]) -> PlacedBlock:
-        """A trace in parts."""
+        """Divide a trace into parts."""
         return place(trace, counts, self.recipe.kinds, self.recipe.loose)
 
     def at(
@@ -72,7 +73,7 @@ class SplitCut:
         held: Mapping[Path, Any],
         values: Sequence[Any],
     ) -> tuple[Trace, PlacedBlock | Regular]:
-        """The call on inputs of these types, with the variables and arrays of the part that runs.
+        """Return the call on inputs of these types, with the running part's variables and arrays.
 
         Raises:
           ValueError: the model calls its blocks otherwise than with the example.
@@ -97,20 +98,20 @@ class SplitCut:
             regular = find_regular(trace, lambda counts: self.place(trace, counts))
             if isinstance(regular, str):
                 raise ValueError(
-                    f"on inputs of {text_of(types)} the model calls its blocks otherwise than "
-                    f"on the example that it was split by ({regular}): split it by an example "
+                    f"on inputs of {text_of(types)} the model calls its blocks differently than on "
+                    f"the example that it was split by ({regular}): split it by an example "
                     f"of that kind"
                 )
             found = regular
         else:
             found = self.place(trace, self.counts)
-        # A layer that leaves padding out has the mask of this one call in its equations.
+        # The trace of a layer that leaves padding out contains the mask of this one call.
         if not any(isinstance(value, jax.core.Tracer) for value in trace.constants.values()):
             self._known[key] = trace, found
         return trace, found
 
     def ends_of(self, number: int, found: PlacedBlock | Regular) -> tuple[Any, Any, Any]:
-        """List a part's inputs, outputs and effects, if it runs as equations."""
+        """Return a part's inputs, outputs and equations with effects, if it runs as equations."""
         trace = (found.placed if isinstance(found, Regular) else found).trace
         if isinstance(found, Regular):
             effects = found.placed.effects
@@ -122,7 +123,7 @@ class SplitCut:
         return sent, sends, found.effects[number]
 
     def writes(self, number: int, found: PlacedBlock | Regular) -> dict[Path, tuple[Any, ...]]:
-        """List the values that a part writes to the model's state, without random streams."""
+        """Return the values that a part writes to the model's state, without random streams."""
         placed = found.placed if isinstance(found, Regular) else found
         if isinstance(found, Regular) and number:
             number = len(placed.trace.calls) + 1
@@ -136,7 +137,7 @@ class SplitCut:
 
 
 def hold(variables: Mapping[Path, Any]) -> nnx.Dict[Any]:
-    """A module that holds variables by their paths."""
+    """Make a module that holds variables by their paths."""
     found: nnx.Dict[Any] = nnx.Dict()
     for path, variable in variables.items():
         node = found
@@ -149,7 +150,7 @@ def hold(variables: Mapping[Path, Any]) -> nnx.Dict[Any]:
 
 
 def held_by(module: nnx.Dict[Any], paths: Sequence[Path]) -> dict[Path, Any]:
-    """Find the values of a module at these paths."""
+    """Return the values of a module at these paths."""
     return {
         path: functools.reduce(lambda node, name: node[str(name)], path, module) for path in paths
     }
@@ -159,10 +160,10 @@ class SplitPart(nnx.Module):
     """A part of a model that runs as equations, with the variables that the part uses.
 
     Args:
-      cut: of the model.
-      number: 0 is embed, K + 1 the head, between them are stages.
+      cut: the cut of the model.
+      number: 0 is embed, 1 to K are stages, K + 1 is the head.
       variables: path in the model to variable.
-      modes: names of modes that modules of the model have.
+      modes: names of the modes that modules of the model have.
     """
 
     def __init__(
@@ -172,11 +173,11 @@ class SplitPart(nnx.Module):
         self.number = number
         self.paths = tuple(variables)
         for name in modes:
-            setattr(self, name, None)  # as the model had it; train() and eval() set it
-        self.of_model = hold(variables)  # checkpoints know this name
+            setattr(self, name, None)  # the model's value; train() and eval() set it
+        self.of_model = hold(variables)  # checkpoints contain this name
 
     def __call__(self, given: Any, **extras: Tree) -> Any:
-        """Run: embed takes inputs, others a message; the head returns outputs."""
+        """Run the part: embed takes inputs, others a message; the head returns outputs."""
         recipe, held = self.cut.recipe, held_by(self.of_model, self.paths)
         modes = tuple(
             (name, getattr(self, name)) for name in MODES if getattr(self, name, None) is not None
@@ -192,7 +193,7 @@ class SplitPart(nnx.Module):
             inputs = dict(enumerate(leaves))
         trace, found = self.cut.at(types, modes, dtype, held, [*sent, *inputs.values()])
         arrives, sends, effects = self.cut.ends_of(self.number, found)
-        # A pipeline may have cast what it sends.
+        # A pipeline may have cast the message.
         known = {
             var: value if value.dtype == var.aval.dtype else value.astype(var.aval.dtype)
             for var, value in zip(arrives, sent, strict=True)
@@ -233,10 +234,11 @@ class Blocks(nnx.Module):
     """A stage of blocks that are called one after another.
 
     Args:
-      blocks: the model's own.
-      templates: how each is called.
-      cut: of the model.
-      constants: path to what of the model's state blocks are given, or what is made of it.
+      blocks: the model's own blocks.
+      templates: the arguments and results of each block's call.
+      cut: the cut of the model.
+      constants: by path, the model's state that blocks get as arguments, itself or for values
+        computed from it.
     """
 
     def __init__(
@@ -285,6 +287,6 @@ class Blocks(nnx.Module):
         except KeyError as error:
             names = [recipe.names[n] for n, var in enumerate(trace.inputs) if var is error.args[0]]
             raise ValueError(
-                f"extras lack {' '.join(map(repr, names)) or 'something'}, which blocks are given, "
-                f"or of which it is made: give extras as parts.inputs() makes them"
+                f"extras lack {' '.join(map(repr, names)) or 'something'}, which blocks need as an "
+                f"input, or to compute one: give extras as parts.inputs() makes them"
             ) from None

@@ -2,15 +2,16 @@
 
 Letters: K stages. Parts are numbered: 0 is embed, 1 to K are the stages, K + 1 is the head.
 
-* What a block's call computes belongs to the stage of the call.
-* What needs results of blocks belongs to the stage of the last of these, or, behind the last call
-  of all, to the head.
-* What needs none of them, but parameters or random streams, belongs to the first part that needs
-  it; to embed, where another part has the parameter.
-* A parameter that blocks of several stages are given as an argument lies in embed, and is sent.
-* What needs neither (masks, positions) is computed in every part that needs it, from extras.
+* An equation in a block's call belongs to the stage of the call.
+* An equation that needs results of blocks belongs to the stage of the last of these blocks. After
+  the last call of all, it belongs to the head.
+* An equation that needs no block, but parameters or random streams, belongs to the first part that
+  needs its result; to embed, if another part has the parameter.
+* A parameter that blocks of several stages get as an argument belongs to embed, and is sent.
+* An equation that needs none of these (masks, positions) runs in every part that needs it, from
+  extras.
 
-A message holds what was made up to a part and is needed behind it.
+A message holds the values that are computed up to a part and needed after it.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ from jax.extend.core import Literal
 from pipeline.splitting.recording import Path, dotted
 from pipeline.splitting.tracing import Equation, Trace, operations
 
-FREE = None  # the part of what is computed wherever it is needed
+FREE = None  # the part of an equation that runs wherever its result is needed
 
 
 @dataclass(frozen=True, eq=False)
 class PlacedBlock:
-    """A trace in parts.
+    """A trace, divided into parts.
 
     Attributes:
-      trace: of the model's call.
-      messages: [K + 1] the variables that leave each part, but the head's.
-      effects: [K + 2] equations of each part that do something beside what they return.
-      part: of variables; place: of equations.
-      is_anchored: whether what lies at a path has one home: parameters, streams, what is written.
+      trace: the trace of the model's call.
+      messages: [K + 1] the variables that leave each part except the head.
+      effects: [K + 2] the equations of each part that have side effects.
+      part: the part of each variable; place: the part of each equation.
+      is_anchored: whether the value at a path belongs to one part: a parameter, a stream, or state
+        that the model writes.
     """
 
     trace: Trace
@@ -52,7 +54,7 @@ class PlacedBlock:
 
 
 class _Placing:
-    """Places the equations of a trace."""
+    """The assignment of a trace's equations to parts."""
 
     def __init__(
         self, trace: Trace, cut: Sequence[int], kinds: Mapping[Path, Any], loose: Collection[int]
@@ -60,7 +62,7 @@ class _Placing:
         self.trace, self.kinds = trace, kinds
         self.last = len(cut) + 1
         self.stage_of = [k for k, count in enumerate(cut, 1) for _ in range(count)]
-        self.part: dict[Any, int | None] = {}  # of variables
+        self.part: dict[Any, int | None] = {}  # part of each variable
         self.place: dict[Equation, int | None] = {}
         self.sent: set[Any] = set()  # variables of state that messages carry
         self.owner = {
@@ -71,10 +73,10 @@ class _Placing:
         }
         for n, var in enumerate(trace.inputs):
             if n not in loose and jnp.issubdtype(var.aval.dtype, jnp.inexact):
-                self.part[var] = 0  # so that it has a gradient
+                self.part[var] = 0  # embed reads it, so that it has a gradient
 
     def is_anchored(self, path: Path) -> bool:
-        """Tell whether the value at a path has one home."""
+        """Tell whether the value at a path belongs to one part."""
         is_kind = isinstance(self.kinds[path], (nnx.Param, nnx.RngState))
         return is_kind or path in self.trace.written
 
@@ -116,7 +118,7 @@ class _Placing:
         self.free = [one for one, found in self.place.items() if found is FREE]
 
     def _place_the_rest(self, forced: Collection[Path]) -> None:
-        """Anchored equations that need no block go to the first part that needs them."""
+        """Place anchored equations that need no block in the first part that needs them."""
         anchored = set(self.owner) | {v for v in self.trace.inputs if self.part.get(v) == 0}
         at_once = {v for v, path in self.owner.items() if path in forced}
         at_once |= {v for v in self.trace.inputs if self.part.get(v) == 0}
@@ -149,7 +151,7 @@ class _Placing:
         return [atom for atom in self.trace.outs if not isinstance(atom, Literal)]
 
     def _written(self) -> list[tuple[Path, list[Any]]]:
-        """The state that the model writes, without random streams, which a pipeline counts."""
+        """Return state that the model writes, without random streams, which a pipeline counts."""
         return [
             (path, [atom for atom in atoms if not isinstance(atom, Literal)])
             for path, atoms in self.trace.written.items()
@@ -157,7 +159,7 @@ class _Placing:
         ]
 
     def _send(self, paths: Iterable[Path]) -> None:
-        """Let embed have parameters that blocks are given and do not own, and send their values."""
+        """Move parameters that blocks get but do not own to embed, which sends their values."""
         blocks = [call.path for call in self.trace.calls]
         for path in paths:
             if not any(path[: len(block)] == block for block in blocks):
@@ -192,7 +194,7 @@ class _Placing:
         return found
 
     def _is_torn(self, path: Path, parts: frozenset[int]) -> bool:
-        if isinstance(self.kinds[path], nnx.RngState):  # a pipeline gives each its own
+        if isinstance(self.kinds[path], nnx.RngState):  # a pipeline gives each part its own
             return False
         ends = {0, self.last}
         return self.is_anchored(path) and len(parts - ends) + bool(parts & ends) > 1
@@ -207,15 +209,15 @@ class _Placing:
         ]
         calls = f" (in calls of {', '.join(dict.fromkeys(users))})" if users else ""
         return (
-            f"{dotted(path)} is used in {where}{calls}: a parameter lies in one stage, or in embed "
-            f"and head; cut so that one stage has all that use it, by cut=, or give each a "
-            f"parameter of its own"
+            f"{dotted(path)} is used in {where}{calls}: a parameter must be in one stage, or in "
+            f"embed and head; cut so that one stage has all its uses, by cut=, or give each use "
+            f"its own parameter"
         )
 
     def _messages(self) -> tuple[tuple[Any, ...], ...]:
         """Find the live values of each cut: made before the cut and needed after the cut."""
         live = self._live()
-        read: list[set[Any]] = [set() for _ in range(self.last + 1)]  # by each part
+        read: list[set[Any]] = [set() for _ in range(self.last + 1)]  # by part
         for one, part in self.place.items():
             if one in live and part is not FREE:
                 read[part].update(one.vars)
@@ -225,12 +227,13 @@ class _Placing:
                 if self.part.get(atom) is not FREE:
                     read[self.part[atom]].add(atom)  # type: ignore[index]
         varies = self._vary_with_inputs()
-        needed: dict[Any, int] = {}  # the last part that does
+        needed: dict[Any, int] = {}  # the last part that needs each variable
         for part, found in enumerate(read):
             for var in found:
-                # A head has no extras, so embed makes for it what others make themselves.
+                # A head has no extras, so embed computes for it the values that stages compute
+                # themselves.
                 if self.part.get(var) is not FREE or (part == self.last and var in varies):
-                    needed[var] = part  # the head's is the last
+                    needed[var] = part  # the head's parts come last
         of_state = {var for found in self.trace.state.values() for var in found} - self.sent
         made = {var: self.part.get(var) or 0 for var in needed if var not in of_state}
         return tuple(
@@ -256,9 +259,9 @@ class _Placing:
 def place(
     trace: Trace, cut: Sequence[int], kinds: Mapping[Path, Any], loose: Collection[int] = ()
 ) -> PlacedBlock:
-    """A trace in parts, by [K] how many calls each stage has.
+    """Divide a trace into parts, by [K] the number of calls of each stage.
 
-    ``kinds`` are all variables of state by path, ``loose`` the inputs of floats that may be extras.
+    ``kinds`` has all variables of state by path; ``loose`` has the float inputs that may be extras.
 
     Raises:
       ValueError: a parameter is used in several stages.
@@ -267,7 +270,7 @@ def place(
 
 
 def costs_of_calls(trace: Trace) -> tuple[list[float], float, float]:
-    """Count the operations of each call and the code after it, of the prologue and the epilogue."""
+    """Count operations of each call with the code after it, of the prologue and the epilogue."""
     costs, before, behind = [0.0] * len(trace.calls), 0.0, 0.0
     for one in trace.equations:
         number = operations(one.eqn)

@@ -1,8 +1,9 @@
 """The calls of a model's blocks, recorded while the model runs on types.
 
-A model's own ``__call__`` is traced to a jaxpr. For that time the classes of its blocks have a
-``__call__`` that marks, by equations of their own, where a block's call begins and ends, and on
-which values. Afterwards the classes are as they were, whatever was raised.
+A model's own ``__call__`` is traced to a jaxpr. During the trace the classes of its blocks have
+another ``__call__``. It adds equations that mark where a block's call begins and ends, and the
+values that go in and out. Afterwards the classes have their own ``__call__`` again, whatever was
+raised.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Path = tuple[Any, ...]
 mark_p = Primitive("block_mark")
 mark_p.multiple_results = True
 mark_p.def_abstract_eval(lambda *values, **_: list(values))
-# Blocks may be called under a vmap of the model's own; what lies deeper is found to be missing.
+# Blocks may be called under the model's own vmap; a deeper call is reported as hidden.
 batching.primitive_batchers[mark_p] = lambda values, dims, **params: (
     mark_p.bind(*values, **params),
     dims,
@@ -39,8 +40,8 @@ class Slots:
     """A tree of arguments or results, divided into traced values and other leaves.
 
     Attributes:
-      treedef: of all leaves.
-      leaves: of each, None where it is a traced value, else (leaf,).
+      treedef: the structure of all leaves.
+      leaves: for each leaf: None for a traced value, else (leaf,).
     """
 
     treedef: Any
@@ -52,13 +53,13 @@ class Slots:
         return self.leaves.count(None)
 
     def fill(self, values: Sequence[Any]) -> Any:
-        """The tree with other values."""
+        """Return the tree with other values."""
         given = iter(values)
         leaves = [next(given) if leaf is None else leaf[0] for leaf in self.leaves]
         return jax.tree.unflatten(self.treedef, leaves)
 
     def read(self, tree: Any) -> list[Any]:
-        """Read the leaves of such a tree that were traced values."""
+        """Return the leaves of such a tree that were traced values."""
         leaves = jax.tree.leaves(tree, is_leaf=is_object)
         return [one for one, known in zip(leaves, self.leaves, strict=True) if known is None]
 
@@ -68,11 +69,11 @@ class Call:
     """One call of a block.
 
     Attributes:
-      number: among all calls, in the order in which they begin.
-      path: of the block in the model.
+      number: its index among all calls, in the order in which they begin.
+      path: path of the block in the model.
       given: (args, kwargs).
-      returned: what it returned.
-      types: of the values that were given, weak ones too.
+      returned: the returned value.
+      types: types of the given values, including weak types.
     """
 
     number: int
@@ -84,15 +85,15 @@ class Call:
 
 @dataclass
 class BlockRecorder:
-    """Collects the calls of some modules."""
+    """A recorder of the calls of some modules."""
 
-    paths: dict[int, Path]  # of modules, by id
+    paths: dict[int, Path]  # paths of modules, by id
     calls: list[Call] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
     classes: list[tuple[type, Any]] = field(default_factory=list)
 
     def call(self, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
-        """Run a block's own call, with marks around it."""
+        """Run a block's own call, with marks before and after it."""
         path = self.paths.get(id(module))
         if path is None or self.open:
             return original(module, *args, **kwargs)
@@ -111,7 +112,7 @@ class BlockRecorder:
 
     @contextlib.contextmanager
     def watching(self, modules: Sequence[nnx.Module]) -> Iterator[None]:
-        """Record the calls of these modules."""
+        """Record the calls of these modules in this context."""
         try:
             for kind in {type(module): None for module in modules}:
                 own = kind.__dict__.get(_CALL, _NOTHING)
@@ -134,14 +135,14 @@ class BlockRecorder:
 
 
 def _held(module: nnx.Module) -> list[Any]:
-    """The traced values that a module's variables hold now."""
+    """Return the traced values that a module's variables hold now."""
     return [x for x in jax.tree.leaves(nnx.state(module)) if isinstance(x, jax.core.Tracer)]
 
 
 def _marked(
     tree: Any, number: int, way: str, held: Sequence[Any]
 ) -> tuple[Any, Slots, tuple[Any, ...]]:
-    """Mark the values of a tree; the mark also has the block's variables."""
+    """Mark the values of a tree; the mark also reads the block's variables."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_object)
     traced = [isinstance(leaf, jax.core.Tracer) for leaf in leaves]
     values = [leaf for leaf, is_value in zip(leaves, traced, strict=True) if is_value]
@@ -173,8 +174,8 @@ class BlockGroup:
     """Numbered modules of one parent: a list, or attributes such as ``layer_3``.
 
     Attributes:
-      name: as messages and ``blocks=`` have it.
-      paths: of the modules, in order.
+      name: the name in messages and ``blocks=``.
+      paths: paths of the modules, in order.
       is_list: whether they are the items of a list or a dictionary.
     """
 
@@ -184,7 +185,7 @@ class BlockGroup:
 
 
 def find_groups(model: nnx.Module) -> list[BlockGroup]:
-    """All groups of two and more modules with a ``__call__``."""
+    """Return all groups of two or more modules with a ``__call__``."""
     found: dict[str, dict[int, Path]] = {}
     attributes: set[str] = set()
     for path, node in nnx.iter_graph(model):

@@ -1,8 +1,8 @@
 """Blocks that are called one after another, each on the previous block's result.
 
-Their stages call the blocks themselves, and are alike where the blocks are. What else a block is
-given is the same for all: constants, what embed makes and the message carries, and what is made
-of inputs alone, which each stage makes for itself.
+Stages of such blocks call the blocks themselves, and are alike if the blocks are. All other
+arguments are the same for every block: constants, values that embed makes and the message carries,
+and values that depend on inputs alone, which each stage computes for itself.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pipeline.splitting.tracing import Trace
 
 @dataclass(frozen=True)
 class BlockTemplate:
-    """The arguments with which every block is called.
+    """The arguments and results of a block's call.
 
     Attributes:
-      given: (args, kwargs), its values in the order of ``sources``.
-      sources: of each value, what it is: ("act", number), ("carried", number), ("side", number).
-      returned: what it returns.
-      acts: where in that the activations are.
+      given: (args, kwargs), with traced values in the order of ``sources``.
+      sources: where each value comes from: ("act", number), ("carried", number), ("side", number).
+      returned: the results.
+      acts: the indices of the activations among the results.
     """
 
     given: Slots
@@ -37,14 +37,15 @@ class BlockTemplate:
 
 @dataclass(frozen=True, eq=False)
 class Regular:
-    """Calls that follow each other.
+    """Calls of blocks that follow each other.
 
     Attributes:
-      templates: of each call.
-      first: the atoms that the first call has as activations; last: those that the last returns.
+      templates: the template of each call.
+      first: the activations that the first call gets; last: the activations that the last call
+        returns.
       carried: variables of embed that messages carry to all parts.
-      sides: variables that are made of inputs alone.
-      placed: the trace, each call a part.
+      sides: variables that depend on inputs alone.
+      placed: the trace, with each call as a part.
     """
 
     templates: tuple[BlockTemplate, ...]
@@ -56,15 +57,15 @@ class Regular:
 
 
 class _Irregular(Exception):  # noqa: N818  never leaves this module
-    """Says why stages are run as equations."""
+    """The reason why stages are run as equations."""
 
 
 def find_regular(trace: Trace, place: Callable[[Sequence[int]], PlacedBlock]) -> Regular | str:
     """Find the regular order of calls, or the reason why there is none.
 
     Args:
-      trace: of the model's call.
-      place: makes parts of it, by how many calls each stage has.
+      trace: the trace of the model's call.
+      place: divides the trace into parts, by the number of calls of each stage.
     """
     try:
         return _regular(trace, place)
@@ -97,7 +98,9 @@ def _regular(trace: Trace, place: Callable[[Sequence[int]], PlacedBlock]) -> Reg
         acts = tuple(sorted(acts))
         if number == len(calls) - 1:
             if not set(acts) <= set(outs or ()):
-                raise _Irregular("the head needs more of the last block than blocks of each other")
+                raise _Irregular(
+                    "the head needs results of the last block that blocks do not need of each other"
+                )
         elif outs is not None and acts != outs:
             raise _Irregular("blocks need different results of the block before them")
         else:
@@ -109,7 +112,7 @@ def _place_of(returned: Sequence[Any], var: Any) -> int:
     for number, atom in enumerate(returned):
         if atom is var:
             return number
-    raise _Irregular("a result of a block is needed behind the next one")
+    raise _Irregular("a result of a block is needed after the next block")
 
 
 def _check_values(call: Call, given: Sequence[Any]) -> None:
@@ -123,7 +126,7 @@ def _check_values(call: Call, given: Sequence[Any]) -> None:
 def _with_templates(
     trace: Trace, placed: PlacedBlock, outs: tuple[int, ...], carried: tuple[Any, ...]
 ) -> Regular:
-    """Read each call's arguments; the first call's activations are placed as the second's."""
+    """Read each call's arguments; the first call's activations are those that the second gets."""
     calls = trace.calls
     sides: list[Any] = []
     free = _free_vars(trace, placed)
@@ -134,7 +137,9 @@ def _with_templates(
                 if one is atom:
                     return kind, number
         if not isinstance(atom, Literal) and atom not in free:
-            raise _Irregular("a block is given what is neither an activation nor the same for all")
+            raise _Irregular(
+                "a block gets a value that is neither an activation nor equal for all blocks"
+            )
         sides.append(atom)
         return "side", len(sides) - 1
 
@@ -157,15 +162,15 @@ def _first(
     same: dict[str, tuple[Any, ...]],
     num_acts: int,
 ) -> tuple[Any, ...]:
-    """Find the first call's values for the activations of the second call."""
+    """Find the values in the first call that have the places of the second call's activations."""
     one, two = trace.calls[0].given, trace.calls[1].given
     if one.treedef != two.treedef or len(trace.given[0]) != len(sources):
-        raise _Irregular("the first block is called otherwise than the second")
+        raise _Irregular("the first block is called differently from the second")
     found: dict[int, Any] = {}
     for atom, (kind, number) in zip(trace.given[0], sources, strict=True):
         expected = found.setdefault(number, atom) if kind == "act" else same[kind][number]
         if expected is not atom:
-            raise _Irregular("the first block is given what others are not")
+            raise _Irregular("the first block gets an argument that other blocks do not get")
     if sorted(found) != list(range(num_acts)):
         raise _Irregular("the second block does not take what the first returns")
     return tuple(found[n] for n in range(num_acts))

@@ -37,10 +37,12 @@ class Parts:
 
     Attributes:
       stages: [K] modules; embed, head: modules, which share the parameters that both use.
-      blocks: [K] the paths of the blocks whose calls each stage has.
-      costs: [K] operations of each on the example, embed and head counted with the first and last.
-      why: empty where stages call the model's blocks themselves; else why they run as equations.
-      unused: paths of the model's parameters that the call does not use, and no part has.
+      blocks: [K] the paths of the blocks that each stage calls.
+      costs: [K] operations of each stage on the example; embed counts for the first stage and head
+        for the last.
+      why: empty if stages call the model's blocks themselves; else the reason why they run as
+        equations.
+      unused: paths of the model's parameters that the call does not use, so that no part has them.
     """
 
     stages: list[nnx.Module]
@@ -52,10 +54,10 @@ class Parts:
     unused: tuple[str, ...]
     _recipe: Recipe = field(repr=False)
     _extras: tuple[int, ...] = field(repr=False)
-    _tables: Any = field(repr=False)  # of stages, embed and head
+    _tables: Any = field(repr=False)  # for stages, embed and head
 
     def keys(self) -> tuple[str, ...]:
-        """The options of a `Pipeline` that these are."""
+        """The names of the `Pipeline` options in these parts."""
         return "stages", "embed", "head"
 
     def __getitem__(self, name: str) -> Any:
@@ -67,7 +69,7 @@ class Parts:
         """Convert the model's arguments to (inputs, extras) of a pipeline.
 
         Raises:
-          ValueError: other arguments than those of the example, beside the sizes of arrays.
+          ValueError: arguments that differ from the example's in more than the sizes of arrays.
         """
         given, leaves, _ = _read(self._recipe.call, args, kwargs)
         want = self._recipe.slots
@@ -84,10 +86,10 @@ class Parts:
         return dict(zip(names, leaves, strict=True)), extras
 
     def to_layers(self, tree: Tree) -> dict[str, Any]:
-        """The layer view (`Pipeline.to_layers`) of a tree shaped like the model's parameters.
+        """Return the layer view (`Pipeline.to_layers`) of a tree like the model's parameters.
 
         ``nnx.update(pipe, pipe.from_layers(parts.to_layers(nnx.state(model, nnx.Param))))`` loads
-        the model's weights. What the tree lacks, the layers lack.
+        the model's weights. Paths that the tree lacks are missing in the layers too.
         """
         flat = {path: raw(variable) for path, variable in nnx.to_flat_state(tree)}
         *stages, embed, head = (
@@ -99,8 +101,8 @@ class Parts:
     def from_layers(self, layers: Mapping[str, Any]) -> nnx.State[Any, Any]:
         """Undo `to_layers`: a state of the model, of weights, gradients or moments.
 
-        ``nnx.update(model, parts.from_layers(pipe.to_layers(nnx.state(pipe, nnx.Param))))`` gives
-        a model what its pipeline has learned.
+        ``nnx.update(model, parts.from_layers(pipe.to_layers(nnx.state(pipe, nnx.Param))))`` gives a
+        model the weights that its pipeline has learned.
         """
         parts = *layers["stages"], layers["embed"], layers["head"]
         kinds, found = self._recipe.kinds, {}
@@ -138,39 +140,40 @@ def split(
 ) -> Parts:
     """Cut an unchanged model into stages between calls of its blocks.
 
-    The model is called once on types, with ``args`` and ``kwargs`` or what they are types of, to
-    see how it calls its blocks. What it does before the first call becomes embed, what it does
-    behind the last the head; nothing is run, and the model stays as it is. Parts share its
-    variables, until a `Pipeline` makes its own of them.
+    The model is called once on types to see how it calls its blocks; ``args`` and ``kwargs`` are
+    arrays or types. Its operations before the first call of a block become embed, and its
+    operations after the last call become the head. Nothing is run, and the model stays unchanged.
+    Parts share its variables, until a `Pipeline` makes its own copies.
 
-    Where each block is called on what the one before it returned, and else on the same for all, a
-    stage calls the blocks themselves. Else (skips, cross attention, work between blocks) it runs
-    its part of the model's equations, traced anew for every size of microbatch, and messages hold
-    all that later parts need. Both mean what the model means, on each microbatch by itself.
+    If each block is called on the previous block's result, and otherwise on the same values as all
+    others, a stage calls the blocks themselves. Else (skips, cross attention, work between blocks)
+    a stage runs its part of the model's equations, traced anew for every size of microbatch.
+    Messages then hold all values that later parts need. Both ways compute what the model computes,
+    on each microbatch by itself.
 
     Args:
       model: its weights may be types (`nnx.eval_shape`).
       num_stages: K.
-      args: an example of what the model is called with; arrays, or `jax.ShapeDtypeStruct`, have
-        the batch as leading axis. The rest (None, flags) stays as it is.
-      blocks: the path of a list of modules, or of attributes that are numbered, such as "layers"
-        or "blocks" for ``blocks.0``; several for an encoder and a decoder. By default numbered
-        modules that are called are found, the outermost that are enough, and none with less than
-        a twentieth of the operations of all.
-      call: ``call(model, *args, **kwargs)``, where the model's own ``__call__`` is not what shall
-        be trained: to leave arguments out, or to take logits of a tuple.
-      cut: [K] how many calls of blocks each stage has, or a layout such as "E|(t|)*10L"
-        (docs/weights.md). By default the costliest stage is as cheap as can be.
-      costs: of each call of a block, in the order of calls; by default operations are counted.
-        Those of embed and head are counted in any case, and belong to the first and the last
-        stage: give a cut where they shall not.
-      extras: names of arguments of floats that go to stages as extras. Integers and booleans do so
-        anyway; floats travel in messages, so that they have a gradient.
-      kwargs: as args.
+      args: an example of the model's arguments. Arrays, or `jax.ShapeDtypeStruct`, have the batch
+        as leading axis. Other arguments (None, flags) stay as they are.
+      blocks: the path of a list of modules, or of numbered attributes, such as "layers" or "blocks"
+        for ``blocks.0``; several paths for an encoder and a decoder. By default it takes the
+        outermost numbered modules that are called often enough, without groups that have less than
+        a twentieth of all operations.
+      call: ``call(model, *args, **kwargs)``, if something else than the model's own ``__call__`` is
+        to be trained: to leave arguments out, or to take logits from a tuple.
+      cut: [K] the number of calls of blocks of each stage, or a layout such as "E|(t|)*10L"
+        (docs/weights.md). By default the costliest stage is as cheap as possible.
+      costs: cost of each call of a block, in the order of calls; by default operations are counted.
+        The operations of embed and head are always counted, for the first and the last stage; give
+        a cut to avoid this.
+      extras: names of float arguments that go to stages as extras. Integers and booleans do so
+        anyway; other floats travel in messages, so that they have a gradient.
+      kwargs: keyword arguments of the example, like ``args``.
 
     Raises:
-      TypeError: arguments that the model does not take.
-      ValueError: no blocks, or too few; what cannot be cut, and why.
+      TypeError: the model does not take these arguments.
+      ValueError: the model has no blocks or too few, or cannot be cut; the error says why.
     """
     if not isinstance(model, nnx.Module):
         if remedy := linen_remedy(model):
@@ -205,7 +208,7 @@ def split(
 def _read(
     call: Callable[..., Any], args: Any, kwargs: Any, model: Any = None
 ) -> tuple[Slots, list[Any], tuple[str, ...]]:
-    """Read the arguments of a call: their structure, their arrays, and their names."""
+    """Read the structure, the arrays and the arrays' names from the arguments of a call."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_object)
     parameters = _parameters(call, model)
     slots, leaves, names = [], [], []
@@ -231,7 +234,7 @@ def _read(
 
 
 def _parameters(call: Callable[..., Any], model: Any) -> list[str]:
-    """Names of positional parameters, without the model."""
+    """Return the names of positional parameters, without the model."""
     function = type(model).__call__ if model is not None else call
     found = inspect.signature(function).parameters.values()
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -274,7 +277,7 @@ def _slots_text(slots: Slots) -> str:
 
 
 def _check_written(trace: Trace, recipe: Recipe) -> None:
-    """Check that every array the model writes is a variable, which a kind can declare."""
+    """Check that every array that the model writes is a variable, which a kind can declare."""
     for path, kind in recipe.state:
         if path in trace.written and not isinstance(kind, nnx.Variable):
             raise ValueError(
@@ -331,7 +334,7 @@ def _parts(
     calls = [dotted(call.path) for call in trace.calls]
     blocks = tuple(tuple(calls[start:stop]) for start, stop in itertools.pairwise(ends))
     ids = {id(node): path for path, node in variables.items()}
-    # Of each part, path in the part to path in the model.
+    # For each part, the path in the part to the path in the model.
     tables = cut.tables = [
         {path: ids[id(node)] for path, node in nnx.iter_graph(one) if id(node) in ids}
         for one in (*stages, embed, head)
@@ -361,7 +364,7 @@ def _is_stream(variable: Any) -> bool:
 
 
 def _short(names: Sequence[str]) -> Iterator[str]:
-    """``layers.0-3`` for a run of numbers."""
+    """Shorten names to ``layers.0-3`` for each run of numbers."""
     runs: list[tuple[str, int, int]] = []
     for name in names:
         stem, _, number = name.rpartition(".")

@@ -1,10 +1,10 @@
-"""A model's call as equations, for inputs of any size: which block's call each belongs to.
+"""A model's call as equations, for inputs of any size, with the block's call of each equation.
 
-A recipe says how a model is called. From it the model is traced anew for every size of a
-microbatch, so that nothing knows the size of the example that it was made with.
+A recipe describes how a model is called. With it the model is traced anew for every size of a
+microbatch, so no part depends on the size of the example.
 
-An `Equation` is no `Step` of `pipeline.core.autodiff.jaxpr`: steps are read after differentiation
-and inline every call, while a part of a model must keep its `jax.checkpoint` and custom derivatives
+An `Equation` is no `Step` of `pipeline.core.autodiff.jaxpr`. Steps are read after differentiation
+and inline every call, but a part of a model must keep its `jax.checkpoint` and custom derivatives
 whole.
 """
 
@@ -33,16 +33,16 @@ from pipeline.facade import bind, jaxprs_of, makes_ref
 from pipeline.splitting.recording import BlockRecorder, Call, Path, dotted, mark_p, member
 
 Types = tuple[tuple[tuple[int, ...], Any], ...]  # (shape, dtype) of each input
-StateTypes = tuple[tuple[Any, ...], ...]  # of each variable of state: the types of its leaves
-Modes = tuple[tuple[str, bool], ...]  # what train() and eval() set
+StateTypes = tuple[tuple[Any, ...], ...]  # for each variable of state: types of its leaves
+Modes = tuple[tuple[str, bool], ...]  # attributes that train() and eval() set
 MODES = "deterministic", "use_running_average"
 
 
 class HiddenCallError(ValueError):
-    """A block is called where no cut can be.
+    """A block is called where the model cannot be cut.
 
     Attributes:
-      path: of the block.
+      path: path of the block.
     """
 
     def __init__(self, path: Path, message: str) -> None:
@@ -55,10 +55,10 @@ class Equation:
     """One equation of a model's call.
 
     Attributes:
-      eqn: of the jaxpr.
+      eqn: the equation in the jaxpr.
       reads: its operands: variables, or literals.
       call: the call of a block that it belongs to, or None.
-      after: how many calls had begun before it.
+      after: the number of calls that had begun before it.
     """
 
     eqn: Any
@@ -74,17 +74,18 @@ class Equation:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """A model's call.
+    """The trace of a model's call.
 
     Attributes:
-      equations: in order.
-      calls: of blocks.
-      given: [calls] the atoms that each was given; returned: likewise.
-      held: [calls] those that its variables hold before and after it.
-      state: path of a variable to what holds its leaves; inputs: of each array given.
+      equations: its equations, in order.
+      calls: the calls of blocks.
+      given: [calls] the atoms that each call gets; returned: [calls] the atoms that it returns.
+      held: [calls] the atoms that the block's variables hold before and after the call.
+      state: path of a variable to the atoms of its leaves; inputs: the variable of each given
+        array.
       constants: variables whose values are known.
-      outs: of the model; out_tree: their tree.
-      written: path to the atoms of what is written there, where it differs from what was.
+      outs: results of the model; out_tree: their tree.
+      written: path to the atoms that the model writes to the variable, if they differ from the old.
     """
 
     equations: tuple[Equation, ...]
@@ -105,10 +106,10 @@ class Trace:
         wanted: Iterable[Any],
         effects: Collection[Equation] = (),
     ) -> list[Any]:
-        """Compute the values of atoms by the needed equations, and run equations with effects.
+        """Compute the values of atoms by the needed equations, and run the equations with effects.
 
         Raises:
-          KeyError: of a variable that is needed, and neither known nor made.
+          KeyError: a needed variable is neither known nor computed by an equation.
         """
         env, wanted = {**self.constants, **known}, list(wanted)
         chosen, missing = self._chosen(env, wanted, effects)
@@ -127,14 +128,14 @@ class Trace:
     def roots(
         self, known: Iterable[Any], wanted: Iterable[Any], effects: Collection[Equation] = ()
     ) -> set[Any]:
-        """Return the variables that `run` needs besides known ones: of state and of inputs."""
+        """Return the variables of state and inputs that `run` needs in addition to known ones."""
         given = {atom for atom in known if not isinstance(atom, Literal)}
         return self._chosen(given.union(self.constants), wanted, effects)[1]
 
     def _chosen(
         self, known: Collection[Any], wanted: Iterable[Any], effects: Collection[Equation]
     ) -> tuple[list[Equation], set[Any]]:
-        """The equations to run, and the variables that nothing makes."""
+        """Return the equations to run, and the variables that no equation computes."""
         needed = {a for a in wanted if not isinstance(a, Literal) and a not in known}
         chosen = []
         for one in reversed(self.equations):
@@ -146,7 +147,7 @@ class Trace:
 
 
 def types_of_state(state: Any) -> tuple[tuple[Path, Any], ...]:
-    """Return (path, variable of types) of all the state of a module."""
+    """Return (path, variable of types) for all the state of a module."""
 
     def typed(variable: Any) -> Any:
         types = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(variable)]
@@ -157,16 +158,16 @@ def types_of_state(state: Any) -> tuple[tuple[Path, Any], ...]:
 
 @dataclass(eq=False)
 class Recipe:
-    """The way a model is called; equal to itself alone.
+    """The way a model is called; equal only to itself.
 
     Attributes:
-      graphdef: of the model.
-      state: (path, variable of types) of all its state.
+      graphdef: the model's graph definition.
+      state: (path, variable of types) for all its state.
       call: ``call(model, *args, **kwargs)``.
       slots: (args, kwargs) of the example.
-      names: of each array among them, as errors and extras have it.
+      names: names of the arrays in the example, for errors and extras.
       blocks: paths of the blocks.
-      loose: numbers of inputs of floats that go as extras, without a gradient.
+      loose: numbers of float inputs that go as extras, without a gradient.
     """
 
     graphdef: Any
@@ -179,11 +180,11 @@ class Recipe:
 
     @functools.cached_property
     def kinds(self) -> dict[Path, Any]:
-        """Path to variable of types."""
+        """A mapping from path to variable of types."""
         return dict(self.state)
 
     def leaves_of(self, given: Any) -> list[Any]:
-        """The arrays of inputs, as `Parts.inputs` makes them."""
+        """Return the arrays of inputs, as `Parts.inputs` makes them."""
         if isinstance(given, dict) and set(given) == set(self.names):
             return [given[name] for name in self.names]
         leaves = jax.tree.leaves(given)
@@ -195,7 +196,7 @@ class Recipe:
         return leaves
 
     def found_in(self, extras: Mapping[str, Any]) -> dict[int, Any]:
-        """Number of an input to the array that extras have."""
+        """Map the number of an input to the array in extras."""
         return {n: extras[name] for n, name in enumerate(self.names) if name in extras}
 
     def state_on_rank(
@@ -204,9 +205,9 @@ class Recipe:
         """Return the types of all state on a rank, with parts of arrays sharded over manual axes.
 
         Args:
-          held: path to variable of a part; what it lacks has the types that its metadata say.
-          dtype: of parameters of floats, if it is not the model's.
-          varying: manual axes over which every value varies; empty where types do not say.
+          held: path to variable of a part; other variables have the types in their metadata.
+          dtype: the dtype of float parameters, if it is not the model's.
+          varying: manual axes over which every value varies; empty if types do not track that.
         """
         return tuple(
             tuple(
@@ -221,7 +222,7 @@ class Recipe:
         )
 
     def other_dtype(self, held: Mapping[Path, Any]) -> Any:
-        """The dtype to which a pipeline has cast float parameters, None without a cast."""
+        """Return the dtype to which a pipeline has cast float parameters; None without a cast."""
         for path, variable in held.items():
             if isinstance(variable, nnx.Param):
                 was = jax.tree.leaves(self.kinds[path])
@@ -233,10 +234,12 @@ class Recipe:
     def trace(
         self, types: Sequence[Any], modes: Modes = (), state: StateTypes | None = None
     ) -> Trace:
-        """The model's call on inputs of these types, and state as of `state_on_rank` (the whole).
+        """Trace the model's call on inputs of these types, by default with the model's whole state.
+
+        ``state`` is the result of `state_on_rank`.
 
         Raises:
-          ValueError: the model makes new state, or blocks are called where no cut can be
+          ValueError: the model makes new state, or blocks are called where it cannot be cut
             (`HiddenCallError`).
         """
         recorder = BlockRecorder({})
@@ -271,14 +274,14 @@ class Recipe:
 
         given = [found for found, _ in leaves] if state is None else [*map(list, state)]
         closed = jax.make_jaxpr(run)(given, list(types))
-        if makes_ref(closed.jaxpr):  # which a cut cannot hand from one part to another
+        if makes_ref(closed.jaxpr):  # a cut cannot pass a ref from one part to another
             closed = discharged(closed)
         counts = [len(found) for found, _ in leaves]
         return _read(closed, recorder.calls, self.state, counts, trees["out"])
 
 
 def _on_rank(leaf: Any, variable: Any, dtype: Any, varying: frozenset[str]) -> Any:
-    """The type of a leaf of state on a rank, by the metadata of its variable."""
+    """Return the type of a leaf of state on a rank, from the metadata of its variable."""
     names = axis_names(variable)
     own = [
         [a for a in axes_in(entry) if is_manual(a) and a not in (STAGE, DATA)] for entry in names
@@ -292,7 +295,7 @@ def _on_rank(leaf: Any, variable: Any, dtype: Any, varying: frozenset[str]) -> A
 
 
 def typed(shape: Sequence[int], dtype: Any, varying: Collection[str]) -> Any:
-    """The type of an array that varies over manual axes."""
+    """Return the type of an array that varies over manual axes."""
     if not varying:
         return jax.ShapeDtypeStruct(shape, dtype)
     mesh = jax.sharding.get_abstract_mesh()
@@ -312,7 +315,7 @@ def _read(
     equations, now = [], None
 
     def atom(one: Any) -> Any:
-        if isinstance(one, Literal):  # equal ones are one, as all variables are
+        if isinstance(one, Literal):  # one object for equal literals, as for variables
             weak = getattr(one.aval, "weak_type", False)
             return literals.setdefault((str(one.aval), weak, repr(one.val)), one)
         return alias.get(one, one)
@@ -369,7 +372,7 @@ def _read(
 
 
 def types_of(leaves: Sequence[Any]) -> Types:
-    """Key under which traces are cached: the types of leaves."""
+    """Return the types of leaves: the key under which traces are cached."""
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 

@@ -2,8 +2,8 @@
 
 Padding has exactly weight 0: a loss is the sum over all rows or tokens that count, divided by their
 number, over all microbatches and data shards. Sources are iterables. If a source's iterator has
-``get_state`` and ``set_state`` (like grain's iterators), so has the iterator made here, with states
-that are ready for JSON.
+``get_state`` and ``set_state`` (like grain's iterators), the derived iterator has them too, with
+states that JSON can store.
 
 Letters: N rows of a batch, t positions of a row.
 """
@@ -65,7 +65,7 @@ def as_batch(item: Any) -> Batch:
     Arrays of other libraries, such as torch's tensors, become numpy's.
 
     Raises:
-      ValueError: something else.
+      ValueError: the item is none of these.
     """
     if isinstance(item, dict) and {"inputs", "targets"} <= set(item) <= set(Batch._fields):
         item = Batch(**item)
@@ -84,19 +84,19 @@ def as_batch(item: Any) -> Batch:
 
 @runtime_checkable
 class Resumable(Protocol):
-    """An iterator that knows its position."""
+    """An iterator with a position that can be saved and restored."""
 
     def get_state(self) -> Any:
-        """The position, ready for JSON."""
+        """Return the position, as a value that JSON can store."""
         ...
 
     def set_state(self, state: Any) -> None:
-        """Go on from a position."""
+        """Continue from a position."""
         ...
 
 
 class _Made:
-    """An iterator of batches made of a source, with a position if the source has one."""
+    """An iterator of batches derived from a source, with a position if the source has one."""
 
     def __init__(self, source: Iterable[Any]) -> None:
         self._source = iter(source)
@@ -105,15 +105,15 @@ class _Made:
         return self
 
     def get_state(self) -> State:
-        """The position, ready for JSON.
+        """Return the position, as a value that JSON can store.
 
         Raises:
-          ValueError: the source has none.
+          ValueError: the source has no position.
         """
         return {"source": self._of_source().get_state(), "held": self._held()}
 
     def set_state(self, state: State) -> None:
-        """Go on from a position."""
+        """Continue from a position."""
         self._of_source().set_state(state["source"])
         self._hold(state["held"])
 
@@ -132,7 +132,7 @@ class _Made:
         del held
 
 
-# --- rows that do not count
+# --- rows of padding
 
 
 class MaskedCrossEntropy(CrossEntropy):
@@ -163,7 +163,7 @@ def masked(loss_fn: Callable[..., Any]) -> Any:
         calls loss_fn.
 
     Raises:
-      ValueError: a loss that is a module.
+      ValueError: the loss is a module.
     """
     if isinstance(loss_fn, CrossEntropy):
         return MaskedCrossEntropy()
@@ -177,7 +177,7 @@ def masked(loss_fn: Callable[..., Any]) -> Any:
         if not hasattr(loss_fn, "__dataclass_fields__"):
             raise ValueError(
                 f"masked() was given a {type(loss_fn).__name__} with has_metrics, which is no "
-                f"dataclass, so it cannot be told to leave metrics out; make it a dataclass with a "
+                f"dataclass, so masked() cannot switch its metrics off; make it a dataclass with a "
                 f"field has_metrics, as pipeline.decoders.MultiTokenLoss is, or set it to False"
             )
         loss_fn = dataclasses.replace(loss_fn, has_metrics=False)  # type: ignore[type-var]
@@ -201,7 +201,7 @@ def pad(batch: Batch, rows: int) -> Batch:
     """Fill a batch up with copies of its last row, which a `masked` loss ignores.
 
     Raises:
-      ValueError: it has more rows, or none.
+      ValueError: the batch has more rows, or none.
     """
     if not batch.rows:
         raise ValueError("a batch of 0 rows has none to be copied; leave it out")
@@ -212,7 +212,7 @@ def pad(batch: Batch, rows: int) -> Batch:
     more = rows - batch.rows
 
     def padded(x: Any) -> Any:
-        # What follows a real row from stage to stage divides by nothing that the row does not.
+        # A copy of a real row: no stage divides by zero that does not for the real row.
         array = np.asarray(x)
         if array.shape[:1] != (batch.rows,):  # an extra without a batch axis
             return array
@@ -223,7 +223,7 @@ def pad(batch: Batch, rows: int) -> Batch:
     return Batch(inputs, Padded(targets, counts.astype(np.float32)), extras, batch.weight)
 
 
-class padded(_Made):  # noqa: N801  it is called as a function
+class padded(_Made):  # noqa: N801  called like a function
     """Pad batches to one number of rows: the first batch's, rounded up to ``multiple``.
 
     Targets become `Padded`, so give the pipeline ``loss_fn=masked(loss_fn)``. Each shape compiles
@@ -260,7 +260,7 @@ class padded(_Made):  # noqa: N801  it is called as a function
 
 
 def _check_sequence(tokens: Any, most: int, what: str) -> np.ndarray[Any, Any]:
-    """[n] integers with 1 < n <= most + 1."""
+    """Check a sequence: [n] integers with 1 < n <= most + 1."""
     array = np.asarray(tokens)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"a sequence is {array.dtype}{list(array.shape)}; give [n] integers")

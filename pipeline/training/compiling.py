@@ -23,16 +23,16 @@ from jax.sharding import SingleDeviceSharding
 Value = bool | int | float | str
 Given = Mapping[str, Value] | Literal["default"] | None
 
-# KiB of VMEM for the operands of one fusion. The compilers' own limit leaves the rest to operands
-# that are fetched ahead. A training step computes longer than it reads and gains from more.
+# KiB of VMEM for the operands of one fusion. The compiler's own limit leaves the rest to prefetched
+# operands. A training step is bound by computation and gains from a higher limit.
 _TPU: dict[str, Value] = {"xla_tpu_scoped_vmem_limit_kib": 98304}
-# By a part of the name that JAX gives a kind of device, else by platform.
+# By a part of JAX's name for the kind of device, else by platform.
 DEFAULTS: Mapping[str, Mapping[str, Value]] = MappingProxyType(
     {"TPU v6 lite": _TPU, "tpu": {}, "gpu": {}, "cpu": {}}
 )
 _UNKNOWN = re.compile(r"No such compile option: '([^']*)'")
 _NAMES = re.compile(rb"xla_[a-z0-9_]{3,80}")
-# Where the names of all options are written: a package and a file of it.
+# The libraries that contain the names of all options: a package and one of its files.
 _LIBRARIES = {"tpu": ("libtpu", "libtpu.so")}
 _COMMON = "jaxlib", "libjax_common.so"
 
@@ -56,7 +56,7 @@ def resolve_compiler_options(given: Given, device: jax.Device) -> dict[str, str 
       device: a device that the step is compiled for.
 
     Raises:
-      ValueError: no mapping, a name that the platform does not know, or a value that it refuses.
+      ValueError: ``given`` is no mapping, or has a name or value that the platform refuses.
     """
     if given is None:
         return None
@@ -80,13 +80,13 @@ def resolve_compiler_options(given: Given, device: jax.Device) -> dict[str, str 
 
 
 def _text(value: Value) -> str | bool:
-    """Convert a value to the text that XLA reads numbers from."""
+    """Convert a value to the text that XLA parses."""
     return value if isinstance(value, bool) else str(value)
 
 
 @functools.lru_cache(maxsize=256, typed=True)
 def _refusal(name: str, value: str | bool, device: jax.Device) -> str | None:
-    """Why a platform's compiler refuses an option, found by compiling an addition; else None."""
+    """Return why a platform's compiler refuses an option, by compiling an addition; else None."""
     place = SingleDeviceSharding(device)
     one = jax.ShapeDtypeStruct((), jnp.float32, sharding=place)
     lowered = jax.jit(lambda x: x + 1, out_shardings=place).lower(one)

@@ -15,7 +15,7 @@ from pipeline.layers import ExpertState
 from pipeline.pipeline import Pipeline
 
 LOAD, DROPPED = "load", "dropped"
-MOST = 1024  # numbers of loads that a record holds
+MOST = 1024  # most numbers of loads in a record
 
 
 def balance_of(model: Any) -> dict[str, jax.Array] | None:
@@ -25,9 +25,10 @@ def balance_of(model: Any) -> dict[str, jax.Array] | None:
       model: a pipeline, or any module.
 
     Returns:
-      imbalance, the largest load of all layers over the mean, 1 where all experts get the same;
-      dropped, the largest part of choices that a layer has dropped; load, [layers, experts], where
-      all layers have as many experts and not too many. None for a model that counts nothing.
+      imbalance: the largest load of all layers over the mean; 1 if all experts get equally many
+      tokens. dropped: the largest part of choices that a layer has dropped. load: [layers,
+      experts], if all layers have equally many experts and there are at most `MOST` numbers. None
+      for a model that counts nothing.
     """
     found = dict(_of_layers(model))
     loads = [x for path, x in found.items() if path[-1] == LOAD]
@@ -42,7 +43,7 @@ def balance_of(model: Any) -> dict[str, jax.Array] | None:
 
 
 def _of_layers(model: Any) -> Iterator[tuple[tuple[Any, ...], jax.Array]]:
-    """Each layer's arrays of state, in layer order."""
+    """Yield the arrays of state of each layer, in layer order."""
     state = dict(nnx.to_flat_state(nnx.state(model, ExpertState)))
     if not isinstance(model, Pipeline) or not state:
         yield from ((path, leaf[...]) for path, leaf in state.items())
@@ -56,6 +57,6 @@ def _of_layers(model: Any) -> Iterator[tuple[tuple[Any, ...], jax.Array]]:
 
 
 def _in_order(item: tuple[tuple[Any, ...], Any]) -> list[Any]:
-    """A sort key of paths: numbers before names."""
+    """Return a sort key of paths: numbers before names."""
     names = [str(name) for name in item[0]]
     return [(not n.isdecimal(), int(n) if n.isdecimal() else 0, n) for n in names]

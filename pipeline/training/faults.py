@@ -29,10 +29,10 @@ from pipeline.base.arguments import is_number
 from pipeline.processes import service
 from pipeline.processes.names import numbers, text_of_processes, write_at_once
 
-LOOK = 0.3  # seconds between two looks whether somebody is to stop
-ANSWER = 60.0  # seconds that processes wait for each other's word
+LOOK = 0.3  # seconds between two checks for a request to stop
+ANSWER = 60.0  # seconds that processes wait for each other's reports
 SIGNALS = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-STUCK = 70  # the exit code of a process that stood still
+STUCK = 70  # the exit code of a process whose step hangs
 
 
 class Stop:
@@ -46,14 +46,14 @@ class Stop:
       reason: the cause of the request, such as "SIGTERM"; "" without a request.
     """
 
-    _made = itertools.count()  # alike in all processes, which make them in the same order
+    _made = itertools.count()  # equal in all processes, which make them in the same order
 
     def __init__(self) -> None:
         self.reason, self._topic = "", f"stop/{next(self._made)}"
         self._asked, self._over = threading.Event(), threading.Event()
         self._lock = threading.Lock()
-        self._begun = -1  # the last step of which was said that it may be made
-        self._holds = False  # whether no further one may be until all have spoken
+        self._begun = -1  # the last step that was allowed to begin
+        self._holds = False  # whether no further step may begin until all have reported
         self._last: Future[int] = Future()  # the step before which all stop
         self._is_alone = jax.process_count() == 1
         if not self._is_alone:
@@ -96,11 +96,11 @@ class Stop:
                 if self._asked.wait(LOOK) or service.said(f"{self._topic}/asked"):
                     self._last.set_result(self._agree())
                     return
-        except Exception as error:  # noqa: BLE001  # of the service: it must not hold the run
+        except Exception as error:  # noqa: BLE001  # from the service: it must not block the run
             self._last.set_exception(error)
 
     def _agree(self) -> int:
-        """Find the step before which all stop."""
+        """Agree with the other processes on the step before which all stop."""
         if self._asked.is_set():
             service.say(f"{self._topic}/asked", self.reason)
         with self._lock:
@@ -147,7 +147,7 @@ def stop_on_signals() -> Iterator[Stop]:
     before: dict[signal.Signals, Any] = {}
 
     def give_back() -> None:
-        for one, handler in before.items():  # one that is not Python's own is told as None
+        for one, handler in before.items():  # a handler that is not Python's is None
             signal.signal(one, signal.SIG_DFL if handler is None else handler)
 
     def handle(number: int, _: object) -> None:
@@ -186,7 +186,7 @@ class Watchdog:
       end: a function that ends the process; by default at once, with exit code 70.
 
     Raises:
-      ValueError: no number of seconds > 0.
+      ValueError: ``seconds`` is no number > 0.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class Watchdog:
             limit = self._seconds * (10 if self._beats <= self._compiled_at else 1)
             late = self._step is not None and time.monotonic() - self._at > limit
             if jax.process_count() > 1 and not told and (late or service.said("stuck")):
-                told = True  # so that who is late first can tell what the others are at
+                told = True  # so that the first late process can report the steps of the others
                 service.say("stuck", self._state())
             if late:
                 self._report(look)
@@ -254,22 +254,22 @@ class Watchdog:
         lines = [f"process {index} of {count}{self._ranks()} is stuck: {self._state()}"]
         if count > 1:
             others: dict[int, str] = {}
-            with contextlib.suppress(Exception):  # the service has gone with its process
+            with contextlib.suppress(Exception):  # the service ends with its process
                 others = service.hear("stuck", count, 4 * look)
             for process in range(count):
                 if process != index:
                     said = others.get(process, "says nothing: it is dead, cut off, or has ended")
                     lines.append(f"  process {process}: {said}")
-        if self._over.is_set():  # it has failed meanwhile, and its exception says why
+        if self._over.is_set():  # the step has failed meanwhile, and its exception says why
             return
         lines.append(
             f"a step may take {self._seconds:g} s; it ends with exit code {STUCK}. The stacks of "
             f"its threads:"
         )
         write_at_once("\n".join(lines))
-        with contextlib.suppress(Exception):  # stderr may be no file
+        with contextlib.suppress(Exception):  # stderr may not be a file
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
-        if count > 1:  # who is about to say the same would be ended with this process
+        if count > 1:  # other late processes need time for their reports before this one ends
             time.sleep(2 * look)
         self._end(STUCK)
 

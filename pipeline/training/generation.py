@@ -25,7 +25,7 @@ def continue_prompt(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> list[int]:
-    """Continue a prompt; with and without caches the same tokens are drawn.
+    """Continue a prompt; with and without caches it draws equal tokens.
 
     A pipeline with a module that has a method ``start_decoding`` uses `pipeline.generate`, unless
     its mesh has axes that `generate` does not support, or the text outgrows the context. Any other
@@ -54,7 +54,7 @@ def continue_prompt(
         )
     text = [int(token) for token in prompt]
     key = None if temperature == 0 else jax.random.key(seed)
-    fits = context is None or len(text) + length <= context + 1  # the last token is not fed
+    fits = context is None or len(text) + length <= context + 1  # the last token is not an input
     if fits and remembers(model):
         given = np.asarray([text], np.int32)
         found = generate(model, given, length, key=key, temperature=temperature or 1.0)
@@ -97,7 +97,7 @@ def _recomputed(
     plain = _Chain(model) if isinstance(model, Pipeline) else model
     graph, weights = nnx.split(plain)
     weights = jax.device_put(weights, jax.devices()[0])
-    own = None if key is None else jax.random.fold_in(key, 0)  # of the first row
+    own = None if key is None else jax.random.fold_in(key, 0)  # key of the first row
 
     @jax.jit
     def draw(weights: Any, tokens: jax.Array, position: jax.Array, step: jax.Array) -> jax.Array:
@@ -105,7 +105,8 @@ def _recomputed(
         return sample(logits, None if own is None else jax.random.fold_in(own, step), temperature)
 
     for step in range(length):
-        # What stands right of a position cannot change it, so zeros fill a window not yet full.
+        # Later positions cannot change a position's logits, so zeros fill a window that is not
+        # full.
         seen = text[-window:]
         tokens = np.zeros((1, window), np.int32)
         tokens[0, : len(seen)] = seen

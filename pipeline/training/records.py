@@ -34,7 +34,7 @@ class JsonLines:
     """A file with one JSON object a line, written at once; existing lines stay.
 
     Args:
-      path: of the file; its folder must be there.
+      path: the path of the file; its folder must exist.
 
     Raises:
       OSError: the file cannot be written.
@@ -57,7 +57,7 @@ class TensorBoard:
     """Event files for TensorBoard: every number of a record, by its step.
 
     Args:
-      folder: of the event files.
+      folder: the folder of the event files.
 
     Raises:
       ImportError: tensorboardX is not installed.
@@ -79,7 +79,7 @@ class TensorBoard:
 
 
 class Progress:
-    """A progress line that is redrawn on a terminal; elsewhere a line for each tenth of the run.
+    """A progress line, redrawn on a terminal; in other outputs a line for each tenth of the run.
 
     Args:
       steps: the number of steps of the run.
@@ -150,7 +150,7 @@ def status_of(record: Record) -> str:
     if seconds.get("step"):
         names = record.get("predicted", ())
         lost = seconds.get("bubble", 0.0) + seconds.get("communication", 0.0)
-        whole = sum(seconds[name] for name in names)  # what the prediction shares out
+        whole = sum(seconds[name] for name in names)  # the seconds that the prediction divides
         for name, share in (
             (f"{'predicted ' * bool(names)}bubble", lost / (whole or seconds["step"])),
             ("input", seconds.get("input", 0.0) / seconds["step"]),

@@ -1,4 +1,4 @@
-"""A training step: loss scale, clipped gradients, optax, mean weights; skipped if not finite.
+"""A training step: loss scale, clipping, optax, mean weights; skipped if it is not finite.
 
     step = Step(pipe, make_optimizer(pipe, optax.adamw(1e-3)), clip=1.0, ema=0.999)
     for inputs, targets in batches:
@@ -41,7 +41,7 @@ from pipeline.training.experts import balance_of
 
 Tree = Any
 Extras = dict[str, Any] | None
-_COMPILED = jax.disable_jit(False)  # a step is a program, also under `jax.disable_jit()`
+_COMPILED = jax.disable_jit(False)  # a step is compiled even under `jax.disable_jit()`
 
 
 class Metrics(NamedTuple):
@@ -73,7 +73,7 @@ class Metrics(NamedTuple):
 
 @dataclass(frozen=True)
 class DynamicScale:
-    """A loss scale that falls where gradients overflow and grows where they do not, for float16.
+    """A loss scale for float16 that falls when gradients overflow and grows when they do not.
 
     Attributes:
       initial: the first scale.
@@ -180,12 +180,12 @@ class Step:
         self._may_change = [not isinstance(v, nnx.RngState) for v in self._variables]
         self._is_state = [not isinstance(v, nnx.RngState | nnx.Param) for v in self._variables]
         self._everywhere = optimizer.step.get_value().sharding
-        # Virtual CPU devices share few threads, on which two programs with collectives in flight
-        # may wait for each other for ever: there a call returns when its program has ended.
+        # Virtual CPU devices share few threads. Two programs with collectives may then wait for
+        # each other for ever. So on such devices a call returns only when its program has ended.
         places = {d for x in jax.tree.leaves(state) for d in x.sharding.device_set}
         self._waits = len(places) > 1 and all(d.platform == "cpu" for d in places)
         self._carry = self._replicated(_start(loss_scale))
-        # With `stage_meshes` the arrays are on several meshes: programs for each.
+        # With `stage_meshes` the arrays are on several meshes, with programs for each.
         device_sets = {frozenset(p.device_set) for p in jax.tree.leaves(_shardings(state))}
         self._by_mesh = len(device_sets) > 1
         jit: Any = ByMesh if self._by_mesh else jax.jit
@@ -194,7 +194,7 @@ class Step:
         self.ema = None if ema is None else self._laid(mean_like, weights)
         self._places = [v.get_raw_value().sharding for v in self._variables]
         self._sums: Tree = None
-        self._ahead: dict[int, jax.Array] = {}  # leaves that calls of this update have written
+        self._ahead: dict[int, jax.Array] = {}  # leaves written by earlier calls of this update
         self._called = self.updates = 0
         self._writing = False
 
@@ -219,11 +219,11 @@ class Step:
         if self._in_parts:
             if isinstance(compiler_options, Mapping):
                 raise ValueError(
-                    f"compiler_options={compiler_options} beside engine='programs': they reach the "
-                    f"step's own program, and not those of the pipeline; leave them out, or use "
+                    f"compiler_options={compiler_options} with engine='programs': they apply to "
+                    f"the step's own program, not to those of the pipeline; leave them out, or use "
                     f"engine='scan'"
                 )
-            # Such a pipeline is no part of a program: what comes after its gradients is one.
+            # Such a pipeline cannot be a part of a program: one program runs after its gradients.
             self._fused, self._added = self._train_in_parts, self._add
             self._taken, self._evaluated = self._take, self._evaluate
             self._updated_after = jit(self._update_after, **given(0, 1, 2, results=4))
@@ -237,7 +237,7 @@ class Step:
             "another Step of them, and have it load(copy.deepcopy(step.shaped()), step.plain())"
         )
 
-    # --- what a user calls
+    # --- methods for users
 
     @_COMPILED
     def __call__(
@@ -246,9 +246,9 @@ class Step:
         """Run one call; return the update's metrics at the last call of ``accumulate``, else None.
 
         Args:
-          inputs: as for the model's ``value_and_grad``.
-          targets: as for the model's ``value_and_grad``.
-          extras: as for the model's ``value_and_grad``; None gives the model no extras.
+          inputs: the argument of the model's ``value_and_grad``.
+          targets: the argument of the model's ``value_and_grad``.
+          extras: the argument of the model's ``value_and_grad``; None gives the model no extras.
           weight: the weight of this call in the mean over the calls of its update, such as its
             number of tokens. A call of weight 0 adds nothing, even if its loss is NaN. By default
             the weight that the model returns with its loss: for a pipeline the sum of the weights
@@ -256,7 +256,7 @@ class Step:
             such a weight have equal weights.
 
         Raises:
-          ValueError: a weight that is no number >= 0.
+          ValueError: the weight is no number >= 0.
         """
         batch = as_arrays(inputs, targets, extras)
         check_weight(weight)
@@ -278,7 +278,7 @@ class Step:
     def fwd_bwd(self, inputs: Tree, targets: Tree, *, extras: Extras = None) -> tuple[Any, Tree]:
         """Compute the mean loss and its gradients, unscaled, laid out as ``nnx.state(model, wrt)``.
 
-        With ``has_aux``, ``((loss, metrics), gradients)``.
+        With ``has_aux`` it returns ``((loss, metrics), gradients)``.
         """
         batch = as_arrays(inputs, targets, extras)
         leaves, loss, aux, grads = self._ended(self._taken(self._leaves(), self._carry, batch))
@@ -287,7 +287,7 @@ class Step:
 
     @_COMPILED
     def update(self, grads: Tree, *, loss: Any = 0.0) -> Metrics:
-        """Clip, update and average: the part of a step after `fwd_bwd`. The gradients are donated.
+        """Clip, update and average: the part of a step after `fwd_bwd`. Gradients are donated.
 
         Args:
           grads: the gradients from `fwd_bwd`.
@@ -307,11 +307,11 @@ class Step:
         ema: bool = False,
         weighed: bool = False,
     ) -> Any:
-        """Compute the mean loss, forward only; with ``ema`` at the running mean of the weights.
+        """Compute the mean loss, forward only; with ``ema`` for the running mean of the weights.
 
-        Modules run as after ``model.eval()``: no dropout, and a batch norm reads its statistics.
-        With ``has_aux`` the result is ``(loss, metrics)``. With ``weighed`` the result is as of a
-        pipeline's ``loss(..., weighed=True)``, for a model that `weighs`.
+        Modules run as after ``model.eval()``: no dropout, and a batch norm uses its statistics.
+        With ``has_aux`` the result is ``(loss, metrics)``. With ``weighed`` the result has the form
+        of a pipeline's ``loss(..., weighed=True)``, for a model that `weighs`.
         """
         if ema and self.ema is None:
             raise ValueError("eval_step(ema=True), and there is no mean: make the Step with ema=")
@@ -333,7 +333,7 @@ class Step:
         arrays = self._leaves(), self.ema, self._carry
         return not self._writing and not any(x.is_deleted() for x in jax.tree.leaves(arrays))
 
-    # --- what a checkpoint keeps beside model and optimizer
+    # --- state for a checkpoint in addition to model and optimizer
 
     def shaped(self) -> dict[str, Tree]:
         """Return the step's trees that are shaped like the trained parameters, for a checkpoint."""
@@ -350,7 +350,7 @@ class Step:
         A constant loss scale is not loaded; this step's own scale stays.
 
         Raises:
-          ValueError: other names.
+          ValueError: the names differ.
         """
         shaped = {} if shaped is None else shaped
         for what, given, wanted in (
@@ -371,7 +371,7 @@ class Step:
             self._carry = self._replicated(start)
         self._begin_update()
 
-    # --- what is wrong
+    # --- diagnosis
 
     def diagnose(self, inputs: Tree, targets: Tree, *, extras: Extras = None) -> str:
         """Find the first non-finite value of a step: a weight, or a stage and a gradient."""
@@ -396,7 +396,7 @@ class Step:
         return "; ".join(said) or "the same step is finite now"
 
     def _bad(self, tree: Tree) -> str:
-        """The first leaf in layer order that is not finite, and how many are."""
+        """Name the first leaf in layer order that is not finite, and the number of such leaves."""
         flat = jax.tree_util.tree_leaves_with_path(tree)
         if hasattr(self.model, "to_layers"):
             layers = self.model.to_layers(tree)
@@ -412,7 +412,7 @@ class Step:
             return ""
         return f"{_name(bad[0])} (the first of {len(bad)}, of {len(flat)})"
 
-    # --- arrays in and out
+    # --- reading and writing arrays
 
     def _leaves(self) -> list[jax.Array]:
         return [variable.get_raw_value() for variable in self._variables]
@@ -422,7 +422,7 @@ class Step:
             variable.set_raw_value(leaf)
 
     def _leaves_ahead(self) -> list[jax.Array]:
-        """List the leaves as the calls of the update under way have left them."""
+        """List the leaves as the previous calls of the current update have left them."""
         return [self._ahead.get(n, leaf) for n, leaf in enumerate(self._leaves())]
 
     def _begin_update(self) -> None:
@@ -449,14 +449,14 @@ class Step:
         return jax.jit(lambda: tree, out_shardings=self._everywhere)()
 
     def _laid(self, function: Any, weights: Tree) -> Tree:
-        """The result of a function of weights, laid out as they are."""
+        """Compute a function of weights, with results sharded like the weights."""
         places = _shardings(weights)
         if not self._by_mesh:
             return jax.jit(function, out_shardings=places)(weights)
         return ByMesh(lambda x: jax.lax.with_sharding_constraint(function(x), places))(weights)
 
     def _metrics_of(self, batch: Tree, weight: Any) -> Tree:
-        """The types of a call's metrics, by a trace."""
+        """Trace a call to get the types of its metrics."""
         if not self.has_aux:
             return None
 
@@ -466,7 +466,7 @@ class Step:
         return jax.eval_shape(metrics, self._leaves(), self._carry, batch)
 
     def _zeros(self, metrics: Tree) -> Tree:
-        """Sums of nothing: loss and metrics; gradients in float32 or wider."""
+        """Make zero sums for loss and metrics, and for gradients in float32 or wider."""
         weights = nnx.state(self.model, self.optimizer.wrt)
 
         def zeros(tree: Tree) -> Tree:
@@ -477,7 +477,7 @@ class Step:
         aux = jax.tree.map(_nothing_of, metrics) if self.has_aux else None
         return *self._replicated((loss, aux)), grads
 
-    # --- what is compiled
+    # --- compiled functions
 
     def _merged(self, leaves: Any) -> tuple[Any, Any]:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
@@ -495,7 +495,7 @@ class Step:
     def _gradients(
         self, model: Any, batch: Tree, scale: Any, *, weighed: bool = False
     ) -> tuple[Any, Tree, Tree]:
-        """The loss, metrics if there are any, and the loss's gradients times the scale."""
+        """Return the loss, metrics if there are any, and the gradients of the scaled loss."""
         inputs, targets, extras = batch
         options = self._options(model, extras, weighed=weighed)
         if hasattr(model, "value_and_grad"):
@@ -535,7 +535,7 @@ class Step:
     def _weighed(
         self, model: Any, carry: Any, batch: Tree, weight: Any
     ) -> tuple[Weighed, Tree, Tree]:
-        """The means of one call with their weight: the one given, or the loss's own if None."""
+        """Return the means of one call with their weight: ``weight``, or the loss's own if None."""
         loss, aux, grads = self._loss_and_grads(model, carry, batch, weighed=weight is None)
         if weight is None:
             return loss, aux, grads
@@ -551,7 +551,7 @@ class Step:
     def _train_in_parts(
         self, leaves: Any, mean: Tree, carry: Any, sums: Tree, batch: Tree, weight: Any
     ) -> Any:
-        """As `_train`, for a model that runs programs of its own."""
+        """Run `_train` for a model that runs its own programs."""
         merged = self._merged(leaves)
         leaves, loss, aux, grads = self._whole(leaves, merged, carry, sums, batch, weight)
         written = _written(self._split(*merged), leaves)
@@ -560,14 +560,14 @@ class Step:
     def _update_after(
         self, before: Any, mean: Tree, carry: Any, grads: Tree, loss: Any, aux: Tree, written: Any
     ) -> Any:
-        """As `_update`, where the call has written some leaves, by their numbers."""
+        """Run `_update` after a call that has written some leaves, by their numbers."""
         merged = self._merged([written.get(n, leaf) for n, leaf in enumerate(before)])
         return self._update(before, mean, carry, grads, loss, aux, merged)
 
     def _whole(
         self, leaves: Any, merged: Any, carry: Any, sums: Tree, batch: Tree, weight: Any
     ) -> tuple[Any, Any, Tree, Tree]:
-        """The leaves before an update, and loss, metrics and gradients of all of its calls."""
+        """Return leaves before an update, and loss, metrics and gradients of all its calls."""
         model, optimizer = merged
         if sums is None:
             return leaves, *self._loss_and_grads(model, carry, batch)
@@ -587,7 +587,7 @@ class Step:
         return _written(left, leaves), self._plus(sums, found)
 
     def _without_hook(self, plan: Any) -> Any:
-        """The plan without its ``after_step``: one for each, since programs belong to a plan."""
+        """Return the plan without ``after_step``, made once, because programs belong to a plan."""
         if plan not in self._plans:
             self._plans[plan] = dataclasses.replace(plan, after_step=_no_after_step)
         return self._plans[plan]
@@ -600,7 +600,7 @@ class Step:
     def _left(
         self, before: Sequence[Any], model: Any, optimizer: Any, loss: Any, grads: Tree
     ) -> list[Any]:
-        """The state after a call without an update: changed if loss and gradients are finite."""
+        """Return the state after a call without an update; it changes only if all is finite."""
         after = self._split(model, optimizer)
         written = [
             state and new is not old
@@ -626,14 +626,14 @@ class Step:
         aux: Tree = None,
         merged: tuple[Any, Any] | None = None,
     ) -> tuple[Any, Tree, Any, Metrics]:
-        """Clip, update, average, unless something is not finite; count, and scale anew."""
+        """Clip, update and average unless a value is not finite; count, and set the next scale."""
         model, optimizer = merged or self._merged(before)
         norm = global_norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         if self.clip is not None:
             factor = jnp.where(norm > self.clip, self.clip / norm, 1.0)
             grads = jax.tree.map(lambda g: times(g, factor), grads)
-        # State in host memory stays on the devices until it is known whether it is kept.
+        # State in host memory stays on the devices until it is known whether to keep it.
         getattr(optimizer, "update_on_device", optimizer.update)(model, grads)
         if mean is not None:
             weights = nnx.state(model, self.optimizer.wrt)
@@ -645,7 +645,7 @@ class Step:
                 self._split(model, optimizer), before, self._may_change, strict=True
             )
         ]
-        if self._by_mesh:  # each stays where it was, also a number
+        if self._by_mesh:  # every array keeps its mesh, scalars too
             leaves = jax.lax.with_sharding_constraint(leaves, self._places)
             if mean is not None:
                 mean = jax.lax.with_sharding_constraint(mean, self._places_of_weights)
@@ -676,13 +676,13 @@ class Step:
 
 
 def global_norm(tree: Tree) -> jax.Array:
-    """The norm of all numbers of all leaves together, over every mesh axis, as a float32 scalar."""
+    """Compute the norm of all numbers of all leaves, over every mesh axis, as a float32 scalar."""
     squares = [optax.tree.norm(x.astype(_wide(x)), squared=True) for x in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(s.astype(jnp.float32) for s in squares) + jnp.zeros(()))
 
 
 def _unscaled(grads: Tree, scale: jax.Array) -> Tree:
-    """Gradients without the scale of their loss."""
+    """Divide gradients by the scale of their loss."""
 
     def unscaled(g: jax.Array) -> jax.Array:
         return (g.astype(_wide(g)) / scale.astype(_wide(g))).astype(g.dtype)
@@ -693,7 +693,7 @@ def _unscaled(grads: Tree, scale: jax.Array) -> Tree:
 def _if_finite(
     pairs: dict[int, tuple[jax.Array, jax.Array]], loss: jax.Array, grads: Tree
 ) -> dict[int, jax.Array]:
-    """The first of each pair if loss and gradients are finite, else the second."""
+    """Return the first of each pair if loss and gradients are finite, else the second."""
     finite = jnp.isfinite(global_norm(grads)) & jnp.isfinite(loss)
     return {n: jnp.where(finite, *pair) for n, pair in pairs.items()}
 
@@ -704,9 +704,9 @@ def with_weight(found: Tree, weight: jax.Array) -> Tree:
 
 
 def plus_weighed(sums: Tree, found: Tree) -> Tree:
-    """Add one call to the sums (Σ mean * weight, Σ weight); counts are added up.
+    """Add one call to the sums (Σ mean * weight, Σ weight); counts are added.
 
-    Counts are added as int64, also where JAX has no 64 bits elsewhere: they do not wrap.
+    Counts are added as int64 even if JAX has no 64 bits otherwise, so that they do not wrap.
     """
 
     def plus(t: Any, x: Any) -> Any:
@@ -719,7 +719,7 @@ def plus_weighed(sums: Tree, found: Tree) -> Tree:
 
 
 def mean_weighed(sums: Tree) -> Tree:
-    """Compute the means of the sums of `plus_weighed`; 0 where the weight is 0."""
+    """Compute the means of the sums of `plus_weighed`; 0 if the weight is 0."""
 
     def mean(t: Any) -> Any:
         return _over(t.mean, t.weight) if isinstance(t, Weighed) else t
@@ -728,13 +728,13 @@ def mean_weighed(sums: Tree) -> Tree:
 
 
 def _runs_programs(model: nnx.Module) -> bool:
-    """Tell whether a call of the model runs programs, and so cannot be part of one."""
+    """Tell whether a call of the model runs programs, and so cannot be a part of a program."""
     parts = (part for _, part in nnx.iter_modules(model))
     return any(isinstance(part, Pipeline) and part.plan.engine == "programs" for part in parts)
 
 
 def _written(after: Sequence[Any], before: Sequence[Any]) -> dict[int, Any]:
-    """The leaves that a call has replaced, by their numbers."""
+    """Return the leaves that a call has replaced, by their numbers."""
     pairs = enumerate(zip(after, before, strict=True))
     return {n: new for n, (new, old) in pairs if new is not old}
 
@@ -744,7 +744,7 @@ def _no_after_step(stage: nnx.Module) -> None:
 
 
 def _nothing_of(x: Any) -> jax.Array:
-    """Zero of a mean's dtype, or of a count's sum."""
+    """Make a zero of a mean's dtype, or of a count's sum."""
     with jax.enable_x64(True):
         return jnp.zeros(x.shape, jnp.int64 if is_count(x) else x.dtype)
 
@@ -769,7 +769,7 @@ def _plus_part(total: jax.Array, part: jax.Array, weight: jax.Array) -> jax.Arra
 
 
 def _means(sums: Tree, like: Tree) -> tuple[Tree, Tree]:
-    """Means of sums as of `_plus`: (loss, metrics), and gradients in the dtypes of others."""
+    """Compute means from sums of `_plus`: (loss, metrics), and gradients in given dtypes."""
     *means, grads = sums
     weight = means[0].weight
     grads = jax.tree.map(lambda g, w: _over(g, weight).astype(w.dtype), grads, like)
@@ -794,7 +794,7 @@ def is_count(x: Any) -> bool:
 
 
 def mean_like(weights: Tree) -> Tree:
-    """Copies of weights, in the dtypes of their running mean."""
+    """Copy weights, in the dtypes of their running mean."""
     return jax.tree.map(lambda x: jnp.copy(x).astype(_wide(x)), weights)
 
 
@@ -809,7 +809,7 @@ def _averaged(decay: float, mean: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _wide(x: Any) -> Any:
-    """Its dtype, but at least float32."""
+    """Return the dtype of a value, or float32 if that is wider."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
@@ -820,10 +820,10 @@ def _start(scaling: float | DynamicScale | None) -> dict[str, Any]:
 
 
 def _variables(node: Any) -> list[nnx.Variable[Any]]:
-    """The variables of models in the order of the leaves of their state."""
+    """Return the variables of models in the order of the leaves of their state."""
     found = nnx.state(node)
     variables = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    # Stages that are not alike stand beside their storage without values.
+    # Unlike stages have placeholders without values; their values are in shared cells.
     variables = [variable for variable in variables if not isinstance(variable, Placeholder)]
     leaves = jax.tree.leaves(found)
     values = [v.get_raw_value() for v in variables]
@@ -854,7 +854,7 @@ def _settle(variables: Sequence[nnx.Variable[Any]], *, copied: bool) -> None:
 
 
 def _kept(finite: Any, new: Any, old: Any) -> Any:
-    """Select the new array if all is finite (None: in any case), in the memory of the old array."""
+    """Select the new array if the step is finite or None; keep the old array's memory kind."""
     hosted = is_on_host(old)
     if finite is not None:
         new = jnp.where(finite, new, to_device(old) if hosted else old)
@@ -864,8 +864,8 @@ def _kept(finite: Any, new: Any, old: Any) -> Any:
 def _places_of_results(variables: Sequence[nnx.Variable[Any]], results: int) -> dict[str, Any]:
     """Make jit options for results that begin with variables' arrays, if some are in host memory.
 
-    A donated array lends its memory to a result of the same shape. The result must be in the same
-    kind of memory, so jax needs the shardings of the results.
+    A donated array's memory is reused for a result of the same shape only in the same kind of
+    memory. So jax needs the shardings of the results.
     """
     places = [variable.get_raw_value().sharding for variable in variables]
     if all(place.memory_kind != HOST_MEMORY for place in places):
@@ -874,7 +874,7 @@ def _places_of_results(variables: Sequence[nnx.Variable[Any]], results: int) -> 
 
 
 def _shardings(tree: Tree) -> Tree:
-    """The named shardings of arrays; None for any other sharding."""
+    """Return the named shardings of arrays; None for any other sharding."""
     places = jax.tree.map(lambda x: x.sharding, tree)
     return jax.tree.map(lambda p: p if isinstance(p, NamedSharding) else None, places)
 
@@ -902,13 +902,13 @@ def _check_model(model: Any, *, scaled: bool, has_aux: bool) -> None:
 
 
 def _takes(model: Any, name: str) -> bool:
-    """Tell whether all methods of a model that make a loss have an argument."""
+    """Tell whether all methods of a model that compute a loss have an argument."""
     methods = [getattr(model, name, None) for name in ("value_and_grad", "loss")]
     return all(name in inspect.signature(f).parameters for f in methods if f is not None)
 
 
 def check_weight(weight: Any) -> None:
-    """Check a weight; an array on a device by shape alone, so that nothing waits for its value."""
+    """Check a weight; a device array only by its shape, so that no code waits for its value."""
     if weight is None:
         return
     if isinstance(weight, jax.Array):
@@ -920,8 +920,8 @@ def check_weight(weight: Any) -> None:
     if not fits:
         given = shape_text(weight) if isinstance(weight, jax.Array) else repr(weight)
         raise ValueError(
-            f"weight={given}: must be one finite number >= 0 of float32, what this call counts "
-            f"beside the others"
+            f"weight={given}: must be one finite number >= 0 of float32, the weight of this call "
+            f"relative to other calls"
         )
 
 

@@ -1,8 +1,9 @@
 """The parts of a step's time: measured parts, and the prediction of the schedule's clock.
 
-Measured are a step's seconds, from the end of the one before, the wait for its batch, and memory.
-The division into compute, bubble and communication is predicted by the clock that the pipeline was
-lowered for, with the costs `Pipeline(costs=)`, or F = I = W and messages that take no time.
+Measured are a step's seconds (from the end of the previous step), the wait for its batch, and
+memory. The division into compute, bubble and communication is predicted by the clock that the
+pipeline was lowered for. The costs are those of `Pipeline(costs=)`, or F = I = W and messages that
+take no time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pipeline.pipeline import Pipeline
 from pipeline.training.batches import Batch
 from schedules import simulate
 
-# What a runtime calls a chip of the planner's table, in the order in which it is looked for.
+# A runtime's names of chips in the planner's table, in the order of the search.
 KINDS = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
@@ -61,7 +62,7 @@ def predicted(model: Any) -> Shares:
 
 
 def tokens_of(batch: Batch) -> int:
-    """Count the numbers of an integer input [N, t], or the rows of any other input."""
+    """Count the tokens of an integer input [N, t], or the rows of any other input."""
     leaves = jax.tree.leaves(batch.inputs)
     shape = np.shape(leaves[0]) if leaves else ()
     is_words = len(shape) > 1 and jnp.issubdtype(leaves[0].dtype, jnp.integer)
@@ -69,7 +70,7 @@ def tokens_of(batch: Batch) -> int:
 
 
 def flops_per_token(model: Any) -> float:
-    """6 operations for each number of each matrix: products of a forward and a backward pass.
+    """Count 6 operations for each number of each matrix: products of forward and backward.
 
     Matrices are the parameters with two axes or more in the model without a pipeline; a pipeline's
     embed is a lookup and does not count. Attention scores and recomputation do not count.

@@ -4,7 +4,7 @@
     trainer.resume()
     trainer.run()
 
-The host is one step ahead of the devices: a step's numbers are read while the next one runs.
+The host is one step ahead of the devices: a step's metrics are read while the next step runs.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Trainer:
         ``restore``, ``close`` and perhaps ``wait``; None saves nothing.
       checkpoint_interval: the number of updates between checkpoints; 0: only when the run ends or
         is stopped.
-      recorders: receive the record of every step, on process 0.
-      hooks: called with the trainer and the record of a step, as soon as the record is known.
-      stop: called before each step; a true result ends the run, after a checkpoint.
+      recorders: receivers of the record of every step, on process 0.
+      hooks: functions of the trainer and a step's record, called as soon as the record is known.
+      stop: a function called before each step; a true result ends the run, after a checkpoint.
       stop_after: the number of consecutive updates that are not finite, after which the run ends.
       stuck_after: the seconds after which a hanging step ends the process with a message
         (`pipeline.training.faults.Watchdog`); None waits for ever.
@@ -145,7 +145,7 @@ class Trainer:
         self.done, self.losses, self.seconds = 0, list[float](), list[float]()
         self.eval_loss: float | None = None
         self.evaluated = self._saved = -1
-        self._position: Any = None  # of the data where the update under way began
+        self._position: Any = None  # the data position at the start of the current update
         self._ended = 0.0
         self._shares = timing.predicted(step.model)
         counted = timing.flops_per_token(step.model)
@@ -202,7 +202,7 @@ class Trainer:
             with self._watchdog or contextlib.nullcontext():
                 ended = self._run()
         except BaseException as error:
-            if isinstance(error, NotFiniteError):  # it is told: the next run counts anew
+            if isinstance(error, NotFiniteError):  # reported: a resumed run counts from 0
                 self.step.load(self.step.shaped(), self.step.plain() | {"in_a_row": 0})
             self.done = before + self.step.updates
             self._save_after(error)
@@ -281,7 +281,7 @@ class Trainer:
         step = self.step
         known = self.eval_loss if self.evaluated == self.done else None
         unknown = {} if self._evaluation is None else {"eval_loss": math.nan}
-        # The place in the data where an update under way began.
+        # The data position at which the current update began.
         began = self._position
         place = None if began is None else SimpleNamespace(get_state=lambda: began)
         self._checkpoints.save(
@@ -305,9 +305,9 @@ class Trainer:
     # --- one step
 
     def _next(self, before: _Running | None) -> _Running:
-        """Start an update; read the metrics of the previous update meanwhile."""
+        """Start an update, and read the metrics of the previous update while it runs."""
         if before is not None and _is_ready(before.metrics.loss):
-            self._read(before)  # so that its seconds are not those of the next one
+            self._read(before)  # its seconds must not include the wait for the next batch
             before = None
         waited, tokens, metrics = 0.0, 0, None
         is_first = self._checkpoints is not None and not self.step.pending
@@ -316,7 +316,7 @@ class Trainer:
         while metrics is None:
             start = time.perf_counter()
             batch = self._batch()
-            # A batch that comes while the devices are at work has cost them nothing.
+            # A batch that arrives while the devices are busy has cost them no time.
             if before is None or _is_ready(before.metrics.loss):
                 waited += time.perf_counter() - start
             tokens += timing.tokens_of(batch)
@@ -403,10 +403,10 @@ class Trainer:
 
 
 def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[float, Any]:
-    """Compute the weighted mean loss over all batches, and metrics, None without metrics.
+    """Compute the weighted mean loss over all batches, and metrics; None without metrics.
 
     A batch without a weight has the weight of its loss (see `Step`), or its number of rows. With
-    ``ema`` the running mean of the weights is evaluated. Counts among metrics are added up.
+    ``ema`` the running mean of the weights is evaluated. Counts in the metrics are added.
 
     Raises:
       ValueError: there is no batch, or all weights are 0.
@@ -426,7 +426,7 @@ def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[flo
         total = plus_weighed(total, found)
     if total is None:
         raise ValueError(
-            "the evaluation gave no batch; give a list, or what can be gone through each time: an "
+            "the evaluation gave no batch; give a list, or an iterable that can start again: an "
             "iterator ends with the first evaluation"
         )
     loss: Weighed = total[0] if step.has_aux else total

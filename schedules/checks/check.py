@@ -1,7 +1,7 @@
-"""Prove that a schedule is legal, or show every fault of it.
+"""Prove that a schedule is legal, or show all its faults.
 
-The check shares no code with the families, and with the lowering only the graph of messages;
-`check_program` proves the lowering. Letters as in `schedules.core.action`, A as in
+The check shares no code with the families, and only the graph of messages with the lowering;
+`check_program` proves the lowering. Letters are those of `schedules.core.action`, A is that of
 `schedules.core.flat`.
 """
 
@@ -76,7 +76,7 @@ def _is_limit(value: object) -> bool:
 
 
 def _sizes(schedule: Timetable) -> Iterator[Fault]:
-    """Faults that leave nothing to look at."""
+    """Find faults that make any further check impossible."""
     num_ranks, num_stages, num_microbatches, num_slices = (
         schedule.num_ranks,
         schedule.num_stages,
@@ -112,7 +112,7 @@ def _are_positions(pairs: object, num_ranks: int) -> bool:
 
 
 def _deadlocks(case: Case) -> Iterator[Fault]:
-    """Every circle of ranks that wait for each other."""
+    """Find every circle of ranks that wait for each other."""
     schedule, flat = case.schedule, case.flat
     starts = run(schedule, pair=1)
     waits: dict[int, tuple[int, int]] = {}  # rank -> (its next action, the action it waits for)
@@ -139,7 +139,7 @@ def _deadlocks(case: Case) -> Iterator[Fault]:
 
 
 def _blocked(case: Case, starts: list[Times], index: int) -> tuple[int, int]:
-    """Find an action that cannot start, or the half of a pair, and the action it waits for."""
+    """Find an action (or half of a pair) that cannot start, and the action it waits for."""
     wait = index, -1
     for n in (index, index + 1)[: 1 + int(case.flat.pair[index])]:
         message = int(case.wires.awaited[n])
@@ -153,7 +153,7 @@ def _blocked(case: Case, starts: list[Times], index: int) -> tuple[int, int]:
 
 
 def _sender(case: Case, message: int) -> int:
-    """Index of the action that sends a message, -1 if there is none."""
+    """Return the index of the action that sends a message, -1 if there is none."""
     item, is_gradient = divmod(message, 2)
     kinds = (B, I) if is_gradient else (F,)
     return next((int(case.at[k, item]) for k in kinds if case.at[k, item] >= 0), -1)

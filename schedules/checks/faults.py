@@ -9,8 +9,8 @@ from schedules.core.action import ScheduleError, shorten
 from schedules.core.grid import grid
 from schedules.core.timetable import Timetable
 
-MOST_NAMED = 8  # culprits of one fault that are named, and marked; the rest are counted
-MOST_CHARACTERS = 600  # of their names together
+MOST_NAMED = 8  # named and marked culprits of one fault; the others are counted
+MOST_CHARACTERS = 600  # of all their names
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def error(schedule: Timetable, faults: Sequence[Fault]) -> ScheduleError:
     notes: dict[int, str] = {}
     for fault in faults:
         named, count = "; ".join(culprit.text for culprit in fault.culprits), len(fault.culprits)
-        if len(named) > MOST_CHARACTERS:  # a circle of many ranks, numbers of many digits
+        if len(named) > MOST_CHARACTERS:  # a circle of many ranks, or numbers of many digits
             named = f"{named[: MOST_CHARACTERS - 3]}..."
         more = f"; and {fault.count - count} more" if fault.count > count else ""
         lines += [f"- {fault.what}: {named}{more}", f"  {fault.rule}"]

@@ -1,7 +1,7 @@
 """The rules that a legal schedule obeys, each as a function from a schedule to its faults.
 
-Waiting for each other and memory are in `schedules.check`. Letters as in `schedules.core.action`, A
-as in `schedules.core.flat`.
+The rules on waiting and memory are in `schedules.check`. Letters are those of
+`schedules.core.action`, A is that of `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Case:
 
     @functools.cached_property
     def columns(self) -> list[list[int]]:
-        """[S] lists of the columns of the grid in which actions are shown."""
+        """[S] lists of the grid columns in which actions are shown."""
         return steps(self.schedule)
 
     def mark(self, index: int) -> tuple[int, int]:
-        """(rank, position) of an action."""
+        """Return (rank, position) of an action."""
         rank = int(self.flat.rank[index])
         return rank, index - int(self.flat.first[rank])
 
@@ -56,18 +56,18 @@ class Case:
 
 
 def inspect(schedule: Timetable) -> Case:
-    """Prepare a schedule of dense sizes."""
+    """Prepare a schedule for the rules; its sizes are dense."""
     flat = flatten(schedule)
     size, code = schedule.num_stages * schedule.num_units, codes(schedule)
     index = np.flatnonzero(flat.in_range)
     at = np.full(len(KINDS) * size, -1)
-    at[code[index[::-1]]] = index[::-1]  # of a repeated index the last value stays
+    at[code[index[::-1]]] = index[::-1]  # for a repeated action the first index wins
     repeated = flat.in_range & (at[code] != np.arange(len(code)))
     return Case(schedule, flat, links(schedule), at.reshape(len(KINDS), size), repeated)
 
 
 def _fault(what: str, rule: str, wrong: Ints, tell: Callable[[int], Culprit]) -> Iterator[Fault]:
-    """A fault with a culprit for each index found; none if there are none."""
+    """Yield a fault with a culprit for each wrong index; nothing without wrong indices."""
     if len(wrong):
         culprits = [tell(int(n)) for n in wrong[:MOST_NAMED]]
         yield Fault(what, rule, culprits, len(wrong))
@@ -183,7 +183,7 @@ def _halves(case: Case) -> Iterator[Fault]:
 
 
 def _overlaps(case: Case) -> Iterator[Fault]:
-    """A pair is an F and a backward of another stage, side by side."""
+    """Check that a pair is an F and then a backward of another stage."""
     schedule, flat, lost = case.schedule, case.flat, list(_lost_pairs(case.schedule))
 
     def tell(item: int) -> Culprit:
@@ -203,7 +203,7 @@ def _overlaps(case: Case) -> Iterator[Fault]:
     second = first + 1
     fits = (flat.kind[first] == F) & ((flat.kind[second] == B) | (flat.kind[second] == I))
     fits &= flat.stage[first] != flat.stage[second]
-    fits |= ~(flat.in_range[first] & flat.in_range[second])  # that is a fault of its own
+    fits |= ~(flat.in_range[first] & flat.in_range[second])  # entries that another rule reports
     yield from _fault(
         "pair of actions that do not overlap",
         "a pair is an F and then a B or I of another stage; correct or drop it",
@@ -245,8 +245,8 @@ def _order(case: Case) -> Iterator[Fault]:
 def _slices(case: Case) -> Iterator[Fault]:
     """Check that slices ascend in F, and descend in backward actions.
 
-    A slice reads keys and values of those before it; the gradient of its own is complete when the
-    later slices, which read them, have run backwards.
+    A slice reads keys and values of earlier slices. The gradients of its own keys and values are
+    complete when the later slices, which read them, have run backwards.
     """
     schedule = case.schedule
     if schedule.num_slices == 1:

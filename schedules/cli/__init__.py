@@ -1,4 +1,4 @@
 """The command line, ``python -m schedules``: shared options, commands, and text output.
 
-The package offers all of its functions to Python code too; nothing is computed here.
+All of its functions exist in Python too; this package computes nothing.
 """

@@ -26,7 +26,7 @@ from schedules.lowering.lower import lower
 from schedules.search.auto import Choice, auto
 from schedules.timing.report import CAUSES, Report
 
-ILLEGAL = 1  # a timetable is illegal, or nothing meets the limit
+ILLEGAL = 1  # exit code: a timetable is illegal, or nothing meets the limit
 
 
 def draw(options: argparse.Namespace) -> int:
@@ -87,7 +87,7 @@ def _headline(report: Report) -> str:
 
 
 def check_files(options: argparse.Namespace) -> int:
-    """Tell whether timetables are legal: one verdict each, and exit code 1 if one is not."""
+    """Tell whether timetables are legal: a verdict for each, and exit code 1 if one is illegal."""
     verdicts = []
     for path in options.files:
         if not given.is_file(path) or not Path(path).is_file():
@@ -176,7 +176,7 @@ def _compared(report: Report) -> list[str]:
 
 
 def choose(options: argparse.Namespace) -> int:
-    """Print the best timetable for costs, limit and clock, and why the others lost."""
+    """Print the best timetable for costs, limit and clock, and why the other candidates lost."""
     if (options.pattern, options.pair) != (None, None):
         raise given.UsageError(
             "auto chooses slots itself, and without pairs; leave out --pattern and --pair"

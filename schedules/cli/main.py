@@ -1,7 +1,7 @@
 """The command line: ``python -m schedules draw|table|check|compare|auto|convert``.
 
-Exit codes: 0 success; 1 a timetable is illegal, or nothing meets the limits; 2 the command cannot
-run as it was given.
+Exit codes: 0 success; 1 a timetable is illegal, or nothing meets the limits; 2 the command's
+arguments are wrong.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ exit codes: 0 success; 1 illegal timetable, or no timetable within the limits;
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command and return its exit code."""
     open_streams()
     try:
         chosen = _parser().parse_args(arguments)
         code: int = chosen.run(chosen)
-    except BrokenPipeError:  # `... | head`: the reader has what it wants
+    except BrokenPipeError:  # `... | head`: the reader has stopped
         return 0
     except (options.UsageError, ScheduleError, ImportError, OSError) as error:
         complain(_told(error))
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(error: Exception) -> str:
-    """Word the message of an error."""
+    """Write the message of an error."""
     if isinstance(error, OSError) and error.filename is not None:
         return (
             f"{shown(error.filename)}: {error.strerror}; give a path that can be read and written"
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# argparse has no public name for what its commands are added to.
+# argparse has no public name for the object to which commands are added.
 _Commands: TypeAlias = "argparse._SubParsersAction[options.Parser]"  # noqa: SLF001
 
 

@@ -1,6 +1,6 @@
 """Options that the commands share: a timetable, its sizes, its costs, its clock.
 
-Letters as in `schedules.core.action`.
+Letters are those of `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SIZES = (
 _COSTS = ("f", "i", "w", "b", "comm", "optimizer", "pair")
 
 
-# Families of several stages per rank, and what they are with one.
+# Families with several stages per rank, and the names of their case with one stage.
 _OF_ONE_STAGE = {
     "looped_bfs": "gpipe",
     "interleaved_1f1b": "1f1b with the warm-up of eager_1f1b",
@@ -48,7 +48,7 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ours to print."""
+    """An argument parser whose errors are exceptions."""
 
     def error(self, message: str) -> NoReturn:
         """Raise a UsageError in place of argparse's exit."""
@@ -138,7 +138,7 @@ def add_limit(parser: argparse.ArgumentParser, whose: str = "") -> None:
 
 
 class _Renamed(argparse.Action):
-    """An option's old name, which says the new one."""
+    """An option under its old name, which prints the new name."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *values: Any
@@ -185,8 +185,8 @@ def costs(options: argparse.Namespace) -> Costs:
     """Return the costs in the options, or in the file that they name.
 
     Raises:
-      UsageError: both.
-      ScheduleError: a file that holds no costs, or costs that cannot be.
+      UsageError: costs are given in both ways.
+      ScheduleError: the file holds no costs, or the costs are invalid.
     """
     stated = {name: value for name in _COSTS if (value := getattr(options, name)) is not None}
     if options.costs is None:
@@ -200,7 +200,7 @@ def scaled(whole: Costs, share: float) -> Costs:
     """Scale uniform costs to stages of another size: durations times ``share``.
 
     Raises:
-      UsageError: durations per stage, which cannot be scaled to other stages.
+      UsageError: durations are given per stage, so they cannot be scaled to other stages.
     """
     if math.isclose(share, 1.0):
         return whole
@@ -228,8 +228,8 @@ def check_source(name: str) -> None:
     """Check the name or file of a timetable before anything is timed.
 
     Raises:
-      UsageError: no such file, or a file that is no timetable.
-      ScheduleError: no such family.
+      UsageError: there is no such file, or the file is no timetable.
+      ScheduleError: there is no such family.
     """
     if is_file(name):
         if not Path(name).is_file():
@@ -239,7 +239,7 @@ def check_source(name: str) -> None:
     if name not in families and Path(name).exists():
         raise UsageError(f"{name}: a timetable is a file with one of the suffixes {FILES}")
     if name not in families:
-        build(name, num_ranks=1, num_microbatches=1)  # which says what there is
+        build(name, num_ranks=1, num_microbatches=1)  # its error lists the families
 
 
 def load(
@@ -251,8 +251,8 @@ def load(
     """Load a timetable from a file, or build a family of the given sizes and costs.
 
     Raises:
-      UsageError: a family without sizes.
-      ScheduleError: no legal timetable.
+      UsageError: a family has no sizes.
+      ScheduleError: the timetable is not legal.
     """
     if is_file(name):
         return read(name)
@@ -275,11 +275,11 @@ def load(
 
 
 def _wanted(options: argparse.Namespace, name: str, given: Costs | None) -> dict[str, Any]:
-    """The options of a family that is made to measure, as far as they were given."""
-    # Where all families are compared, those without halves are there as they are.
+    """Return the options for a family made for given costs that the user has given."""
+    # If all families are compared, families without halves are built without merging.
     merge = getattr(options, "merge", False)
     merge = merge and (name in split_names() or bool(getattr(options, "schedules", [name])))
-    # Where families are compared, those without slices or rounds run as they are.
+    # If families are compared, those without slices or rounds are built without these options.
     listed = {*(getattr(options, "schedules", None) or ())}
     taken = [*options_of(name), "merge", *["costs"] * merge]
     for option, families in (("num_slices", SLICED), ("group", GROUPED)):

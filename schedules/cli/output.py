@@ -34,12 +34,12 @@ def check_writable(paths: Sequence[str], suffixes: Sequence[str]) -> None:
 
 
 def draw(options: argparse.Namespace, schedules: Sequence[Schedule], path: str) -> None:
-    """Draw timetables into a file, as its suffix says."""
+    """Draw timetables into a file, in the format of its suffix."""
     name = path.lower()
     if name.endswith(".html"):
         from schedules.drawing.page import save_page
 
-        # The page times the event clock itself, of which nothing is asked but costs.
+        # The page simulates the event clock itself, from the costs in the reports.
         asked = argparse.Namespace(**{**vars(options), "clock": "lockstep"})
         reports = [given.clocked(asked, schedule) for schedule in schedules]
         save_page(reports, path, title=options.title)

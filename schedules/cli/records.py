@@ -1,4 +1,7 @@
-"""Schedules and reports as plain dictionaries, for JSON. Letters as in `schedules.core.action`."""
+"""Schedules and reports as plain dictionaries, for JSON.
+
+Letters are those of `schedules.core.action`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def schedule_record(schedule: Schedule) -> dict[str, Any]:
 
 
 def _slices(schedule: Schedule) -> dict[str, int]:
-    """Record how many slices there are, where there are several."""
+    """Record the number of slices, if there are several."""
     return {"num_slices": schedule.num_slices} if schedule.num_slices > 1 else {}
 
 
@@ -85,7 +88,7 @@ def read_json(path: str | os.PathLike[str]) -> Schedule:
     """Read a schedule that `write_json` wrote, and check it.
 
     Raises:
-      ScheduleError: no such file, no such record, or no legal schedule.
+      ScheduleError: the file is missing, is no such record, or has no legal schedule.
     """
     where, wanted = shorten(os.fsdecode(path), 200), "a JSON file as `convert` writes it"
     data = read(path, wanted)
@@ -122,7 +125,7 @@ def _check_count(stated: object, count: int) -> None:
 
 
 def _has_shape(record: Any) -> bool:
-    """Tell whether lists of ranks and lists of lists of strings are where they belong."""
+    """Tell whether a record has the lists of ranks and lists of strings that it needs."""
     if not isinstance(record, dict):
         return False
     placement, orders = record.get("placement"), record.get("orders")

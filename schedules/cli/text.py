@@ -23,7 +23,7 @@ def say(text: str, *, end: str = "\n") -> None:
     try:
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + end)
         sys.stdout.flush()
-    except OSError as error:  # a broken pipe, a full disk: the end of Python would fail again
+    except OSError as error:  # a broken pipe or a full disk: Python's exit would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise OSError(error.errno, error.strerror, "standard output") from None
 
@@ -36,7 +36,7 @@ def complain(text: str) -> None:
 
 
 def open_streams() -> None:
-    """Open the standard streams that a shell has closed, so that no file takes their number."""
+    """Open standard streams that a shell has closed, so that no file gets their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
@@ -76,7 +76,7 @@ _OPTIONS = {
 
 
 def in_options(text: str) -> str:
-    """Replace Python's arguments of a message by the options of the command line."""
+    """Replace names of Python arguments in a message by options of the command line."""
     for argument, option in _OPTIONS.items():
         text = re.sub(rf"\b{argument}=", f"{option} ", text)
         text = re.sub(rf"\b{argument}\b", option.lstrip("-"), text)

@@ -1,9 +1,9 @@
 """One order of all actions and messages, in which processes call them without deadlock.
 
-A message between two processes is a call that both make, and that ends for neither before both have
-made it. So two processes that make the same calls in different orders may wait for each other for
-ever. `calls_of` adds the values that each call reads and writes. Letters as in
-`schedules.core.action`, A as in `schedules.core.flat`, kinds of values as in
+A message between two processes is a call that both make, and it ends for both only after both have
+made it. So two processes that make their calls in different orders may wait for each other for
+ever. `calls_of` adds the values that each call reads and writes. Letters are those of
+`schedules.core.action`, A is that of `schedules.core.flat`, kinds of values are those of
 `schedules.lowering.kinds`.
 """
 
@@ -25,12 +25,12 @@ from schedules.orders.schedule import Schedule
 
 
 class Call(NamedTuple):
-    """An action, or the message that its end releases.
+    """An action, or the message that its end sends.
 
     Attributes:
       action: the action.
       rank: the rank that runs it.
-      target: the rank to which its message goes; None where the call is the action.
+      target: the rank to which the message goes; None if the call is the action.
     """
 
     action: Action
@@ -47,8 +47,8 @@ def dispatch_order(schedule: Schedule) -> list[Call]:
     calls have ended. So the call ends, and then the next call in the same way.
 
     Args:
-      schedule: a legal schedule. Durations are the defaults of `simulate`, not measured ones: all
-        processes must find the same order, and their measurements may differ.
+      schedule: a legal schedule. Durations are the defaults of `simulate`, not measured ones,
+        because all processes must find one order, and their measurements may differ.
 
     Raises:
       ScheduleError: an illegal schedule.
@@ -62,14 +62,14 @@ def dispatch_order(schedule: Schedule) -> list[Call]:
     calls = [Call(*one) for one in zip(actions, ranks, strict=True)]
     sending = np.flatnonzero((wires.sent >= 0) & wires.crosses)
     calls += [Call(actions[n], ranks[n], targets[n]) for n in sending.tolist()]
-    # A message comes before the actions that start when it is sent: one of them may wait for it.
+    # A message comes before actions that start when it is sent: one of them may wait for it.
     times = np.concatenate([starts, (starts + lasting)[sending]])
     is_action = np.arange(len(calls)) < len(actions)
     order = np.lexsort((is_action, times))
     return [calls[n] for n in order.tolist()]
 
 
-Value = tuple[str, int, int]  # its kind, the stage that reads it, its microbatch
+Value = tuple[str, int, int]  # kind, reading stage, microbatch
 
 
 @dataclass(frozen=True)
@@ -87,21 +87,21 @@ class Work:
     keeps_residuals: bool
 
     def reads(self, kind: str, stage: int) -> tuple[str, ...]:
-        """The kinds of values that an action of a stage reads."""
+        """Return the kinds of values that an action of a stage reads."""
         if kind == "W":
             return ("crossing",)
         operand = ("operand",) if stage > 0 else ()
         if kind == "F":
             return operand
-        # The last stage's backward starts from its own output, where F has left it. A stage that
-        # adds losses has a backward also where no gradient comes back to it.
+        # The last stage's backward starts from the output that F has left. A stage that adds
+        # losses has a backward even if it gets no gradient from the next stage.
         is_last = stage + 1 == len(self.sends)
         has_message = self.keeps_residuals if is_last else self.sends[stage + 1]
         gradient = ("gradient",) if has_message else ()
         return (*(("stash",) if self.keeps_residuals else operand), *gradient)
 
     def writes(self, kind: str, stage: int) -> dict[str, int]:
-        """The kinds of values that an action of a stage writes, and the stage that reads each."""
+        """Return the kinds of values that an action of a stage writes, and their reading stages."""
         if kind == "W":
             return {}
         if kind == "F":
@@ -115,7 +115,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """An action, and its values.
+    """An action with its values.
 
     Attributes:
       action: the action.
@@ -149,9 +149,10 @@ class Send:
 
 
 def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
-    """The actions and messages of all ranks with their values, in the order of `dispatch_order`.
+    """List the actions and messages of all ranks with their values, in dispatch order.
 
-    An action that computes nothing is left out: a W of a frozen stage, or the last stage's F if its
+    The order is that of `dispatch_order`. An action that computes nothing is left out: a W of a
+    frozen stage, or the last stage's F if its backward repeats F.
     backward repeats F.
 
     Args:
@@ -168,7 +169,7 @@ def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
         stage, kind, microbatch = action
         return {name: (name, stage, microbatch) for name in work.reads(kind, stage)}
 
-    # The last reader of a value gives it up. A value without a reader is dropped.
+    # The last reader of a value releases it. A value without a reader is dropped.
     readers = ((n, call.action) for n, call in enumerate(calls) if call.target is None)
     last = {value: n for n, action in readers for value in read_by(action).values()}
     results: list[Dispatch | Send] = []

@@ -1,16 +1,17 @@
 """The lockstep clock: ranks meet in exchanges, so a slot lasts as long as its slowest action.
 
 A slot takes a rank as long as its action, then one exchange. Exchanges are static: one runs at
-every tick, along every edge that its slot needs at any tick, and takes as long as the slowest of
-them. Slots that no rank uses before an exchange cost only the exchange. Ranks that no edge joins do
-not wait for each other, unless every exchange is a barrier, or the ranks share work. Shared work
-before a slot ends when the slot begins; shared work after a slot precedes its exchange. After a
-slot that never sends a message, such as a slot of W, no rank waits; but if exchanges are barriers
-and delayed, ranks of virtual CPU devices were measured to meet in every slot.
+every tick, along every edge that its slot needs at any tick, and takes as long as its slowest
+message. Slots that no rank uses before an exchange cost only the exchange. Ranks that no edge joins
+do not wait for each other, unless every exchange is a barrier, or the ranks share work.
+
+Shared work before a slot ends when the slot begins; shared work after a slot precedes its exchange.
+After a slot that never sends a message, such as a slot of W, no rank waits. Measurements show an
+exception: if exchanges are barriers and delayed, ranks of virtual CPU devices meet in every slot.
 
 With delayed sends a slot takes as long as its action or the exchange of the previous slot,
-whichever is longer, and partners meet at the start of the slot. Letters as in
-`schedules.core.action`, A as in `schedules.core.flat`.
+whichever is longer, and partners meet at the start of the slot. Letters are those of
+`schedules.core.action`, A is that of `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Lockstep:
     Attributes:
       ticks: the layout.
       costs: durations.
-      partners: whether an exchange makes only the ranks meet that it joins, not all ranks.
-      shared: which ends of the model all ranks share.
+      partners: whether only the ranks that an exchange joins meet in it, not all ranks.
+      shared: the ends of the model that all ranks share.
       copies: [A] whether an action copies a value over the host link; None for none.
     """
 
@@ -70,7 +71,7 @@ class Lockstep:
 
     @functools.cached_property
     def makespan(self) -> float:
-        """The end of the last action, and of the work that ranks share after the action."""
+        """The end of the last action, and of the shared work after it."""
         end = (self.starts + self._lasting).max(initial=0.0)
         return float(max(end, self.common[:, 1].max(initial=0.0)))
 
@@ -94,7 +95,7 @@ class Lockstep:
 
     @functools.cached_property
     def _lasting(self) -> Times:
-        """[A] how long each action takes."""
+        """[A] the duration of each action."""
         schedule, flat = self.ticks.schedule, flatten(self.ticks.schedule)
         sizes = schedule.num_stages, schedule.num_slices
         actions = flat.kind, flat.stage, flat.microbatch
@@ -116,7 +117,7 @@ class Lockstep:
         return among_partners(work, joined, exchange, self.sharing, delayed=ticks.delayed)
 
     def _slot_by_slot(self, work: Times, exchange: Times) -> Slots:
-        """All ranks meet in every slot, in an exchange that takes [slots] as long."""
+        """Compute slots if all ranks meet in every slot, in an exchange of [slots] durations."""
         (before, after), (count, num_ranks) = self.sharing, work.shape
         last = exchange[np.arange(count) % self.ticks.width]
         busy = work.max(axis=1, initial=0.0) + after
@@ -130,7 +131,7 @@ class Lockstep:
 def among_all(joined: Mask, exchange: Times) -> tuple[Mask, Times]:
     """Treat every exchange as a barrier: all ranks wait for the longest exchange.
 
-    Args: as of `among_partners`.
+    Args are those of `among_partners`.
     """
     meets = np.logical_or.reduce(joined, axis=(1, 2), keepdims=True)
     lasts = np.maximum.reduce(exchange, axis=(1, 2), keepdims=True)
@@ -144,10 +145,10 @@ def among_partners(
 
     Args:
       work: [T * slots, S] the duration of each rank's work in each slot.
-      joined: [slots, S, S] which rank ever sends to which in a slot of a tick: source, target.
+      joined: [slots, S, S] whether a source ever sends to a target in a slot of a tick.
       exchange: [slots, S, S] the duration of this message, 0 without a message.
-      sharing: [T * slots] how long the ranks' common work takes before each slot, and after it.
-      delayed: an exchange runs beside the work of its slot, not after it.
+      sharing: [T * slots] durations of the ranks' shared work before and after each slot.
+      delayed: whether an exchange runs during the work of its slot, not after it.
     """
     before, after = (column.tolist() for column in sharing)
     count, num_ranks = work.shape
@@ -171,7 +172,7 @@ def among_partners(
 
 
 def _joined(ticks: Ticks) -> Mask:
-    """[slots, S, S] which rank ever sends to which in an exchange: slot, source, target."""
+    """Mark [slots, S, S] whether a source ever sends to a target in a slot's exchange."""
     path, num_ranks = links(ticks.schedule), ticks.schedule.num_ranks
     joined = np.zeros((ticks.width, num_ranks, num_ranks), bool)
     source, target = flatten(ticks.schedule).rank[path.crosses], path.target[path.crosses]
@@ -199,20 +200,20 @@ def fastest(
 ) -> Lockstep:
     """Lay the schedule out in the named pattern, or in the fastest; ties go to the simplest.
 
-    Exchanges that the clock hides behind work still cost links and power: where sends are delayed,
-    ties go to the fewest of them.
+    Exchanges that the clock hides behind work still cost links and power. So with delayed sends,
+    ties go to the layout with the fewest exchanges.
 
     Args:
-      schedule: what is laid out.
+      schedule: the schedule.
       pattern: the slots of a tick, or None for the fastest.
       costs: durations.
-      partners: whether an exchange makes only the ranks meet that it joins, not all ranks.
-      delayed: whether sends are; None for what is faster.
-      shared: which ends of the model all ranks share.
+      partners: whether only the ranks that an exchange joins meet in it, not all ranks.
+      delayed: whether sends are delayed; None for the faster choice.
+      shared: the ends of the model that all ranks share.
       copies: [A] whether an action copies a value over the host link; None for none.
 
     Raises:
-      ScheduleError: no such pattern, or ``delayed`` is none of the three.
+      ScheduleError: there is no such pattern, or ``delayed`` is none of the three.
     """
     if pattern is not None:
         check_pattern(pattern)
@@ -235,8 +236,8 @@ def fastest(
 def _worth_trying(schedule: Schedule, costs: Costs, partners: bool, delayed: bool) -> list[str]:
     """List patterns that can be the fastest; schedules without W need no slot for W.
 
-    Partner slots may gain, too, if messages take time, of which each such slot carries a part, or
-    if W can run beside what is longer.
+    Partner slots may also gain if messages take time, because each slot carries a part of them, or
+    if W can run during a longer action.
     """
     kinds = {action.kind for order in schedule.orders for action in order}
     names = ["single"]
@@ -252,7 +253,7 @@ def _worth_trying(schedule: Schedule, costs: Costs, partners: bool, delayed: boo
 def may_differ(num_ranks: int, partners: bool, delayed: bool) -> bool:
     """Tell whether slots that permit ranks different kinds can gain, whatever actions cost.
 
-    Among barriers, where nobody waits for delayed messages, those of two ranks can: they exchange
-    something in one of two slots alone.
+    With barriers, where no rank waits for delayed messages, only two ranks can gain: they exchange
+    in only one of two slots.
     """
     return partners or delayed or num_ranks == 2

@@ -1,9 +1,9 @@
 """The event clock with shared work: meetings of all ranks between the ranks' own actions.
 
-Under this clock a rank waits only for its data; but what all ranks do together
-(`schedules.clocks.shared`) begins when the last of them has come. Where it stands in the order of
-each rank is for lockstep to say: before or after the slot that the common work belongs to. Letters
-as in `schedules.core.action`, A as in `schedules.core.flat`; n is the number of meetings.
+Under this clock a rank waits only for its data. But shared work (`schedules.clocks.shared`) begins
+when the last rank has arrived. The lockstep layout decides its position in each rank's order:
+before or after the slot that the shared work belongs to. Letters are those of
+`schedules.core.action`, A is that of `schedules.core.flat`; n is the number of meetings.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from schedules.core.messages import links
 
 
 def meet(layout: Lockstep, durations: Times) -> tuple[Times, Times]:
-    """[A] when each action starts, and [n, 2] when each meeting begins and ends.
+    """Compute [A] the start of each action, and [n, 2] begin and end of each meeting.
 
-    For a meeting, word that all have come goes from rank to rank, in no time: each passes it on
-    when it is there itself, and the last one's is for all.
+    For a meeting, a message without duration goes from rank to rank: each rank passes it on when it
+    has arrived itself, and the last rank's message goes to all.
 
     Args:
       layout: the schedule in lockstep.
-      durations: [A] how long each action takes.
+      durations: [A] the duration of each action.
     """
     schedule, flat = layout.ticks.schedule, flatten(layout.ticks.schedule)
     after, lasts = _meetings(layout)
@@ -38,7 +38,7 @@ def meet(layout: Lockstep, durations: Times) -> tuple[Times, Times]:
     all_there = np.broadcast_to(words[-1], words.shape)
     nobody, no_time = np.full_like(words, -1), np.zeros(words.shape)
     steps = Steps(first, wires.awaited, wires.sent, durations, lag)
-    added = (  # two steps a meeting: to come, and to work
+    added = (  # two steps a meeting: to arrive, and to work
         (heard, all_there),
         (words, nobody),
         (no_time, np.broadcast_to(lasts, words.shape)),
@@ -57,7 +57,7 @@ def meet(layout: Lockstep, durations: Times) -> tuple[Times, Times]:
 
 
 def _meetings(layout: Lockstep) -> tuple[Ints, Times]:
-    """[S, n] how many of its own actions a rank does before each, and [n] how long each takes."""
+    """Return [S, n] each rank's number of own actions before a meeting, and [n] the durations."""
     lasts = np.stack(layout.sharing, axis=1)
     slot, is_after = np.nonzero(lasts)
     rows = np.split(layout.ticks.times, flatten(layout.ticks.schedule).first[1:-1])

@@ -1,11 +1,11 @@
-"""Work that all ranks do together where they share the ends of a model.
+"""Work that all ranks do together if they share the ends of a model.
 
-An embedding and a head may be split by vocabulary over the ranks. Then no rank has an end to
-itself: before the slot with the first stage's F of a microbatch all ranks look up their part of its
-words; after the slot with the last stage's F they do its head, each on its part of the vocabulary,
-which also gives the gradient that the last stage's backward starts from; after the slot with the
-first stage's B or I they add that gradient to the rows they hold. The first and the last stage are
-then stages like all others. Letters as in `schedules.core.action`.
+An embedding and a head may be split by vocabulary over the ranks. Then every rank has a part of
+both ends. Before the slot with the first stage's F of a microbatch, all ranks look up their parts
+of its words. After the slot with the last stage's F, they run its head, each on its part of the
+vocabulary; this also gives the gradient that the last stage's backward starts from. After the slot
+with the first stage's B or I, they add that gradient to their rows. The first and the last stage
+are then stages like all others. Letters are those of `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Shared = tuple[str, ...]
 
 
 class Together(NamedTuple):
-    """The microbatch, or the unit of a schedule with slices, that ranks share around each slot.
+    """The microbatch (with slices, the unit) of the ranks' shared work around each slot.
 
-    -1 stands for none.
+    -1 means none.
 
     Attributes:
       lookup: [times] the embedding, before the slot.
-      head: [times] forward, loss and gradients, after it.
-      scatter: [times] the embedding's gradient, after it.
+      head: [times] forward, loss and gradients, after the slot.
+      scatter: [times] the embedding's gradient, after the slot.
     """
 
     lookup: NDArray[np.int32]
@@ -45,7 +45,7 @@ def parts(shared: Iterable[str]) -> Shared:
     """Order the names of the shared ends.
 
     Raises:
-      ScheduleError: something else than embed and head.
+      ScheduleError: a name other than embed and head.
     """
     names = (shared,) if isinstance(shared, str) else shared
     listed = tuple(names) if isinstance(names, Iterable) else (names,)
@@ -61,10 +61,10 @@ def together(schedule: Schedule, times: Ints, count: int, shared: Shared) -> Tog
     """Find the times at which all ranks work together.
 
     Args:
-      schedule: what is laid out.
+      schedule: the schedule.
       times: [A] the slot of each action.
       count: the number of slots.
-      shared: what is shared.
+      shared: the ends that ranks share.
     """
     flat, last = flatten(schedule), schedule.num_stages - 1
     columns = []

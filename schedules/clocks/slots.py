@@ -1,6 +1,6 @@
 """A lockstep layout: the first slot of a pattern in which each action can run.
 
-Letters as in `schedules.core.action`, A as in `schedules.core.flat`.
+Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from schedules.core.messages import links
 from schedules.core.timetable import Timetable
 from schedules.orders.schedule import Schedule
 
-# What a slot permits: strings of kinds, taken in turn by rank modulo their number.
+# The kinds that each slot permits: one string for each rank modulo the number of strings.
 Pattern = tuple[tuple[str, ...], ...]
 
 
@@ -24,10 +24,10 @@ def slot_times(schedule: Schedule, pattern: Pattern, *, delayed: bool = False) -
     """Find [A] the first slot, from 0, that permits each action's kind and has its message.
 
     Args:
-      schedule: what is laid out.
+      schedule: the schedule.
       pattern: the slots of a tick.
-      delayed: a message to another rank travels during the slot after its own, and can be used in
-        the one after that.
+      delayed: whether a message to another rank travels during the next slot, and can be used in
+        the slot after that.
 
     Raises:
       ScheduleError: the schedule deadlocks.
@@ -57,9 +57,9 @@ def slot_times(schedule: Schedule, pattern: Pattern, *, delayed: bool = False) -
 
 
 def wait(pattern: Pattern) -> Ints:
-    """[width, 4, turns] how many slots after one of a tick the next comes that permits a kind.
+    """Return [width, 4, turns] the number of slots from a slot to the next one that permits a kind.
 
-    On ranks that are the same modulo ``turns`` the same is permitted.
+    Ranks that are equal modulo ``turns`` have the same permitted kinds.
     """
     width, turns = len(pattern), max(map(len, pattern))
     ranks = [[slot[turn % len(slot)] for turn in range(turns)] for slot in pattern]
@@ -84,20 +84,19 @@ def fill(
 ) -> tuple[list[int], list[float]]:
     """Find each action's slot, -1 if it never runs, and the duration of each slot's longest action.
 
-    Rank by rank, as far as each can go.
+    It runs rank by rank, each as far as it can go.
 
     Args:
       orders: [S] numbers of actions, in the order of each rank.
-      awaited: of each action, the message that it cannot start without, -1 for none.
-      sent: likewise, the message that it sends.
-      waits: [width] and of each action, how many slots after one of a tick the next comes that
-        permits it.
-      late: of each action, whether what it sends travels during the slot after its own.
-      durations: of each action.
+      awaited: for each action, the message that it needs to start, -1 for none.
+      sent: for each action, the message that it sends, -1 for none.
+      waits: [width] and for each action, the number of slots until a slot permits it.
+      late: for each action, whether its message travels during the next slot.
+      durations: for each action, its duration.
       num_messages: more than the number of any message.
     """
     width = len(waits)
-    usable, waiting = [-1] * num_messages, [-1] * num_messages  # from when; the rank that waits
+    usable, waiting = [-1] * num_messages, [-1] * num_messages  # first slot; the rank that waits
     times = [-1] * len(awaited)
     work: list[float] = []
     position, free = [0] * len(orders), [0] * len(orders)
@@ -114,7 +113,7 @@ def fill(
                 if there < 0:
                     waiting[message] = rank
                     break
-                if there > now:  # noqa: PLR1730  max() takes as long as the rest
+                if there > now:  # noqa: PLR1730  a call of max() would double the loop's time
                     now = there
             now += waits[now % width][code]
             times[code] = now

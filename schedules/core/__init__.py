@@ -1,6 +1,6 @@
 """The elements of a timetable that all packages use: actions, messages, costs, arrays, text.
 
-Modules here know actions and their orders, and import nothing else of the package.
-`schedules.checks` decides whether a schedule is legal, `schedules.clocks` its duration; no family
-and no drawing belongs here.
+Modules of this package know actions and their orders, and import no other package of schedules.
+`schedules.checks` decides whether a schedule is legal, `schedules.clocks` how long it takes.
+Families and drawings are in other packages.
 """

@@ -15,8 +15,8 @@ that run as one, so that each computes while the other communicates.
 
 A microbatch's sequences may be cut into N slices that run one after the other (Seq1F1B). An action
 then carries its slice and prints as ``3F0.1``: the forward pass of stage 3 for slice 1 of
-microbatch 0. A *unit* is what one action of a stage works on: a microbatch or, where there are
-slices, slice n of microbatch m, with the number ``m * N + n``.
+microbatch 0. A *unit* is what one action of a stage works on: a microbatch or, with slices, slice n
+of microbatch m, with the number ``m * N + n``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple, Self
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
-_NUMBER = r"(0|[1-9][0-9]{0,17})"  # longer ones overflow 64 bits, and int() refuses 4300 digits
+_NUMBER = r"(0|[1-9][0-9]{0,17})"  # more digits overflow 64 bits, and int() refuses 4300 digits
 _ACTION = re.compile(_NUMBER + r"([FBIW])" + _NUMBER + r"(?:\." + _NUMBER + ")?")
 
 
@@ -38,8 +38,8 @@ class ScheduleError(ValueError):
 class Action(NamedTuple):
     """One unit of work: ``kind`` of ``stage`` for ``microbatch``.
 
-    ``F`` is the forward pass, ``I`` the gradient for the input, ``W`` the gradient for the
-    weights, ``B`` both in one go.
+    ``F`` is the forward pass, ``I`` the gradient for the input, ``W`` the gradient for the weights,
+    ``B`` both gradients in one action.
     """
 
     stage: int
@@ -56,7 +56,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read ``"3F0"``, or ``"3F0.1"`` with a slice; anything else is a ScheduleError."""
+        """Parse ``"3F0"``, or ``"3F0.1"`` with a slice; anything else raises ScheduleError."""
         match = _ACTION.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise ScheduleError(
@@ -70,12 +70,12 @@ class Action(NamedTuple):
 
 
 class SlicedAction(Action):
-    """Action on one slice of a microbatch's sequences: a tuple of four, equal to no `Action`."""
+    """An action on one slice of a microbatch's sequences: a tuple of four, equal to no `Action`."""
 
     __slots__ = ()
 
     def __new__(cls, stage: int, kind: Kind, microbatch: int, slice: int) -> Self:  # noqa: A002
-        """Make the action from kind, stage, microbatch and slice."""
+        """Make the action from stage, kind, microbatch and slice."""
         return tuple.__new__(cls, (stage, kind, microbatch, slice))
 
     def __repr__(self) -> str:
@@ -106,7 +106,7 @@ def action_of(stage: int, kind: Kind, unit: int, num_slices: int = 1) -> Action:
 
 
 def unit_of(action: Action, num_slices: int = 1) -> int:
-    """Number the unit that an action works on."""
+    """Return the number of the unit that an action works on."""
     return action.microbatch * num_slices + (action.slice or 0)
 
 
@@ -114,6 +114,6 @@ def shorten(text: object, most: int = 40) -> str:
     """Return the repr of a user's value, shortened for an error message."""
     try:
         shown = repr(text)
-    except Exception:  # noqa: BLE001  an int of 5000 digits, or whatever an object may raise
+    except Exception:  # noqa: BLE001  an int of 5000 digits, or any error of an object
         shown = f"<{type(text).__name__}>"
     return shown if len(shown) <= most else f"{shown[: most - 3]}..."

@@ -14,7 +14,7 @@ import numpy as np
 
 from schedules.core.action import ScheduleError, shorten
 
-LONGEST = 1e200  # duration
+LONGEST = 1e200  # the longest duration
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -89,7 +89,7 @@ def listed(value: Any, alone: type | UnionType) -> list[Any]:
     """List a value alone, or all elements of a container."""
     try:
         return [value] if isinstance(value, alone) else list(value)
-    except TypeError:  # it holds nothing; whoever asks will refuse it
+    except TypeError:  # no container; the caller will refuse the value
         return [value]
 
 

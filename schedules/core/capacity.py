@@ -1,7 +1,7 @@
 """Checks that refuse schedules larger than the available memory, before any allocation.
 
-Letters as in `schedules.core.action`. The figures per action and per slot are measured, and rounded
-down: nothing is refused that would have run.
+Letters are those of `schedules.core.action`. The bytes per action and per slot are measured, and
+rounded down, so that no schedule is refused that would have fitted.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from schedules.core.action import ScheduleError, shorten
 from schedules.core.timetable import Timetable
 
 HELD = 250  # bytes for an action, as an object and in the columns of `schedules.core.flat`
-LOWERED = 100  # more bytes for an action while a schedule is lowered
+LOWERED = 100  # additional bytes for an action while a schedule is lowered
 SLOT = 40  # bytes for a slot of one rank, in a program's tables, or for an exchange of two ranks
-ALWAYS_FITS = 1 << 28  # bytes; below this nobody is asked what there is
+ALWAYS_FITS = 1 << 28  # bytes; a smaller need is never compared with the memory
 
 
 def check_actions_fit(num_stages: int, num_microbatches: int, num_slices: int = 1) -> None:
@@ -95,7 +95,7 @@ def _control_groups(system: Path = Path("/")) -> Iterator[int]:
             if group.is_relative_to(root):
                 try:
                     yield int((group / file).read_text(encoding="ascii"))
-                except (OSError, ValueError):  # not there, or "max"
+                except (OSError, ValueError):  # missing, or "max"
                     continue
 
 

@@ -1,6 +1,6 @@
 """Durations of actions and messages. The only place that turns an action into a duration.
 
-Letters as in `schedules.core.action`.
+Letters are those of `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Costs:
         object.__setattr__(self, name, _plain(value))
 
     def table(self, num_stages: int, shared: Sequence[str] = ()) -> Times:
-        """Return [4, K] durations of F, B, I and W (the order of `ir.KINDS`) of every stage.
+        """Return [4, K] durations of F, B, I and W (the order of `KINDS`) for every stage.
 
         The first stage runs embed and the last stage head, unless all ranks share them.
 
@@ -125,7 +125,7 @@ class Costs:
         return table
 
     def _row(self, name: str, num_stages: int) -> Times:
-        """[K] the durations of one field."""
+        """Return [K] the durations of one field."""
         value = getattr(self, name)
         if not is_number(value) and len(value) != num_stages:
             raise ScheduleError(
@@ -166,7 +166,7 @@ class Costs:
           stage: [A] the stage of each action.
           unit: [A] the unit of each action, ``microbatch * N + slice``.
           sizes: K and N.
-          shared: which ends of the model all ranks share.
+          shared: the ends of the model that all ranks share.
           copies: [A] whether an action copies a value over the host link; None for none.
         """
         num_stages, num_slices = sizes
@@ -183,7 +183,7 @@ class Costs:
 
     @property
     def overlaps(self) -> tuple[float, float]:
-        """The shares of `host_overlap`: of F, and of other actions."""
+        """The shares of `host_overlap` for F, and for other actions."""
         if isinstance(self.host_overlap, tuple):
             return self.host_overlap
         share = float(self.host_overlap)  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ class Costs:
 
 
 def is_last_forward_free(*, recomputes: bool, shares_head: bool, writes: bool) -> bool:
-    """Tell whether the last stage's F computes nothing in a step that trains.
+    """Tell whether the last stage's F computes nothing in a training step.
 
     Args:
       recomputes: whether its backward repeats F from its input.
@@ -237,7 +237,7 @@ def of_unit_length_by_default(costs: Costs | None) -> Costs:
     """Return the given costs; None means 1 for every F, I and W, and 2 for every B.
 
     Raises:
-      ScheduleError: something else.
+      ScheduleError: the value is no `Costs`.
     """
     if costs is None:
         return Costs()
@@ -246,10 +246,10 @@ def of_unit_length_by_default(costs: Costs | None) -> Costs:
 
 
 def _overlap(value: Any) -> float | tuple[float, ...]:
-    """A share, or two.
+    """Convert a share, or two shares.
 
     Raises:
-      ScheduleError: neither.
+      ScheduleError: the value is neither.
     """
     several = isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim > 0)
     entries = list(value) if several and len(value) == len(COPIES) else [value]
@@ -262,8 +262,8 @@ def _overlap(value: Any) -> float | tuple[float, ...]:
             f"start early; give two, {' and '.join(COPIES)}"
         )
     raise ScheduleError(
-        f"Costs(host_overlap={shorten(value)}): must be a share from 0 to 1, 1 where copies over "
-        f"the host link travel beside an action's work, 0 where it waits for them, or two shares "
+        f"Costs(host_overlap={shorten(value)}): must be a share from 0 to 1, 1 if copies over the "
+        f"host link overlap with an action's work, 0 if it waits for them, or two shares "
         f"of an action's work: {', '.join(COPIES)}"
     )
 
@@ -279,7 +279,7 @@ def _plain(value: object) -> float:
 
 def _check_lasts(name: str, option: object, value: object) -> None:
     if isinstance(value, float) and 0 <= value <= LONGEST:
-        return  # before `given` is spelt out, which of [S, S] numbers takes long
+        return  # fast path: `option` of [S, S] numbers takes long to write
     within = "" if value is option else f" has {shorten(value)}"
     check_duration(f"Costs({name}={shorten(option)}){within}", value)
 

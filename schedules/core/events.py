@@ -1,8 +1,8 @@
 """The event clock: a rank waits only for its data, and sending does not occupy it.
 
-Letters as in `schedules.core.action`, A as in `schedules.core.flat`, messages as in
-`schedules.core.messages`. A step is what the clock runs: an action or, where a pair overlaps, a
-part of one.
+Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`, messages are those
+of `schedules.core.messages`. A step is the unit that the clock runs: an action or, in an overlapped
+pair, a part of one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Steps(NamedTuple):
     """All steps, rank 0's first.
 
     Attributes:
-      first: [S + 1] index of each rank's first step, then their number.
+      first: [S + 1] index of each rank's first step, then the number of all steps.
       awaited: the message that the step needs to start, -1 for none.
-      sent: the message that its end releases, -1 for none.
-      cost: its duration.
-      lag: the duration of its message.
+      sent: the message that the step's end releases, -1 for none.
+      cost: the step's duration.
+      lag: the duration of the step's message.
     """
 
     first: Ints
@@ -47,11 +47,11 @@ def run(
     """Compute [S] arrays of start times; an array ends early if its rank waits forever.
 
     Args:
-      schedule: legal or not, but `is_dense`.
+      schedule: a legal or illegal schedule for which `is_dense` holds.
       durations: [A] the duration of each action; 1 by default.
       lag: [A] the duration of the message that each action sends; 0 by default.
       pair: the duration of an overlapped pair: its two actions start when both messages have
-        arrived, and send when both end. By default they run one after the other.
+        arrived, and send when both have ended. By default they run one after the other.
     """
     flat, wires = flatten(schedule), links(schedule)
     cost = np.ones(len(flat.kind)) if durations is None else durations
@@ -65,12 +65,12 @@ def run(
 def _paired_rows(flat: Flat, steps: Steps, pair: float) -> list[Times]:
     """Compute start times if the two actions of each pair overlap.
 
-    Such a pair is three steps: wait for the first message; wait for the second, take the time
-    of both and send the second message; send the first.
+    Such a pair becomes three steps: wait for the first message; wait for the second, take the
+    duration of the pair and send the second message; send the first.
     """
     opening = np.flatnonzero(flat.pair)
     third = np.insert(np.zeros(len(flat.kind), bool), opening + 2, True)
-    step = np.flatnonzero(~third)  # [A] of each action
+    step = np.flatnonzero(~third)  # [A] the step of each action
     empty = (-1, -1, 0.0, 0.0)
     awaited, sent, cost, lag = (np.full(len(third), fill) for fill in empty)
     for column, values in zip((awaited, sent, cost, lag), steps[1:], strict=True):
@@ -80,7 +80,7 @@ def _paired_rows(flat: Flat, steps: Steps, pair: float) -> list[Times]:
     sent[first], cost[first], cost[first + 1] = -1, 0.0, pair
     bounds = flat.first + np.searchsorted(opening + 2, flat.first, side="right")
     rows = _rows(Steps(bounds, awaited, sent, cost, lag))
-    step[opening] += 1  # both start when the second message is there too
+    step[opening] += 1  # both start when the second message has arrived too
     shown = [part - at for part, at in zip(np.split(step, flat.first[1:-1]), bounds, strict=False)]
     return [row[n[n < len(row)]] for row, n in zip(rows, shown, strict=True)]
 
@@ -115,16 +115,16 @@ def visit(
 
     Args:
       orders: [S] numbers of steps, in the order of each rank.
-      awaited: of each step, as in `Steps`.
-      sent: of each step, as in `Steps`.
-      cost: of each step, as in `Steps`.
-      lag: of each step, as in `Steps`.
+      awaited: the field of `Steps`, for each step.
+      sent: the field of `Steps`, for each step.
+      cost: the field of `Steps`, for each step.
+      lag: the field of `Steps`, for each step.
       num_messages: more than the number of any message.
     """
     arrival = [-1.0] * num_messages
     starts = [-1.0] * len(awaited)
-    waiting = [-1] * num_messages  # the rank that came last to wait for each message
-    behind = [-1] * len(orders)  # and the one that waits for the same as a rank, and came before
+    waiting = [-1] * num_messages  # the last rank that began to wait for each message
+    behind = [-1] * len(orders)  # for each rank, the rank that waited for its message before it
     position, free = [0] * len(orders), [0.0] * len(orders)
     todo = list(range(len(orders)))
     while todo:
@@ -139,7 +139,7 @@ def visit(
                 if there < 0.0:
                     behind[rank], waiting[message] = waiting[message], rank
                     break
-                if there > now:  # noqa: PLR1730  a call takes longer than all the rest
+                if there > now:  # noqa: PLR1730  a call of max() takes longer than the rest
                     now = there
             starts[step] = now
             now += cost[step]

@@ -1,7 +1,7 @@
 """A schedule as flat arrays, so that rules over a million actions stay a few array operations.
 
-Letters as in `schedules.core.action`; A is the number of actions of all ranks together, rank 0's
-first.
+Letters are those of `schedules.core.action`; A is the number of actions of all ranks together, rank
+0's first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def once(function: Callable[[Timetable], Result]) -> Callable[[Timetable], Resul
     def look(schedule: Timetable) -> Result:
         parts = schedule.orders, schedule.placement, schedule.pairs, *schedule.orders
         if not all(type(part) is tuple for part in parts):
-            return function(schedule)  # made of lists, which the types forbid but nobody prevents
+            return function(schedule)  # made of lists, which the types forbid but Python allows
         memory = vars(schedule)
         if name not in memory:
             memory[name] = function(schedule)
@@ -77,7 +77,7 @@ class Flat:
 
 @once
 def flatten(schedule: Timetable) -> Flat:
-    """Read a schedule, legal or not."""
+    """Convert a schedule to arrays, whether it is legal or not."""
     actions = list(itertools.chain.from_iterable(schedule.orders))
     lengths = [len(order) for order in schedule.orders]
     sizes = (schedule.num_stages, schedule.num_microbatches, schedule.num_slices)
@@ -107,14 +107,14 @@ def flatten(schedule: Timetable) -> Flat:
 def is_dense(schedule: Timetable) -> bool:
     """Tell whether a table of K * M * N entries is in proportion to the number of actions.
 
-    A legal schedule has at least that many actions; a mistyped number must not allocate memory.
+    A legal schedule has at least that many actions; a mistyped number must not allocate the table.
     """
     actions = sum(map(len, schedule.orders))
     return schedule.num_stages * schedule.num_units <= 8 * actions + 4096
 
 
 def codes(schedule: Timetable) -> Ints:
-    """[A] a number for each action, ``(kind * K + stage) * U + unit`` for U units: below 4 K U."""
+    """Return [A] the number of each action, ``(kind * K + stage) * U + unit`` for U units."""
     flat = flatten(schedule)
     row = flat.kind * schedule.num_stages + flat.stage
     return row * schedule.num_units + flat.microbatch
@@ -138,7 +138,7 @@ def inputs_held(kinds: Ints) -> Ints:
 
 
 def crossings_held(kinds: Ints) -> Ints:
-    """Count the places that hold I's residuals for W, and no input any more."""
+    """Count the places that hold I's residuals for W, and no longer an input."""
     written, read = kinds == I, kinds == W
     return np.cumsum(written.astype(np.int64) - read) + read - written
 
@@ -165,9 +165,9 @@ def _pairs(schedule: Timetable, first: Sequence[int]) -> list[int]:
 def _columns(
     actions: Sequence[object], num_stages: int, num_microbatches: int, num_slices: int
 ) -> tuple[Sequence[int], Sequence[str], Sequence[int]] | None:
-    """Stages, kinds and units; None if some is no action with numbers in 0..K-1, 0..M-1, 0..N-1.
+    """Return stages, kinds and units; None if an entry is no action of K, M and N.
 
-    Built-ins only, for speed.
+    It uses only built-ins, for speed.
     """
     if not actions:
         return (), (), ()

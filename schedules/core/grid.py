@@ -4,7 +4,7 @@
     rank 0  0F0  0F1    .  0B0    .  0B1
     rank 1    .  1F0  1B0  1F1  1B1    .
 
-An overlapped pair shares a cell: ``1F0&2B1``. Letters as in `schedules.core.action`.
+An overlapped pair shares a cell: ``1F0&2B1``. Letters are those of `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from schedules.core.parts import is_count
 from schedules.core.timetable import Timetable
 
 MOST_RANKS, MOST_COLUMNS = 16, 120  # rows and characters of a clipped grid
-MOST_OF_A_CELL = 40  # two numbers of 18 digits fit
+MOST_OF_A_CELL = 40  # characters of a cell: two numbers of 18 digits fit
 GAP = "..."
 
 
@@ -35,13 +35,13 @@ def grid(
 ) -> str:
     """Draw a schedule, legal or not, as text.
 
-    Columns are steps of the event clock with every action, and every pair, one step long; where
-    that clock never ends, as in a deadlock, each comes right after the one before.
+    Columns are steps of the event clock, in which every action and every pair takes one step. If
+    that clock never ends, as in a deadlock, each action has the column after the previous one.
 
     Args:
-      schedule: what to draw.
+      schedule: the schedule.
       marks: (rank, position in its order) of the actions to put in brackets.
-      notes: what to append to the row of a rank.
+      notes: texts to append to the rows of ranks.
       clip: leave out ranks and steps far from any mark, so that the text stays readable.
     """
     columns, notes = steps(schedule), notes or {}
@@ -71,18 +71,18 @@ def grid(
 
 
 def label(action: object) -> str:
-    """Print a cell; a value that is no action prints as in Python, shortened."""
+    """Write the text of a cell; a value that is no action is written as in Python, shortened."""
     try:
         text = str(action)
-    except ValueError:  # a number of thousands of digits
+    except ValueError:  # an integer of thousands of digits
         return shorten(action)
     return text if len(text) <= MOST_OF_A_CELL and text.isprintable() else shorten(action)
 
 
 def steps(schedule: Timetable) -> list[list[int]]:
-    """[S] lists of the column of each action: the two of a pair share one.
+    """Return [S] lists of the column of each action; the two actions of a pair share a column.
 
-    Event-clock steps, or one after the other where that clock never ends.
+    Columns are event-clock steps, or consecutive numbers if that clock never ends.
     """
     flat = flatten(schedule)
     is_placed = all(map(is_count, schedule.placement))
@@ -90,7 +90,7 @@ def steps(schedule: Timetable) -> list[list[int]]:
         starts = run(schedule, pair=1)
         if list(map(len, starts)) == list(map(len, schedule.orders)):
             return [row.astype(int).tolist() for row in starts]
-    seconds = np.concatenate([[0], np.cumsum(flat.pair)])  # [A + 1] how many come before
+    seconds = np.concatenate([[0], np.cumsum(flat.pair)])  # [A + 1] number of pairs before
     columns = np.arange(len(seconds)) - seconds
     bounds = itertools.pairwise(flat.first.tolist())
     return [(columns[begin:end] - columns[begin]).tolist() for begin, end in bounds]
@@ -99,7 +99,7 @@ def steps(schedule: Timetable) -> list[list[int]]:
 def in_cells(
     schedule: Timetable, columns: Sequence[Sequence[int]], rank: int
 ) -> Iterator[tuple[int, list[Action]]]:
-    """Every (column, its one or two actions) of a rank."""
+    """Yield (column, its one or two actions) for all columns of a rank."""
     for column, entries in itertools.groupby(
         zip(columns[rank], schedule.orders[rank], strict=True), key=operator.itemgetter(0)
     ):
@@ -107,7 +107,7 @@ def in_cells(
 
 
 def _align(lines: Sequence[Sequence[str]], brackets: Collection[tuple[int, int]]) -> list[str]:
-    """Right-align columns, the first one left; bracketed cells use the space around them."""
+    """Right-align columns except the first; brackets use the space around their cell."""
     label, *widths = (
         max(map(len, column)) for column in itertools.zip_longest(*lines, fillvalue="")
     )
@@ -123,7 +123,7 @@ def _align(lines: Sequence[Sequence[str]], brackets: Collection[tuple[int, int]]
 
 
 def _shown(wanted: Collection[int], total: int, limit: int) -> list[int]:
-    """At most ``limit`` (0: all) of ``range(total)``, nearest to the wanted; -1 for each gap."""
+    """Choose at most ``limit`` (0: all) of ``range(total)`` near the wanted; -1 for each gap."""
     if not limit or total <= limit:
         return list(range(total))
     shown: set[int] = set(sorted(wanted or {0})[:limit])

@@ -1,9 +1,9 @@
-"""The graph of messages, which all clocks, checks, lowering and drawings follow.
+"""The graph of messages, which all clocks, checks, lowering and drawings use.
 
-A message has a number, -1 is none: twice the position of its (stage, unit) for the output of a
-stage, one more for the gradient for its input; a unit is a microbatch or a slice of one.
+A message has a number, -1 is none. It is twice the position of its (stage, unit) for the output of
+a stage, plus one for the gradient of its input. A unit is a microbatch or a slice of one.
 
-Letters as in `schedules.core.action`, A as in `schedules.core.flat`.
+Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Links(NamedTuple):
     Attributes:
       awaited: [A] the message that an action needs to start.
       sent: [A] the message that its end releases.
-      target: [A] the rank that the message goes to; its own where it sends none.
+      target: [A] the rank that the message goes to; the action's own rank without a message.
       crosses: [A] whether that is another rank.
     """
 
@@ -50,18 +50,18 @@ def links(schedule: Timetable) -> Links:
 def connect(
     kind: Ints, stage: Ints, microbatch: Ints, rank: Ints, placement: Ints, num_microbatches: int
 ) -> Links:
-    """Outputs go to the next stage, gradients to the one before.
+    """Find the messages: outputs go to the next stage, gradients to the previous stage.
 
     Args:
-      kind: [A] of each action, a position in `KINDS`.
-      stage: [A] likewise.
-      microbatch: [A] likewise.
-      rank: [A] likewise.
+      kind: [A] the kind of each action, a position in `KINDS`.
+      stage: [A] the stage of each action.
+      microbatch: [A] the microbatch of each action.
+      rank: [A] the rank of each action.
       placement: [K] ranks.
       num_microbatches: M.
     """
     last = len(placement) - 1
-    step = np.where(kind == F, 1, -1)  # towards the stage that reads what is sent
+    step = np.where(kind == F, 1, -1)  # from the sending stage to the reading stage
     reader, writer = stage + step, stage - step
     code = 2 * (stage * num_microbatches + microbatch) + (kind != F)
     sent = np.where((kind != W) & (reader >= 0) & (reader <= last), code, -1)
@@ -78,6 +78,6 @@ def senders(schedule: Timetable) -> Ints:
     wires = links(schedule)
     sends = np.flatnonzero(wires.sent >= 0)
     sender_of = np.full(2 * schedule.num_stages * schedule.num_units + 1, -1)
-    sender_of[wires.sent[sends[::-1]]] = sends[::-1]  # of a repeated index the last value stays
-    senders_of: Ints = sender_of[wires.awaited]  # -1 picks the last, which stays -1
+    sender_of[wires.sent[sends[::-1]]] = sends[::-1]  # for repeated messages the first send counts
+    senders_of: Ints = sender_of[wires.awaited]  # -1 selects the last entry, which is -1
     return senders_of

@@ -1,6 +1,6 @@
-"""Type checks of a schedule's fields: nothing prevents a list of None for its orders.
+"""Type checks of a schedule's fields, because Python allows, for example, orders=[None].
 
-Rules, grids and clocks count on it. Letters as in `schedules.core.action`.
+Rules, grids and clocks rely on these types. Letters are those of `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.timetable import Timetable
 
-MOST = 10**18  # numbers below it fit 64 bits, and so do a few times as many
+MOST = 10**18  # integers below this limit, and sums of a few of them, fit 64 bits
 
 
 def check_schedule(schedule: Timetable) -> None:
-    """See that an object is a schedule, legal or not.
+    """Check that an object is a schedule, legal or not.
 
     Raises:
-      ScheduleError: it is none, or one of its parts is not what it has to be.
+      ScheduleError: the object is no schedule, or one of its fields has a wrong type.
     """
     remedy = "give what schedules.build, from_orders or Schedule.from_csv returned"
     if not isinstance(schedule, Timetable):
@@ -29,7 +29,7 @@ def check_schedule(schedule: Timetable) -> None:
 
 
 def _faults(schedule: Timetable) -> Iterator[tuple[str, str]]:
-    """List (attribute, required type) of each part of a wrong type."""
+    """Yield (field, required type) of each field of a wrong type."""
     parts: dict[str, Any] = vars(schedule)
     if not isinstance(parts["name"], str):
         yield "name", "a name is a string"
@@ -45,5 +45,5 @@ def _faults(schedule: Timetable) -> Iterator[tuple[str, str]]:
 
 
 def is_count(value: object) -> bool:
-    """An integer of Python's own that numpy can hold."""
+    """Tell whether a value is a Python integer that numpy can hold."""
     return type(value) is int and abs(value) < MOST

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """The text with every character escaped that a terminal might obey instead of showing."""
+    """Escape every character that a terminal might execute in place of showing it."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,6 +1,6 @@
 """A timetable: an order of actions for every rank, and a placement of stages on ranks.
 
-Letters as in `schedules.core.action`. What users hold is a `schedules.Schedule`, a timetable that
+Letters are those of `schedules.core.action`. Users have a `schedules.Schedule`, a timetable that
 reads and writes files and prints itself.
 """
 
@@ -16,19 +16,19 @@ from schedules.core.action import Action
 
 @dataclass(frozen=True)
 class Timetable:
-    """Orders of actions and a placement of stages. It says in which order each rank works, not
-    when: a clock says when.
+    """Orders of actions and a placement of stages; clocks compute when the actions run.
 
     Attributes:
-      name: the family it came from, or what the author called it; no part of equality.
+      name: the name of the family, or a name by the author; equality ignores it.
       num_microbatches: M.
       orders: [S] tuples of Action, the order of each rank.
       placement: [K] ranks, the rank that holds each stage.
-      pairs: [S] tuples of ascending positions: the actions at p and p + 1 of that rank's order
-        are an overlapped pair, F and then B or I of another stage. Where a clock runs them as
-        one, they start when both have their messages, and both send at their common end. ``()``
-        if no rank has any.
-      num_slices: N, into how many slices the sequences of every microbatch are cut; 1 for none.
+      pairs: [S] tuples of ascending positions: the actions at p and p + 1 of that rank's order are
+        an overlapped pair, F and then B or I of another stage. If a clock runs them as one, they
+        start when both have their messages, and both send at their common end. ``()`` if no rank
+        has a pair.
+      num_slices: N, the number of slices of the sequences of every microbatch; 1 for whole
+        sequences.
     """
 
     name: str = field(compare=False)
@@ -39,7 +39,7 @@ class Timetable:
     num_slices: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        # A schedule without pairs is written in one way only, so that equality is what it seems.
+        # A schedule without pairs has only one form, so that equal schedules compare equal.
         if type(self.pairs) is tuple and all(type(row) is tuple and not row for row in self.pairs):
             object.__setattr__(self, "pairs", ())
 
@@ -59,7 +59,7 @@ class Timetable:
 
     @property
     def num_units(self) -> int:
-        """Number of units that every stage runs, M * N (`schedules.core.action`)."""
+        """The number of units that every stage runs, M * N (`schedules.core.action`)."""
         return self.num_microbatches * self.num_slices
 
     @functools.cached_property
@@ -88,5 +88,5 @@ class Timetable:
 
 
 def loop_placement(num_stages: int, num_ranks: int) -> tuple[int, ...]:
-    """[K] ranks: stage k on rank k % S."""
+    """Return [K] ranks: stage k on rank k % S."""
     return tuple(k % num_ranks for k in range(num_stages))

@@ -1,5 +1,5 @@
-"""Timetables for people: terminal, picture, trace viewer, interactive page, in one palette.
+"""Drawings of timetables: terminal, picture, trace viewer, interactive page, in one palette.
 
-A drawing shows a schedule or a report as it is given; nothing here computes a time. matplotlib is
-loaded by the function that draws with it.
+A drawing shows a given schedule or report and computes no times. matplotlib is loaded by the
+function that draws with it.
 """

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg")
-HATCHES = ("", "////", "....", "xxxx")  # of chunks
+HATCHES = ("", "////", "....", "xxxx")  # by chunk
 CAUSE_HATCHES: dict[Cause, str] = {
     "fill": "///",
     "drain": "\\\\\\",
@@ -37,14 +37,14 @@ CAUSE_HATCHES: dict[Cause, str] = {
     "lockstep": "|||",
     "optimizer wait": "",
 }
-FAINT, MUTED = "#C9CDD2", "#5A6370"  # the hatching and the words of idle time
-MEANINGS = {  # of clocks
+FAINT, MUTED = "#C9CDD2", "#5A6370"  # hatching and text of idle time
+MEANINGS = {  # by clock
     "event": "predicted: a rank waits only for its data",
     "lockstep": "predicted in lockstep: in every slot all ranks wait for the slowest",
     "measured": "measured",
 }
-HEIGHT = 0.86  # of a row, of 1
-SMALLEST = 3.5  # points of a label; a box too narrow for that has none
+HEIGHT = 0.86  # height of a box; a row has height 1
+SMALLEST = 3.5  # smallest font size of a label in points; narrower boxes have no label
 
 
 def save_timeline(
@@ -63,7 +63,7 @@ def save_timeline(
       unit: the unit of the reports' times, such as "ms"; None for the unit of the costs.
 
     Raises:
-      ScheduleError: nothing to draw, or another suffix.
+      ScheduleError: there is nothing to draw, or the suffix is another.
       ImportError: matplotlib is absent.
     """
     reports = several(reports)
@@ -81,7 +81,7 @@ _METADATA: dict[str, dict[str, Any]] = {".png": {"Software": None}, ".svg": {"Da
 
 
 def _draw(reports: Sequence[Report], title: str | None, unit: str | None) -> Figure:
-    """The whole picture."""
+    """Draw the whole picture."""
     try:
         import matplotlib as mpl
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -112,7 +112,7 @@ def _draw(reports: Sequence[Report], title: str | None, unit: str | None) -> Fig
 
 
 def _units(report: Report) -> float:
-    """Length of the makespan in units of the shortest action."""
+    """Return the makespan divided by the duration of the shortest action."""
     lengths = (
         end - start
         for row in zip(report.starts, report.ends, strict=True)
@@ -126,7 +126,7 @@ def _timeline(axis: Axes, report: Report, inches: float, unit: str | None) -> No
     """Draw one report."""
     schedule = report.schedule
     ranks = range(schedule.num_ranks)
-    points = 72 * inches / (report.makespan or 1.0)  # per unit of time
+    points = 72 * inches / (report.makespan or 1.0)  # points per unit of time
     waits = report.explain().waits
     for rank in ranks:
         row = (rank - HEIGHT / 2, HEIGHT)
@@ -160,7 +160,7 @@ def _timeline(axis: Axes, report: Report, inches: float, unit: str | None) -> No
 
 
 def _boxes(report: Report, rank: int) -> dict[tuple[Kind, int], list[tuple[float, float, str]]]:
-    """(left, width, label) of the actions of a rank, by kind and chunk."""
+    """Return (left, width, label) of the actions of a rank, by kind and chunk."""
     chunk_of = report.schedule.chunk_of
     boxes: dict[tuple[Kind, int], list[tuple[float, float, str]]] = {}
     order, starts, ends = report.schedule.orders[rank], report.starts[rank], report.ends[rank]
@@ -171,7 +171,7 @@ def _boxes(report: Report, rank: int) -> dict[tuple[Kind, int], list[tuple[float
 
 
 def _waits(axis: Axes, waits: Sequence[Wait], rank: int, points: float) -> None:
-    """Draw idle time, hatched by cause, with the cause in words where the text fits."""
+    """Draw idle time, hatched by cause; the name of the cause is written if it fits."""
     row = (rank - HEIGHT / 2, HEIGHT)
     for cause, hatch in CAUSE_HATCHES.items():
         mine = [(wait.start, wait.end - wait.start) for wait in waits if wait.cause == cause]
@@ -184,7 +184,7 @@ def _waits(axis: Axes, waits: Sequence[Wait], rank: int, points: float) -> None:
 
 
 def _pairs(axis: Axes, report: Report, rank: int) -> None:
-    """One outline around the two of an overlapped pair."""
+    """Draw one outline around both actions of each overlapped pair."""
     starts, ends = report.starts[rank], report.ends[rank]
     both = [(starts[p], ends[p + 1] - starts[p]) for p in joined(report, rank)]
     style: dict[str, Any] = {"facecolor": "none", "edgecolor": "black", "linewidth": 1.1}
@@ -194,7 +194,7 @@ def _pairs(axis: Axes, report: Report, rank: int) -> None:
 def _label(
     axis: Axes, at: tuple[float, float], text: str, size: float, colours: tuple[str, str]
 ) -> None:
-    """Draw a word in its box, with a rim free of hatching."""
+    """Draw a text in its box, with a rim without hatching."""
     from matplotlib.patheffects import withStroke
 
     ink, ground = colours

@@ -1,8 +1,8 @@
 """Timelines as one interactive HTML file: zoom, hover, clocks side by side, schedules compared.
 
 The file loads nothing and may load nothing: its Content-Security-Policy permits only its one style
-and one script, by hash, and no markup from strings. The data, schedule names included, is JSON in
-which no character can end the enclosing element. Letters as in `schedules.core.action`.
+and one script, by hash, and no markup from strings. The data, with schedule names, is JSON in which
+no character can end the enclosing element. Letters are those of `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from schedules.orders.schedule import Schedule
 from schedules.timing.report import CAUSES, Report, Wait
 from schedules.timing.simulate import CLOCKS, simulate
 
-MOST_ACTIONS = 2_000_000  # drawn ones, every clock of every schedule counted: some 40 MB
+MOST_ACTIONS = 2_000_000  # most drawn actions, over all clocks and schedules; about 40 MB
 SCRIPTS = (
     "read",
     "view",
@@ -78,18 +78,18 @@ def save_page(
 ) -> None:
     """Write one or several timelines as a self-contained web page.
 
-    Reports of one schedule with the same costs become one timeline with a switch for the clock. The
-    event clock and lockstep are always included: a missing report is simulated, except with a
+    Reports of one schedule with equal costs become one timeline with a switch for the clock. The
+    event clock and lockstep are always included. A missing report is simulated, unless there is a
     report of the measured clock, whose costs do not describe its actions.
 
     Args:
-      drawn: reports, or schedules, which are timed with every F, I and W one long.
+      drawn: reports, or schedules, which are timed with durations of 1 for F, I and W.
       path: an ``.html`` file.
-      title: its heading; the schedules' names by default.
+      title: its heading; by default the schedules' names.
 
     Raises:
-      ScheduleError: nothing to draw, or an invalid schedule; another suffix; more than
-        `MOST_ACTIONS` actions.
+      ScheduleError: there is nothing to draw, a schedule is invalid, the suffix is another, or
+        there are more than `MOST_ACTIONS` actions.
     """
     items = listed(drawn, Report | Schedule)
     if not items:
@@ -116,7 +116,7 @@ def save_page(
 
 
 def _check_size(items: Sequence[Report | Schedule]) -> None:
-    """Counted before anything is simulated: two clocks for each schedule."""
+    """Check the number of actions before any simulation: two clocks for each schedule."""
     schedules = [item.schedule if isinstance(item, Report) else item for item in items]
     total = sum(2 * len(order) for schedule in schedules for order in schedule.orders)
     if total > MOST_ACTIONS:
@@ -128,7 +128,7 @@ def _check_size(items: Sequence[Report | Schedule]) -> None:
 
 
 def _entries(items: Sequence[Report | Schedule]) -> list[Entry]:
-    """One for every schedule and costs, with the clocks that are missing, the event clock first."""
+    """Make one entry for each schedule and costs, with missing clocks; the event clock first."""
     entries: list[Entry] = []
     for item in items:
         schedule, costs = (
@@ -241,7 +241,7 @@ def _report(report: Report, place: dict[Action, tuple[int, int]]) -> dict[str, A
 
 
 def _waits(row: Sequence[Wait], place: dict[Action, tuple[int, int]]) -> dict[str, str]:
-    """Return a rank's waits in columns; -1 without an action before or after the wait."""
+    """Return a rank's waits in columns; -1 for a wait without an action before or after it."""
     behind = [(-1, -1) if wait.behind is None else place[wait.behind] for wait in row]
     before = [-1 if wait.position is None else wait.position for wait in row]
     return {
@@ -266,7 +266,7 @@ def _note(costs: Costs) -> str:
         (costs.f, costs.i, costs.w, costs.b, costs.comm),
         strict=True,
     ):
-        if value is None:  # B, which takes I + W then
+        if value is None:  # B = I + W
             continue
         numbers = np.asarray(value, np.float64)
         low, high = numbers.min(), numbers.max()

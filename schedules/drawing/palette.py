@@ -1,8 +1,9 @@
 """Colours, letters and words that all drawings share.
 
-Blue against orange and yellow tells kinds apart for colour-blind readers, and lightness climbs from
-B by I and F to W in steps that survive a print without colour; a test computes both. Chunks
-beyond the first are hatched, underlined or in lower case. Letters as in `schedules.core.action`.
+Blue against orange and yellow makes kinds distinct for colour-blind readers. Lightness increases
+from B to I to F to W in steps that are visible in a print without colour; a test computes both.
+Chunks after the first are hatched, underlined or in lower case. Letters are those of
+`schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ NAMES: dict[Kind, str] = {
     "I": "input gradient",
     "W": "weight gradient",
 }
-# What the reader of a wait is told; `schedules.timing.report` says which wait has which cause.
+# The text for each cause of waiting; `schedules.timing.report` defines the causes.
 CAUSES: dict[Cause, str] = {
     "fill": "the pipeline is filling: no backward pass has begun on this rank",
     "drain": "the pipeline is draining: this rank has run its last forward pass",
@@ -40,9 +41,9 @@ class Theme:
 
     Attributes:
       fill: the box of each kind.
-      ink: the text in it.
-      idle: the row behind the boxes.
-      shared: the box of what all ranks do together.
+      ink: the text in each box.
+      idle: the background of a row.
+      shared: the box of work that all ranks do together.
     """
 
     fill: dict[Kind, str]
@@ -63,7 +64,7 @@ DARK = Theme(
     idle="#1C2229",
     shared="#7C8792",
 )
-# Terminals with 256 colours: the box and its text, for the first chunk and for further ones.
+# 256-colour terminals: colours of box and text, for the first chunk and for later chunks.
 ANSI: dict[Kind, tuple[tuple[int, int], tuple[int, int]]] = {
     "F": ((75, 16), (117, 16)),
     "B": ((24, 231), (25, 231)),
@@ -73,7 +74,7 @@ ANSI: dict[Kind, tuple[tuple[int, int], tuple[int, int]]] = {
 
 
 def kinds(schedules: Iterable[Schedule]) -> list[Kind]:
-    """The kinds that occur, in the order of `KINDS`."""
+    """List the kinds that occur, in the order of `KINDS`."""
     present = {a.kind for schedule in schedules for order in schedule.orders for a in order}
     return [kind for kind in KINDS if kind in present]
 
@@ -82,7 +83,7 @@ def several(reports: Report | Iterable[Report]) -> list[Report]:
     """List the reports of a drawing, which takes one report or several.
 
     Raises:
-      ScheduleError: none, or what is no report.
+      ScheduleError: there is no report, or an item is no report.
     """
     items: list[Report] = listed(reports, Report)
     if not items:
@@ -93,7 +94,7 @@ def several(reports: Report | Iterable[Report]) -> list[Report]:
 
 
 def sizes(schedule: Schedule) -> str:
-    """``4 ranks, 8 stages, 16 microbatches``, and ``of 4 slices``."""
+    """Write sizes as text: ``4 ranks, 8 stages, 16 microbatches``, and ``of 4 slices``."""
     cut = f" of {schedule.num_slices} slices" if schedule.num_slices > 1 else ""
     return (
         f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, "
@@ -108,14 +109,14 @@ def unit_text(action: Action) -> str:
 
 
 def joined(report: Report, rank: int) -> tuple[int, ...]:
-    """Positions p where the actions at p and p + 1 are an overlapped pair with no gap between."""
+    """Return the positions of pairs whose actions, p and p + 1, overlap or touch in the report."""
     pairs = report.schedule.pairs[rank] if report.schedule.pairs else ()
     starts, ends = report.starts[rank], report.ends[rank]
     return tuple(p for p in pairs if starts[p + 1] == ends[p])
 
 
 def clock_name(report: Report) -> str:
-    """``lockstep, paired ticks``."""
+    """Write the name of a report's clock, such as ``lockstep, paired ticks``."""
     parts = {
         report.clock: True,
         f"{report.pattern} ticks": report.pattern,
@@ -127,7 +128,7 @@ def clock_name(report: Report) -> str:
 
 
 def heading(report: Report) -> str:
-    """One line above a drawing of a report.
+    """Write the line above a drawing of a report.
 
     The bubble is the idle share of the whole step, which ends with the last rank.
     """

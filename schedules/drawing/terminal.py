@@ -8,8 +8,8 @@ Or with one character per unit of time, which keeps long schedules and unequal c
     rank 0  F0F1....B0--..B1--
     rank 1  ..F0B0--F1B1--....
 
-Every box says in letters what it is, so that colour adds comfort and no meaning. An overlapped
-pair shares a column, ``1F0&2B1``, and in bars its halves are joined by ``&``. Letters as in
+Every box has its action in letters, so that colour only adds comfort. An overlapped pair shares a
+column, ``1F0&2B1``, and in bars its two actions are joined by ``&``. Letters are those of
 `schedules.core.action`.
 """
 
@@ -42,7 +42,7 @@ from schedules.orders.schedule import Schedule
 from schedules.timing.report import Report
 from schedules.timing.simulate import simulate
 
-MOST_CHARACTERS = 1_000_000  # of a row of bars
+MOST_CHARACTERS = 1_000_000  # most characters of a row of bars
 
 
 class Cell(NamedTuple):
@@ -53,7 +53,7 @@ class Cell(NamedTuple):
     chunk: int = 0
 
 
-Runs = tuple[Cell, ...]  # what stands in one column
+Runs = tuple[Cell, ...]  # the content of one column
 IDLE = "."
 SHARED = "="
 
@@ -68,15 +68,15 @@ def render(
     """Draw a schedule, or the report of one, as text.
 
     Args:
-      drawn: a schedule, or what `simulate` returned.
+      drawn: a schedule, or a report of `simulate`.
       colour: write ANSI escapes, of 256 colours; see `wants_colour`.
-      width: characters of a line; rows longer than that go on below. None: they never do.
-      unit: how much time one character stands for; a schedule is timed with every F, I and W
-        one long. By default every action is one column of the event clock, or one slot in
-        lockstep, whatever it costs.
+      width: characters of a line; longer rows are folded. None: rows are never folded.
+      unit: the time of one character; a schedule is timed with durations of 1 for F, I and W. By
+        default every action takes one column of the event clock, or one slot in lockstep,
+        independent of its cost.
 
     Raises:
-      ScheduleError: a width or unit that is not positive, or a unit too small for the makespan.
+      ScheduleError: a width or unit is not positive, or the unit is too small for the makespan.
     """
     if not isinstance(drawn, Report):
         need("drawn", drawn, Schedule, "give a schedule, or what simulate() returned")
@@ -99,10 +99,10 @@ def render(
 
 
 def wants_colour(stream: TextIO, environment: Mapping[str, str] | None = None) -> bool:
-    """Tell whether to write colour to a stream: to terminals, unless the user asks otherwise.
+    """Tell whether to write colour to a stream: to terminals, unless the user decides otherwise.
 
-    ``NO_COLOR`` (see no-color.org) and ``FORCE_COLOR`` count where they are set and not empty;
-    the first wins. ``FORCE_COLOR=0`` and ``TERM=dumb`` mean no.
+    ``NO_COLOR`` (see no-color.org) and ``FORCE_COLOR`` count if they are set and not empty; the
+    first wins. ``FORCE_COLOR=0`` and ``TERM=dumb`` mean no.
     """
     environment = os.environ if environment is None else environment
     if environment.get("NO_COLOR"):
@@ -117,7 +117,7 @@ def _name(schedule: Schedule) -> str:
 
 
 def _steps(drawn: Report | Schedule) -> Sequence[Sequence[int]]:
-    """[S] lists of columns."""
+    """Return [S] lists of columns."""
     schedule = drawn.schedule if isinstance(drawn, Report) else drawn
     if not isinstance(drawn, Report) or drawn.pattern is None:
         return steps(schedule)
@@ -128,7 +128,7 @@ def _steps(drawn: Report | Schedule) -> Sequence[Sequence[int]]:
 
 
 def _columns(schedule: Schedule, columns: Sequence[Sequence[int]]) -> list[list[Runs]]:
-    """[S] rows of runs, as wide as their columns."""
+    """Return [S] rows of runs, each as wide as its column."""
     cells = [dict(in_cells(schedule, columns, rank)) for rank in range(schedule.num_ranks)]
     count = max((column + 1 for mine in cells for column in mine), default=0)
     widths = [
@@ -141,7 +141,7 @@ def _columns(schedule: Schedule, columns: Sequence[Sequence[int]]) -> list[list[
 
 
 def _runs(schedule: Schedule, actions: Sequence[Action], width: int) -> Runs:
-    """The one or two actions of a column, or its idleness."""
+    """Make the cells of a column's one or two actions, or of idle time."""
     if not actions:
         return (Cell(f" {IDLE:>{width}} "),)
     looks = [(action.kind, schedule.chunk_of[action.stage]) for action in actions]
@@ -154,7 +154,7 @@ def _runs(schedule: Schedule, actions: Sequence[Action], width: int) -> Runs:
 
 
 def _count(report: Report, unit: float) -> int:
-    """Number of characters of the makespan."""
+    """Return the number of characters of the makespan."""
     if not (is_number(unit) and math.isfinite(unit) and unit > 0):
         raise ScheduleError(
             f"unit={shorten(unit)}: a character stands for a positive, finite time; give a number "
@@ -169,7 +169,7 @@ def _count(report: Report, unit: float) -> int:
 
 
 def _bar(report: Report, rank: int, count: int) -> list[Runs]:
-    """One run per character: an action is labelled as far as the label fits, then filled."""
+    """Draw a rank's bar, one run per character: an action's label as far as it fits, then fill."""
     schedule = report.schedule
     scale = count / report.makespan if report.makespan else 0.0
     cells = [Cell(IDLE)] * count
@@ -203,7 +203,7 @@ def _legend(schedule: Schedule, *, bars: bool) -> list[Cell]:
 
 
 def _fold(rows: Sequence[Sequence[Runs]], width: int | None, colour: bool) -> Iterable[str]:
-    """The rows in blocks no wider than asked, at least one column wide."""
+    """Yield the rows in blocks of at most ``width`` characters, and at least one column."""
     label = len(f"rank {len(rows) - 1}  ")
     room = math.inf if width is None else width - label
     cuts, used = [0], 0
@@ -223,7 +223,7 @@ def _fold(rows: Sequence[Sequence[Runs]], width: int | None, colour: bool) -> It
 
 
 def _joined(cells: Iterable[Cell]) -> Iterable[Cell]:
-    """Neighbours of one look as one cell, so that escapes stay few."""
+    """Join neighbouring cells of one style, to write few escapes."""
     pending: Cell | None = None
     for cell in cells:
         if pending is not None and pending[1:] == cell[1:]:

@@ -1,8 +1,9 @@
 """A timeline for trace viewers: Chrome's JSON, which Perfetto and chrome://tracing open.
 
-A process per report, a thread per rank. On it stand the actions, and between them the waits with
-their causes; arrows are messages, and a counter is the number of stage inputs that the rank holds.
-The format is "Trace Event Format" by the Chromium authors. Letters as in `schedules.core.action`.
+Each report is a process, each rank a thread. Its events are the actions and, between them, the
+waits with their causes. Arrows are messages, and a counter is the number of stage inputs that the
+rank holds. The format is "Trace Event Format" by the Chromium authors. Letters are those of
+`schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from schedules.timing.report import Explanation, Report, held
 
 Event = dict[str, Any]
 
-# A trace counts in microseconds. Everything is rounded to nanoseconds first, the same way on
-# both sides of a boundary, so that neighbours touch and never overlap.
+# A trace counts in microseconds. All times are first rounded to nanoseconds, so that both
+# sides of a boundary round alike and neighbours touch but never overlap.
 NANOSECONDS = {"s": 1e9, "ms": 1e6, "us": 1e3, "ns": 1.0}
-MOST_NANOSECONDS = 2**53  # beyond, a viewer's doubles lose the nanosecond
+MOST_NANOSECONDS = 2**53  # above this, a viewer's doubles are less precise than a nanosecond
 
 
 def save_trace(
@@ -37,13 +38,13 @@ def save_trace(
     """Write one or several reports as a Chrome trace.
 
     Args:
-      reports: what `simulate` returned.
-      path: where to; viewers expect ``.json``.
-      unit: what one unit of the costs is: "s", "ms", "us" or "ns". Times are written to the
-        nanosecond.
+      reports: reports of `simulate`.
+      path: the file; viewers expect ``.json``.
+      unit: the unit of the costs: "s", "ms", "us" or "ns". Times are written to the nanosecond.
 
     Raises:
-      ScheduleError: nothing to write, an unknown unit, or one too large for the makespan.
+      ScheduleError: there is nothing to write, or the unit is unknown or too large for the
+        makespan.
     """
     reports = several(reports)
     if not is_one_of(unit, NANOSECONDS):
@@ -58,7 +59,7 @@ def save_trace(
             f"unit={unit!r} makes the makespan of {longest:.6g} longer than 2**53 ns (104 days), "
             f"beyond which viewers round; choose a smaller unit"
         )
-    flows = itertools.count(1)  # viewers match arrows by number, across processes
+    flows = itertools.count(1)  # viewers match the ends of arrows by number, across processes
     with Path(path).open("w", encoding="utf-8", newline="\n") as file:
         file.write('{"displayTimeUnit":"ns","traceEvents":[')
         separator = "\n"
@@ -70,7 +71,7 @@ def save_trace(
 
 
 def _events(slices: _Slices) -> Iterator[Event]:
-    """Everything of one report."""
+    """Yield all events of one report."""
     report, process = slices.report, slices.process
     yield from _names(report, process)
     explanation = report.explain()
@@ -103,11 +104,11 @@ def _names(report: Report, process: int) -> Iterator[Event]:
 
 
 class _Slices:
-    """Turns the times of a report into events of one process."""
+    """A converter of a report's times to events of one process."""
 
     def __init__(self, report: Report, process: int, scale: float, flows: Iterator[int]) -> None:
         self.report, self.process, self.scale, self.flows = report, process, scale, flows
-        # F writes a stash; where crossings move instead, no F does, and I writes what W reads.
+        # F writes a stash. If crossings move instead, no F moves a value, and I writes W's values.
         rows = zip(report.schedule.orders, report.moved, strict=False)
         moved = (a.kind for row in rows for a, moves in zip(*row, strict=True) if moves)
         self.writer = "F" if "F" in moved else "I"
@@ -117,7 +118,7 @@ class _Slices:
         return round(time * self.scale)
 
     def slice(self, rank: int, name: str, category: str, start: float, end: float) -> Event:
-        """A box without arguments."""
+        """Make a box without arguments."""
         return {
             "ph": "X",
             "name": name,
@@ -129,7 +130,7 @@ class _Slices:
         }
 
     def actions(self, rank: int) -> Iterator[Event]:
-        """The work of a rank."""
+        """Yield the actions of a rank."""
         schedule = self.report.schedule
         order, starts, ends = (
             schedule.orders[rank],
@@ -158,7 +159,7 @@ class _Slices:
             yield event
 
     def waits(self, explanation: Explanation, rank: int) -> Iterator[Event]:
-        """The idleness of a rank."""
+        """Yield the waits of a rank."""
         order = self.report.schedule.orders[rank]
         for wait in explanation.waits[rank]:
             event = self.slice(rank, f"idle: {wait.cause}", "idle", wait.start, wait.end)
@@ -187,7 +188,7 @@ class _Slices:
                 "id": next(self.flows),
                 "pid": self.process,
             }
-            # The last nanosecond inside the box: at its very end, viewers take the next box.
+            # One nanosecond before the end of the box: at its end, viewers take the next box.
             yield {"ph": "s", **arrow, "tid": rank + 1, "ts": max(begin, end - 1) / 1000}
             arrival = self.at(starts[reader])
             yield {"ph": "f", "bp": "e", **arrow, "tid": there + 1, "ts": arrival / 1000}

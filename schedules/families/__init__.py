@@ -1,9 +1,9 @@
-"""The published schedules, one a file and all listed here: from sizes to an order of actions.
+"""The list of published schedules, one per file: from sizes to an order of actions.
 
-A file is named after its family and says who published it; `FAMILIES` lists those that are the
-same for all costs, `GROUPED` those of them that run rounds of microbatches, `SLICED` those of
-slices. What several share stands in `schedules.families.constructions`. A family decides orders
-only: never a clock, a slot or a buffer.
+A file has the name of its family and cites the publication. `FAMILIES` lists the families that do
+not depend on costs, `GROUPED` those of them with rounds of microbatches, and `SLICED` the families
+with slices. Code that several families share is in `schedules.families.constructions`. A family
+decides only orders, no clocks, slots or buffers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from schedules.families.zero_bubble.zb_h2 import zb_h2
 from schedules.families.zero_bubble.zb_v import zb_v
 from schedules.orders.schedule import Schedule
 
-# Families that cut the sequences of microbatches into slices; these take ``num_slices=`` too.
+# Families that cut the sequences of microbatches into slices; they also take ``num_slices=``.
 SLICED: dict[str, Callable[..., Schedule]] = {"seq1f1b": seq1f1b, "seq1f1b_zb": seq1f1b_zb}
 
-# Families that run rounds of microbatches; these take ``group=``, the size of a round, too.
+# Families with rounds of microbatches; they also take ``group=``, the size of a round.
 GROUPED: dict[str, Callable[..., Schedule]] = {
     "interleaved_1f1b": interleaved_1f1b,
     "interleaved_zb": interleaved_zb,

@@ -1,6 +1,6 @@
 """Gradient accumulation on one rank: all stages forward, then all backward, for each microbatch.
 
-The default where a mesh has one rank. It takes no number of ranks, so it is no entry of `FAMILIES`.
+It is the default for a mesh of one rank. It takes no number of ranks, so it is not in `FAMILIES`.
 
     idle                 none
     peak activations     V

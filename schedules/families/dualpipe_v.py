@@ -1,9 +1,10 @@
 """DualPipeV: a V of two stages per rank, where forward and backward passes overlap in pairs.
 
-DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437, whose DualPipe has the model twice,
-once in either direction; Sea AI Lab cut it in half: rank r holds stage r and stage 2S - 1 - r, as
-in `zb_v`, and every weight is there once. The phases are those of the DualPipe repository. Letters
-as in `schedules.core.action`, F&B a pair; all are the times of one stage, half of a rank's layers.
+DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437. DualPipe holds the model twice, once
+for each direction. Sea AI Lab cut it in half: rank r holds stage r and stage 2S - 1 - r, as in
+`zb_v`, and every weight exists once. The phases are those of the DualPipe repository. Letters are
+those of `schedules.core.action`, F&B is a pair; all are the durations for one stage, which has half
+of a rank's layers.
 
     idle on the critical rank   (S - 1)(2 F&B - B - 2W) + F + B - F&B where a pair takes F&B,
                                 (S - 1)(F + I - W) where its halves run one after the other;
@@ -27,7 +28,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedu
     """Build the schedule.
 
     Raises:
-      ScheduleError: other than two stages per rank, or fewer than 2S microbatches.
+      ScheduleError: not two stages per rank, or fewer than 2S microbatches.
     """
     need_stages_per_rank("dualpipe_v", 2, num_ranks, num_stages)
     need_microbatches("dualpipe_v", num_stages, num_microbatches, "2 * num_ranks")
@@ -46,7 +47,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedu
 
 
 class _Rank:
-    """Counts the microbatches of a rank; 0 and 1 name its stage on the way there and back."""
+    """A counter of a rank's microbatches; 0 and 1 are its stages on the way there and back."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.stages = rank, 2 * num_ranks - 1 - rank
@@ -58,7 +59,7 @@ class _Rank:
         return Action(self.stages[chunk], "F", self.forwards[chunk] - 1)
 
     def backward(self, chunk: int, kind: Kind = "B") -> Action:
-        """The next one of a chunk; of ``I`` the ``W`` is owed."""
+        """Return the next backward of a chunk; after an ``I``, its ``W`` remains to be run."""
         action = Action(self.stages[chunk], kind, self.backwards[chunk])
         self.backwards[chunk] += 1
         if kind == "I":
@@ -70,7 +71,7 @@ class _Rank:
 
 
 def _cells(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[tuple[Action, ...]]:
-    """The eight phases of one rank: actions, and pairs of them."""
+    """Yield the eight phases of one rank: actions, and pairs of actions."""
     r = _Rank(rank, num_ranks)
     above = num_ranks - 1 - rank
     for _ in range(2 * above):
@@ -84,13 +85,13 @@ def _cells(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[tuple[A
         yield (r.forward(1),)
     for n in range(num_microbatches - 2 * num_ranks + rank + 1):
         pair = r.forward(0), r.backward(1)
-        # On the last rank the first backward passes would wait for the forward pass beside them.
+        # On the last rank the first backward would wait for the forward of its own pair.
         yield from zip(pair) if n == 0 and above == 0 else [pair]
         yield r.forward(1), r.backward(0)
     for _ in range(above):
         yield (r.backward(1),)
         yield r.forward(1), r.backward(0)
-    # Half of what is left splits, so that W fills the drain.
+    # Half of the remaining backwards are split, so that W fills the drain.
     full = rank + 1
     for n in range(2 * (rank + 1)):
         yield (r.backward(1 - n % 2, "B" if n < full else "I"),)

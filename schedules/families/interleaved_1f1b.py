@@ -1,20 +1,21 @@
-"""Interleaved 1F1B: ranks that hold V stages each alternate between them, to fill sooner.
+"""Interleaved 1F1B: each rank holds V stages and alternates between them, for a shorter warm-up.
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
-SC 2021, arXiv:2104.04473; the rule for M is that of ``torch.distributed.pipelining``. Letters as in
-`schedules.core.action`, r a rank; F and B are the times of one stage, a V-th of a rank's layers.
+SC 2021, arXiv:2104.04473; the rule for M is that of ``torch.distributed.pipelining``. Letters are
+those of `schedules.core.action`, r is a rank; F and B are the durations for one stage, which has
+1/V of a rank's layers.
 
     idle on the critical rank   (S - 1)(F + B) if M >= S,
                                 else (S - 1 + (V - 1)(S - M))(F + B)
     peak activations            min(2(S - 1 - r) + (V - 1) g + 1, M V)
 
-g = M / max(1, M // S) is how many microbatches run through a chunk before the next one's turn: S,
-if S divides M.
+g = M / max(1, M // S) is the number of microbatches that run through a chunk before the next chunk
+begins: S, if S divides M.
 
-Beyond the (V - 1) g of the chunks this warm-up, Megatron's, is 2(S - 1 - r) long: the eager one, so
-that in paired ticks F and B share every tick, as in `eager_1f1b`. Lockstep then costs nothing: at
-S = 8, M = 32, V = 2 and F = I = W, efficiency is .901 in paired ticks as on the event clock, and
-.716 with one action per tick.
+In addition to the (V - 1) g of the chunks, the warm-up has 2(S - 1 - r) forward passes, as in
+Megatron. This is the eager warm-up: in paired ticks F and B share every tick, as in `eager_1f1b`.
+Lockstep then costs nothing: at S = 8, M = 32, V = 2 and F = I = W, efficiency is .901 in paired
+ticks, equal to the event clock, and .716 with one action per tick.
 
 With ``group=g``, S / 2 <= g <= S, M makes n = M / g rounds: the generalized interleaved schedule
 (GIS) of Wan et al., "PipeOffload", 2025, arXiv:2503.01328, with whole backwards.
@@ -23,10 +24,10 @@ With ``group=g``, S / 2 <= g <= S, M makes n = M / g rounds: the generalized int
                                 + (V - 1)(n - 1) max(0, S max(F, B) - g(F + B))
     peak activations            min((V - 1) g + S - r, M V)
 
-The second term is what every round waits for B: nothing for g >= 2S / 3 if B = 2F. Where rounds
-differ, the formula with the smallest one as g is an upper bound. The eager warm-up would deadlock
-with g < S. The shorter one has no paired ticks in lockstep: there `interleaved_zb` with the same g
-is quicker.
+The second term is the time that every round waits for B: nothing for g >= 2S / 3 if B = 2F. If
+rounds differ, the formula with the smallest round as g is an upper bound. The eager warm-up would
+deadlock with g < S. The shorter warm-up has no paired ticks in lockstep, where `interleaved_zb`
+with the same g is faster.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from schedules.orders.schedule import Schedule
 def interleaved_1f1b(
     num_ranks: int, num_microbatches: int, num_stages: int, *, group: int | None = None
 ) -> Schedule:
-    """Build: rank r runs 2(S - 1 - r) + (V - 1) g forward passes, (F, B) pairs, then drains.
+    """Build the schedule: rank r runs 2(S - 1 - r) + (V - 1) g F, then (F, B) pairs, then drains.
 
     With ``group`` it runs S - 1 - r + (V - 1) g forward passes first.
 
@@ -72,7 +73,7 @@ def interleaved_1f1b(
 def turns(
     kind: Kind, rank: int, num_ranks: int, num_stages: int, sizes: Sequence[int]
 ) -> list[Action]:
-    """All actions of a kind on a rank: the microbatches of a round through each chunk in turn.
+    """List a rank's actions of a kind: the microbatches of a round through each chunk in turn.
 
     F takes the chunks in layer order, the backward kinds in reverse.
     """

@@ -1,29 +1,31 @@
 """Interleaved zero bubble: interleaved 1F1B with split backward passes, as ZB-H1 is to 1F1B.
 
-Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, on the order of
+Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, applied to the order of
 Narayanan et al., SC 2021, arXiv:2104.04473; the form and the rule for M are those of
-``torch.distributed.pipelining``. Letters as in `schedules.core.action`, r a rank; F, I and W are
-the times of one stage, a V-th of a rank's layers.
+``torch.distributed.pipelining``. Letters are those of `schedules.core.action`, r is a rank; F, I
+and W are the durations for one stage, which has 1/V of a rank's layers.
 
     idle on the critical rank   (S - 1)(F + I - W), if M >= S and neither F nor I is under W
     peak activations            min((V - 1) g + S, M V)
 
-g = M / max(1, M // S) is how many microbatches run through a chunk before the next one's turn: S,
-if S divides M.
+g = M / max(1, M // S) is the number of microbatches that run through a chunk before the next chunk
+begins: S, if S divides M.
 
-With ``group=g``, S / 2 <= g <= S, rounds have g microbatches, and g = S / 2 holds half as much: the
-generalized interleaved schedule (GIS) of Wan et al., "PipeOffload", 2025, arXiv:2503.01328. There W
-runs right after its I; here W is r actions behind, so that it fills the drain.
+With ``group=g``, S / 2 <= g <= S, rounds have g microbatches, and g = S / 2 halves the activations
+held. This is the generalized interleaved schedule (GIS) of Wan et al., "PipeOffload", 2025,
+arXiv:2503.01328. In GIS, W runs right after its I; here W runs r actions later, so that it fills
+the drain.
 
     idle on the critical rank   (S - 1)(F + I - W) + (V - 1)((S - g)F + max(0, S I - g(I + W)))
                                 + max(0, (S - g - 1)W + (S - g) max(0, I - F) - (2g - S)F) if V > 1
     peak activations            min((V - 1) g + S, M V)
 
-The warm-up waits (S - g)F for the first microbatch of each round to pass all ranks, and a drain of
-I waits likewise; the last term is idle between the last F of the warm-up and the first I. Idle time
-is exact for W <= F <= I and M = 2g, 3g, ...; where rounds differ, the formula with the smallest one
-as g is an upper bound. A chunk's turn must be long enough, S max(F, I) <= g(F + I + W); else every
-round waits. With g = S and S dividing M it is the timetable without ``group``.
+In the warm-up, each round waits (S - g)F until its first microbatch has passed all ranks; the drain
+of I has a corresponding wait. The last term is the idle time between the last F of the warm-up and
+the first I. Idle time is exact for W <= F <= I and M = 2g, 3g, .... If rounds differ, the formula
+with the smallest round as g is an upper bound. A chunk's turn must be long enough, S max(F, I) <=
+g(F + I + W); else every round waits. If g = S and S divides M, the timetable is that without
+``group``.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from schedules.orders.schedule import Schedule
 def interleaved_zb(
     num_ranks: int, num_microbatches: int, num_stages: int, *, group: int | None = None
 ) -> Schedule:
-    """Build: rank r runs (V - 1) g + S - 1 - r forward passes first, and W r actions after I.
+    """Build the schedule: rank r runs (V - 1) g + S - 1 - r F first, and W r actions after I.
 
     Raises:
       ScheduleError: M does not make rounds of equal size; or no group from S / 2 to S.

@@ -1,7 +1,8 @@
 """Looped breadth-first: all microbatches through one chunk of a rank, then through the next.
 
-Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023, arXiv:2211.05953. Letters as in
-`schedules.core.action`; F and B are the times of one stage, a V-th of a rank's layers.
+Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023, arXiv:2211.05953. Letters are those
+of `schedules.core.action`; F and B are the durations for one stage, which has 1/V of a rank's
+layers.
 
     idle on the critical rank   (S - 1)(F + B) if M >= S, also in lockstep;
                                 else (S - 1 + (V - 1)(S - M))(F + B)
@@ -16,7 +17,7 @@ from schedules.orders.schedule import Schedule
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build: stages ascend for F and descend for B, microbatches always ascend."""
+    """Build the schedule: stages ascend for F and descend for B, microbatches always ascend."""
     microbatches, orders = range(num_microbatches), []
     for rank in range(num_ranks):
         stages = range(rank, num_stages, num_ranks)

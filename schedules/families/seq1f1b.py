@@ -1,8 +1,8 @@
 """Seq1F1B: 1F1B over slices of sequences, whole or with split backward passes.
 
 Ao et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large Language Model
-Training", arXiv:2406.03488. Letters as in `schedules.core.action`, r a rank, N slices of each
-microbatch, which take equal time:
+Training", arXiv:2406.03488. Letters are those of `schedules.core.action`, r is a rank. Each
+microbatch has N slices, which take equal time:
 
     idle on the critical rank   (S - 1)(F + B) / N
     peak activations            min(S - 1 - r + N, MN) / N microbatches
@@ -27,7 +27,7 @@ from schedules.orders.schedule import Schedule
 def seq1f1b(
     num_ranks: int, num_microbatches: int, num_stages: int, *, num_slices: int = 1
 ) -> Schedule:
-    """Build: rank r runs min(S - 2 - r + N, MN) forward passes, then (F, B) pairs, then drains.
+    """Build the schedule: rank r runs min(S - 2 - r + N, MN) F, then (F, B) pairs, then drains.
 
     The units are slices: F takes them in ascending order, B in descending order within each
     microbatch.
@@ -41,7 +41,7 @@ def seq1f1b(
 def seq1f1b_zb(
     num_ranks: int, num_microbatches: int, num_stages: int, *, num_slices: int = 1
 ) -> Schedule:
-    """Build with I in the place of B; W on rank r runs r units later, as in zb_h1.
+    """Build the schedule with I in the place of B; W on rank r runs r units later, as in zb_h1.
 
     Raises:
       ScheduleError: more than one stage per rank.

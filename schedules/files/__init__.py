@@ -1,5 +1,5 @@
-"""Timetables and costs as files: CSV, JSON, read whole or refused, written whole or not at all.
+"""Timetables and costs as files: CSV and JSON, read whole or refused, written atomically.
 
-The CSV is the grammar of torch.distributed.pipelining, so files travel both ways. Drawings are
-written by `schedules.drawing`.
+The CSV has the grammar of torch.distributed.pipelining, so either library can read the other's
+files. `schedules.drawing` writes drawings.
 """

@@ -1,6 +1,6 @@
-"""Costs in JSON files, as a calibration (`pipeline`) or a report (``--json``) has them.
+"""Costs in JSON files, as in a calibration (`pipeline`) or a report (``--json``).
 
-Letters as in `schedules.core.action`.
+Letters are those of `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _WANTED = "a JSON file as Calibration.to_json writes it"
 
 
 def costs_record(costs: Costs) -> dict[str, Any]:
-    """Everything that costs are."""
+    """Convert costs to a dict for JSON."""
     record = asdict(costs)
-    # Costs without slices and host memory are written as they always were.
+    # Costs without slices and host memory keep the older form of the record.
     for name, unset in {"slices": None, "host": 0.0, "host_overlap": 1.0}.items():
         if record[name] == unset:
             del record[name]
@@ -29,10 +29,10 @@ def costs_record(costs: Costs) -> dict[str, Any]:
 
 
 def read_costs(path: str | os.PathLike[str]) -> Costs:
-    """The costs in a file.
+    """Read the costs in a file.
 
     Raises:
-      ScheduleError: no such file, or one that holds no costs.
+      ScheduleError: the file is missing, or holds no costs.
     """
     record = read_object(path)
     try:
@@ -42,10 +42,10 @@ def read_costs(path: str | os.PathLike[str]) -> Costs:
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read the JSON object in a file.
 
     Raises:
-      ScheduleError: no such file, or no object in it.
+      ScheduleError: the file is missing, or holds no object.
     """
     data = read(path, _WANTED, "costs")
     try:
@@ -60,10 +60,10 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def costs_of(record: dict[str, Any]) -> Costs:
-    """The costs of a record.
+    """Read the costs of a record.
 
     Raises:
-      ScheduleError: it has none, or such as cannot be.
+      ScheduleError: the record has no costs, or invalid costs.
     """
     costs = record.get("costs")
     if not isinstance(costs, dict) or not {"f", "i", "w"} <= set(costs) <= set(NAMES):
@@ -72,6 +72,6 @@ def costs_of(record: dict[str, Any]) -> Costs:
             f"{_WANTED}"
         )
     overlap = costs.get("host_overlap")
-    if isinstance(overlap, list) and len(overlap) == 3:  # the last was of reads that start early
+    if isinstance(overlap, list) and len(overlap) == 3:  # the third share is no longer used
         costs = costs | {"host_overlap": overlap[:2]}
     return Costs(**costs)

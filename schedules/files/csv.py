@@ -1,15 +1,15 @@
-"""Timetables as CSV files: one row per rank, one column per step, an empty cell where it idles.
+"""Timetables as CSV files: one row per rank, one column per step, an empty cell for idle.
 
 The grammar is that of ``torch.distributed.pipelining``, compute actions only:
 
     0F0,0F1,,0B0,,0B1
     ,1F0,1B0,1F1,1B1,
 
-An overlapped pair is a cell like ``(1F0;2B1)OVERLAP_F_B``. Files of torch 2.5 and 2.6, which write
-BW for a whole backward and B for its first half, are read too.
+An overlapped pair is a cell like ``(1F0;2B1)OVERLAP_F_B``. Files of torch 2.5 and 2.6 are read too;
+they have BW for a whole backward and B for its first half.
 
-A cell holds no comma and no line break, so rows and cells are split by hand: every byte of a file
-then has a row and a column to name in an error.
+A cell has no comma and no line break, so rows and cells are split without a CSV parser. Then every
+byte of a file has a row and a column, which errors name.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from schedules.core.grid import in_cells, steps
 from schedules.core.timetable import Timetable
 from schedules.files.whole import read, replace, shown
 
-Orders = list[list[Action | list[Action]]]  # an inner list of two is a pair
+Orders = list[list[Action | list[Action]]]  # an inner list is a pair of actions
 
-MOST_CELLS = 8  # bad cells that an error names; the rest are counted
+MOST_CELLS = 8  # bad cells that an error names; the others are counted
 
 _LINE_END = re.compile(r"\r\n|\n|\r")
 _OLDER = re.compile(r"(\d+)(BW|B|I|W)(\d+)")
 _OVERLAP = re.compile(r"\(.*\)\s*OVERLAP\w*")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)\s*OVERLAP_F_B")
 _TRAFFIC = re.compile(
-    r"\d*(WAIT_)?((SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)\d*"  # as of torch 2.15
+    r"\d*(WAIT_)?((SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)\d*"  # in torch 2.15
 )
 
 
@@ -51,16 +51,16 @@ def to_csv(schedule: Timetable, path: str | os.PathLike[str]) -> None:
 
 
 def read_csv(path: str | os.PathLike[str]) -> Orders:
-    """The orders in a file, one for each row, as `schedules.from_orders` takes them.
+    """Read the orders in a file, one for each row, as `schedules.from_orders` takes them.
 
     Raises:
-      ScheduleError: no such file, no such text, or no such action, with its row and column.
+      ScheduleError: the file is missing or no text, or a cell is no action; with row and column.
     """
     return _orders(path, _as_of_now(_rows(path)))
 
 
 def _rows(path: str | os.PathLike[str]) -> list[list[str]]:
-    """The cells of every row, stripped."""
+    """Read the cells of every row, stripped."""
     where, data = shown(path), read(path, "the path of a CSV file")
     try:
         text = data.decode("utf-8-sig")
@@ -84,8 +84,8 @@ def _rows(path: str | os.PathLike[str]) -> list[list[str]]:
 def _as_of_now(rows: list[list[str]]) -> list[list[str]]:
     """Convert cells of the older torch notation to that of torch 2.7 and later.
 
-    A file is of the older one if it has a BW, or if it has no I and every W has a B beside it: in
-    the later one a B is whole, and has no W.
+    A file has the older notation if it has a BW, or if it has no I, and W for exactly the stages
+    and microbatches of its B. In the later notation a B is whole, and has no W.
     """
     parts = [part for row in rows for cell in row for part in _parts(cell)]
     matches = [match for match in map(_OLDER.fullmatch, parts) if match is not None]
@@ -109,7 +109,7 @@ def _unquote(cell: str) -> str:
 
 
 def _orders(path: str | os.PathLike[str], rows: Sequence[Sequence[str]]) -> Orders:
-    """The actions and pairs of every row; raises for cells that are neither."""
+    """Parse the actions and pairs of every row; raise for cells that are neither."""
     num_actions = sum(len(_parts(cell)) for row in rows for cell in row if cell)
     orders: Orders = []
     faults: list[str] = []
@@ -132,7 +132,7 @@ def _orders(path: str | os.PathLike[str], rows: Sequence[Sequence[str]]) -> Orde
 
 
 def _parts(cell: str) -> list[str]:
-    """The actions of a cell: one, or the two of a pair."""
+    """Return the actions of a cell: one action, or the two of a pair."""
     pair = _PAIR.fullmatch(cell)
     return [cell] if pair is None else [part.strip() for part in pair.groups()]
 
@@ -143,7 +143,7 @@ def _parse(cell: str, num_actions: int) -> Action | str:
         action = Action.parse(cell)
     except ScheduleError as error:
         return _foreign(cell) or str(error)
-    # A legal file has K * M actions or more, so no number in it can reach their count.
+    # A legal file has K * M actions or more, so all its numbers are smaller than their count.
     for word, number in (("stage", action.stage), ("microbatch", action.microbatch)):
         if number >= num_actions:
             return (
@@ -154,7 +154,7 @@ def _parse(cell: str, num_actions: int) -> Action | str:
 
 
 def _foreign(cell: str) -> str | None:
-    """Word the error for actions that only ``torch.distributed.pipelining`` knows."""
+    """Write the error for actions that only ``torch.distributed.pipelining`` has."""
     if _OVERLAP.fullmatch(cell):
         return (
             f"{shorten(cell)} is not a pair of actions; write an F and a backward of another "

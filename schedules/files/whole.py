@@ -1,4 +1,4 @@
-"""Files of timetables and costs: read whole or refused, written whole or not at all."""
+"""Files of timetables and costs: read whole or refused, and written atomically."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ Where = str | os.PathLike[str]
 
 
 def read(path: Where, wanted: str, what: str = "a timetable") -> bytes:
-    """All of a file; pipes and devices are none, since they may never end.
+    """Read all bytes of a file; pipes and devices are refused, because they may never end.
 
     Raises:
-      ScheduleError: it cannot be read; ``wanted`` is what to give instead, ``what`` what is sought.
+      ScheduleError: the file cannot be read; the message has ``wanted``, what to give instead, and
+        ``what``, the expected content.
     """
     file = Path(os.fsdecode(path))
     try:
@@ -30,13 +31,13 @@ def read(path: Where, wanted: str, what: str = "a timetable") -> bytes:
 
 
 def replace(text: str, path: Where) -> None:
-    """Write ASCII text; a reader sees the old file or the whole new one, never a part.
+    """Write ASCII text atomically: a reader sees the whole old or the whole new file.
 
     Raises:
       OSError: the file cannot be written.
     """
-    target = Path(os.path.realpath(path))  # through a link, as open() would
-    if target.exists() and not target.is_file():  # what is no file stays what it is
+    target = Path(os.path.realpath(path))  # the target of a link, as for open()
+    if target.exists() and not target.is_file():  # a pipe or device is not replaced
         target.write_text(text, encoding="ascii", newline="")
         return
     part = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}")
@@ -46,7 +47,7 @@ def replace(text: str, path: Where) -> None:
     except OSError as error:
         if error.filename is None:
             raise
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from None  # not our own
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None  # the user's path
     finally:
         part.unlink(missing_ok=True)
 

@@ -1,5 +1,5 @@
 """From a schedule to a program: slots, buffers by liveness, tables of integers, and a proof.
 
-The proof runs the tables on symbols and knows nothing of how they were made. What executes a
-program is `pipeline.core.step`; no jax is ever imported here.
+The proof runs the tables on symbols and does not know how they were made. `pipeline.core.step`
+executes a program; this package never imports jax.
 """

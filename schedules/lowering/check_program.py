@@ -1,8 +1,8 @@
-"""Proof that a program does what its schedule says, by a run of its tables on symbols.
+"""Proof that a program does what its schedule says, by running its tables on symbols.
 
 Places hold numbers that represent values, and `schedules.lowering.check_values` lists the values
-that each action must read and write. The proof shares the table of kinds with the lowering, and no
-code. Letters as in `schedules.core.action`, C as in `schedules.lowering.program`.
+that each action must read and write. The proof shares the table of kinds with the lowering, but no
+code. Letters are those of `schedules.core.action`, C is that of `schedules.lowering.program`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from schedules.lowering.program import Channel, Op, Program
 def check_program(program: Program, *, ascending: bool = False) -> Program:
     """Return the program if it runs exactly its schedule.
 
-    Proved: the tables are well formed; every rank runs its actions once, in its order; every action
-    reads exactly its operands; a value stays in place until its last reader, in the memory (of the
-    device or of the host) that both its writer and its readers name; whole weights and gradients of
-    a chunk are in their windows, if there are any; no value is stored that no action reads; and
-    slices find the carries of earlier slices and complete gradients of their own carries.
+    It proves: the tables are well formed. Every rank runs its actions once, in its order. Every
+    action reads exactly its operands. A value stays in place until its last reader, in the memory
+    (of the device or of the host) that both its writer and its readers name. Whole weights and
+    gradients of a chunk are in their windows, if there are any. No value is stored that no action
+    reads. Slices find the carries of earlier slices and complete gradients of their own carries.
 
     Args:
       program: any program.
@@ -37,8 +37,8 @@ def check_program(program: Program, *, ascending: bool = False) -> Program:
         equal.
 
     Raises:
-      ScheduleError: the first fault, with its tick, slot, rank and action, what was expected
-        and what was found.
+      ScheduleError: the first fault, with its tick, slot, rank and action, and the expected and the
+        found value.
     """
     check(program.schedule)
     check_tables(program)
@@ -53,10 +53,10 @@ class _Entry(NamedTuple):
 
     Attributes:
       kind: the kind.
-      slice: number of the slice, 0 of a kind that has one place.
+      slice: the number of the slice; 0 for a kind with one place.
       table: [T][slots][S] the places.
-      values: [S] what is where: values by place.
-      discard: the place that nobody reads.
+      values: [S] the current values, by place.
+      discard: the place that is never read.
     """
 
     kind: ValueKind
@@ -67,7 +67,7 @@ class _Entry(NamedTuple):
 
 
 class _Machine:
-    """The ranks of a program, run symbolically. Values are numbers; -1 is none."""
+    """The ranks of a program, run on symbols. Values are numbers; -1 is none."""
 
     def __init__(self, program: Program) -> None:
         schedule = program.schedule
@@ -75,16 +75,16 @@ class _Machine:
         self.name = self.values.name
         self.common = Common(program, self.values)
         self.microbatch = program.microbatch.tolist()
-        # [T, slots, C, S], and for each slot [C, S] the rank that sends to each; -1 is none.
+        # [T, slots, C, S], and for each slot [C, S] the rank that sends to each rank; -1 is none.
         self.arrival = np.moveaxis(program.arrival, 3, 2).tolist()
         self.sources = [
             [_sources(c, schedule.num_ranks) for c in s.channels] for s in program.slots
         ]
-        # [S] lists: what is left to do, last first, and what it must read.
+        # [S] lists of the remaining actions, the last first, with the values that they must read.
         self.due = [
             [(a, self.values.reads(a)) for a in reversed(order)] for order in schedule.orders
         ]
-        # [S] how many actions have yet to read each value.
+        # [S] number of remaining actions that read each value.
         self.unread = [
             Counter(value for _, values in due for value in values if value >= 0)
             for due in self.due
@@ -96,17 +96,17 @@ class _Machine:
             places = (table[..., n] if kind.per_slice else table).tolist()
             pool = pools.setdefault(kind.pool, [{} for _ in schedule.orders])
             self.entries.append(_Entry(kind, n, places, pool, discard))
-        self.operand = self.entries[0]  # its places are those of all messages
+        self.operand = self.entries[0]  # all messages use its places
         self.stages: dict[tuple[int, int, int], int] = {}  # by slot, rank and branch
-        # [S] the chunk in each window, of weights and of gradients.
+        # [S] the chunk in each window, for weights and for gradients.
         first = program.windows.weights[:1] if program.windows else ()
         self.whole = [dict.fromkeys(first, 0) for _ in schedule.orders]
         self.summed: list[dict[int, int]] = [{} for _ in schedule.orders]
 
     def run(self) -> None:
-        """Every slot in turn, then see that nothing is left to do."""
+        """Run every slot in turn, then check that no action remains."""
         program = self.program
-        none = [-1] * (program.schedule.num_ranks + 1)  # the last is what source -1 sends
+        none = [-1] * (program.schedule.num_ranks + 1)  # the last entry is for source -1
         before = none
         for tick, slots in enumerate(program.op.tolist()):
             for slot, branches in enumerate(slots):
@@ -134,7 +134,7 @@ class _Machine:
             value = self.values.output(microbatch)
             at = (tick, slot, rank)
             if value not in self.unread[rank]:
-                fail(self.program, f"{self.name(value)}, which nobody reads: expected -1", at)
+                fail(self.program, f"{self.name(value)}, which no action reads: expected -1", at)
             self._store(at, self.operand, self.operand.table[tick][slot][rank], value)
 
     def _act(self, at: Place, branch: int) -> int:
@@ -144,13 +144,13 @@ class _Machine:
         if (slot, rank, branch) not in self.stages:
             self.stages[slot, rank, branch] = stage_of(self.program, at)
         stage = self.stages[slot, rank, branch]
-        # It is the next one in the order of its rank.
+        # The action must be the next one in the order of its rank.
         microbatch, due = self.microbatch[tick][slot][rank], self.due[rank]
         action = action_of(stage, op.kind, microbatch, self.program.schedule.num_slices)
         if not due or due[-1][0] != action:
             self._fail_order(at, action)
         action, reads = due.pop()
-        # It finds what it reads; a value that nobody reads after it gives its place back.
+        # The action must find its operands; a value without a later reader releases its place.
         unread = self.unread[rank]
         writes = [value if value in unread else -1 for value in self.values.writes(action)]
         places = [entry.table[tick][slot][rank] for entry in self.entries]
@@ -168,7 +168,7 @@ class _Machine:
             if entry.kind.can_be_on_host:
                 self._check_memory(at, action, op, entry)
         self._check_windows(at, action, op)
-        # Only then it stores what it leaves.
+        # Only then are the results stored.
         for entry, place, value in zip(self.entries, places, writes, strict=True):
             if value >= 0:
                 self._store(at, entry, place, value)
@@ -176,10 +176,10 @@ class _Machine:
         return {"F": output + OUTPUT, "W": -1}.get(op.kind, output + GRADIENT)
 
     def _check_windows(self, at: Place, action: Action, op: Op) -> None:
-        """See that an action's weights are whole, and that no window is taken from its chunk."""
+        """Check that an action's weights are whole, and that no window is taken from its chunk."""
         if self.program.windows is None:
             return
-        # The action itself reads a window, and its gather fills another one for a later action.
+        # The action reads one window; its gather fills another window for a later action.
         weights, gradients, *_ = self.program.windows
         whole, summed, jobs = self.whole[at[2]], self.summed[at[2]], dict(op.jobs)
         if whole.get(weights[op.chunk]) != op.chunk:
@@ -195,7 +195,7 @@ class _Machine:
                 text = f"{action} gathers chunk {chunk}: expected one that is in no window"
                 fail(self.program, text, at)
             whole[weights[chunk]] = chunk
-        # It adds to a window of gradients, and its reduce empties another one.
+        # The action adds to one window of gradients; its reduce empties another window.
         adds = None if op.kind == "F" else gradients[op.chunk]
         if "reduce" in jobs:
             chunk = jobs["reduce"]
@@ -208,7 +208,7 @@ class _Machine:
             fail(self.program, f"{text} chunk {op.chunk}, found chunk {summed[adds]}", at)
 
     def _check_memory(self, at: Place, action: Action, op: Op, entry: _Entry) -> None:
-        """See that the op names the memory in which a place of an action is."""
+        """Check that the op names the memory of an action's place."""
         tick, slot, rank = at
         (name, pool, *_), place, discard = entry.kind, entry.table[tick][slot][rank], entry.discard
         first, on_host = self.program.values[name].device, name in op.host
@@ -226,15 +226,16 @@ class _Machine:
             shift = self.program.slots[slot].channels[column].shift
             messages = sent if shift else results
             for rank, (place, source) in enumerate(zip(places, sources, strict=True)):
-                # Every rank stores what arrives: a message that nobody reads, in the discard place.
+                # Every rank stores what arrives; a message that is not read goes to the discard
+                # place.
                 value = messages[source]
                 if value >= 0 and value in self.unread[rank]:
                     self._store((tick, slot, rank), self.operand, place, value)
                 elif place != discard:
                     fail(
                         self.program,
-                        f"shift {shift} brings {self.name(value)}, which nobody reads: "
-                        f"expected discard, buffer {discard}, found buffer {place}",
+                        f"shift {shift} brings {self.name(value)}, which no action reads: expected "
+                        f"discard, buffer {discard}, found buffer {place}",
                         (tick, slot, rank, column),
                     )
 
@@ -267,7 +268,7 @@ class _Machine:
 
 
 def _sources(channel: Channel, num_ranks: int) -> list[int]:
-    """[S] the rank that sends to each along a channel, -1 for none."""
+    """Return [S] the rank that sends to each rank along a channel, -1 for none."""
     source_of = {destination: source for source, destination in channel.edges}
     return [source_of.get(rank, -1) for rank in range(num_ranks)]
 

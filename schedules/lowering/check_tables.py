@@ -1,6 +1,6 @@
 """Checks of a program's tables without running them: shapes, ranges, permutations.
 
-Letters as in `schedules.core.action`, C as in `schedules.lowering.program`.
+Letters are those of `schedules.core.action`, C is that of `schedules.lowering.program`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def check_tables(program: Program) -> None:
 
 
 def _check_shapes(program: Program) -> None:
-    """A placement for each kind; tables of integers; a window for each chunk, or none."""
+    """Check placements of kinds, types and shapes of tables, and windows of chunks, if any."""
     num_chunks, slices = len(program.schedule.stages_of[0]), program.schedule.num_slices
     if program.windows is not None:
         windows = len(program.windows.weights), len(program.windows.gradients)
         if windows != (num_chunks, num_chunks):
             text = f"{windows[0]} windows of weights and {windows[1]} of gradients: expected one"
             fail(program, f"{text} of both for each of {num_chunks} chunks, or none")
-    # Kinds of one pool have the same numbers of places, or their numbers would mean two things.
+    # Kinds of one pool must have equal counts of places, or place numbers would be ambiguous.
     kinds = kinds_of(slices)
     names = [kind.name for kind in kinds]
     if set(program.values) != set(names):
@@ -61,7 +61,7 @@ def _check_shapes(program: Program) -> None:
         if (device, host) != expected:
             text = f"expected {expected[0]} and {expected[1]}, found {device} and {host}"
             fail(program, f"places of {kind.name!r} on the device and on the host: {text}")
-    # The number of ticks is that of the table of ops.
+    # The table of ops determines the number of ticks.
     shape = (program.op.shape[0], len(program.slots), program.schedule.num_ranks)
     num_channels = max((len(slot.channels) for slot in program.slots), default=0)
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("op", "microbatch"), shape)
@@ -87,7 +87,7 @@ def _check_ops(program: Program, slot: int) -> None:
                 program,
                 f"slot {slot} has {op}: expected kinds {kinds!r} and chunks 0..{num_chunks - 1}",
             )
-        # An op has each name once and in one order: its label must be unique in its slot.
+        # An op has each name at most once and in a fixed order, because its label must be unique.
         if op.host != tuple(name for name in HOSTABLE if name in op.host):
             rule = f"expected of host {', '.join(HOSTABLE)} in this order"
             fail(program, f"slot {slot} has {op}: {rule}")
@@ -103,14 +103,14 @@ def _check_ops(program: Program, slot: int) -> None:
 
 
 def _check_channels(program: Program, slot: int) -> None:
-    """Every channel a permutation by its shift, every shift once."""
+    """Check that every channel is a permutation by its shift, and that every shift occurs once."""
     num_ranks = program.schedule.num_ranks
     channels = program.slots[slot].channels
     shifts = [channel.shift for channel in channels]
     if len(set(shifts)) < len(shifts):
         fail(program, f"slot {slot} has channels of shifts {shifts}: expected each shift once")
     for shift, edges in channels:
-        # `jax.lax.ppermute` takes each rank once as source and once as destination.
+        # `jax.lax.ppermute` takes each rank at most once as source and once as destination.
         ends = [rank for edge in edges for rank in edge]
         is_permutation = all(len(set(side)) == len(edges) for side in (ends[::2], ends[1::2]))
         is_inside = all(0 <= rank < num_ranks for rank in ends)
@@ -130,7 +130,7 @@ def _check_channels(program: Program, slot: int) -> None:
 
 
 def _check_ranges(program: Program) -> None:
-    # Every entry is a branch, a unit or a place that exists; -1 only where nothing may happen.
+    # Every entry is an existing branch, unit or place; -1 is allowed only in the common tables.
     num_ops = np.array([len(slot.ops) for slot in program.slots])
     last = program.schedule.num_units - 1
     largest: dict[str, Any] = {
@@ -151,7 +151,7 @@ def _check_ranges(program: Program) -> None:
 
 
 def _check_idle(program: Program) -> None:
-    """Idle ranks point at nothing; columns beyond a slot's channels are discarded."""
+    """Check that idle ranks name no place, and that unused columns of channels are discarded."""
     idle = program.op == 0
     nothing = {name: placement.discard for name, placement in program.values.items()}
     for name, value in {"microbatch": 0, **nothing}.items():
@@ -173,7 +173,7 @@ def _check_idle(program: Program) -> None:
 
 
 def stage_of(program: Program, at: Place) -> int:
-    """The stage of the op that runs at a place."""
+    """Return the stage of the op that runs at a place."""
     op: Op = program.slots[at[1]].ops[program.op[at] - 1]
     schedule = program.schedule
     stage = schedule.stages_of[at[2]][op.chunk]

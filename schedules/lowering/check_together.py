@@ -3,7 +3,7 @@
 Ranks run the head right after the slot in which the last stage returns an output, and the
 embedding's gradient right after the slot in which the first stage returns its input's gradient.
 
-Letters as in `schedules.core.action`, values as in `schedules.lowering.check_values`.
+Letters are those of `schedules.core.action`, values are those of `schedules.lowering.check_values`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Common:
     """The common work of a program.
 
     Args:
-      program: whose tables are well formed.
+      program: a program with well-formed tables.
       values: its values.
     """
 
@@ -29,10 +29,10 @@ class Common:
         """Check that all ranks work on a value exactly in the slot that returns it.
 
         Args:
-          tick: of the slot.
-          slot: after whose actions they work.
-          results: [S + 1] the value that each rank returns in it; the last stage's output becomes
-            the head's gradient.
+          tick: the tick of the slot.
+          slot: the slot; ranks work together after its actions.
+          results: [S + 1] the value that each rank returns in the slot; the last stage's output
+            becomes the head's gradient.
         """
         schedule = self.program.schedule
         last = schedule.num_stages - 1
@@ -46,7 +46,7 @@ class Common:
         self._see("scatter", "gradient of the first stage", gradient, (tick, slot, rank))
 
     def _see(self, name: str, what: str, value: int, at: Place) -> bool:
-        """Tell whether a rank has returned a microbatch's value; check that the table says so."""
+        """Tell whether a rank has returned a microbatch's value; check that the table agrees."""
         microbatch, rest = divmod(value, len(WHAT))
         there = not rest and 0 <= microbatch < self.program.schedule.num_units
         wanted = microbatch if there else -1

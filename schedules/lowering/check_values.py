@@ -1,9 +1,9 @@
 """The values of a program as numbers: their names, and the values that actions must read.
 
 The output of a stage for a unit (a microbatch, or a slice of one) is ``(stage * U + unit) *
-len(WHAT)`` for U units, the others that belong to it follow; -1 is none. The embedding and the
-head's gradient, where ranks share them, are the output and the input gradient of one stage more
-than there are. Letters as in `schedules.core.action`.
+len(WHAT)`` for U units; the unit's other values have the next numbers; -1 is none. If ranks share
+the embedding and the head, the embedding and the head's gradient are the output and the input
+gradient of an additional stage K. Letters are those of `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from schedules.lowering.program import Program
 
 WHAT = ("output", "input gradient", "residuals", "crossing values", "carry", "carry gradient")
 OUTPUT, GRADIENT, RESIDUALS, CROSSING, CARRY, CARRY_GRADIENT = range(6)
-BEYOND = ("embedding", "head's gradient")  # the same of a "stage K": what ranks share
+BEYOND = ("embedding", "head's gradient")  # the names for stage K: values of shared ends
 
 
 class SymbolicValues:
@@ -25,7 +25,7 @@ class SymbolicValues:
     def __init__(self, program: Program) -> None:
         self._program, self._schedule = program, program.schedule
         self._slices = program.schedule.num_slices
-        # The places that an action names: one of each kind of values; of carries, one a slice.
+        # The places that an action names: one for each kind of values; for carries, one a slice.
         self.entries = [
             (kind, n)
             for kind in kinds_of(self._slices)
@@ -35,7 +35,7 @@ class SymbolicValues:
         self._hosted = _inputs_on_host(program) if program.keep == "input" else frozenset()
 
     def output(self, microbatch: int, stage: int | None = None) -> int:
-        """A stage's output for a unit; by default the embedding."""
+        """Return the number of a stage's output for a unit; by default of the embedding."""
         stage = self._schedule.num_stages if stage is None else stage
         return (stage * self._schedule.num_units + microbatch) * len(WHAT) + OUTPUT
 
@@ -53,7 +53,7 @@ class SymbolicValues:
 
     def reads(self, action: Action) -> list[int]:
         """Return [entries] the value that an action must find in each place, -1 for none."""
-        # An input comes from the stage before, or from all ranks; a gradient from the stage after.
+        # An input comes from the previous stage, or from all ranks; a gradient from the next stage.
         stage, unit = action.stage, unit_of(action, self._slices)
         own, part, last = self.output(unit, stage), unit % self._slices, self._slices - 1
         keeps_residuals = self._program.keep == "residuals"
@@ -63,11 +63,12 @@ class SymbolicValues:
         after = self.output(unit, stage + 1) + GRADIENT
         if stage == self._schedule.num_stages - 1 and not self.has_head:
             after = own if keeps_residuals else -1
-        # A backward reads the stash where F has left one, else the input.
+        # A backward reads the stash if F has left one, else the input.
         from_stash = action.kind != "F" and (keeps_residuals or (stage, unit) in self._hosted)
         slices = self._outputs_of_slices(stage, unit)
-        # A carry is read by later slices. Its gradient, which the last slice's backward writes, is
-        # read by the backwards of the others down to its own slice.
+        # Later slices read a carry. The last slice's backward writes its gradient, which the
+        # backwards
+        # of the other slices read, down to the carry's own slice.
         values = {
             "operand": [-1 if from_stash else before],
             "gradient": [after],
@@ -83,7 +84,7 @@ class SymbolicValues:
         ]
 
     def writes(self, action: Action) -> list[int]:
-        """Return [entries] the value that an action leaves in each place if it is read; else -1."""
+        """Return [entries] the value that an action writes to each place if it is read; else -1."""
         unit = unit_of(action, self._slices)
         own, part, last = self.output(unit, action.stage), unit % self._slices, self._slices - 1
         slices = self._outputs_of_slices(action.stage, unit)
@@ -98,13 +99,13 @@ class SymbolicValues:
         ]
 
     def _outputs_of_slices(self, stage: int, unit: int) -> list[int]:
-        """[N] a stage's outputs for all slices of a unit's microbatch."""
+        """Return [N] a stage's outputs for all slices of a unit's microbatch."""
         first = self.output(unit - unit % self._slices, stage)
         return [first + n * len(WHAT) for n in range(self._slices)]
 
 
 def _inputs_on_host(program: Program) -> frozenset[tuple[int, int]]:
-    """(stage, microbatch) of every F that copies its stage's input into host memory."""
+    """Find (stage, microbatch) of every F that copies its stage's input into host memory."""
     inputs = set()
     for tick, index, rank in np.argwhere(program.op > 0).tolist():
         op = program.slots[index].ops[program.op[tick, index, rank] - 1]

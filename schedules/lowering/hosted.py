@@ -1,8 +1,8 @@
 """The choice of the values kept in host memory between two actions of a rank.
 
-The choice depends only on the orders: a value is born with the action that makes it, and is read
-last by another action of the same rank; times do not matter. Letters as in `schedules.core.action`,
-A as in `schedules.core.flat`; U is the number of units, M or, with slices, M N.
+The choice depends only on the orders: one action of a rank makes a value, and another action of
+that rank reads it last; times do not matter. Letters are those of `schedules.core.action`, A is
+that of `schedules.core.flat`; U is the number of units, M or, with slices, M N.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def check_offload(offload: object) -> Offload:
     """Return the option as a word or a share.
 
     Args:
-      offload: "stash" (all stashes that outlive the next action of their rank), "crossings" (the
-        values that I leaves for W, likewise), a share of the stashes from 0 to 1, or None.
+      offload: "stash" (all stashes that are needed after the next action of their rank),
+        "crossings" (the values that I leaves for W, if needed after the next action), a share of
+        the stashes from 0 to 1, or None.
 
     Raises:
       ScheduleError: an unknown word, a share outside 0..1, or another type.
@@ -50,9 +51,9 @@ def check_offload(offload: object) -> Offload:
     if is_number(offload) and 0 <= offload <= 1:  # type: ignore[operator]
         return float(offload)  # type: ignore[arg-type]
     raise ScheduleError(
-        f"offload={shorten(offload)}: must be 'stash' (what F keeps for its backward lies in host "
-        f"memory), 'crossings' (what I leaves for W does), a share of the stashes from 0 to 1 such "
-        f"as 0.5, or None for neither"
+        f"offload={shorten(offload)}: must be 'stash' (the values that F keeps for its backward "
+        f"are in host memory), 'crossings' (those that I keeps for W are), a share of the stashes "
+        f"from 0 to 1 such as 0.5, or None for neither"
     )
 
 
@@ -60,7 +61,7 @@ def check_keep(keep: object) -> Keep:
     """Check and return the option that names the values F keeps for its backward.
 
     Raises:
-      ScheduleError: neither of the two words.
+      ScheduleError: ``keep`` is neither of the two words.
     """
     if is_one_of(keep, ("input", "residuals")):
         return keep  # type: ignore[return-value]
@@ -73,9 +74,9 @@ def hosted(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = (
     Args:
       schedule: a legal schedule.
       keep: the values that F keeps for its backward: the stage's input or its residuals. The input
-        of the first stage is made anew from the batch, unless all ranks share "embed".
-      offload: as `check_offload` returns it.
-      shared: which ends of the model all ranks share.
+        of the first stage is recomputed from the batch, unless all ranks share "embed".
+      offload: the result of `check_offload`.
+      shared: the ends of the model that all ranks share.
     """
     choices, key = _known(schedule), (keep, offload, "embed" in shared)
     if key not in choices:
@@ -89,9 +90,9 @@ def _known(schedule: Timetable) -> dict[tuple[Keep, Offload, bool], Hosted]:  # 
 
 
 def moves(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = ()) -> Mask:
-    """[A] whether each action writes a value to host memory, or reads one from there.
+    """Return [A] whether an action writes a value to host memory or reads one from it.
 
-    Args: as of `hosted`.
+    Args are those of `hosted`.
     """
     flat, choice = flatten(schedule), hosted(schedule, keep, offload, shared)
     stash, crossing = (mask[flat.stage, flat.microbatch] for mask in choice)
@@ -114,7 +115,7 @@ def _hosted(schedule: Timetable, keep: Keep, offload: Offload, *, embeds: bool) 
     else:
         there = when[[B, I]].max(axis=0) >= 0
         kinds = [F, B, I]
-        # The first stage's input is made anew from the batch.
+        # The first stage's input is recomputed from the batch.
         if keep == "input" and not embeds:
             there[0] = False
     rank = np.array(schedule.placement, np.int64)[np.nonzero(there)[0]]
@@ -126,7 +127,7 @@ def _hosted(schedule: Timetable, keep: Keep, offload: Offload, *, embeds: bool) 
 
 
 def choose(rank: Ints, born: Ints, read: Ints, num_ranks: int, share: float) -> Mask:
-    """Choose [N] whether each value is in host memory.
+    """Decide [N] for each value whether it is in host memory.
 
     The device keeps P - floor(share * P) places, where P is the most values that any rank holds at
     once. Whenever a rank holds more, the value that is read last is kept in host memory, for its
@@ -135,21 +136,21 @@ def choose(rank: Ints, born: Ints, read: Ints, num_ranks: int, share: float) -> 
     on the device, whatever the share: at most one exists at a time.
 
     Args:
-      rank: [N] the rank that holds it.
-      born: [N] the position in its rank's order of the action that makes it.
-      read: [N] the position of the action that reads it last.
+      rank: [N] the rank that holds each value.
+      born: [N] the position, in its rank's order, of the action that makes the value.
+      read: [N] the position of the action that reads the value last.
       num_ranks: S.
       share: from 0 to 1.
     """
     on_host = np.zeros(len(rank), bool)
     order = np.argsort(born, kind="stable")
-    # The rank with most values decides how many places the device keeps.
+    # The rank with most values determines how many places the device keeps.
     by_rank = [order[rank[order] == r] for r in range(num_ranks)]
     most = max(_peak(born[of_rank], read[of_rank]) for of_rank in by_rank)
     places = most - math.floor(share * most + 1e-9)
     if places == most:
         return on_host
-    # A rank with more values than places sends away the one that stays longest.
+    # A rank with more values than places moves the value that is held longest.
     for of_rank in by_rank:
         live: list[int] = []
         for n in of_rank.tolist():
@@ -165,6 +166,6 @@ def choose(rank: Ints, born: Ints, read: Ints, num_ranks: int, share: float) -> 
 
 
 def _peak(born: Ints, read: Ints) -> int:
-    """Count the most values held at once, given one rank's values in the order of birth."""
+    """Count the most values held at once, for one rank's values in the order of their making."""
     gone = np.searchsorted(np.sort(read), born, side="right")
     return int((np.arange(1, len(born) + 1) - gone).max(initial=0))

@@ -1,4 +1,4 @@
-"""The kinds of values that ranks keep between slots: which actions write and read each, and where.
+"""The kinds of values that ranks keep between slots, and the actions that write and read each.
 
 A new kind is one row here, its lifetimes in `schedules.lowering.places`, and the action that reads
 it in `schedules.lowering.check_values`. Tables, placement and checks follow from the row.
@@ -13,8 +13,8 @@ class ValueKind(NamedTuple):
     """A kind of value.
 
     Attributes:
-      name: of the table that says in which place an action finds it.
-      pool: kinds of one pool share their places.
+      name: the name of the table that gives the place of the value for each action.
+      pool: the pool of places; kinds of one pool share their places.
       writes: the kinds of actions that write it; "" for a message, which a channel stores.
       reads: the kinds of actions that read it.
       can_be_on_host: whether it may be in host memory.
@@ -30,20 +30,22 @@ class ValueKind(NamedTuple):
 
 
 VALUE_KINDS = (
-    # A stage's input: the message of the stage before, until the last action that reads it. A
-    # backward reads it where it runs the forward again (``keep="input"``).
+    # The input of a stage: the message from the stage before, kept until the last action reads it.
+    # A backward that runs the forward again (``keep="input"``) reads it too.
     ValueKind("operand", "buffer", "", "FBI"),
-    # The gradient for a stage's output: the message of the stage after, until its backward. On the
-    # last stage with ``keep="residuals"`` that stage's own output, which the loss is taken of.
+    # The gradient for a stage's output: the message from the stage after, kept until the stage's
+    # backward. On the last stage with ``keep="residuals"`` it is the stage's output, from which the
+    # loss is computed.
     ValueKind("gradient", "buffer", "", "BI"),
-    # What F leaves for its backward: residuals or, in host memory, a copy of the stage's input.
+    # The values that F keeps for its backward: residuals or, in host memory, a copy of the input.
     ValueKind("stash", "stash", "F", "BI", can_be_on_host=True),
-    # What I leaves for W, which reads nothing else.
+    # The values that I keeps for W, which reads nothing else.
     ValueKind("crossing", "crossing", "I", "W", can_be_on_host=True),
-    # What a slice leaves for later slices of its microbatch in the same stage (keys and values).
+    # The values that a slice keeps for later slices in the same stage (keys and values).
     ValueKind("carry", "carry", "F", "FBI", per_slice=True),
-    # Gradients of carries: the backward of the last slice, the first to run, writes those of all
-    # earlier slices; the others add to them, and each slice's own backward reads its own last.
+    # The gradients of carries. The backward of the last slice runs first and writes the gradients
+    # of all earlier slices; the other backwards add to them. The backward of a carry's own slice
+    # reads its gradient last.
     ValueKind("carry_gradient", "carry gradient", "BI", "BI", per_slice=True),
 )
 
@@ -52,5 +54,5 @@ HOSTABLE = tuple(kind.name for kind in VALUE_KINDS if kind.can_be_on_host)
 
 
 def kinds_of(num_slices: int) -> tuple[ValueKind, ...]:
-    """The kinds that a schedule has; carries only where there are slices."""
+    """Return the kinds of values of a schedule; carries only if it has slices."""
     return tuple(kind for kind in VALUE_KINDS if num_slices > 1 or not kind.per_slice)

@@ -1,6 +1,6 @@
 """Lowering of a schedule to a program: choose the slots of a tick, give every value a place.
 
-Letters as in `schedules.core.action`, A as in `schedules.core.flat`, C as in
+Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`, C is that of
 `schedules.lowering.program`.
 """
 
@@ -39,27 +39,29 @@ def lower(
     offload: Offload = None,
     gathers: bool = False,
 ) -> Program:
-    """Compile a schedule; no rank's order changes.
+    """Compile a schedule to a program; the order of each rank's actions stays.
 
     Args:
       schedule: a legal schedule.
       keep: the values that F keeps for its backward: the stage's input or its residuals.
       pattern: the slots of a tick: "single" (one action of any kind), "paired" (an F slot, then a
-        backward slot), "unit" (F, then B or I, then W) or "partner" (two slots; ranks of one parity
-        run F while ranks of the other parity run backwards, so that classic 1F1B exchanges between
+        backward slot), "unit" (F, then B or I, then W) or "partner" (two slots; in each, F runs on
+        the ranks of one parity and backwards on the others, so that classic 1F1B exchanges between
         disjoint pairs); by default the pattern with the smallest lockstep makespan.
       costs: durations for that choice; by default F = I = W.
-      partners: for that choice, whether exchanges make only the ranks meet that they join.
-      delayed: whether a message to another rank travels during the work of the next slot and can be
-        used from the slot after it. An exchange then costs only its time beyond this work. None
-        takes the choice with the smaller makespan.
+      partners: for that choice, whether an exchange synchronizes only its sender and receiver, not
+        all ranks.
+      delayed: whether a message to another rank is sent during the work of the next slot, and can
+        be used from the slot after that. The exchange then costs only its time beyond this work.
+        None takes the choice with the smaller makespan.
       shared: the parts of "embed" and "head" that all ranks share, split by vocabulary.
-      offload: the values in host memory between two actions: "stash", "crossings", or a share of
-        the stashes from 0 to 1, longest held first (`schedules.lowering.hosted`). If ``costs`` have
-        a `host` time, the choice of slots includes the copies.
-      gathers: whether weights are sharded over several devices. A chunk's weights are gathered into
-        a window when a rank begins the chunk, and its gradients are reduced when the rank leaves
-        the chunk (`schedules.lowering.windows`).
+      offload: the values that are in host memory between two actions: "stash", "crossings", or a
+        share of the stashes from 0 to 1, where the longest held are chosen first
+        (`schedules.lowering.hosted`). If ``costs`` have a `host` time, the choice of slots includes
+        the copies.
+      gathers: whether weights are sharded over several devices. The weights of a chunk are gathered
+        into a window when a rank begins the chunk, and its gradients are reduced when the rank
+        leaves the chunk (`schedules.lowering.windows`).
 
     Raises:
       ScheduleError: unknown keep, pattern, shared or offload, or an illegal schedule.
@@ -68,7 +70,7 @@ def lower(
     need("gathers", gathers, bool, "give True or False")
     keep, offload = check_keep(keep), check_offload(offload)
     check(schedule)
-    # Copies to host memory take time, so they count when slots are chosen.
+    # Copies to host memory take time, so the choice of slots includes them.
     costs, shared = of_unit_length_by_default(costs), parts(shared)
     copies = moves(schedule, keep, offload, shared)
     sends: dict[str, Any] = {"partners": partners, "delayed": delayed}
@@ -83,14 +85,15 @@ def allocate(
     offload: Offload = None,
     chunk_windows: Windows | None = None,
 ) -> Program:
-    """Give every value of a layout its place and write the tables.
+    """Give every value of a layout its place, and write the tables.
 
     Args:
       ticks: the layout.
-      keep: as of `lower`.
-      shared: as of `lower`.
-      offload: as of `lower`.
-      chunk_windows: windows of weights and gradients, if ranks do not have them whole all the time.
+      keep: the option of `lower`.
+      shared: the option of `lower`.
+      offload: the option of `lower`.
+      chunk_windows: windows of weights and gradients; None if each rank always has its whole
+        weights.
     """
     schedule, flat, width = ticks.schedule, flatten(ticks.schedule), ticks.width
     count, num_ranks = ticks.num_ticks * width, schedule.num_ranks
@@ -100,7 +103,7 @@ def allocate(
     def table(rows: Table) -> Table:
         return rows.reshape(ticks.num_ticks, width, *rows.shape[1:])
 
-    # Where actions find each kind of values.
+    # The places in which actions find the values of each kind.
     placements: dict[str, Placement] = {}
     for kind, of in live.items():
         number, device, host = places[kind]
@@ -112,7 +115,7 @@ def allocate(
         rows = rows if kind.per_slice else rows[..., 0]
         placements[kind.name] = Placement(table(rows), device, host)
 
-    # Where channels store messages; what all ranks make together nobody sends.
+    # The places in which channels store messages; values that all ranks make together are not sent.
     kinds = [kind for kind in live if not kind.writes]
     messages = joined(live[kind] for kind in kinds)
     arrives = messages.source >= 0
@@ -123,7 +126,7 @@ def allocate(
     number = np.concatenate([places[kind].of for kind in kinds])[arrives]
     arrival[messages.born, messages.rank, channel] = number
 
-    # What runs.
+    # The actions that run.
     ops, branches = _ops(ticks, shared, placements, chunk_windows)
     op, microbatch = np.zeros((2, count, num_ranks), np.int32)
     op[ticks.times, flat.rank] = branches
@@ -149,15 +152,16 @@ def _ops(
     placements: dict[str, Placement],
     chunk_windows: Windows | None,
 ) -> tuple[list[tuple[Op, ...]], Ints]:
-    """The ops of each slot, in the order of their fields, and [A] the branch of each action.
+    """Return the ops of each slot, in the order of their fields, and [A] the branch of each action.
 
     Args:
       ticks: the layout.
-      shared: which ends of the model all ranks share.
-      placements: by name of a kind of values.
+      shared: the ends of the model that all ranks share.
+      placements: the placement of each kind of values, by its name.
       chunk_windows: windows of weights and gradients, if there are any.
     """
-    # Each field of `Op` as a number from 0, [A]: the kind, and the chunk and ends of the stage;
+    # Each field of `Op` as a number from 0, [A]: first the kind, and the chunk and ends of the
+    # stage;
     schedule, flat = ticks.schedule, flatten(ticks.schedule)
     first = -1 if "embed" in shared else 0
     last = -1 if "head" in shared else schedule.num_stages - 1
@@ -177,8 +181,8 @@ def _ops(
     columns += [chunks + 1 for chunks in jobs]
     sizes += [num_chunks + 1 for _ in jobs]
 
-    # Actions with equal fields share an op. Sorted by the fields, ops keep their numbers whenever a
-    # schedule is lowered again, so that compiled programs do.
+    # Actions with equal fields share an op. Ops are sorted by their fields, so a schedule that is
+    # lowered again has the same numbers and hits the compilation cache.
     code, number = np.unique(np.ravel_multi_index(columns, sizes), return_inverse=True)
     fields = np.stack(np.unravel_index(code, sizes), axis=1)
     ops: list[list[Op]] = [[] for _ in range(ticks.width)]
@@ -193,8 +197,9 @@ def _ops(
 
 
 def _channels(ticks: Ticks, messages: Values) -> tuple[list[tuple[Channel, ...]], Ints]:
-    """The static permutations of each slot, and [n] the channel that brings each message."""
-    # Messages of one slot and one shift are one permutation: a rank sends at most one result.
+    """Return the static permutations of each slot, and [n] the channel that brings each message."""
+    # The messages of one slot and one shift form a permutation, because a rank sends at most one
+    # result.
     num_ranks = ticks.schedule.num_ranks
     slot = messages.born % ticks.width
     shift = (messages.rank - messages.source) % num_ranks

@@ -1,7 +1,8 @@
 """The parts of a program that a run of ticks needs: slots in use, branches, channels, segments.
 
 Letters: S ranks, T ticks, C channels of a slot. A loop over ticks compiles the work of all its
-ticks. So this module divides a program into loops, and lists the exchanges that carry messages.
+ticks. This module therefore divides a program into several loops, and lists the exchanges that
+carry messages.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from numpy.typing import NDArray
 
 from schedules.lowering.program import COMMON, Channel, Program, Slot
 
-UNUSED, WAIT, WORK = range(3)  # what ranks do in a slot: nothing, take messages, run actions
-MOST_SEGMENTS = 8  # scans of their own for parts of a timetable, before it is one scan
+UNUSED, WAIT, WORK = range(3)  # a slot in which ranks do nothing, take messages, run actions
+MOST_SEGMENTS = 8  # separate scans of a timetable; with more it is one scan
 
 
 def segments(program: Program) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -36,22 +37,22 @@ def segments(program: Program) -> list[tuple[int, int, tuple[int, ...]]]:
 
 
 def without(program: Program, sends: Sequence[bool]) -> Program:
-    """Remove messages of gradients that no stage needs, and their exchanges, from a program.
+    """Remove the messages of gradients that no stage needs, and their exchanges, from a program.
 
     Args:
-      program: any.
+      program: a program.
       sends: [K] whether a stage has a gradient for its input to send.
     """
     if all(sends):
         return program
-    # A slot of a rank is empty if its action sends a gradient that nobody needs.
+    # A slot of a rank is empty if its action would send a gradient that no stage needs.
     schedule = program.schedule
     empty = np.zeros(program.op.shape, bool)
     for index, slot in enumerate(program.slots):
         for rank, stages in enumerate(schedule.stages_of):
             idle = [op.kind in "BI" and not sends[stages[op.chunk]] for op in slot.ops]
             empty[:, index, rank] = np.array([False, *idle])[program.op[:, index, rank]]
-    # A delayed message arrives at the end of the slot after the one that sent it.
+    # A delayed message arrives at the end of the slot after the slot that sent it.
     before = np.roll(empty.reshape(-1, schedule.num_ranks), 1, axis=0).reshape(empty.shape)
     before[0, 0] = False
     arrival, discard = program.arrival.copy(), program.values["operand"].discard
@@ -64,13 +65,13 @@ def without(program: Program, sends: Sequence[bool]) -> Program:
 
 
 def busy_in(program: Program, start: int, stop: int) -> list[dict[str, bool]]:
-    """Find, for each slot, the tables that have entries in some ticks."""
+    """Find, for each slot, the tables of shared work that have entries in the given ticks."""
     works = [(table[start:stop] >= 0).any(axis=0).tolist() for table in program.common]
     return [dict(zip(COMMON, slot, strict=True)) for slot in zip(*works, strict=True)]
 
 
 def num_gathers(program: Program) -> list[int]:
-    """[S] how often a rank gathers the weights of a chunk in a step; of a program with windows."""
+    """Count [S] the gathers of weights by each rank in a step; the program must have windows."""
     gathers = np.ones(program.schedule.num_ranks, np.int64)  # chunk 0 before the first tick
     for index, slot in enumerate(program.slots):
         does = np.array([False, *("gather" in dict(op.jobs) for op in slot.ops)])
@@ -80,14 +81,14 @@ def num_gathers(program: Program) -> list[int]:
 
 
 def last_in_windows(program: Program) -> dict[int, list[bool]]:
-    """By chunk, [S] whether its gradients are in a window after the last tick.
+    """Find [S] whether a chunk's gradients are still in a window after the last tick, by chunk.
 
     Chunks whose gradients are in no window on any rank are left out.
     """
     on_ranks: dict[int, list[bool]] = {}
     windows = program.windows.gradients if program.windows else ()
     for rank in range(program.schedule.num_ranks):
-        summed: dict[int, int] = {}  # by window its chunk
+        summed: dict[int, int] = {}  # window -> the chunk whose gradients are in it
         for slots in program.op[:, :, rank].tolist():
             for slot, branch in zip(program.slots, slots, strict=True):
                 if not branch:
@@ -108,9 +109,10 @@ class Needed:
     """A slot reduced to the parts that some ticks need.
 
     Attributes:
-      slot: with those of its ops that occur, and all of its channels.
-      branch: for each branch of the program's slot that of this one, 0 where it does not occur.
-      channels: the channels that carry messages, by column of arrival, with the edges in use.
+      slot: the slot with only the ops that occur, and with all of its channels.
+      branch: the branch of ``slot`` for each branch of the program's slot, 0 if it does not occur.
+      channels: the channels that carry messages, as pairs of a column of arrival and a channel with
+        only the edges in use.
     """
 
     slot: Slot
@@ -119,20 +121,20 @@ class Needed:
 
     @property
     def is_part(self) -> bool:
-        """True if branches have other numbers than the program's."""
+        """True if the branches have other numbers than those of the program."""
         return bool((self.branch != np.arange(len(self.branch))).any())
 
 
 def needed(program: Program, index: int, start: int, stop: int) -> Needed:
-    """Find the actions that ticks start..stop - 1 need in a slot."""
-    # A loop compiles a branch for each op, so ops that do not occur are dropped and the others get
-    # new numbers.
+    """Find the parts of a slot that the ticks start..stop - 1 need."""
+    # A loop compiles a branch for each op, so ops that do not occur are dropped and the others are
+    # renumbered.
     slot, occurs = program.slots[index], set(np.unique(program.op[start:stop, index]).tolist())
     ops = [(n, op) for n, op in enumerate(slot.ops, start=1) if n in occurs]
     branch = np.zeros(len(slot.ops) + 1, np.int32)
     for new, (old, _) in enumerate(ops, start=1):
         branch[old] = new
-    # An exchange costs time even if nobody reads what it brings.
+    # An exchange costs time even if no action reads its messages.
     reads: Any = program.arrives[start:stop, index].any(axis=0)  # [S, C]
     channels = []
     for column, channel in enumerate(slot.channels):
@@ -145,12 +147,12 @@ def needed(program: Program, index: int, start: int, stop: int) -> Needed:
 
 def segment_starts(program: Program) -> list[int]:
     """Find the ticks at which all work and the directions of exchanges change."""
-    # A cut may not separate ticks that do the same, for their code would be compiled twice.
+    # A cut may not separate ticks with the same work, because that code would be compiled twice.
     happens = _happens(program)
     first, last = happens.argmax(axis=0), program.num_ticks - 1 - happens[::-1].argmax(axis=0)
     ticks = np.arange(1, program.num_ticks)[:, None]
     can = 1 + np.flatnonzero(~((first < ticks) & (last >= ticks)).any(axis=1))
-    # Where a cut is allowed, it pays if ranks exchange in other directions after it.
+    # A cut pays only if the directions of the exchanges differ after it.
     used = program.arrives
     for index, slot in enumerate(program.slots):
         for column, channel in enumerate(slot.channels):

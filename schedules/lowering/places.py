@@ -1,7 +1,7 @@
-"""The place of every value, and how long a rank keeps the value between slots.
+"""The place of every value, and the slots between which a rank keeps it.
 
-A value occupies its place from the slot at whose end it is there to the slot that reads it last. A
-freed place is used again, so the number of places is the true peak. Letters as in
+A value occupies its place from the slot at whose end it exists to the slot that reads it last. A
+freed place is used again, so the number of places is the true peak. Letters are those of
 `schedules.core.action`; N slices, U units, n is a number of values.
 """
 
@@ -24,11 +24,13 @@ class Values(NamedTuple):
     """The values of one kind, in the order of stages, then of units.
 
     Attributes:
-      rank: [n] the rank that keeps it.
-      source: [n] the rank that sends it, perhaps itself; -1 for a value that nobody sends.
-      born: [n] the time of the slot at whose end it is there; -1 if before the first.
+      rank: [n] the rank that keeps the value.
+      source: [n] the rank that sends it, which may be the same rank; -1 for a value that is not
+        sent.
+      born: [n] the time of the slot at whose end the value exists; -1 if before the first slot.
       touched: [uses, n] the times of the slots that write or read it; -1 for none.
-      column: [n] which entry of an action's row names it: its slice, 0 of a kind with one entry.
+      column: [n] the entry of an action's row that names the value: its slice, or 0 if the kind has
+        one entry.
       on_host: [n] whether it is in host memory.
     """
 
@@ -41,12 +43,12 @@ class Values(NamedTuple):
 
     @property
     def read(self) -> Ints:
-        """[n] the time of the last slot that reads each value."""
+        """The time [n] of the last slot that reads each value."""
         last: Ints = self.touched.max(axis=0)
         return last
 
     def chosen(self, mask: Mask) -> Values:
-        """The values for which a mask [n] is true."""
+        """Select the values for which a mask [n] is true."""
         columns: Any = (column[..., mask] for column in self)
         return Values(*columns)
 
@@ -56,8 +58,8 @@ class Places(NamedTuple):
 
     Attributes:
       of: [n] the place of each value.
-      device: number of places on the device.
-      host: number of places in host memory.
+      device: the number of places on the device.
+      host: the number of places in host memory.
     """
 
     of: Ints
@@ -66,7 +68,7 @@ class Places(NamedTuple):
 
 
 def values(ticks: Ticks, keep: Keep, shared: Shared, hosted: Hosted) -> dict[ValueKind, Values]:
-    """All values of a layout, by kind."""
+    """Collect all values of a layout, by kind."""
     schedule, flat = ticks.schedule, flatten(ticks.schedule)
     N, shape = schedule.num_slices, (schedule.num_stages, schedule.num_units)
     when = np.full((len(KINDS), *shape), -1)
@@ -77,22 +79,22 @@ def values(ticks: Ticks, keep: Keep, shared: Shared, hosted: Hosted) -> dict[Val
     home = np.array(schedule.placement, np.int64)
     nobody = np.full(len(home), -1)
 
-    # From when a value is there, and who sends it. Inputs come from the stage before; where all
-    # ranks make the embedding together, they do so just before it is read, and nobody sends it.
+    # When a value exists, and the rank that sends it. Inputs come from the stage before. An
+    # embedding that all ranks make together is made just before it is read, and is not sent.
     has_input = np.ones(shape, bool)
     has_input[0] = "embed" in shared
     before, sent = np.roll(home, 1), np.roll(forward, 1, axis=0)
     sent[before != home] += ticks.delayed
     before[0], sent[0] = -1, forward[0] - 1
-    # Gradients come from the stage after. The loss is taken, and differentiated, in the last
-    # stage's backward: with residuals that starts from the stage's own output. Where all ranks
-    # share the head, they make the gradient in the slot of that output.
+    # Gradients come from the stage after. The last stage's backward computes the loss and its
+    # gradient; with residuals it starts from the stage's own output. If all ranks share the head,
+    # they make the gradient in the slot of that output.
     has_gradient = is_trained & (with_residuals | ("head" in shared))
     has_gradient[:-1] = is_trained[:-1]
     after = np.append(home[1:], home[-1])
     returned = np.concatenate([backward[1:], forward[-1:]])
     returned[after != home] += ticks.delayed
-    # Slice N-1 leaves no carry: nobody comes later. Its backward writes the gradients of others.
+    # Slice N-1 keeps no carry, because no slice follows. Its backward writes the other gradients.
     is_earlier = np.broadcast_to(np.arange(shape[1]) % N < N - 1, shape)
     of_last = np.repeat(backward[:, N - 1 :: N], N, axis=1)
 
@@ -109,10 +111,10 @@ def values(ticks: Ticks, keep: Keep, shared: Shared, hosted: Hosted) -> dict[Val
     live: dict[ValueKind, Values] = {}
     for kind in kinds_of(N):
         there, source, born = facts[kind.name]
-        # Who writes it on its rank, or reads it.
+        # The actions on the value's rank that write or read it.
         touches = np.array([letter in kind.writes + kind.reads for letter in KINDS])
         times = np.where(touches[:, None, None], when, -1)
-        if kind.name == "operand":  # its backward reads the stash, where there is one
+        if kind.name == "operand":  # a backward reads the stash instead, if there is one
             times[1:, with_residuals | hosted.stash] = -1
         if kind.per_slice:
             times = _of_later_slices(times, N, by_own_backward=kind.name == "carry_gradient")
@@ -129,12 +131,13 @@ def values(ticks: Ticks, keep: Keep, shared: Shared, hosted: Hosted) -> dict[Val
 
 
 def _of_later_slices(times: Ints, num_slices: int, *, by_own_backward: bool) -> Ints:
-    """[4 N, K, U] the times of the actions that touch a carry: of its own slice and of later ones.
+    """Return [4 N, K, U] the times of actions of its own and later slices that touch a carry.
 
     Args:
-      times: [4, K, U] of each action, -1 where it touches no carry.
+      times: [4, K, U] the time of each action, -1 if it touches no carry.
       num_slices: N.
-      by_own_backward: whether the backward of the carry's own slice touches it; its F does.
+      by_own_backward: whether the backward of the carry's own slice touches it, as its F always
+        does.
     """
     reader, part = np.arange(num_slices)[:, None], np.arange(num_slices)
     own = np.array([kind == F or by_own_backward for kind in range(len(KINDS))])[:, None, None]
@@ -145,13 +148,13 @@ def _of_later_slices(times: Ints, num_slices: int, *, by_own_backward: bool) -> 
 
 
 def place(live: dict[ValueKind, Values], num_ranks: int) -> dict[ValueKind, Places]:
-    """The places of all values; kinds of one pool share theirs."""
+    """Give a place to every value; kinds of one pool share their places."""
     places: dict[ValueKind, Places] = {}
     for pool in dict.fromkeys(kind.pool for kind in live):
         kinds = [kind for kind in live if kind.pool == pool]
         sharing = joined(live[kind] for kind in kinds)
         number, counts = np.zeros(len(sharing.rank), np.int64), [0, 0]
-        # Places on the device first, then those in host memory, in one numbering.
+        # Places on the device come first, then places in host memory, in one numbering.
         for memory, chosen in enumerate((~sharing.on_host, sharing.on_host)):
             of = sharing.chosen(chosen)
             counts[memory], colours = colour(of.rank, of.born, of.read, num_ranks)
@@ -163,21 +166,21 @@ def place(live: dict[ValueKind, Values], num_ranks: int) -> dict[ValueKind, Plac
 
 
 def joined(parts: Iterable[Values]) -> Values:
-    """Values of several kinds one after the other."""
+    """Concatenate the values of several kinds."""
     return Values(*(np.concatenate(columns, axis=-1) for columns in zip(*parts, strict=True)))
 
 
 def colour(rank: Ints, born: Ints, read: Ints, num_ranks: int) -> tuple[int, Ints]:
-    """Colour values with places so that no rank's live values share one; [N] the place of each.
+    """Give values places that no other live value of the rank has; return count and [N] places.
 
-    A value read for the last time in the slot at whose end another arrives makes room for it.
-    Every rank takes its places in turn: as many fresh ones as it ever holds values at once, then
-    those that are given back, first come first served. The n-th value finds a place: of the n
-    before it no more than that peak, less one, are still there.
+    A value that is read for the last time in the slot at whose end another value arrives makes room
+    for it. A rank first uses as many new places as its peak number of values, and then reuses freed
+    places in the order in which they were freed. The n-th value always finds a place, because at
+    most peak - 1 of the values before it are still held.
     """
     if not len(rank):
         return 0, np.zeros(0, np.int64)
-    # Sort arrivals and departures rank by rank; one key has rank and time.
+    # Sort arrivals and departures rank by rank; one key combines rank and time.
     stride = int(read.max()) + 2
     arrival, departure = rank * stride + born + 1, rank * stride + read + 1
     arriving = np.argsort(arrival, kind="stable")
@@ -186,15 +189,15 @@ def colour(rank: Ints, born: Ints, read: Ints, num_ranks: int) -> tuple[int, Int
     begin = first[rank[arriving]]
     nth = np.arange(len(rank)) - begin
     gone = np.searchsorted(departure[leaving], arrival[arriving], side="right") - begin
-    # How many values a rank has at once, at most.
+    # The largest number of values that a rank holds at once.
     peak = np.zeros(num_ranks, np.int64)
     np.maximum.at(peak, rank[arriving], nth + 1 - gone)
-    # The first ``peak`` arrivals take fresh places. Arrival peak + i takes that of departure i.
-    behind = nth - peak[rank[arriving]]  # which departure it takes the place of, if not negative
+    # The first ``peak`` arrivals take new places. Arrival peak + i takes the place of departure i.
+    behind = nth - peak[rank[arriving]]  # the departure whose place it takes, if not negative
     heir = behind >= 0
-    before = np.arange(len(rank))  # the value whose place it takes
+    before = np.arange(len(rank))  # the value whose place each value takes
     before[arriving[heir]] = leaving[(begin + behind)[heir]]
-    # Follow each chain of heirs to its first value, whose place is its number.
+    # Trace each chain of reuse to its first value, whose number is the place.
     while (before != before[before]).any():
         before = before[before]
     place = np.empty_like(nth)

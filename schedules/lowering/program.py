@@ -1,24 +1,25 @@
 """The lowered form of a schedule: tables of integers that the kernel scans over.
 
-A program is T ticks; a tick is a fixed sequence of slots; a slot is at most one action per
-rank, ended by neighbour exchanges over the static permutations of its channels. Letters as in
-`schedules.core.action`; C is the number of channels of a slot, N that of slices.
+A program has T ticks. A tick is a fixed sequence of slots. In a slot each rank runs at most one
+action, and the slot ends with neighbour exchanges over the static permutations of its channels.
+Letters are those of `schedules.core.action`; C is the number of channels of a slot, N is the number
+of slices.
 
 Between slots every rank keeps values in numbered places. `schedules.lowering.kinds` lists the kinds
-of values, and a program has a `Placement` for each: a table that says which place an action reads
-or writes, and the number of places. The places in host memory come after those on the device in one
-numbering. One more number, `Placement.discard`, is for values that no action reads, so that no
+of values. A program has a `Placement` for each kind: a table of the place that each action reads or
+writes, and the number of places. One numbering has the places on the device first, then those in
+host memory. One more number, `Placement.discard`, is for values that no action reads, so that no
 store needs a condition. The crossing of a split backward is held from I to W; the operand, the
-gradient and the stash end at I.
+gradient and the stash are freed after I.
 
-Where ranks share an end of the model (`schedules.clocks.shared`), three more tables say what all of
-them do together around a slot. The embedding of a microbatch is then in the buffer that the first
-stage's F reads as its operand, put there before the slot; the head's gradient arrives where the
-last stage's output would, along the channel of shift 0.
+If ranks share an end of the model (`schedules.clocks.shared`), three more tables give the work of
+all ranks around a slot. The embedding of a microbatch is then put, before the slot, into the buffer
+that the first stage's F reads as its operand. The gradient from the head arrives along the channel
+of shift 0, in the place of the last stage's output.
 
-Where devices store parts of the weights, the whole weights of a chunk are in a *window* while its
-actions run (`schedules.lowering.windows`). A job beside an action gathers the next chunk, or
-reduces the gradients of the chunk that the rank has left.
+If weights are sharded over devices, the whole weights of a chunk are in a *window* while its
+actions run (`schedules.lowering.windows`). A job that runs during an action gathers the next chunk,
+or reduces the gradients of the chunk that the rank has left.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from schedules.lowering.windows import Windows
 from schedules.orders.schedule import Schedule
 
 Table = NDArray[np.int32]
-COMMON = Together._fields  # names of the tables of what all ranks do together
-JOBS = ("gather", "reduce")  # names of jobs, in the order in which they stand in an op
+COMMON = Together._fields  # names of the tables of work that all ranks do together
+JOBS = ("gather", "reduce")  # names of jobs, in the order of the jobs of an op
 
 
 class Job(NamedTuple):
     """Work that runs during an action.
 
     Attributes:
-      name: "gather", of a chunk's weights into their window, or "reduce", of its gradients.
+      name: "gather" for a chunk's weights into their window, or "reduce" for its gradients.
       chunk: the chunk.
     """
 
@@ -55,15 +56,15 @@ class Job(NamedTuple):
 
 
 class Op(NamedTuple):
-    """A branch of the kernel: actions of one kind on one chunk that touch the same ends.
+    """A branch of the kernel, for actions of one kind on one chunk with the same ends of the model.
 
     Attributes:
-      kind: what it computes.
-      chunk: the index among the rank's V stages.
-      first: it is stage 0, whose input is made from the user's inputs, not from a message. Where
-        all ranks share the embedding, no op is first.
-      last: it is stage K-1, whose output goes to the loss; its backward starts there. Where all
-        ranks share the head, no op is last.
+      kind: the kind of the actions.
+      chunk: the index of the stage among the rank's V stages.
+      first: whether it is on stage 0, whose input is made from the user's inputs, not from a
+        message. If all ranks share the embedding, no op is first.
+      last: whether it is on stage K-1, whose output goes to the loss; its backward starts there. If
+        all ranks share the head, no op is last.
       host: names of the kinds of values that it writes or reads in host memory.
       jobs: the jobs that run during it, a gather before a reduce.
     """
@@ -77,9 +78,9 @@ class Op(NamedTuple):
 
     @property
     def label(self) -> str:
-        """``F0``, ``B1_last``, ``I0_stash``: its name among the ops of a slot.
+        """The name among the ops of a slot, such as ``F0``, ``B1_last`` or ``I0_stash``.
 
-        A suffix ``_stash`` or ``_crossing`` says that this value is in host memory, ``_gathers1``
+        A suffix ``_stash`` or ``_crossing`` means that this value is in host memory, ``_gathers1``
         that chunk 1 is gathered, ``_reduces1`` that its gradients are reduced.
         """
         ends = f"{'_first' * self.first}{'_last' * self.last}"
@@ -101,7 +102,7 @@ class Channel(NamedTuple):
     """A static permutation whose messages are stored when a slot ends.
 
     Attributes:
-      shift: destination minus source, modulo S; 0 means a store on the same rank.
+      shift: (destination - source) modulo S; 0 means a store on the same rank.
       edges: (source, destination) ranks, each rank at most once on either side.
     """
 
@@ -110,12 +111,12 @@ class Channel(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A part of every tick.
+    """A slot of every tick: its ops, and the exchanges at its end.
 
     Attributes:
       kinds: the kinds of action that may run in it, such as "F" or "BIW".
       ops: the ops that occur in it; op i is branch i + 1, branch 0 is idle.
-      channels: the exchanges that end it; in a delayed program exchanges between ranks run during
+      channels: the exchanges at its end; in a delayed program an exchange between ranks runs during
         the slot, with the messages of the previous slot.
     """
 
@@ -128,10 +129,11 @@ class Placement(NamedTuple):
     """The places of one kind of values, and the place that each action reads or writes.
 
     Attributes:
-      table: [T, slots, S] or, of a kind that is `ValueKind.per_slice`, [T, slots, S, N]: a place,
-        `discard` where the action has no such value or the rank is idle.
-      device: places per rank on the device, the peak over ranks.
-      host: places per rank in host memory, the peak over ranks; their numbers start at ``device``.
+      table: [T, slots, S], or [T, slots, S, N] if the kind is `ValueKind.per_slice`: a place, or
+        `discard` if the action has no such value or the rank is idle.
+      device: the number of places per rank on the device, the peak over ranks.
+      host: the number of places per rank in host memory, the peak over ranks; their numbers start
+        at ``device``.
     """
 
     table: Table
@@ -140,7 +142,7 @@ class Placement(NamedTuple):
 
     @property
     def discard(self) -> int:
-        """The place that no action reads: one past the last."""
+        """The place that no action reads: the number after the last place."""
         return self.device + self.host
 
 
@@ -152,18 +154,18 @@ class Program:
       schedule: the lowered schedule.
       keep: the values that F keeps for its backward: the stage's input or its residuals.
       slots: the slots of one tick.
-      op: [T, slots, S] branch, 0 where idle.
-      microbatch: [T, slots, S] microbatch of the action, 0 where idle; of a schedule with slices,
-        here and below, the number of its unit.
+      op: [T, slots, S] the branch, 0 if idle.
+      microbatch: [T, slots, S] the microbatch of the action, 0 if idle. In a schedule with slices
+        every microbatch number of a program is the number of a unit.
       arrival: [T, slots, S, C] the buffer in which each channel's message is stored, or the discard
         place if no action reads it; C is the largest number of channels of any slot.
-      values: the placement by name of a `ValueKind`. Kinds of one pool have the same places.
+      values: the placements, by name of a `ValueKind`. Kinds of one pool have the same places.
         Without slices there are no carries.
       common: [T, slots] tables of the microbatch that all ranks work on around the slot, -1 for
         none.
-      delayed: whether a message to another rank travels during the work of the next slot and is
-        stored at its end. Every rank then holds one message more, outside the buffers: the message
-        of its last slot. A message that stays on its rank is stored at once.
+      delayed: whether a message to another rank is sent during the work of the next slot and is
+        stored at its end. Every rank then holds, outside the buffers, one more message: that of its
+        last slot. A message that stays on its rank is stored at once.
       windows: the windows of the weights and gradients of each chunk; None if weights are not
         sharded. Chunk 0 is in its window before the first tick.
     """
@@ -182,7 +184,8 @@ class Program:
     @property
     def rank_tables(self) -> dict[str, Table]:
         """The tables with a column for each rank, by name, in the order of a program's fields."""
-        # jax makes a constant of each table in this order, and other text is another cache entry.
+        # jax makes constants of the tables in this order; another order would miss the compilation
+        # cache.
         tables = {name: placement.table for name, placement in self.values.items()}
         kinds = kinds_of(self.schedule.num_slices)
         carries = {kind.name: tables.pop(kind.name) for kind in kinds if kind.per_slice}
@@ -191,7 +194,7 @@ class Program:
 
     @property
     def arrives(self) -> Mask:
-        """[T, slots, S, C] whether a channel brings a rank a message that the rank reads."""
+        """[T, slots, S, C] flags of the messages that the receiving rank reads."""
         return np.asarray(self.arrival != self.values["operand"].discard)
 
     @property
@@ -201,8 +204,8 @@ class Program:
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """Ends of the model that all ranks share."""
-        # `parts` orders the names in this way, too.
+        """The ends of the model that all ranks share."""
+        # The order is that of `parts`.
         tables = {"embed": self.common.lookup, "head": self.common.head}
         return tuple(part for part, table in tables.items() if (table >= 0).any())
 

@@ -1,12 +1,12 @@
 """Windows: places for the whole weights and gradients of the chunks that a rank works on.
 
-Letters: V chunks per rank, A as in `schedules.core.flat`. Where weights lie in parts on several
-devices (FSDP), a chunk is gathered when a rank comes to it and stays while the rank's actions read
-it: for a run of microbatches, not for each. The next chunk is gathered beside the action before its
-first. So are gradients: those of a run are summed up whole in a window, and shared out beside the
-action after the last. Two windows are enough where a rank takes all microbatches through one chunk
-after the other (Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023); where it goes back
-and forth between chunks, each of these has one of its own.
+Letters: V chunks per rank, A is that of `schedules.core.flat`. If weights are sharded over several
+devices (FSDP), a chunk is gathered once for a run of microbatches, and stays in its window while
+the rank's actions read it. The gather runs during the action before the chunk's first. Gradients
+are treated in the same way: the gradients of a run are summed in a window, and are reduced during
+the action after the last. Two windows are enough if a rank takes all microbatches through one chunk
+after another (Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023). If a rank alternates
+between chunks, each of these chunks has its own window.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from schedules.core.action import KINDS, Kind
 from schedules.core.flat import F, Ints, flatten
 from schedules.core.timetable import Timetable
 
-Interval = tuple[int, int]  # the first and the last of a rank's actions
+Interval = tuple[int, int]  # the first and the last action of a run, by their numbers on the rank
 BACKWARD = tuple(kind for kind in KINDS if kind != "F")
 
 
 class Windows(NamedTuple):
-    """Windows of a schedule, the same on every rank.
+    """The windows of a schedule, equal on every rank.
 
     Attributes:
       weights: [V] the window of each chunk's weights. Before a rank's first action chunk 0 is in
-        its own.
+        its window.
       gradients: [V] the window of each chunk's gradients.
       gathers: [A] the chunk that is gathered during an action, -1 for none.
       reduces: [A] the chunk whose gradients are reduced during an action, -1 for none. Gradients
-        left in a window are reduced after the last action.
+        that remain in a window are reduced after the last action.
     """
 
     weights: tuple[int, ...]
@@ -48,9 +48,9 @@ def windows(schedule: Timetable) -> Windows:
     """Find windows for a schedule.
 
     A run is a rank's successive actions of one kind on one chunk. Weights are in their window from
-    the action before a run to its last action, gradients from the first action to the action after
-    the run. Chunks that are in windows at the same time on any rank have different windows. A chunk
-    stays after a run until another chunk takes its window.
+    the action before a run to the run's last action, gradients from the first action to the action
+    after the run. Chunks that are in windows at the same time on any rank have different windows.
+    After a run a chunk stays in its window until another chunk takes it.
 
     Args:
       schedule: a legal schedule.
@@ -62,13 +62,13 @@ def windows(schedule: Timetable) -> Windows:
     for start, stop in itertools.pairwise(flat.first.tolist()):
         whole, summed = {weights[0]: 0}, dict[int, tuple[int, int]]()
         for n, chunk in enumerate(chunks[start:stop].tolist(), start):
-            # Gather a chunk one action early, so that the transfer runs beside a product.
+            # Gather a chunk one action early, so that the transfer overlaps with a matrix product.
             if whole.get(weights[chunk]) != chunk:
                 whole[weights[chunk]] = chunk
                 gathers[n - 1] = chunk
             if flat.kind[n] == F:
                 continue
-            # A window that another chunk takes is emptied beside the action after its last use.
+            # A window that another chunk takes is emptied during the action after its last use.
             before, last = summed.get(gradients[chunk], (chunk, n))
             if before != chunk:
                 reduces[last + 1] = before
@@ -77,13 +77,13 @@ def windows(schedule: Timetable) -> Windows:
 
 
 def _places(schedule: Timetable, kinds: Sequence[Kind]) -> tuple[int, ...]:
-    """Find [V] the first free window for each chunk, on all ranks.
+    """Find [V] the first window that is free on all ranks, for each chunk.
 
     Args:
-      schedule: whose chunks they are.
-      kinds: of actions that use a window.
+      schedule: the schedule.
+      kinds: the kinds of actions that use a window.
     """
-    # Colour the chunks greedily: two that meet on any rank get windows of their own.
+    # Colour the chunks greedily: two chunks that meet on any rank get different windows.
     runs = [_runs(schedule, rank, kinds) for rank in range(schedule.num_ranks)]
     places: list[int] = []
     for chunk in range(schedule.num_stages // schedule.num_ranks):
@@ -97,7 +97,7 @@ def _places(schedule: Timetable, kinds: Sequence[Kind]) -> tuple[int, ...]:
 
 
 def _runs(schedule: Timetable, rank: int, kinds: Sequence[Kind]) -> list[Ints]:
-    """[V] of [N, 2] the runs on each chunk, by the numbers of the rank's actions; in order."""
+    """Return [V] of [N, 2] the runs on each chunk, by the rank's action numbers, sorted."""
     chunk_of, order = schedule.chunk_of, schedule.orders[rank]
     intervals: list[list[Interval]] = [[] for _ in schedule.stages_of[rank]]
     for kind in kinds:
@@ -109,7 +109,7 @@ def _runs(schedule: Timetable, rank: int, kinds: Sequence[Kind]) -> list[Ints]:
 
 
 def _meet(some: Ints, others: Ints) -> bool:
-    """Tell whether a run begins before another has ended and one more action is done."""
+    """Tell whether runs of two chunks overlap, or follow one another without an action between."""
     begun = np.searchsorted(others[:, 0], some[:, 1] + 1, side="right")
-    ended = np.concatenate([[-2], np.maximum.accumulate(others[:, 1])])  # of those before each
+    ended = np.concatenate([[-2], np.maximum.accumulate(others[:, 1])])  # of all runs before each
     return bool((some[:, 0] <= ended[begun] + 1).any())

@@ -1,6 +1,6 @@
 """A schedule: a timetable that can be read and written as files, text and hand-written orders.
 
-Letters as in `schedules.core.action`.
+Letters are those of `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from schedules.files.whole import shown
 
 
 class Schedule(Timetable):
-    """A timetable that can be read from and written to CSV files, and prints as a grid.
+    """A timetable that can be read from and written to CSV files, and is printed as a grid.
 
     It has the attributes of `schedules.core.timetable.Timetable`.
     """
@@ -69,14 +69,14 @@ def from_orders(
     name: str = "custom",
     placement: Sequence[int] | None = None,
 ) -> Schedule:
-    """Make a schedule from orders, with M, slices and, unless given, placement inferred.
+    """Make a schedule from orders; infer M, the slices and, unless given, the placement.
 
     Args:
-      orders: [S] sequences of actions, each an `Action` or text like ``"3F0"``, or ``"3F0.1"``
-        where microbatches are cut into slices. An overlapped pair is text like
-        ``"1F0&2B1"``, or a tuple or list of two actions.
+      orders: [S] sequences of actions, each an `Action` or text like ``"3F0"``, or ``"3F0.1"`` if
+        microbatches are cut into slices. An overlapped pair is text like ``"1F0&2B1"``, or a tuple
+        or list of two actions.
       name: the schedule's name.
-      placement: [K] ranks.
+      placement: [K] the rank of each stage.
 
     Raises:
       ScheduleError: an action that does not parse, or a stage that no rank holds. `check` tells
@@ -107,17 +107,17 @@ def from_orders(
 
 
 def _items(argument: str, value: Iterable[Any], wanted: str) -> tuple[Any, ...]:
-    """Convert a sequence to a tuple, with numpy's integers as Python's."""
+    """Convert a sequence to a tuple, and numpy's integers to Python's."""
     try:
         if not isinstance(value, str):
             return tuple(getattr(value, "tolist", lambda: value)())
-    except TypeError:  # nothing to iterate over
+    except TypeError:  # not iterable
         pass
     raise ScheduleError(f"{argument} hold {shorten(value)}, which is not {wanted}; give that")
 
 
 def _read(item: object) -> list[Action]:
-    """One action, or the two of a pair."""
+    """Read one action, or the two actions of a pair."""
     parts: Sequence[object]
     if isinstance(item, str):
         parts = item.split("&") if item.count("&") == 1 else [item]
@@ -135,20 +135,20 @@ def _read(item: object) -> list[Action]:
 
 
 def _is_action(item: object) -> bool:
-    """Tell whether a value is an action with numbers for numbers; `check` judges the numbers."""
+    """Tell whether a value is an action with integer fields; `check` tests the integers."""
     if not isinstance(item, Action) or not type(item.stage) is type(item.microbatch) is int:
         return False
     return item.slice is None or type(item.slice) is int
 
 
 def _read_placement(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    """[K] the rank with most of a stage's actions: one that strayed is the culprit then."""
+    """Find [K] the rank with most actions of each stage, so that a misplaced action stands out."""
     tally: dict[int, Counter[int]] = {}
     for rank, order in enumerate(orders):
         for action in order:
             tally.setdefault(action.stage, Counter())[rank] += 1
     rank_of = {stage: ranks.most_common(1)[0][0] for stage, ranks in tally.items()}
-    # With K distinct stages, one that is not in 0..K-1 leaves a gap there.
+    # If one of K distinct stages is not in 0..K-1, a stage in 0..K-1 is missing.
     gap = next((k for k in range(len(rank_of)) if k not in rank_of), None)
     if gap is not None:
         stray = next(k for k in rank_of if not 0 <= k < len(rank_of))

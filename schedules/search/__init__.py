@@ -1,6 +1,6 @@
-"""The search for a better timetable than any published: list scheduling, local search, bounds.
+"""The search for timetables better than the published: list scheduling, local search, bounds.
 
-`schedules.auto` is the door. The timers here run the clocks of the package on plain lists of
-numbers, for thousands of orders, and are tested equal to `schedules.simulate`; whoever times one
-schedule uses that.
+The public function is `schedules.auto`. The timers here run the clocks of the package on plain
+lists of numbers, to time thousands of orders. Tests compare them with `schedules.simulate`, which
+is the function to time a single schedule.
 """

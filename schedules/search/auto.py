@@ -1,11 +1,11 @@
 """The best timetable for given costs, memory limit and clock, and why the others lost.
 
-All families, the eight variants of `schedules.families.zero_bubble.zb_auto`, list schedules by
-priority (`schedules.search.greedy`), and local improvement of the best of them
+The candidates are all families, the eight variants of `schedules.families.zero_bubble.zb_auto`,
+list schedules by priority (`schedules.search.greedy`), and local improvements of the best of them
 (`schedules.search.improve`). If a whole backward has its own duration (`Costs.b`), each timetable
 is also tried with its halves merged (`schedules.search.merge`).
 
-Letters as in `schedules.core.action`.
+Letters are those of `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from schedules.timing.report import Report
 from schedules.timing.simulate import check_arguments
 
 CLOCKS = ("event", "lockstep")
-BUDGET = 2000  # timetables that local improvement times by default, if they are small
-_WORK = 2_000_000  # actions that it times by default, if they are large
+BUDGET = 2000  # default number of timetables that local improvement times, if they are small
+_WORK = 2_000_000  # default number of actions that it times, if timetables are large
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One timetable of the contest.
+    """One timetable that `auto` compares.
 
     Attributes:
-      name: a family, or the search step that made it.
+      name: a family, or the search step that made the timetable.
       schedule: the timetable; None if the family has none of these sizes.
       makespan: its time under the clock; infinite without a timetable.
       peak: the most stage inputs that a rank holds; 0 without a timetable.
@@ -51,7 +51,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The winner, and all others.
+    """The winner and all other candidates.
 
     Attributes:
       schedule: the winner.
@@ -108,20 +108,21 @@ def auto(
       num_microbatches: M.
       num_stages: K, a multiple of S; S by default.
       costs: durations; by default F = I = W = 1 and messages are free.
-      max_activations: the number of stage inputs that a rank may hold at once, as in `check`; None
-        for no limit.
-      clock: "event" or "lockstep", as in `simulate`.
-      pattern: in lockstep, the slots of a tick, as in `simulate`; None for the fastest pattern.
-      partners: in lockstep, as in `simulate`.
-      delayed: in lockstep, as in `simulate`; None for the faster choice.
-      budget: the number of timetables that local improvement may time; by default 2000, fewer with
-        more than 1000 actions.
+      max_activations: the number of stage inputs that a rank may hold at once, with the meaning of
+        `check`; None for no limit.
+      clock: "event" or "lockstep", the clocks of `simulate`.
+      pattern: in lockstep, the slots of a tick, an option of `simulate`; None for the fastest
+        pattern.
+      partners: in lockstep, the option of `simulate`.
+      delayed: in lockstep, the option of `simulate`; None for the faster choice.
+      budget: the number of timetables that local improvement may time; by default 2000, or fewer
+        for more than 1000 actions.
       seed: the seed of random choices.
 
     Raises:
-      ScheduleError: sizes that no schedule has; a limit that no schedule can meet (the message has
-        the smallest possible limit); costs for other sizes; an unknown clock or a clock without
-        such slots; or a budget or seed that is no number.
+      ScheduleError: sizes that no schedule has; a limit that no schedule can meet (the message
+        names the smallest possible limit); costs for other sizes; an unknown clock, or slots for a
+        clock without slots; or a budget or seed that is not an integer >= 0.
     """
     setting = _setting(num_ranks, num_microbatches, num_stages, costs, max_activations, clock)
     check_arguments(clock, pattern, partners, delayed, None)
@@ -156,7 +157,7 @@ def _setting(
     max_activations: float | None,
     clock: str,
 ) -> Setting:
-    """The arguments, if they make sense."""
+    """Check the arguments and return them as a `Setting`."""
     costs = of_unit_length_by_default(costs)
     if not is_one_of(clock, CLOCKS):
         raise ScheduleError(
@@ -196,7 +197,7 @@ def _rounded(makespan: float) -> float:
 
 
 def _lost(report: Report, best: Report) -> str:
-    """Why a timetable is not the best, in one sentence."""
+    """Tell in one sentence why a timetable is not the best."""
     if report is best:
         return ""
     if report.schedule == best.schedule:

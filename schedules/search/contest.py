@@ -1,6 +1,6 @@
-"""The search behind `schedules.auto`: every family, every policy, then local improvement.
+"""The search of `schedules.auto`: every family, every policy, then local improvement.
 
-Letters as in `schedules.core.action`, codes as in `schedules.search.problem`.
+Letters are those of `schedules.core.action`, codes are those of `schedules.search.problem`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from schedules.search.timing import Timer, timers
 from schedules.timing.report import Report
 from schedules.timing.simulate import simulate
 
-_KEPT = 3  # timetables of the policies that are shown, and timetables that are improved
-_LARGE = 2000  # actions of a timetable; of larger ones only the best few are merged
+_KEPT = 3  # the number of timetables of the policies to show, and of timetables to improve
+_LARGE = 2000  # above this number of actions only the best few timetables are merged
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Setting:
       num_microbatches: M.
       num_stages: K.
       costs: durations.
-      limit: stage inputs that a rank may hold, infinity for no limit.
+      limit: the number of stage inputs that a rank may hold; infinity for no limit.
       clock: "event" or "lockstep".
-      partners: as in `simulate`.
-      delayed: as in `simulate`.
-      pattern: the only allowed pattern, in lockstep; None for any.
+      partners: the option of `simulate`.
+      delayed: the option of `simulate`.
+      pattern: the only allowed pattern in lockstep; None for any pattern.
     """
 
     num_ranks: int
@@ -63,7 +63,7 @@ class Setting:
     )
 
     def timers(self, placement: tuple[int, ...]) -> list[Timer]:
-        """The clocks for orders on a placement: in lockstep one for each slot pattern."""
+        """Return the timers for orders on a placement: in lockstep, one for each slot pattern."""
         if placement not in self._timers:
             sizes = self.num_ranks, self.num_microbatches
             problem = pose(placement, *sizes, self.costs, self.limit)
@@ -78,7 +78,7 @@ class Setting:
         return simulate(schedule, self.costs, self.clock, **slots)
 
     def placements(self) -> list[tuple[int, ...]]:
-        """A loop and, with V > 1, a V: there and back on consecutive chunks."""
+        """List the placements to try: a loop and, with V > 1, a V, which reverses on odd chunks."""
         num_ranks = self.num_ranks
         loop = loop_placement(self.num_stages, num_ranks)
         back = tuple(
@@ -94,10 +94,10 @@ class Find:
 
     Attributes:
       name: the step that made it.
-      schedule: the timetable; None while it is only orders.
+      schedule: the timetable; None until it is built from its orders.
       makespan: its time.
       orders: [S] codes.
-      timer: the clock under which it takes the makespan, if it has no overlapped pairs.
+      timer: the timer that gives the makespan, if the timetable has no overlapped pairs.
     """
 
     name: str
@@ -122,15 +122,15 @@ def judge(setting: Setting, name: str, schedule: Schedule) -> Find:
     orders = choices[0].problem.encode(schedule)
     timed = [(timer(orders)[0], index) for index, timer in enumerate(choices)]
     makespan, index = min(timed)
-    if schedule.pairs:  # which the search takes apart
+    if schedule.pairs:  # the timers do not overlap pairs
         makespan = setting.simulate(schedule).makespan
     return Find(name, schedule, makespan, orders, choices[index])
 
 
 def known(setting: Setting) -> Iterator[Find | tuple[str, str]]:
-    """Build every family and every variant of zb_auto; a name and a reason for a failed build.
+    """Build every family and every variant of zb_auto; yield a name and a reason if that fails.
 
-    If B has its own duration, each is also built with merged backwards.
+    If B has its own duration, each timetable is also built with merged backwards.
     """
     entries: list[Find] = []
     for entry in _published(setting):
@@ -142,7 +142,7 @@ def known(setting: Setting) -> Iterator[Find | tuple[str, str]]:
 
 
 def hybrids(setting: Setting, finds: Iterable[Find]) -> Iterator[Find]:
-    """Merge halves of timetables where this loses no time; none if B takes as long as I + W."""
+    """Merge halves of timetables if that loses no time; yield none if B takes as long as I + W."""
     if setting.costs.b is None:
         return
     for find in finds:
@@ -179,7 +179,7 @@ def _published(setting: Setting) -> Iterator[Find | tuple[str, str]]:
 
 
 def _grouped(setting: Setting, name: str) -> Iterator[Find]:
-    """A family in the largest rounds that fit into memory, if any do: larger ones idle less."""
+    """Build a family with the largest rounds that fit into memory, because they idle least."""
     S, M, K = setting.num_ranks, setting.num_microbatches, setting.num_stages
     for group in range(S, (S - 1) // 2, -1):
         if (K // S - 1) * max(rounds(name, S, M, group)) + S <= setting.limit:
@@ -193,9 +193,9 @@ def search(setting: Setting, finds: Iterable[Find], budget: int, seed: int) -> l
 
     Args:
       setting: the setting of the search.
-      finds: timetables within the limit, to start from.
+      finds: timetables within the limit, from which the search starts.
       budget: the number of timetables that local improvement may time.
-      seed: of its choices.
+      seed: the seed of random choices.
     """
     finds = list(finds)
     built: list[Find] = []
@@ -203,12 +203,12 @@ def search(setting: Setting, finds: Iterable[Find], budget: int, seed: int) -> l
         least = min((find.makespan for find in finds + built), default=math.inf)
         built = _best(built + list(_greedy(setting, placement, least)))
     built += hybrids(setting, _best(built))
-    rng = random.Random(seed)  # noqa: S311  no secret
+    rng = random.Random(seed)  # noqa: S311  not for secrets
     return built + list(_improved(_best(finds + built), budget, rng))
 
 
 def _best(finds: Iterable[Find]) -> list[Find]:
-    """The few fastest that differ."""
+    """Return the few fastest timetables that differ."""
     best: list[Find] = []
     for find in sorted(finds, key=lambda find: find.makespan):
         if len(best) == _KEPT:

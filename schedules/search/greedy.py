@@ -1,8 +1,8 @@
-"""A timetable by priorities: a rank that is free runs the most urgent action that can start.
+"""A timetable by priorities: a free rank runs the most urgent action that can start.
 
-Under the event clock time moves from the end of one action to the next; in lockstep from slot to
-slot, and there an action may be passed over because all other ranks would wait for it. Letters as
-in `schedules.core.action`, codes as in `schedules.search.problem`.
+Under the event clock, time advances from the end of one action to the next. In lockstep it advances
+from slot to slot, and an action may be passed over because all other ranks would wait for it.
+Letters are those of `schedules.core.action`, codes are those of `schedules.search.problem`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Policy:
     """Preferences between actions that can start.
 
     Attributes:
-      urgency: [C] smaller runs first.
-      ahead: [S] the number of F that a rank may be ahead of its I or B; V or more.
-      whole: [K * M] whether a backward is one B, at stage * M + microbatch; where a W of the stage
-        still has to run, it is I and W all the same.
+      urgency: [C] the order of preference; the smallest runs first.
+      ahead: [S] the number of F by which a rank may be ahead of its I or B, at least V.
+      whole: [K * M] whether a backward is one B, at stage * M + microbatch; it is I and W
+        regardless if a W of the stage has yet to run.
       patience: the share of a W's time for which a rank waits for a coming message instead.
-      even: in lockstep, skip actions that make a slot too long for the work in it.
-      quorum: in lockstep, the number of ranks that must run W in a slot with nothing but W.
+      even: in lockstep, whether to skip actions that make a slot too long for the work in it.
+      quorum: in lockstep, the smallest number of ranks that run W in a slot with only W.
     """
 
     urgency: Sequence[float]
@@ -43,12 +43,12 @@ class Board:
     """Actions that have run, and actions that can start.
 
     Attributes:
-      forward: [K] F so far.
-      back: [K] I or B so far.
-      weights: [K] W or B so far.
-      held: [S] stage inputs.
-      flying: [S] F whose backward has not run.
-      there: [C] when messages arrive, -1 while they are not sent.
+      forward: [K] the number of F that have run.
+      back: [K] the number of I or B that have run.
+      weights: [K] the number of W or B that have run.
+      held: [S] the number of stage inputs held.
+      flying: [S] the number of F whose backward has not run.
+      there: [C] the arrival times of messages, -1 until they are sent.
       orders: [S] codes.
     """
 
@@ -62,11 +62,11 @@ class Board:
         self._size = problem.num_stages * problem.num_microbatches
 
     def messages(self, rank: int) -> list[tuple[float, int]]:
-        """(arrival, code) of the next F and backward actions whose messages have been sent.
+        """Return (arrival, code) of the next F and backward actions whose messages have been sent.
 
         A rank needs room for an F. An F of a later microbatch must leave room for the oldest
-        microbatch that has not passed all stages. Otherwise ranks with V > 1 fill up with
-        microbatches that cannot reach the last stage.
+        microbatch that has not passed all stages of the rank. Otherwise ranks with V > 1 become
+        full of microbatches that cannot reach the last stage.
         """
         problem, forward, back, there = self.problem, self.forward, self.back, self.there
         each, awaited, stages = problem.num_microbatches, problem.awaited, problem.stages_of[rank]
@@ -89,7 +89,7 @@ class Board:
                     options.append((there[message], k * each + m))
             m = back[k]
             if m < forward[k]:
-                item = k * each + m  # a B may not overtake a W
+                item = k * each + m  # a B may not run before an earlier W
                 kind = B if self.policy.whole[item] and self.weights[k] == m else I
                 code = kind * self._size + item
                 message = awaited[code]
@@ -100,7 +100,7 @@ class Board:
         return options
 
     def accumulations(self, rank: int) -> list[int]:
-        """Codes of the next W of every stage."""
+        """Return the codes of the next W of every stage."""
         each, back, weights, first = (
             self.problem.num_microbatches,
             self.back,
@@ -135,7 +135,7 @@ class Board:
 
 
 def run(timer: Timer, policy: Policy) -> list[list[int]]:
-    """Make [S] orders: each rank runs its most urgent action as early as a timer's clock allows."""
+    """Make [S] orders in which ranks run their most urgent action as early as the timer allows."""
     board = Board(timer.problem, policy)
     if timer.pattern is None:
         _by_event(board)
@@ -181,7 +181,8 @@ def _by_slot(board: Board, waits: Sequence[Sequence[int]], *, delayed: bool) -> 
     problem, policy = board.problem, board.policy
     first_weights = W * problem.num_stages * problem.num_microbatches
     width, slot, idle = len(waits), 0, 0
-    # In one round nobody may run W for want of others, in none at all; a message may be under way.
+    # One idle round may lack a quorum for W; after a second, and a late message's slot, no action
+    # is left.
     while idle <= 2 * width + delayed:
         wait = waits[slot % width]
         options = []
@@ -203,7 +204,7 @@ def _by_slot(board: Board, waits: Sequence[Sequence[int]], *, delayed: bool) -> 
 
 
 def _even(problem: Problem, options: list[list[int]]) -> list[list[int]]:
-    """Leave out actions longer than the slot duration with the most work for its time."""
+    """Leave out actions longer than the slot duration that has the most work per time."""
     durations = problem.durations
     levels = sorted({durations[code] for codes in options for code in codes}, reverse=True)
 

@@ -1,8 +1,8 @@
 """Local improvement of orders: move, swap, retime; and merge or split, if that changes the work.
 
-The method is annealing: at first a change may be kept that makes a timetable a little slower, at
-the end none. The best timetable met is returned. Letters as in `schedules.core.action`, C and codes
-as in `schedules.search.problem`.
+The method is simulated annealing: at first a change may be kept even if it makes a timetable a
+little slower, at the end never. The best timetable of the search is returned. Letters are those of
+`schedules.core.action`, C and codes are those of `schedules.search.problem`.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from schedules.search.merge import joined
 from schedules.search.problem import Orders, Problem, peak
 from schedules.search.timing import Timer
 
-_RETIMES = 0.02  # the share of trials that run everything again, which takes as long as ten moves
-_SWAPS = 0.3  # the share of the others that swap the same neighbours at many places
-_TURNS = 0.1  # the share that merges or splits a backward, where B and its halves differ
-_REACH = (1, 1, 2, 3, 5, 8)  # how many places an action moves
-_HEAT = 0.002  # the part of the makespan by which a trial may be slower, at first
+_RETIMES = 0.02  # the share of trials that reorder all actions, which takes as long as ten moves
+_SWAPS = 0.3  # the share of the other trials that swap similar neighbours at many places
+_TURNS = 0.1  # the share of trials that merge or split a backward, if B and its halves differ
+_REACH = (1, 1, 2, 3, 5, 8)  # the number of places by which an action moves
+_HEAT = 0.002  # the part of the makespan by which a trial may be slower at the start
 
 
 def improve(
     timer: Timer, orders: Orders, *, budget: int, floor: float, rng: random.Random
 ) -> tuple[float, Orders]:
-    """Return makespan and orders of the best timetable found, which may be the given one.
+    """Improve orders; return the makespan and orders of the best timetable, perhaps the given one.
 
     Args:
       timer: the clock.
-      orders: a start, within the problem's limit.
+      orders: orders to start from, within the problem's limit.
       budget: the number of timetables to time.
-      floor: a makespan at which to stop.
+      floor: the makespan at which the search stops.
       rng: the random generator.
     """
     size = timer.problem.num_stages * timer.problem.num_microbatches
@@ -64,7 +64,7 @@ def improve(
 
 
 def _move(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None:
-    """Move an action of a rank in its order; None if the order or memory forbids the move."""
+    """Move an action in its rank's order; return None if the order or memory forbids the move."""
     each, size = problem.num_microbatches, problem.num_stages * problem.num_microbatches
     rank = rng.randrange(len(orders))
     order = orders[rank]
@@ -87,7 +87,7 @@ def _move(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None
 
 
 def _swap(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None:
-    """Two neighbours of a rank, and all of the same kinds and stages before or after them."""
+    """Swap two neighbours of a rank, and further neighbours of the same kinds and stages."""
     each, size = problem.num_microbatches, problem.num_stages * problem.num_microbatches
     rank = rng.randrange(len(orders))
     changed = list(orders[rank])
@@ -107,7 +107,7 @@ def _swap(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None
 
 
 def _turn(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None:
-    """One I and its W as B; or B as I, and some places later its W."""
+    """Replace one I and its W by B; or B by I and, some places later, its W."""
     each, size = problem.num_microbatches, problem.num_stages * problem.num_microbatches
     rank = rng.randrange(len(orders))
     order = orders[rank]
@@ -130,12 +130,12 @@ def _turn(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None
 
 
 def _in_turn(kind: int, other: int) -> bool:
-    """Tell whether a stage runs both in ascending order: gradients leave so, and are summed so."""
+    """Tell whether a stage must run both in microbatch order, for its gradients and their sums."""
     return kind == other or {kind, other} in ({B, I}, {B, W})
 
 
 def _with(problem: Problem, orders: Orders, rank: int, changed: list[int]) -> Orders | None:
-    """Replace one rank's order; None if the new order does not fit."""
+    """Replace one rank's order; return None if the new order exceeds the limit."""
     if not _fits(problem, changed):
         return None
     result = list(orders)
@@ -151,7 +151,7 @@ def _fits(problem: Problem, order: Sequence[int]) -> bool:
 def _retime(
     timer: Timer, times: Sequence[float], whole: Sequence[bool], rng: random.Random
 ) -> Orders:
-    """All actions again, urgent as they were early, but some of a stage earlier or later."""
+    """Order all actions again by their times, but make some of a stage earlier or later."""
     problem = timer.problem
     each = problem.num_microbatches
     urgency = list(times)

@@ -1,11 +1,11 @@
-"""Backwards made whole again: I and its W become one B wherever that loses nothing.
+"""Merging of split backwards: I and its W become one B wherever that loses no time.
 
-Halves fill time in which a rank would wait, and take longer than the whole (`Costs.b`); a W that
-fills no such time is better left in its B. B stands where I stood, so that no input is held longer
-than before, and what I leaves for W is not held at all. Each stage still adds up its microbatches
-in ascending order: what W are owed for earlier ones come just before the B.
+Halves can fill time in which a rank would wait, but take longer than a whole backward (`Costs.b`).
+A W that fills no such time is better merged into its B. B takes the position of I, so no input is
+held longer than before, and I keeps no values for W. Each stage still sums its microbatches in
+ascending order: W of earlier microbatches that have not run come just before the B.
 
-Letters as in `schedules.core.action`, codes as in `schedules.search.problem`.
+Letters are those of `schedules.core.action`, codes are those of `schedules.search.problem`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from schedules.search.problem import Orders, Problem, pose
 from schedules.search.timing import Timer
 from schedules.timing.simulate import simulate
 
-_SLACK = 1 + 1e-9  # no rounding error keeps halves apart
-_PARTS = 8  # of the microbatches, of which the first few are merged at once
-_WORK = 8_000_000  # actions that are timed for one of the results: a few seconds
+_SLACK = 1 + 1e-9  # the tolerance, so that rounding errors do not prevent a merge
+_PARTS = 8  # divisions of the microbatches; trials merge the first 1, 2, ... of them at once
+_WORK = 8_000_000  # the number of actions to time for one of the results: a few seconds
 
 
 def merge(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """Merge halves of backwards; under the event clock the result is never slower.
 
-    No rank holds more than before: neither inputs, nor what I leaves for W.
+    No rank holds more than before, neither inputs nor the values that I keeps for W.
 
     Args:
       schedule: a legal schedule.
-      costs: durations, among them that of a whole backward; by default F = I = W, and B both.
+      costs: durations, with that of a whole backward; by default F = I = W = 1 and B = 2.
     """
     costs = of_unit_length_by_default(costs)
     sizes = schedule.num_ranks, schedule.num_microbatches
@@ -48,7 +48,7 @@ def merge(schedule: Schedule, costs: Costs | None = None) -> Schedule:
         return replace(problem.decode(f"{schedule.name}, merged", codes), pairs=pairs)
 
     timer = Timer(problem, None, [])
-    if opening and costs.pair is not None:  # of overlapping the timers of a search know nothing
+    if opening and costs.pair is not None:  # the timers of a search do not overlap pairs
         codes = merged(
             problem,
             orders,
@@ -62,7 +62,7 @@ def merge(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
 
 def merged_under(timer: Timer, orders: Orders, opening: Collection[int] = ()) -> Orders:
-    """Orders with halves merged, never slower under a timer's clock; as `merged`."""
+    """Merge halves in orders, as `merged`; the result is never slower under the timer's clock."""
     makespan, starts = timer(orders)
     if makespan == math.inf:
         return orders
@@ -79,22 +79,23 @@ def merged(
     starts: Sequence[float],
     opening: Collection[int] = (),
 ) -> Orders:
-    """The shortest of three results.
+    """Merge halves in three ways and return the shortest of the results.
 
-    Backwards are merged one by one as time goes, or microbatch by microbatch, the latter also after
-    all of the first microbatches at once: where each alone would make others wait, all may not.
+    Backwards are merged one by one in order of time, or microbatch by microbatch, and the latter
+    also after all backwards of the first microbatches at once. One merge alone may make other ranks
+    wait, while all together may not.
 
     Args:
-      problem: what is ordered.
+      problem: the problem that the orders solve.
       orders: [S] codes.
-      length: the makespan of orders.
-      starts: [C] when each action starts.
+      length: the function that gives the makespan of orders.
+      starts: [C] the start of each action.
       opening: codes of the F that open an overlapped pair.
     """
     each, size = problem.num_microbatches, problem.num_stages * problem.num_microbatches
     split = [code - I * size for order in orders for code in order if code // size == I]
     as_time_goes = sorted(split, key=lambda item: starts[I * size + item])
-    # The last to have a microbatch's gradient is stage 0: nobody waits for what it delays.
+    # Stage 0 gets a microbatch's gradient last, and no rank waits for its backward.
     by_microbatch = sorted(split, key=lambda item: (item % each, -starts[I * size + item]))
     results = [
         _one_by_one(problem, orders, length, as_time_goes, opening),
@@ -116,9 +117,10 @@ def _one_by_one(
     items: Sequence[int],
     opening: Collection[int],
 ) -> tuple[float, Orders]:
-    """The makespan and the orders after trying every item in turn.
+    """Try to merge every item in turn; return the makespan and the orders.
 
-    Where as many as there are stages went well, as in a steady state, as many are tried at once.
+    After a number of successes equal to the number of stages, as in a steady state, that many items
+    are tried at once.
     """
     least, many = length(orders), problem.num_stages
     n = luck = 0
@@ -139,7 +141,7 @@ def _one_by_one(
 def _joined(
     problem: Problem, orders: Orders, items: Iterable[int], opening: Collection[int]
 ) -> list[Sequence[int]]:
-    """Orders in which the backwards of these items (stage * M + microbatch) are whole."""
+    """Merge the backwards of these items (stage * M + microbatch) in all orders."""
     by_rank: dict[int, set[int]] = {}
     for item in items:
         by_rank.setdefault(problem.placement[item // problem.num_microbatches], set()).add(item)
@@ -152,9 +154,9 @@ def _joined(
 def joined(
     problem: Problem, order: Sequence[int], wanted: Collection[int], opening: Collection[int] = ()
 ) -> list[int]:
-    """A rank's order in which the backwards of these items are whole."""
+    """Merge the backwards of these items in one rank's order."""
     each, size = problem.num_microbatches, problem.num_stages * problem.num_microbatches
-    owed: dict[int, list[int]] = {}  # stage -> codes of the W that are still to run
+    owed: dict[int, list[int]] = {}  # stage -> codes of the W that have yet to run
     early: set[int] = set()
     codes: list[int] = []
     for code in order:

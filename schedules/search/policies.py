@@ -1,10 +1,10 @@
-"""Useful policies for `schedules.search.greedy`, the most frequent winners first.
+"""Policies for `schedules.search.greedy`, the most frequent winners first.
 
-Timetables of these policies and `schedules.search.improve` win 62 to 69% of the contests under a
-tight memory limit, and gain up to 22% elsewhere (bench/notes/auto.md), compared with families
-alone.
+Timetables of these policies and of `schedules.search.improve` win 62 to 69% of the comparisons
+under a tight memory limit, and gain up to 22% in other cases, compared with families alone
+(bench/notes/auto.md).
 
-Letters as in `schedules.core.action`, C and codes as in `schedules.search.problem`.
+Letters are those of `schedules.core.action`, C and codes are those of `schedules.search.problem`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from schedules.search.timing import Timer
 
 
 def policies(timer: Timer) -> Iterator[tuple[str, Policy]]:
-    """Names and policies for one placement, and in lockstep one pattern.
+    """Yield names and policies for one placement and, in lockstep, one pattern.
 
     They combine three choices: F or backward first; the oldest microbatch first or, with V > 1,
-    groups that pass chunk after chunk; and the number of F that a rank may be ahead, as in 1F1B, as
-    in ZB-H2, or up to the memory limit.
+    groups that pass chunk after chunk; and the number of F by which a rank may be ahead (that of
+    1F1B, that of ZB-H2, or up to the memory limit).
     """
     problem = timer.problem
     several = len(problem.stages_of[0]) > 1
-    typed = timer.pattern in ("paired", "unit")  # of which a slot holds one kind on all ranks
+    typed = timer.pattern in ("paired", "unit")  # a slot holds one kind of action on all ranks
     for grouped, (depth, ahead), forward in itertools.product(
         (False, True) if several else (False,),
         _depths(problem)[typed:],
@@ -43,7 +43,7 @@ def policies(timer: Timer) -> Iterator[tuple[str, Policy]]:
 
 
 def _options(timer: Timer) -> Iterator[tuple[list[str], dict[str, object]]]:
-    """Vary the further options that a clock allows."""
+    """Yield the further options that a clock allows, with the words for a policy's name."""
     problem, pattern = timer.problem, timer.pattern
     size = problem.num_stages * problem.num_microbatches
     split, whole = [False] * size, [True] * size
@@ -67,7 +67,7 @@ def _options(timer: Timer) -> Iterator[tuple[list[str], dict[str, object]]]:
 
 
 def _depths(problem: Problem) -> list[tuple[str, Sequence[float]]]:
-    """[S] how many F each rank may be ahead."""
+    """List names and values of the choices for [S] how many F each rank may be ahead."""
     ranks = range(problem.num_ranks, 0, -1)
     before = (len(problem.stages_of[0]) - 1) * problem.num_ranks
     return [
@@ -78,7 +78,7 @@ def _depths(problem: Problem) -> list[tuple[str, Sequence[float]]]:
 
 
 def _urgency(problem: Problem, *, forward_first: bool, grouped: bool) -> list[float]:
-    """[C] smaller is more urgent; W comes last."""
+    """Compute [C] the urgency of each action; the smallest is the most urgent, and W is last."""
     num_stages, each = problem.num_stages, problem.num_microbatches
     chunks, size = len(problem.stages_of[0]), num_stages * each
     group = min(problem.num_ranks, each) if grouped else 1
@@ -90,7 +90,7 @@ def _urgency(problem: Problem, *, forward_first: bool, grouped: bool) -> list[fl
             turn, place = divmod(m, group)
             if grouped:
                 there, back = chunk_of[stage], chunks - 1 - chunk_of[stage]
-            else:  # of the same microbatch, what is further on its way
+            else:  # of one microbatch, the action that has passed more stages
                 there, back = num_stages - 1 - stage, stage
             steps = chunks if grouped else num_stages
             forward.append((turn * steps + there) * group + place)

@@ -1,7 +1,7 @@
 """A scheduling problem as plain lists, for a search that times thousands of orders.
 
-Letters as in `schedules.core.action`, messages as in `schedules.core.messages`; C = 4 K M. Here an
-action is its code (`schedules.core.flat.codes`).
+Letters are those of `schedules.core.action`, messages are those of `schedules.core.messages`; C = 4
+K M. Here an action is its code (`schedules.core.flat.codes`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Orders = Sequence[Sequence[int]]  # [S] codes in order of time
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Sizes, durations, placement and limit; values per action are lists over all codes.
+    """Sizes, durations, placement and limit; lists over all codes hold the values of actions.
 
     Attributes:
-      placement: [K] ranks.
+      placement: [K] the rank of each stage.
       stages_of: [S] tuples of stages.
       num_microbatches: M.
-      limit: stage inputs that a rank may hold.
-      durations: [C].
+      limit: the number of stage inputs that a rank may hold.
+      durations: [C] the duration of each action.
       awaited: [C] the message that an action needs to start, -1 for none.
-      sent: [C] the message that it sends, -1 for none.
-      reader: [C] the rank that receives the message, -1 for none.
-      lag: [C] the duration of the message.
+      sent: [C] the message that an action sends, -1 for none.
+      reader: [C] the rank that receives that message, -1 for none.
+      lag: [C] the duration of that message.
     """
 
     placement: tuple[int, ...]
@@ -65,22 +65,22 @@ class Problem:
         return any(b != i + w for b, i, w in zip(whole, inputs, weights, strict=True))
 
     def code(self, kind: int, stage: int, microbatch: int) -> int:
-        """The code of an action."""
+        """Return the code of an action."""
         return (kind * self.num_stages + stage) * self.num_microbatches + microbatch
 
     def action(self, code: int) -> Action:
-        """The action of a code."""
+        """Return the action of a code."""
         row, microbatch = divmod(code, self.num_microbatches)
         kind, stage = divmod(row, self.num_stages)
         return Action(stage, KINDS[kind], microbatch)
 
     def encode(self, schedule: Schedule) -> list[list[int]]:
-        """[S] lists of codes."""
+        """Return [S] lists of the codes of a schedule's orders."""
         rows = np.split(codes(schedule), flatten(schedule).first[1:-1])
         return [row.tolist() for row in rows]
 
     def decode(self, name: str, orders: Orders) -> Schedule:
-        """The schedule with these orders."""
+        """Make the schedule with these orders."""
         actions = tuple(tuple(map(self.action, order)) for order in orders)
         return Schedule(name, self.num_microbatches, actions, self.placement)
 
@@ -88,7 +88,7 @@ class Problem:
 def pose(
     placement: Sequence[int], num_ranks: int, num_microbatches: int, costs: Costs, limit: float
 ) -> Problem:
-    """The problem of a placement under costs and a limit, of which only whole inputs count."""
+    """Make the problem of a placement under costs and a limit; the limit is rounded down."""
     shape = len(KINDS), len(placement), num_microbatches
     kind, stage, microbatch = (column.ravel() for column in np.indices(shape))
     ranks = np.array(placement, np.int64)
@@ -111,6 +111,6 @@ def pose(
 
 
 def peak(problem: Problem, order: Sequence[int]) -> int:
-    """The most stage inputs that a rank with this order holds at once."""
+    """Return the most stage inputs that a rank with this order holds at once."""
     kinds = np.array(order, np.int64) // (problem.num_stages * problem.num_microbatches)
     return int(inputs_held(kinds).max(initial=0))

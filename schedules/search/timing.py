@@ -1,7 +1,7 @@
 """Durations of orders: the results of `simulate`, fast enough for thousands of calls.
 
-Nothing is checked, except that the ranks do not wait for each other in a circle: then the time is
-infinite. Letters as in `schedules.core.action`, C and codes as in `schedules.search.problem`.
+The only check is for ranks that wait for each other in a cycle: their time is infinite. Letters are
+those of `schedules.core.action`, C and codes are those of `schedules.search.problem`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ class Timer:
     """A clock for the orders of one problem.
 
     Attributes:
-      problem: what is ordered.
+      problem: the problem that the orders solve.
       pattern: the slots of a lockstep tick; None for the event clock.
-      waits: [width][C] how many slots after one of a tick the next comes that permits an action.
-      partners: an exchange makes only those ranks meet that it joins, not all.
-      delayed: it runs beside the work of the slot after its own.
+      waits: [width][C] from each slot of a tick, the number of slots until the next one that
+        permits the action.
+      partners: whether an exchange synchronizes only its sender and receiver, not all ranks.
+      delayed: whether an exchange runs during the work of the slot after its own.
     """
 
     problem: Problem
@@ -43,7 +44,7 @@ class Timer:
     delayed: bool = False
 
     def __call__(self, orders: Orders) -> tuple[float, Sequence[float]]:
-        """The makespan, and [C] when each action starts: its time or, in lockstep, its slot."""
+        """Return the makespan, and [C] the start of each action: a time or, in lockstep, a slot."""
         problem = self.problem
         count = 2 * problem.num_stages * problem.num_microbatches
         if self.pattern is None:
@@ -77,7 +78,7 @@ class Timer:
         return False
 
     def _rank_by_rank(self, orders: Orders, times: Sequence[int]) -> float:
-        """The makespan where not all ranks meet in every slot."""
+        """Compute the makespan if not all ranks meet in every slot."""
         num_ranks, (durations, reader, lag) = len(orders), self._columns
         rank = np.repeat(np.arange(num_ranks), [len(order) for order in orders])
         codes = np.fromiter(itertools.chain.from_iterable(orders), np.int64, len(rank))
@@ -99,12 +100,12 @@ class Timer:
 
     @functools.cached_property
     def _columns(self) -> tuple[Times, Ints, Times]:
-        """[C] durations, readers and lags as arrays."""
+        """The durations, readers and lags as arrays, each [C]."""
         problem = self.problem
         return np.array(problem.durations), np.array(problem.reader), np.array(problem.lag)
 
     def _exchanges(self, times: Sequence[int]) -> list[float]:
-        """[width] the longest message of each slot of a tick."""
+        """Return [width] the duration of the longest message of each slot of a tick."""
         width, late = len(self.waits), self.late
         longest, most, full = [0.0] * width, max(self.problem.lag), 0
         for code, lag in self._under_way:
@@ -112,28 +113,28 @@ class Timer:
             if lag > longest[slot] and times[code] >= 0:
                 longest[slot] = lag
                 full += lag == most
-                if full == width:  # none is longer
+                if full == width:  # no other can be longer
                     break
         return longest
 
     @functools.cached_property
     def _under_way(self) -> list[tuple[int, float]]:
-        """Codes of the actions whose messages take time, and how much."""
+        """The codes of the actions whose messages take time, each with that time."""
         return [(code, lag) for code, lag in enumerate(self.problem.lag) if lag > 0.0]
 
     @functools.cached_property
     def late(self) -> list[bool]:
-        """[C] whether an action's message travels during the next slot."""
+        """[C] flags of the actions whose message is sent during the next slot."""
         return [self.delayed and crosses for crosses in self._crosses]
 
     @functools.cached_property
     def _crossing(self) -> list[int]:
-        """Codes of the actions that send to another rank."""
+        """The codes of the actions that send to another rank."""
         return [code for code, crosses in enumerate(self._crosses) if crosses]
 
     @functools.cached_property
     def _crosses(self) -> list[bool]:
-        """[C] whether an action sends to another rank."""
+        """[C] flags of the actions that send to another rank."""
         each = self.problem.num_microbatches
         home = [rank for _ in KINDS for rank in self.problem.placement for _ in range(each)]
         return [to not in (-1, at) for to, at in zip(self.problem.reader, home, strict=True)]
@@ -147,10 +148,10 @@ def timers(
     partners: bool = False,
     delayed: bool | None = False,
 ) -> list[Timer]:
-    """One for the event clock; in lockstep, one for each pattern, without delays and with them.
+    """Make one timer for the event clock, or in lockstep one for each pattern.
 
-    Or for ``only`` one pattern. Slots that differ from rank to rank are left out where they seldom
-    gain.
+    In lockstep, ``only`` selects one pattern, and ``delayed=None`` gives timers without delays and
+    with them. Patterns whose slots differ from rank to rank are left out if they rarely gain.
     """
     if clock == "event":
         return [Timer(problem, None, [])]
@@ -166,7 +167,7 @@ def timers(
 
 
 def _waits(problem: Problem, pattern: Pattern) -> list[list[int]]:
-    """[width][C] how many slots after one of a tick the next comes that permits an action."""
+    """Return [width][C] the number of slots from each slot to the next that permits an action."""
     waits = wait(pattern)
     ranks = np.array(problem.placement) % waits.shape[-1]
     rows: list[list[int]] = (
@@ -176,7 +177,7 @@ def _waits(problem: Problem, pattern: Pattern) -> list[list[int]]:
 
 
 def _is_stuck(orders: Orders, times: Sequence[float]) -> bool:
-    """Tell whether some rank's last action, and so some action, never runs."""
+    """Tell whether some rank's last action never runs, and so whether the orders deadlock."""
     return any(times[order[-1]] < 0 for order in orders if order)
 
 

@@ -2,7 +2,7 @@
 
 Letters: N slices, T positions of a sequence, a = the share of attention in the time of a whole
 sequence. With causal attention the positions up to x T take (1 - a) x + a x² of the time, because a
-position reads all earlier positions.
+position attends to all earlier positions.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def equal_time(
       length: T.
       num_slices: N.
       attention: a, from 0 to 1, if attention reads only the keys before each query; or costs with
-        ``slices`` measured on slices of equal length, from which a follows.
-      multiple: a divisor of T, of which every length is a multiple; such as 128 for the blocks of a
-        kernel, or twice the ranks of a context axis in zig-zag order.
+        ``slices`` measured on slices of equal length, from which a is computed.
+      multiple: a divisor of T and of every length, such as 128 for the blocks of a kernel, or twice
+        the ranks of a context axis in zig-zag order.
 
     Raises:
       ScheduleError: a number out of range, or more slices than T has multiples.
@@ -52,13 +52,13 @@ def equal_time(
             f"multiple of {multiple}, or take fewer slices"
         )
     ends = [round(blocks * _part(n / num_slices, attention)) for n in range(num_slices + 1)]
-    for n in range(1, num_slices):  # each has one block at least
+    for n in range(1, num_slices):  # each slice has at least one block
         ends[n] = min(max(ends[n], ends[n - 1] + 1), blocks - (num_slices - n))
     return tuple((b - a) * multiple for a, b in itertools.pairwise(ends))
 
 
 def _share_of_attention(costs: Costs) -> float:
-    """Fit a to the times of N equal slices, of which slice n takes (1 - a) / N + a (2n + 1) / N².
+    """Fit a to the times of N equal slices; slice n takes (1 - a) / N + a (2n + 1) / N².
 
     Raises:
       ScheduleError: costs of whole sequences.
@@ -75,7 +75,7 @@ def _share_of_attention(costs: Costs) -> float:
 
 
 def _part(time: float, attention: float) -> float:
-    """Compute the part x of a sequence that takes that part of its time."""
+    """Compute the part x of a sequence that takes the given part of the sequence's time."""
     if not attention:
         return time
     other = 1 - attention

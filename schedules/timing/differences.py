@@ -1,9 +1,9 @@
 """Differences between the time of a run and its prediction, and their causes.
 
 A step lasts until its last rank has ended, so S ranks have S makespans of time together. A rank
-works, or it waits while another rank works (for a message, or for the other rank to reach an
-exchange), or no rank works at all: then the step is in exchanges, in the loop over ticks, or in
-dispatch. Letters as in `schedules.core.action`.
+works; or it waits while another rank works, for a message or for the other rank to reach an
+exchange; or no rank works at all. In the last case the step is in exchanges, in the loop over
+ticks, or in dispatch. Letters are those of `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from schedules.core.flat import Flat, flatten
 from schedules.timing.report import Report
 from schedules.timing.simulate import simulate
 
-MOST = 8  # lines of text
+MOST = 8  # the number of differences that are printed
 
 
 class Difference(NamedTuple):
     """One cause of a difference between measured and predicted time.
 
     Attributes:
-      measured: time of ranks, in the unit of the report.
-      predicted: time of ranks, in the unit of the report.
+      measured: the measured time, summed over ranks, in the unit of the report.
+      predicted: the predicted time, summed over ranks, in the unit of the report.
       cause: the cause in words.
     """
 
@@ -48,10 +48,10 @@ class Differences:
     Attributes:
       measured: the report of a run.
       predicted: the report of a clock.
-      found: every cause, the largest difference first; they sum to S times the difference of the
-        makespans.
-      slow: (excess time, cause) of actions that took longer than others of their kind and stage,
-        the largest first; ``found`` includes these times.
+      found: every cause, the largest difference first; the differences sum to S times the
+        difference of the makespans.
+      slow: (excess time, cause) of actions that took longer than other actions of their kind and
+        stage, the largest first; ``found`` includes these times.
     """
 
     measured: Report
@@ -80,13 +80,13 @@ def differences(measured: Report, predicted: Report | None = None) -> Difference
 
     Args:
       measured: a report of `pipeline.Pipeline.trace`, or any other report.
-      predicted: a report of the same schedule, in the same unit; by default simulated by the clock
-        of the run with the costs of ``measured``: lockstep with its slots, or the event clock for a
-        run without slots (``engine="programs"``). Then actions have their measured durations, and
-        all differences are between actions.
+      predicted: a report of the same schedule, in the same unit. By default it is simulated by the
+        clock of the run with the costs of ``measured``: lockstep with its slots, or the event clock
+        for a run without slots (``engine="programs"``). Actions then have their measured durations,
+        so that all differences are between actions.
 
     Raises:
-      ScheduleError: no reports, or reports of two schedules.
+      ScheduleError: an argument that is not a report, or reports of different schedules.
     """
     need("measured", measured, Report, "give what pipe.trace() or simulate() returned")
     if predicted is None and measured.pattern is None:
@@ -115,7 +115,7 @@ def differences(measured: Report, predicted: Report | None = None) -> Difference
 
 
 def _parts(report: Report, flat: Flat) -> dict[str, float]:
-    """Divide all ranks' time by use."""
+    """Divide the time of all ranks by use."""
     schedule, times = report.schedule, {}
     starts, ends = (np.concatenate(rows) for rows in (report.starts, report.ends))
     for stage in range(schedule.num_stages):
@@ -137,7 +137,7 @@ def _parts(report: Report, flat: Flat) -> dict[str, float]:
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
-    """Total time that intervals cover, overlaps counted once."""
+    """Sum the time that intervals cover; overlaps count once."""
     total, reached = 0.0, 0.0
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -146,7 +146,7 @@ def _covered(spans: list[tuple[float, float]]) -> float:
 
 
 def _slow(report: Report, flat: Flat) -> list[tuple[float, str]]:
-    """Up to three actions that took half as long again as the median of their kind and stage."""
+    """Find up to three actions that took more than 1.5 times the median of their kind and stage."""
     actions = [action for order in report.schedule.orders for action in order]
     starts, ends = (np.concatenate(rows) for rows in (report.starts, report.ends))
     lasting, slow = ends - starts, []

@@ -1,18 +1,18 @@
 """The report of a clock: times of all actions, their sums, and the causes of waiting.
 
-Every moment of idle time has a cause. A rank that waits for a message is idle because the sending
-action has not ended (*fill*, *drain* or *imbalance*, by phase), because the message is being sent
-(*communication*), or because its exchange waits for other ranks (*lockstep*): for their work or,
-with delayed sends, for the slot in which the message travels. A rank that has ended waits for the
-last rank: the *optimizer wait* of a synchronous step.
+Every moment of idle time has a cause. A rank waits for a message because the sending action has not
+ended (*fill*, *drain* or *imbalance*, by phase), or because the message is being sent
+(*communication*). It may also wait because the exchange waits for other ranks (*lockstep*): for
+their work or, with delayed sends, for the slot in which the message is sent. A rank that has ended
+waits for the last rank: the *optimizer wait* of a synchronous step.
 
-Shared work is work, not waiting. Before shared work a rank waits for the input of its next action,
-as without shared work; or, if the input has arrived, for the other ranks: *lockstep* under any
-clock.
+Shared work counts as work, not as waiting. Before shared work a rank waits for the input of its
+next action, with the causes above. If the input has arrived, the rank waits for the other ranks:
+*lockstep* under any clock.
 
 The phase is *fill* until the rank's first backward action begins, *drain* after its last F, and
 *imbalance* between.
-Letters as in `schedules.core.action`, A as in `schedules.core.flat`.
+Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Wait(NamedTuple):
     """An interval in which a rank idles for one cause.
 
     Attributes:
-      start: its start, in the unit of the costs.
-      end: its end.
+      start: the start of the interval, in the unit of the costs.
+      end: the end of the interval.
       cause: one of `CAUSES`.
-      position: index in the rank's order of the action that waits; None after the last one.
-      behind: the action that sends the awaited message; None without one.
+      position: the index of the waiting action in the rank's order; None after the last action.
+      behind: the action that sends the awaited message; None if no message is awaited.
     """
 
     start: float
@@ -79,7 +79,7 @@ class Explanation:
 
     Attributes:
       report: the explained report.
-      waits: [S] tuples of Wait, in order of time, none empty.
+      waits: [S] tuples of Wait, in order of time, each with a positive duration.
     """
 
     report: Report
@@ -87,7 +87,7 @@ class Explanation:
 
     @functools.cached_property
     def parts(self) -> tuple[dict[Cause, float], ...]:
-        """[S] idle time by cause."""
+        """[S] dicts of a rank's idle time by cause."""
         result: list[dict[Cause, float]] = []
         for row in self.waits:
             part: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
@@ -98,11 +98,11 @@ class Explanation:
 
     @functools.cached_property
     def total(self) -> tuple[float, ...]:
-        """[S] idle time, makespan - work: the sum of the causes."""
+        """[S] the idle time of each rank, makespan - work: the sum of the causes."""
         return tuple(sum(part.values()) for part in self.parts)
 
     def __str__(self) -> str:
-        """Format a table, ranks as rows, causes as columns, in shares of the makespan."""
+        """Format a table of shares of the makespan, with ranks as rows and causes as columns."""
         whole = self.report.makespan or 1.0
         used = [cause for cause in CAUSES if any(part[cause] for part in self.parts)]
         heads = ["work", *used, "idle"]
@@ -121,31 +121,33 @@ class Report:
     """Times of all actions, in the unit of the costs; time 0 is the start of the first action.
 
     Attributes:
-      schedule: what was timed.
+      schedule: the timed schedule.
       costs: the durations.
       clock: "event", "lockstep" or "measured".
-      pattern: the slots of a lockstep tick, as in `lower`, also of a measured run; None without
-        slots.
-      partners: whether a lockstep exchange makes only the ranks meet that it joins.
+      pattern: the slots of a lockstep tick, an option of `lower`, also of a measured run; None
+        without slots.
+      partners: whether a lockstep exchange synchronizes only its sender and receiver, not all
+        ranks.
       delayed: whether a lockstep exchange runs during the work of the next slot.
-      shared: which ends of the model all ranks share.
+      shared: the ends of the model that all ranks share.
       makespan: the end of the last action and of shared work.
       span: [S] the time from the start of a rank's first action to the end of its last; the whole
         step if ranks share work.
       work: [S] the sum of a rank's durations, and its part of the shared work.
       idle: [S] the waiting inside the span, span - work.
       bubble_rate: idle / span of the rank with the longest span. Ranks that start or end at
-        different times wait outside of their spans, so a step that ends in a synchronous optimiser
-        may wait even if this is 0: `step_bubble_rate` counts that waiting too.
+        different times wait outside their spans, so a step with a synchronous optimiser may wait
+        even if this is 0. `step_bubble_rate` counts that waiting too.
       peak_activations: [S] the most stage inputs held at once. An input is held from the start of
-        its F to the end of its B or I; then the values that I keeps for W count as one input to the
-        end of W. With N slices a slice counts as 1/N.
+        its F to the end of its B or I. From then to the end of W, the values that I keeps for W
+        count as one input. With N slices a slice counts as 1/N.
       peak_crossings: [S] the most values that I keeps for W, held at once.
       starts: [S] tuples, aligned with ``schedule.orders``. The halves of a pair that overlaps
-        (`Costs.pair`) share its time in proportion to their own durations.
-      ends: [S] tuples, in the same form.
+        (`Costs.pair`) share the pair's time in proportion to their own durations.
+      ends: [S] tuples, aligned with ``schedule.orders``.
       common: start and end of shared work, in order of time.
       moved: [S] tuples, aligned with ``schedule.orders``: whether the action writes to host memory
+        or waits for a stash from host memory; empty without offload.
         or waits for a stash from host memory; empty without offload.
     """
 
@@ -204,9 +206,9 @@ class Report:
     def ideal(self) -> float:
         """The makespan with no waiting, equal work on all ranks, and the cheapest backwards.
 
-        A backward takes B or, if the schedule has halves and they take less, I and W. The time that
-        halves take beyond B is work, not waiting, but the ideal excludes it. For a measured clock
-        only the actions that ran are known.
+        A backward takes B or, if the schedule has halves and they take less, I + W. If halves take
+        longer than B, their additional time is work, but the ideal excludes it. For a measured
+        clock only the durations of the actions that ran are known.
         """
         schedule, ranks = self.schedule, len(self.work)
         if self.clock == "measured":
@@ -220,7 +222,7 @@ class Report:
 
     @property
     def against_ideal(self) -> float:
-        """The ideal over the makespan: efficiency without the work that splitting adds."""
+        """The ideal over the makespan: efficiency that excludes the additional work of halves."""
         return self.ideal / self.makespan if self.makespan else 1.0
 
     def explain(self) -> Explanation:
@@ -241,9 +243,9 @@ def sum_up(
     """Make a report from the start times.
 
     Args:
-      schedule: what was timed.
+      schedule: the timed schedule.
       costs: the durations.
-      clock: which.
+      clock: "event", "lockstep" or "measured".
       slots: the fields of `Report` on lockstep and on moved values.
       flat: the schedule's actions.
       starts: [A] the start of each action.
@@ -283,7 +285,7 @@ def sum_up(
 
 
 def _microbatches(schedule: Schedule, inputs: Ints) -> float:
-    """Count the most units held at once, in microbatches; an integer where there are no slices."""
+    """Count the most units held at once, in microbatches; an integer if there are no slices."""
     most = int(inputs.max())
     return most if schedule.num_slices == 1 else most / schedule.num_slices
 
@@ -296,7 +298,7 @@ def _common(schedule: Schedule, costs: Costs, shared: Shared) -> float:
 
 
 def held(report: Report) -> tuple[tuple[tuple[float, int], ...], ...]:
-    """Return [S] tuples of (time, places held from then on), in order of time, one per change."""
+    """Return [S] tuples of (time, places held from then on) for each change, in order of time."""
     flat = flatten(report.schedule)
     ranks = zip(np.split(flat.kind, flat.first[1:-1]), report.starts, report.ends, strict=True)
     return tuple(_rank(*columns) for columns in ranks)
@@ -325,7 +327,7 @@ def explain(report: Report) -> Explanation:
     free[1:] = ends[:-1]
     free[flat.first[:-1]] = 0.0
     sender, ready, arrival = _messages(report, flat, ends)
-    # free <= sent <= there <= start: waiting for another's work, for the wire, for the exchange.
+    # free <= sent <= there <= start: waiting for the sender, for the transfer, for the exchange.
     sent = np.minimum(np.maximum(ready, free), starts)
     there = np.minimum(np.maximum(arrival, sent), starts)
     phase = _phases(flat)
@@ -348,7 +350,7 @@ def explain(report: Report) -> Explanation:
 
 
 def _around(report: Report, wait: Wait) -> Iterator[Wait]:
-    """Parts of a wait outside the work that ranks share."""
+    """Yield the parts of a wait outside the work that ranks share."""
     start, common = wait.start, report.common
     for n in range(bisect.bisect_right(common, start, key=lambda span: span[1]), len(common)):
         begin, end = common[n]
@@ -362,9 +364,9 @@ def _around(report: Report, wait: Wait) -> Iterator[Wait]:
 
 
 def _messages(report: Report, flat: Flat, ends: Times) -> tuple[Ints, Times, Times]:
-    """[A] index of the action that each waits for (or -1), its end, its message's arrival."""
+    """Return [A] the sender that each action waits for or -1, its end, its message's arrival."""
     schedule = report.schedule
-    left = ends.copy()  # when each message leaves
+    left = ends.copy()  # the time when each message is sent
     overlap = report.clock == "event" and report.costs.pair is not None
     first = np.flatnonzero(flat.pair & overlap)
     left[first] = ends[first + 1]
@@ -373,14 +375,14 @@ def _messages(report: Report, flat: Flat, ends: Times) -> tuple[Ints, Times, Tim
     lag = each.lags(flat.rank, links(schedule).target, schedule.num_ranks)
     ready = np.where(sender >= 0, left[sender], 0.0)
     arrival = np.where(sender >= 0, left[sender] + lag[sender], 0.0)
-    later = first[arrival[first + 1] > arrival[first]]  # a pair starts when it has both
+    later = first[arrival[first + 1] > arrival[first]]  # a pair starts when it has both messages
     for column in (sender, ready, arrival):
         column[later] = column[later + 1]
     return sender, ready, arrival
 
 
 def _phases(flat: Flat) -> Ints:
-    """[A] the position in `CAUSES` of the phase in which each action waits."""
+    """Return [A] the position in `CAUSES` of the phase in which each action waits."""
     phase = np.full(len(flat.kind), CAUSES.index("imbalance"))
     for first, stop in zip(flat.first[:-1], flat.first[1:], strict=True):
         kinds = flat.kind[first:stop]

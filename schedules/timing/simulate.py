@@ -1,6 +1,6 @@
 """Simulation of a schedule under a chosen clock.
 
-Letters as in `schedules.core.action`, A as in `schedules.core.flat`.
+Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ def simulate(
       schedule: a legal schedule.
       costs: durations; by default F = I = W = 1 and messages are free.
       clock: "event": an action starts when its rank is free and its message has arrived; sending
-        occupies no rank. "lockstep": the slots of `lower`: ranks meet at the end of every slot that
-        sends, and an action starts with its slot. "measured": the event clock with a duration for
-        each action, from a run.
-      pattern: the slots of a lockstep tick, as in `lower`; by default the fastest.
-      partners: under lockstep, whether an exchange makes only the ranks meet that it joins
+        occupies no rank. "lockstep": ranks run the slots of `lower`, meet at the end of every slot
+        that sends, and start an action with its slot. "measured": the event clock with a duration
+        for each action, from a run.
+      pattern: the slots of a lockstep tick, an option of `lower`; by default the fastest.
+      partners: under lockstep, whether an exchange synchronizes only its sender and receiver
         (processes, GPUs and TPUs), or all ranks (virtual CPU devices of one process).
-      delayed: under lockstep, as in `lower`: whether an exchange runs during the work of the next
-        slot; None for the faster choice. On one rank no message is delayed.
-      durations: for "measured", the time of each action; messages and the optimiser are as in
-        ``costs``.
+      delayed: under lockstep, the option of `lower`: whether an exchange runs during the work of
+        the next slot; None for the faster choice. On one rank no message is delayed.
+      durations: for "measured", the duration of each action; ``costs`` give those of messages and
+        the optimiser.
       shared: the parts of "embed" and "head" that are split by vocabulary over all ranks. Each rank
-        does 1/S of every microbatch's work, when all ranks meet: in lockstep before or after a
-        slot, under the other clocks at the same place in the order of each rank, as soon as the
-        last rank has arrived; halves of a pair do not overlap then. By default the first rank runs
-        embed and the last head.
-      offload: the values in host memory, as in `lower`: actions that write or read them include
-        `Costs.host`. The durations of a measured clock include it already.
-      keep: the values that F keeps for its backward, as in `lower`, for the choice of offloaded
-        values.
+        does 1/S of the work for every microbatch, when all ranks meet. In lockstep that is before
+        or after a slot. Under the other clocks it is at the same place in the order of each rank,
+        as soon as the last rank has arrived; halves of a pair do not overlap then. By default the
+        first rank runs embed and the last rank runs head.
+      offload: the values in host memory, an option of `lower`: actions that write or read them
+        include `Costs.host`. The durations of a measured clock already include this time.
+      keep: the values that F keeps for its backward, an option of `lower`; used to choose the
+        offloaded values.
 
     Raises:
       ScheduleError: an illegal schedule, an unknown clock, or an argument that does not fit it.
@@ -85,7 +85,7 @@ def simulate(
     elif shared:
         starts, common = meet(best, lasting)
     else:
-        pair = costs.pair if clock == "event" else None  # a run's own durations say it all
+        pair = costs.pair if clock == "event" else None  # measured durations include the overlap
         each = costs.per_slice(schedule.num_slices)
         lag = each.lags(flat.rank, links(schedule).target, schedule.num_ranks)
         rows = run(schedule, durations=lasting, lag=lag, pair=pair)
@@ -116,7 +116,7 @@ def check_arguments(
     delayed: bool | None,
     durations: Mapping[Action, float] | None,
 ) -> None:
-    """Check the clock, and the arguments that it takes, which are as for `simulate`.
+    """Check the clock, and the arguments of `simulate` that depend on it.
 
     Raises:
       ScheduleError: an unknown clock, or an argument that it does not take.
@@ -151,7 +151,7 @@ def _durations(
     shared: Shared,
     copies: Mask,
 ) -> Times:
-    """[A] how long each action takes."""
+    """Return [A] the duration of each action."""
     if measured is None:
         sizes = schedule.num_stages, schedule.num_slices
         units = flat.kind, flat.stage, flat.microbatch

@@ -81,9 +81,9 @@ def refusal(*given: Timed, idle: Any = ()) -> str:
 def test_a_stage_whose_forward_takes_nothing():
     """As `bench.clock` once printed: F = 0.00 ms, I = 0.48 ms."""
     assert refusal(timed("FB", {(1, "F"): 0.0})) == (
-        "what was measured contradicts itself: F of stage 1 takes 0 ms, and another of its actions "
-        "4.4 ms: what it computes was not run; measure again on a quiet machine, with more rounds= "
-        "or repeats=, and if it stays report it with these numbers"
+        "the measured times contradict each other: F of stage 1 takes 0 ms, and another of its "
+        "actions 4.4 ms: what it computes was not run; measure again on a quiet machine, with more "
+        "rounds= or repeats=, and if that does not help, report it with these numbers"
     )
 
 
@@ -96,7 +96,7 @@ def test_what_computes_nothing_may_take_nothing():
 
 def test_halves_that_are_not_their_whole():
     text = refusal(timed("FB"), timed("FIW", {(0, "I"): 0.3, (0, "W"): 0.2}))
-    assert "contradicts itself: I and W of stage 0 take 0.3 ms and 0.2 ms, and its B 4.4 ms" in text
+    assert "each other: I and W of stage 0 take 0.3 ms and 0.2 ms, and its B 4.4 ms" in text
     assert "stage 1" not in text
 
 
@@ -122,8 +122,8 @@ def test_actions_that_are_not_their_turn():
 
 def test_noise_is_no_result():
     assert refusal(timed("FB", noise=1.5)).startswith(
-        "cannot conclude from 5 rounds, for too far apart are they: F of stage 0 took 2 ms with a "
-        "spread of 1.5 ms; B of stage 0 took 4.4 ms with a spread of 1.5 ms; "
+        "cannot conclude from 5 rounds, because their times differ too much: F of stage 0 took 2 "
+        "ms with a spread of 1.5 ms; B of stage 0 took 4.4 ms with a spread of 1.5 ms; "
     )
     assert "with more rounds= or repeats=" in refusal(timed("FB", {(0, "F"): -1, (0, "B"): -2}))
 
@@ -480,8 +480,8 @@ def test_there_and_back(tmp_path):
         ({"model": {"stages": []}}, 'has no "model" with stages, embed, head, remat, compute_dty'),
         ({"spread": {"f": [1]}}, 'has no "spread" with one number for each of 2 stages for each'),
         ({"overhead": None}, 'has no "overhead", a number of seconds; calibrate again'),
-        ({"rounds": -1}, "lacks what a calibration says beside its costs (microbatch, rounds,"),
-        ({"versions": None}, "lacks what a calibration says beside its costs"),
+        ({"rounds": -1}, "lacks fields of a calibration other than its costs (microbatch, rounds,"),
+        ({"versions": None}, "lacks fields of a calibration other than its costs"),
     ],
 )
 def test_a_file_that_holds_no_calibration(tmp_path, change, message):

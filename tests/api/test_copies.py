@@ -148,6 +148,6 @@ def test_a_flax_that_does_not_know_the_jax_beside_it() -> None:
     with pytest.raises(ImportError) as caught:
         check_releases("0.12.0.1", "0.12.8")
     assert str(caught.value) == (
-        "flax 0.12.8 beside jax 0.12.0.1: from jax 0.11 on, flax 0.12.9 or newer is needed; "
+        "flax 0.12.8 with jax 0.12.0.1: from jax 0.11 on, flax 0.12.9 or newer is needed; "
         "pip install 'flax>=0.12.9', or 'jax<0.11'"
     )

@@ -240,8 +240,8 @@ def test_losses_that_are_no_sums_over_positions(how):
 def test_losses_that_divide_by_what_does_not_grow_with_positions(loss_fn, value):
     assert message(pipe_of(loss_fn=loss_fn).loss, X, X) == (
         f"loss_fn sums over positions and divides by what does not grow as they do, and with "
-        f"slices=2 its value would be {value} of that of whole sequences: return (sum, weight) of "
-        f"which both are sums over positions, or a mean over them, or leave slices out"
+        f"slices=2 its value would be {value} of that of whole sequences: return (sum, weight) "
+        f"that are both sums over positions, or a mean over them, or leave slices out"
     )
 
 
@@ -254,8 +254,8 @@ def test_pairs_of_means_in_slices_of_several_lengths():
     for loss_fn in pairs:
         assert message(pipe_of(loss_fn=loss_fn, slices=(5, 3)).loss, X, X) == (
             "loss_fn returns (sum, weight) that do not grow with positions, and slices=(5, 3) "
-            "would count equally though their lengths differ: return (sum, weight) of which both "
-            "are sums over positions, or a mean over them, or leave slices out"
+            "would count equally though their lengths differ: return (sum, weight) that are both "
+            "sums over positions, or a mean over them, or leave slices out"
         )
 
 

@@ -218,7 +218,7 @@ def test_a_loss_that_is_no_sum_over_positions_is_warned_of(function, primitive):
     assert text.startswith(f"loss_fn mixes positions ({primitive} takes a sum over positions, ")
     assert text.endswith(
         f"{MIXES}: add up over all ranks first, jax.lax.psum(x, {AXIS!r}), the sum and its divisor "
-        f"alike, or return (sum, weight), of which both are sums over positions"
+        f"alike, or return (sum, weight) that are both sums over positions"
     )
 
 
@@ -257,7 +257,7 @@ def test_a_loss_whose_size_grows_with_positions_is_warned_of(loss_fn):
     assert text == (
         f"loss_fn divides a sum over positions by a number that does not grow as they do, and "
         f"{SPLIT}: the step takes the mean of the ranks' losses, which is not the loss of whole "
-        f"sequences: return (sum, weight), of which both are sums over positions, or a mean over "
+        f"sequences: return (sum, weight) that are both sums over positions, or a mean over "
         f"them"
     )
 

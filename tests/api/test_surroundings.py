@@ -67,7 +67,7 @@ def test_callbacks_with_an_order(run, remat):
         assert refusal(call, X, T) == (
             "stages[1] has a callback with ordered=True (io_callback, jax.debug.callback or "
             "print), and JAX keeps the order of callbacks on one device alone; leave ordered=True "
-            "out, and let the callback say of which microbatch it is"
+            "out, and let the callback identify its microbatch"
         )
 
 
@@ -93,10 +93,10 @@ CONSTRAINTS = {
 def test_constraints_over_the_pipelines_own_axes(name, remat):
     pipe = make(CONSTRAINTS[name], MESH, remat=remat)
     assert refusal(pipe.value_and_grad, X, T) == (
-        "stages[1] constrains an array (with_sharding_constraint) over a mesh axis of which each "
-        "rank computes its own part, 'data' or 'stage': a stage sees one microbatch of one data "
-        "shard, and nothing of it is to be placed; leave the constraint out, or give the axis that "
-        "it names to the compiler, Pipeline(..., auto_axes=(name,))"
+        "stages[1] constrains an array (with_sharding_constraint) over a mesh axis along which "
+        "each rank computes its own part, 'data' or 'stage': a stage sees one microbatch of one "
+        "data shard, which needs no placement; leave the constraint out, or give the axis that it "
+        "names to the compiler, Pipeline(..., auto_axes=(name,))"
     )
 
 

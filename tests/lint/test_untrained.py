@@ -212,10 +212,10 @@ READS = {
 @pytest.mark.parametrize("name", READS)
 def test_parameters_that_are_read_and_not_held_are_named(name):
     function, paths = READS[name]
-    with pytest.warns(UserWarning, match="nobody trains them") as caught:
+    with pytest.warns(UserWarning, match="they are not trained") as caught:
         warn_of_parameters_read_from_outside([], loss_fn=function)
     text = (
-        f"loss_fn reads parameters that it does not hold, so nobody trains them: {paths}; give "
+        f"loss_fn reads parameters that it does not hold, so they are not trained: {paths}; give "
         f"loss_fn as an nnx.Module that holds them as attributes (where a method or a function "
         f"calls a module: that module), or, if they are to stay as they are, let it read arrays "
         f"(parameter[...])"
@@ -287,10 +287,10 @@ def adapted(reads, **options):
 def test_parameters_that_nobody_reads_are_named_once(K, schedule):
     embed = Adapted(nnx.Rngs(9))
     take = adapted([False] * K, schedule=schedule, head=lambda x: x, embed=embed)
-    with pytest.warns(UserWarning, match="nobody trains them") as caught:
+    with pytest.warns(UserWarning, match="they are not trained") as caught:
         take(ROWS)
     text = (
-        f"parameters are read by no part of the model, so nobody trains them: "
+        f"parameters are read by no part of the model, so they are not trained: "
         f"stages[0].adapter.a (so in {K} stages), stages[0].adapter.b (so in {K} stages), "
         f"embed.adapter.a, embed.adapter.b; what acts only where a whole model is called "
         f"(adapters put on it before it was cut) must be put on the stages, or else leave it out"

@@ -119,7 +119,7 @@ def test_the_coordinators_port_is_taken(host: str) -> None:
             initialize(address, 2, 0)
     text = str(error.value)
     assert text.startswith(f"process 0 cannot listen at coordinator={address!r}: ")
-    assert text.endswith("; give an address of this host, and a port that nobody uses")
+    assert text.endswith("; give an address of this host, and a free port")
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, str]:

@@ -197,8 +197,8 @@ CASES = {
         {},
         (
             "layers.0.bias is used in stages[0], stages[1] (in calls of layers.0): a parameter "
-            "lies in one stage, or in embed and head; cut so that one stage has all that use "
-            "it, by cut=, or give each a parameter of its own"
+            "must be in one stage, or in embed and head; cut so that one stage has all its uses, "
+            "by cut=, or give each use its own parameter"
         ),
     ),
     "state that is made": (

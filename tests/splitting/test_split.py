@@ -57,7 +57,9 @@ def test_what_is_made_of_an_argument_goes_as_extras() -> None:
     parts, pipe = check(models.Decoder(6), cross_entropy, tokens, *args, call=logits)
     _, extras = parts.inputs(*args)
     assert list(extras) == ["padding"]
-    with pytest.raises(ValueError, match="extras lack 'padding', which blocks are given, or of"):
+    with pytest.raises(
+        ValueError, match="extras lack 'padding', which blocks need as an input, or"
+    ):
         pipe.value_and_grad(parts.inputs(*args)[0], tokens)
 
 
@@ -77,7 +79,7 @@ def test_unet() -> None:
     """Skips and the embedding of times travel in messages, the last of them beside the image."""
     x, time = images(2), jnp.arange(N)
     parts, _ = check(models.UNet(), squares, x, x, time)
-    assert "runs between calls" in parts.why or "needed behind" in parts.why
+    assert "runs between calls" in parts.why or "needed after" in parts.why
 
 
 @pytest.mark.slow

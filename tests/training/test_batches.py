@@ -349,8 +349,8 @@ with_metrics.has_metrics = True
         (
             lambda: masked(with_metrics),
             (
-                "masked() was given a function with has_metrics, which is no dataclass, so it "
-                "cannot be told to leave metrics out; make it a dataclass with a field "
+                "masked() was given a function with has_metrics, which is no dataclass, so "
+                "masked() cannot switch its metrics off; make it a dataclass with a field "
                 "has_metrics, as pipeline.decoders.MultiTokenLoss is, or set it to False"
             ),
         ),

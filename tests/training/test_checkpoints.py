@@ -706,7 +706,7 @@ def test_arguments_that_cannot_be_written(tmp_path: Path) -> None:
         (
             (1, model),
             {"plain": {"a": float("inf")}},
-            "plain['a'] is inf, for which JSON has no word; give a finite number",
+            "plain['a'] is inf, which JSON cannot represent; give a finite number",
         ),
         ((1, model), {"metrics": {"loss": "low"}}, "metrics['loss']='low': must be a number"),
         (
@@ -898,7 +898,7 @@ def test_two_runs_in_one_folder_are_told(tmp_path: Path) -> None:
             assert str(error.value) == (
                 f"{folder} is written to by another process, and two runs in one folder would "
                 f"delete each other's checkpoints: name another folder, or wait until that run has "
-                f"ended; Checkpoints(folder, read_only=True) reads beside it"
+                f"ended; Checkpoints(folder, read_only=True) reads it meanwhile"
             )
             assert Checkpoints(folder, read_only=True).steps == []
         finally:

@@ -613,8 +613,8 @@ def test_a_weight_that_cannot_be(weight, text):
     with pytest.raises(ValueError, match="weight") as caught:
         step(*batch(0), weight=weight)
     assert str(caught.value) == (
-        f"{text}: must be one finite number >= 0 of float32, what this call counts beside the "
-        f"others"
+        f"{text}: must be one finite number >= 0 of float32, the weight of this call relative to "
+        f"other calls"
     )
 
 

@@ -542,7 +542,7 @@ def test_data_that_ends_or_has_no_position():
     with pytest.raises(ValueError, match="evaluat") as caught:
         Trainer(make_step(plain=True), Numbered(), steps=3, evaluation=iter([])).evaluate()
     assert str(caught.value) == (
-        "the evaluation gave no batch; give a list, or what can be gone through each time: an "
+        "the evaluation gave no batch; give a list, or an iterable that can start again: an "
         "iterator ends with the first evaluation"
     )
 

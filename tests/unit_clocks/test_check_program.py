@@ -231,7 +231,7 @@ PROGRAM = lower(SMALL["1f1b"], keep="residuals", pattern="single")
         (
             edited(PROGRAM, arrival=((0, 0, 0, 1), 0)),
             (
-                "tick 0, slot 0, rank 0, channel 1: shift 1 brings nothing, which nobody reads: "
+                "tick 0, slot 0, rank 0, channel 1: shift 1 brings nothing, which no action reads: "
                 "expected discard, buffer 2, found buffer 0"
             ),
         ),

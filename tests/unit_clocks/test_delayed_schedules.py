@@ -336,7 +336,7 @@ def test_a_program_cannot_hide_what_it_is():
     )
     assert refusal(check_program, turned(False)) == (
         "program of schedule 'custom': tick 0, slot 0, rank 1, channel 0: shift 1 brings nothing, "
-        f"which nobody reads: expected discard, buffer 2, found buffer 0{tail}"
+        f"which no action reads: expected discard, buffer 2, found buffer 0{tail}"
     )
 
 

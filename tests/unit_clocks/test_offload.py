@@ -288,8 +288,8 @@ def test_a_share_of_overlap(value):
     with pytest.raises(ScheduleError) as caught:
         Costs(host_overlap=value)
     assert str(caught.value) == (
-        f"Costs(host_overlap={value!r}): must be a share from 0 to 1, 1 where copies over the host "
-        f"link travel beside an action's work, 0 where it waits for them, or two shares of an "
+        f"Costs(host_overlap={value!r}): must be a share from 0 to 1, 1 if copies over the host "
+        f"link overlap with an action's work, 0 if it waits for them, or two shares of an "
         f"action's work: beside a write of F, beside a copy of another action"
     )
 
@@ -299,7 +299,7 @@ def test_bad_input(offload):
     with pytest.raises(ScheduleError) as caught:
         lower(of("1f1b", 2, 2), offload=offload)
     assert str(caught.value) == (
-        f"offload={offload!r}: must be 'stash' (what F keeps for its backward lies in host "
-        f"memory), 'crossings' (what I leaves for W does), a share of the stashes from 0 to 1 such "
-        f"as 0.5, or None for neither"
+        f"offload={offload!r}: must be 'stash' (the values that F keeps for its backward are in "
+        f"host memory), 'crossings' (those that I keeps for W are), a share of the stashes from 0 "
+        f"to 1 such as 0.5, or None for neither"
     )

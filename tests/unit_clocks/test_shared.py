@@ -126,7 +126,7 @@ PROGRAM = lower(TWO, pattern="single", shared=BOTH)
         (
             edited(PROGRAM, "lookup", (5, 0), 0),
             (
-                "tick 5, slot 0, rank 0: the embedding of microbatch 0, which nobody reads: "
+                "tick 5, slot 0, rank 0: the embedding of microbatch 0, which no action reads: "
                 "expected -1"
             ),
         ),

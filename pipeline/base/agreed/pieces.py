@@ -1,4 +1,4 @@
-"""Whole pieces, such as heads: the metadata ``pieces`` of a weight limits its cuts."""
+"""Pieces of a weight that must stay whole, such as heads: the metadata ``pieces``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from jax.sharding import Mesh
 
 
 def check_axis(module: Any, axis: str, ranks: int) -> None:
-    """Refuse a module whose weights cannot be cut into whole pieces for so many ranks.
+    """Refuse a module whose weights cannot be divided into whole pieces over a number of ranks.
 
-    Says before anything is placed or compiled what every layer would say when it runs.
+    The error comes before arrays are placed or programs compiled; else each layer would raise it
+    when it runs.
 
     Args:
-      module: any NNX module; weights whose metadata has no ``pieces`` are passed over.
+      module: any NNX module; weights whose metadata has no ``pieces`` are skipped.
       axis: the mesh axis.
       ranks: its size.
 
     Raises:
-      ValueError: all sizes that do not fit, each once.
+      ValueError: a list of all sizes that do not fit, each once.
     """
     from collectives.tensor import check_divides
 
@@ -41,15 +42,15 @@ def check_axis(module: Any, axis: str, ranks: int) -> None:
 
 
 def check_pieces(modules: Iterable[Any], mesh: Mesh, auto_axes: Collection[str]) -> None:
-    """Check that every layer can be cut into whole pieces, heads or words, for the mesh's ranks.
+    """Check that every layer can be divided into whole pieces (heads, words) over the mesh.
 
     Args:
-      modules: stages, embed and head; what is no module is passed over.
-      mesh: of the pipeline.
-      auto_axes: its axes that are left to the compiler, which may cut anywhere.
+      modules: stages, embed and head; values that are no modules are skipped.
+      mesh: the pipeline's mesh.
+      auto_axes: its axes that are left to the compiler, which may divide anywhere.
 
     Raises:
-      ValueError: all sizes that do not fit.
+      ValueError: a list of all sizes that do not fit.
     """
     wrong: dict[str, None] = {}
     modules = [module for module in modules if isinstance(module, nnx.Module)]

@@ -1,4 +1,4 @@
-"""Slices of sequences, as a stage sees them that is called on one of them.
+"""Slices of sequences, as a stage gets them in a call.
 
 Letters: N slices of a sequence, b rows, t positions of a slice, T of the sequence.
 """
@@ -25,30 +25,30 @@ class SequenceSlice:
     count: int = field(metadata={"static": True})
 
     def start(self, t: int) -> Any:
-        """The place of the slice's first position in the whole sequence, an integer or a scalar."""
+        """Return the place of the slice's first position in the whole sequence."""
         return self.index * t
 
     def length(self, t: int) -> int:
-        """The positions of the whole sequence, of whose slice there are t."""
+        """Return the number of positions of the whole sequence; the slice has t."""
         return self.count * t
 
     def places(self, t: int) -> jax.Array:
-        """`[t]` the places of the slice's positions in the whole sequence."""
+        """Return `[t]` the places of the slice's positions in the whole sequence."""
         return self.start(t) + jnp.arange(t)
 
     def join(self, own: jax.Array, earlier: jax.Array | None) -> jax.Array:
-        """Join values of this slice and of earlier ones along positions: `[b, T, ...]`.
+        """Join values of this slice and of earlier slices along positions: `[b, T, ...]`.
 
-        Places of later slices hold zeros. A causal mask hides them.
+        Places of later slices contain zeros, which a causal mask hides.
 
         Args:
           own: `[b, t, ...]`.
-          earlier: `[N, b, t, ...]`, what earlier slices left, zeros from this one on; None for a
-            sequence in one piece, which is returned as it is.
+          earlier: `[N, b, t, ...]`, the values of earlier slices, zeros for this slice and later
+            ones; None for a whole sequence, which is returned unchanged.
         """
         if earlier is None:
             return own
-        # A choice, and no write at an index: it is as cheap to compute again in a backward.
+        # A select and no write at an index, because a select is cheap to recompute in a backward.
         is_own = (jnp.arange(self.count) == self.index).reshape(-1, *[1] * own.ndim)
         whole = jnp.moveaxis(jnp.where(is_own, own[None], earlier), 0, 1)
         return whole.reshape(own.shape[0], -1, *own.shape[2:])
@@ -68,19 +68,19 @@ class FixedSlice(SequenceSlice):
     lengths: tuple[int, ...] = field(metadata={"static": True})
 
     def start(self, t: int) -> int:
-        """The place of the first position; of t that are a share of the slice's, that share."""
+        """Return the place of the first position; t may be a rank's share of the slice."""
         return sum(self.lengths[: self.index]) * t // self.lengths[self.index]
 
     def length(self, t: int) -> int:
-        """The positions of the whole sequence, of whose slice there are t."""
+        """Return the number of positions of the whole sequence; the slice has t."""
         return sum(self.lengths) * t // self.lengths[self.index]
 
     def join(self, own: jax.Array, earlier: jax.Array | None) -> jax.Array:
-        """Join values of this slice and of earlier ones: `[b, s, ...]`, no places of later slices.
+        """Join values of this slice and of earlier slices: `[b, s, ...]`, without later slices.
 
         Args:
           own: `[b, t, ...]`.
-          earlier: `[N, b, u, ...]`, what slices left, padded to the u positions of the longest.
+          earlier: `[N, b, u, ...]`, the values of slices, padded to the u positions of the longest.
         """
         if earlier is None:
             return own

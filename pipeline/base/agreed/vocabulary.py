@@ -1,6 +1,6 @@
 """The table of a vocabulary, its logits and its loss, and marks of layers that ranks can share.
 
-Letters: N words, d width; b stands for any leading axes, those of a microbatch.
+Letters: N words, d width; b stands for any leading axes of a microbatch.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ def marked(end: Any, mark: type[Any]) -> type[Any] | None:
 class CrossEntropy:
     """The negative log likelihood of words, as (sum, weight): a mean over all counted words.
 
-    Called as ``loss(logits, targets)`` with [b, N] logits. Targets are the words, [b] integers of
-    which those below 0 do not count (-1 and -100 are usual); or a pair of them and of [b] weights,
-    0 or False for those that do not count. A word from N on makes the loss NaN.
+    It is called as ``loss(logits, targets)`` with [b, N] logits. Targets are the words, [b]
+    integers; negative words do not count (-1 and -100 are usual). Or they are a pair of words and
+    [b] weights, 0 or False for words that do not count. A word >= N makes the loss NaN.
     """
 
     def tokens(self, targets: Any) -> tuple[jax.Array, jax.Array]:
-        """[b] words and their float32 weights.
+        """Return [b] words and their float32 weights.
 
         Raises:
-          ValueError: targets of another form.
+          ValueError: the targets have another form.
         """
         is_pair = isinstance(targets, (tuple, list)) and len(targets) == 2
         ids, weights = targets if is_pair else (targets, None)
@@ -59,7 +59,7 @@ class CrossEntropy:
                 f"targets of CrossEntropy are {given}; give an array of integers, words or below "
                 f"0 for what does not count, or a pair (words, weights) of equal shapes"
             )
-        ids = ids.astype(jnp.int32)  # few bits may not hold N
+        ids = ids.astype(jnp.int32)  # a dtype of few bits may not hold N
         weights = jnp.ones((), jnp.bool_) if weights is None else weights
         counts = jnp.broadcast_to(weights.astype(jnp.float32), ids.shape)
         return ids, jax.lax.stop_gradient(jnp.where(ids < 0, 0.0, counts))
@@ -84,7 +84,7 @@ def _alike(weights: Any, ids: Any) -> bool:
 
 
 def logits(h: jax.Array, table: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """[b, d] and [N, d] -> [b, N], b being any axes; products of h's dtype, summed in ``dtype``."""
+    """Compute [b, N] logits of [b, d] and [N, d], as products in h's dtype, summed in ``dtype``."""
     flat = jnp.dot(
         h.reshape(-1, h.shape[-1]), table.astype(h.dtype).T, preferred_element_type=dtype
     )

@@ -1,5 +1,5 @@
 """Durations of actions: measured on the devices at hand.
 
-It makes pipelines of one rank, runs parts of their steps, concludes, and writes files; no kernel
-and no plan asks for it.
+It makes pipelines of one rank, runs parts of their steps, computes costs, and writes files. The
+kernel and the plans do not use it.
 """

@@ -28,17 +28,17 @@ class Calibration:
     """Measured durations of a pipeline's actions; `Pipeline(costs=)` takes it.
 
     Attributes:
-      costs: seconds, per stage; B has its own price, and messages that of an exchange.
-      spread: of f, b, i and w the [K] median distances of a round's time from the median, in
-        seconds; of "comm" one.
-      overhead: seconds that a step of one rank takes beside its actions: memory that is made and
-        cleared, slots that are passed over, dispatch.
-      model: what was measured.
+      costs: seconds, per stage; B has its own cost, and ``comm`` is the cost of an exchange.
+      spread: for each of f, b, i and w, the [K] median distances of a round's time from the median,
+        in seconds; for "comm", one such distance.
+      overhead: seconds of a step of one rank that belong to no action: allocating and clearing
+        memory, slots that run nothing, dispatch.
+      model: the signature of the measured model.
       microbatch: the input of a microbatch on one data shard.
       rounds: how often each step was timed.
       repeats: how often each action ran in a step.
       hardware: "device", the kind; "platform"; "devices", how many ran; "cpus" of the host.
-      versions: of jax, jaxlib, python and shardpipe.
+      versions: the versions of jax, jaxlib, python and shardpipe.
     """
 
     costs: Costs
@@ -112,10 +112,10 @@ class Calibration:
         return "\n".join(lines)
 
     def costs_for(self, model: ModelSignature) -> tuple[Costs, str]:
-        """The costs for a pipeline of a model, and their origin in words.
+        """Return the costs for a pipeline of a model, and their origin in words.
 
         Raises:
-          ScheduleError: it is a calibration of another model.
+          ScheduleError: the calibration is of another model.
         """
         had = self.model
         if len(had.stages) != len(model.stages):
@@ -144,7 +144,7 @@ def _cell(seconds: float, spread: float) -> str:
 
 
 def _rows(costs: Costs, num_stages: int) -> dict[str, tuple[float, ...]]:
-    """[K] seconds of each kind; embed and head apart."""
+    """Return [K] seconds of each kind of action; embed and head are left out."""
     found = {}
     for kind in _KINDS:
         value: Any = getattr(costs, kind)
@@ -198,7 +198,7 @@ def _of(record: dict[str, Any]) -> Calibration:
         or not isinstance(record.get("microbatch"), str)
     ):
         raise ScheduleError(
-            "lacks what a calibration says beside its costs (microbatch, rounds, repeats, "
+            "lacks fields of a calibration other than its costs (microbatch, rounds, repeats, "
             "hardware, versions); calibrate again"
         )
     return Calibration(

@@ -1,9 +1,9 @@
-"""The inference of actions' seconds from steps' seconds, or of the steps' faults.
+"""Seconds of actions, computed from the seconds of steps, and checks of the measurements.
 
-A step is timed with next to nothing, with one kind of action of one stage, and with all that a rank
-does (`pipeline.insight.calibrate.measure`). What an action takes is a difference, and differences
-of noisy numbers may be anything: so numbers must stand out of their spread and agree with each
-other.
+Steps are timed with the first microbatch alone, with one kind of action of one stage added, and
+with all actions of a rank added (`pipeline.insight.calibrate.measure`). The time of an action is a
+difference of two of these measurements. Noise can spoil a difference, so each must be large
+compared with its spread, and the differences must agree with each other.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 Key = tuple[int, str]  # a stage and a kind of action
-UNSURE = 0.2  # how far off a median may be, in what a stage's longest action takes
-LEAST = 0.05  # of the longest action of its stage that F or B of a stage takes
-HALVES = 0.6, 1.8  # I + W, in B
-SUM = 0.25  # by how much the actions of a rank may differ from what they take in turn
+UNSURE = 0.2  # largest standard error of a median, as a share of the stage's longest action
+LEAST = 0.05  # smallest F or B, as a share of the stage's longest action
+HALVES = 0.6, 1.8  # smallest and largest I + W, as a share of B
+SUM = 0.25  # largest difference of a turn and the sum of its actions, as a share of the turn
 
 
 class CalibrationError(RuntimeError):
-    """Measured times that contradict each other, or that noise has drowned."""
+    """Measured times that contradict each other, or that are smaller than the noise."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of steps of one program on one rank, [R] round by round.
+    """Seconds of steps of one program on one rank; [R] numbers, one per round.
 
     Attributes:
-      first: of a step in which only the first microbatch runs.
-      turns: of steps in which beside the first microbatch all actions of some stages run, those
-        that a rank holds.
-      of: of one in which beside the first microbatch one kind of action of one stage runs.
-      repeats: microbatches but the first.
+      first: the times of steps in which only the first microbatch runs.
+      turns: by the stages of a rank, the times of steps that add all actions of these stages to
+        the first microbatch.
+      of: by stage and kind, the times of steps that add the actions of one kind of one stage to the
+        first microbatch.
+      repeats: the number of microbatches after the first.
     """
 
     first: Sequence[float]
@@ -43,11 +44,11 @@ class Timed:
     repeats: int
 
     def each(self, taken: Sequence[float]) -> list[float]:
-        """[R] seconds that a microbatch adds; a round's runs are near each other in time."""
+        """Return [R] seconds per added microbatch; both steps of a difference are of one round."""
         return [(t - f) / self.repeats for t, f in zip(taken, self.first, strict=True)]
 
     def one_by_one(self, stages: Collection[int]) -> list[Took]:
-        """Time that each action of some stages adds when it runs alone."""
+        """Return the time that each action of some stages adds when it runs alone."""
         return [spread_of(self.each(taken)) for (k, _), taken in self.of.items() if k in stages]
 
 
@@ -67,15 +68,15 @@ def spread_of(times: Sequence[float]) -> Took:
 def conclude(
     timed: Sequence[Timed], names: Mapping[int, str], idle: Collection[Key] = ()
 ) -> dict[Key, Took]:
-    """Time that each action takes when a rank runs one after the other.
+    """Compute the time of each action when a rank runs its actions in turn.
 
-    One by one they say how they compare. How long they take says a rank's turn: all are longer by
-    as much as those of all ranks are together.
+    The times of single actions give their ratios. The rank's turns give the scale: all times are
+    multiplied by the sum of all ranks' turns, divided by the sum of their single actions.
 
     Args:
-      timed: of a program with whole backwards, and perhaps of one with halves.
-      names: what messages call the stages.
-      idle: actions that compute nothing, and so may take nothing.
+      timed: the times of a program with whole backwards, and perhaps of one with halves.
+      names: names of the stages for messages.
+      idle: actions that compute nothing, so their times may be 0.
 
     Raises:
       CalibrationError: the times are noise, or they contradict each other.
@@ -97,8 +98,9 @@ def conclude(
         wrong += _sums_that_disagree(one, names)
     if wrong:
         raise CalibrationError(
-            f"what was measured contradicts itself: {'; '.join(wrong)}; measure again on a quiet "
-            f"machine, with more rounds= or repeats=, and if it stays report it with these numbers"
+            f"the measured times contradict each other: {'; '.join(wrong)}; measure again on a "
+            f"quiet machine, with more rounds= or repeats=, and if that does not help, report it "
+            f"with these numbers"
         )
     in_turn: dict[Key, Took] = {}
     for one in timed:
@@ -109,11 +111,12 @@ def conclude(
 
 
 def slices_of(one: Timed, parts: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Compute [N] seconds of all actions of one slice, for ``Costs(slices=)``.
+    """Compute [N] seconds that each slice of a microbatch takes, for ``Costs(slices=)``.
 
     Args:
-      one: of a program of slices, with its first microbatch alone.
-      parts: [N] of steps in which beside the first microbatch one slice of the others runs.
+      one: times of a program with slices; only those of its first microbatch are read.
+      parts: [N] times of steps that add one slice of the other microbatches to the first
+        microbatch.
 
     Raises:
       CalibrationError: the times are noise.
@@ -137,9 +140,9 @@ def _check_noise(
     """Check that times are large compared with their spread.
 
     Raises:
-      CalibrationError: they do not.
+      CalibrationError: a time is not large compared with its spread.
     """
-    # The standard error of a median of normal numbers whose median distance from it is 1.
+    # The standard error of a median, for normal numbers with a median absolute deviation of 1.
     error = 1.86 / math.sqrt(rounds)
     drowned = [
         f"{kind} of {names[k]} took {_ms(took.median)} with a spread of {_ms(took.spread)}"
@@ -148,7 +151,7 @@ def _check_noise(
     ]
     if drowned:
         raise CalibrationError(
-            f"cannot conclude from {rounds} rounds, for too far apart are they: "
+            f"cannot conclude from {rounds} rounds, because their times differ too much: "
             f"{'; '.join(drowned)}; calibrate on a quiet machine, with more rounds= or repeats=, "
             f"or with larger microbatches"
         )
@@ -157,7 +160,7 @@ def _check_noise(
 def _halves_that_disagree(
     found: Mapping[Key, Took], longest: Mapping[int, float], names: Mapping[int, str]
 ) -> list[str]:
-    """Stages whose I and W take far more or far less than their B."""
+    """Describe the stages whose I and W take far more or far less than their B."""
     wrong = []
     for k, name in names.items():
         if not all((k, kind) in found for kind in "BIW"):
@@ -174,7 +177,7 @@ def _halves_that_disagree(
 
 
 def _sums_that_disagree(one: Timed, names: Mapping[int, str]) -> list[str]:
-    """Turns of a rank that its actions do not make up."""
+    """Describe the ranks whose turn takes far more or far less than the sum of its actions."""
     wrong, kinds = [], ", ".join(dict.fromkeys(kind for _, kind in one.of))
     for stages, times in one.turns.items():
         turn, parts = spread_of(one.each(times)), one.one_by_one(stages)

@@ -1,8 +1,8 @@
-"""The efficiency of a step on the devices that are there: `Pipeline.measure`.
+"""The efficiency of a step, measured on the pipeline's devices: `Pipeline.measure`.
 
-The step is compiled once more; which table entries run is an argument. So one program can run all
-actions of one rank, one kind of action of one stage, or nothing. The time of an action is its run
-minus the run of nothing. Letters: K stages.
+The step is compiled once more, with the table entries to run as an argument. So one program can run
+all actions of one rank, one kind of action of one stage, or nothing. The time of an action is its
+run minus the run of nothing. Letters: K stages.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Efficiency:
       ideal: median work of the busiest rank.
       efficiency: ideal / step.
       bubble: the part of the step in which the busiest rank waits, by the clock.
-      rest: the part that is neither work nor waiting.
+      rest: the part of the step that is neither work nor waiting.
       steps: [n] each step.
       works: [n] each measurement of the busiest rank's work.
-      rank: the busiest.
-      clock: of the bubble, "event" or "lockstep".
+      rank: the busiest rank.
+      clock: the clock that predicts the bubble, "event" or "lockstep".
       costs: measured durations of actions, for `schedules.simulate`.
       notes: circumstances that spoil the numbers.
     """
@@ -101,11 +101,11 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
 
     Args:
       plan: the options of the pipeline.
-      operands: of a training step.
-      steps: how many are timed.
+      operands: the arguments of a training step.
+      steps: number of steps to time.
 
     Raises:
-      ValueError: steps that are no count, or a batch that is traced.
+      ValueError: ``steps`` is no integer >= 1, or the batch or the weights are traced.
     """
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
         raise ValueError(
@@ -153,7 +153,7 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
 
 
 def _in_turn(timed: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
-    """Time programs in turn, a number of times each, after a run that compiles."""
+    """Time programs in turn, ``rounds`` times each, after a run of each that compiles it."""
     for run in timed:
         seconds(run)
     times = [[seconds(run) for run in timed] for _ in range(rounds)]
@@ -161,7 +161,7 @@ def _in_turn(timed: Sequence[Callable[[], Any]], rounds: int) -> list[list[float
 
 
 def _costs(plan: Plan, partial: Callable[[Any], Any], none: Runs) -> Costs:
-    """Measured durations of actions on a whole microbatch, in seconds; [K] of each kind."""
+    """Measure [K] durations of each kind of action on a whole microbatch, in seconds."""
     schedule = plan.schedule
     kinds = sorted({action.kind for order in schedule.orders for action in order})
     keys, runs = [], [none]
@@ -183,7 +183,7 @@ def _costs(plan: Plan, partial: Callable[[Any], Any], none: Runs) -> Costs:
 
 
 def _busy_elsewhere() -> float:
-    """Seconds that cores have worked for other processes since the start; 0 where no one says."""
+    """Return the seconds that cores have worked for other processes; 0 without ``/proc/stat``."""
     try:
         user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
     except (OSError, ValueError):
@@ -193,7 +193,7 @@ def _busy_elsewhere() -> float:
 
 
 def _notes(plan: Plan, timed: Mapping[str, Sequence[float]], others: float) -> list[str]:
-    """Circumstances that spoil the numbers.
+    """List the circumstances that spoil the numbers.
 
     Args:
       plan: the options of the pipeline.

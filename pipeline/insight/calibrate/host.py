@@ -14,7 +14,7 @@ from collectives.compat import to_device, to_host
 from pipeline.base.chips import TPU_OVERLAP
 from pipeline.insight.calibrate.calibration import Calibration
 
-TRIPS = 20  # to the host and back, that are timed at once
+TRIPS = 20  # round trips to host memory in one timed run
 
 
 def with_host(
@@ -24,9 +24,9 @@ def with_host(
 
     Args:
       found: a calibration.
-      device: one of those that were calibrated.
+      device: one of the calibrated devices.
       size: bytes of a value that moves.
-      seconds: times a step.
+      seconds: a function that times a step.
     """
     step = _trips(device, size)
     seconds(step)
@@ -36,7 +36,7 @@ def with_host(
 
 
 def _trips(device: Any, size: int) -> Callable[[], Any]:
-    """A step that writes as many bytes to places in host memory, and reads them back, in turn."""
+    """Make a step that writes ``size`` bytes to host memory and reads them back, `TRIPS` times."""
     count = max(1, size // 4)
 
     @jax.jit

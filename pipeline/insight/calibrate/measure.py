@@ -1,11 +1,13 @@
-"""Measured durations of a pipeline's actions, in the kernel that runs it.
+"""Durations of a pipeline's actions, measured in the kernel that runs them.
 
-A pipeline of one rank (`pipeline.insight.calibrate.one_rank`) holds the stages that differ, each
-once, and runs its program as any other does. It is timed with its first microbatch alone, with one
-kind of action of one stage for all microbatches, and with all of the stages that a rank of the
-pipeline holds, in turn. What an action takes is what it adds to the first; those of a rank in turn
-take longer than one by one where a stage finds its weights in a cache that the next would have
-filled.
+A pipeline of one rank (`pipeline.insight.calibrate.one_rank`) has one copy of each stage that
+differs from the others. Its program runs like that of any pipeline. It is timed with its first
+microbatch alone, with one kind of action of one stage for all microbatches, and with all actions of
+a rank's stages in turn.
+
+The time of an action is what it adds to the first microbatch's step. Actions of a rank take longer
+in turn than alone: an action that runs alone finds its weights in a cache, which the next stage
+would have filled.
 """
 
 from __future__ import annotations
@@ -54,10 +56,10 @@ from pipeline.insight.calibrate.one_rank import (
 )
 from schedules.core.costs import Costs, is_last_forward_free
 
-EXCHANGES = 100  # that are timed at once
-FIRST = "first"  # names the step of the first microbatch alone
-SLICE = "slice"  # with a number: the step of one slice of the others
-MOST_IN_FLIGHT = 4  # microbatches, so that what they leave fits beside the pipeline
+EXCHANGES = 100  # in one timed run
+FIRST = "first"  # key of the step with the first microbatch alone
+SLICE = "slice"  # with a number: key of the step with one slice of the other microbatches
+MOST_IN_FLIGHT = 4  # microbatches, so that their stashes fit in memory with the pipeline
 
 
 def calibrate(
@@ -74,7 +76,7 @@ def calibrate(
 ) -> Calibration:
     """Measure the actions of a pipeline of arrays, whose class is ``make``.
 
-    ``message()`` is how many bytes a message between its stages has. Other arguments are those of
+    ``message()`` returns the bytes of a message between its stages. Other arguments are those of
     `pipeline.Pipeline.calibrate`.
 
     Raises:
@@ -94,13 +96,13 @@ class Calibrator:
 
     Args are those of `calibrate`, and
 
-    * in_flight: microbatches that are on their way at a time; by default as in the pipeline, as far
-      as memory for a few of them goes.
+    * in_flight: number of microbatches in flight; by default as in the pipeline, at most
+      `MOST_IN_FLIGHT`.
     * held: stages of each rank; by default as in the pipeline.
 
     Attributes:
-      operands: of the step whose time beside its actions is the overhead, its plan first: what
-        `pipeline.insight.forecast.bytes.predict` takes.
+      operands: the plan and the arguments of the step that gives the overhead, as
+        `pipeline.insight.forecast.bytes.predict` takes them.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class Calibrator:
         plan = pipe.plan
         if in_flight is None:
             program = plan.training
-            units = plan.num_chunks * plan.schedule.num_slices  # of a microbatch on a rank
+            units = plan.num_chunks * plan.schedule.num_slices  # of each microbatch, on a rank
             in_flight = min(MOST_IN_FLIGHT, -(-program.values["stash"].device // units)) or 1
         self._pipe, self._chain, self._repeats = pipe, find_chain(pipe), repeats
         ranks = [
@@ -133,7 +135,7 @@ class Calibrator:
         self._alone = []  # pipelines of one rank, which keep their compiled steps alive
         steps: dict[Any, Callable[[], Any]] = {}
         for kinds in self._programs:
-            with warnings.catch_warnings():  # whoever made the pipeline has seen them
+            with warnings.catch_warnings():  # the user's pipeline has shown them
                 warnings.simplefilter("ignore")
                 one = one_rank(pipe, make, self._chain, kinds, repeats + 1, in_flight)
             self._alone.append(one)
@@ -159,12 +161,11 @@ class Calibrator:
         self._taken: dict[Any, list[float]] = {key: [] for key in steps}
 
     def turn(self) -> None:
-        """A round: run each step once.
+        """Run each step once, in a random order.
 
-        Whatever slows the machine for a while slows all alike. No two rounds have the same order:
-        what a step finds in caches is not always the same other step's. But those of a program run
-        behind each other, after one that does not count: none pays for the memory that a step of
-        another program gives back.
+        A disturbance of the machine then slows all steps alike, and no step always finds the same
+        data in caches. Steps of one program run together, after one run that is not counted. So no
+        counted run pays for the memory that another program's step has released.
         """
         for program in dict.fromkeys(program for program, _ in self._steps):
             order = [key for key in self._steps if key[0] == program]
@@ -174,7 +175,7 @@ class Calibrator:
                 self._taken[key].append(seconds(self._steps[key]))
 
     def conclude(self, rounds: int | None = None) -> Calibration:
-        """Compute the calibration from all rounds, or from the last so many.
+        """Compute the calibration from all rounds, or from the last ``rounds`` of them.
 
         Raises:
           CalibrationError: the times are noise, or they contradict each other.
@@ -223,7 +224,7 @@ def _check(pipe: Any, **counts: Any) -> None:
 
 
 def seconds(step: Callable[[], Any]) -> float:
-    """One run of a step, until its results are there."""
+    """Time one run of a step, in seconds, until its results are ready."""
     start = time.perf_counter()
     jax.block_until_ready(step())
     return time.perf_counter() - start
@@ -237,9 +238,9 @@ def _weighted(one: Timed, chain: Chain) -> Timed:
 
 
 def _idle(chain: Chain, plan: Plan) -> set[Key]:
-    """Actions that compute nothing."""
+    """Return the actions that compute nothing."""
     idle = {(n, kind) for n, of in enumerate(chain.kinds) if of in chain.idle for kind in "BIW"}
-    if is_last_forward_free(  # one rank has the head to itself
+    if is_last_forward_free(  # on one rank the head is not shared
         recomputes=plan.remat == "stage", shares_head=False, writes=plan.state is not None
     ):
         idle.add((len(chain.stages) - 1, "F"))
@@ -247,7 +248,7 @@ def _idle(chain: Chain, plan: Plan) -> set[Key]:
 
 
 def exchanges(mesh: Mesh, size: int) -> Callable[[], jax.Array]:
-    """Run a hundred exchanges of a number of bytes, in pairs of waiting neighbours."""
+    """Make a function that runs `EXCHANGES` exchanges of ``size`` bytes between neighbours."""
     ranks = mesh.shape[STAGE]
     edges = [(r + d, r + 1 - d) for r in range(0, ranks - 1, 2) for d in (0, 1)]
 
@@ -271,7 +272,7 @@ def _calibration(
     rounds: int,
     repeats: int,
 ) -> Calibration:
-    """The costs of every stage of the model."""
+    """Build the calibration, with the costs of every stage of the model."""
     plan, kinds = pipe.plan, [kind for kind in "FBIW" if (0, kind) in found]
     stages = [chain.stands_for(k) for k in range(plan.schedule.num_stages)]
     of = {kind: [max(0.0, found[n, kind].median) for n in stages] for kind in kinds}
@@ -280,7 +281,7 @@ def _calibration(
     inner = chain.inner()
     if inner is not None and "head" in plan.shared:
         ends["head"] = max(0.0, of["B"][-1] - found[inner, "B"].median)
-        of["F"][-1] = max(0.0, found[inner, "F"].median)  # whose output all ranks are sent
+        of["F"][-1] = max(0.0, found[inner, "F"].median)  # its output is sent to all ranks
     first = next((n for n, k in enumerate(chain.kinds) if k[0] == chain.kinds[0][0] and n), None)
     if first is not None and "embed" in plan.shared:
         ends["embed"] = max(0.0, of["F"][0] - found[first, "F"].median)
@@ -289,7 +290,7 @@ def _calibration(
             of[kind][0] = max(0.0, of[kind][0] - ends["embed"])
         if kind in "BI":
             of[kind][-1] = max(0.0, of[kind][-1] - ends["head"])
-    if "I" not in of:  # so nothing is gained by splitting a backward
+    if "I" not in of:  # these costs promise no gain from splitting a backward
         of |= {"I": of["B"], "W": [0.0] * len(stages)}
         spread |= {"i": spread["b"], "w": (0.0,) * len(stages)}
     whole: dict[str, Any] = {"b": of["B"], "comm": max(0.0, exchanged.median), **ends}

@@ -1,7 +1,7 @@
 """The stages of a pipeline that differ, as a pipeline of one rank whose actions run one by one.
 
-Which entries of its table run is an operand of the compiled step (`partial_step`), so that one
-compilation serves for the step of one kind of action alone and for that of all.
+The compiled step takes the table entries to run as an operand (`partial_step`). So one compilation
+serves for the step of one kind of action alone and for the step of all actions.
 
 Letters: K stages, M microbatches, T ticks, S ranks.
 """
@@ -32,11 +32,11 @@ Runs = NDArray[np.bool_]  # [T, slots, S] which entries of a program's table run
 
 @dataclass(frozen=True)
 class Chain:
-    """Stages that one rank runs after each other: of each kind in a row, the first.
+    """Stages to time, in order, on one rank: the first of each run of equal stages.
 
     Attributes:
       stages: their indices in the model, ascending.
-      kinds: what each is; of equal ones, one is timed.
+      kinds: the kind of each of these stages; of equal stages, only the first is timed.
       kind_of: [K] the kind of every stage of the model.
       idle: kinds of stages whose backward computes nothing.
     """
@@ -47,18 +47,18 @@ class Chain:
     idle: frozenset[Any]
 
     def stands_for(self, k: int) -> int:
-        """The stage of the chain that is timed for stage k."""
+        """Return the index in the chain of the stage that is timed for stage k."""
         return self.kinds.index(self.kind_of[k])
 
     def inner(self) -> int | None:
-        """A stage of the chain that is as the last, but not the last; None if there is none."""
+        """Return the index of an inner stage that equals the last; None if there is none."""
         group, way, _, _ = self.kinds[-1]
         here = (n for n, kind in enumerate(self.kinds) if kind == (group, way, False, False))
         return next(here, None)
 
 
 def find_chain(pipe: Any) -> Chain:
-    """Find the stages that differ in computation, in the extent of the backward, or in place."""
+    """Find the stages that differ in computation, in needed gradients, or as first or last."""
     plan, kind_of, found = pipe.plan, [], []
     needs_gradients = pipe.trained.needs_gradients(want_inputs=False)
     groups: list[Any] = []
@@ -80,14 +80,14 @@ def find_chain(pipe: Any) -> Chain:
         and inner not in kinds
         and [g for g, *_ in kind_of[-2:]] == [group] * 2
     ):
-        found.insert(-1, (last, inner))  # whose difference from the last is the head
+        found.insert(-1, (last, inner))  # the last stage without the head, whose time is the rest
     idle = frozenset(kind for _, kind in found if not kind[1].is_any)
     stages, kinds = zip(*found, strict=True)
     return Chain(stages, kinds, tuple(kind_of), idle)
 
 
 def _stage(pipe: Any, k: int) -> nnx.Module:
-    """Return a whole stage, as all ranks hold it."""
+    """Return one whole stage of the model."""
     for rank, held in enumerate(pipe.schedule.stages_of):
         if k in held:
             return take_stage(pipe.chunks[held.index(k)], rank)
@@ -102,7 +102,7 @@ def one_rank(
     microbatches: int,
     in_flight: int,
 ) -> Any:
-    """A pipeline of the stages of a chain on the devices of the first rank."""
+    """Make a pipeline of a chain's stages on the devices of the first rank."""
     plan, mesh = pipe.plan, pipe.plan.mesh
     devices = np.take(mesh.devices, [0], axis=mesh.axis_names.index(STAGE))
     options = plan.options.to_dict() | {
@@ -118,14 +118,14 @@ def one_rank(
         "ignore": (),
         "wrt": _remapped(plan.wrt, chain.stages),
         "costs": None,
-        # What runs one by one would gather another chunk beside each action.
+        # With windows, an action that is timed alone would gather another chunk's weights too.
         "gather": "step" if plan.has_windows else plan.gather,
     }
     return make([_stage(pipe, k) for k in chain.stages], **options | ends_of(pipe))
 
 
 def _remapped(wrt: Any, stages: Sequence[int]) -> Any:
-    """A filter that is asked about some stages, and answers as if they were in their places."""
+    """Make a filter that shows ``wrt`` the chain's stages under their indices in the model."""
     if isinstance(wrt, type) and issubclass(wrt, nnx.Param):
         return wrt
     asks = nnx.filterlib.to_predicate(wrt)
@@ -141,10 +141,10 @@ def _remapped(wrt: Any, stages: Sequence[int]) -> Any:
 def timetable(
     num_stages: int, kinds: str, microbatches: int, in_flight: int, num_slices: int = 1
 ) -> Schedule:
-    """One rank: each microbatch goes through all stages, and back when so many have gone.
+    """Schedule one rank: forwards through all stages, backwards ``in_flight`` microbatches later.
 
-    Weights' halves are as far behind the inputs', so that what an action reads has been left for as
-    long as in a step, and lies in no cache. Slices of a microbatch follow each other.
+    W actions are as far behind I actions. So the values that an action reads were written as long
+    ago as in a real step, and are in no cache. Slices of a microbatch follow each other.
     """
     there = range(num_stages)
     order: list[str] = []
@@ -174,7 +174,7 @@ def _units(microbatch: int, num_slices: int) -> list[str]:
 def entries(
     program: Program, chunks: Collection[int], kinds: str = "FBIW", *, rank: int | None = None
 ) -> Runs:
-    """Mark some kinds of action of some chunks, on every rank or on one."""
+    """Mark the entries of some kinds of action of some chunks, on every rank or on one."""
     runs = np.zeros_like(program.op, bool)
     ranks = slice(None) if rank is None else rank
     for index, slot in enumerate(program.slots):
@@ -185,9 +185,9 @@ def entries(
 
 
 def first_and(program: Program, runs: Runs | None = None, part: int | None = None) -> Runs:
-    """Mark all entries of the first microbatch, and some of the others, perhaps of one slice."""
+    """Mark all entries of the first microbatch, and ``runs``, or only one slice of ``runs``."""
     N = program.schedule.num_slices
-    first = (program.microbatch < N) & (program.op > 0)  # units, of which a microbatch has N
+    first = (program.microbatch < N) & (program.op > 0)  # a microbatch has N units
     if runs is None:
         return first
     return first | (runs if part is None else runs & (program.microbatch % N == part))
@@ -203,7 +203,7 @@ def operands_of(pipe: Any, inputs: Tree, targets: Tree, extras: Any = None) -> O
 
 
 def partial_step(plan: Plan, operands: Operands) -> Callable[[Any], Any]:
-    """A function of which entries of its table run: the training step of a pipeline."""
+    """Make the training step of a pipeline, as a function of the table entries to run."""
 
     def run(runs: Any) -> Any:
         with meshes.entered(plan.mesh, plan.home):

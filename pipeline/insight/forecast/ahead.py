@@ -1,8 +1,8 @@
-"""A whole training step, compiled without its machine.
+"""A whole training step, compiled without the devices that run it.
 
 A pipeline may be made of types: its stages by `nnx.eval_shape`, its mesh of described devices
-(`jax.experimental.topologies`). Such a pipeline says what a step will hold and can be compiled,
-with the optimizer's update as well, but not run.
+(`jax.experimental.topologies`). Such a pipeline predicts the memory of a step. It can be compiled,
+also with the optimizer's update, but not run.
 
 Letters: S ranks, D data shards, N rows of a batch.
 """
@@ -24,11 +24,11 @@ from pipeline.base.tree import Tree
 def lower_step(
     pipe: Any, optimizer: Any, inputs: Tree, targets: Tree, extras: Any
 ) -> jax.stages.Lowered:
-    """Loss, gradients and update, traced and not compiled; all state is donated.
+    """Lower loss, gradients and update, without compiling them; all state is donated.
 
     Args:
       pipe: a `Pipeline`.
-      optimizer: an `nnx.Optimizer` of its parameters.
+      optimizer: an `nnx.Optimizer` of the pipeline's parameters.
       inputs: [N, ...] leaves, arrays or types.
       targets: [N, ...] leaves, arrays or types.
       extras: [N, ...] leaves, arrays or types, or None.
@@ -38,7 +38,7 @@ def lower_step(
 
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
     hosted = any(place.memory_kind == HOST_MEMORY for place in jax.tree.leaves(places))
-    # State that is given away lends its memory to a result, of the same memory if jax is told.
+    # A result reuses donated host memory only if its sharding names host memory.
     told = {"out_shardings": (places, None)} if hosted else {}
 
     @functools.partial(jax.jit, donate_argnums=0, **told)
@@ -54,7 +54,7 @@ def lower_step(
 
 
 def _placed(tree: Tree, specs: LeafSpecs, mesh: Mesh) -> Tree:
-    """Give the types of a part of a batch the shardings of ``batch=``, or their own shardings."""
+    """Give types without a sharding, in a part of a batch, the shardings of ``batch=``."""
 
     def one(leaf: Any, spec: PartitionSpec | None) -> Any:
         if not isinstance(leaf, jax.ShapeDtypeStruct) or leaf.sharding is not None:
@@ -70,7 +70,7 @@ def check_optimizer(pipe: Any, optimizer: Any) -> None:
     """Check that an optimizer can update a pipeline.
 
     Raises:
-      ValueError: it is no `nnx.Optimizer`, or one of other parameters.
+      ValueError: it is no `nnx.Optimizer`, or its parameters are not those of the pipeline.
     """
     if not isinstance(optimizer, nnx.Optimizer):
         raise ValueError(
@@ -90,7 +90,7 @@ def check_optimizer(pipe: Any, optimizer: Any) -> None:
     )
     try:
         needed = jax.eval_shape(optimizer.tx.init, nnx.as_pure(nnx.state(pipe, optimizer.wrt)))
-    except ValueError as error:  # it looks for parameters that are not there
+    except ValueError as error:  # the optimizer names parameters that the pipeline lacks
         raise ValueError(other) from error
     if _types(needed) != _types(nnx.as_pure(optimizer.opt_state)):
         raise ValueError(other)
@@ -101,7 +101,7 @@ def _paths(state: Tree) -> list[Any]:
 
 
 def _types(tree: Tree) -> list[tuple[Any, ...]]:
-    """Path, shape and dtype of every leaf."""
+    """Return path, shape and dtype of every leaf."""
     return [
         (jax.tree_util.keystr(path), tuple(leaf.shape), leaf.dtype)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)

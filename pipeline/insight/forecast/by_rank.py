@@ -1,7 +1,8 @@
 """Bytes that each rank holds in a step of programs (``engine="programs"``).
 
 Between actions a rank holds weights, batch, sums, and the values that its own later actions read.
-Types and order give that to the byte. The compiler reports the temporaries of a running action.
+Types and the order of actions determine these bytes exactly. The compiler reports the temporaries
+of a running action.
 Letters: S ranks.
 """
 
@@ -35,13 +36,13 @@ class RankBytes:
     """Bytes of a rank, on each of its devices.
 
     Attributes:
-      weights: an argument: its part of parameters and all other state.
-      batch: an argument: inputs, targets and extras of the data shard.
-      sums: what its actions add to: gradients, loss, results.
-      values: the most that it holds of values between two actions.
-      counts: how many of each kind of value these are.
+      weights: arguments: the rank's parameters and all other state.
+      batch: arguments: inputs, targets and extras of the data shard.
+      sums: arrays that actions add to: gradients, loss, results.
+      values: the most bytes of values that the rank holds between two actions.
+      counts: the number of values of each kind at that time.
       sent: the messages that it sends in a step.
-      compiled: the most of it all while an action runs; None if this process has not compiled it.
+      compiled: the largest total while an action runs; None if this process has not compiled it.
     """
 
     weights: int
@@ -58,7 +59,7 @@ class RankBytes:
         return self.weights + self.batch + self.sums
 
     def line(self, rank: int) -> str:
-        """The line of `Pipeline.describe`."""
+        """Return the line of `Pipeline.describe`."""
         held = [f"{count} {plural(name, count)}" for name, count in self.counts.items()]
         values = f", {' and '.join(held)} {self.values:,}" if held else ""
         compiled = "" if self.compiled is None else f"; compiled {self.compiled:,}"
@@ -69,10 +70,10 @@ class RankBytes:
 
 
 def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[RankBytes]:
-    """[S] the bytes of `runtime.train`; weights and batch as arrays or their types.
+    """Predict [S] the bytes of `runtime.train`; weights and batch as arrays or types.
 
-    Not counted: the forward actions of a loss that the step needs before it runs, the numbers of
-    microbatches and, between processes, the zeros that a receiver gives an exchange.
+    Not counted are the forward actions of a loss that the step needs before it runs, the numbers of
+    microbatches and, between processes, the zeros that a receiver passes to an exchange.
     """
     models = runtime.trace_train(plan, model, weights, batch)
     ranks = []
@@ -111,7 +112,7 @@ def _is_on(x: Any, mesh: Mesh) -> bool:
 
 
 def _bytes_on_device(types: Tree) -> int:
-    """The bytes of arrays of these types on one of their devices."""
+    """Return the bytes of arrays of these types on one of their devices."""
     return sum(
         nbytes(jax.ShapeDtypeStruct(t.sharding.shard_shape(t.shape), t.dtype))
         for t in jax.tree.leaves(types)
@@ -160,13 +161,13 @@ def describe_ranks(
     *,
     compiled: bool,
 ) -> list[str]:
-    """Lines on the bytes that each rank holds, and sends.
+    """Describe in lines the bytes that each rank holds and sends.
 
     Args:
       pipe: the pipeline.
       operands: model, weights and batch of a step.
       optimizer: its `nnx.Optimizer`, or None.
-      compiled: whether to compile the programs and say what they hold.
+      compiled: whether to compile the programs and add the bytes that the compiler reports.
 
     Raises:
       ValueError: the optimizer is not this pipeline's.
@@ -184,7 +185,7 @@ def describe_ranks(
 
 
 def _optimizer_bytes(plan: Plan, optimizer: nnx.Optimizer[Any]) -> str:
-    """The bytes of its state on a device of each rank: one number if all ranks have one mesh."""
+    """Return the bytes of optimizer state on a device of each rank; one number for one mesh."""
     state = nnx.state(optimizer)
     if plan.stage_meshes is None:
         return f"{sum(one.device_bytes for one in placed(state, plan.mesh)):,}"

@@ -1,11 +1,11 @@
 """Memory of a step on each device, predicted from types alone.
 
-Letters: S ranks, D data shards. One program runs on all ranks, so every rank allocates the same:
-the most that any of them needs. The prediction is read off the traced step itself, the one that is
-compiled: what its refs take (messages, stashes, crossings, gradients), and beside them the most
-that is live at any moment within an action (`pipeline.insight.forecast.liveness`). With
-``remat="stage"`` that is mainly the residuals of one stage, which its backward computes again. What
-is live depends on what the compiler fuses, so on the platform of the mesh.
+Letters: S ranks, D data shards. One program runs on all ranks, so every rank allocates as much as
+the rank that needs most. The prediction reads the traced step that is also compiled. It counts the
+step's refs (messages, stashes, crossings, gradients), and the most that is live in addition within
+an action (`pipeline.insight.forecast.liveness`). With ``remat="stage"`` that is mainly the
+residuals of one stage, which its backward recomputes. The live bytes depend on what the compiler
+fuses, and so on the platform of the mesh.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ NAMES = ("messages", "stashes", "crossings", "carries", "kept", "windows", "tota
 
 @dataclass(frozen=True)
 class PlaceBytes:
-    """Equal places for one kind of value.
+    """Buffers of equal size for one kind of value.
 
     Attributes:
-      count: how many.
-      each: bytes of one.
+      count: number of buffers.
+      each: bytes of one buffer.
     """
 
     count: int = 0
@@ -45,7 +45,7 @@ class PlaceBytes:
 
     @property
     def size(self) -> int:
-        """Bytes of all."""
+        """The bytes of all buffers."""
         return self.count * self.each
 
 
@@ -54,25 +54,27 @@ class MemoryPrediction:
     """Bytes of a step on each device.
 
     Attributes:
-      weights: an argument: parameters and all other state of the stages and ends.
-      batch: an argument: the data shard's inputs, targets and extras.
-      returned: results: the loss and the gradients, in the weights' dtype; they are summed where
-        they are returned if that dtype has the 4 bytes that sums are kept in.
-      totals: sums of gradients that are not.
-      messages: activations and their gradients on a rank, one more than the timetable needs: what
-        nobody reads is written there.
+      weights: arguments: parameters and all other state of the stages and ends.
+      batch: arguments: inputs, targets and extras of the data shard.
+      returned: results: the loss and the gradients, in the weights' dtype. Gradients are summed in
+        these results if the dtype has 4 bytes, as sums have.
+      totals: sums of gradients that are not summed in the results.
+      messages: activations and their gradients on a rank. There is one buffer more than the
+        timetable needs: messages that are not read are written to it.
       stashes: residuals from F to B.
-      crossings: what I leaves for W.
-      carries: what slices of sequences leave for later ones (keys and values), and its gradients.
-      kept: gradients for the inputs, where they are not returned as they are kept.
-      workspace: the most that is live beside all that: within one action, or at the end of the
-        step, when gradients are summed over ``data``.
-      casts: weights in the narrower dtype that stages compute in, where it is made once a step.
-      windows: whole weights and gradients of the chunks that a rank works on, where it gathers
-        those that it comes to.
+      crossings: values that I leaves for W.
+      carries: values that slices of sequences leave for later slices (keys and values), and their
+        gradients.
+      kept: gradients for the inputs, unless the arrays that keep them are returned.
+      workspace: the most that is live in addition: within one action, or at the end of the step,
+        when gradients are summed over ``data``.
+      casts: weights in the narrower dtype that stages compute in, if they are cast once a step.
+      windows: whole weights and gradients of the chunks that a rank works on, if it gathers them
+        chunk by chunk.
       host_stashes: stashes in host memory, which count in no sum of device bytes.
-      host_crossings: crossings in host memory, likewise.
-      lent: results that are written at the end of the step, and hold anything but stashes before.
+      host_crossings: crossings in host memory, which count in no sum of device bytes.
+      lent: results that are written at the end of the step; until then their memory holds any
+        temporaries but stashes.
     """
 
     weights: int
@@ -116,7 +118,7 @@ class MemoryPrediction:
 
     @property
     def largest(self) -> tuple[str, int]:
-        """The part that takes most, in words, and its bytes."""
+        """The largest part, in words, and its bytes."""
         parts = {
             "the weights": self.weights,
             "the batch": self.batch,
@@ -153,15 +155,15 @@ def predict(
     want_inputs: bool = False,
     used: bool = False,
 ) -> MemoryPrediction:
-    """The bytes of `runtime.train` on each device.
+    """Predict the bytes of `runtime.train` on each device.
 
     Args:
       plan: the options of the pipeline.
       model: the user's model.
       weights: [S, ...] leaves of chunks, and leaves of the ends; arrays or their types.
-      batch: [N, ...] leaves, likewise.
+      batch: [N, ...] leaves; arrays or their types.
       want_inputs: whether gradients for the inputs are wanted.
-      used: whether the same program uses the gradients: they are temporaries then, no results.
+      used: whether the same program uses the gradients: they are then temporaries, not results.
     """
     traced = runtime.train.trace(plan, model, weights, batch, want_inputs=want_inputs)
     body, compiler = find_shard_map(traced.jaxpr.jaxpr), compiler_of(plan.mesh)
@@ -199,7 +201,7 @@ def predict(
 
 
 def _cast_before(body: Any) -> int:
-    """Bytes of the narrow copies of weights that are made before the ticks, gathered or not."""
+    """Count the bytes of narrow copies of weights made before the ticks, gathered or not."""
     made = {
         var: eqn
         for eqn in equations(body)
@@ -211,7 +213,7 @@ def _cast_before(body: Any) -> int:
 
 
 def _on_host(made: Iterable[Any]) -> dict[str, PlaceBytes]:
-    """The pools in host memory, by name, of the equations that make them."""
+    """Return the pools in host memory, by name, from the equations that make them."""
     found: dict[str, PlaceBytes] = {}
     for eqn in made:
         stack, aval = str(eqn.source_info.name_stack).split("/"), eqn.outvars[0].aval
@@ -224,7 +226,7 @@ def _on_host(made: Iterable[Any]) -> dict[str, PlaceBytes]:
 def compiler_of(mesh: Mesh) -> Compiler:
     """Model of the compiler for a mesh's devices; CPU's for unknown platforms."""
     lone = frozenset(str(axis) for axis, size in mesh.shape.items() if size == 1)
-    # Described GPUs call themselves by their runtime, those that are there do not.
+    # Described GPUs have the name of their runtime as platform, real GPUs do not.
     kinds = {
         "tpu": Compiler(products_fuse=True, rounds=True, lone=lone),
         "gpu": (gpu := Compiler(products_add=True, lone=lone, lends=True)),
@@ -236,8 +238,9 @@ def compiler_of(mesh: Mesh) -> Compiler:
 def _name(eqn: Any) -> str:
     """Name the use of a ref, by the name scope of its creation.
 
-    A scope is the one mark that JAX carries from the place where a ref is made to its equation: the
-    ref that Python holds during a trace cannot be found again among the variables of the jaxpr.
+    The name scope is the only mark that JAX carries from the Python code that makes a ref to its
+    equation. The ref that Python holds during a trace cannot be found again among the variables of
+    the jaxpr.
     """
     scopes: Iterable[str] = str(eqn.source_info.name_stack).split("/")
     return next((scope for scope in scopes if scope in NAMES), "totals")

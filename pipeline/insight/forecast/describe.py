@@ -21,7 +21,7 @@ _STRAIGHT = (
     "is the compiler's to keep"
 )
 
-_PLACES = (  # of a kind of values, in a memory, and what they are called
+_PLACES = (  # kind of values, their memory, and the text for it
     ("operand", "device", "message buffers"),
     ("stash", "device", "residual stashes"),
     ("crossing", "device", "stashes of what I leaves for W"),
@@ -31,7 +31,7 @@ _PLACES = (  # of a kind of values, in a memory, and what they are called
 
 
 def summary(pipe: Any) -> dict[str, str]:
-    """Fields that `print` shows of a pipeline, line by line; only options that are no defaults."""
+    """Return the fields that `print` shows of a pipeline; options only if not at their defaults."""
     schedule, plan = pipe.schedule, pipe.plan
     parts = (one.stages if isinstance(one, Overlaid) else [one] for one in pipe.chunks)
     stages = [stage for part in parts for stage in part]
@@ -59,7 +59,7 @@ def summary(pipe: Any) -> dict[str, str]:
 
 
 def _short(value: Any) -> str:
-    """A few words for a value; a function, a module and a long value go by their name or type."""
+    """Describe a value in a few words; a function, module or long value by its name or type."""
     name: str = getattr(value, "__name__", type(value).__name__)
     if isinstance(value, nnx.Module) or hasattr(value, "__name__"):
         return name
@@ -73,7 +73,7 @@ def _mesh(plan: Plan) -> str:
 
 
 def _axes(plan: Plan) -> str:
-    """The sizes of the mesh's axes, or of each rank's mesh."""
+    """Describe the sizes of the mesh's axes, or of each rank's mesh."""
     if plan.stage_meshes is None:
         return " x ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items())
     shapes = [{**mesh.shape} for mesh in plan.stage_meshes]
@@ -82,7 +82,7 @@ def _axes(plan: Plan) -> str:
 
 
 def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
-    """A few lines: sizes, schedule and why, ticks, places, bubbles, memory, unlike stages."""
+    """Describe sizes, schedule and its reason, ticks, buffers, bubbles, memory, unlike stages."""
     schedule, unlike = plan.schedule, [] if plan.stage_meshes else _unlike(chunks)
     used = sum(mesh.size for mesh in plan.rank_meshes)
     present = len(plan.mesh.devices.flat[0].client.devices())
@@ -119,7 +119,7 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
             f"beyond the next action"
         )
     lines += _sharded(plan)
-    if plan.facts.unsplit:  # known once a step was traced
+    if plan.facts.unsplit:  # known once a step has been traced
         lines.append(f"I does whole what cannot be split: {'; '.join(plan.facts.unsplit)}")
     return "\n".join([*lines, *unlike])
 
@@ -200,19 +200,19 @@ def _repeats(plan: Plan) -> str:
 
 
 def _places(program: Program) -> str:
-    """Describe the places that a rank's memory is divided into."""
+    """Describe the buffers in a rank's memory."""
     counts = [getattr(program.values[kind], memory) for kind, memory, _ in _PLACES]
     rows = enumerate(zip(counts, _PLACES, strict=True))
     return ", ".join(f"{count} {text}" for n, (count, (*_, text)) in rows if count or n < 2)
 
 
 def _is_offloading(program: Program) -> bool:
-    """Tell whether a program has places in host memory."""
+    """Tell whether a program has buffers in host memory."""
     return any(placement.host for placement in program.values.values())
 
 
 def _why_slots(plan: Plan) -> str:
-    """Why a tick has these slots."""
+    """Explain why a tick has these slots."""
     if plan.pattern is None:
         meet = "keep only the ranks that they join" if plan.partners else "are barriers"
         return f"the fastest where exchanges {meet}"

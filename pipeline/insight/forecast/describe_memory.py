@@ -27,18 +27,18 @@ def describe_memory(
     trained: Trained,
     compiled: bool,
 ) -> list[str]:
-    """Lines on bytes held, and on bytes sent.
+    """Describe in lines the bytes that a step holds and the bytes that it sends.
 
     Args:
       plan: the options of the pipeline.
       chunks: the V chunks.
       ends: embed and head.
-      operands: model, weights and batch of a step; None for those of the last one.
+      operands: model, weights and batch of a step; None for the last step's.
       trained: which parameters have gradients.
-      compiled: whether to compile the step and say what it holds.
+      compiled: whether to compile the step and add the bytes that the compiler reports.
 
     Raises:
-      ValueError: there is nothing to compile.
+      ValueError: ``compiled`` without a batch.
     """
     operands = operands or plan.facts.last
     if operands is None and compiled:
@@ -57,7 +57,7 @@ def describe_memory(
 
 
 def memory_lines(found: MemoryPrediction, compiled: Any = None) -> list[str]:
-    """Write each rank's predicted memory, and the compiler's own figures.
+    """Write each rank's predicted memory, and the compiler's figures if there are any.
 
     Args:
       found: the prediction.
@@ -87,8 +87,8 @@ def host_lines(found: MemoryPrediction, optimizer: int = 0) -> list[str]:
     """Describe the bytes of each rank in host memory, if any.
 
     Args:
-      found: of loss and gradients.
-      optimizer: bytes of the optimizer's state there.
+      found: the prediction for loss and gradients.
+      optimizer: bytes of the optimizer's state in host memory.
     """
     places = [
         f"optimizer {optimizer:,}" if optimizer else "",
@@ -102,7 +102,7 @@ def host_lines(found: MemoryPrediction, optimizer: int = 0) -> list[str]:
 
 
 def text_of_temporaries(found: MemoryPrediction) -> str:
-    """Write the parts of temporaries."""
+    """List the parts of the temporaries."""
     places = [
         _places("messages", found.messages),
         _places("stashes", found.stashes),
@@ -121,7 +121,7 @@ def text_of_temporaries(found: MemoryPrediction) -> str:
 
 
 def known_line(plan: Plan, chunks: nnx.Module, ends: nnx.Module, trained: Trained) -> str:
-    """Write the sizes that are known before any batch is."""
+    """Write the sizes that are known before any batch."""
 
     def size(module: nnx.Module, *filters: Any) -> int:
         return sum(map(nbytes, jax.tree.leaves(nnx.state(module, *filters))))

@@ -1,7 +1,8 @@
-"""A jaxpr as values that need memory, or are computed on the way to others.
+"""A graph of a jaxpr's values: held in memory, or fused into the equations that read them.
 
-Calls are inlined. What an equation makes is held, has memory of its own, unless something reads it
-that computes its operands on the way; then what it is computed from must be in memory instead.
+Calls are inlined. A result is held, in memory of its own, unless the equation that reads it
+computes its operands itself. Then the values that the result is computed from must be in memory
+instead.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ class Compiler:
     """Model of how a platform's compiler fuses a jaxpr.
 
     Attributes:
-      products_fuse: matrix products compute their operands on the way, exponentials too, and
-        within them what alone reads their results, an addition to a ref included. So the TPU
-        compiler's optimised HLO shows; XLA for CPU keeps what such products read and make.
-      products_add: matrix products add what they make to a ref, transposed if need be, and
-        exponentials are computed again within each of their readers. So XLA for GPU.
-      rounds: what products round to bfloat16 is kept so (`pipeline.insight.forecast.narrower`).
-      lone: mesh axes of one device. Sums over them are dropped; XLA for CPU makes new arrays.
+      products_fuse: matrix products and exponentials compute their operands themselves. Arithmetic
+        that alone reads a product's result is computed within the product, also an addition to a
+        ref. The TPU compiler's optimised HLO shows this; XLA for CPU holds the operands and results
+        of such products.
+      products_add: matrix products add their results to a ref, transposed if need be. Exponentials
+        are computed again within each of their readers. XLA for GPU does this.
+      rounds: arrays that products round to bfloat16 are kept in bfloat16
+        (`pipeline.insight.forecast.narrower`).
+      lone: mesh axes of one device. The compiler drops sums over them; XLA for CPU makes new
+        arrays.
       lends: whether results lend their memory to other values until they are written.
     """
 
@@ -44,12 +48,12 @@ class Compiler:
 
 @dataclass(eq=False)
 class FusionValue:
-    """Something in memory, or computed on the way.
+    """A value that is held in memory, or computed where it is read.
 
     Attributes:
       size: bytes, if it is held.
       held: whether it has memory of its own.
-      sources: what must be in memory to compute it; itself if it is held.
+      sources: the held values that it is computed from; itself if it is held.
     """
 
     size: int
@@ -66,14 +70,14 @@ class Node:
     """A node of the graph: one equation.
 
     Attributes:
-      eqn: it.
-      operands: what it is given, None for literals.
-      reads: its operands, but for literals.
+      eqn: the equation.
+      operands: its operands, None for literals.
+      reads: its operands without the literals.
       makes: its results.
-      fuses: whether it computes its operands on the way.
-      given: operands that it may overwrite with its results, if nobody else reads them.
-      loop: whether it passes its operands on to a body, and back.
-      inner: the bytes of what happens inside, its results not counted.
+      fuses: whether it computes its operands itself.
+      given: operands that its results may overwrite, if no other node reads them.
+      loop: whether it has a body that can reuse the memory of its operands.
+      inner: the bytes that its body holds, without its results.
     """
 
     eqn: Any
@@ -116,11 +120,11 @@ class Node:
 
 
 class FusionFlow:
-    """The reader of jaxprs, which builds the graph.
+    """A builder of the graph, which reads jaxprs.
 
     Args:
-      enter: looks into an equation with a body, given its node and its operands.
-      compiler: whose memory is meant.
+      enter: called for an equation with a body, with its node and its operands.
+      compiler: the model of the compiler.
 
     Attributes:
       nodes: the equations, in order.
@@ -133,10 +137,10 @@ class FusionFlow:
         self.nodes: list[Node] = []
         self.refs: dict[FusionValue, Any] = {}
         self.hosts: list[Any] = []
-        self._contents: set[FusionValue] = set()  # what refs hold, read as a whole
+        self._contents: set[FusionValue] = set()  # results of reads of whole refs
 
     def read(self, jaxpr: Any, inputs: Slots) -> list[FusionValue | None]:
-        """Add a jaxpr's equations; returns its outputs."""
+        """Add a jaxpr's equations and return its outputs."""
         constants = [FusionValue(0, held=True) for _ in jaxpr.constvars]
         return follow(jaxpr, inputs, constants, lambda _: None, self._equation)
 
@@ -165,8 +169,8 @@ class FusionFlow:
             self._contents.update(makes)
         if name == "device_put" and not makes[0].size and _makes_pool(eqn):
             self.hosts.append(eqn)
-            node.reads = []  # zeros, which the host writes by itself
-        # A part of a ref, changed where the ref lies: it is put back next.
+            node.reads = []  # zeros, which the host writes itself
+        # An update of a part of a ref, in place: the result is written back to the ref next.
         in_place = name == "dynamic_update_slice" and reads[0] in self._contents
         if name == "get" or in_place or (what.cost < HEAVY and not what.whole):
             node.fuses = True
@@ -188,7 +192,7 @@ class FusionFlow:
         return list(makes)
 
     def _turned(self, eqn: Any, side: int, value: FusionValue) -> FusionValue:
-        """An operand of a product, with its axes in the order that the product takes."""
+        """Return a product's operand, transposed if its axes are not in the product's order."""
         contracting, batch = (axes[side] for axes in eqn.params["dimension_numbers"])
         rank = eqn.invars[side].aval.ndim
         free = [axis for axis in range(rank) if axis not in (*contracting, *batch)]
@@ -213,7 +217,7 @@ def _makes_pool(eqn: Any) -> bool:
 
 
 def _keeps(eqn: Any) -> bool:
-    """Tell whether a result is its operand's bytes in the same order."""
+    """Tell whether a result has the bytes of its operand, in the same order."""
     if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
         return False
     given, made = eqn.invars[0].aval, eqn.outvars[0].aval

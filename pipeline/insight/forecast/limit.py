@@ -1,7 +1,7 @@
 """The warning of a step too large for a device, before it is compiled, with the best option.
 
-Letters: M microbatches. What would help is not known by rule: every option that would give the
-same gradients is predicted too (`pipeline.insight.forecast.bytes`), each alone.
+Letters: M microbatches. No rule says which option helps. So the memory of each option that gives
+the same gradients is predicted too (`pipeline.insight.forecast.bytes`), one at a time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def warn_of_memory(
 def alternatives(
     plan: Plan, model: Model, weights: Weights, batch: Batch
 ) -> Iterator[tuple[str, Plan, Model]]:
-    """List options with the same gradients, as a user writes them, and their pipelines."""
+    """Yield the options with the same gradients, as a user writes them, with plans and models."""
     schedule = plan.schedule
     if plan.remat != "stage":
         frugal = dataclasses.replace(model, policy=None, gathers_again=False)
@@ -79,7 +79,7 @@ def alternatives(
 
 
 def _build(name: str, sizes: dict[str, Any]) -> Any:
-    """Build a family's schedule; None if the family has none of these sizes."""
+    """Build a family's schedule; None if the family does not allow these sizes."""
     try:
         return build(name, **sizes)
     except ScheduleError:
@@ -92,8 +92,8 @@ def _message(
     weights, batch = operands
     others = []
     for text, other, code in alternatives(plan, model, weights, batch):
-        compiled = other.programs.make()  # goes again when the next alternative is predicted
-        compiled.warned = plan.compiled.warned  # once is enough
+        compiled = other.programs.make()  # dropped when the next alternative is predicted
+        compiled.warned = plan.compiled.warned  # no second warning
         others.append((predict(other, code, weights, batch, **wanted).total, text))
     least, text = min(others, default=(found.total, ""))
     part, size = found.largest

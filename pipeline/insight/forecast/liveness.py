@@ -1,17 +1,17 @@
 """Peak memory of a computation in bytes, from its jaxpr.
 
-This is what a compiler that fuses well needs, in a good order (`pipeline.insight.forecast.order`):
+It models a compiler that fuses well and chooses a good order (`pipeline.insight.forecast.order`):
 
-* arithmetic and picks of parts are computed within what reads them; their results exist only where
-  something reads them that takes whole arrays (a matrix product, a loop, an exchange), or where
-  several would have to repeat an exponential;
-* a result takes the place of an operand of its size that nobody needs any more;
-* what a loop carries is one buffer, from its start to its result; a ref is one too, written in
-  place.
+* Arithmetic and slices are computed within the equations that read them. Their results are held
+  only if a reader takes whole arrays (a matrix product, a loop, an exchange), or if several readers
+  would have to repeat an exponential.
+* A result takes the memory of an operand of its size that no later equation needs.
+* The carry of a loop is one buffer, from its start to its result. A ref is one buffer too, written
+  in place.
 
-The TPU compiler fuses further (`pipeline.insight.forecast.fusion.Compiler`). Of an MLP layer it
-keeps the first product's result alone, where XLA for CPU also keeps what follows from it: the
-activation function's inside and the second product's operand.
+The TPU compiler fuses further (`pipeline.insight.forecast.fusion.Compiler`). In an MLP layer it
+holds only the first product's result. XLA for CPU also holds values that follow from it: values
+within the activation function and the operand of the second product.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ XLA_FOR_CPU = Compiler()
 
 
 class Walk:
-    """A body's values and when they are needed.
+    """The values of a body, and the times at which they are held.
 
     Args:
       jaxpr: the body.
-      owned: indices of inputs whose memory is the body's own; all others cost nothing here.
-      picked: indices of inputs that are parts of something, computed on the way.
-      written: indices of outputs that go into something larger.
-      returned: whether its outputs are those of the program, which have memory elsewhere. So has
-        a ref whose final value is such an output and takes as many bytes.
-      compiler: whose memory is meant.
+      owned: indices of inputs whose memory is the body's own; other inputs cost nothing here.
+      picked: indices of inputs that are parts of larger arrays, computed where they are read.
+      written: indices of outputs that are written into larger arrays.
+      returned: whether its outputs are those of the program, which have memory elsewhere. A ref
+        whose final value is such an output, with as many bytes, has memory elsewhere too.
+      compiler: the model of the compiler.
 
     Attributes:
-      peak: the most bytes it holds at once, owned inputs and all outputs included.
-      refs: the refs that it makes, and the equations that make them.
+      peak: the most bytes held at once, owned inputs and all outputs included.
+      refs: the refs that the body makes, and the equations that make them.
       hosts: the equations that make pools in host memory.
     """
 
@@ -112,17 +112,17 @@ class Walk:
     def _inside(self, body: Any, **options: Any) -> Walk:
         return Walk(body, compiler=self._compiler, **options)
 
-    # --- what has memory of its own ---
+    # --- which values have memory of their own ---
 
     def _place(self, output: FusionValue) -> None:
         """Set the size of an output, and of the ref that it comes from, to 0."""
         made_by = {value: node for node in self.nodes for value in node.makes}
         size, output.size, value = output.size, 0, output
         if output in made_by and not made_by[output].fuses:
-            return  # a sum over ranks reads the one and writes the other at once
+            return  # a sum over ranks reads its operand while it writes its result
         while value in made_by and value not in self.refs:
             node = made_by[value]
-            if len(node.reads) == len(node.makes) > 1:  # a sum over ranks of several
+            if len(node.reads) == len(node.makes) > 1:  # one sum over ranks of several arrays
                 value = node.reads[node.makes.index(value)]
                 continue
             same = [v for v in node.reads if v.size == size]
@@ -133,7 +133,7 @@ class Walk:
             value.size = 0
 
     def _choose(self, outs: Iterable[FusionValue]) -> None:
-        """Decide which values are held, and of which others are computed."""
+        """Decide which values are held, and which held values the others are computed from."""
         readers: Counter[FusionValue] = Counter()
         whole = set(outs)
         for node in self.nodes:
@@ -156,9 +156,9 @@ class Walk:
             value.hold()
 
     def _finish_products(self, readers: Counter[FusionValue], whole: set[FusionValue]) -> None:
-        """Let arithmetic that alone reads a product's result be computed within the product.
+        """Fuse into a product the arithmetic that alone reads its result.
 
-        Of a product that only adds, this is the sum, and a transposition before it.
+        If products can only add, that is the addition to a ref, and a transposition before it.
         """
         fuse = self._compiler.products_fuse
         reader = {value: node for node in self.nodes for value in node.reads}
@@ -176,7 +176,7 @@ class Walk:
                 value.held, node.makes[0].held = False, True
                 made.append(node.makes[0])
 
-    # --- when ---
+    # --- when values are held ---
 
     def _sweep(self, outs: Sequence[FusionValue]) -> int:
         """Return the most bytes held at once, for the order of nodes with the least maximum."""
@@ -184,7 +184,7 @@ class Walk:
         return min(self._peak(order, outs) for order in (nodes, late_order(nodes, outs)))
 
     def _peak(self, nodes: Sequence[Node], outs: Iterable[FusionValue]) -> int:
-        """The most bytes held at once."""
+        """Return the most bytes held at once, for one order of nodes."""
         last: dict[FusionValue, int] = {}
         for when, node in enumerate(nodes):
             for value in node.reads:
@@ -212,7 +212,7 @@ class Walk:
 def _passed(
     node: Node, dying: Sequence[FusionValue], makes: Sequence[FusionValue]
 ) -> list[FusionValue]:
-    """Operands whose place the results take."""
+    """Return the operands whose memory the results take."""
     given = {source for value in node.given for source in value.sources}
     wanted = Counter(v.size for v in makes)
     passed = []
@@ -224,6 +224,6 @@ def _passed(
 
 
 def find_shard_map(jaxpr: Any) -> Any:
-    """The body that each device runs."""
+    """Return the body of a jaxpr's ``shard_map``, which each device runs; None without one."""
     found = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map")
     return next((eqn.params["jaxpr"] for eqn in found), None)

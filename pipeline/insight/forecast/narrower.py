@@ -1,12 +1,15 @@
 """Values that the TPU compiler keeps in a narrower dtype than the program's, found in its jaxpr.
 
-A TPU multiplies in bfloat16, and float32 operands of a product at default precision are rounded to
-it. The compiler rounds as early as it can: what products alone read is kept in bfloat16 to begin
-with, as a stash of what only the gradients of weights need. And weights that a loop does not change
-are rounded once, outside all loops around their products, also a part of stacked weights outside
-the loop over layers: the copy is there as long as microbatches run. So it is with weights that a
-stage itself casts in every action. All of this stands in the optimised HLO (v5e, libtpu 0.0.52); on
-CPU a cast stays in its loop, and products are in their operands' dtype.
+A TPU multiplies in bfloat16: it rounds the float32 operands of a product at default precision. The
+compiler rounds as early as it can. An array that only products read is kept in bfloat16 from the
+start, such as a stash that only gradients of weights need.
+
+Weights that a loop does not change are rounded once, outside all loops around their products. A
+part of stacked weights is rounded outside the loop over layers. This also holds for weights that a
+stage itself casts in every action. The copy exists as long as microbatches run.
+
+All of this was read from optimised HLO (v5e, libtpu 0.0.52). On CPU a cast stays in its loop, and
+products are in their operands' dtype.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from pipeline.core.autodiff.jaxpr.primitives import bodies, equations, is_ref, t
 _ROUNDED = jnp.dtype(jnp.bfloat16)
 _PRODUCTS = "dot_general", "conv_general_dilated", "ragged_dot_general"
 
-Root = Any  # what a variable is a part of, outside the loops; None if of nothing that is sought
+Root = Any  # the array outside the loops that a variable is a part of; None for all others
 
 
 @dataclass
@@ -34,9 +37,9 @@ class Readers:
     """The equations that read an array, or parts of an array.
 
     Attributes:
-      casts: the narrower dtypes that it is cast to.
-      products: whether products read it which round it to bfloat16.
-      others: whether anything reads it as it is.
+      casts: the narrower dtypes that the array is cast to.
+      products: whether products read the array and round it to bfloat16.
+      others: whether any equation reads the array unrounded.
     """
 
     casts: set[Any] = field(default_factory=set)
@@ -47,11 +50,11 @@ class Readers:
 def cast_once(jaxpr: Any) -> int:
     """Count the bytes of loop-invariant arrays that are rounded within a body's loops.
 
-    What is also read as it is, as a batch that is both multiplied and added to, is rounded where it
-    is multiplied, unless the program casts it.
+    An array that is also read unrounded, such as a batch that is both multiplied and added, is
+    rounded where it is multiplied, unless the program casts it.
 
     Args:
-      jaxpr: what each device runs.
+      jaxpr: the body that each device runs.
     """
     search = _NarrowSearch()
     for eqn in equations(jaxpr):
@@ -68,10 +71,10 @@ def cast_once(jaxpr: Any) -> int:
 
 
 def rounded(jaxpr: Any) -> set[Any]:
-    """The refs made in a body that products alone read, all of which round them to bfloat16.
+    """Find the refs made in a body that only products read, which all round them to bfloat16.
 
     Args:
-      jaxpr: what each device runs.
+      jaxpr: the body that each device runs.
     """
     search = _NarrowSearch()
     search.walk(jaxpr, [None] * len(jaxpr.invars))
@@ -89,12 +92,12 @@ class _NarrowSearch:
         self.readers: dict[Any, Readers] = defaultdict(Readers)
 
     def walk(self, jaxpr: Any, roots: Sequence[Root]) -> list[Root]:
-        """Note who reads the roots in a body; returns which results are parts of one."""
+        """Record the readers of the roots in a body; return the root of each result."""
         nothing = [None] * len(jaxpr.constvars)
         return follow(jaxpr, roots, nothing, lambda _: None, self._equation)
 
     def enter(self, eqn: Any, roots: Sequence[Root]) -> list[Root]:
-        """Search the bodies of an equation. Values that a loop changes are not followed."""
+        """Search the bodies of an equation; values that a loop changes are not tracked."""
         results: list[Root] = [None] * len(eqn.outvars)
         for body in bodies(eqn):
             given = list(roots[body.first :])
@@ -116,13 +119,13 @@ class _NarrowSearch:
         first, *others = roots or [None]
         results, name = eqn.outvars, eqn.primitive.name
         for root in others:
-            if root is not first or name != "swap":  # a ref's own, put back, is not read
+            if root is not first or name != "swap":  # writing a ref's contents back is not a read
                 self._note(eqn, root)
         if name == "new_ref":
             self._note(eqn, first)
             return list(results)
         if first is not None and _keeps(eqn, first):
-            dtype = results[0].aval.dtype  # a swap returns what was there
+            dtype = results[0].aval.dtype  # a swap returns the old contents
             if dtype.itemsize >= first.aval.dtype.itemsize:
                 return [first] * len(results)
             self.readers[first].casts.add(dtype)
@@ -143,7 +146,7 @@ class _NarrowSearch:
 def _keeps(eqn: Any, root: Root) -> bool:
     """Tell whether an equation's result is a root, or a part of one."""
     what, name = traits(eqn), eqn.primitive.name
-    if name == "dynamic_update_slice":  # a ref's, changed in part, is put back
+    if name == "dynamic_update_slice":  # the updated contents of a ref, to be written back
         return is_ref(root.aval)
     return what.moves or what.part or name in ("get", "swap")
 

@@ -1,10 +1,10 @@
-"""The order in which a compiler runs equations: one that holds little.
+"""The order in which a compiler runs equations: an order that holds little memory.
 
-A jaxpr's order is one of many. XLA tries several and takes that whose peak is lowest. Here a list
-schedule stands for them, made from the end: what would need least more memory before it comes
-last. So what a backward computes again from a stash waits until it is read, and of two products
-that read one gradient the one whose result is larger comes second. A write to a ref makes nothing,
-so it comes as soon as it can.
+A jaxpr's order is one of many. XLA tries several and takes the order with the lowest peak. It is
+modelled by a list schedule made from the end: the node that adds least live memory comes last. So a
+value that a backward recomputes from a stash is computed when it is needed. Of two products that
+read one gradient, the product with the larger result comes second. A write to a ref has no result,
+so it comes as early as possible.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Sets = Sequence[frozenset[FusionValue]]
 
 
 def late_order(nodes: Sequence[Node], kept: Iterable[FusionValue]) -> list[Node]:
-    """Order nodes as late as saves memory; nodes that use one ref keep their order.
+    """Order nodes as late as this saves memory; nodes that use one ref keep their order.
 
     Args:
       nodes: in the order in which they are written.
@@ -61,7 +61,7 @@ def _from_the_end(
         live.difference_update(nodes[found].makes)
         live |= fresh
         later.subtract(waits[found])
-        # What a waiting node adds only becomes less: its newest entry comes up first.
+        # The memory that a waiting node adds can only fall, so its newest entry comes up first.
         changed = waits[found].union(*(readers[value] for value in fresh))
         for n in changed:
             if n not in done and not later[n]:
@@ -70,7 +70,7 @@ def _from_the_end(
 
 
 def _soon(order: Sequence[int], early: set[int], waits: Sequence[set[int]]) -> list[int]:
-    """The order with some nodes moved to where they could first run."""
+    """Move some nodes of an order to where they could first run."""
     after: dict[int, list[int]] = {}
     for n in order:
         for other in waits[n]:
@@ -92,8 +92,8 @@ def _soon(order: Sequence[int], early: set[int], waits: Sequence[set[int]]) -> l
 def _dependencies(nodes: Sequence[Node], reads: Sets) -> list[set[int]]:
     """List the nodes that each node waits for."""
     made: dict[FusionValue, int] = {}
-    wrote: dict[FusionValue, int] = {}  # the last that wrote to a ref
-    looked: dict[FusionValue, list[int]] = {}  # who has read it since
+    wrote: dict[FusionValue, int] = {}  # the last node that wrote to a ref
+    looked: dict[FusionValue, list[int]] = {}  # the nodes that have read it since
     found = []
     for n, node in enumerate(nodes):
         waits = {place[v] for place in (made, wrote) for v in reads[n] if v in place}

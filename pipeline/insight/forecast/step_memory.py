@@ -1,8 +1,9 @@
 """Memory of a step that ends with the optimizer's update: prediction and lines.
 
-Weights and optimizer state are given away: new values take the old ones' memory. The gradients are
-temporaries then. They take most while microbatches run. The update needs less: arithmetic without
-memory of its own, and with ZeRO-1 the updates, which each shard makes a part of and all gather.
+Weights and optimizer state are donated: new values take the memory of the old values. The gradients
+are then temporaries, and temporaries peak while microbatches run. The update needs less: its
+arithmetic has no memory of its own. With ZeRO-1 each shard computes a part of the updates, and all
+shards gather them.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ class StepPrediction:
     """Bytes of a step on each device.
 
     Attributes:
-      gradients: of loss and gradients, which are used within the step.
-      optimizer: an argument: the optimizer's state on the device.
-      update: what the update takes: gradients, the updates that are gathered over ``data``, and the
-        state that is copied from host memory, of which a compiler that has room fetches all.
+      gradients: the prediction for loss and gradients, which are used within the step.
+      optimizer: arguments: the optimizer's state on the device.
+      update: bytes of the update: gradients, the updates that are gathered over ``data``, and the
+        state that is copied from host memory. A compiler with enough memory copies all of it at
+        once.
       host_optimizer: the state in host memory, which counts in no sum of device bytes.
     """
 
@@ -64,7 +66,7 @@ class StepPrediction:
 def predict_step(
     pipe: Any, optimizer: Any, model: Model, weights: Weights, batch: Batch
 ) -> StepPrediction:
-    """Bytes with an update.
+    """Predict the bytes of a step with its update.
 
     Args:
       pipe: the pipeline.
@@ -94,7 +96,7 @@ def predict_step(
 def share_within(
     pipe: Any, budget: Any, optimizer: Any, operands: tuple[Model, Weights, Batch]
 ) -> float | None:
-    """The smallest share of stashes in host memory whose step a device can hold; None for none.
+    """Find the smallest share of stashes in host memory so that the step fits; None if all fits.
 
     Args:
       pipe: the pipeline; its own ``offload`` is not read.
@@ -103,8 +105,8 @@ def share_within(
       operands: model, weights and batch, as the kernel sees them.
 
     Raises:
-      ValueError: no number of bytes, less than what stays with all stashes in host memory, or a
-        pipeline that can keep nothing there.
+      ValueError: the budget is no number of bytes or is too small even with all stashes in host
+        memory, or the pipeline can keep no stashes there.
     """
     if not is_size(budget):
         raise ValueError(
@@ -135,12 +137,12 @@ def share_within(
 def _held(
     pipe: Any, optimizer: Any, operands: tuple[Model, Weights, Batch]
 ) -> Callable[[float | None], MemoryPrediction | StepPrediction]:
-    """Predicts a step of a pipeline with a share of its stashes in host memory."""
+    """Make a function that predicts a step with a share of its stashes in host memory."""
     step = None if optimizer is None else predict_step(pipe, optimizer, *operands)
 
     def predicted(share: float | None) -> MemoryPrediction | StepPrediction:
         plan = pipe.plan.anew(offload=share)
-        compiled = plan.programs.make()  # goes again with this call
+        compiled = plan.programs.make()  # dropped at the end of this call
         with entered(plan.mesh, plan.home):
             found = predict(plan, *operands, used=step is not None)
         del compiled
@@ -166,13 +168,13 @@ def _on_host(state: Any) -> Any:
 def describe_step(
     pipe: Any, optimizer: Any, operands: tuple[Model, Weights, Batch] | None, *, compiled: bool
 ) -> list[str]:
-    """Lines on the bytes of a step with its update.
+    """Describe in lines the bytes of a step with its update.
 
     Args:
       pipe: the pipeline.
       optimizer: its `nnx.Optimizer`, of arrays or types.
-      operands: model, weights and batch of a step; None for those of the last one.
-      compiled: whether to compile the step and say what it holds.
+      operands: model, weights and batch of a step; None for the last step's.
+      compiled: whether to compile the step and add the bytes that the compiler reports.
 
     Raises:
       ValueError: no batch is known; or the optimizer is not this pipeline's.
@@ -193,7 +195,7 @@ def describe_step(
 
 
 def step_lines(step: StepPrediction, compiled: Any = None) -> list[str]:
-    """Write each rank's predicted memory, and the compiler's own figures.
+    """Write each rank's predicted memory, and the compiler's figures if there are any.
 
     Args:
       step: the prediction.

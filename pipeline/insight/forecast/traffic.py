@@ -1,16 +1,17 @@
 """Bytes that each rank sends in a step, read off the traced step.
 
-Letters: S ranks, n devices that meet in a collective. In a ring each of them sends, of P bytes,
+Letters: S ranks, n devices in a collective, P bytes. In a ring, each device sends
 
-    all-reduce           2 (n - 1) / n P    P: what is summed
-    all-gather             (n - 1) / n P    P: the whole that each gets
-    reduce-scatter         (n - 1) / n P    P: the whole that each gives
-    all-to-all             (n - 1) / n P    P: what each gives
+    all-reduce           2 (n - 1) / n P    P: the array that is summed
+    all-gather             (n - 1) / n P    P: the whole array that each device gets
+    reduce-scatter         (n - 1) / n P    P: the whole array that each device gives
+    all-to-all             (n - 1) / n P    P: the array that each device gives
     collective-permute               P      if it is a source, read or not
 
-as often as the collective runs: in a loop over ticks in each of them, in an action as often as the
-tables say that the rank runs it. What is left to the compiler (``auto_axes``) is not in the traced
-step. Bytes are of the program's own types; XLA's CPU backend sums 16 bits as 32.
+each time the collective runs. In a loop over ticks that is once a tick; in an action it is as often
+as the tables say that the rank runs the action. Collectives left to the compiler (``auto_axes``)
+are not in the traced step. Bytes are of the program's own types; XLA's CPU backend sums 16 bits as
+32.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from schedules.lowering.needs import without
 from schedules.lowering.program import Program
 
 Axes = tuple[str, ...]
-Key = tuple[Axes, str]  # and the kind of collective, as in HLO
+Key = tuple[Axes, str]  # mesh axes, and the kind of collective as in HLO
 Counts = NDArray[np.float64]  # [S]
 PERMUTE = "collective-permute"
 
@@ -47,10 +48,11 @@ class Traffic:
 
     Attributes:
       sent: [S] bytes, by the mesh axes over which devices meet and by the kind of collective.
-      runs: [S] how often such a collective runs, likewise.
+      runs: [S] how often the collective runs, by the same keys.
       message: bytes of a message between stages.
-      read: [S] messages to another rank that it reads; what else it is sent is of no use.
-      is_least: whether some of it stands in a loop whose trips nobody knows, counted as one.
+      read: [S] number of messages from a rank to other ranks that are read; its other messages have
+        no use.
+      is_least: whether a collective is in a loop with an unknown number of trips, counted as one.
     """
 
     sent: Mapping[Key, Counts]
@@ -60,7 +62,7 @@ class Traffic:
     is_least: bool = False
 
     def over(self, *axes: str) -> Counts:
-        """[S] bytes over exactly these axes."""
+        """Return [S] bytes over exactly these axes."""
         found = [sent for (over, _), sent in self.sent.items() if over == axes]
         return np.sum(found, axis=0) if found else np.zeros(len(self.read))
 
@@ -68,7 +70,7 @@ class Traffic:
 def predict_traffic(
     plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool = False
 ) -> Traffic:
-    """Predict the messages of `runtime.train`, whose arguments these are, as arrays or types."""
+    """Predict the messages of `runtime.train`, which has these arguments, as arrays or types."""
     traced = runtime.train.trace(plan, model, weights, batch, want_inputs=want_inputs)
     ranks = plan.schedule.num_ranks
     needs = model.trained.needs_gradients(want_inputs=want_inputs)
@@ -87,14 +89,14 @@ def predict_traffic(
 
 
 def share(kind: str, num_devices: int) -> float:
-    """Share of a collective's P bytes that each of its devices sends."""
+    """Return the share of a collective's P bytes that each of its devices sends."""
     if kind == PERMUTE:
         return 1.0
     return (2 if kind == "all-reduce" else 1) * (num_devices - 1) / num_devices
 
 
 def messages_read(program: Program) -> NDArray[np.int64]:
-    """Count [S] the messages of each rank to other ranks that are read."""
+    """Count [S] the messages from each rank to other ranks that are read."""
     found = np.zeros(program.schedule.num_ranks, np.int64)
     arrives = program.arrives.sum(axis=0)  # [slots, S, C]
     for index, slot in enumerate(program.slots):
@@ -105,12 +107,12 @@ def messages_read(program: Program) -> NDArray[np.int64]:
 
 
 class _Walk:
-    """Adds up the collectives of a jaxpr.
+    """A walk over a jaxpr that adds up its collectives.
 
     Args:
-      program: what runs.
-      sizes: of the mesh axes.
-      ranks: S.
+      program: the program that runs.
+      sizes: sizes of the mesh axes.
+      ranks: the number of ranks, S.
     """
 
     def __init__(self, program: Program, sizes: Mapping[str, int], ranks: int) -> None:
@@ -120,8 +122,8 @@ class _Walk:
         self.message, self.is_least = 0, False
 
     def read(self, jaxpr: Any, times: Counts, scope: str, *, known: bool) -> None:
-        """A body that each rank runs so often; ``known`` if the tables say so."""
-        # Nobody computes what nobody reads, such as the last sum of a forward that is run again.
+        """Read a body that each rank runs ``times`` times; ``known`` if the tables say so."""
+        # A value that is not read is not computed, such as the last sum of a repeated forward.
         lean, _ = live(jaxpr, keep_inputs=True)
         for eqn in lean.eqns:
             here = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
@@ -141,7 +143,7 @@ class _Walk:
                     self.read(body, times * eqn.params.get("length", 1), here, known=known)
 
     def _loop(self, eqn: Any, times: Counts, scope: str, *, known: bool) -> None:
-        """A loop that ends when its condition says so."""
+        """Read the body of a ``while`` loop, with the trips that the tables give."""
         (body,) = (body.jaxpr for body in bodies(eqn))
         trips = None if known else trips_of(self._program, scope)
         if trips is not None:
@@ -175,7 +177,7 @@ class _Walk:
         self.runs[axes, kind] = self.runs.get((axes, kind), blank) + times
 
     def _sources(self, edges: Any, axes: Axes) -> Counts:
-        """[S] whether a rank sends; along other axes, how many of its devices do."""
+        """Return [S] whether a rank sends; along other axes, the share of its devices that send."""
         sources = [source for source, _ in edges]
         if axes == (STAGE,):
             return np.isin(np.arange(self._ranks), sources).astype(float)

@@ -1,7 +1,7 @@
 """The timetable of a real step, read off a profile: each rank's actions and their times.
 
-Here live the reading of compiled steps and of profiles, and the report that they make. A step is
-run here, and never changed: what it is made of is the kernel's, and what it was to take a clock's.
+It reads compiled steps and profiles, and makes a report. It runs a step but never changes it. The
+kernel defines the step; the clocks of `schedules` predict its time.
 """
 
 from pipeline.insight.profile.loops import Loop, loops_of

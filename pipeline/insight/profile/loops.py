@@ -1,7 +1,7 @@
 """The loops of a compiled step that are actions, found in its optimised HLO.
 
-An action is a loop of at most one trip (`pipeline.insight.scopes`), and its name scope,
-which the compiler keeps with each instruction, says which action's it is.
+An action is a loop of at most one trip (`pipeline.insight.scopes`). The compiler keeps the loop's
+name scope with each instruction, and the name scope names the action.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CALLED = re.compile(r"(?:body|condition|to_apply|calls|branch_computations)=\{?
 _CALL = re.compile(r" call\(.*to_apply=([^,{}\s]+)")
 _SCOPE = re.compile(r" while\(.*op_name=\"([^\"]*)\"")
 
-_BEGIN = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")  # of a computation
+_BEGIN = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")  # the first line of a computation
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
 
 
@@ -24,7 +24,7 @@ class Loop(NamedTuple):
     """The loop of an action, in a compiled step.
 
     Attributes:
-      place: of which action, and in which ticks.
+      place: the action, and its ticks.
       body: the names of all instructions in it.
     """
 
@@ -33,10 +33,10 @@ class Loop(NamedTuple):
 
 
 def loops_of(hlo: str) -> dict[str, Loop]:
-    """The loops of a compiled step that are actions, by name.
+    """Find the loops of a compiled step that are actions, by name.
 
     Raises:
-      ValueError: there are none.
+      ValueError: the step has no such loop.
     """
     bodies = computations(hlo)
 
@@ -55,7 +55,7 @@ def loops_of(hlo: str) -> dict[str, Loop]:
         for name, line in inside.items():
             scope = _SCOPE.search(line)
             place = place_of_loop(scope[1]) if scope else None
-            if place is not None:  # a small loop may be compiled whole, as the call of a function
+            if place is not None:  # a small loop may be compiled as the call of a function
                 found[calls.get(computation, name)] = Loop(place, frozenset(names(line)))
     if not found:
         raise ValueError(
@@ -67,7 +67,7 @@ def loops_of(hlo: str) -> dict[str, Loop]:
 
 
 def computations(hlo: str) -> dict[str, dict[str, str]]:
-    """The instructions of each computation of a module: lines, by name."""
+    """Return the instructions of each computation of a module: their lines, by name."""
     found: dict[str, dict[str, str]] = {}
     inside: dict[str, str] = {}
     for line in hlo.splitlines():

@@ -1,9 +1,9 @@
 """The actions of a step of programs (``engine="programs"``), found in a profile.
 
-A device runs one program after the other, in the order in which its process calls them, and a
-profile names the program of each instruction. So in order of time the instructions fall into calls:
-where the program changes and, where it does not, at an instruction that all calls have equally
-often.
+A device runs one program after the other, in the order in which its process calls them. A profile
+names the program of each instruction. So the instructions, in order of time, are split into calls
+where the program changes. Calls of one program in a row are split at an instruction that each call
+runs equally often.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from schedules.clocks.dispatch import Dispatch
 from schedules.core.action import Action
 from schedules.timing.report import Report
 
-Call = tuple[str, Action | None]  # the name of a program, and the action that it is
+Call = tuple[str, Action | None]  # the name of a program, and the action that it runs
 
 
 def training_step(plan: Plan, operands: Operands) -> tuple[StepPrograms, Callable[[], Any]]:
-    """The programs of a step that trains, and the step."""
+    """Return the programs of a training step, and a function that runs the step."""
     model, weights, batch = operands
     programs = training_programs(plan, model, weights, batch)
     return programs, functools.partial(programs, weights, batch, StepInputs())
@@ -44,13 +44,13 @@ def read_programs(
     """Time each action of each rank, in seconds: the median over steps and over a rank's devices.
 
     Args:
-      programs: of the step.
-      seen: what devices ran in all steps.
+      programs: the programs of the step.
+      seen: the instructions that devices ran in all steps.
       devices: [S] the devices of each rank.
-      steps: how many.
+      steps: the number of steps.
 
     Raises:
-      ValueError: other programs than those of these steps.
+      ValueError: the profile shows other programs than those of these steps.
     """
     by: dict[int, list[Instruction]] = defaultdict(list)
     for device, instruction in seen:
@@ -64,7 +64,7 @@ def read_programs(
 
 
 def calls(programs: StepPrograms, rank: int) -> Iterator[Call]:
-    """The calls of a rank in a step: the program that begins it, and its actions."""
+    """List the calls of a rank in a step: the program that begins the step, and the actions."""
     if programs.ratio is not None:  # forward actions, for a loss that the step needs before it runs
         yield from ((name, None) for name, _ in calls(programs.ratio, rank))
     yield "jit_begin", None
@@ -77,7 +77,7 @@ def calls(programs: StepPrograms, rank: int) -> Iterator[Call]:
 def _runs(
     found: Iterable[Instruction], wanted: list[Call], steps: int, device: int
 ) -> list[dict[Key, Interval]]:
-    """[steps] when a device ran which action."""
+    """Return, for each step, when a device ran which action."""
     names = {name for name, _ in wanted}
     mine = sorted(one for one in found if one.module in names)
     groups = [list(group) for _, group in itertools.groupby(mine, lambda one: one.module)]
@@ -99,7 +99,7 @@ def _runs(
 
 
 def _split(group: Sequence[Instruction], count: int, device: int) -> list[Interval]:
-    """When each of several calls of one program began and ended, from their instructions."""
+    """Split the instructions of calls of one program; return when each call began and ended."""
     times = Counter(one.name for one in group)
     mark = next((one.name for one in group if times[one.name] % count == 0), None)
     if mark is None:

@@ -1,8 +1,8 @@
 """Times of a step's loops on devices, read off a profile.
 
-XLA shows a loop in one of two ways. On CPUs and TPUs as one event, from its beginning to its end.
-On GPUs as the fetches of its condition to the host, one at every tick and one after every trip: the
-trip lies between the two.
+XLA shows a loop in one of two ways. On CPUs and TPUs a loop is one event, from its beginning to its
+end. On GPUs the events are fetches of its condition to the host, one at every tick and one after
+every trip: the trip is between two fetches.
 
 Times are nanoseconds.
 """
@@ -26,10 +26,10 @@ _DEVICE = re.compile(r"/device:[A-Z]+:(\d+)")
 
 
 class Event(NamedTuple):
-    """Something of a loop that a device did.
+    """An event of a loop, on a device.
 
     Attributes:
-      device: its number in its process.
+      device: the device's number in its process.
       loop: the loop's name in the compiled step.
       start: nanoseconds.
       end: nanoseconds.
@@ -48,7 +48,7 @@ class Instruction(NamedTuple):
       start: nanoseconds.
       end: nanoseconds.
       module: the name of its program.
-      name: its own.
+      name: the name of the instruction.
     """
 
     start: float
@@ -64,13 +64,13 @@ def events(
 
     Args:
       profile: as jax writes it.
-      loops: of the compiled step.
+      loops: the loops of the compiled step.
       platform: "cpu", "gpu" or "tpu".
-      module: the compiled step's name; events that name another do not count.
+      module: the compiled step's name; events of other modules do not count.
 
     Raises:
-      ValueError: no devices of that platform are in it, no event of a loop, or one without what
-        says which device it is of.
+      ValueError: the profile has no devices of that platform or no event of a loop, or an event
+        does not name its device.
     """
     wanted = NAMES.get(platform, f"/device:{platform.upper()}:")
     found: list[Event] = []
@@ -94,7 +94,7 @@ def events(
 
 
 def instructions(profile: ProfileData, platform: str) -> Iterator[tuple[int, Instruction]]:
-    """The instructions that devices ran, each with the device's number in its process."""
+    """Yield the instructions that devices ran, each with the device's number in its process."""
     wanted = NAMES.get(platform, f"/device:{platform.upper()}:")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -112,7 +112,7 @@ def instructions(profile: ProfileData, platform: str) -> Iterator[tuple[int, Ins
 
 
 def _lines(plane: Any) -> list[Any]:
-    """The lines of instructions; a TPU shows the same again in others."""
+    """Return the lines with instructions; a TPU plane repeats them in other lines."""
     lines = list(plane.lines)
     return [line for line in lines if line.name == "XLA Ops"] or lines
 
@@ -120,11 +120,11 @@ def _lines(plane: Any) -> list[Any]:
 def _of_a_device(
     plane: Any, device: int, loops: Mapping[str, Loop], module: str | None
 ) -> Iterator[Event]:
-    """The events of a device that has a plane of its own."""
+    """Yield the events of a device that has a plane of its own."""
     for line in _lines(plane):
         for event in line.events:
             stats = dict(event.stats)
-            named = event.name.removeprefix("%").partition(" ")[0]  # TPUs show the instruction
+            named = event.name.removeprefix("%").partition(" ")[0]  # a TPU's name is an instruction
             loop = named if named in loops else str(stats.get("hlo_op"))
             if loop in loops and module in (None, stats.get("hlo_module", module)):
                 yield Event(device, loop, event.start_ns, event.start_ns + event.duration_ns)
@@ -133,11 +133,11 @@ def _of_a_device(
 def _of_virtual_devices(
     plane: Any, loops: Mapping[str, Loop], module: str | None
 ) -> Iterator[Event]:
-    """The events of devices that share one plane, and say whose they are.
+    """Yield the events of devices that share one plane; each event names its device.
 
-    A loop may return while threads are still at it. Its mark of the end then comes when all that
-    follows in its thread has returned, perhaps ticks later; so it has ended, at the latest, when
-    after the last of its body's instructions has begun the device begins another's.
+    A loop may return while threads still run it. The mark of its end then comes when everything
+    that follows in its thread has returned, perhaps ticks later. So the loop has ended at the
+    latest when the device begins another instruction after the last instruction of the loop's body.
     """
     marks: dict[int, float] = {}
     by_device: dict[int, list[tuple[float, float, str, int]]] = defaultdict(list)
@@ -167,7 +167,7 @@ def _whole_loops(
     loops: Mapping[str, Loop],
     marks: Mapping[int, float],
 ) -> Iterator[Event]:
-    """The loops among a device's (start, end, name, mark) in order of time, until they end."""
+    """Yield the loops among a device's (start, end, name, mark), in order of time, with ends."""
     at: dict[str, list[int]] = defaultdict(list)
     for n, (_, _, name, _) in enumerate(found):
         if name in loops:

@@ -33,13 +33,13 @@ def trace(
 
     Args:
       plan: the options of the pipeline.
-      operands: of the step.
-      steps: how many are measured, after one that is not.
-      directory: where the profile stays; None for nowhere.
+      operands: the arguments of the step.
+      steps: number of measured steps, after one that is not measured.
+      directory: the folder for the profile; None for a temporary folder.
 
     Raises:
-      ValueError: ``steps`` is no positive number, a step that has no actions of its own, or a
-        profile that does not say when they ran.
+      ValueError: ``steps`` is no positive number, the step has no actions of its own, or the
+        profile does not say when actions ran.
     """
     check(plan, steps)
     devices = [[d.local_hardware_id for d in mesh.devices.flat] for mesh in plan.rank_meshes]
@@ -63,10 +63,10 @@ def trace(
 def profiled(
     step: Callable[[], Any], steps: int, directory: str | os.PathLike[str] | None
 ) -> ProfileData:
-    """Run a step once, and then so many times under the profiler."""
+    """Run a step once, and then ``steps`` times under the profiler."""
     jax.block_until_ready(step())
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # many more events than all others
+    options.python_tracer_level = 0  # Python's events outnumber all others
     with contextlib.ExitStack() as stack:
         if directory is None:
             directory = stack.enter_context(tempfile.TemporaryDirectory())
@@ -78,10 +78,10 @@ def profiled(
 
 
 def check(plan: Plan, steps: int) -> None:
-    """See that a step's actions can be found in a profile of this process.
+    """Check that a step's actions can be found in a profile of this process.
 
     Raises:
-      ValueError: they cannot.
+      ValueError: they cannot be found.
     """
     if (count := integer(steps)) is None or count < 1:
         raise ValueError(f"trace(steps={steps!r}): the number of steps to measure; give 1 or more")
@@ -93,13 +93,13 @@ def check(plan: Plan, steps: int) -> None:
     processes = {device.process_index for device in plan.mesh.devices.flat}
     if processes != {jax.process_index()}:
         raise ValueError(
-            f"trace(): the mesh lies on {len(processes)} processes, and a profile shows the "
-            f"devices of one, by its own clock; trace a mesh of one process's devices"
+            f"trace(): the mesh spans {len(processes)} processes, and a profile shows the devices "
+            f"of one process only; trace a mesh of one process's devices"
         )
 
 
 def pattern_of(plan: Plan) -> str | None:
-    """The slots that run, by the name that the lockstep clock knows them by."""
+    """Return the name of the pattern of slots that run, as the lockstep clock names it."""
     if plan.pattern is not None:
         return plan.pattern
     shared: dict[str, Any] = {"shared": plan.shared, **plan.sends}

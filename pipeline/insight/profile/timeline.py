@@ -1,9 +1,9 @@
 """A report from a profile of devices: the times of each rank's actions.
 
-A rank comes to an action's loop once a tick, and the program's table says at which ticks it makes
-the trip, so the n-th time that a device comes to a loop is known by its number alone.
+A rank reaches an action's loop once a tick, and the program's table says at which ticks the loop
+makes a trip. So the tick of a loop's n-th event on a device is known from n alone.
 
-Letters: S ranks. Times are nanoseconds until they are in a report, there seconds.
+Letters: S ranks. Times are nanoseconds; in a report they are seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from schedules.timing.report import Report, sum_up
 SECOND = 1e9
 
 Interval = tuple[float, float]
-Key = Action | tuple[int, int, str]  # what all ranks do together goes by tick, slot and name
+Key = Action | tuple[int, int, str]  # work of all ranks together has tick, slot and name
 
 
 def report(
@@ -42,20 +42,20 @@ def report(
 ) -> Report:
     """Time each action of each rank, in seconds: the median over steps and over a rank's devices.
 
-    What the compiler left out (with remat the last stage's F, whose output nobody reads) takes no
-    time, just before the rank's next action.
+    An action that the compiler left out (with remat, the last stage's F, whose output is not read)
+    takes no time, just before the rank's next action.
 
     Args:
-      program: what ran.
-      loops: of the compiled step.
-      seen: what devices did of them, in all steps.
+      program: the program that ran.
+      loops: the loops of the compiled step.
+      seen: the events of these loops, on all devices and in all steps.
       devices: [S] the devices of each rank.
-      steps: how many.
-      pattern: the name of its slots.
-      partners: as of `Report`.
+      steps: the number of steps.
+      pattern: the name of the step's slots.
+      partners: the field of `Report`.
 
     Raises:
-      ValueError: events that are not those of this program.
+      ValueError: the events are not those of this program.
     """
     by: dict[tuple[int, str], list[Interval]] = defaultdict(list)
     for event in seen:
@@ -74,13 +74,13 @@ def report_runs(
     steps: int,
     slots: Mapping[str, Any],
 ) -> Report:
-    """Report [S][devices][steps] runs.
+    """Make a report of [S][devices][steps] runs.
 
     Args:
-      schedule: what ran.
+      schedule: the schedule that ran.
       runs: by rank, device and step, when each action began and ended.
-      steps: how many.
-      slots: the fields of `Report` that say what lockstep is like.
+      steps: the number of steps.
+      slots: the fields of `Report` that describe lockstep.
     """
     zeros = [
         min(start for held in runs for run in held for start, _ in run[n].values())
@@ -114,10 +114,10 @@ def runs_of(
     device: int,
     steps: int,
 ) -> list[dict[Key, Interval]]:
-    """Read, for [steps], the times of a device's actions.
+    """Return, for each step, the times of a device's actions.
 
     Raises:
-      ValueError: a loop that ran more or fewer times than in the program.
+      ValueError: a loop ran more or fewer times than in the program.
     """
     found: list[dict[Key, Interval]] = [{} for _ in range(steps)]
     for name, (place, _) in loops.items():
@@ -146,7 +146,7 @@ def runs_of(
 
 
 def _median(runs: Sequence[tuple[dict[Key, Interval], float]]) -> dict[Key, Interval]:
-    """Median times over runs, each from its step's begin; the order that all runs share is kept."""
+    """Compute median times over runs, from each step's begin; an order shared by all is kept."""
     middle: dict[Key, Interval] = {}
     for key in runs[0][0]:
         start, end = np.median([np.subtract(run[key], zero) for run, zero in runs], axis=0)
@@ -155,7 +155,7 @@ def _median(runs: Sequence[tuple[dict[Key, Interval], float]]) -> dict[Key, Inte
 
 
 def _together(medians: Sequence[Mapping[Key, Interval]]) -> dict[tuple[int, int, str], Interval]:
-    """Intervals of shared work: from the begin on the last rank to the end on the first."""
+    """Return intervals of shared work: from the last rank's begin to the first rank's end."""
     found = {}
     for key in medians[0]:
         if not isinstance(key, Action):
@@ -168,7 +168,7 @@ def _together(medians: Sequence[Mapping[Key, Interval]]) -> dict[tuple[int, int,
 def _in_order(order: Sequence[Action], found: Mapping[Key, Interval]) -> NDArray[np.float64]:
     """Return [A, 2] start and end of a rank's actions, with starts in the rank's order.
 
-    One that was not seen takes no time, when the next begins; at the end, when the last has ended.
+    An action that was not seen takes no time: at the begin of the next action, or at the last end.
     """
     rows: list[Interval] = []
     after = max((end for _, end in found.values()), default=0.0)

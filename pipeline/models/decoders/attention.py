@@ -1,6 +1,7 @@
 """Causal attention of decoders, with normed queries and keys, windows, soft caps and biases.
 
-Letters as in `pipeline.models.layers.attention`: b = sequences, t = positions, d = width, c = width
+Letters are those of `pipeline.models.layers.attention`: b = sequences, t = positions, d = width, c
+= width
 of a head, k = heads of keys and values.
 """
 
@@ -31,10 +32,11 @@ class DecoderAttention(nnx.Module):
     """Causal attention, `[b, t, d] -> [b, t, d]`: each position reads itself and earlier ones.
 
     Args:
-      config: of the decoder.
+      config: the configuration of the decoder.
       layer: the number of this layer.
       rngs: has a stream ``params``.
-      dtype: of the parameters; activations: of cached keys and values, by default the same.
+      dtype: the dtype of the parameters; activations: the dtype of cached keys and values, by
+        default that of the parameters.
       context: the split of sequences over the ranks of an axis.
     """
 
@@ -59,7 +61,8 @@ class DecoderAttention(nnx.Module):
         pieces = "num_kv_heads", config.kv_heads, None
         more: dict[str, Any] = {"bias": config.out_bias, "dtype": dtype, "pieces": pieces}
         self.out = RowLinear(heads * c, config.width, rngs, **more)
-        # A rank norms heads of its own, so the gradients of its scales are parts of sums.
+        # Each rank norms its own heads, so the gradients of its scales are parts of sums over
+        # ranks.
         norm: dict[str, Any] = {
             "epsilon": config.norm_epsilon,
             "offset": config.norm_offset,
@@ -79,7 +82,7 @@ class DecoderAttention(nnx.Module):
 
     def start_decoding(self, rows: int, length: int) -> None:
         """Allocate caches of keys and values for a number of sequences and positions."""
-        # Within a stage, a rank of the axis keeps those of its own heads.
+        # Within a stage, a rank of the axis keeps the keys and values of its own heads.
         heads = self.kv_heads // group_size(self.qkv.linear.axis)
         shape = rows, length, heads, self.qkv.head_dim
         self.keys = nnx.Cache(jnp.zeros(shape, self.kept_dtype))
@@ -129,7 +132,7 @@ class DecoderAttention(nnx.Module):
     def _turned(
         self, x: jax.Array, positions: jax.Array | None, first: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values; positions begin at ``first`` if they are not given."""
+        """Return queries, keys and values; by default positions begin at ``first``."""
         q, k, v = self.qkv(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -158,7 +161,7 @@ class DecoderAttention(nnx.Module):
         )
 
     def _own_sinks(self) -> jax.Array | None:
-        """The sinks of this rank's heads."""
+        """Return the sinks of this rank's heads."""
         if self.sinks is None:
             return None
         check_cut(self.sinks, TENSOR)
@@ -169,9 +172,9 @@ class HeadsNorm(nnx.Module):
     """`[b, t, h, c] -> [b, t, h, c]`: the root-mean-square norm of all heads together (OLMoE).
 
     Args:
-      config: of the decoder.
+      config: the configuration of the decoder.
       heads: h.
-      dtype: of the scale.
+      dtype: the dtype of the scale.
     """
 
     def __init__(self, config: DecoderConfig, heads: int, dtype: Any) -> None:
@@ -184,14 +187,14 @@ class HeadsNorm(nnx.Module):
         check_cut(self.scale, TENSOR)
         wide = x.astype(jnp.float32)
         square = jnp.mean(wide * wide, axis=(-2, -1), keepdims=True)
-        if is_manual(TENSOR):  # a rank has some of the heads
+        if is_manual(TENSOR):  # each rank has some of the heads
             square = jax.lax.pmean(square, TENSOR)
         scale = self.scale[...].astype(jnp.float32).reshape(1, 1, *x.shape[-2:])
         return (wide * jax.lax.rsqrt(square + self.epsilon) * scale).astype(x.dtype)
 
 
 def _per_head(config: DecoderConfig, rngs: nnx.Rngs, size: int, init: Any, dtype: Any) -> Any:
-    """A vector of which a rank has the numbers of its own heads."""
+    """Make a vector that is divided over ranks by heads."""
     pieces = "num_kv_heads", config.kv_heads, None
     return make_weight(rngs, (size,), init=init, dtype=dtype, axis=TENSOR, dim=0, pieces=pieces)
 
@@ -200,7 +203,7 @@ def check_not_remembered(first: jax.Array | None, segments: jax.Array | None) ->
     """Refuse segments with caches, where a row is one document.
 
     Raises:
-      ValueError: so.
+      ValueError: both are given.
     """
     if first is not None and segments is not None:
         raise ValueError(
@@ -211,10 +214,10 @@ def check_not_remembered(first: jax.Array | None, segments: jax.Array | None) ->
 
 
 def check_whole(what: str, context: Context) -> None:
-    """Refuse attention that needs whole sequences where they are cut.
+    """Refuse a context axis for attention that needs whole sequences.
 
     Raises:
-      ValueError: so.
+      ValueError: sequences are split over a context axis.
     """
     if context.axis is not None:
         raise ValueError(

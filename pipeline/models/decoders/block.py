@@ -25,9 +25,9 @@ class PlainMLP(nnx.Module):
     """`[..., d] -> [..., d]`: down(activation(up(x))).
 
     Args:
-      config: of the decoder.
+      config: the configuration of the decoder.
       rngs: has a stream ``params``.
-      dtype: of the parameters.
+      dtype: the dtype of the parameters.
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, dtype: Any) -> None:
@@ -45,10 +45,11 @@ class Block(nnx.Module):
     """Attention and MLP, each added to the residual stream: `[b, t, d] -> [b, t, d]`.
 
     Args:
-      config: of the decoder.
+      config: the configuration of the decoder.
       layer: the number of this layer.
       rngs: has a stream ``params``.
-      dtype: of the parameters; activations: of activations, by default the same.
+      dtype: the dtype of the parameters; activations: the dtype of activations, by default that of
+        the parameters.
       context: the split of sequences over the ranks of an axis.
     """
 
@@ -85,7 +86,7 @@ class Block(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
     ) -> jax.Array:
-        """Run the block; positions and segments are as for `DecoderAttention`."""
+        """Run the block; positions and segments are those of `DecoderAttention`."""
         x = self._attended(x, self.attention(self.attention_norm(x), positions, segments))
         return self._added(
             x, (self.experts if hasattr(self, "experts") else self.mlp)(self.mlp_norm(x))

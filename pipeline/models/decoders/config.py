@@ -41,30 +41,30 @@ class DecoderConfig:
     """A decoder: blocks of attention and MLP between an embedding and a head.
 
     Attributes:
-      vocabulary: words.
+      vocabulary: the number of words.
       width: d.
-      layers: blocks.
-      heads, kv_heads: of queries, and of keys and values.
+      layers: the number of blocks.
+      heads, kv_heads: the number of heads of queries, and of keys and values.
       head_dim: width of a head.
       hidden: columns of the MLP.
-      norm: "rms" or "layer"; norm_epsilon: added to the mean square or variance; norm_offset: to
-        the scales of root-mean-square norms.
+      norm: "rms" or "layer"; norm_epsilon: added to the mean square or variance; norm_offset: added
+        to the scales of root-mean-square norms.
       post_norms: whether the outputs of attention and MLP are normed before they are added.
       qk_norm: whether queries and keys are normed, head by head; "whole" for all heads together.
       sinks: whether each head has a score without a key, which takes a part of the weights
         (gpt-oss).
       qkv_bias, out_bias, mlp_bias: whether these layers have biases.
-      activation: of the MLP; gated: whether it has a gate.
+      activation: the activation of the MLP; gated: whether the MLP has a gate.
       rope: rotary positions, None for learned positions; local_rope: rotary positions of layers
-        with a window, by default the same.
+        with a window, by default those of ``rope``.
       positions: the number of learned positions.
       windows: [layers] the number of positions that each layer's queries see, including their own;
         None for all.
-      attention_scale: of scores, by default head_dim ** -0.5.
-      attention_softcap, logit_softcap: c of c·tanh(x / c), of scores and of logits.
+      attention_scale: the factor of scores, by default head_dim ** -0.5.
+      attention_softcap, logit_softcap: c of c·tanh(x / c), for scores and for logits.
       embedding_scale: the factor of embeddings.
-      experts: mixtures of experts in the place of some layers' MLPs.
-      latent: multi-head latent attention in the place of heads of keys and values.
+      experts: mixtures of experts that replace some layers' MLPs.
+      latent: multi-head latent attention, which replaces heads of keys and values.
       tied: whether embedding and head share their table.
       mtp_layers: D modules for multi-token prediction after the blocks; module k predicts the token
         k + 1 positions later (`pipeline.models.decoders.multi_token`). Their losses are
@@ -106,7 +106,7 @@ class DecoderConfig:
         """Check every value.
 
         Raises:
-          ValueError: all that is wrong, at once.
+          ValueError: a list of all faults.
         """
         sizes = ("vocabulary", "width", "layers", "heads", "kv_heads", "head_dim", "hidden")
         wrong = [
@@ -149,11 +149,11 @@ class DecoderConfig:
             raise ValueError("DecoderConfig: " + "; ".join(wrong))
 
     def window(self, layer: int) -> int | None:
-        """Number of positions that a layer's queries see."""
+        """Return the number of positions that a layer's queries see; None for all."""
         return self.windows[layer] if self.windows else None
 
     def rope_of(self, layer: int) -> Rope | None:
-        """A layer's rotary positions."""
+        """Return a layer's rotary positions."""
         local = self.window(layer) is not None and self.local_rope is not None
         return self.local_rope if local else self.rope
 
@@ -177,7 +177,7 @@ def as_float(name: Any) -> Any:
     """Check that a dtype is a float.
 
     Raises:
-      ValueError: it is none.
+      ValueError: it is no float dtype.
     """
     try:
         dtype = jnp.dtype(name)

@@ -3,8 +3,8 @@
     stages, embed, head = build(config, [7, 8, 8, 7], nnx.Rngs(0))
     Pipeline(stages, 16, embed=embed, head=head, loss_fn=...)
 
-On a mesh with an axis ``tensor`` every layer is spread over it (`pipeline.layers`); on one without,
-or with no mesh at all, the same modules are the plain model.
+On a mesh with an axis ``tensor`` every layer is divided over the axis (`pipeline.layers`). On a
+mesh without this axis, or without a mesh, the same modules are the plain model.
 
 Letters: b = sequences, t = positions, d = width, v = words.
 """
@@ -42,7 +42,7 @@ from pipeline.models.layers.attending.order import WHOLE, Context
 from pipeline.models.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 
 Mode = Literal["ends", "stage"]
-SPREAD = 0.02  # of initial tables
+SPREAD = 0.02  # standard deviation of initial tables
 
 
 class Stage(nnx.Module):
@@ -62,13 +62,13 @@ class Stage(nnx.Module):
         segments: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
     ) -> Any:
-        """Run all of them.
+        """Run all blocks.
 
         Args:
-          x: `[b, t, d]`; with multi-token prediction as in `models.decoders.multi_token`.
-          positions: as of `DecoderAttention`.
-          segments: as of `DecoderAttention`.
-          segment_ids: segments by the name that `pipeline.training.packed` gives them.
+          x: `[b, t, d]`; with multi-token prediction the dict of `models.decoders.multi_token`.
+          positions: positions as for `DecoderAttention`.
+          segments: segments as for `DecoderAttention`.
+          segment_ids: segments, under the name that `pipeline.training.packed` uses.
 
         Raises:
           ValueError: both segments and segment_ids.
@@ -90,15 +90,15 @@ class Stage(nnx.Module):
         segments: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Run all of them on one slice of a sequence (`Pipeline(slices=N)`).
+        """Run all blocks on one slice of a sequence (`Pipeline(slices=N)`).
 
         Args:
           x: `[b, t, d]` of the slice.
           earlier: the second results of calls on earlier slices, `[N, ...]` leaves, or None.
           part: the place of the slice.
-          positions: as of a call, of the slice.
-          segments: as of a call, of the slice.
-          segment_ids: as of a call, of the slice.
+          positions: positions of the slice, as for a call.
+          segments: segments of the slice, as for a call.
+          segment_ids: segments of the slice, as for a call.
 
         Returns:
           The output, and the keys and values of each block, which later slices read.
@@ -121,7 +121,7 @@ class Stage(nnx.Module):
 
 
 def _one_of(segments: jax.Array | None, segment_ids: jax.Array | None) -> jax.Array | None:
-    """The segments, by either name.
+    """Return the segments, given by either name.
 
     Raises:
       ValueError: both are given.
@@ -138,10 +138,10 @@ class Embedding(VocabularyEmbedding):
     """Words to vectors, scaled or with learned positions: `[b, t] -> [b, t, d]`.
 
     Args:
-      config: of the decoder.
+      config: the configuration of the decoder.
       rngs: has a stream ``params``.
-      dtype: of the tables; activations: of the result.
-      context: how sequences lie on the ranks of an axis.
+      dtype: the dtype of the tables; activations: the dtype of the result.
+      context: the split of sequences over the ranks of an axis.
     """
 
     def __init__(
@@ -169,7 +169,8 @@ class Embedding(VocabularyEmbedding):
     def start_decoding(self, _: int, length: int) -> None:
         """Count the positions seen so far, if positions are learned.
 
-        Modules for multi-token prediction get no input then: the main model generates text.
+        Modules for multi-token prediction get no input while decoding: the main model generates
+        text.
 
         Raises:
           ValueError: sequences longer than the learned positions.
@@ -183,14 +184,14 @@ class Embedding(VocabularyEmbedding):
         """Look up the words.
 
         Args:
-          tokens: `[b, t]`; or a pair of them and of their positions `[b, t]`, for learned positions
-            that restart in packed rows. Rotary positions are an argument of the stages.
+          tokens: `[b, t]`; or a pair of tokens and their positions, `[b, t]` each, for learned
+            positions that restart in packed rows. Rotary positions are an argument of the stages.
 
         Returns:
-          `[b, t, d]`; for modules of multi-token prediction a dict, in which they are twice.
+          `[b, t, d]`; with modules for multi-token prediction a dict that has the result twice.
 
         Raises:
-          ValueError: a sequence longer than the positions that were learned.
+          ValueError: a sequence is longer than the learned positions.
         """
         return self.call_slice(tokens, None, WHOLE_SEQUENCE)[0]
 
@@ -198,7 +199,7 @@ class Embedding(VocabularyEmbedding):
         """Look up the words of one slice, with the slice's positions in its sequence.
 
         Raises:
-          ValueError: as a call.
+          ValueError: the error of a call.
         """
         tokens, places = tokens if isinstance(tokens, tuple | list) else (tokens, None)
         return self._looked_up(tokens, places, part), ()
@@ -237,7 +238,7 @@ class LogitFactors:
 
     Attributes:
       x: `[b, t, d]`.
-      table: `[v, d]`, of which a rank of ``tensor`` may have its part.
+      table: `[v, d]`, or a rank's part of it on the axis ``tensor``.
       chunks: the number of equal parts of a rank's rows.
       words: the number of words.
     """
@@ -256,16 +257,16 @@ class Head(VocabularyHead):
 
     With ``loss_chunks`` its output is `LogitFactors`.
 
-    With multi-token prediction its output is a dict: ``logits``, and of every module its logits
-    ``ahead`` and which of its positions are ``inside`` a document. The modules have norms of their
-    own, the first also the main model's.
+    With multi-token prediction its output is a dict: the main model's ``logits``, and for every
+    module its logits ``ahead`` and a mark ``inside`` of positions in the same document. The modules
+    have their own norms; the first module also has the main model's norm.
 
     Args:
-      config: of the decoder.
+      config: the decoder's configuration.
       rngs: has a stream ``params``.
       table: the embedding's table, to share it.
-      dtype: of the parameters.
-      loss_chunks: as of `build`.
+      dtype: the dtype of the parameters.
+      loss_chunks: the argument of `build`.
     """
 
     def __init__(
@@ -331,7 +332,7 @@ def build(
       counts: [K] the number of blocks of each stage, 0 or more (`split_layers`).
       rngs: has a stream ``params``, for random weights; None makes types of weights, to describe
         them or to read a checkpoint into.
-      dtype: of the parameters.
+      dtype: the dtype of the parameters.
       activations: the dtype of activations, by default the dtype of the parameters.
       vocabulary: as for `Pipeline`; with "stage" embed and head are layers of
         `pipeline.vocabulary`.
@@ -339,14 +340,15 @@ def build(
         ``Pipeline(..., batch=P("data", "context"))``; by default sequences are whole.
       mtp: [K] the number of modules for multi-token prediction of each stage, after all blocks; by
         default the last stage has all.
-      loss_chunks: for training with `next_token_loss`: a divisor of the words of a rank. Logits are
-        computed in this number of parts, and again in the backward, and are not kept.
+      loss_chunks: for training with `next_token_loss`: a divisor of a rank's number of words.
+        Logits are computed in this number of parts, recomputed in the backward, and not kept.
         ``pipe(inputs)`` then returns `LogitFactors`; None computes all logits at once.
 
     Raises:
-      ValueError: counts that do not add up to the config's layers, or modules before a block; ranks
-        cannot share scaled or learned-position embeddings, logits with a soft cap, or multi-token
-        prediction; chunks do not support a soft cap, several modules, or shared logits.
+      ValueError: counts do not add up to the config's layers, or a module precedes a block. Or
+        shared ends do not support scaled or learned-position embeddings, logits with a soft cap, or
+        multi-token prediction. Or chunks do not support a soft cap, several modules, or shared
+        logits.
     """
     check_ends(config, vocabulary, loss_chunks)
     if config.mtp_layers:
@@ -384,15 +386,15 @@ def build(
 def place_modules(
     config: DecoderConfig, counts: Sequence[int], mtp: Sequence[int] | None
 ) -> list[int]:
-    """Count the modules for multi-token prediction of each stage, [K].
+    """Return [K] the number of modules for multi-token prediction of each stage.
 
     Args:
-      config: of the decoder.
-      counts: [K] how many blocks each stage has.
-      mtp: as of `build`.
+      config: the decoder's configuration.
+      counts: [K] the number of blocks of each stage.
+      mtp: the argument of `build`.
 
     Raises:
-      ValueError: another number of them or of stages, or one before a block.
+      ValueError: another number of modules or stages, or a module before a block.
     """
     if mtp is None:
         return [0] * (len(counts) - 1) + [config.mtp_layers]
@@ -412,18 +414,18 @@ def place_modules(
     if any(counts[first + 1 :]):
         last = max(k for k, count in enumerate(counts) if count)
         raise ValueError(
-            f"mtp={found!r}: stage {first} has a multi-token module and stage {last} a block "
-            f"behind it; modules read what the last block returns, so put them into that stage or "
+            f"mtp={found!r}: stage {first} has a multi-token module and stage {last} a later "
+            f"block; modules read the output of the last block, so put them into its stage or "
             f"later ones"
         )
     return found
 
 
 def check_ends(config: DecoderConfig, vocabulary: Any, loss_chunks: Any) -> None:
-    """Refuse ends that are not a plain table if ranks share the table or a loss cuts it.
+    """Refuse ends that are no plain tables, if ranks share the table or a loss cuts it in chunks.
 
     Raises:
-      ValueError: they are; or ``loss_chunks`` that is no number.
+      ValueError: the ends are no plain tables, or ``loss_chunks`` is no number.
     """
     if loss_chunks is not None and not is_whole(loss_chunks, 1):
         raise ValueError(
@@ -456,7 +458,7 @@ def check_ends(config: DecoderConfig, vocabulary: Any, loss_chunks: Any) -> None
 def _shared_ends(
     config: DecoderConfig, rngs: nnx.Rngs, dtype: Any, activations: Any
 ) -> tuple[shared.VocabularyEmbedding, shared.VocabularyHead]:
-    """Embed and head of which each rank may hold some of the words."""
+    """Make embed and head that can be divided by words over ranks."""
     sizes = config.vocabulary, config.width
     embed = shared.VocabularyEmbedding(
         *sizes, rngs=rngs, dtype=activations, param_dtype=dtype, scale=SPREAD
@@ -476,12 +478,12 @@ def next_token_loss(logits: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
     """Compute (sum, weight) of the cross entropy of a microbatch, on any mesh.
 
     Args:
-      logits: `[b, t, v]`, of which a rank of ``tensor`` may have its part; or `LogitFactors`.
+      logits: `[b, t, v]`, or a rank's part of them on the axis ``tensor``; or `LogitFactors`.
       targets: `[b, t]`, the next word of each position; -100 does not count. Or a pair (words,
         weights), `[b, t]` each, as `pipeline.training.packed` returns.
 
     Raises:
-      ValueError: outputs of a model with multi-token prediction, or targets of another shape.
+      ValueError: the outputs are of a model with multi-token prediction, or the shape is wrong.
     """
     if isinstance(logits, Mapping):
         raise ValueError(
@@ -517,5 +519,5 @@ def split_layers(layers: int, num_stages: int) -> list[int]:
             f"least"
         )
     fewer, more = divmod(layers, num_stages)
-    first = (num_stages - more) // 2  # stages before those with one block more
+    first = (num_stages - more) // 2  # number of stages before those with one block more
     return [fewer + (first <= k < first + more) for k in range(num_stages)]

@@ -17,10 +17,10 @@ from pipeline.models.layers.experts.options import RoutingOptions
 from pipeline.models.layers.experts.routing import Router
 from pipeline.models.layers.mixture import MixtureOfExperts
 
-OPTIONS = (  # that no checkpoint says
+OPTIONS = (  # no checkpoint contains them
     "dispatch capacity_factor chunk balance_weight balance z_weight counts bias_rate"
 )
-SLOPE = 1.702  # of the sigmoid in gpt-oss's gate
+SLOPE = 1.702  # the factor in the sigmoid of gpt-oss's gate
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class ExpertsConfig(RoutingOptions):
       bias_rate: the change of this bias in a step.
       clamp: the bounds of gpt-oss's gate.
       scoring, renormalise, scale, groups, group_top, router_bias, shared_hidden, shared_gate, bias:
-        as of `pipeline.layers.ExpertOptions`.
-      dispatch, capacity_factor, chunk, balance_weight, balance, z_weight, counts: as of
-        `pipeline.layers.ExpertOptions`; no checkpoint contains them.
+        the options of `pipeline.layers.ExpertOptions`.
+      dispatch, capacity_factor, chunk, balance_weight, balance, z_weight, counts: the options of
+        `pipeline.layers.ExpertOptions` that no checkpoint contains.
     """
 
     number: int
@@ -58,18 +58,18 @@ class ExpertsConfig(RoutingOptions):
         return []
 
     def router(self) -> Router:
-        """The rule that chooses experts.
+        """Return the rule that chooses experts.
 
         Raises:
-          ValueError: sizes that do not fit.
+          ValueError: the sizes do not fit.
         """
         return self.router_of(self.number, self.top_k)
 
     def with_options(self, options: dict[str, Any]) -> ExpertsConfig:
-        """Copy the options, with other values for options that no checkpoint contains.
+        """Copy the configuration, with other values for options that no checkpoint contains.
 
         Raises:
-          ValueError: an option that is none of these.
+          ValueError: an option is none of these.
         """
         known = OPTIONS.split()
         if wrong := [name for name in options if name not in known]:
@@ -101,7 +101,7 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class ClampedGate:
-    """(up + 1)·gate·sigmoid(1.702·gate), both kept between bounds (gpt-oss).
+    """(up + 1)·gate·sigmoid(1.702·gate), with both gate and up clamped (gpt-oss).
 
     Attributes:
       limit: the largest gate, and the largest absolute up.
@@ -121,7 +121,7 @@ class ActivatedGate:
     """The product activation(gate)·up.
 
     Attributes:
-      activation: of one array.
+      activation: a function of one array.
     """
 
     activation: Callable[[jax.Array], jax.Array]
@@ -139,14 +139,14 @@ def make_experts(
     *,
     dtype: Any,
 ) -> MixtureOfExperts:
-    """A layer's mixture of experts.
+    """Make a layer's mixture of experts.
 
     Args:
-      config: of the experts.
+      config: the configuration of the experts.
       width: d.
-      activation: of the experts' gate.
+      activation: the activation of the experts' gate.
       rngs: has a stream ``params``.
-      dtype: of the parameters.
+      dtype: the dtype of the parameters.
     """
     gate = ActivatedGate(activation) if config.clamp is None else ClampedGate(config.clamp)
     options: dict[str, Any] = {

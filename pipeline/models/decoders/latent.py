@@ -1,16 +1,17 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values out of one latent.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values from one latent.
 
 Letters: b = sequences, t = positions, d = width, h = heads, r = width of the latent, n and o =
 numbers of a head without and with rotary positions, w = width of values.
 
-On R ranks of a context axis the latents are exchanged, r + o numbers of a position in place of
-h·(n + o + w) of keys and values: 576 in place of 40,960 in DeepSeek-V3. "allgather" forms the keys
-and values of all positions and heads on every rank. "ulysses" forms those of h / R heads, with the
-columns of the weight that make them, and exchanges queries and results. "ring" lets the latents
-travel and forms the keys and values of one rank's positions at a time. So a ring repeats R times
-the product that forms them, 2·r·h·(n + w) operations for every position. Attention of t queries has
-h·(n + o + w)·t, 20 times as many in DeepSeek-V3 at t = 16,384. A ring of keys and values would send
-71 times the bytes.
+On R ranks of a context axis the latents are exchanged: r + o numbers a position instead of h·(n + o
++ w) for keys and values, in DeepSeek-V3 576 instead of 40,960. "allgather" forms the keys and
+values of all positions and heads on every rank. "ulysses" forms them for h / R heads, with these
+heads' columns of the weight, and exchanges queries and results.
+
+"ring" sends the latents around and forms the keys and values of one rank's positions at a time. So
+a ring repeats the product that forms them R times, 2·r·h·(n + w) operations for every position.
+Attention to t queries has h·(n + o + w)·t, 20 times as many in DeepSeek-V3 at t = 16,384. A ring of
+keys and values would send 71 times the bytes.
 """
 
 from __future__ import annotations
@@ -45,23 +46,24 @@ from pipeline.models.layers.norm import RMSNorm
 from pipeline.models.layers.rotary import rotary, rotate
 from pipeline.models.layers.weights import apply, read_weight, scaled
 
-EPSILON = 1e-6  # of the norms of latents, whatever config.json says of others
+EPSILON = 1e-6  # of the norms of latents, whatever config.json has for other norms
 
 
 class LatentAttention(nnx.Module):
-    """Latent attention, `[b, t, d] -> [b, t, d]`: each position reads itself and earlier ones.
+    """Latent attention, `[b, t, d] -> [b, t, d]`: each position reads itself and earlier positions.
 
     In decoding the caches hold latents, r + o numbers per position; keys and values are recomputed.
 
     Args:
-      config: of the decoder, with ``latent``.
+      config: the configuration of the decoder, with ``latent``.
       layer: the number of this layer.
       rngs: has a stream ``params``.
-      dtype: of the parameters; activations: of cached latents, by default the same.
+      dtype: the dtype of the parameters; activations: the dtype of cached latents, by default that
+        of the parameters.
       context: the split of sequences over the ranks of an axis, which exchange latents.
 
     Raises:
-      ValueError: when called, heads that the ranks of Ulysses cannot share.
+      ValueError: raised by a call, if Ulysses cannot divide the heads over the ranks.
     """
 
     prefills = True
@@ -78,7 +80,7 @@ class LatentAttention(nnx.Module):
     ) -> None:
         self.context = context
         sizes = config.latent
-        assert sizes is not None  # noqa: S101 - the block asks
+        assert sizes is not None  # noqa: S101 - the block made sure of it
         d, h = config.width, config.heads
         self.heads, self.sizes, self.rope = h, sizes, config.rope_of(layer)
         self.kept_dtype = jnp.dtype(dtype if activations is None else activations)
@@ -115,7 +117,7 @@ class LatentAttention(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
     ) -> jax.Array:
-        """Attend; arguments and errors as of `DecoderAttention`."""
+        """Attend; arguments and errors are those of `DecoderAttention`."""
         first = self.seen[...] if hasattr(self, "seen") else None
         check_not_remembered(first, segments)
         return self._attend(x, positions, segments, first, None, WHOLE_SEQUENCE)[0]
@@ -206,10 +208,10 @@ class LatentAttention(nnx.Module):
         return back_to_positions(y, context) if exchanges else y, own
 
     def _own_columns(self, weight: jax.Array) -> jax.Array:
-        """The columns that make keys and values of the heads that this rank reads with.
+        """Return the columns that make keys and values of this rank's heads.
 
         Raises:
-          ValueError: heads that the ranks cannot share.
+          ValueError: the heads cannot be divided over the ranks.
         """
         ranks, axis = self.context.size, str(self.context.axis)
         columns = self.sizes.nope + self.sizes.value
@@ -225,13 +227,13 @@ class LatentAttention(nnx.Module):
         return jax.lax.dynamic_slice_in_dim(vary(weight, axis), first, some, axis=1)
 
     def _queries(self, x: jax.Array) -> jax.Array:
-        """`[b, t, h·(n + o)]` of this rank's heads."""
+        """Return `[b, t, h·(n + o)]` queries of this rank's heads."""
         if self.q_down is None or self.q_norm is None:
             return self.q(x)
         return self.q_up(self.q_norm(apply(x, self.q_down[...].astype(x.dtype))))
 
     def _keys(self, weight: jax.Array, latents: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys `[b, s, h, n + o]` and values `[b, s, h, w]` of the heads of a weight's columns."""
+        """Form keys `[b, s, h, n + o]` and values `[b, s, h, w]` from the columns of a weight."""
         n, o = self.sizes.nope, self.sizes.rope
         kv = apply(latents[..., :-o], weight)
         kv = kv.reshape(*latents.shape[:2], -1, n + self.sizes.value)
@@ -240,5 +242,5 @@ class LatentAttention(nnx.Module):
 
 
 def _halves(x: jax.Array) -> jax.Array:
-    """Pairs (2i, 2i + 1), as DeepSeek's weights have them, as pairs (i, i + o / 2)."""
+    """Reorder pairs (2i, 2i + 1), as in DeepSeek's weights, to pairs (i, i + o / 2)."""
     return jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 2), -1, -2).reshape(x.shape)

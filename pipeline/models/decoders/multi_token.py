@@ -6,8 +6,8 @@ of the previous module and the embedding of token i + k:
     h'_k = W_k [norm(Emb(t_{i+k})); norm(h_{k-1})]     h_k = norm(TRM_k(h'_k))
     P_k = OutHead(h_k)                                  loss = L_0 + sum over k of weight_k L_k
 
-h_0 is the main model's last representation, after its final norm. Embedding and output head are
-those of the main model. The order within W_k is that of the published weights (`eh_proj`).
+h_0 is the main model's last representation, after its final norm. Embedding and output head are the
+main model's. The order of the two inputs of W_k is that of the published weights (`eh_proj`).
 
 Modules are layers of the last stages. They need no table of words, because the activation between
 stages contains embeddings and the main stream:
@@ -38,20 +38,20 @@ from pipeline.models.decoders.norms import make_norm
 from pipeline.models.layers.weights import apply, scaled
 
 MAIN, EMBEDDED, AHEAD, INSIDE = "main", "embedded", "ahead", "inside"
-LOGITS = "logits"  # of the main model, in the head's output
+LOGITS = "logits"  # the main model's, in the head's output
 PAIR = 2  # words and weights
-WEIGHT = 0.3  # of the losses together, as DeepSeek-V3 has it for most of its training
+WEIGHT = 0.3  # of all modules' losses together; DeepSeek-V3's value for most of its training
 
 
 class MultiTokenBlock(Block):
     """Module k: joins a representation with an embedding; then TRM_k, like the model's last layer.
 
     Args:
-      config: of the decoder.
+      config: the decoder's configuration.
       depth: k, from 1.
       rngs: has a stream ``params``.
-      dtype: of the parameters.
-      types: ``activations`` and ``context``, as of `Block`.
+      dtype: the dtype of the parameters.
+      types: ``activations`` and ``context``, as for `Block`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class MultiTokenBlock(Block):
         d = config.width
         super().__init__(config, config.layers - 1, rngs, dtype=dtype, **types)
         self.depth, self.is_last = depth, depth == config.mtp_layers
-        # The main model's final norm, without which h_0 is not known.
+        # The main model's final norm, which makes h_0.
         self.main_norm = make_norm(config, dtype) if depth == 1 else None
         self.embed_norm, self.hidden_norm = make_norm(config, dtype), make_norm(config, dtype)
         self.join = nnx.Param(scaled(2 * d)(rngs.params(), (2 * d, d), dtype))
@@ -75,8 +75,9 @@ class MultiTokenBlock(Block):
         """Add h_k to the activation.
 
         Args:
-          x: the activation; or one array, the main stream in decoding, which modules ignore.
-          positions: of the block, as are segments.
+          x: the activation; or one array, the main stream in decoding, for which the module
+            predicts nothing.
+          positions: the positions for the block.
           segments: `[b, t]` the document of each position, if rows are packed.
         """
         if not isinstance(x, Mapping):
@@ -104,17 +105,17 @@ class MultiTokenBlock(Block):
 
 
 def shifted(x: jax.Array, places: int, fill: Any = 0) -> jax.Array:
-    """Shift `[b, t, ...]` left: each position gets the entry a number of places later."""
+    """Shift `[b, t, ...]` left: each position gets the entry ``places`` positions later."""
     width = min(places, x.shape[1])
     behind = jnp.full_like(x[:, :width], fill)
     return jnp.concatenate([x[:, width:], behind], axis=1)
 
 
 def within(x: jax.Array, segments: jax.Array | None, places: int) -> jax.Array:
-    """Mark, `[b, t]` bool, whether the position k places later is in the same row and document.
+    """Mark `[b, t]` the positions for which position i + k is in the same row and document.
 
     Args:
-      x: `[b, t, d]`, for its size.
+      x: `[b, t, d]`; its shape is read.
       segments: `[b, t]`, if rows are packed.
       places: k.
     """
@@ -131,12 +132,12 @@ class MultiTokenLoss:
     With T the weight of all targets of the batch, the loss is (1 / T) Σ of the next token's cross
     entropy, plus for every module k weight_k (1 / T) Σ of the cross entropy of the token k + 1
     positions later. A missing target (after the row, in another document, of weight 0) adds
-    nothing; T is the same in all terms, as in the report.
+    nothing. T is the same in all terms, as in the report.
 
     Attributes:
-      weight: λ, which D modules share equally, λ / D each; or D numbers, one for each.
+      weight: λ, which D modules share equally, λ / D each; or D numbers, one for each module.
       has_metrics: whether it returns (loss, metrics) for ``has_aux=True``: ``main``, and ``mtp_k``
-        for every module, without weights. A `Step` of a configured run asks for them.
+        for every module, unweighted. The `Step` of a configured run needs them.
     """
 
     weight: float | tuple[float, ...] = WEIGHT
@@ -146,7 +147,7 @@ class MultiTokenLoss:
         """Check the weights.
 
         Raises:
-          ValueError: what is no finite number >= 0, or no bool.
+          ValueError: a weight is no finite number >= 0, or has_metrics no bool.
         """
         given = self.weight if isinstance(self.weight, tuple | list) else (self.weight,)
         fits = all(
@@ -170,12 +171,12 @@ class MultiTokenLoss:
         """Compute (sum, weight) of a microbatch, on any mesh.
 
         Args:
-          outputs: of a decoder's head with modules: ``logits``, and ``ahead`` and ``inside`` of
-            each module.
-          targets: as of `pipeline.decoders.next_token_loss`.
+          outputs: outputs of a decoder's head with modules: ``logits``, and ``ahead`` and
+            ``inside`` for each module.
+          targets: the targets of `pipeline.decoders.next_token_loss`.
 
         Raises:
-          ValueError: outputs of a model without modules, or another number of weights.
+          ValueError: the outputs are of a model without modules, or the number of weights is wrong.
         """
         if not isinstance(outputs, Mapping) or AHEAD not in outputs:
             raise ValueError(
@@ -198,7 +199,7 @@ class MultiTokenLoss:
         return ((total, weight), metrics) if self.has_metrics else (total, weight)
 
     def _shares(self, modules: int) -> tuple[float, ...]:
-        """[D] the weight of every module's loss."""
+        """Return [D] the weight of every module's loss."""
         if not isinstance(self.weight, tuple):
             return (self.weight / modules,) * modules
         if len(self.weight) != modules:
@@ -213,11 +214,12 @@ def check_targets(targets: Any, logits: jax.Array) -> None:
     """Check that there is a word for each position.
 
     Args:
-      targets: as of `pipeline.decoders.next_token_loss`.
-      logits: `[b, t, v]`, for their size.
+      targets: the targets of `pipeline.decoders.next_token_loss`.
+      logits: `[b, t, v]`; their shape is read.
 
     Raises:
-      ValueError: neither words nor a pair of them and weights, or words of another shape.
+      ValueError: the targets are neither words nor a pair of words and weights, or the words have
+        another shape.
     """
     pair = targets if isinstance(targets, tuple | list) else (targets, 1.0)
     if len(pair) != PAIR or jnp.shape(pair[0]) != logits.shape[:-1]:
@@ -233,7 +235,7 @@ def words_and_counts(targets: Any) -> tuple[jax.Array, jax.Array]:
     """Return `[b, t]` target words, and their float32 weights.
 
     Args:
-      targets: as of `pipeline.decoders.next_token_loss`.
+      targets: the targets of `pipeline.decoders.next_token_loss`.
     """
     words, weights = targets if isinstance(targets, tuple | list) else (targets, 1.0)
     return words, jnp.where(words == IGNORED, 0, weights).astype(jnp.float32)

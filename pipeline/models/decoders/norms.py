@@ -12,8 +12,8 @@ def make_norm(config: DecoderConfig, dtype: Any) -> RMSNorm | LayerNorm:
     """Make a norm over the width.
 
     Args:
-      config: of the decoder.
-      dtype: of the scale.
+      config: the decoder's configuration.
+      dtype: the dtype of the scale.
     """
     if config.norm == "layer":
         return LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype)

@@ -1,5 +1,5 @@
-"""Text from a pipeline: caches of its stages, the flow of microbatches, the choice of a token.
+"""Text generation with a pipeline: caches, the flow of microbatches, the choice of tokens.
 
-Built of the kernel's parts, with a loop of its own: a timetable has an end, and decoding has one
-only when all rows have. Training never comes here.
+It uses parts of the kernel in a loop of its own: a timetable has a fixed length, but decoding ends
+when all rows have ended. Training does not use this package.
 """

@@ -1,4 +1,4 @@
-"""A model for decoding: its modules with caches, as types, and the initial caches.
+"""A model for decoding: its modules with caches, as types, and the caches' initial values.
 
 Letters: V chunks, b rows of a microbatch on one data shard.
 """
@@ -27,24 +27,24 @@ from pipeline.core.step.calls.ends import embed, ends_values, finish
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.calls.rank import Rank
 
-Cells = tuple[int, ...]  # numbers of leaves
-Begin = Callable[[Tree], Tree]  # other state to that with caches, as it is at first
+Cells = tuple[int, ...]  # indices of leaves
+Begin = Callable[[Tree], Tree]  # non-parameter state to that state with initial caches
 METHOD = "start_decoding"
 
 
 def start_decoding(module: Any, rows: int, length: int, dtype: Any = None) -> None:
-    """Ready a part of a model, in place, for one token after the other.
+    """Prepare a part of a model, in place, to take one token after the other.
 
-    It is set to evaluate (`nnx.Module.eval`). An `nnx.MultiHeadAttention` in it gets caches;
-    another module its own, if it has a method ``start_decoding(rows, length)``, which makes
-    variables of type `nnx.Cache`.
+    It is set to evaluate (`nnx.Module.eval`). An `nnx.MultiHeadAttention` in it gets caches. Any
+    other module with a method ``start_decoding(rows, length)`` makes its own, variables of type
+    `nnx.Cache`.
 
     Args:
-      module: a stage, embed or head. Where all such methods belong to classes that say
-        ``prefills = True``, prompts come several tokens at a time.
-      rows: how many sequences it will see at once.
-      length: how many tokens of each.
-      dtype: of the caches of flax's attention; by default that in which it computes.
+      module: a stage, embed or head. Prompts come several tokens at a time if all classes with such
+        a method say ``prefills = True``.
+      rows: the number of sequences that it sees at once.
+      length: the number of tokens of each sequence.
+      dtype: the dtype of caches of flax's attention; by default the dtype in which it computes.
     """
     module.eval()
     for _, part in list(nnx.iter_graph(module)):
@@ -57,10 +57,9 @@ def start_decoding(module: Any, rows: int, length: int, dtype: Any = None) -> No
 
 
 def keeps_caches(pipe: Any) -> bool:
-    """Tell whether a model declares that it decodes: some module has a method
-    `start_decoding`.
+    """Tell whether a model declares that it decodes: a module has a method `start_decoding`.
 
-    flax's attention alone is no such word: positions that an embed adds may lack a cache.
+    flax's attention alone is no such declaration: positions that an embed adds may lack a cache.
     """
     return any(hasattr(module, METHOD) for module in _own_caches(pipe))
 
@@ -68,7 +67,7 @@ def keeps_caches(pipe: Any) -> bool:
 def may_have_caches(pipe: Any) -> bool:
     """Tell whether `start_decoding` gives any module of the stages caches.
 
-    An embed that counts positions has one that says nothing of earlier tokens.
+    A cache of embed does not count: it may count positions, but holds nothing of earlier tokens.
     """
     return bool(_own_caches(pipe, ends=False))
 
@@ -82,7 +81,7 @@ def takes_many(pipe: Any) -> bool:
 
 
 def _own_caches(pipe: Any, *, ends: bool = True) -> list[nnx.Module]:
-    """Modules that `start_decoding` gives caches, in stages and perhaps in embed and head."""
+    """Return the modules that `start_decoding` gives caches, in stages and optionally the ends."""
     held = (*pipe.chunks, *((pipe.embed, pipe.head) if ends else ()))
     parts = [part for part in held if isinstance(part, nnx.Module)]
     modules = (module for part in parts for _, module in nnx.iter_graph(part))
@@ -95,14 +94,15 @@ class Decoder:
 
     Attributes:
       model: the static half.
-      starts: of each chunk and of the ends: other state before to other state now.
+      starts: for each chunk and for the ends: a function from non-parameter state to this state
+        with caches.
     """
 
     model: Model
     starts: tuple[Begin, ...]
 
     def weights(self, weights: Weights) -> Weights:
-        """A rank's weights, with caches as they are at first."""
+        """Return a rank's weights, with caches at their initial values."""
         *chunks, ends = self.starts
         rests = zip(chunks, weights.chunks_rest, strict=True)
         return replace(
@@ -113,15 +113,15 @@ class Decoder:
 
 
 def make_decoder(rank: Rank, cache: Any, start: Callable[[Any], None]) -> Decoder:
-    """The model with caches.
+    """Make the model with caches.
 
     Args:
-      rank: what a rank holds.
-      cache: a filter, what belongs to one microbatch.
-      start: readies a module in place.
+      rank: the rank's model, weights and batch.
+      cache: a filter of the variables that each microbatch has separately.
+      start: prepares a module in place.
 
     Raises:
-      ValueError: a part makes parameters, or there is nothing that a filter finds.
+      ValueError: a part makes parameters, or the filter finds no variable.
     """
     is_cache = nnx.filterlib.to_predicate(cache)
     model, weights = rank.model, rank.weights
@@ -161,11 +161,11 @@ def with_types_of_writes(
     """Make a rank's caches vary over all mesh axes of the values written to them.
 
     Args:
-      rank: what the rank holds, caches among it.
-      kinds: its model of each kind of stages, with the position of one of them.
+      rank: the rank's model and weights, with caches.
+      kinds: for each kind of stage, its model and the position of one stage.
 
     Returns:
-      None if they do so already.
+      The weights; None if the caches vary over these axes already.
     """
     weights, declared = rank.weights, rank.model.declared
     chunks = [jax.tree.leaves(rest) for rest in weights.chunks_rest]
@@ -217,7 +217,7 @@ def _with_leaves(tree: Tree, leaves: Sequence[Any]) -> Tree:
 def _ready_unlike(
     rank: Rank, stages: Sequence[StagePosition], is_cache: Any, start: Callable[[Any], None]
 ) -> tuple[list[StagePosition], Cells, Begin]:
-    """Prepare a chunk whose stages share cells: caches get cells of their new positions."""
+    """Prepare a chunk whose stages share cells: each stage's caches get new cells."""
     v = stages[0].chunk
     cells = jax.tree.leaves(rank.weights.chunks_rest[v])
     ready, lists, known = [], [], []
@@ -228,7 +228,7 @@ def _ready_unlike(
         one = _ready(stage.definition, params, rest, is_cache, start)
         spots = jax.tree.unflatten(views.rest.treedef, range(len(views.rest.spots)))
         old = dict(nnx.to_flat_state(spots))
-        now: dict[Any, Any] = {}  # of each leaf its old spot, or what it is
+        now: dict[Any, Any] = {}  # by leaf: its old spot, or the description of a new leaf
         n = 0
         for path, variable in nnx.to_flat_state(one.types):
             kept = path in old and path not in one.definition.state
@@ -266,7 +266,7 @@ def _ready_unlike(
 
 
 class _Ready(NamedTuple):
-    """A module's definition with caches, cache leaves, other state, and the state's maker."""
+    """A module's definition with caches, indices of cache leaves, state maker, and state types."""
 
     definition: Definition
     cells: Cells
@@ -277,7 +277,7 @@ class _Ready(NamedTuple):
 def _ready(
     definition: Definition, params: Tree, rest: Tree, is_cache: Any, start: Callable[[Any], None]
 ) -> _Ready:
-    """A module with caches."""
+    """Prepare a module with caches, from types."""
     seen: list[Any] = []
 
     def run(params: Tree, rest: Tree) -> tuple[Tree, Tree]:
@@ -312,7 +312,7 @@ def _ready(
     params_types, rest_types = jax.eval_shape(lambda: (params, rest))
 
     def begin(rest: Tree) -> Tree:
-        # On these nothing that is new depends.
+        # No new value depends on these zeros.
         empty = jax.tree.map(zeros, (params_types, rest_types))
         had = dict(nnx.to_flat_state(rest))
         now = nnx.to_flat_state(run(*empty)[1])

@@ -1,14 +1,14 @@
-"""The flow of microbatches through the ranks, token after token, without an end in between.
+"""The flow of microbatches through the ranks, token after token, without a pause between tokens.
 
 Letters: S ranks, K stages, V chunks, M microbatches, m = max(M, S), b rows of a microbatch on one
-data shard. In tick i rank r does what number i - r is of its items: of each token, chunk after
-chunk, of each chunk, microbatch after microbatch. So with V = 1 and M >= S no rank ever waits: when
-the last rank has chosen a microbatch's next token, the first is about to need it. A token takes
-V m ticks of all ranks, all M microbatches together.
+data shard. In tick i, rank r works on its item number i - r. Its items are ordered by token, then
+by chunk, then by microbatch. So with V = 1 and M >= S no rank waits: the last rank has chosen a
+microbatch's next token when the first rank needs it. A token takes V m ticks of all ranks, for all
+M microbatches together.
 
-What a rank has sent is in its neighbour's memory at the next tick: an activation, or, from the last
-stage to the first, b tokens. Caches are refs with a place for each microbatch
-(`pipeline.core.step.calls.declared`), written by what runs and by nothing else.
+A message is in the receiving neighbour's memory at the next tick. It is an activation, or, from the
+last stage to the first, b tokens. Caches are refs with a place for each microbatch
+(`pipeline.core.step.calls.declared`); only the stage that runs writes to them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Rows:
 
     Args:
       prompts: [M, b, P] tokens.
-      lengths: [M, b] of prompts.
-      keys: [M, b] to draw with, or None.
-      draw: scalars, what logits are divided by, and the share of all that may be drawn.
+      lengths: [M, b] lengths of prompts.
+      keys: [M, b] keys to draw with, or None.
+      draw: scalars: the divisor of logits, and the share of probability that may be drawn.
       choice: how tokens are chosen.
-      axes: the mesh axes over which all varies.
+      axes: the mesh axes over which all values vary.
     """
 
     def __init__(
@@ -73,14 +73,15 @@ class Rows:
         """Choose [b] the tokens after a position: from the prompt, then from the model.
 
         Args:
-          logits: [b, N] of that position; [b, n] of this rank's words if ranks share them.
+          logits: [b, N] logits of that position; or [b, n] of this rank's words, if ranks share the
+            words.
           microbatch: its index.
-          position: of what was fed.
+          position: the position of the token that was fed.
           words: N if ranks share the words.
-          axes: the mesh axes of these ranks; none if each has all words.
+          axes: the mesh axes of the ranks that share the words; none if each rank has all words.
         """
         choice, length = self.choice, at(self.lengths, microbatch)
-        index = position + 1 - length  # of a row's new tokens
+        index = position + 1 - length  # index among a row's new tokens
         keys = None
         if self.keys is not None:
             keys = jax.vmap(jax.random.fold_in)(at(self.keys, microbatch), jnp.maximum(index, 0))
@@ -100,11 +101,11 @@ class Rows:
         return jnp.where(is_new, new, jnp.take(prompts, place, axis=1))
 
     def all_done(self, rank: int | None) -> jax.Array:
-        """Tell whether every row of every shard has ended, by one rank's record; None: by all."""
+        """Tell whether all rows of all shards have ended, by one rank's record; None: by all."""
         left = jnp.sum(~self.done[...]).astype(jnp.int32)
         if rank is not None:
             left = jnp.where(jax.lax.axis_index(STAGE) == rank, left, 0)
-        return jax.lax.psum(left, self.axes) == 0  # ranks of further axes have the same rows
+        return jax.lax.psum(left, self.axes) == 0  # ranks of other axes have the same rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +113,9 @@ class Kind:
     """Stages of one chunk that are one computation.
 
     Attributes:
-      local: a rank's model with such a stage, for calls of some width.
-      chunk: theirs.
-      ranks: where they are.
+      local: a rank's model with such a stage, for calls of one width.
+      chunk: their chunk.
+      ranks: their ranks.
     """
 
     local: LocalModel
@@ -123,22 +124,23 @@ class Kind:
 
 
 class Flow:
-    """A phase of decoding, in which every call sees as many tokens of a row.
+    """A phase of decoding, in which every call sees equally many tokens of a row.
 
     Args:
-      kinds: all stages, for calls of that many tokens.
+      kinds: all stages, for calls of this width.
       rows: the sequences.
-      tokens: a ref [m + 1, b], what the first rank feeds next; one place more is trash.
-      width: how many tokens a call sees.
-      start: the position of the first.
-      steps: how many calls, at most.
+      tokens: a ref [m + 1, b], the tokens that the first rank feeds next; the last place is never
+        read.
+      width: the number of tokens in a call.
+      start: the position of the first token.
+      steps: the largest number of calls.
     """
 
     def __init__(
         self, kinds: Sequence[Kind], rows: Rows, tokens: Any, *, width: int, start: int, steps: int
     ) -> None:
         self.kinds, self.rows, self.tokens = kinds, rows, tokens
-        self.local = local = kinds[0].local  # in all but its stage like those of other kinds
+        self.local = local = kinds[0].local  # other kinds differ only in the stage
         self.width, self.start, self.steps = width, start, steps
         self.num_ranks = len(local.model.stages) // local.num_chunks
         self.num_microbatches = rows.prompts.shape[0]
@@ -165,7 +167,7 @@ class Flow:
         jax.lax.while_loop(goes_on, body, (jnp.int32(0), jnp.zeros((), jnp.bool_)))
 
     def _item(self, number: Any) -> tuple[Any, Any, Any, Any]:
-        """Decode a rank's item number: whether it exists, its call, chunk and microbatch."""
+        """Decode a rank's item number: whether the item exists, its call, chunk and microbatch."""
         within = number % self.period
         step, lane = number // self.period, within % self.lanes
         real = (number >= 0) & (step < self.steps) & (lane < self.num_microbatches)
@@ -218,7 +220,7 @@ class Flow:
 
         def work() -> None:
             ids = self._fed(lane, microbatch, step)
-            if self.shared.head < 0:  # only the first rank knows them
+            if self.shared.head < 0:  # only the first rank has the ids
                 ids = jax.lax.psum(jnp.where(self.rank == 0, ids, 0), STAGE)
             x = look_up(local, local.ends_weights[self.shared.embed], ids)
             found = jax.tree.unflatten(jax.tree.structure(local.wire), [x])
@@ -230,7 +232,7 @@ class Flow:
         at_most_once(real & (chunk == 0), work, None)
 
     def _head(self, i: Any, y: Tree) -> None:
-        """Choose, on all ranks, the tokens after the last rank's newest output."""
+        """Choose, on all ranks together, the tokens after the last rank's newest output."""
         local = self.local
         real, step, chunk, lane = self._item(i - (self.num_ranks - 1))
         microbatch = jnp.minimum(lane, self.num_microbatches - 1)
@@ -248,14 +250,14 @@ class Flow:
         at_most_once(real & (chunk == local.num_chunks - 1), work, None)
 
     def _fed(self, lane: Any, microbatch: Any, step: Any) -> jax.Array:
-        """Return [b, width] the first stage's tokens of a microbatch in a call."""
+        """Return [b, width] the tokens of a microbatch that the first stage reads in a call."""
         prompts, first = at(self.rows.prompts, microbatch), self._first(step)
-        if self.width > 1:  # all of them are of prompts
+        if self.width > 1:  # all tokens are of prompts
             return jax.lax.dynamic_slice_in_dim(prompts, first, self.width, axis=1)
         return jnp.where(first == 0, prompts[:, :1], self.tokens[lane][:, None])
 
     def _first(self, step: Any) -> Any:
-        """The position of the first token that a call sees."""
+        """Return the position of the first token that a call sees."""
         return self.start + step * self.width
 
     def _embed(self, lane: Any, microbatch: Any, step: Any) -> Tree:
@@ -273,7 +275,7 @@ class Flow:
         logits = outcome.value[:, -1]
         axes = tuple(sorted(varying_axes(logits) - set(local.axes)))
         words = logits.shape[-1] * math.prod(map(jax.lax.axis_size, axes))
-        if words > logits.shape[-1]:  # of axes of one rank, a rank has all
+        if words > logits.shape[-1]:  # over axes of size 1, a rank has all words
             _check_parts(axes, logits.shape[-1], words, self.rows.choice.words)
         return self.rows.choose(logits, microbatch, position, words, axes)
 
@@ -282,10 +284,10 @@ def _check_parts(axes: tuple[str, ...], each: int, words: int, wanted: int | Non
     """Check that logits differ along other mesh axes only if ranks share the words.
 
     Args:
-      axes: these.
-      each: how many logits a rank has.
-      words: how many all of its ranks have.
-      wanted: how many words the head has, if it says so.
+      axes: the mesh axes along which logits differ.
+      each: the number of logits on a rank.
+      words: the number of words on all ranks of these axes.
+      wanted: the number of words that the head declares, or None.
 
     Raises:
       ValueError: the head does not say that it has more words than a rank has logits.
@@ -303,5 +305,5 @@ def _check_parts(axes: tuple[str, ...], each: int, words: int, wanted: int | Non
 
 
 def last_of(y: Tree, width: int) -> Tree:
-    """[b, 1, ...] of [b, width, ...] leaves: heads look at one position at a time."""
+    """Take [b, 1, ...] of [b, width, ...] leaves: heads read one position at a time."""
     return y if width == 1 else jax.tree.map(lambda leaf: leaf[:, -1:], y)

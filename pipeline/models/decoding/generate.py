@@ -45,7 +45,7 @@ from pipeline.models.decoding.sampling import Choice
 from schedules.core.timetable import loop_placement
 
 Start = Callable[[Any, int, int], None]
-MOST_AT_ONCE = 256  # tokens of a prompt in one call, for scores are as many times all positions
+MOST_AT_ONCE = 256  # tokens of a prompt in one call: each has scores with all positions
 
 
 def generate(
@@ -65,7 +65,7 @@ def generate(
     start: Start | None = None,
     cache: nnx.filterlib.Filter = nnx.Cache,
 ) -> jax.Array:
-    """Continue prompts: [N, max_new_tokens] int32, the same tokens as of the plain model.
+    """Continue prompts: [N, max_new_tokens] int32, the tokens that the plain model generates.
 
     Every stage keeps the caches of its own layers, for each microbatch. Microbatches pass through
     the ranks one after another, each with its next token as soon as it is known: with M >= S no
@@ -77,7 +77,7 @@ def generate(
       pipe: a `Pipeline` from tokens, [b, t] integers, to [b, t, words] logits, with equal stages.
         Embed, stages and head read other positions only through caches. With a V placement every
         call first moves the weights to a loop placement.
-      prompts: [N, P] integers; N need not be a multiple of anything.
+      prompts: [N, P] integers, with any N.
       max_new_tokens: the number of tokens to add to each prompt.
       lengths: [N] the lengths of the prompts, if not all are P: rows are padded on the right.
       key: the key to draw tokens; token i of row n is drawn with fold_in(fold_in(key, n), i). Or
@@ -112,7 +112,7 @@ def generate(
     if has_caches and start is None:
         check_embed(pipe, tokens, max_new_tokens)
     prefilled = _prefilled(prefill, lengths, width, able=start is None and takes_many(pipe))
-    # By default a microbatch for each rank, so that none waits; more would only make them smaller.
+    # By default one microbatch per rank, so that none waits; more would only make them smaller.
     if num_microbatches is None:
         num_microbatches = min(plan.mesh.shape[STAGE], -(-rows // plan.axes.num_rows))
     _check_numbers(num_microbatches=num_microbatches)
@@ -124,7 +124,7 @@ def generate(
         """Pad the batch with rows that the result leaves out."""
         return jnp.concatenate([x, jnp.repeat(x[:1], more, axis=0)])
 
-    # All that changes the program is static; a temperature, a share or a key compiles nothing new.
+    # Whatever changes the program is static; another temperature, top_p or key compiles nothing.
     words = getattr(pipe.head, "words", None)
     words = words if is_whole(words, 1, numpy=True) else None
     choice = Choice(max_new_tokens, top_k, top_p is not None, _stops(stop), pad, words)
@@ -133,7 +133,7 @@ def generate(
         own = None if keys is None else filled(keys)
         text = filled(tokens), filled(lengths), own
         return recompute(evaluating(pipe), *text, draw, choice, num_microbatches)[:rows]
-    # Lengths and keys take the place of targets: they too have a row for each prompt.
+    # Lengths and keys are passed as targets: they too have a row for each prompt.
     given = filled(lengths), None if keys is None else filled(jax.random.key_data(keys))
     parts = plan, pipe.chunks, pipe.ends, filled(tokens), given, None
     axes = replace(plan.axes, batch=(None,) * 3)
@@ -163,7 +163,7 @@ def _decode(
     cache: Any,
     impl: str | None,
 ) -> jax.Array:
-    """[N, max_new_tokens] tokens."""
+    """Run the compiled generation; return [N, max_new_tokens] tokens."""
 
     def body(_: Any, weights: Weights, batch: Batch, draw: tuple[Any, Any]) -> jax.Array:
         rank = make_rank(plan, model, weights, batch, M)
@@ -183,7 +183,7 @@ def _decode(
         for width, first, steps in phases:
             declared, kinds = _kinds(rank, prompts[:, :, :width], declared, M)
             Flow(kinds, rows, tokens, width=width, start=first, steps=steps).run()
-        # The last rank has all tokens; a sum over ranks is equal on all of them, also by its type.
+        # The last rank has all tokens; the sum makes them equal on all ranks, also by type.
         out = rows.out[...]
         is_last = jax.lax.axis_index(STAGE) == plan.schedule.num_ranks - 1
         out = jax.lax.psum(jnp.where(is_last, out, jnp.zeros_like(out)), STAGE)
@@ -197,7 +197,7 @@ def _begin(begin: Start, rows: int, length: int, module: Any) -> None:
 
 
 def _phases(prefill: int, calls: int, length: int) -> list[tuple[int, int, int]]:
-    """Calls of equal width: how many tokens each sees, the first position, how many calls."""
+    """Return the phases of calls of equal width: width, first position, number of calls."""
     if prefill == 1:
         return [(1, 0, length)]
     done = prefill * calls
@@ -207,12 +207,12 @@ def _phases(prefill: int, calls: int, length: int) -> list[tuple[int, int, int]]
 def _prefilled(
     prefill: int | None, lengths: jax.Array, width: int, *, able: bool
 ) -> tuple[int, int]:
-    """Number of tokens per prefill call, and number of such calls.
+    """Return the number of tokens per prefill call, and the number of such calls.
 
     Args:
-      prefill: what was asked for.
-      lengths: [N] of prompts.
-      width: of the longest.
+      prefill: the user's option.
+      lengths: [N] lengths of prompts.
+      width: length of the longest prompt.
       able: whether caches take several tokens.
     """
     is_known = not isinstance(lengths, jax.core.Tracer)
@@ -227,7 +227,7 @@ def _prefilled(
         return prefill, 1
     if not able or not is_known:
         return 1, 1
-    if shortest < width:  # few programs for many lengths
+    if shortest < width:  # a power of two, so that many lengths need few programs
         shortest = 1 << (shortest.bit_length() - 1)
     calls = -(-shortest // MOST_AT_ONCE)
     return shortest // calls, calls
@@ -237,8 +237,8 @@ def _with_cache_types(rank: Rank, inputs: Tree) -> Rank:
     """Make caches vary over the same mesh axes as the values written to them.
 
     On a mesh with ``tensor`` a rank writes keys and values of its own heads to caches that begin as
-    the same zeros everywhere; the kernel's types tell the two apart. One cache may feed another, so
-    this is repeated until nothing changes.
+    equal zeros everywhere. The types in the kernel differ: they say which values vary. One cache
+    may feed another, so this is repeated until nothing changes.
     """
     while True:
         found, made = _local_models(rank, inputs)
@@ -252,7 +252,7 @@ def _with_cache_types(rank: Rank, inputs: Tree) -> Rank:
 def _kinds(
     rank: Rank, inputs: Tree, declared: DeclaredState | None, M: int
 ) -> tuple[DeclaredState, list[Kind]]:
-    """A rank's model for calls of one width, with caches that may hold something already."""
+    """Return a rank's model for calls of one width; ``declared`` has the caches' earlier values."""
     rank, made = _local_models(rank, inputs)
     stages = rank.model.stages
     if declared is None:
@@ -267,7 +267,7 @@ def _kinds(
 
 
 def _local_models(rank: Rank, inputs: Tree) -> tuple[Rank, list[tuple[list[int], LocalModel]]]:
-    """A rank's model of each kind of stages, with the numbers of these; and the state they have."""
+    """Return the rank's traced state, and its model and stage numbers for each kind of stage."""
     rank, activations = follow(replace(rank, batch=Batch(inputs, (), {})))
     x, *others = activations.types
     if any(signature(y) != signature(x) for y in others):
@@ -286,25 +286,25 @@ def _local_models(rank: Rank, inputs: Tree) -> tuple[Rank, list[tuple[list[int],
 
 
 def _in_a_loop(pipe: Any) -> Any:
-    """The pipeline, or one with its weights in whose placement messages travel in a ring.
+    """Return a pipeline with these weights whose placement sends messages around a ring.
 
-    Its plan is made once, and kept beside that of the pipeline with what is compiled for it.
+    Its plan is made once, and cached in the pipeline's plan together with its compiled programs.
     """
     plan = pipe.plan
     if plan.schedule.placement == loop_placement(plan.schedule.num_stages, plan.schedule.num_ranks):
         return pipe
-    changes = {"schedule": None, "pattern": None}  # the default is a loop
+    changes = {"schedule": None, "pattern": None}  # the default schedule has a loop placement
     if (like := plan.compiled.ring) is None:
         like = plan.compiled.ring = typed(pipe).replace(**changes)
     found = with_weights_of(pipe, like)
-    if found is None:  # stages share storage, or move to other devices: they are laid out anew
+    if found is None:  # stages share storage or move to other devices: lay them out again
         found = pipe.replace(**changes)
         found.plan = like.plan
     return found
 
 
 def _check_one_mesh(pipe: Any) -> None:
-    """Raise ValueError for a pipeline whose ranks have meshes of their own."""
+    """Raise ValueError for a pipeline in which each rank has its own mesh."""
     if pipe.plan.stage_meshes is not None:
         raise ValueError(
             "generate() is one program on one mesh, and stage_meshes= gives each rank its own: "
@@ -357,7 +357,7 @@ def _check_numbers(**given: Any) -> None:
 
 
 def _stops(stop: Any) -> tuple[int, ...]:
-    """Tokens that end a row."""
+    """Return the tokens that end a row."""
     if stop is None:
         return ()
     many = isinstance(stop, Sequence | np.ndarray | jax.Array) and np.shape(stop) != ()
@@ -371,7 +371,7 @@ def _stops(stop: Any) -> tuple[int, ...]:
 
 
 def _draw(temperature: Any, top_p: Any) -> tuple[jax.Array, jax.Array]:
-    """Temperature and share of the draw as arrays, so that another value compiles nothing."""
+    """Return temperature and top_p as arrays, so that other values compile nothing."""
     if top_p is not None and not isinstance(top_p, jax.Array) and not 0 < top_p <= 1:
         raise ValueError(
             f"top_p={top_p!r}: must be the share of all that may be drawn, > 0 and <= 1, or None "

@@ -1,4 +1,4 @@
-"""A check that an embed without a cache gives a token the same value at every position.
+"""A check that an embed without a cache maps a token to the same value at every position.
 
 Letters: P tokens of a prompt.
 """
@@ -16,25 +16,25 @@ from pipeline.base.agreed.vocabulary import SplitEmbedding
 from pipeline.models.decoding.caches import METHOD
 from pipeline.models.layers.vocabulary import VocabularyEmbedding
 
-MOST = 8  # tokens of a prompt that are looked at
-ROUNDING = 1e-3  # of the largest number: what the values of a token may differ by
+MOST = 8  # tokens of a prompt that are checked
+ROUNDING = 1e-3  # largest difference of a token's values, relative to the largest number
 
 
 def check_embed(pipe: Any, tokens: Any, max_new_tokens: int) -> None:
     """Refuse an embed that adds positions but does not count the positions seen.
 
-    While text is made it is given a token at a time, which to it is always the first.
+    While text is generated, embed gets one token at a time, and takes it for the first of a text.
 
-    On a mesh with further axes nothing is looked at: an embed may name them, and only the kernel
-    knows them.
+    On a mesh with further axes nothing is checked: an embed may name them, and only the kernel has
+    them.
 
     Args:
       pipe: the pipeline.
       tokens: [N, P] prompts.
-      max_new_tokens: how many follow.
+      max_new_tokens: the number of tokens to generate.
 
     Raises:
-      ValueError: a token has another value behind others than alone.
+      ValueError: a token has another value after other tokens than alone.
     """
     embed, axes = pipe.embed, pipe.plan.axes
     further = {name for name, size in pipe.plan.mesh.shape.items() if size > 1}
@@ -56,7 +56,7 @@ def check_embed(pipe: Any, tokens: Any, max_new_tokens: int) -> None:
             continue
         one, two = (x.astype(jnp.float32) for x in (behind[:, last:], alone))
         share = jnp.abs(one - two).max() / jnp.maximum(jnp.abs(one).max(), 1e-30)
-        if isinstance(share, jax.core.Tracer):  # of weights that are arguments of a jit
+        if isinstance(share, jax.core.Tracer):  # the weights are arguments of a jit
             return
         if (differ := float(share)) > ROUNDING:
             raise ValueError(
@@ -69,7 +69,7 @@ def check_embed(pipe: Any, tokens: Any, max_new_tokens: int) -> None:
 
 
 def _is_unknown(embed: Any) -> bool:
-    """Tell whether an embed neither counts positions nor is one that knows none."""
+    """Tell whether an embed may add positions: of unknown type, it does not count them."""
     if embed is None or isinstance(embed, SplitEmbedding):
         return False
     if not isinstance(embed, nnx.Module):

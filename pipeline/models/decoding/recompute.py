@@ -3,7 +3,7 @@
 Later positions cannot change a position's logits. So rows are padded to their final length, and
 every token is one call of the same program: the pipeline's forward pass.
 
-Letters: N prompts of at most P tokens, L positions that are fed.
+Letters: N prompts of at most P tokens, L positions of the input.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from flax import nnx
 
 from pipeline.models.decoding.sampling import Choice, sample_rows
 
-ROUNDING = 1e-2  # of the largest logit: what a causal model's may differ by
-State = tuple[jax.Array, jax.Array, jax.Array]  # tokens [N, L + 1], what was said, which rows end
+ROUNDING = 1e-2  # largest difference of a causal model's logits, relative to the largest
+State = tuple[jax.Array, jax.Array, jax.Array]  # tokens [N, L + 1], new tokens, ended rows
 
 
 def recompute(
@@ -36,7 +36,7 @@ def recompute(
       pipe: a `Pipeline` of tokens, set to evaluate.
       tokens: [N, P] prompts.
       lengths: [N] the lengths of the prompts.
-      keys: [N] to draw with, or None.
+      keys: [N] keys to draw with, or None.
       draw: temperature and top_p.
       choice: how tokens are chosen.
       num_microbatches: M.
@@ -74,7 +74,7 @@ def _next(
     step: jax.Array,
     choice: Choice,
 ) -> State:
-    """The state with one more token of each row that has not ended."""
+    """Return the state with one more token in each row that has not ended."""
     tokens, said, done = state
     z = _at(logits, lengths - 1 + step)
     own = None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, step)
@@ -87,7 +87,7 @@ def _next(
 
 
 def _at(logits: jax.Array, positions: jax.Array) -> jax.Array:
-    """[N, words] the logits [N, L, words] of a position of each row."""
+    """Take [N, words] from the logits [N, L, words]: one position of each row."""
     return jnp.take_along_axis(logits, positions[:, None, None], axis=1)[:, 0]
 
 
@@ -113,7 +113,7 @@ def _check_causal(
 
 
 def evaluating(pipe: Any) -> Any:
-    """The pipeline as after ``pipe.eval()``, of the same arrays and plan; the given one stays."""
+    """Return a copy of the pipeline after ``eval()``, with the same arrays and plan."""
     found = nnx.merge(*nnx.split(pipe))
     found.eval()
     return found

@@ -1,8 +1,8 @@
 """The choice of the next token from logits: the likeliest token, or a drawn token.
 
-Letters: N words, R ranks with n words each. Drawing is by Gumbel noise: the largest of logit /
+Letters: N words, R ranks with n words each. Drawing uses Gumbel noise: the largest logit /
 temperature + noise has the probabilities of a softmax. So the drawn token is a maximum, which ranks
-that share the words find from a few numbers each.
+that share the words find from a few numbers of each rank.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Choice:
     """The choice of the next token, and the end of a row.
 
     Attributes:
-      max_new_tokens: of a row.
-      top_k: how many words may be drawn, 0 for all.
-      nucleus: whether only the likeliest words that have a share of all may be.
+      max_new_tokens: the largest number of new tokens in a row.
+      top_k: the number of words that may be drawn, 0 for all.
+      nucleus: whether only the likeliest words, up to a share of the probability, may be drawn.
       stop: tokens that end a row; pad: the token of positions after the end.
-      words: how many words the head says that it has (an attribute ``words``); None if it does not.
+      words: the head's number of words (its attribute ``words``); None without this attribute.
     """
 
     max_new_tokens: int
@@ -47,7 +47,7 @@ class _Own(NamedTuple):
 
     Attributes:
       first: its first word.
-      words: how many all ranks have.
+      words: the number of words on all ranks.
       axes: the mesh axes of these ranks.
     """
 
@@ -56,13 +56,13 @@ class _Own(NamedTuple):
     axes: tuple[str, ...]
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """[R, ...] the values of all ranks, in the order of their words."""
-        if self.axes == (STAGE,):  # over which all values of the kernel vary
+        """Gather [R, ...] the values of all ranks, in the order of their words."""
+        if self.axes == (STAGE,):  # all values of the kernel vary over this axis
             return jax.lax.all_gather(x, STAGE)
         return jax.lax.all_gather(x, self.axes, to="invarying")
 
 
-Draw = tuple[Any, Any]  # what logits are divided by, and the share of all that may be drawn
+Draw = tuple[Any, Any]  # the divisor of logits, and the share of probability that may be drawn
 
 
 def sample(
@@ -75,8 +75,8 @@ def sample(
     """Choose the next token of one sequence, as `generate` does: [N] logits -> int32.
 
     Args:
-      logits: of all words.
-      key: to draw with; None takes the likeliest.
+      logits: the logits of all words.
+      key: the key to draw with; None takes the likeliest.
       temperature: the divisor of logits.
       top_k: the number of likeliest words that may be drawn; 0 for all.
       top_p: among these, only the fewest likeliest words whose probabilities, at this temperature,
@@ -88,7 +88,7 @@ def sample(
 
 
 def sample_rows(logits: jax.Array, keys: jax.Array | None, draw: Draw, choice: Choice) -> jax.Array:
-    """Draw from [b, N] logits, each row with a key of its own."""
+    """Draw from [b, N] logits, each row with its own key."""
     return _best(logits, keys, draw, choice)[1]
 
 
@@ -103,12 +103,12 @@ def sample_shared(
     """Draw from [b, n] logits of this rank's words; all ranks find the same token.
 
     Args:
-      logits: -inf behind the last word.
+      logits: the logits, -inf after the last word.
       keys: [b], or None.
-      draw: temperature and share.
-      choice: which words may be drawn.
+      draw: temperature and top_p.
+      choice: the rule of the words that may be drawn.
       words: N.
-      axes: mesh axes whose ranks share the words: row-major, each with n of them.
+      axes: mesh axes whose ranks share the words, row-major, with n words each.
     """
     own = _Own(jax.lax.axis_index(axes) * logits.shape[-1], words, axes)
     value, token = _best(logits, keys, draw, choice, own)
@@ -123,7 +123,7 @@ def _best(
     choice: Choice,
     own: _Own | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """[b] the largest number among [b, n] columns, and its word; the first of equals."""
+    """Return [b] the largest number among [b, n] columns, and its word; the first of equals."""
     z, each = logits.astype(jnp.float32), logits.shape[-1]
     if keys is not None:
         if choice.top_k:
@@ -138,7 +138,7 @@ def _best(
 
 
 def _least(z: jax.Array, top_k: int, own: _Own | None) -> jax.Array:
-    """[b, 1] the smallest logit that may be drawn."""
+    """Return [b, 1] the smallest of the top_k logits."""
     found = jax.lax.top_k(z, min(top_k, z.shape[-1]))[0]
     if own is not None:
         found = jnp.moveaxis(own.gather(found), 0, 1).reshape(z.shape[0], -1)
@@ -147,12 +147,12 @@ def _least(z: jax.Array, top_k: int, own: _Own | None) -> jax.Array:
 
 
 def _least_of_nucleus(z: jax.Array, top_p: Any, own: _Own | None) -> jax.Array:
-    """[b, 1] the smallest logit of the likeliest words that have a share of all."""
+    """Return [b, 1] the smallest logit among the likeliest words with share top_p."""
     if own is not None:
         z = jnp.moveaxis(own.gather(z), 0, 1).reshape(z.shape[0], -1)
     z = jnp.sort(z, axis=-1, descending=True)
     shares = jax.nn.softmax(z, axis=-1)
-    before = jnp.cumsum(shares, axis=-1) - shares  # of words that are likelier
+    before = jnp.cumsum(shares, axis=-1) - shares  # the share of likelier words
     return jnp.where(before < top_p, z, jnp.inf).min(axis=-1, keepdims=True)
 
 

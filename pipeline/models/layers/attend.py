@@ -46,23 +46,25 @@ def attend_slice(
       earlier: `[N, ...]` leaves, the second results of calls on earlier slices; None for whole
         sequences.
       part: the place of the slice.
-      segments: `[b, t]`, as of a call of `Attention`.
+      segments: `[b, t]`, as in a call of `Attention`.
       sinks: `[k·g]`, an extra score of each head without a key or value; only by the formula.
-      options: ``window``, ``softcap``, ``query_chunk`` and ``implementation`` as of
-        `AttentionOptions`; ``scale`` of the scores, by default c ** -0.5; ``context``, a `Context`:
-        the keys and values of a slice are kept whole ("allgather"), of a part of the heads
-        ("ulysses") or of a part of the positions ("ring"). Slices take the formula, and on a TPU
-        those of given lengths the kernel.
+      options: ``window``, ``softcap``, ``query_chunk`` and ``implementation`` as in
+        `AttentionOptions`; ``scale``, the factor of scores, by default c ** -0.5; ``context``, a
+        `Context`. Its way decides how a slice's keys and values are kept: whole ("allgather"), for
+        a part of the heads ("ulysses") or for a part of the positions ("ring"). Slices take the
+        formula; on a TPU, slices of given lengths take the kernel.
 
     Returns:
-      `[b, t, k·g, w]`, and this slice's keys, values and segments, which later slices read; nothing
-        for a whole sequence.
+    Returns:
+      `[b, t, k·g, w]`, and this slice's keys, values and segments, which later slices read; `()`
+      for a whole sequence.
 
     Raises:
       TypeError: an unknown option.
-      ValueError: `query_chunk` does not divide t; a kernel asked for by name does not take this;
-        segments of another shape, or that are no integers; heads that a context axis does not
-        divide; a sequence that is split over an axis "context" that is not named.
+      ValueError: `query_chunk` does not divide t; a kernel that was requested by name does not
+        support the call; segments have another shape or are no integers; a context axis does not
+        divide the heads; or a sequence is split over an axis "context" that ``context`` does not
+        name.
     """
     check_names("attend_slice()", options, Rule.__dataclass_fields__)
     return attend(Rule(**options), q, k, v, earlier, part, segments=segments, sinks=sinks)
@@ -79,7 +81,7 @@ def attend(
     segments: jax.Array | None = None,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
-    """Compute `attend_slice` with its options in a record."""
+    """Compute `attend_slice`, with its options in a `Rule`."""
     check_segments(segments, q)
     check_context(rule.context)
     if sinks is not None and rule.implementation not in (None, "chunked"):
@@ -107,11 +109,11 @@ class _Call:
     """The arguments of attention on a rank that has all keys and values.
 
     Attributes:
-      rule: its options.
+      rule: the options.
       q, own, segments, sinks: queries; keys, values and segments of the slice, by name; segments of
         the queries; sinks of the heads.
-      part, earlier: the place of the slice, and the `own` of earlier ones.
-      places: of the queries in the sequence; None where they are all positions, in order.
+      part, earlier: the place of the slice, and `own` of earlier slices.
+      places: places of the queries in the sequence; None if they are all positions, in order.
     """
 
     rule: Rule
@@ -124,11 +126,11 @@ class _Call:
     places: jax.Array | None = None
 
 
-# ---- keys and values on the rank that reads them, by way -----------------------------------------
+# ---- exchanges of keys and values before the scores, by way --------------------------------------
 
 
 def _on_one_rank(call: _Call) -> _Call:
-    """Attend to whole sequences on the rank."""
+    """Prepare a call on a rank that has whole sequences."""
     places = call.part.places(call.q.shape[1]) if call.part.count > 1 else None
     return replace(call, rule=replace(call.rule, context=WHOLE), places=places)
 
@@ -137,7 +139,7 @@ def _by_heads(call: _Call) -> _Call:
     """Exchange positions for heads: all positions of this rank's heads (arXiv:2309.14509).
 
     Raises:
-      ValueError: heads that the ranks cannot share.
+      ValueError: the heads cannot be divided over the ranks.
     """
     context, q, k, v = call.rule.context, call.q, call.own["keys"], call.own["values"]
     context.check_length(q.shape[1])
@@ -152,7 +154,7 @@ def _by_heads(call: _Call) -> _Call:
     if kv_heads < ranks:  # several ranks read one head
         k, v = (jnp.repeat(x, ranks // kv_heads, axis=2) for x in (k, v))
     sinks, segments = call.sinks, call.segments
-    if sinks is not None:  # those of the heads that this rank reads with
+    if sinks is not None:  # take the sinks of this rank's heads
         first, own_heads = group_rank(context.axis) * (heads // ranks), heads // ranks
         sinks = jax.lax.dynamic_slice_in_dim(vary(sinks, str(context.axis)), first, own_heads)
     q, k, v = (to_heads(x, context) for x in (q, k, v))
@@ -199,9 +201,9 @@ def _by_keys(call: _Call) -> jax.Array:
 
 
 def _by_blocks(call: _Call) -> jax.Array:
-    """Attend block by block of keys: of earlier slices, and around a ring of other ranks.
+    """Attend block by block of keys: of earlier slices, and of other ranks around a ring.
 
-    Where the number of the slice is traced, a loop ends before later ones.
+    If the slice's number is traced, a loop ends before later slices.
     """
     held = {name: call.own[name] for name in ("keys", "values")}
     more: dict[str, Any] = {"part": call.part, "earlier": call.earlier}
@@ -209,7 +211,7 @@ def _by_blocks(call: _Call) -> jax.Array:
 
 
 def _by_platform(call: _Call) -> jax.Array:
-    """Attend by a TPU's kernel if it supports the slice, and by blocks otherwise."""
+    """Attend by a TPU's kernel if it supports the slice, else by blocks."""
     kernel = kernels.choose(call.q, softcap=call.rule.softcap, start=_start(call))
     if kernel != "splash":
         return _by_blocks(call)
@@ -217,7 +219,7 @@ def _by_platform(call: _Call) -> jax.Array:
 
 
 def _start(call: _Call) -> int:
-    """Return the place of the first query, if it is known."""
+    """Return the place of the first query; 0 if it is traced."""
     return call.part.start(call.q.shape[1]) if isinstance(call.part, FixedSlice) else 0
 
 
@@ -243,7 +245,7 @@ _FUNCTIONS = {
     for *columns, run in _ROWS
     for cell in itertools.product(*(column.split() for column in columns))
 }
-_REFUSED = {  # why a cell is empty: by its way, and for kernels first by slices
+_REFUSED = {  # why a combination is missing: by way; for kernels, first by slices
     "slices": "slices of sequences: which keys a query reads depends on the slice, and the "
     "kernel's mask is the same for all; take implementation=None, 'chunked' or 'xla', or for "
     "'splash' slices of given lengths, slices=(t0, t1, ...), whose positions no axis splits in "
@@ -257,7 +259,7 @@ _REFUSED = {  # why a cell is empty: by its way, and for kernels first by slices
 
 
 def _function_for(name: str, way: str, kind: str) -> Callable[[_Call], jax.Array]:
-    """The function for an implementation, a way and a kind of slice.
+    """Return the function for an implementation, a way and a kind of slice.
 
     Raises:
       ValueError: there is none.
@@ -305,21 +307,21 @@ def attend_to(
     segments_of_keys: jax.Array | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Attend with all keys `[b, s, k, c]` and values `[b, s, k, w]` at hand.
+    """Attend to all keys `[b, s, k, c]` and values `[b, s, k, w]` on this rank.
 
     Args:
-      rule: of the scores.
+      rule: the rule of the scores.
       q: queries, `[b, t, k·g, c]`.
       k: keys.
       v: values.
       segments: `[b, t]` of the queries.
-      places: `[t]` of the queries among the keys, by default 0..t-1.
-      start: the first of these, for a kernel, which reads consecutive ones.
-      segments_of_keys: `[b, s]`, by default those of the queries.
-      sinks: as of `attend_slice`.
+      places: `[t]` places of the queries among the keys, by default 0..t-1.
+      start: the first place, for a kernel, which reads consecutive places.
+      segments_of_keys: `[b, s]`, by default the segments of the queries.
+      sinks: the argument of `attend_slice`.
 
     Raises:
-      ValueError: as `attend_slice`.
+      ValueError: the errors of `attend_slice`.
     """
     width, c = v.shape[-1], q.shape[-1]
     scale, softcap = rule.factor(c), rule.softcap
@@ -327,7 +329,7 @@ def attend_to(
     rule = replace(rule, window=window)
     padded = [_padded(x, max(c, width)) for x in (q, k, v)]
     name = rule.implementation or kernels.choose(padded[0], softcap=softcap)
-    if name != "chunked":  # the others have one width of a head, and the scale of it
+    if name != "chunked":  # other implementations have one width of a head, and its scale
         q, k, v = padded
         usual = q.shape[-1] ** -0.5
         q = q if scale == usual else q * jnp.asarray(scale / usual, q.dtype)
@@ -371,10 +373,10 @@ def _in_chunks(
     segments_of_keys: jax.Array | None,
     places: jax.Array | None,
 ) -> jax.Array:
-    """Apply ``run(queries, k, v, seen)`` to as many queries at a time as `query_chunk` says.
+    """Apply ``run(queries, k, v, seen)`` to `query_chunk` queries at a time.
 
     Raises:
-      ValueError: it does not divide them.
+      ValueError: `query_chunk` does not divide the queries.
     """
     t, length, query_chunk = q.shape[1], k.shape[1], rule.query_chunk
     if query_chunk is not None and t % query_chunk:
@@ -392,17 +394,17 @@ def _in_chunks(
     if size == t:
         return some(k, v, (places, q, *own))
     some = jax.checkpoint(some)
-    k, v = k.astype(jnp.float32), v.astype(jnp.float32)  # chunks add up their gradients so
+    k, v = k.astype(jnp.float32), v.astype(jnp.float32)  # chunks add gradients in float32
     chunks = (cut(places, size, 0), *(cut(x, size, 1) for x in (q, *own)))
     _, y = jax.lax.scan(lambda _, chunk: (None, some(k, v, chunk)), None, chunks)
     return join(y, t, 1)
 
 
 def check_segments(segments: Any, q: jax.Array) -> None:
-    """Check that segments belong to queries `[b, t, k·g, c]`.
+    """Check that segments fit queries `[b, t, k·g, c]`.
 
     Raises:
-      ValueError: another shape, or no integers.
+      ValueError: the segments have another shape, or are no integers.
     """
     if segments is None:
         return
@@ -416,10 +418,10 @@ def check_segments(segments: Any, q: jax.Array) -> None:
 
 
 def check_context(context: Context) -> None:
-    """Refuse whole-sequence attention where positions are split over the usual axis.
+    """Refuse attention to whole sequences if positions are split over the usual axis.
 
     Raises:
-      ValueError: it is so.
+      ValueError: positions are split.
     """
     if context.axis is None and group_size(CONTEXT) > 1:
         raise ValueError(

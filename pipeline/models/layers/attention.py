@@ -31,8 +31,8 @@ REPLICATE = "replicate_kv=True"
 class FusedQKV(nnx.Module):
     """One column layer for queries, keys and values.
 
-    Columns are k groups of g queries, a key and a value, so that any cut into k / R groups gives
-    each rank the queries that read its keys.
+    Columns are k groups of g queries, a key and a value. So a cut into k / R groups gives each rank
+    the queries that read its keys.
 
     Args:
       width: d.
@@ -40,10 +40,10 @@ class FusedQKV(nnx.Module):
       num_kv_heads: k.
       head_dim: c.
       rngs: has a stream ``params``.
-      bias, axis, sequence_parallel, init, dtype: as for `ColumnLinear`.
+      bias, axis, sequence_parallel, init, dtype: the options of `ColumnLinear`.
 
     Raises:
-      ValueError: k does not divide the number of heads; when called on R ranks, that R does not
+      ValueError: k does not divide the number of heads; or, when called on R ranks, R does not
         divide k.
     """
 
@@ -86,25 +86,25 @@ class FusedQKV(nnx.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """The options of `Attention`, which takes them by name too.
+    """The options of `Attention`, which also takes them by name.
 
     Attributes:
       head_dim: c; by default d / (k·g).
-      theta, scaling: of the rotary positions (`rotary`).
+      theta, scaling: options of the rotary positions (`rotary`).
       axis: the mesh axis of the group.
       sequence_parallel: whether input and output are this rank's part of the sequence.
-      init: of the fused weight; init_out: of the output weight.
-      dtype: of the parameters.
-      implementation: None takes the platform's kernel, splash attention on TPUs and cuDNN's on
-        NVIDIA GPUs, if it supports the call (`models.layers.kernels`), and otherwise "chunked", the
-        formula written here, in float32. "splash" and "cudnn" by name raise if they cannot run;
-        "xla" is `jax.nn.dot_product_attention`'s own.
+      init: the initializer of the fused weight; init_out: that of the output weight.
+      dtype: the dtype of the parameters.
+      implementation: None takes the platform's kernel if it supports the call
+        (`models.layers.kernels`): splash attention on TPUs, cuDNN's on NVIDIA GPUs. Otherwise it
+        takes "chunked", the formula in this package, in float32. "splash" and "cudnn" by name raise
+        if they cannot run; "xla" is `jax.nn.dot_product_attention`'s own.
       replicate_kv: whether every rank has the weights of all heads of keys and values
-        (`ReplicatedKV`); for more ranks than there are such heads.
-      query_chunk: a divisor of t: without a kernel the scores of this number of queries, `[b, k·g /
-        R, query_chunk, t]`, are computed at a time, and again in the backward. None takes as many
-        queries as make 2^20 scores of a head, all of 1,024 positions. With ``query_chunk`` = t all
-        scores are computed once and kept for the backward.
+        (`ReplicatedKV`); for more ranks than such heads.
+      query_chunk: a divisor of t, for calls without a kernel. The scores of this number of queries,
+        `[b, k·g / R, query_chunk, t]`, are computed at a time, and again in the backward. None
+        takes the number of queries with 2^20 scores of a head, all of 1,024 positions. With
+        ``query_chunk`` = t all scores are computed once and kept for the backward.
       window: the number of positions that a query reads, including its own; None for all.
       softcap: a cap s of the scores, which become s·tanh(score / s); None for none.
       context_axis: a mesh axis over which the positions of a sequence are split, usually
@@ -112,9 +112,9 @@ class AttentionOptions:
       context: the exchange of keys and values between ranks of that axis. "allgather": every rank
         gathers all keys and values. "ulysses": ranks exchange heads for positions and read whole
         sequences, with any kernel; the axis size must divide the heads of queries. "ring": keys and
-        values travel from rank to rank, and a rank holds one other rank's at a time.
-      context_order: "contiguous", or "zigzag" for batches that `pipeline.layers.zigzag` has
-        reordered, whose causal work is the same on all ranks.
+        values go from rank to rank, and a rank holds those of one other rank at a time.
+      context_order: "contiguous"; or "zigzag" for batches that `pipeline.layers.zigzag` has
+        reordered, so that causal work is equal on all ranks.
 
     Raises:
       ValueError: an unknown implementation or context; a window or a cap that is no positive
@@ -143,7 +143,7 @@ class AttentionOptions:
         self.rule()
 
     def rule(self) -> Rule:
-        """The options of a call."""
+        """Return the options of a call."""
         return Rule(
             self.window,
             self.softcap,
@@ -178,7 +178,7 @@ class Attention(nnx.Module):
     Raises:
       TypeError: an unknown option.
       ValueError: heads that do not divide each other or the width; an error of `AttentionOptions`
-        or `FusedQKV`. When called, a sequence split over an axis "context" without
+        or `FusedQKV`; or, when called, a sequence split over an axis "context" without
         ``context_axis``.
     """
 
@@ -224,8 +224,8 @@ class Attention(nnx.Module):
           x: `[b, t, d]`, or `[b, t / R, d]` with sequence parallelism.
           positions: `[b, t]` of the whole sequence; by default 0..t-1. They rotate queries and
             keys; the causal mask depends on the place in the sequence. With a context axis,
-            positions and segments are of this rank's part of the sequence.
-          segments: `[b, t]` integers of the whole sequence, for rows that hold several documents: a
+            positions and segments are those of this rank's part.
+          segments: `[b, t]` integers of the whole sequence, for rows with several documents: a
             position reads positions of its own document. 0 is padding, which reads only padding.
 
         Raises:
@@ -247,16 +247,16 @@ class Attention(nnx.Module):
         Args:
           x: `[b, t, d]` of the slice.
           earlier: `[N, ...]` leaves, the second results of calls on earlier slices; None without
-            any.
+            earlier slices.
           part: the place of the slice.
-          positions: as of a call, of the slice.
-          segments: as of a call, of the slice.
+          positions: positions of the slice, as for a call.
+          segments: segments of the slice, as for a call.
 
         Returns:
           The output, and the keys and values of the slice.
 
         Raises:
-          ValueError: as `attend_slice`.
+          ValueError: the errors of `attend_slice`.
         """
         q, k, v = self.qkv(x)
         if positions is None:

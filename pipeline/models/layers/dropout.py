@@ -17,19 +17,19 @@ from collectives.tensor import group_rank
 
 
 class Dropout(nnx.Dropout):
-    """Dropout: `[..., t, d] -> [..., t, d]`, some numbers zero, the rest scaled up.
+    """Dropout: `[..., t, d] -> [..., t, d]`; some numbers become zero, the others are scaled up.
 
-    Every place along one dim has its own key, made from its number in the whole activation. A rank
+    Every place along one dim has its own key, made from its index in the whole activation. A rank
     that holds some of the places (sequence parallelism, or columns between a column and a row
-    layer) computes only their part of the mask; ranks that hold all places compute the same mask.
+    layer) computes only their part of the mask. Ranks that hold all places compute the same mask.
 
     Args:
-      rate: the share that becomes zero.
+      rate: the share of numbers that become zero.
       rngs: has a stream ``dropout``.
       dim: the dim that may be split over ranks: -2, the sequence, or -1 between a column layer and
         its row layer.
       axis: the mesh axis of the group.
-      deterministic: whether nothing is dropped, as after ``module.eval()``.
+      deterministic: whether no number becomes zero, as after ``module.eval()``.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Dropout(nnx.Dropout):
         off = self.deterministic if deterministic is None else deterministic
         if off or self.rate == 0:
             return x
-        if self.rate == 1:  # 0 / 0
+        if self.rate == 1:  # avoid 0 / 0
             return jnp.zeros_like(x)
         stream: Any = self.rngs
         key, size, keep = stream(), x.shape[self.dim], 1 - self.rate

@@ -1,10 +1,10 @@
 """Attention by a platform's kernel: the choice of the kernel, and its calls.
 
-A kernel never forms the scores of all pairs of positions. On TPUs it is the splash attention that
-comes with JAX, in Pallas, which passes over what a causal mask hides; on NVIDIA GPUs that of cuDNN.
+A kernel never forms the scores of all pairs of positions. On TPUs it is JAX's splash attention, in
+Pallas, which skips blocks that the causal mask hides. On NVIDIA GPUs it is cuDNN's kernel.
 
 Letters: b = sequences, t = positions, c = width of a head, k = heads of keys and values, g = heads
-of queries for each of them, all of them this device's.
+of queries for each of them; only heads of this device count.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from collectives.compat import device_kind, has_cudnn, platform
 from pipeline.models.layers.attending.blocks import SMALL, SplashBlocks, choose_blocks
 from pipeline.models.layers.attending.formula import Implementation
 
-# What splash attention's backward reads of its forward, to `jax.checkpoint_policies`.
+# The name for `jax.checkpoint_policies` of what splash attention's backward reads of its forward.
 RESIDUALS = "attention_residuals"
-OPERANDS = "attention_operands"  # queries, keys and values as it takes them, likewise
-LEAST = SMALL[-1]  # positions that splash attention takes at a time
-WIDEST = 256  # c; beyond, blocks fill a TPU's VMEM, and cuDNN takes none
+OPERANDS = "attention_operands"  # the name of the kernel's queries, keys and values
+LEAST = SMALL[-1]  # splash attention takes multiples of this number of positions
+WIDEST = 256  # c; wider blocks fill a TPU's VMEM, and cuDNN refuses them
 WIDEST_BEFORE_HOPPER = 128
 REMEDY = "or take implementation='chunked', the formula, which takes any"
 
 
 def choose(q: jax.Array, *, softcap: float | None = None, start: int = 0) -> Implementation:
-    """The implementation for the platform that is traced for, and for queries `[b, t, k·g, c]`.
+    """Choose the implementation for the traced platform and for queries `[b, t, k·g, c]`.
 
-    Queries whose places begin at ``start``, behind those of so many keys, take splash alone.
+    Queries that begin at place ``start``, after the places of earlier keys, can use only splash.
 
     The platform is the mesh's, whose devices may be unavailable. A compiler cannot cut a kernel
-    into parts: with mesh axes left to it, or without a mesh among several devices, it is given the
-    formula.
+    into parts. So the formula is chosen if mesh axes are left to the compiler, or if there are
+    several devices and no mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty and jax.device_count() > 1:
@@ -49,7 +49,7 @@ def choose(q: jax.Array, *, softcap: float | None = None, start: int = 0) -> Imp
         return "splash"
     if start:
         return "chunked"
-    # Described GPUs call themselves by their runtime, those that are there do not.
+    # Described GPUs have the name of their runtime as platform, real GPUs do not.
     on_gpu = on in ("gpu", "cuda")
     takes = on_gpu and c <= WIDEST_BEFORE_HOPPER and not _wrong_for_cudnn(q, softcap)
     if takes and has_cudnn():
@@ -69,21 +69,21 @@ def splash(
     start: int = 0,
     segments_of_keys: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention by JAX's splash attention, `[b, t, k·g, c]`; interpreted where no TPU is.
+    """Compute causal attention by splash attention, `[b, t, k·g, c]`; interpreted without a TPU.
 
     Args:
       q: queries, `[b, t, k·g, c]`.
       k: keys, `[b, s, k, c]`, of places 0..s-1.
-      v: values, the same.
+      v: values, `[b, s, k, c]`.
       segments: `[b, t]` integers; a query reads keys of its own segment.
-      window: how many positions a query reads; None for all before it.
-      softcap: of the scores, if any.
-      blocks: of positions; None for those of the length and the chip.
+      window: the number of positions that a query reads; None for all before it.
+      softcap: the cap of the scores, if any.
+      blocks: the blocks of positions; by default those for the length and the chip.
       start: the place of the first query.
-      segments_of_keys: `[b, s]`, where keys are not those of the queries' positions.
+      segments_of_keys: `[b, s]`, if keys have other positions than the queries.
 
     Raises:
-      ValueError: sizes that the kernel does not take, or a mesh with axes left to the compiler.
+      ValueError: sizes that the kernel does not support, or a mesh with axes left to the compiler.
     """
     _check("splash", q, _wrong_for_splash(q, start))
     interpret = platform() != "tpu"
@@ -93,12 +93,14 @@ def splash(
     def heads_first(q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
         return [jnp.swapaxes(x, 1, 2) for x in (q * c**-0.5, k, v)]
 
-    # The kernel by itself, so that its backward reads its arguments and what it gives: that is kept
-    # once, and a policy of `jax.checkpoint` may spare it a second time (`RESIDUALS`). Its arguments
-    # are `local` too: a stage keeps them as they are here, not what they could be made of again.
+    # `local` contains only the kernel, so that its backward reads the kernel's arguments and
+    # results.
+    # These are kept once, and a policy of `jax.checkpoint` may keep them (`RESIDUALS`). The
+    # arguments
+    # are `local` too, so that a stage keeps them and not the values they could be recomputed from.
     arguments = [checkpoint_name(x, OPERANDS) for x in local(heads_first)(q, k, v)]
     sizes = t, k.shape[1], start
-    # Blocks of queries and of keys have one size, which divides both.
+    # Blocks of queries and of keys have equal sizes, which divide both numbers of positions.
     common = math.gcd(t, k.shape[1])
     blocks = blocks or choose_blocks(device_kind(), common, c, q.dtype.itemsize, window)
     run = _kernel(heads, *sizes, blocks, window=window, softcap=softcap, interpret=interpret)
@@ -118,8 +120,8 @@ def _kernel(
     softcap: float | None,
     interpret: bool,
 ) -> Any:
-    """Splash attention of one sequence: of queries, keys, values and, if any, its segments."""
-    # Pallas takes half a second to import, and only those need it who come here.
+    """Make splash attention of one sequence: a function of queries, keys, values and segments."""
+    # Importing Pallas takes half a second, so it is imported only here.
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         BlockSizes,
         MultiHeadMask,
@@ -145,10 +147,7 @@ def _kernel(
 
 
 def _mask(t: int, s: int, window: int | None, start: int) -> Any:
-    """The causal mask of t queries, of which the first is at place ``start`` of s keys.
-
-    With a window or without.
-    """
+    """Make the causal mask of t queries, the first at place ``start`` of s keys, or a window."""
     whole, near = _quick_masks()
     if window is None:
         return whole((t, s), start)
@@ -157,10 +156,10 @@ def _mask(t: int, s: int, window: int | None, start: int) -> Any:
 
 @functools.cache
 def _quick_masks() -> tuple[Any, Any]:
-    """Causal and local masks that compare no positions of blocks that are all seen or all hidden.
+    """Make causal and local masks that compare no positions of blocks all visible or all hidden.
 
-    Splash attention asks for every block of the mask as it is traced. Of 131,072 positions, JAX's
-    own masks compare 1.7e10 pairs several times over, a minute of a core each.
+    Splash attention reads every block of the mask while it is traced. For 131,072 positions, JAX's
+    own masks compare 1.7e10 pairs several times, which takes a minute of a core each.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         CausalMask,
@@ -168,7 +167,7 @@ def _quick_masks() -> tuple[Any, Any]:
     )
 
     def of_block(mask: Any, index: Any, window: int | None) -> bool | None:
-        """True if all of a block is seen, False if nothing is, None if its pairs differ."""
+        """Return True if a block is all visible, False if all hidden, else None."""
         rows, columns = (range(n)[part] for n, part in zip(mask.shape, index, strict=True))
         if not rows or not columns:
             return None
@@ -205,12 +204,12 @@ def cudnn(
     window: int | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """Causal attention by cuDNN, arguments as of `splash`.
+    """Compute causal attention by cuDNN; the arguments are those of `splash`.
 
-    Segments become a mask `[b, 1, t, t]`, which cuDNN reads beside its causal blocks.
+    Segments become a mask `[b, 1, t, t]`, which cuDNN reads in addition to its causal blocks.
 
     Raises:
-      ValueError: as for `splash`, a dtype other than bfloat16 and float16, or a soft cap.
+      ValueError: an error of `splash`, a dtype other than bfloat16 and float16, or a soft cap.
     """
     _check("cudnn", q, _wrong_for_cudnn(q, softcap))
     reach: Any = None if window is None else (window - 1, 0)
@@ -251,10 +250,10 @@ def _wrong_for_splash(q: jax.Array, start: int = 0) -> list[str]:
 
 
 def check_softcap(name: str, q: jax.Array, softcap: float | None) -> None:
-    """Refuse a soft cap by an implementation without one.
+    """Refuse a soft cap for an implementation that has none.
 
     Raises:
-      ValueError: there is one.
+      ValueError: there is a soft cap.
     """
     _check(name, q, _capped(softcap))
 

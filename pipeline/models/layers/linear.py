@@ -1,7 +1,7 @@
-"""A pair of linear layers: one cut by columns, one cut by rows.
+"""A pair of linear layers: one divided by columns, one divided by rows.
 
 Letters: R = ranks on the axis, t = positions, d = width in, e = width out. See `collectives.tensor`
-for what they exchange.
+for their exchanges.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pipeline.models.layers.weights import (
 
 
 class _Linear(nnx.Module):
-    """A weight `[d, e]` that is cut along one of its dims, and perhaps a bias."""
+    """A weight `[d, e]` that is divided along one of its dims, optionally with a bias."""
 
-    _dim: int  # 0 or 1
+    _dim: int  # the divided dim, 0 or 1
 
     def __init__(
         self,
@@ -58,41 +58,41 @@ class _Linear(nnx.Module):
 
 
 class ColumnLinear(_Linear):
-    """Each rank makes some of the outputs: `[..., t, d] -> [..., t, e / R]`.
+    """A layer divided by columns: each rank makes some outputs, `[..., t, d] -> [..., t, e / R]`.
 
     Args:
       in_features: d.
       out_features: e.
       rngs: has a stream ``params``.
-      bias: whether something is added; each rank adds its part.
+      bias: whether there is a bias; each rank adds its part.
       axis: the mesh axis of the group.
       sequence_parallel: whether the input is this rank's part of the sequence, `[..., t / R, d]`.
-      init: of the weight.
-      dtype: of the parameters.
-      pieces: what e consists of, as (name, number, the option that pads it or None); by default
-        single outputs.
+      init: the initializer of the weight.
+      dtype: the dtype of the parameters.
+      pieces: the parts of e that must not be divided, as (name, number, the option that pads it or
+        None); by default single outputs.
 
     Raises:
-      ValueError: when called on R ranks, that R does not divide the number of pieces.
+      ValueError: when called on R ranks, R does not divide the number of pieces.
     """
 
     _dim = 1
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """This rank's outputs, of the whole sequence."""
+        """Compute this rank's outputs for the whole sequence."""
         weight = read_weight(self.weight, x, self.axis)
         y = apply(column_input(x, self.axis, sequence_axis=self.sequence_axis), weight)
         return y if self.bias is None else y + _row(read_weight(self.bias, x, self.axis), y)
 
 
 class RowLinear(_Linear):
-    """Each rank takes some of the inputs: `[..., t, d / R] -> [..., t, e]`.
+    """A layer divided by rows: each rank takes some inputs, `[..., t, d / R] -> [..., t, e]`.
 
-    Args and errors are those of `ColumnLinear`, but for
+    Args and errors are those of `ColumnLinear`, except
 
-    * bias: is added after the sum, and the same on all ranks;
+    * bias: it is added after the sum, and equal on all ranks;
     * sequence_parallel: whether each rank keeps its part of the sequence, `[..., t / R, e]`;
-    * pieces: what d consists of.
+    * pieces: the parts of d that must not be divided.
     """
 
     _dim = 0

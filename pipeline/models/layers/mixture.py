@@ -1,4 +1,4 @@
-"""A mixture of experts: every token is given to a few of many gated MLPs (arXiv:1701.06538).
+"""A mixture of experts: each token is sent to a few of many gated MLPs (arXiv:1701.06538).
 
 Letters: d = width, e = experts, k = experts of a token, f = columns of an expert, n = tokens.
 """
@@ -58,9 +58,9 @@ class _MixtureArguments(ExpertOptions):
 class MixtureOfExperts(nnx.Module):
     """`[..., d] -> [..., d]`: the weighted sum of the outputs of a token's experts.
 
-    With a manual mesh axis ``axis`` a rank holds e / R of the experts and brings tokens of its own,
-    which the dispatch takes to their experts and back. ``axis=None``, or a mesh without that axis,
-    is the layer on one rank.
+    With a manual mesh axis ``axis`` a rank holds e / R of the experts and has its own tokens. The
+    dispatch sends tokens to their experts and back. With ``axis=None``, or on a mesh without that
+    axis, the layer runs on one rank.
 
     Args:
       width: d.
@@ -68,19 +68,19 @@ class MixtureOfExperts(nnx.Module):
       num_experts: e.
       top_k: k.
       rngs: has a stream ``params``.
-      options: a record of the options; those of `ExpertOptions` that are given by name override it.
+      options: a record of the options; fields of `ExpertOptions` given by name override it.
 
     In evaluation (``module.eval()``) nothing is counted and no loss is added.
 
     Attributes:
-      router: how experts are chosen.
-      load: `[e]` each expert's part of the choices of the last step; dropped: what part of all
-        choices it dropped. Both only where it counts.
+      router: the rule that chooses experts.
+      load: `[e]` each expert's part of the choices of the last step; dropped: the part of all
+        choices that was dropped. Both exist only if the layer counts choices.
 
     Raises:
-      TypeError: an option that there is not.
-      ValueError: sizes that do not fit; as `ExpertOptions`; when called, a dispatch that the
-        platform lacks, or ranks that do not divide e.
+      TypeError: an unknown option.
+      ValueError: sizes that do not fit; an error of `ExpertOptions`; or, when called, a dispatch
+        that the platform lacks, or ranks that do not divide e.
     """
 
     __signature__ = ConstructorSignature()
@@ -150,7 +150,7 @@ class MixtureOfExperts(nnx.Module):
           part: the place of the slice.
 
         Returns:
-          The output, and the carry: counts and shares of experts where the balance loss is that of
+          The output, and the carry: counts and shares of experts if the balance loss is that of
           whole sequences or microbatches, else ().
         """
         if not self._balances_sequences:
@@ -171,7 +171,7 @@ class MixtureOfExperts(nnx.Module):
 
     def _run(self, x: jax.Array, part: BatchPart, earlier: Any) -> tuple[jax.Array, Any]:
         self._check(x)
-        # A token is routed by itself, so that a part of the positions may be on each rank.
+        # Tokens are routed independently, so each rank may have a part of the positions.
         with reads_all_ranks(), excluding_padding():
             tokens, carry = x.reshape(-1, x.shape[-1]), ()
             adds = bool(self.balance_weight or self.z_weight or self.is_counting)
@@ -200,7 +200,7 @@ class MixtureOfExperts(nnx.Module):
         return y, carry
 
     def logits(self, tokens: jax.Array) -> jax.Array:
-        """`[n, e]` float32 of the router."""
+        """Compute `[n, e]` float32 logits of the router."""
         logits = jnp.dot(
             tokens, self.router_weight[...].astype(tokens.dtype), preferred_element_type=jnp.float32
         )
@@ -209,16 +209,16 @@ class MixtureOfExperts(nnx.Module):
         return logits
 
     def advance_experts(self) -> None:
-        """Turn the counts of a step into loads, move the bias, and begin to count again.
+        """Turn the counts of a step into loads, move the bias, and reset the counts.
 
-        Of one layer, or of all that a pipeline holds in the rows of its arrays.
+        The arrays may be those of one layer, or hold all layers of a pipeline in their rows.
         """
         if not self.is_counting:
             return
         counts = self.counts[...]
         if self.bias is not None and self.bias_rate:
             number = counts.astype(jnp.float32)
-            # Behind a step in which nothing was counted, such as one that is skipped, it stays.
+            # After a step in which nothing was counted, such as a skipped step, the bias stays.
             mean = number.mean(-1, keepdims=True)
             self.bias[...] += self.bias_rate * jnp.sign(mean - number)
         total = jnp.maximum(counts.sum(-1), 1).astype(jnp.float32)
@@ -232,8 +232,8 @@ class MixtureOfExperts(nnx.Module):
         weight = self.gate_up[...].astype(rows.dtype)
         bias = None if self.gate_up_bias is None else self.gate_up_bias[...].astype(rows.dtype)
         if platform() == "tpu":
-            # One product of 2·f columns has a gradient whose layout is not that of [e, d, 2, f]: to
-            # add it up took 7 times as long in Mixtral 8x7B on v5p (bench/notes/tpu.md).
+            # One product of 2·f columns has a gradient whose layout is not that of [e, d, 2, f]:
+            # adding it up took 7 times as long in Mixtral 8x7B on v5p (bench/notes/tpu.md).
             one = functools.partial(jax.lax.index_in_dim, keepdims=False)
             parts = [(one(weight, n, 2), None if bias is None else one(bias, n, 1)) for n in (0, 1)]
         else:
@@ -264,7 +264,7 @@ class MixtureOfExperts(nnx.Module):
         @jax.checkpoint
         def some(_: Any, part: Any) -> Any:
             x, weights, chosen, is_data = part
-            # Shares are for losses, which are of all tokens.
+            # Shares are not needed here: the losses use those of all tokens.
             return None, run(x, Routing(weights, chosen, weights), is_data)
 
         parts = tokens, routing.weights, routing.chosen, is_data
@@ -282,7 +282,7 @@ class MixtureOfExperts(nnx.Module):
     def _balance_loss(
         self, y: jax.Array, routing: Routing, part: BatchPart, earlier: Any
     ) -> tuple[jax.Array, Any]:
-        """The balance loss of a call, and the carry of its slice.
+        """Compute the balance loss of a call, and the carry of its slice.
 
         Each mean is a sum over a divisor from `BatchPart`, so padding and slices do not change it.
         """
@@ -336,10 +336,10 @@ class MixtureOfExperts(nnx.Module):
 
 
 def check_sizes(**sizes: Any) -> None:
-    """Refuse sizes that are no counts.
+    """Refuse sizes that are no positive integers.
 
     Raises:
-      ValueError: all that are wrong, at once.
+      ValueError: a list of all faults.
     """
     wrong = [
         f"{name}={value!r} must be an integer >= 1"

@@ -1,8 +1,8 @@
 """Gated MLP (N. Shazeer, arXiv:2002.05202): down(silu(gate(x)) * up(x)).
 
-Gate and up are one weight `[d, 2, f]` cut along f, so that a rank's part has the same columns of
-both, its product with the input is one product, and its gradient for the input is summed over
-ranks once.
+Gate and up are one weight `[d, 2, f]` divided along f. So a rank's part has the same columns of
+both, its product with the input is one product, and its gradient for the input is summed over ranks
+once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.models.layers.weights import Initializer, make_weight, read_weight
 
 
 class SwiGLU(nnx.Module):
-    """`[..., t, d] -> [..., t, d]`, each rank with some of the f hidden columns.
+    """A gated MLP, `[..., t, d] -> [..., t, d]`; each rank has some of the f hidden columns.
 
     Args:
       width: d.
@@ -31,13 +31,13 @@ class SwiGLU(nnx.Module):
       rngs: has a stream ``params``.
       axis: the mesh axis of the group.
       sequence_parallel: whether input and output are this rank's part of the sequence.
-      init: of the fused weight; init_out: of the one down.
-      dtype: of the parameters.
-      bias: whether something is added to gate and up, and after the sum.
-      activation: of the gate.
+      init: the initializer of the fused weight; init_out: that of the down weight.
+      dtype: the dtype of the parameters.
+      bias: whether gate and up have a bias, and the sum too.
+      activation: the activation of the gate.
 
     Raises:
-      ValueError: when called on R ranks, that R does not divide f.
+      ValueError: when called on R ranks, R does not divide f.
     """
 
     def __init__(
@@ -66,21 +66,22 @@ class SwiGLU(nnx.Module):
         self.down = RowLinear(hidden, width, rngs, **more)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """The whole output, or this rank's part of the sequence."""
+        """Compute the whole output, or this rank's part of the sequence."""
         weight = read_weight(self.gate_up, x, self.axis)
         x = column_input(x, self.axis, sequence_axis=self.sequence_axis)
-        # The columns stay two dims: where the compiler cuts them, flat ones would be exchanged.
+        # The columns stay two dims: if the compiler divides them, it would exchange flat columns.
         both = jnp.einsum("td,dcf->tcf", x.reshape(-1, x.shape[-1]), weight)
         if self.gate_up_bias is not None:
             both += read_weight(self.gate_up_bias, x, self.axis)[None]
         hidden = self.activation(both[:, 0]) * both[:, 1]
         if platform() == "tpu":
-            # Else it is formed again for every tile of the products that read it: in 8B on v5p they
-            # then take 1.6 times what they do alone (bench/notes/tpu.md).
+            # Without the barrier, every tile of the products that read it forms it again: in 8B on
+            # v5p
+            # these products then take 1.6 times as long as alone (bench/notes/tpu.md).
             hidden = jax.lax.optimization_barrier(hidden)
         return self.down(hidden.reshape(*x.shape[:-1], -1))
 
 
 def fuse_gate_up(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """The fused weight `[d, 2, f]` of two `[d, f]`, as other formats keep them."""
+    """Fuse two weights `[d, f]` of other formats into one weight `[d, 2, f]`."""
     return jnp.stack([gate, up], axis=1)

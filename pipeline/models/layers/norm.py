@@ -15,20 +15,19 @@ from pipeline.models.layers.weights import shared
 
 
 class RMSNorm(nnx.Module):
-    """Rows of mean square one, times a scale: `[..., d] -> [..., d]`.
+    """The RMS norm: rows of mean square one, times a scale, `[..., d] -> [..., d]`.
 
-    The scale is the same on all ranks. Where their activations differ (sequence parallelism) its
-    gradient is the sum of theirs: JAX takes it whenever there is a gradient, a pipeline that is
-    told of it once a step. Computed in float32.
+    The scale is equal on all ranks. If the activations of ranks differ (sequence parallelism), its
+    gradient is the sum over ranks. JAX takes this sum with every gradient; a pipeline takes it once
+    a step. It computes in float32.
 
     Args:
       width: d.
       epsilon: added to the mean square.
       axis: the mesh axis of the group.
-      sequence_parallel: whether the input is this rank's part of the sequence, or otherwise another
-        than that of the other ranks, as heads are.
-      dtype: of the scale.
-      offset: what is added to the scale, which then begins as 1 - offset.
+      sequence_parallel: whether ranks have different inputs: parts of the sequence, or heads.
+      dtype: the dtype of the scale.
+      offset: added to the scale, which then begins as 1 - offset.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class RMSNorm(nnx.Module):
         self.scale = shared(first, axis if sequence_parallel else None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """In the dtype of the input."""
+        """Normalise, in the dtype of the input."""
         wide = x.astype(jnp.float32)
         square = jnp.mean(wide * wide, axis=-1, keepdims=True)
         scale = _row(self.scale, x)
@@ -56,17 +55,17 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Rows of mean zero and variance one, times a scale, plus a bias: `[..., d] -> [..., d]`.
+    """The layer norm: rows of mean zero and variance one, times a scale, plus a bias.
 
-    Scale and bias are the same on all ranks, and their gradients those of `RMSNorm`'s scale.
-    Computed in float32.
+    `[..., d] -> [..., d]`. Scale and bias are equal on all ranks, and have gradients like the scale
+    of `RMSNorm`. It computes in float32.
 
     Args:
       width: d.
       epsilon: added to the variance.
       axis: the mesh axis of the group.
-      sequence_parallel: as of `RMSNorm`.
-      dtype: of scale and bias.
+      sequence_parallel: the option of `RMSNorm`.
+      dtype: the dtype of scale and bias.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class LayerNorm(nnx.Module):
         self.scale, self.bias = (shared(f(width, dtype), over) for f in (jnp.ones, jnp.zeros))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """In the dtype of the input."""
+        """Normalise, in the dtype of the input."""
         wide = x.astype(jnp.float32)
         wide -= jnp.mean(wide, axis=-1, keepdims=True)
         variance = jnp.mean(wide * wide, axis=-1, keepdims=True)

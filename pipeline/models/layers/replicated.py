@@ -1,8 +1,9 @@
-"""Queries, keys and values where there are more ranks than heads of keys and values.
+"""Queries, keys and values for more ranks than heads of keys and values.
 
-Letters as in `pipeline.models.layers.attention`. Each rank has some heads of queries, and computes
-the keys and values that they read; a head whose queries lie on several ranks is computed on each.
-Its weight is whole on all ranks, and gets its gradient from those that use it.
+Letters are those of `pipeline.models.layers.attention`. Each rank has some heads of queries, and
+computes the keys and values that they read. A head of keys whose queries are on several ranks is
+computed on each of them. Its weight is whole on all ranks, and gets its gradient from the ranks
+that use it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from pipeline.models.layers.weights import (
 
 
 class ReplicatedKV(nnx.Module):
-    """As `FusedQKV`, with k heads of keys and values that all ranks have the weights of.
+    """A layer like `FusedQKV`, in which all ranks have the weights of all k heads of keys and
+    values.
 
     Args:
       width: d.
@@ -34,11 +36,11 @@ class ReplicatedKV(nnx.Module):
       num_kv_heads: k.
       head_dim: c.
       rngs: has a stream ``params``.
-      axis, sequence_parallel, init, dtype: as for `ColumnLinear`.
+      axis, sequence_parallel, init, dtype: the options of `ColumnLinear`.
 
     Raises:
-      ValueError: when called on R ranks, that R does not divide the heads of queries, or that a
-        rank's read parts of several heads of keys.
+      ValueError: when called on R ranks, R does not divide the heads of queries, or a rank's
+        queries read parts of several heads of keys.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class ReplicatedKV(nnx.Module):
         self.keys_values = shared(both, axis)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries `[b, t, k·g / R, c]`, keys and values `[b, t, max(1, k / R), c]`."""
+        """Compute queries `[b, t, k·g / R, c]`, keys and values `[b, t, max(1, k / R), c]`."""
         queries, both = read_weight(self.queries, x, self.axis), self._own(x.dtype)
         x = column_input(x, self.axis, sequence_axis=self.sequence_axis)
         heads = (*x.shape[:2], -1, self.head_dim)

@@ -1,7 +1,7 @@
-"""Rotary positions (J. Su et al., arXiv:2104.09864), and their stretch for long contexts.
+"""Rotary positions (J. Su et al., arXiv:2104.09864), and their scaling for long contexts.
 
 Letters: b = sequences, t = positions, h = heads, c = width of a head. Pairs are (i, i + c / 2), as
-in the Hugging Face layout of Llama's weights.
+in Hugging Face's layout of Llama's weights.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Scaling(Protocol):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Slows the rotations that a shorter context never completed (Llama 3.1, arXiv:2407.21783).
+    """Slow down rotations that a shorter context never completed (Llama 3.1, arXiv:2407.21783).
 
     Attributes:
-      factor: by how much the slow ones are slowed.
+      factor: the factor by which slow rotations are slowed down.
       low_freq_factor: turns within the original context below which all of `factor` applies.
-      high_freq_factor: turns above which nothing does; smooth between.
+      high_freq_factor: turns above which rotations stay unchanged; smooth between the two.
       original_max_position_embeddings: the original context.
     """
 
@@ -49,10 +49,10 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Slows all rotations alike (S. Chen et al., arXiv:2306.15595).
+    """Slow down all rotations equally (S. Chen et al., arXiv:2306.15595).
 
     Attributes:
-      factor: by how much.
+      factor: the factor by which rotations are slowed down.
     """
 
     factor: float
@@ -64,15 +64,15 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """Slows the slow rotations, and makes queries and keys larger (YaRN, arXiv:2309.00071).
+    """Slow down slow rotations, and make queries and keys larger (YaRN, arXiv:2309.00071).
 
     Attributes:
-      factor: by how much the slow ones are slowed.
+      factor: the factor by which slow rotations are slowed down.
       original_max_position_embeddings: the original context.
-      beta_fast: turns within the original context from which on a rotation stays as it is.
+      beta_fast: turns within the original context from which on a rotation stays unchanged.
       beta_slow: turns up to which all of `factor` applies; linear between, by index of the pair.
-      attention_factor: what queries and keys are multiplied with; None for 1 + ln(factor) / 10.
-      truncate: whether the two ends of that line are rounded to whole pairs.
+      attention_factor: the factor of queries and keys; None for 1 + ln(factor) / 10.
+      truncate: whether the ends of that linear range are rounded to whole pairs.
     """
 
     factor: float
@@ -84,7 +84,7 @@ class YarnScaling:
 
     @property
     def amplitude(self) -> float:
-        """Factor on queries and keys."""
+        """The factor of queries and keys."""
         if self.attention_factor is not None:
             return self.attention_factor
         return 1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1.0
@@ -110,13 +110,13 @@ class YarnScaling:
 def rotary(
     positions: jax.Array, width: int, *, theta: float = 10000.0, scaling: Scaling | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of every position's angles, `[b, t, 1, c / 2]` float32.
+    """Compute cosine and sine of every position's angles, `[b, t, 1, c / 2]` float32.
 
     Args:
       positions: `[b, t]` integers.
       width: c, an even number.
       theta: the base of the wavelengths.
-      scaling: how they are stretched, if at all.
+      scaling: the scaling of the wavelengths, None for none.
 
     Raises:
       ValueError: c is odd.
@@ -137,7 +137,7 @@ def rotary(
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn `[b, t, h, c]`; computed in float32, returned in the dtype of x."""
+    """Rotate `[b, t, h, c]`; compute in float32, return the dtype of x."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)

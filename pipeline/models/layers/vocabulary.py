@@ -1,8 +1,8 @@
 """Embedding and head, each rank with some of the words.
 
 Letters: R = ranks on the axis, V = rows of the table, v = V / R, d = width, b = sequences, t =
-positions. Both tables are `[V, d]`, cut by rows, so that one may serve as both. Those that no axis
-of the model cuts, a pipeline may spread over its stages: `pipeline.vocabulary`.
+positions. Both tables are `[V, d]`, divided by rows, so embedding and head may share one. A
+pipeline may divide tables that no axis of the model divides over its stages: `pipeline.vocabulary`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from pipeline.models.layers.weights import Initializer, check_cut, make_weight, 
 
 
 class VocabularyEmbedding(nnx.Module):
-    """Embedding of words: `[b, t] -> [b, t, d]`; NaN for a number that is no word.
+    """Embedding of words: `[b, t] -> [b, t, d]`; NaN for an integer that is no word.
 
     Args:
       vocabulary: the number of words.
       width: d.
       rngs: has a stream ``params``.
-      multiple_of: V is the number of words rounded up to a multiple of this; rows beyond them are
-        never read.
-      axis: the mesh axis of the group; None if there is one rank.
+      multiple_of: V is the number of words rounded up to a multiple of this number; rows after the
+        last word are never read.
+      axis: the mesh axis of the group; None for one rank.
       sequence_parallel: whether each rank keeps its part of the sequence, `[b, t / R, d]`.
-      init: of the table.
-      dtype: of the table; activations: of what it returns, by default that of the table.
+      init: the initializer of the table.
+      dtype: the dtype of the table; activations: the dtype of the result, by default that of the
+        table.
 
     Raises:
-      ValueError: when called on R ranks, that R does not divide V.
+      ValueError: when called on R ranks, R does not divide V.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class VocabularyEmbedding(nnx.Module):
         self.table = _table(rngs, vocabulary, width, multiple_of, init, dtype, axis)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Look the words up."""
+        """Look up the words."""
         check_cut(self.table, self.axis)
         return vocabulary_embedding(
             self.table.get_value(),
@@ -70,22 +71,22 @@ class VocabularyEmbedding(nnx.Module):
 
 
 class VocabularyHead(nnx.Module):
-    """Head from vectors to logits: `[b, t, d] -> [b, t, v]`; padding words get -inf.
+    """Head from vectors to logits: `[b, t, d] -> [b, t, v]`; -inf for rows after the last word.
 
     Args:
       width: d.
       vocabulary: the number of words.
       rngs: has a stream ``params``; not needed with a table.
-      multiple_of: as for `VocabularyEmbedding`.
-      table: that of an embedding, to share it; the number of words stays as given.
-      norm: a module before the products.
-      axis: the mesh axis of the group; None if there is one rank.
+      multiple_of: the option of `VocabularyEmbedding`.
+      table: the table of an embedding, to share it; ``vocabulary`` still gives the number of words.
+      norm: a module that runs before the product.
+      axis: the mesh axis of the group; None for one rank.
       sequence_parallel: whether the input is this rank's part of the sequence, `[b, t / R, d]`.
-      init: of the table.
-      dtype: of the table.
+      init: the initializer of the table.
+      dtype: the dtype of the table.
 
     Raises:
-      ValueError: no size; or when called on R ranks, that R does not divide V.
+      ValueError: no sizes are given; or, when called on R ranks, R does not divide V.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class VocabularyHead(nnx.Module):
         return x if self.norm is None else self.norm(x)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """This rank's logits, of the whole sequence."""
+        """Compute this rank's logits for the whole sequence."""
         x, table = self._factors(x)
         found = logits(x, table, x.dtype)
         if not self.is_padded:
@@ -135,14 +136,14 @@ class VocabularyHead(nnx.Module):
         chunks: int | None = None,
         ignore: int | None = IGNORED,
     ) -> jax.Array:
-        """Cross entropy of each token, `[b, t]` float32 on all ranks.
+        """Compute the cross entropy of each token, `[b, t]` float32 on all ranks.
 
         Args:
-          x: as for a call.
+          x: the input of a call.
           labels: `[b, t]`.
-          chunks: into how many parts v is cut so that logits are never kept
-            (`collectives.chunked`); None keeps them.
-          ignore: labels whose loss is 0.
+          chunks: the number of parts of v, so that logits are never kept (`collectives.chunked`);
+            None keeps all logits.
+          ignore: the label whose loss is 0.
         """
         if chunks is None:
             return vocabulary_cross_entropy(self(x), labels, self.axis, ignore=ignore)
@@ -158,7 +159,7 @@ class VocabularyHead(nnx.Module):
         )
 
     def _factors(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The features of the whole sequence, and this rank's rows in their dtype."""
+        """Return the features of the whole sequence, and this rank's rows in their dtype."""
         x = self.features(x)
         table = read_weight(self.table, x, self.axis)
         return column_input(x, self.axis, sequence_axis=self.sequence_axis), table

@@ -1,8 +1,8 @@
-"""Weights that know how they may be cut.
+"""Weights with metadata on how they may be divided.
 
-The metadata of such an `nnx.Param` has ``out_sharding``, a name or None for each dimension, and
-``pieces``: what the named dimension consists of, how many there are, and the option that pads it.
-A rank must hold whole pieces: heads, not columns.
+The metadata of such an `nnx.Param` has ``out_sharding``, an axis name or None for each dimension.
+It also has ``pieces``: the name of the parts of the divided dimension, their number, and the option
+that pads it. A rank must hold whole pieces: heads, not columns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collectives.compat import varying_axes
 from collectives.tensor import check_divides, is_manual
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
-Pieces = tuple[str, int, str | None]  # what, how many, the option that helps (`check_divides`)
+Pieces = tuple[str, int, str | None]  # name, number, the option that helps (`check_divides`)
 
 
 def make_weight(
@@ -31,23 +31,23 @@ def make_weight(
     dim: int,
     pieces: Pieces,
 ) -> nnx.Param[Any]:
-    """A whole weight whose dimension ``dim`` is cut over ``axis``."""
+    """Make a whole weight whose dimension ``dim`` is divided over ``axis``."""
     names = tuple(axis if index == dim else None for index in range(len(shape)))
     value = init(rngs.params(), shape, dtype)
-    # Eager sharding would want a mesh while the model is built.
+    # Eager sharding would need a mesh while the model is built.
     return nnx.Param(value, out_sharding=names, eager_sharding=False, pieces=pieces)
 
 
 def shared(
     value: jax.Array, axis: str | None, kind: type[nnx.Param[Any]] = nnx.Param
 ) -> nnx.Param[Any]:
-    """A weight that all ranks have whole.
+    """Make a weight that all ranks have whole.
 
     Args:
       value: the weight.
-      axis: one along which each rank uses it on activations of its own, so that its gradient is a
-        sum over ranks; None if there is none.
-      kind: of parameter.
+      axis: an axis along which ranks use the weight on different activations, so that its gradient
+        is a sum over ranks; None if there is none.
+      kind: the kind of parameter.
     """
     # `pipeline.core.placement.placement` reads it.
     return kind(value) if axis is None else kind(value, gradient_over=axis)
@@ -57,8 +57,8 @@ def read_weight(weight: nnx.Param[Any], x: jax.Array, axis: str | None) -> jax.A
     """Read this rank's part of a weight, in the dtype of its input.
 
     Raises:
-      ValueError: the input is no float; the axis is manual, and the weight is not cut over it or
-        could not be cut into whole pieces.
+      ValueError: the input is no float; or the axis is manual, and the weight is not divided over
+        it or cannot be divided into whole pieces.
     """
     value: jax.Array = weight.get_value()
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -91,9 +91,9 @@ def scaled(fan_in: int) -> Initializer:
 
 
 def apply(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`[..., d] @ [d, e]` as one flat product.
+    """Compute `[..., d] @ [d, e]` as one flat product.
 
-    XLA's CPU backend takes up to half as long again for the gradients of an unflattened one.
+    Without flattening, XLA's CPU backend takes up to half as long again for the gradients.
     """
     flat = x.reshape(-1, x.shape[-1]) @ weight
     return flat.reshape(*x.shape[:-1], weight.shape[-1])

@@ -1,7 +1,6 @@
 """Experts' state in checkpoints: biases of the router's choice, which are not parameters.
 
-A layer view has parameters or declared state. Here both are one tree, in which a leaf of state is
-marked.
+A layer view has parameters or declared state. Here one tree has both, and marks leaves of state.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ def with_biases(tree: Mapping[str, Any], view: LayerView | None) -> Mapping[str,
     """Add the leaves of biases to their layers in a view's tree of parameters.
 
     Args:
-      tree: of parameters.
-      view: of state.
+      tree: the tree of parameters.
+      view: the view of state.
     """
     if view is None:
         return tree

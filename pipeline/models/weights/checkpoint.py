@@ -55,7 +55,7 @@ def open_checkpoint(folder: str | Path, config: Mapping[str, Any] | None = None)
 
 
 def _sharded(folder: Path) -> dict[str, Tensor]:
-    """The tensors of all files that an index names."""
+    """Read the headers of all files that an index names."""
     path = folder / INDEX
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
@@ -67,7 +67,7 @@ def _sharded(folder: Path) -> dict[str, Tensor]:
     missing: dict[str, list[str]] = {}
     for file, mine in by_file.items():
         if Path(file).name != file or len(file.encode()) > _LONGEST_NAME:
-            raise ValueError(f"{path}: {shown(file)} is no name of a file beside it")
+            raise ValueError(f"{path}: {shown(file)} is not the name of a file in its folder")
         if not (folder / file).is_file():
             missing[file] = mine
             continue

@@ -54,7 +54,7 @@ def grouped(tensors: Types, shard_bytes: int) -> dict[str, Types]:
       shard_bytes: the maximum bytes of a file, unless one tensor has more.
 
     Raises:
-      ValueError: no positive number of bytes.
+      ValueError: ``shard_bytes`` is no positive number.
     """
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes}: must be >= 1")
@@ -75,7 +75,7 @@ def grouped(tensors: Types, shard_bytes: int) -> dict[str, Types]:
 def write_files(
     folder: Path, files: Mapping[str, Types], tensors: Iterator[tuple[str, np.ndarray]]
 ) -> None:
-    """Write files and, of several, their index.
+    """Write files, and an index for several files.
 
     Args:
       folder: the folder of the files.
@@ -96,7 +96,7 @@ def write_files(
 
 
 def _write_index(folder: Path, files: Mapping[str, Types]) -> None:
-    """Write which file has which tensor."""
+    """Write the index: the file of each tensor."""
     total = sum(
         math.prod(shape) * dtype.itemsize for own in files.values() for dtype, shape in own.values()
     )

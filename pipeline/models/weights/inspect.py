@@ -28,7 +28,7 @@ def inspect(
       names: whether to list every tensor with the weight that contains it.
 
     Raises:
-      ValueError: as `pipeline.weights.load`.
+      ValueError: the errors of `pipeline.weights.load`.
     """
     checkpoint = open_checkpoint(folder)
     config, entries, own = describe_checkpoint(checkpoint)
@@ -72,7 +72,7 @@ def inspect(
 
 
 def _lines(entry: Entry, there: Entry) -> list[str]:
-    """A weight's tensors."""
+    """Describe a weight's tensors, a line for each."""
     return [
         f"  {part.name} {list(part.shape)} -> {entry.name} {list(entry.plan.shape)}"
         for part in there.plan.parts

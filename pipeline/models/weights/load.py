@@ -1,4 +1,4 @@
-"""Loads of checkpoints: each process reads the slices of its own devices, one by one.
+"""Loading of checkpoints: each process reads the slices of its own devices, one by one.
 
 Letters: S ranks, K stages.
 """
@@ -52,15 +52,15 @@ Ranges = tuple[Range, ...]
 class LoadedFrom:
     """The source checkpoint of a pipeline's weights, an attribute of the pipeline.
 
-    An export needs this attribute. Copies and `replace` keep it. An export of a head of another
-    size is refused, by the shapes in `config`.
+    An export needs this attribute. Copies and `replace` keep it. An export checks shapes against
+    `config`, and refuses a head of another size.
 
     Attributes:
       family: the table of names.
       config: the text of config.json.
     """
 
-    family: Family = field(compare=False)  # JAX compares and hashes what a pipeline holds
+    family: Family = field(compare=False)  # JAX compares and hashes a pipeline's attributes
     config: str
 
 
@@ -86,14 +86,14 @@ def load(
 
     Args:
       folder: config.json, and safetensors in one file or with an index.
-      num_microbatches: M, as for `Pipeline`.
+      num_microbatches: M, the argument of `Pipeline`.
       num_stages: K; by default the size of the mesh's axis ``stage``, or one stage for each device,
         but at most one for each layer.
       layout: the layers of each stage (`parse_layout`), in place of ``num_stages``.
-      mesh: as for `Pipeline`.
+      mesh: the argument of `Pipeline`.
       dtype: the dtype of the weights; by default the dtype of most bytes of the checkpoint.
       activations: the dtype of activations; by default the dtype of the weights.
-      family: in place of the one that ``model_type`` names; a name, or a table of one's own.
+      family: replaces the family that ``model_type`` names; a name, or your own table.
       experts: options of mixtures of experts that no checkpoint contains, such as ``dispatch`` and
         ``balance_weight`` (`pipeline.decoders.ExpertsConfig`).
       mtp: the number of modules for multi-token prediction to read: 0 reads none; by default the
@@ -146,24 +146,24 @@ def parts(
 
     Args:
       folder: the folder of the checkpoint.
-      num_stages: as for `load`, like layout, mesh, dtype, activations and family.
+      num_stages: the argument of `load`; so are layout, mesh, dtype, activations and family.
       layout: the layers of each stage.
       mesh: the mesh of the pipeline.
       dtype: the dtype of the weights.
       activations: the dtype of activations.
-      vocabulary: as for `Pipeline`.
+      vocabulary: the argument of `Pipeline`.
       family: the table of names.
-      experts: as for `load`.
-      mtp: as for `load`.
-      mtp_weight: the weight of their losses, as for `pipeline.decoders.MultiTokenLoss`.
-      context: as for `load`.
+      experts: the argument of `load`.
+      mtp: the argument of `load`.
+      mtp_weight: the weight of the modules' losses, for `pipeline.decoders.MultiTokenLoss`.
+      context: the argument of `load`.
 
     Returns:
-      stages, embed, head; loss_fn, the loss of the next token; and read, a function that fills a
-        pipeline with the weights.
+      stages, embed, head; loss_fn, the loss of the next token; and read, a function that reads the
+      weights into a pipeline.
 
     Raises:
-      ValueError: as `load`.
+      ValueError: the errors of `load`.
     """
     checkpoint = open_checkpoint(folder)
     family = choose_family(family, checkpoint.config, f"{checkpoint.folder}/config.json")
@@ -204,14 +204,14 @@ def read_into(
 ) -> None:
     """Read a checkpoint into a pipeline of any model whose stages are lists ``blocks`` of layers.
 
-    The pipeline's weights may be types, made under `nnx.eval_shape`: then no other array is ever
-    made. Weights keep their dtype.
+    The pipeline's weights may be types, made under `nnx.eval_shape`: then only the arrays of the
+    read weights are made. Weights keep their dtype.
 
     Args:
       pipe: the pipeline.
       folder: safetensors in one file or with an index, and config.json.
-      family: in place of the one that ``model_type`` names; a name, or a table of one's own.
-      config: in place of config.json.
+      family: replaces the family that ``model_type`` names; a name, or your own table.
+      config: replaces config.json.
 
     Raises:
       ValueError: an error of `load`; or weights that have no row in the table, or other sizes.
@@ -236,10 +236,10 @@ def choose_family(family: str | Family | None, config: Config, where: str) -> Fa
 def choose_loss(
     config: DecoderConfig, vocabulary: str, mtp_weight: float | Sequence[float] | None
 ) -> Any:
-    """Choose the loss of a decoder: for the next token, or also for further tokens.
+    """Choose the loss of a decoder: for the next token, or also for later tokens.
 
     Raises:
-      ValueError: a weight of modules that the model lacks.
+      ValueError: mtp_weight for a model without modules.
     """
     if config.mtp_layers:
         given = {} if mtp_weight is None else {"weight": mtp_weight}
@@ -255,10 +255,10 @@ def choose_loss(
 def count_blocks(
     config: DecoderConfig, num_stages: int | None, layout: Layout | None, mesh: Mesh | None
 ) -> tuple[list[int], list[int]]:
-    """Count the layers of each stage, [K], and the modules for multi-token prediction.
+    """Return [K] the number of layers of each stage, and of modules for multi-token prediction.
 
     Raises:
-      ValueError: both options, or a number that does not fit.
+      ValueError: both options are given, or the number does not fit.
     """
     if layout is not None and num_stages is not None:
         raise ValueError(
@@ -275,7 +275,7 @@ def common_dtype(checkpoint: Checkpoint) -> Any:
     """Return the dtype of most bytes of a checkpoint."""
     sizes: Counter[Any] = Counter()
     for tensor in checkpoint.tensors.values():
-        if tensor.dtype in DTYPES:  # what is not read is refused later, by name
+        if tensor.dtype in DTYPES:  # other dtypes are refused later, by name
             sizes[DTYPES[tensor.dtype]] += tensor.nbytes
     return sizes.most_common(1)[0][0] if sizes else np.dtype(np.float32)
 
@@ -312,13 +312,13 @@ def _shape(view: LayerView, state: LayerView | None, held: Any) -> tuple[int, ..
 
 @dataclass(frozen=True)
 class _Reading:
-    """Fills the arrays of a pipeline, one by one.
+    """A reader that fills the arrays of a pipeline, one by one.
 
     Attributes:
       pipe: the pipeline.
       view: its layers.
-      checkpoint: what is read.
-      plans: by where a weight lies.
+      checkpoint: the checkpoint to read.
+      plans: by the place of a weight in the view.
     """
 
     pipe: Pipeline
@@ -327,7 +327,7 @@ class _Reading:
     plans: Mapping[Any, TensorPlan | Constant]
 
     def run(self) -> None:
-        """Fill all of them."""
+        """Fill all arrays."""
         variables = dict(nnx.to_flat_state(nnx.state(self.pipe)))
         for n, stack in enumerate(self.view.stacks):
             self._put(variables[stack.path], functools.partial(self._stack, n))
@@ -345,7 +345,7 @@ class _Reading:
         variable.set_raw_value(made_of_parts(old.shape, old.dtype, old.sharding, fill))
 
     def _stack(self, n: int, out: np.ndarray, at: Ranges) -> None:
-        """A device's part of [S, ...]."""
+        """Read a device's part of [S, ...]."""
         (first, last), rest = at[0], at[1:]
         for m, slot in enumerate(self.view.stacks[n].slots):
             for rank, _ in slot.names:
@@ -363,7 +363,7 @@ class _Reading:
         if low >= high:
             return
         dest, inner = out[low - at[0][0] : high - at[0][0]], (low - part[0], high - part[0])
-        if len(slot.shape) == len(at):  # a column
+        if len(slot.shape) == len(at):  # the cell is a column of leaves
             self._fill(plan, (inner, *at[1:]), dest)
         else:
             whole = plan.read(self._tensor, out.dtype)
@@ -408,7 +408,7 @@ def made_of_parts(
     for ranges, devices in held.items():
         part = np.zeros([stop - start for start, stop in ranges], dtype)
         fill(part, ranges)
-        # Waited for: else several parts would lie on the host at once.
+        # Wait for each part, or several parts would be in host memory at once.
         arrays += [jax.block_until_ready(jax.device_put(part, device)) for device in devices]
         del part
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)

@@ -16,7 +16,7 @@ from pipeline.models.weights.checkpoint import Checkpoint
 from pipeline.models.weights.names import EMBED, TABLE, Entry, has_layer, layer_prefixes
 from pipeline.models.weights.tables.family import Family
 
-Copies = dict[int | str, list[tuple[str, Entry]]]  # of a layer: names, each with its table
+Copies = dict[int | str, list[tuple[str, Entry]]]  # by layer: names, each with its table
 
 
 def fit_modules(
@@ -25,14 +25,14 @@ def fit_modules(
     """Set a config's number of modules for multi-token prediction to the number to read.
 
     Args:
-      config: of the decoder, by config.json.
-      checkpoint: that is read, of the Hugging Face layout or under our own names.
+      config: the decoder's configuration from config.json.
+      checkpoint: the checkpoint, in the Hugging Face layout or under our own names.
       family: its table.
       mtp: the number of modules; None for the number in config.json if the files have them, else 0.
 
     Raises:
-      ValueError: a number other than 0 and all, or files with only some modules; or 0 for a folder
-        of stages that has modules.
+      ValueError: the number is neither 0 nor all, or the files have only some modules; or it is 0
+        for a folder of stages that has modules.
     """
     if mtp not in (None, 0, config.mtp_layers) or isinstance(mtp, bool):
         raise ValueError(
@@ -46,24 +46,24 @@ def fit_modules(
             f"mtp=0 for {checkpoint.folder}, a folder of stages: its first module for multi-token "
             f"prediction holds the final norm of the model; export it first, or leave mtp= out"
         )
-    if mtp == 0 or (mtp is None and not held):  # transformers saves none
+    if mtp == 0 or (mtp is None and not held):  # transformers saves no modules
         return replace(config, mtp_layers=0)
     if held < config.mtp_layers:
         raise ValueError(
             f"{checkpoint.folder}: by config.json the model has {config.mtp_layers} modules for "
-            f"multi-token prediction, behind layer {config.layers - 1}, and the files have {held}: "
+            f"multi-token prediction, after layer {config.layers - 1}, and the files have {held}: "
             f"fetch the shards that are missing, or give mtp=0"
         )
     return config
 
 
 def copies_of(entries: Sequence[Entry], family: Family, prefix: str) -> Copies:
-    """Find the tensors that repeat a table, by their layer.
+    """Find the tensors that repeat a table, by layer.
 
     Args:
       entries: a model's weights.
       family: the table of names.
-      prefix: of the names of tensors.
+      prefix: the prefix of tensor names.
     """
     tables = {one.layer: one for one in entries if one.plan.target == TABLE}
     own = {row.target for row in family.mtp}
@@ -100,12 +100,12 @@ def spare_names(entries: Sequence[Entry], checkpoint: Checkpoint, family: Family
     """Find the tensors that need not be read: repeated tables, or omitted modules.
 
     Args:
-      entries: the weights that are read.
-      checkpoint: that has them.
+      entries: the weights to read.
+      checkpoint: the checkpoint that has them.
       family: its table.
 
     Raises:
-      ValueError: a table that differs from its copy.
+      ValueError: a table differs from its copy.
     """
     tensors = checkpoint.tensors
     copies = copies_of(entries, family, family.prefix_of(list(tensors)))
@@ -137,6 +137,6 @@ def _left_out(checkpoint: Checkpoint, family: Family) -> set[str]:
 
 
 def _numbers(config: DecoderConfig, checkpoint: Checkpoint) -> range:
-    """The layers that are modules: no more than there are tensors, whatever config.json says."""
+    """Return the numbers of the layers that are modules, at most as many as there are tensors."""
     most = min(config.mtp_layers, len(checkpoint.tensors))
     return range(config.layers, config.layers + most)

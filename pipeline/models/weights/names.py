@@ -15,7 +15,7 @@ from pipeline.models.weights.tables.patterns import Row, TensorPlan, plan
 
 Path = tuple[Any, ...]
 EMBED, HEAD, TABLE = "embed", "head", "table"
-BLOCKS = "blocks"  # of a stage: the attribute that lists its blocks
+BLOCKS = "blocks"  # the attribute of a stage that lists its blocks
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ def entries_of(tree: Mapping[str, Any], family: Family, config: Config, prefix: 
 
     Args:
       tree: the layers of a `LayerView`.
-      family: the table.
+      family: the table of names.
       config: the content of config.json.
-      prefix: of the names of tensors.
+      prefix: the prefix of tensor names.
 
     Raises:
-      ValueError: a weight for which the table has no row.
+      ValueError: the table has no row for a weight.
     """
     sizes = family.sizes_of(config)
 
@@ -76,13 +76,13 @@ def _pairs(tree: Mapping[str, Any], part: str, family: Family) -> list[tuple[Row
 
 
 def _blocks(stage: Mapping[str, Any], k: int) -> list[tuple[int, dict[str, Any]]]:
-    """Leaves of each block of a stage, by dotted path."""
+    """Return the leaves of each block of a stage, by dotted path."""
     others = [name for name in stage if name != BLOCKS]
     if others:
         raise ValueError(
-            f"stages[{k}] has {', '.join(map(repr, others))} beside {BLOCKS!r}: a stage whose "
-            f"weights are read by a table of names is a list of layers called {BLOCKS!r}, and "
-            f"nothing else"
+            f"stages[{k}] has {', '.join(map(repr, others))} in addition to {BLOCKS!r}: a stage "
+            f"whose weights are read by a table of names is a list of layers called {BLOCKS!r}, "
+            f"and nothing else"
         )
     blocks: Mapping[Any, Any] = stage.get(BLOCKS, {})
     found = sorted((int(n), leaves) for n, leaves in blocks.items())
@@ -105,7 +105,7 @@ def leaves_of(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def _matched(
     rows: Sequence[Row], leaves: Mapping[str, Any], where: str, family: Family
 ) -> list[tuple[Row, Any]]:
-    """Rows whose weight is there, in the order of the table."""
+    """Return the rows whose weight is in ``leaves``, in the order of the table."""
     known = {row.target for row in rows}
     if unknown := [name for name in leaves if name not in known]:
         raise ValueError(
@@ -116,15 +116,15 @@ def _matched(
 
 
 def check_layers(checkpoint: Checkpoint, family: Family, layers: int) -> None:
-    """Check that a checkpoint has its last layer, before a model of so many layers is made.
+    """Check that a checkpoint has its last layer, before a model with all its layers is made.
 
     Args:
-      checkpoint: that is read, of the Hugging Face layout or under our own names.
+      checkpoint: the checkpoint, in the Hugging Face layout or under our own names.
       family: its table.
-      layers: by config.json.
+      layers: the number of layers in config.json.
 
     Raises:
-      ValueError: it has fewer.
+      ValueError: the files have fewer layers.
     """
     if checkpoint.tensors and not has_layer(checkpoint, family, layers - 1):
         held = next(n for n in range(layers) if not has_layer(checkpoint, family, n))
@@ -154,13 +154,13 @@ def with_tied_head(
     Safetensors keep only one of two names of an array, which may be the head's name.
 
     Args:
-      entries: as of `entries_of`.
-      checkpoint: that is read.
+      entries: the result of `entries_of`.
+      checkpoint: the checkpoint to read.
       family: its table.
-      prefix: of the names of tensors.
+      prefix: the prefix of tensor names.
 
     Raises:
-      ValueError: both tensors exist, and differ.
+      ValueError: both tensors exist and differ.
     """
     tables = {one.layer: one for one in entries if one.plan.target == TABLE}
     if EMBED not in tables or HEAD in tables:
@@ -189,7 +189,7 @@ def check_shapes(entries: Sequence[Entry], shape_of: Callable[[Any], tuple[int, 
     """Check the sizes of a model's weights against the table.
 
     Raises:
-      ValueError: all weights of other sizes.
+      ValueError: a list of all weights with other sizes.
     """
     wrong = [
         f"{entry.name} is {list(shape_of(entry.held))} in the model, and by its row and the sizes "
@@ -211,12 +211,12 @@ def check_tensors(
 
     Args:
       entries: the model's weights.
-      checkpoint: that is read.
+      checkpoint: the checkpoint to read.
       family: its table.
       spare: names of tensors that may exist and need not be read.
 
     Raises:
-      ValueError: the faults, up to a few.
+      ValueError: a list of the first few faults.
     """
     wrong, used = [], set()
     for entry in entries:
@@ -236,7 +236,7 @@ def check_tensors(
             except ValueError as error:
                 wrong.append(str(error))
     tied = {s.name.removeprefix(".") for row in family.head for s in row.sources}
-    # A tied head's table may be written once more.
+    # A tied head's table may be in the files too.
     unread = [
         name
         for name in checkpoint.tensors

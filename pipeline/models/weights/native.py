@@ -81,16 +81,16 @@ def import_stages(
 
     Args:
       folder: a folder in the Hugging Face layout.
-      out: a folder that is not there yet, or is empty.
+      out: a folder that does not exist yet, or is empty.
       num_stages: K, by default 1.
-      layout: in place of it, which layers each has.
+      layout: the layers of each stage, in place of ``num_stages``.
       dtype: the dtype of all weights; by default each weight keeps its dtype.
 
     Returns:
       [K] the number of layers of each stage.
 
     Raises:
-      ValueError: as `pipeline.weights.load`.
+      ValueError: the errors of `pipeline.weights.load`.
     """
     checkpoint = open_checkpoint(folder)
     if is_native(checkpoint):
@@ -117,12 +117,12 @@ def export_stages(
 
     Args:
       folder: a folder that `import_stages` has written.
-      out: a folder that is not there yet, or is empty.
+      out: a folder that does not exist yet, or is empty.
       dtype: the dtype of all weights; by default each weight keeps its dtype.
       shard_bytes: the maximum bytes of weights in a file; one tensor may have more.
 
     Raises:
-      ValueError: as `pipeline.weights.load`, or no folder of stages.
+      ValueError: an error of `pipeline.weights.load`, or the folder is no folder of stages.
     """
     checkpoint = open_checkpoint(folder)
     if not is_native(checkpoint):
@@ -154,7 +154,7 @@ def describe_checkpoint(
     """Describe a checkpoint's decoder, and its weights: by the table, and by the file.
 
     Raises:
-      ValueError: as `pipeline.weights.load`.
+      ValueError: the errors of `pipeline.weights.load`.
     """
     where = f"{checkpoint.folder}/{CONFIG}"
     family = family_of(checkpoint.config, where)
@@ -188,15 +188,15 @@ def tree_of(stages: Sequence[Any], embed: Any, head: Any) -> dict[str, Any]:
 def cut_layers(
     config: DecoderConfig, num_stages: int | None, layout: Layout | None
 ) -> tuple[list[int], list[int]]:
-    """Count the layers of each stage, [K], and the modules for multi-token prediction.
+    """Return [K] the number of layers of each stage, and of modules for multi-token prediction.
 
     Args:
-      config: of the decoder.
+      config: the decoder's configuration.
       num_stages: K, by default 1.
       layout: the layers of each stage, in place of ``num_stages``.
 
     Raises:
-      ValueError: a layout of another model.
+      ValueError: the layout is of another model.
     """
     if layout is not None:
         counts = parse_layout(layout, config.layers, config.mtp_layers)

@@ -34,7 +34,7 @@ DTYPES: dict[str, Any] = {
     "BF16": np.dtype(jnp.bfloat16),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-WIDTHS = {  # bytes of those that are not read, whose headers are checked all the same
+WIDTHS = {  # bytes of dtypes that are not read; their headers are checked too
     "F8_E4M3": 1,
     "F8_E5M2": 1,
     "I64": 8,
@@ -47,8 +47,8 @@ WIDTHS = {  # bytes of those that are not read, whose headers are checked all th
     "U8": 1,
     "BOOL": 1,
 }
-LONGEST = 100_000_000  # bytes of a header, the limit of the format
-_COMPARED = 2**24  # bytes of two tensors that are compared at once
+LONGEST = 100_000_000  # the most bytes of a header, by the format
+_COMPARED = 2**24  # bytes of two tensors that are compared at a time
 POINTER = b"version https://git-lfs"
 
 
@@ -72,7 +72,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
+        """The number of bytes."""
         width = DTYPES[self.dtype].itemsize if self.dtype in DTYPES else WIDTHS[self.dtype]
         return math.prod(self.shape) * width
 
@@ -90,12 +90,12 @@ class Tensor:
         out = np.empty(shape, dtype)
         if not out.size:
             return out
-        # Leading dims one by one, until what is left of the array is wanted in one piece.
+        # Iterate over leading dims until the rest of the slice is contiguous.
         whole = len(shape)
         while whole > 1 and ranges[whole - 1] == (0, self.shape[whole - 1]):
             whole -= 1
         strides = [math.prod(self.shape[n + 1 :]) for n in range(len(shape))]
-        run = max(whole - 1, 0)  # this dim's range, and all behind it, are one piece
+        run = max(whole - 1, 0)  # the range of this dim and all later dims are contiguous
         offset = sum(r[0] * s for r, s in zip(ranges, strides, strict=True))
         flat = out.reshape([math.prod(shape[:run]), -1]).view(np.uint8)
         with self.file.open("rb", buffering=0) as file:
@@ -148,7 +148,7 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read the tensors of a file by name, in the order of their bytes, and its metadata.
 
     Raises:
-      ValueError: no safetensors file, one that was cut short, or one whose header contradicts
+      ValueError: the file is no safetensors file, was cut short, or has a header that contradicts
         itself.
     """
     size = path.stat().st_size
@@ -181,14 +181,14 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     for before, behind in itertools.pairwise(tensors):
         if behind.start < before.start + before.nbytes:
             raise ValueError(
-                f"{path} is mislabelled: {before.name} and {behind.name} lie on the same bytes, "
-                f"from {behind.start:,} on"
+                f"{path} is mislabelled: {before.name} and {behind.name} overlap, from byte "
+                f"{behind.start:,} on"
             )
     return {tensor.name: tensor for tensor in tensors}, metadata
 
 
 def _tensor(path: Path, name: str, said: Any, data: int, size: int) -> Tensor:
-    """Read one tensor's entry of a header, checked."""
+    """Read one tensor's entry of a header, and check it."""
     wrong = not isinstance(said, dict) or not {"dtype", "shape", "data_offsets"} <= set(said)
     wrong = wrong or bool(
         faults_of(said, {"dtype": "text", "shape": "list", "data_offsets": "list"})

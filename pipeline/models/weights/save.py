@@ -119,7 +119,7 @@ def save(
     except (OSError, ValueError) as error:
         problem = error
         for _ in layers if jax.process_count() > 1 else ():
-            pass  # others wait for this process to take part
+            pass  # other processes wait for this one in the gathers
     _agree(problem, folder)
 
 
@@ -153,7 +153,7 @@ def _origin(
 
 
 def _types(entry: Entry, source: _Source) -> dict[str, Any]:
-    """The types of a weight's tensors."""
+    """Return the types of a weight's tensors."""
     dtype = source.dtype(entry)
     if dtype not in NAMES:
         raise ValueError(
@@ -172,7 +172,7 @@ def _layers(source: _Source, family: Family, config: Config) -> Iterator[Layer]:
 
 
 class _Source:
-    """Weights of a pipeline, whole, on the host."""
+    """The weights of a pipeline, each fetched whole to the host."""
 
     def __init__(self, pipe: Pipeline) -> None:
         self.view: LayerView = layer_view(pipe)
@@ -188,7 +188,7 @@ class _Source:
         self.values = meshes.untyped(values, self.mesh)
 
     def entries(self, family: Family, config: Config) -> list[Entry]:
-        """All weights in layer order."""
+        """Return all weights in layer order."""
         found = entries_of(
             with_biases(self.view.tree, self.state), family, config, family.prefixes[0]
         )
@@ -196,11 +196,11 @@ class _Source:
         return found
 
     def dtype(self, entry: Entry) -> Any:
-        """Dtype of a weight."""
+        """Return the dtype of a weight."""
         return np.dtype(self._place(entry.held)[0].dtype)
 
     def fetch(self, entry: Entry) -> np.ndarray:
-        """Fetch a weight."""
+        """Fetch a weight to the host."""
         array, rank, shape = self._place(entry.held)
         if isinstance(entry.held, EndRef):
             whole = gathered(array, None, self.mesh)
@@ -213,7 +213,7 @@ class _Source:
         return row[slice(*slot.spot.part)].reshape(shape)
 
     def _place(self, held: Any) -> tuple[Any, int | None, tuple[int, ...]]:
-        """The array that has a weight, in which row, and the weight's shape."""
+        """Return the array that contains a weight, its row there, and the weight's shape."""
         if isinstance(held, EndRef):
             end = self.view.ends[held.end]
             return self.values["ends", *end.path], None, end.shape
@@ -243,7 +243,7 @@ def gathered(array: jax.Array, row: int | None, mesh: Any) -> np.ndarray:
             index, data = index[1:], np.asarray(data)[row - start]
         out[index] = np.asarray(data)
         if all(s.indices(size)[:2] == (0, size) for s, size in zip(index, shape, strict=True)):
-            break  # others have the same
+            break  # other shards have the same part
     return out
 
 

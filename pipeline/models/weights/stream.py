@@ -40,9 +40,9 @@ class Weight:
     """A weight of a pipeline.
 
     Attributes:
-      layer, name: as of `stream`.
-      leaf: where it is stored.
-      spec: the mesh axes of its dims, without those of the pipeline and of FSDP.
+      layer, name: as `stream` yields them.
+      leaf: the place where it is stored.
+      spec: the mesh axes of its dims, without the axes of the pipeline and of FSDP.
     """
 
     layer: str
@@ -54,26 +54,26 @@ class Weight:
 def stream(pipe: Pipeline, *, mesh: Mesh | None = None) -> Iterator[tuple[str, str, jax.Array]]:
     """Yield (layer, name, array) of all weights in the order of the model's layers.
 
-    A device holds one array at a time beyond the pipeline's own, if you keep none. Arrays are
-    copies: they stay as they are when the pipeline trains on. On several processes all of them have
-    to go through to the end together.
+    A device holds one array at a time in addition to the pipeline's own, if you keep none. Arrays
+    are copies: they do not change when the pipeline trains on. All processes must iterate to the
+    end together.
 
-    A layer is "embed", "layers.0", "layers.1", ..., "head". Where each stage is a list ``blocks``
+    A layer is "embed", "layers.0", "layers.1", ..., "head". If each stage is a list ``blocks``
     (`pipeline.weights.load`, most models of `pipeline.split`), a layer is one of the blocks; other
-    stages are one layer each. A name is the path of the weight in the model that was split. Of
+    stages are one layer each. A name is the path of the weight in the model that was split. For
     other pipelines it begins with its layer: "layers.3.mlp.up". A weight that several layers share
-    comes once. Declared state (`Pipeline(state=...)`) comes with its layer, but for variables that
-    hold several arrays.
+    is yielded once. Declared state (`Pipeline(state=...)`) comes with its layer, except variables
+    that hold several arrays.
 
     Args:
       pipe: the pipeline.
-      mesh: where the arrays go. Each is sharded over the axes that its layer names, such as
-        ``tensor``, and is whole on the devices of all other axes. By default an array is on the
-        devices of its stage's rank.
+      mesh: the mesh of the yielded arrays. Each array is sharded over the axes that its layer
+        names, such as ``tensor``, and is whole on the devices of all other axes. By default an
+        array is on the devices of its stage's rank.
 
     Raises:
-      ValueError: a mesh without an axis that a layer names, or of a size that does not divide the
-        dim; or a pipeline that has types in place of weights.
+      ValueError: the mesh lacks an axis that a layer names, or has one whose size does not divide
+        the dim; or the pipeline has types in place of weights.
     """
     weights = _weights(pipe)
     if mesh is None:
@@ -85,18 +85,18 @@ def stream(pipe: Pipeline, *, mesh: Mesh | None = None) -> Iterator[tuple[str, s
 def to_plain(pipe: Pipeline, model: nnx.Module) -> None:
     """Copy a pipeline's weights into a model without a pipeline, one array at a time.
 
-    Each variable of the model keeps its dtype and its sharding, on whichever mesh that is; one that
-    has a type in place of an array (`nnx.eval_shape`) gets it on the first device, if the type has
-    no sharding. Random streams, caches and other variables that the pipeline does not have stay as
-    they are.
+    Each variable of the model keeps its dtype and its sharding, on any mesh. If a variable has a
+    type in place of an array (`nnx.eval_shape`), and the type has no sharding, its array is put on
+    the first device. Random streams, caches and other variables that the pipeline lacks do not
+    change.
 
     Args:
       pipe: the pipeline.
-      model: of the class that `pipeline.split` was given; of other pipelines a module with
-        ``embed``, ``head`` and one list of layers or of stages, as `pipeline.decoders.Parts` is.
+      model: a model of the class that `pipeline.split` was given; for other pipelines a module with
+        ``embed``, ``head`` and one list of layers or of stages, like `pipeline.decoders.Parts`.
 
     Raises:
-      ValueError: layers that differ, by names and shapes; the model is unchanged then.
+      ValueError: layers differ, by names or shapes; the model is then unchanged.
     """
     weights = _weights(pipe)
     cut = _cut_of(pipe)
@@ -123,7 +123,7 @@ def _arrays(
 
 
 def _moved(array: jax.Array, target: Any) -> jax.Array:
-    """A copy of an array, with another sharding."""
+    """Return a copy of an array with another sharding."""
     source: Any = array.sharding
     target = source if target is None else target
     if array.is_fully_addressable:
@@ -135,10 +135,10 @@ def _moved(array: jax.Array, target: Any) -> jax.Array:
 
 
 def _check_mesh(weights: Sequence[Weight], mesh: Mesh) -> None:
-    """Check that the layers' axes are in a mesh, and divide their dims.
+    """Check that a mesh has the layers' axes, and that these divide the dims.
 
     Raises:
-      ValueError: all that do not fit.
+      ValueError: a list of all axes that do not fit.
     """
     wrong = []
     for weight in weights:
@@ -159,7 +159,7 @@ def _check_model(weights: Sequence[Weight], own: Mapping[str, Any], unused: set[
     """Check that a model's variables are those of the pipeline.
 
     Raises:
-      ValueError: all differences.
+      ValueError: a list of all differences.
     """
     wrong, names = [], {weight.name for weight in weights}
     for weight in weights:
@@ -185,7 +185,7 @@ def _check_model(weights: Sequence[Weight], own: Mapping[str, Any], unused: set[
 
 
 def _weights(pipe: Pipeline) -> list[Weight]:
-    """All weights of a pipeline in layer order, each once."""
+    """Return all weights of a pipeline in layer order, each once."""
     state = dict(nnx.to_flat_state(nnx.state(pipe)))
     if is_abstract(state):
         raise ValueError(
@@ -214,19 +214,19 @@ def _weights(pipe: Pipeline) -> list[Weight]:
 
 
 def _is_array(path: Any, variable: Any) -> bool:
-    """Tell whether a variable holds one array, and not a tree of several."""
+    """Tell whether a variable holds one array, not a tree of several."""
     del path
     return hasattr(raw(variable), "shape")
 
 
 def _parts(view: LayerView) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The trees of a view, each with its path."""
+    """Yield the trees of a view, each with its path."""
     yield from ((("stages", k), tree) for k, tree in enumerate(view.tree["stages"]))
     yield from (((part,), tree) for part, tree in view.tree.items() if part != "stages")
 
 
 def _place(view: LayerView, ref: Any) -> tuple[Path, tuple[Any, ...], Any]:
-    """The path of the variable that has a leaf; its shape, row and spot there; and its layout."""
+    """Return a leaf's variable (path), the leaf's shape, row and spot there, and its layout."""
     if isinstance(ref, EndRef):
         end = view.ends[ref.end]
         return ("ends", *end.path), (end.shape,), end.spread
@@ -236,7 +236,7 @@ def _place(view: LayerView, ref: Any) -> tuple[Path, tuple[Any, ...], Any]:
 
 
 def _spec(leaf: LayerLeaf, spread: Any) -> PartitionSpec:
-    """The mesh axes that a layer names for the dims of its weight."""
+    """Return the mesh axes that a layer names for the dims of its weight."""
     if leaf.spot is not None:
         return PartitionSpec()
     own = spread.own - {STAGE}
@@ -249,14 +249,14 @@ def _texts(path: Iterable[Any]) -> Path:
 
 
 def _cut_of(pipe: Pipeline) -> SplitCut | None:
-    """The cut of `pipeline.split` that all parts of a pipeline are of, if they are."""
+    """Return the cut of `pipeline.split` that both ends of a pipeline belong to; else None."""
     parts = pipe.embed, pipe.head
     cuts = {part.cut if isinstance(part, SplitPart) else None for part in parts}
     return cuts.pop() if len(cuts) == 1 else None
 
 
 def _names(pipe: Pipeline, paths: Iterable[Path]) -> dict[Path, Name]:
-    """The names of a pipeline's weights, by their paths in the layer view."""
+    """Return the names of a pipeline's weights, by their paths in the layer view."""
     cut = _cut_of(pipe)
     if cut is None:
         return _numbered(paths)
@@ -273,12 +273,12 @@ def _names(pipe: Pipeline, paths: Iterable[Path]) -> dict[Path, Name]:
 
 
 def _numbered(paths: Iterable[Path], *, is_mixed: bool = False) -> dict[Path, Name]:
-    """Names of weights by path, numbering the blocks of all stages through.
+    """Return names of weights by path, with blocks numbered across stages.
 
     Args:
-      paths: of a model with embed, head and one list of layers or of stages.
-      is_mixed: whether a stage may have other weights than those of its blocks; else a stage is one
-        layer if any has.
+      paths: the paths of a model with embed, head and one list of layers or of stages.
+      is_mixed: whether a stage may have weights outside of its blocks. If not, a stage with such
+        weights makes every stage one layer.
     """
     paths = list(paths)
     lists = [p for p in paths if p[0] not in ENDS and len(p) > 2 and p[1].isdecimal()]
@@ -305,7 +305,7 @@ def _numbered(paths: Iterable[Path], *, is_mixed: bool = False) -> dict[Path, Na
 
 
 def _position(path: Path) -> tuple[int, ...]:
-    """The position of a layer, by the path of one of its weights."""
+    """Return the position of a layer, from the path of one of its weights."""
     if path[0] != "stages":
         return (ENDS.index(path[0]) and 1 + ENDS.index(path[0]),)
     is_block = len(path) > 3 and path[2] == BLOCKS and path[3].isdecimal()

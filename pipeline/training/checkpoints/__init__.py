@@ -1,7 +1,7 @@
 """Checkpoints of runs: the contents of a checkpoint, its manifest, and the folder of checkpoints.
 
 The package names leaves in layer order, writes and reads them, and finds damage. Steps and loops
-are elsewhere; `pipeline.training.faults` makes processes end together.
+are in `pipeline.training`; `pipeline.training.faults` makes processes end together.
 """
 
 from pipeline.training.checkpoints.folder import CheckpointError, Checkpoints

@@ -25,7 +25,7 @@ class Orbax:
     """The Orbax checkpointer with the settings of this package.
 
     Raises:
-      ImportError: it is not installed.
+      ImportError: Orbax is not installed.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Orbax:
         self._orbax: Any = orbax
 
     def save(self, folder: Path, tree: dict[str, Any]) -> Any:
-        """Begin to write the result of `read_leaves`; the response's ``result()`` waits."""
+        """Begin to write the result of `read_leaves`; ``result()`` of the returned object waits."""
         with self._context():
             return self._orbax.save_async(folder, tree)
 
@@ -65,7 +65,7 @@ class Orbax:
 
     def _context(self) -> Any:
         context = self._orbax.Context()
-        context.array.saving.use_compression = False  # weights are noise
+        context.array.saving.use_compression = False  # weights do not compress
         context.array.saving.enable_write_sharding_file = False
         context.pytree.loading.partial_load = True
         return context
@@ -77,7 +77,7 @@ def read_leaves(leaves: Mapping[str, LayerLeaf], model: Any) -> dict[str, Any]:
         found = {
             tuple(name.split(".")): _of_all(leaf.read(), model)
             for name, leaf in leaves.items()
-            if math.prod(leaf.shape)  # Orbax takes no empty arrays
+            if math.prod(leaf.shape)  # Orbax refuses empty arrays
         }
     return unflatten_mapping(found)
 
@@ -89,7 +89,7 @@ def _entered(model: Any) -> Any:
 
 
 def _is_local(array: Any, model: Any) -> bool:
-    """Tell whether several processes have an array each, which Orbax would not write."""
+    """Tell whether each of several processes has the whole array, which Orbax would not write."""
     several = jax.process_count() > 1 and isinstance(model, Pipeline)
     return several and getattr(array, "is_fully_addressable", True)
 
@@ -99,7 +99,7 @@ def _of_all(array: Any, model: Any) -> Any:
 
 
 def _wanted(leaf: LayerLeaf, model: Any) -> Any:
-    """Describe to Orbax the array to read."""
+    """Describe to Orbax the array that it is to read."""
     value = leaf.cell.value
     if _is_local(value, model):
         sharding = NamedSharding(model.plan.mesh, P())

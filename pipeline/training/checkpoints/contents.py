@@ -1,12 +1,12 @@
-"""The contents of a checkpoint: leaves by name in layer order, plain values, a place in the data.
+"""The contents of a checkpoint: leaves by name in layer order, plain values, a data position.
 
 Names are paths in the model without a pipeline: ``model.layers.3.up``, ``model.head.kernel``,
-``optimizer.opt_state.0.mu.layers.3.up``, ``shaped.ema.layers.3.up``. Layers are counted through all
-stages: a stage whose parameters all lie in one list of modules, as those of a stage of several
-blocks do, is as many layers, so that names do not depend on how many stages share the layers.
+``optimizer.opt_state.0.mu.layers.3.up``, ``shaped.ema.layers.3.up``. Layers are numbered across all
+stages. A stage whose parameters are all in one list of modules (a stage of several blocks) counts
+as that many layers. So names do not depend on the number of stages.
 
 A part that `pipeline.split` made of equations keeps variables by their paths in the whole model.
-Their names are these paths, ``model.of_model.blocks.3.up``, whichever part has them.
+Their names are these paths, ``model.of_model.blocks.3.up``, in any part.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from pipeline.training.checkpoints.together import everyone
 
 Path = tuple[Any, ...]
 Part = Literal["optimizer", "shaped", "plain", "data"]
-SEVERAL = "stages", "embed", "head"  # of a model that is given as a dictionary of modules
-TYPE = "shardpipe type"  # key of a dictionary in JSON that stands for another type
+SEVERAL = "stages", "embed", "head"  # keys of a model given as a dictionary of modules
+TYPE = "shardpipe type"  # the key, in a JSON dictionary, of the name of another type
 OF_MODEL = "of_model"  # attribute of a part that `split` made
 
 
 class Contents:
-    """The leaves of a model, its optimizer and its further trees, by name.
+    """The leaves of a model, its optimizer and other trees, by name.
 
     Args:
       model: a pipeline, a module, or ``{"stages": [K modules], "embed": module, "head": module}``.
-      optimizer: of the model.
+      optimizer: the model's optimizer.
       shaped: trees like the model's parameters, by name; loaded leaves are written to them.
 
     Attributes:
@@ -80,7 +80,7 @@ class Contents:
 
     def _add(self, prefix: str, leaves: Iterator[LayerLeaf]) -> None:
         found = list(leaves)
-        # A variable of several parts, such as a random stream, is a leaf of each.
+        # A variable that several parts have, such as a random stream, is a leaf of each part.
         parts = Counter(map(_in_model, (leaf.path for leaf in found)))
         for leaf in found:
             own = _in_model(leaf.path)
@@ -94,7 +94,7 @@ class Contents:
 
 
 def _in_model(path: Path) -> Path:
-    """The path of a variable in the model that `split` cut; () for variables of other parts."""
+    """Return a variable's path in the model that `split` cut; () for variables of other parts."""
     if OF_MODEL not in path:
         return ()
     at = path.index(OF_MODEL)
@@ -105,13 +105,13 @@ def _in_model(path: Path) -> Path:
 
 
 def _numbers_of_layers(stages: list[list[Path]]) -> dict[Path, int]:
-    """Count layers through stages, by (stage, *path), of the paths of each stage's parameters."""
+    """Number layers across stages, by (stage, *path), from the paths of each stage's parameters."""
     places = [(k, *path) for k, paths in enumerate(stages) for path in _layers_among(paths)]
     return {place: number for number, place in enumerate(places)}
 
 
 def _by_layers(path: Path, numbers: Mapping[Path, int]) -> Path:
-    """A path that may lead through a stage, by layers."""
+    """Replace the stage in a path, if there is one, by the layer's number."""
     first = path.index("stages") if "stages" in path else len(path)
     rest = path[first + 1 :]
     for n in range(1, len(rest) + 1):
@@ -184,7 +184,7 @@ def _optimizer_leaves(model: Any, optimizer: Any) -> Iterator[LayerLeaf]:
     return optimizer_leaves(model, optimizer, plan)
 
 
-# --- what is said of it ---
+# --- the manifest ---
 
 
 def describe(
@@ -198,7 +198,7 @@ def describe(
     """Make the manifest of a checkpoint, without the digests of its files.
 
     Raises:
-      ValueError: a value that cannot be written.
+      ValueError: a value that JSON cannot store.
     """
     if not is_whole(step, 0, numpy=True):
         raise ValueError(f"step={step!r}: must be an integer >= 0, the steps that were done")
@@ -222,7 +222,7 @@ def _described(leaf: LayerLeaf) -> dict[str, Any]:
 
 
 def _layout(model: Any) -> dict[str, Any] | None:
-    """Record the layout of the saved model for readers; no code reads this record."""
+    """Describe the saved model's layout, for people; no code reads it."""
     if not isinstance(model, Pipeline):
         return None
     schedule = model.schedule
@@ -238,7 +238,7 @@ def _layout(model: Any) -> dict[str, Any] | None:
 def _json(what: str, value: Any) -> Any:
     """Convert a value to JSON; an array of one number becomes the number.
 
-    A dictionary with other keys than texts is a list of pairs under its `TYPE`, and so is a tuple.
+    A tuple, and a dictionary whose keys are not all texts, become a list under its `TYPE`.
     """
     if isinstance(value, Mapping):
         if TYPE not in value and all(isinstance(key, str) for key in value):
@@ -254,7 +254,7 @@ def _json(what: str, value: Any) -> Any:
     if isinstance(value, float):
         if math.isfinite(value):
             return value
-        raise ValueError(f"{what} is {value}, for which JSON has no word; give a finite number")
+        raise ValueError(f"{what} is {value}, which JSON cannot represent; give a finite number")
     raise ValueError(
         f"{what} is of type {type(value).__name__}; give numbers, texts, lists and dictionaries of "
         f"them, and arrays that are like the parameters as shaped="
@@ -282,7 +282,7 @@ def _number(name: str, value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-# --- where the data is ---
+# --- the position in the data ---
 
 
 def _position(data: Any) -> Any:
@@ -301,7 +301,7 @@ def own_position(folder: pathlib.Path, positions: list[Any]) -> Any:
     """Read this process's position in the data.
 
     Raises:
-      ValueError: the saved positions differ, and were those of another number of processes.
+      ValueError: the saved positions differ, and were saved by another number of processes.
     """
     count, index = jax.process_count(), jax.process_index()
     if all(one == positions[0] for one in positions):
@@ -316,7 +316,7 @@ def own_position(folder: pathlib.Path, positions: list[Any]) -> Any:
     return base64.b64decode(found["bytes"]) if "bytes" in found else of_json(found["json"])
 
 
-# --- compared ---
+# --- comparison ---
 
 
 def check_ignored(ignore: Collection[str]) -> None:
@@ -340,7 +340,7 @@ def check_same(
     """Check that a checkpoint and the given objects have the same leaves and values.
 
     Raises:
-      ValueError: the first leaf, or value, that differs.
+      ValueError: a leaf or value differs; the message names the first.
     """
     saved = {
         name: leaf for name, leaf in said["leaves"].items() if name.partition(".")[0] not in ignore
@@ -374,7 +374,7 @@ def check_same(
 
 
 def _different(name: str, saved: Mapping[str, Any], own: Mapping[str, Any], more: str) -> str:
-    """Describe the difference of a leaf, and the remedy."""
+    """Describe the difference of a leaf, and what to do."""
     part = name.partition(".")[0]
     remedy = f"it is a checkpoint of another model: give the {part} that was saved"
     if name not in own:
@@ -393,7 +393,7 @@ def _different(name: str, saved: Mapping[str, Any], own: Mapping[str, Any], more
 
 
 def _advice(name: str, saved: Mapping[str, Any]) -> str:
-    """Advice for a checkpoint of a pipeline and a model with other attributes."""
+    """Return advice for a pipeline's checkpoint and a model with other attributes."""
     parts = {one.split(".")[1] for one in saved if one.startswith("model.")}
     of, part, *_ = name.split(".")
     if of != "model" or "layers" not in parts or part in {"layers", "embed", "head"}:

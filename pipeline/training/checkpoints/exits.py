@@ -1,4 +1,4 @@
-"""Calls before the interpreter ends, early enough that threads can still start work."""
+"""Calls before the interpreter ends, while threads can still start work."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def before_exit(call: Callable[[], None]) -> None:
     """Register a call for the end of the main thread, before any executor refuses work.
 
     Orbax writes in executors of `concurrent.futures`. These refuse new work as soon as the main
-    thread has ended, and `atexit` runs after that. `threading._register_atexit`, by which they are
-    told themselves, runs the newest call first (CPython 3.9 to 3.14); it is no public name, so
-    where it is missing `atexit` has to do.
+    thread has ended, and `atexit` runs after that. The executors themselves use
+    `threading._register_atexit`, which runs the newest call first (CPython 3.9 to 3.14). It is no
+    public name, so `atexit` is used if it is missing.
     """
     register = getattr(threading, "_register_atexit", atexit.register)
     try:
         register(call)
-    except RuntimeError:  # the interpreter is ending already: whoever saves has to wait
+    except RuntimeError:  # the interpreter is ending already: a save then has to wait itself
         return

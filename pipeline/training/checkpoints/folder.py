@@ -2,7 +2,7 @@
 
 A checkpoint holds the leaves of the model without a pipeline. So it fits the model and every
 pipeline of it, with any S, V, placement, schedule and mesh. It is written, while the run goes on,
-into a folder of another name. When all arrays are on disk the manifest is written
+into a folder with a temporary name. When all arrays are on disk the manifest is written
 (`pipeline.training.checkpoints.manifest`), then the folder gets its final name.
 """
 
@@ -35,7 +35,7 @@ from pipeline.training.checkpoints.manifest import DamagedError
 from pipeline.training.checkpoints.together import everyone, from_first
 from schedules.core.capacity import bytes_text
 
-MARK = "shardpipe-checkpoints.json"  # in every folder of checkpoints, so that no other is taken
+MARK = "shardpipe-checkpoints.json"  # in every folder of checkpoints; other folders are refused
 ARRAYS = "arrays"
 STEP = "step_([0-9]{9}|[1-9][0-9]{9,})"
 
@@ -52,16 +52,16 @@ class Checkpoints:
         ``read_only=True`` to read it at the same time.
       keep: the number of newest checkpoints to keep.
       best: whether the checkpoint with the least ("min") or greatest ("max") metric is kept too.
-      read_only: whether nothing is written, as for evaluation from another user's disk.
+      read_only: whether nothing is written, for example for evaluation from another user's disk.
 
     Raises:
       CheckpointError: another process writes to the folder.
-      ValueError: the folder is a file, or holds something else.
+      ValueError: the folder is a file, or contains something else.
       OSError: the folder cannot be written to.
       ImportError: Orbax is not installed.
     """
 
-    _asked = itertools.count(1)  # topics of the processes' messages, used once each
+    _asked = itertools.count(1)  # numbers for topics of messages, each used once
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Checkpoints:
         self._failure: CheckpointError | None = None
         self._untold: list[str] = []  # the failure's text; its traceback refers to this object
         weakref.finalize(self, _tell, self._untold)
-        self._damaged: set[int] = set()  # steps of those that were found to be
+        self._damaged: set[int] = set()  # steps of damaged checkpoints
         self._asked_at_exit = self._is_entered = False
         _check_folder(self._folder, read_only=read_only)
         self._folder = self._folder.absolute()
@@ -129,12 +129,12 @@ class Checkpoints:
           step: the number of finished steps of the run.
           model: a pipeline, any other `nnx.Module`, or ``{"stages": [K modules], "embed": module,
             "head": module}``. All of its state is written, random streams and counts too.
-          optimizer: of the model.
+          optimizer: the model's optimizer.
           shaped: trees shaped like the model's parameters, such as their running mean, by name.
           plain: JSON values by name, for state without arrays, such as a loss scale.
           data: an iterator with ``get_state()``, such as grain's; each process gives its own
             iterator.
-          metrics: numbers, of which the first decides the ``best`` checkpoint; a checkpoint without
+          metrics: numbers; the first decides the ``best`` checkpoint; a checkpoint without
             metrics, or with a number that is not finite, is never the best.
 
         Raises:
@@ -173,7 +173,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until what was saved is on the disk.
+        """Wait until the last save is on disk.
 
         Raises:
           CheckpointError: the checkpoint could not be written; earlier checkpoints are unchanged.
@@ -187,9 +187,9 @@ class Checkpoints:
             raise failure
 
     def close(self) -> None:
-        """Wait, as `wait` does, until the last save is on disk, then let other runs write.
+        """Wait until the last save is on disk, as `wait` does, then let other runs write.
 
-        Later saves are allowed.
+        Later saves are still possible.
         """
         try:
             self.wait()
@@ -222,22 +222,22 @@ class Checkpoints:
 
         Args:
           model: as for `save`: any pipeline of the same layers, or the model without one.
-          optimizer: of the model; one of the same transformation.
+          optimizer: the model's optimizer, with the same transformation as the saved one.
           shaped: trees by name, which are replaced by the saved trees.
           plain: values by name, which are replaced by the saved values.
           data: an iterator with ``set_state(state)``. If processes had different positions in their
             data, the number of processes must be the same as at the save.
           step: the step of the checkpoint; by default the newest good checkpoint.
-          ignore: the parts of the checkpoint, of "optimizer", "shaped", "plain" and "data", that
-            are not restored.
+          ignore: the parts of the checkpoint that are not restored, of "optimizer", "shaped",
+            "plain" and "data".
 
         Returns:
           The step; None if the folder has no checkpoint.
 
         Raises:
-          ValueError: a checkpoint with another model or other entries; the message names the first
+          ValueError: the checkpoint has another model or other entries; the message names the first
             difference.
-          CheckpointError: none of the checkpoints is good.
+          CheckpointError: no checkpoint is good.
         """
         self.wait()
         contents.check_ignored(ignore)
@@ -249,7 +249,7 @@ class Checkpoints:
         state = Contents(model, optimizer, trees)
         given = {"plain": plain, "data": data}
         contents.check_same(folder, said, state, given, ignore)
-        if data is not None:  # it may refuse its state: then nothing is changed
+        if data is not None:  # it may refuse its state, so it comes before any change
             data.set_state(contents.own_position(folder, said["data"]))
         self._orbax.load(folder / ARRAYS, state.leaves, model)
         if shaped is not None and trees is not None:
@@ -261,12 +261,12 @@ class Checkpoints:
     # --- writing ---
 
     def _check_room(self, step: int, needed: int) -> None:
-        """See that the disk has room for so many bytes, which nothing compresses."""
+        """Check that the disk has room for ``needed`` bytes; nothing is compressed."""
         free: int | None = None
         with contextlib.suppress(OSError):
             usage = shutil.disk_usage(self._folder)
-            free = usage.free if usage.total else None  # not every file system tells
-        free = from_first(self._topic("room"), free)  # so that none goes on alone
+            free = usage.free if usage.total else None  # some file systems report nothing
+        free = from_first(self._topic("room"), free)  # so that all processes decide alike
         if free is not None and free < needed:
             raise CheckpointError(
                 f"the checkpoint of step {step} is not begun: its arrays take "
@@ -278,7 +278,7 @@ class Checkpoints:
         """Finish the save in a thread; a failure is reported at the next call."""
         try:
             self._complete(step, response, said, topic)
-        except Exception as error:  # noqa: BLE001  # of Orbax, TensorStore, the disk, others
+        except Exception as error:  # noqa: BLE001  # from Orbax, the disk, other processes
             self._failure = self._failed(step, error)
             self._failure.__cause__ = error
             self._untold.append(str(self._failure))
@@ -308,13 +308,13 @@ class Checkpoints:
         _check_done([from_first(f"{topic}/done", done)])
 
     def _commit(self, step: int, temporary: Path, said: dict[str, Any]) -> None:
-        """Give a checkpoint its manifest and its name."""
+        """Write a checkpoint's manifest and give the folder its final name."""
         known = self._read()
         said["serial"] = 1 + max((one.get("serial", 0) for one in known.values()), default=0)
         manifest.sync_tree(temporary)
         manifest.write_manifest(temporary, said)
         final, aside = self._folder / _name(step), self._folder / f".{_name(step)}.old"
-        if final.is_dir():  # an abandoned one of this step, which `_tidy` brings back
+        if final.is_dir():  # keep this step's old checkpoint until the new one has its name
             shutil.rmtree(aside, ignore_errors=True)
             final.rename(aside)
         temporary.rename(final)
@@ -324,7 +324,7 @@ class Checkpoints:
         self._drop()
 
     def _drop(self) -> None:
-        """Delete all but the newest, the best, and folders without a manifest of this release."""
+        """Delete old checkpoints: keep the newest, the best, and folders of other releases."""
         known = self._read()
         good = {step: one for step, one in known.items() if step not in self._damaged}
         order = sorted(good, key=lambda step: good[step]["serial"])
@@ -332,11 +332,11 @@ class Checkpoints:
         for step in self.steps:
             if step in known and step not in kept:
                 gone = self._folder / f".{_name(step)}.gone"
-                (self._folder / _name(step)).rename(gone)  # so that none is ever half there
+                (self._folder / _name(step)).rename(gone)  # a checkpoint is never half deleted
                 shutil.rmtree(gone, ignore_errors=True)
 
     def _best_of(self, known: Mapping[int, Mapping[str, Any]]) -> list[int]:
-        """The step of the best metric, if that is asked for."""
+        """Return the step of the best metric, if ``best`` is set."""
         first = {step: next(iter(one["metrics"].values()), None) for step, one in known.items()}
         values = {step: value for step, value in first.items() if value is not None}
         if self._best is None or not values:
@@ -345,7 +345,7 @@ class Checkpoints:
         return [choose(values, key=values.__getitem__)]
 
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
-        """Make the error for a checkpoint that could not be written, of which nothing remains."""
+        """Remove a checkpoint that could not be written, and make the error for it."""
         if jax.process_index() == 0:
             shutil.rmtree(self._folder / f".{_name(step)}.tmp", ignore_errors=True)
         kept = self._kept()
@@ -358,12 +358,12 @@ class Checkpoints:
         )
 
     def _kept(self) -> str:
-        """List the checkpoints, in words."""
+        """Describe in words which checkpoints exist."""
         steps = ", ".join(map(str, self.steps))
         return f"those of steps {steps} are there" if steps else "none is there"
 
     def _claim(self) -> None:
-        """Make process 0 the only writer of the folder, once its other saves are on the disk."""
+        """Make process 0 the only writer of the folder, once its earlier saves are on disk."""
         if jax.process_index():
             return
         self._lock = lock.take(self._folder)
@@ -371,7 +371,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"{self._folder} is written to by another process, and two runs in one folder "
                 f"would delete each other's checkpoints: name another folder, or wait until that "
-                f"run has ended; Checkpoints(folder, read_only=True) reads beside it"
+                f"run has ended; Checkpoints(folder, read_only=True) reads it meanwhile"
             )
         if self._lock.saving is not None:
             self._lock.saving.join()
@@ -392,7 +392,7 @@ class Checkpoints:
     # --- reading ---
 
     def _read(self) -> dict[int, dict[str, Any]]:
-        """The manifests that can be read, by step."""
+        """Return the manifests that can be read, by step."""
         found = {}
         for step in self.steps:
             with contextlib.suppress(DamagedError, manifest.NewerError):
@@ -402,7 +402,7 @@ class Checkpoints:
     def _good(self, step: int | None) -> tuple[Path, dict[str, Any]] | None:
         """Find the newest undamaged checkpoint, or the checkpoint of a step."""
         topic = self._topic("restore")
-        wanted = from_first(f"{topic}/steps", self.steps)  # once process 0 has tidied up
+        wanted = from_first(f"{topic}/steps", self.steps)  # after process 0 has tidied up
         steps = self.steps
         if not all(everyone(f"{topic}/alike", steps == wanted)):
             raise ValueError(
@@ -445,7 +445,7 @@ class Checkpoints:
         return None
 
     def _warn(self, why: Mapping[int, str], taken: int) -> None:
-        """Say which checkpoints are damaged, and are not taken."""
+        """Warn of damaged checkpoints, which are not used."""
         self._damaged.update(why)
         for step, text in sorted(why.items(), reverse=True):
             warnings.warn(
@@ -458,12 +458,12 @@ class Checkpoints:
 
 
 def _end(checkpoints: weakref.ref[Checkpoints]) -> None:
-    """Wait, before the interpreter ends, for an unfinished save."""
+    """Wait for an unfinished save before the interpreter ends."""
     found = checkpoints()
     try:
         if found is not None:
             found.wait()
-    except CheckpointError as error:  # nobody is left to catch it
+    except CheckpointError as error:  # no caller is left to catch it
         _tell([str(error)])
 
 
@@ -481,8 +481,8 @@ def _check_folder(folder: Path, *, read_only: bool) -> None:
     """Check that a folder holds checkpoints or is empty, and that the folder can be written to."""
     if "://" in str(folder) or str(folder).startswith("gs:/"):
         raise ValueError(
-            f"folder={str(folder)!r}: must be a folder of a file system, where a name changes at "
-            f"once; mount the bucket, or save beside it and copy what is complete"
+            f"folder={str(folder)!r}: must be a folder of a file system, which renames atomically; "
+            f"mount the bucket, or save to a local folder and copy complete checkpoints"
         )
     if folder.exists() and not folder.is_dir():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""One writer of a folder at a time: a lock of the operating system, released as a process dies."""
+"""One writer of a folder at a time: a lock of the operating system, freed when a process dies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import IO
 
 try:
     import fcntl
-except ImportError:  # no POSIX: then nobody is told
+except ImportError:  # no POSIX: no lock is possible
     fcntl = None  # type: ignore[assignment]
 
 NAME = ".lock"
@@ -22,7 +22,7 @@ class Lock:
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
-        self.saving: threading.Thread | None = None  # that wrote to the folder last
+        self.saving: threading.Thread | None = None  # the last thread that wrote to the folder
         weakref.finalize(self, file.close)
 
 

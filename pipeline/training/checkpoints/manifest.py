@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: its contents, and digests of its files, in one JSON file.
 
 The manifest is the last file written into a checkpoint, before the folder gets its final name. So a
-checkpoint with its final name and a manifest is whole. Orbax and TensorStore do not detect a
+checkpoint with its final name and a manifest is complete. Orbax and TensorStore do not detect a
 flipped byte in an array, so every file is compared with its digest before any array is loaded.
 """
 
@@ -30,13 +30,13 @@ class NewerError(ValueError):
 
 
 def names_of_files(folder: Path) -> list[str]:
-    """Paths of all files below a folder, but for its manifest."""
+    """Return the paths of all files below a folder, without its manifest."""
     found = (path for path in folder.rglob("*") if path.is_file())
     return sorted(str(one.relative_to(folder)) for one in found if one != folder / NAME)
 
 
 def digests(folder: Path, names: Iterable[str]) -> Files:
-    """Size and digest of some files, read in pieces."""
+    """Return size and digest of files, which are read in pieces."""
     found: Files = {}
     for name in names:
         with (folder / name).open("rb") as file:
@@ -46,14 +46,14 @@ def digests(folder: Path, names: Iterable[str]) -> Files:
 
 
 def write_manifest(folder: Path, said: Mapping[str, Any]) -> None:
-    """Write the manifest of a checkpoint; afterwards the checkpoint is whole and on disk."""
+    """Write a checkpoint's manifest; the checkpoint is then complete and on disk."""
     text = json.dumps({**said, "format": FORMAT}, indent=1, allow_nan=False)
     digest = hashlib.sha256(text.encode()).hexdigest()
     write_durably(folder / NAME, f"{text}\n{digest}\n")
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file at once or not at all, so that a power cut leaves the old or the new one."""
+    """Write a file atomically: after a power cut it is the old or the new file."""
     other = path.with_name(f".{path.name}.tmp")
     with other.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -75,7 +75,7 @@ def sync_folder(folder: Path) -> None:
 def sync_tree(folder: Path) -> None:
     """Flush all files and folders below a folder to disk."""
     for path in [*folder.rglob("*"), folder]:
-        sync_folder(path)  # a file's handle is synced as a folder's is
+        sync_folder(path)  # files and folders are synced in the same way
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def check_files(folder: Path, wanted: Files, *, part: int = 0, parts: int = 1) -
     """Check one of several equal parts of the files against the manifest.
 
     Raises:
-      DamagedError: which file is missing, cannot be read, or differs.
+      DamagedError: a file is missing, cannot be read, or differs; the message names it.
     """
     for name in sorted(wanted)[part::parts]:
         size, digest = wanted[name]

@@ -14,10 +14,10 @@ TIMEOUT = 600.0  # seconds that processes wait for each other
 
 
 def everyone(topic: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
-    """Gather each process's JSON value on a topic, which is used once, in their order.
+    """Gather each process's JSON value on a topic, in process order; a topic is used once.
 
     Raises:
-      TimeoutError: a process gives no value for so many seconds.
+      TimeoutError: a process gives no value within ``timeout`` seconds.
     """
     if jax.process_count() == 1:
         return [value]

@@ -1,19 +1,19 @@
-"""Configurations of runs: TOML files and flags, checked whole before a device is touched.
+"""Configurations of runs: TOML files and flags, checked completely before a device is used.
 
-    [model]       function = "package.module:function", arguments = {...}: parts of a `Pipeline`;
-                  or weights = "folder": a checkpoint, as `pipeline.weights.load` reads it
-    [data]        likewise: batches; pad = true fills ragged ones up
-    [evaluation]  likewise: batches; interval, ema
-    [parallel]    the fields of `pipeline.ParallelConfig`: mesh, microbatches, dtypes
-    [pipeline]    schedule, remat, data_parallel, ...: what `Pipeline` takes beside those
-    [optimizer]   name and arguments out of optax, learning_rate or schedule, clip, ema, ...
-    [run]         steps, folder, checkpoint_interval, ...
+    [model]         function = "package.module:function", arguments = {...}: parts of a `Pipeline`;
+                    or weights = "folder": a checkpoint, as `pipeline.weights.load` reads it
+    [data]          function and arguments for batches; pad = true pads ragged batches
+    [evaluation]    function and arguments for batches; interval, ema
+    [parallel]      the fields of `pipeline.ParallelConfig`: mesh, microbatches, dtypes
+    [pipeline]      schedule, remat, data_parallel, ...: the other options of `Pipeline`
+    [optimizer]     name and arguments for optax, learning_rate or schedule, clip, ema, ...
+    [run]           steps, folder, checkpoint_interval, ...
 
-Of several files the later win, key by key: ``python -m pipeline plan --out FILE`` writes [parallel]
-and [pipeline].
+Later files override earlier files, key by key: ``python -m pipeline plan --out FILE`` writes
+[parallel] and [pipeline].
 
-Here live the tables and their types, reading them, and what contradicts what. Never here: what a
-run does with them, which is `pipeline.training.trainer` and ``python -m pipeline train``.
+This package has the tables and their types, the reading of files, and the checks for
+contradictions. `pipeline.training.trainer` and ``python -m pipeline train`` use the result.
 """
 
 from pipeline.training.config.config import Config

@@ -19,7 +19,7 @@ from pipeline.training.config.reading import (
 )
 from pipeline.training.config.tables import RunTables, Source, Table
 
-READER = "pipeline.weights:parts"  # of checkpoints; a function as any other
+READER = "pipeline.weights:parts"  # the function that reads a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Config(RunTables):
         """Read TOML files, and settings such as ``optimizer.learning_rate=1e-3``.
 
         Raises:
-          OSError: a file that cannot be read.
+          OSError: a file cannot be read.
         """
         table: Table = {}
         for path in paths:

@@ -25,13 +25,13 @@ from schedules.files.costs import NAMES
 
 
 def faults_of(config: RunTables) -> list[str]:
-    """All of them."""
+    """List all faults of a configuration."""
     parts = _sizes, _of_model, _of_pipeline, _of_optimizer, _of_run
     return [fault for part in parts for fault in part(config)]
 
 
 def _sizes(config: RunTables) -> list[str]:
-    """Numbers out of their range."""
+    """List numbers that are out of range."""
     run, optimizer = config.run, config.optimizer
     interval = 0 if config.evaluation is None else config.evaluation.interval
     least = {
@@ -105,7 +105,7 @@ def _of_model(config: RunTables) -> list[str]:
 
 
 def _of_pipeline(config: RunTables) -> list[str]:
-    """Costs that cannot be."""
+    """List faults of [pipeline.costs]."""
     costs: dict[str, Any] = getattr(config.pipeline, "costs", None) or {}
     if wrong := [name for name in costs if name not in NAMES]:
         there = "there is no such key"
@@ -162,7 +162,7 @@ def _of_optimizer(config: RunTables) -> list[str]:
 
 
 def _of_call(table: str, function: Any, use: Any, given: dict[str, Any], **more: Any) -> list[str]:
-    """Faults of a table's arguments of a function of optax."""
+    """List faults of a table's arguments for a function of optax."""
     where = f"{table}.arguments"
     wrong = wrong_arguments(where, function, more | given)
     return wrong or wrong_values(where, function, use, given)

@@ -1,4 +1,4 @@
-"""Functions that a configuration names: imported, found in optax, and their arguments compared."""
+"""Functions named by a configuration: import them, find them in optax, check their arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.base.arguments import hint_at
 
 
 def load(path: str) -> Callable[..., Any]:
-    """The function that "package.module:function" names.
+    """Import the function that "package.module:function" names.
 
     Raises:
       ValueError: there is no such module or function.
@@ -41,7 +41,7 @@ def load(path: str) -> Callable[..., Any]:
 
 @functools.cache
 def rules() -> Mapping[str, Callable[..., Any]]:
-    """Functions of optax by name that make a transformation of a learning rate."""
+    """Return optax's functions, by name, that make a transformation from a learning rate."""
     found = {}
     for module in (optax.contrib, optax):
         for name, value in vars(module).items():
@@ -53,13 +53,13 @@ def rules() -> Mapping[str, Callable[..., Any]]:
 
 @functools.cache
 def rates() -> Mapping[str, Callable[..., Any]]:
-    """Schedules of optax by name."""
+    """Return optax's schedules by name."""
     schedules = vars(optax.schedules).items()
     return {n: v for n, v in schedules if inspect.isfunction(v) and n.endswith("schedule")}
 
 
 def update_with(rule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Make an optimizer of optax, and an update of two by two weights."""
+    """Make an optimizer of optax and an update of 2 x 2 weights."""
     tx = optax.with_extra_args_support(rule(learning_rate=0.1, **arguments))
     weights = {"weight": jnp.zeros((2, 2))}
     return tx.update(weights, tx.init(weights), weights)
@@ -76,9 +76,9 @@ def wrong_values(
     use: Callable[[Callable[..., Any], Mapping[str, Any]], Any],
     given: Mapping[str, Any],
 ) -> list[str]:
-    """List the faults of arguments with which a function of optax fails; no device computes.
+    """List the arguments with which a function of optax fails; nothing is computed.
 
-    Its use is traced with the arguments, which have the right names; ``where`` is their key.
+    The function's use is traced with the arguments, whose names are right; ``where`` is their key.
     """
     known = inspect.signature(function).parameters
     flags = [n for n in given if n in known and isinstance(known[n].default, bool)]
@@ -89,7 +89,7 @@ def wrong_values(
         try:
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
                 jax.eval_shape(lambda: use(function, arguments))
-        except Exception as error:  # noqa: BLE001  # whatever optax and JAX raise
+        except Exception as error:  # noqa: BLE001  # any error of optax and JAX
             return error
         return None
 
@@ -108,7 +108,7 @@ def wrong_arguments(
     """List the faults in the names of arguments."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of some built-in functions
+    except ValueError:  # some built-in functions have no signature
         return []
     parameters, name = signature.parameters.values(), function.__name__
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -19,10 +19,10 @@ from pipeline.training.config.tables import Table
 
 
 class RunConfigError(ValueError):
-    """Faults of a run's configuration, all of them.
+    """All faults of a run's configuration.
 
     Attributes:
-      faults: one line each.
+      faults: the faults, one line each.
     """
 
     def __init__(self, *faults: str) -> None:
@@ -40,7 +40,7 @@ def read_file(path: Path) -> Table:
 
 
 def read_setting(text: str) -> Table:
-    """Read a setting into a table of one key."""
+    """Read a setting KEY=VALUE into a nested table with this one key."""
     name, equals, value = text.partition("=")
     keys = name.strip().split(".")
     if not equals or not all(re.fullmatch(r"\w+", key) for key in keys):
@@ -50,7 +50,7 @@ def read_setting(text: str) -> Table:
     try:
         found: Any = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
-        found = value.strip()  # a bare word is text
+        found = value.strip()  # an unquoted word is text
     except (ValueError, RecursionError):
         raise RunConfigError(
             f"--set {name.strip()}: the value is nested too deep, or has an integer of thousands "
@@ -62,7 +62,7 @@ def read_setting(text: str) -> Table:
 
 
 def merge(table: Table, other: Table) -> None:
-    """Put a table over another, in place."""
+    """Merge another table into a table, in place; the other table's values win."""
     for key, value in other.items():
         if isinstance(value, dict) and isinstance(table.get(key), dict):
             merge(table[key], value)
@@ -71,7 +71,7 @@ def merge(table: Table, other: Table) -> None:
 
 
 def read_table(kind: Any, table: Any, where: str, faults: list[str]) -> Any:
-    """Make a dataclass from a table; append errors to the faults."""
+    """Make a dataclass from a table; append errors to ``faults``."""
     if not isinstance(table, Mapping):
         faults.append(f"{where}={table!r}: must be a table of keys")
         return None
@@ -105,7 +105,7 @@ def read_table(kind: Any, table: Any, where: str, faults: list[str]) -> Any:
 
 
 def _value(hint: Any, value: Any, name: str, faults: list[str]) -> Any:
-    """A value of a type, or a fault."""
+    """Convert a value to a type; if it does not fit, append a fault and return None."""
     options = _kinds(hint)
     classes = [one for one in options if is_dataclass(one)]
     if classes and (isinstance(value, Mapping) or type(None) not in options):
@@ -117,7 +117,7 @@ def _value(hint: Any, value: Any, name: str, faults: list[str]) -> Any:
 
 
 def _kinds(hint: Any) -> Sequence[Any]:
-    """The members of a union, or the type itself."""
+    """Return the members of a union, or the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
@@ -129,7 +129,7 @@ def _first_fitting(hint: Any, value: Any) -> Any:
 
 def _fitting(kind: Any, value: Any) -> Any:
     """Convert a value to a type; None if the value does not fit."""
-    is_fitting = type(value) is kind  # and no bool for a number
+    is_fitting = type(value) is kind  # so a bool is no number
     if get_origin(kind) is Literal:
         is_fitting = isinstance(value, str) and value in get_args(kind)
     elif get_origin(kind) is dict:
@@ -145,7 +145,7 @@ def _fitting(kind: Any, value: Any) -> Any:
 
 
 def _said(options: Iterable[Any]) -> list[str]:
-    """Types in words."""
+    """Describe types in words."""
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     said: list[str] = []
     for one in options:

@@ -16,10 +16,10 @@ from schedules import Costs
 
 Table = dict[str, Any]
 T = TypeVar("T")
-# M comes from [parallel]. Filters are classes or functions; a word would mean something else.
+# M is in [parallel]. Filters are classes or functions, which TOML cannot spell.
 _ELSEWHERE = "num_microbatches", "wrt", "state"
-# A PartitionSpec as a list with an entry for each dim, costs as a table of their fields; without
-# them, the model's function may say them.
+# In TOML a PartitionSpec is a list with an entry for each dim, and costs are a table of their
+# fields. Without these keys, the model's function may give the values.
 _SPELT: dict[str, tuple[Any, Any]] = {
     "batch": (Sequence[str | Sequence[str]] | None, None),
     "costs": (dict[str, Any] | None, None),
@@ -32,7 +32,7 @@ class Source:
 
     Attributes:
       function: "package.module:function".
-      arguments: by name.
+      arguments: the arguments, by name.
     """
 
     function: str
@@ -48,10 +48,10 @@ class Model:
     """The model to train: made by a function, or read as the decoder of a checkpoint.
 
     Attributes:
-      function: "package.module:function", and arguments: by name.
-      weights: in place of it, a folder of the Hugging Face layout, for `pipeline.weights.parts`;
-        num_stages (by default the ranks of the pipeline), layout, dtype, activations, mtp and
-        mtp_weight: as there.
+      function: "package.module:function", and arguments: its arguments, by name.
+      weights: in place of ``function``, a folder in the Hugging Face layout, for
+        `pipeline.weights.parts`; num_stages (by default the ranks of the pipeline), layout, dtype,
+        activations, mtp and mtp_weight: arguments of `pipeline.weights.parts`.
     """
 
     function: str | None = None
@@ -65,7 +65,7 @@ class Model:
     mtp_weight: float | None = None
 
     def reading(self) -> Table:
-        """Options of `pipeline.weights.load`, for a checkpoint."""
+        """Return options of `pipeline.weights.load`, for a checkpoint."""
         names = ("num_stages", "layout", "dtype", "activations", "mtp", "mtp_weight")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
@@ -83,10 +83,10 @@ class Data(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Source):
-    """Data and times of evaluations.
+    """Data and intervals of evaluations.
 
     Attributes:
-      interval: updates from one evaluation to the next; 0: at the end.
+      interval: the number of updates between evaluations; 0: only at the end.
       ema: whether the mean of the weights is evaluated.
     """
 
@@ -95,9 +95,9 @@ class Evaluation(Source):
 
 
 def _written() -> dict[str, tuple[Any, Any]]:
-    """The options of `pipeline.Pipeline` that TOML can spell: the type of each and its default.
+    """Return type and default of the options of `pipeline.Pipeline` that TOML can spell.
 
-    TOML has no null: where None is no default, a file says "none".
+    TOML has no null: for an option whose default is not None, a file spells None as "none".
     """
     found = {}
     hints = get_type_hints(Options)
@@ -117,7 +117,7 @@ def _written() -> dict[str, tuple[Any, Any]]:
 
 
 def _with_options(kind: type[T]) -> type[T]:
-    """A class as a dataclass whose fields are the options that a file can set."""
+    """Make a class a dataclass whose fields are the options that a file can set."""
     fields_ = [(name, hint, field(default=value)) for name, (hint, value) in _written().items()]
     own = {"__doc__": kind.__doc__, "__module__": kind.__module__}
     return make_dataclass(
@@ -130,7 +130,7 @@ class PipelineOptions:
     """Options of `pipeline.Pipeline` that a file can set, besides [parallel]."""
 
     def options(self) -> Table:
-        """The arguments of `Pipeline`, by name; ``batch`` and ``costs`` only where given."""
+        """Return the arguments of `Pipeline`, by name; ``batch`` and ``costs`` only if given."""
         values: Table = asdict(self)  # type: ignore[call-overload]
         batch, costs = values.pop("batch"), values.pop("costs")
         options = {name: None if value == "none" else value for name, value in values.items()}
@@ -151,14 +151,14 @@ class Optimizer:
     """The optimizer, and the schedule of its learning rate.
 
     Attributes:
-      name: of a function of optax that takes a learning rate, such as "adamw".
-      learning_rate: a number, or give `schedule`.
-      schedule: the name of one of optax's, and its arguments.
-      arguments: of the function, beside the learning rate.
-      clip: the most that the global norm of the gradients may be.
-      ema: decay of a mean of the weights.
-      accumulate: batches of an update.
-      loss_scale: a number, or "dynamic" (`DynamicScale`), where float16 is computed in.
+      name: the name of a function of optax that takes a learning rate, such as "adamw".
+      learning_rate: a number; or give `schedule`.
+      schedule: the name of an optax schedule, and its arguments.
+      arguments: arguments of the function, without the learning rate.
+      clip: the largest global norm of the gradients.
+      ema: the decay of a mean of the weights.
+      accumulate: the number of batches for an update.
+      loss_scale: for computation in float16: a number, or "dynamic" (`DynamicScale`).
     """
 
     name: str = "adamw"
@@ -171,7 +171,7 @@ class Optimizer:
     loss_scale: float | Literal["dynamic"] | None = None
 
     def transformation(self) -> optax.GradientTransformation:
-        """Make the optax transformation; clipping is the step's own."""
+        """Make the optax transformation; the step itself clips gradients."""
         rate: Any = self.learning_rate
         if self.schedule is not None:
             rate = rates()[self.schedule.name](**self.schedule.arguments)
@@ -183,18 +183,18 @@ class Run:
     """The length, folder and output of a run.
 
     Attributes:
-      steps: updates.
-      folder: of checkpoints and records.
-      checkpoint_interval: updates from one checkpoint to the next; 0: at the end.
-      keep: how many checkpoints remain.
-      best: whether the one of the least or the greatest held-out loss remains too.
-      stop_after: updates in a row that are not finite, after which the run ends.
+      steps: the number of updates.
+      folder: the folder of checkpoints and records.
+      checkpoint_interval: the number of updates between checkpoints; 0: only at the end.
+      keep: the number of newest checkpoints to keep.
+      best: whether the checkpoint with the least or greatest held-out loss is kept too.
+      stop_after: the number of consecutive updates that are not finite, after which the run ends.
       stuck_after: seconds that an update may take before the process ends with a message.
       tensorboard: whether event files are written too.
-      flops_per_token: of the model; by default counted.
-      chip: of the planner's table, whose peak is that of MFU; by default the device's own.
+      flops_per_token: the model's operations per token; by default counted.
+      chip: a chip in the planner's table, whose peak is used for MFU; by default the device's own.
       compiler_options: options of XLA for the step by name; by default those of the platform
-        (`pipeline.training.compiling`), with "none" XLA's own.
+        (`pipeline.training.compiling`); "none" takes XLA's own.
     """
 
     steps: int

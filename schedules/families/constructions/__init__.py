@@ -1,5 +1,5 @@
-"""Ways to write a timetable that several families share.
+"""Constructions of timetables that several families share.
 
-Formulas over a rank per stage, patterns of slots that repeat, rounds of a heuristic, and the sizes
-that only some families can run. No family stands here under its own name.
+They are formulas for one rank per stage, patterns of slots that repeat, rounds of a heuristic, and
+checks of sizes that only some families can run. No published family is in this package.
 """

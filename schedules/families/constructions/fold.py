@@ -1,6 +1,6 @@
-"""Timetables given by formulas: when each action would run if every stage had a rank of its own.
+"""Timetables given by formulas: the time of each action if every stage had its own rank.
 
-Letters as in `schedules.core.action`.
+Letters are those of `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from schedules.core.flat import Ints
 from schedules.core.timetable import loop_placement
 from schedules.orders.schedule import Schedule
 
-_make = functools.partial(tuple.__new__, Action)  # Action(*fields), with no Python in between
+_make = functools.partial(tuple.__new__, Action)  # Action(*fields), without a Python call
 
 
 def fold(name: str, num_ranks: int, times: Mapping[Kind, Ints]) -> Schedule:
     """Place actions timed for one rank per stage on fewer ranks, each in order of time.
 
-    Times respect every dependency, so their order does on any placement: a family that is
-    defined for V = 1 runs with V > 1 at no risk of deadlock. Actions of one rank that fall on
-    the same time run the later stage first, which frees memory soonest.
+    Times respect every dependency, so their order does on any placement: a family that is defined
+    for V = 1 can run with V > 1 without a deadlock. If actions of one rank have equal times, the
+    later stage runs first, which frees memory soonest.
 
     Args:
-      name: of the family.
+      name: the name of the family.
       num_ranks: S.
-      times: for each kind, [K, M] the time of its actions; no two of a stage are the same.
+      times: for each kind, [K, M] the times of its actions; no two times of a stage are equal.
     """
     table = np.stack(list(times.values()))
     kind, stage, microbatch = (index.ravel() for index in np.indices(table.shape))

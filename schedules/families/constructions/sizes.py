@@ -1,6 +1,6 @@
 """Checks of sizes and limits: for every timetable, and for single families; with the errors.
 
-Letters as in `schedules.core.action`.
+Letters are those of `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def need_microbatches(family: str, least: int, num_microbatches: int, rule: str)
     """Check that there are enough microbatches.
 
     Raises:
-      ScheduleError: there are fewer than ``least``, which is what ``rule`` computes.
+      ScheduleError: there are fewer than ``least``; ``rule`` is its formula.
     """
     if num_microbatches < least:
         raise ScheduleError(
@@ -90,16 +90,17 @@ def need_microbatches(family: str, least: int, num_microbatches: int, rule: str)
 def rounds(
     family: str, num_ranks: int, num_microbatches: int, group: object = None
 ) -> tuple[int, ...]:
-    """Sizes of the rounds: each is run through one chunk of a rank before the next chunk's turn.
+    """Return the sizes of the rounds: a round runs through one chunk before the next chunk.
 
     By default M microbatches make max(1, M // S) rounds of equal size: the rule of
-    ``torch.distributed.pipelining``. With ``group`` any M makes rounds of ``group`` microbatches or
-    fewer, whose sizes differ by one at most, the larger first. If a round would then have fewer
-    than S / 2, there is one round less, and none is smaller than ``group``. With one round, its
-    size is M.
+    ``torch.distributed.pipelining``. With ``group`` any M makes rounds of at most ``group``
+    microbatches, whose sizes differ by at most one, the larger first. If a round would then have
+    fewer than S / 2, there is one round less, and no round is smaller than ``group``. With one
+    round, its size is M.
 
     Raises:
-      ScheduleError: by default the rounds are not equal; or no group from S / 2 to S.
+      ScheduleError: by default: the rounds are not equal; with ``group``: it is not from S / 2 to
+        S.
     """
     if group is not None:
         size = _group(family, num_ranks, group)
@@ -149,12 +150,12 @@ class OutOfReachError(ScheduleError):
 def need_memory(max_activations: object, num_ranks: int, num_stages: int) -> None:
     """Check that some timetable meets a limit of stage inputs per rank.
 
-    One microbatch has to pass all stages before its first gradient, so a rank holds V inputs at
-    once; and V are enough on any placement, one microbatch after the other.
+    One microbatch has to pass all stages before its first gradient, so a rank holds at least V
+    inputs at once. V inputs are enough on any placement, one microbatch after the other.
 
     Raises:
-      ScheduleError: no number.
-      OutOfReachError: one under V.
+      ScheduleError: the limit is no number.
+      OutOfReachError: the limit is below V.
     """
     if not is_number(max_activations) or math.isnan(max_activations):  # type: ignore[arg-type]
         raise ScheduleError(

@@ -1,14 +1,14 @@
 """V-shaped timetables from a pattern of slots that one microbatch takes and all others repeat.
 
 Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, arXiv:2405.15362. Rank r
-holds stage r and stage 2S - 1 - r. A microbatch takes four steps on every rank: F there, F back,
-I back, I there. A pattern says in which slots, each one action long, and microbatch m comes 6m
-slots later: two slots in six are left for W. How long a pattern holds a microbatch's inputs is how
-many are held at once.
+holds stage r and stage 2S - 1 - r. A microbatch takes four steps on every rank: F on the way there,
+F on the way back, I on the way back, I on the way there. A pattern says in which slots, each one
+action long; microbatch m comes 6m slots later. So two slots in six are left for W. The time for
+which a pattern holds a microbatch's inputs determines how many inputs are held at once.
 
-Only the steady state keeps these slots. Before it and after it nothing is in the way, and actions
-move up as far as what they wait for permits, while no rank holds more than in the steady state.
-Letters as in `schedules.core.action`, r a rank; N is the number of slots of a timetable.
+Only the steady state keeps these slots. Before and after it, actions move up as far as their
+dependencies permit, while no rank holds more than in the steady state. Letters are those of
+`schedules.core.action`, r is a rank; N is the number of slots of a timetable.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from schedules.core.action import Action, Kind
 from schedules.core.flat import Ints
 from schedules.orders.schedule import Schedule
 
-PERIOD = 6  # slots that a microbatch takes of every rank: F, I and W of two stages
+PERIOD = 6  # slots for each microbatch on every rank: F, I and W of two stages
 STEPS: tuple[tuple[int, Kind], ...] = ((0, "F"), (1, "F"), (1, "I"), (0, "I"))  # (chunk, kind)
-WEIGHT = len(STEPS)  # W comes as a step of its own, in the order of I on its rank
+WEIGHT = len(STEPS)  # the number of the step W, in the order of I on its rank
 
 Slots = tuple[int, int, int, int]
 
 
 def from_pattern(name: str, num_microbatches: int, pattern: Sequence[Slots]) -> Schedule:
-    """Build a schedule.
+    """Build a schedule from a pattern.
 
     Args:
-      name: what to call it.
+      name: its name.
       num_microbatches: M.
-      pattern: [S] the slots of the four steps of microbatch 0, different modulo 6 on each rank,
-        and each step later than what it waits for.
+      pattern: [S] the slots of the four steps of microbatch 0, different modulo 6 on each rank, and
+        each step later than its dependencies.
     """
     num_ranks = len(pattern)
     few = distinct(num_ranks, num_microbatches)
     more = num_microbatches - few
     slots, weights = _settle(pattern, few)
-    end = slots[0, 0, -1]  # of the steady state: rank 0's last F
+    end = slots[0, 0, -1]  # the end of the steady state: rank 0's last F
     orders = []
     for rank in range(num_ranks):
         stages = rank, 2 * num_ranks - 1 - rank
@@ -56,18 +56,18 @@ def from_pattern(name: str, num_microbatches: int, pattern: Sequence[Slots]) -> 
 
 
 def distinct(num_ranks: int, num_microbatches: int) -> int:
-    """Number of microbatches to settle; later ones repeat the steady state."""
+    """Return the number of microbatches to settle; later ones repeat the steady state."""
     return min(num_microbatches, 2 * num_ranks + 4)
 
 
 def _settle(pattern: Sequence[Slots], num_microbatches: int) -> tuple[Ints, Ints]:
-    """[S, 4, M] slots of the steps and [S, 2M] of W: the pattern with its two ends moved up."""
+    """Return [S, 4, M] slots of the steps and [S, 2M] of W: the pattern with both ends moved up."""
     slots = np.array(pattern)[..., None] + PERIOD * np.arange(num_microbatches)
     weights = np.stack([_fill(row) for row in slots])
-    first = slots[0, 3, 0]  # rank 0's first I there ends the warm-up
+    first = slots[0, 3, 0]  # rank 0's first I, on the way there, ends the warm-up
     _move_up(slots, weights, lambda slot: slot < first)
     _squeeze(slots, weights)
-    last = slots[0, 0, -1]  # rank 0's last F there is the last that the steady state starts
+    last = slots[0, 0, -1]  # the last action that the steady state starts: rank 0's last F
     _move_up(slots, None, lambda slot: slot > last)
     return slots, np.stack([_fill(row) for row in slots])
 
@@ -77,8 +77,8 @@ def _move_up(slots: Ints, weights: Ints | None, moves: Callable[[int], bool]) ->
 
     Args:
       slots: [S, 4, M], changed in place.
-      weights: [S, 2M], changed in place: W moves like any action. None: W fills what is free.
-      moves: whether to move what is in a slot.
+      weights: [S, 2M], changed in place: W moves like any action. None: W fills free slots.
+      moves: tells whether to move the action in a slot.
     """
     limit = max(_peak(slots, weights, rank) for rank in range(len(slots)))
     taken: list[set[int]] = [set() for _ in slots]
@@ -109,7 +109,7 @@ def _earliest(slots: Ints, weights: Ints | None, rank: int, step: int, m: int) -
         after = int(np.sort(slots[rank, 2:], axis=None)[m])
         return 1 + max(after, int(weights[rank, m - 1]) if m else -1)  # type: ignore[index]
     after = int(slots[rank, step, m - 1]) if m else -1
-    neighbour = rank + (-1 if step % 2 == 0 else 1)  # where the microbatch comes from
+    neighbour = rank + (-1 if step % 2 == 0 else 1)  # the rank that sends the microbatch
     if 0 <= neighbour < len(slots):
         after = max(after, int(slots[neighbour, step, m]))
     elif step:
@@ -118,7 +118,7 @@ def _earliest(slots: Ints, weights: Ints | None, rank: int, step: int, m: int) -
 
 
 def _peak(slots: Ints, weights: Ints | None, rank: int) -> int:
-    """The most inputs that a rank holds at once."""
+    """Return the most inputs that a rank holds at once."""
     row = slots[rank]
     freed = _fill(row) if weights is None else weights[rank]
     size = int(max(row.max(), freed.max())) + 1
@@ -127,7 +127,7 @@ def _peak(slots: Ints, weights: Ints | None, rank: int) -> int:
 
 
 def _fill(row: Ints) -> Ints:
-    """[2M] the free slots that W takes, each the first one after its I and after the W before.
+    """Return [2M] the free slots for W, each the first one after its I and after the previous W.
 
     Args:
       row: [4, M] the slots of a rank.
@@ -142,7 +142,7 @@ def _fill(row: Ints) -> Ints:
 
 
 def _in_time(slots: Ints, weights: Ints | None) -> list[tuple[int, int, int, int]]:
-    """Every (slot, rank, step, index in its row), slot by slot."""
+    """List (slot, rank, step, index in its row) of all actions, slot by slot."""
     entries = [(slot, *index) for index, slot in np.ndenumerate(slots)]
     if weights is not None:
         entries += [(slot, rank, WEIGHT, n) for (rank, n), slot in np.ndenumerate(weights)]
@@ -150,7 +150,7 @@ def _in_time(slots: Ints, weights: Ints | None) -> list[tuple[int, int, int, int
 
 
 def _actions(row: Ints, weights: Ints, stages: tuple[int, int]) -> Iterator[tuple[int, Action]]:
-    """Every (slot, action) of a rank."""
+    """Yield (slot, action) of all actions of a rank."""
     for (chunk, kind), slots in zip(STEPS, row.tolist(), strict=True):
         for m, slot in enumerate(slots):
             yield slot, Action(stages[chunk], kind, m)

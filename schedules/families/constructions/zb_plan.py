@@ -1,8 +1,8 @@
 """The heuristic of zb_auto (`schedules.families.zero_bubble`): rounds of F and I, W in the gaps.
 
-A round is one F and one I per rank; a W runs where a rank waits.
+A round is one F and one I per rank; W runs while a rank waits.
 
-Letters as in `schedules.core.action`.
+Letters are those of `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class Choices(NamedTuple):
 
 @dataclass(eq=False)
 class Plan:
-    """A timetable in the making. A rank's F, I and W each run in ascending order."""
+    """A timetable under construction. A rank's F, I and W each run in ascending order."""
 
     num_microbatches: int
-    table: list[list[int]]  # [4, S], in a unit of time in which all are whole
-    lag: list[list[int]]  # [S, S]
+    table: list[list[int]]  # [4, S] durations, in a unit in which all are whole numbers
+    lag: list[list[int]]  # [S, S] durations of messages
     limit: float
     weight_memory: float
     choices: Choices
     orders: list[list[Action]] = field(init=False)
-    count: list[list[int]] = field(init=False)  # [4, S] actions so far
+    count: list[list[int]] = field(init=False)  # [4, S] number of actions so far
     clock: list[int] = field(init=False)  # [S] end of the last action
-    bubble: list[int] = field(init=False)  # [S] waiting since the first action
+    bubble: list[int] = field(init=False)  # [S] waiting time since the first action
     begin: list[int] = field(init=False)  # [S] start of the first action
-    sent: list[list[list[int]]] = field(init=False)  # [4, S, <= M] ends
+    sent: list[list[list[int]]] = field(init=False)  # [4, S, <= M] ends of actions
 
     def __post_init__(self) -> None:
         num_ranks = len(self.lag)
@@ -133,7 +133,7 @@ class Plan:
             self.put(rank, _W)
 
     def place(self, rank: int, kind: int) -> None:
-        """Run an action, and before it the W that fit into its wait."""
+        """Run an action, and before it the W that fit into its waiting time."""
         arrives = self.arrival(rank, kind) or 0
         each = self.table[_W][rank]
         while self.has_weights(rank) and self.clock[rank] + each <= arrives:
@@ -167,7 +167,7 @@ class Plan:
         return ends[microbatch] + self.lag[source][rank]
 
     def held(self, rank: int) -> float:
-        """Stage inputs that a rank holds."""
+        """Return the number of stage inputs that a rank holds."""
         forward, inputs, weights = (self.count[kind][rank] for kind in (_F, _I, _W))
         return forward - inputs + self.weight_memory * (inputs - weights)
 
@@ -180,7 +180,7 @@ class Plan:
         return max(self.bubble) - self.bubble[rank]
 
     def length(self) -> tuple[float, float]:
-        """The longest span, and the makespan, in 9 digits, for times may have been rounded."""
+        """Return the longest span and the makespan, in 9 digits, because times may be rounded."""
         spans = (end - begin for begin, end in zip(self.begin, self.clock, strict=True))
         return float(f"{max(spans):.9g}"), float(f"{max(self.clock):.9g}")
 

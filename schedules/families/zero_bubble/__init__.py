@@ -1,4 +1,4 @@
-"""Families that separate I from W and fill bubbles with W, one file each.
+"""Families that separate I from W and fill bubbles with W, one per file.
 
-`schedules.families` lists them with all others.
+`schedules.families` lists them with all other families.
 """

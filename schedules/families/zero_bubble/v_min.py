@@ -1,7 +1,8 @@
-"""V-Min: a third of the memory of 1F1B, from a V that is as steep there as back.
+"""V-Min: a third of the memory of 1F1B, from a V that is equally steep on both ways.
 
 Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, arXiv:2405.15362. Letters
-as in `schedules.core.action`; F, I and W are the times of one stage, half of a rank's layers.
+are those of `schedules.core.action`; F, I and W are the durations for one stage, which has half of
+a rank's layers.
 
     idle on the critical rank   (4S - 5)F, (4S - 7)F if 3 divides S,
                                 at F = I = W, if M >= S > 2
@@ -20,10 +21,10 @@ def v_min(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
     """Build the schedule.
 
     Raises:
-      ScheduleError: other than two stages per rank.
+      ScheduleError: not two stages per rank.
     """
     need_stages_per_rank("v_min", 2, num_ranks, num_stages)
-    wait = 0 if num_ranks % 3 else 2  # before the backward pass, lest two steps share a slot
+    wait = 0 if num_ranks % 3 else 2  # before the backward, so that no two steps share a slot
     pattern = [
         (
             rank,

@@ -1,16 +1,17 @@
 """ZB-auto: a split-backward timetable for given costs and a memory limit, one stage per rank.
 
 The heuristic of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, with
-its three yes-or-no choices; the best of the eight timetables is taken. Letters as in
-`schedules.core.action`, r a rank.
+its three yes-or-no choices; the best of the eight timetables is taken. Letters are those of
+`schedules.core.action`, r is a rank.
 
     idle on the critical rank   what the costs and the limit leave
     peak activations            at most the limit, if weight_memory = 1
 
-The paper frees a part of an input's memory at its I, and the rest, weight_memory, at its W: in a
-transformer 32 / (34 + 5as / h) of it, with a heads, s tokens and h features. Its figures for a
-limit of 2S need that: if all is held until W, as `check` counts, the last rank can put off 2S W
-behind its last I and no more, and the first rank idles (S - 1)(F + I + 2 comm) - 2S W or longer.
+The paper frees a part of an input's memory at its I, and the rest, weight_memory, at its W. In a
+transformer with a heads, s tokens and h features, weight_memory is 32 / (34 + 5as / h). The paper's
+figures for a limit of 2S need this. If all memory is held until W, as `check` counts, the last rank
+can run at most 2S W after its last I. Then the first rank idles (S - 1)(F + I + 2 comm) - 2S W or
+longer.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ def zb_auto(
     max_activations: float | None = None,
     weight_memory: float = 1.0,
 ) -> Schedule:
-    """Build the best of the `variants`: the shortest span of a rank, which the paper measures.
+    """Build the best of the `variants`: the one with the shortest span of a rank, as in the paper.
 
-    Of equal ones it takes the smallest makespan. For a step with a synchronous optimiser the
-    makespan alone counts: `auto` takes the best of the eight by that.
+    If several have that span, it takes the smallest makespan. For a step with a synchronous
+    optimiser only the makespan counts: `auto` takes the best of the eight by makespan.
 
     Args:
       num_ranks: S.
       num_microbatches: M.
       num_stages: K, equal to S.
       costs: durations; by default F = I = W = 1 and messages are free.
-      max_activations: how many stage inputs a rank may hold; 2S by default.
-      weight_memory: the part of an input that is held from its I to its W; all of it, as `check`
-        and `Report.peak_activations` count, by default.
+      max_activations: the number of stage inputs that a rank may hold; 2S by default.
+      weight_memory: the part of an input that is held from its I to its W; by default all of it, as
+        `check` and `Report.peak_activations` count.
 
     Raises:
-      ScheduleError: other than one stage per rank, a limit that no schedule can meet, or a part
-        that is none.
+      ScheduleError: more than one stage per rank, a limit that no schedule can meet, or a
+        weight_memory outside 0..1.
     """
     plans = _plans(num_ranks, num_microbatches, num_stages, costs, max_activations, weight_memory)
     best = min((plan for _, plan in plans), key=Plan.length)
@@ -71,7 +72,7 @@ def variants(
     max_activations: float | None = None,
     weight_memory: float = 1.0,
 ) -> dict[str, Schedule]:
-    """All eight, by name; arguments and errors as for `zb_auto`."""
+    """Build all eight variants, by name; arguments and errors are those of `zb_auto`."""
     plans = _plans(num_ranks, num_microbatches, num_stages, costs, max_activations, weight_memory)
     return {str(choices): plan.schedule(str(choices)) for choices, plan in plans}
 

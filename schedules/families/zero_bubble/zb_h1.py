@@ -1,7 +1,7 @@
 """ZB-H1: 1F1B with split backward passes, whose weight gradients fill the drain.
 
-Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241. Letters as in
-`schedules.core.action`, r a rank.
+Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241. Letters are those of
+`schedules.core.action`, r is a rank.
 
     idle on the critical rank   (S - 1)(F + I - W) if M >= S, else (S - 1)(F + I) - (M - 1)W;
                                 provided that neither F nor I is shorter than W
@@ -17,7 +17,7 @@ from schedules.orders.schedule import Schedule
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build: W on rank r runs r microbatches after I.
+    """Build the schedule: W on rank r runs r microbatches after I.
 
     Raises:
       ScheduleError: more than one stage per rank.

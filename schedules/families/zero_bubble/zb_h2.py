@@ -1,8 +1,9 @@
 """ZB-H2: ZB-H1 with a warm-up twice as long, whose forward passes fill the ramp too.
 
-Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241. A rank's span has next
-to no bubble, but ranks start and end one after another: a step that all ranks end together, as for
-a global norm of the gradients, waits for the last. Letters as in `schedules.core.action`, r a rank.
+Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241. A rank's span has almost
+no bubble, but ranks start and end one after another. A step that all ranks end together, for
+example for a global norm of the gradients, waits for the last rank. Letters are those of
+`schedules.core.action`, r is a rank.
 
     idle on the critical rank   (S - 1)(F + I - 2W) if M >= 2S - 1, else (S - 1)(F + I) - (M - 1)W;
                                 provided that neither F nor I is shorter than W
@@ -18,7 +19,7 @@ from schedules.orders.schedule import Schedule
 
 
 def zb_h2(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build: W on rank r runs 2r microbatches after I.
+    """Build the schedule: W on rank r runs 2r microbatches after I.
 
     Raises:
       ScheduleError: more than one stage per rank.

@@ -1,10 +1,11 @@
 """ZB-V: two stages per rank in a V, there and back, so that every rank starts and ends alike.
 
 Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, arXiv:2405.15362, and
-"Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241. Rank r holds stage r and stage 2S -
-1 - r: the loss is on the rank of the first stage. At F = I = W a rank's span has no bubble, but
-ranks start one after another, so the makespan adds (S - 1)F. Letters as in `schedules.core.action`,
-r a rank; F, I and W are the times of one stage, half of a rank's layers.
+"Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241. Rank r holds the stages r and (2S -
+1 - r), so the loss is on the rank of the first stage. At F = I = W a rank's span has no bubble, but
+ranks start one after another, so the makespan adds (S - 1)F. Letters are those of
+`schedules.core.action`, r is a rank; F, I and W are the durations for one stage, which has half of
+a rank's layers.
 
     idle on the critical rank   2(S - 1)(I - W) if W <= F <= I and M >= 2S - 1: none at F = I = W
     peak activations            min(2S, M + 1 + r, 2M), a stage's inputs each
@@ -21,10 +22,10 @@ from schedules.orders.schedule import Schedule
 
 
 def zb_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build; M < 2S - 1 microbatches use the timetable of 2S - 1, without the missing ones.
+    """Build the schedule; if M < 2S - 1, take that of 2S - 1 microbatches without the missing ones.
 
     Raises:
-      ScheduleError: other than two stages per rank.
+      ScheduleError: not two stages per rank.
     """
     need_stages_per_rank("zb_v", 2, num_ranks, num_stages)
     full = max(2 * num_ranks - 1, num_microbatches)
@@ -37,7 +38,7 @@ def zb_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
 
 
 def _order(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    """The phases of the paper on one rank; 0 and 1 name its stage on the way there and back."""
+    """Yield the paper's phases on one rank; 0 and 1 are its stages on the way there and back."""
     stages = rank, 2 * num_ranks - 1 - rank
     done: dict[tuple[int, Kind], int] = dict.fromkeys(itertools.product((0, 1), "FIW"), 0)  # type: ignore[arg-type]
 

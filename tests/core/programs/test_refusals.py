@@ -95,7 +95,7 @@ def test_checks_within_a_stage():
 def test_options_of_the_compiler():
     pipe = make()
     optimizer = make_optimizer(pipe, optax.sgd(0.1))
-    with pytest.raises(ValueError, match=r"compiler_options=.* beside engine='programs'"):
+    with pytest.raises(ValueError, match=r"compiler_options=.* with engine='programs'"):
         Step(pipe, optimizer, compiler_options={"xla_cpu_enable_fast_math": True})
 
 

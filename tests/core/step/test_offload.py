@@ -349,9 +349,9 @@ def refusal(**options) -> str:
 @pytest.mark.parametrize("offload", ["stashes", 1.5, -0.5, True, [0.5]])
 def test_an_unknown_word_or_share(offload):
     assert refusal(offload=offload) == (
-        f"offload={offload!r}: must be 'stash' (what F keeps for its backward lies in host "
-        f"memory), 'crossings' (what I leaves for W does), a share of the stashes from 0 to 1 such "
-        f"as 0.5, or None for neither"
+        f"offload={offload!r}: must be 'stash' (the values that F keeps for its backward are in "
+        f"host memory), 'crossings' (those that I keeps for W are), a share of the stashes from 0 "
+        f"to 1 such as 0.5, or None for neither"
     )
 
 

@@ -36,9 +36,10 @@ sys.argv = ["bench.clock", "--small", "--stages", "gpt", "--remat", "None"]
 clock.main()
 """
 REASON = (
-    "no comparison: GPT, S=2, remat=None: what was measured contradicts itself: F of stage 0 takes "
-    "0 ms, and another of its actions 8 ms: what it computes was not run; measure again on a quiet "
-    "machine, with more rounds= or repeats=, and if it stays report it with these numbers\n"
+    "no comparison: GPT, S=2, remat=None: the measured times contradict each other: F of stage 0 "
+    "takes 0 ms, and another of its actions 8 ms: what it computes was not run; measure again on a "
+    "quiet machine, with more rounds= or repeats=, and if that does not help, report it with these "
+    "numbers\n"
 )
 
 

@@ -285,8 +285,8 @@ def test_modules_that_cannot_be_placed():
         "has 1 together; leave mtp= out to put all on the last stage"
     )
     assert place([1, 0]) == (
-        "mtp=[1, 0]: stage 0 has a multi-token module and stage 1 a block behind it; modules read "
-        "what the last block returns, so put them into that stage or later ones"
+        "mtp=[1, 0]: stage 0 has a multi-token module and stage 1 a later block; modules read the "
+        "output of the last block, so put them into its stage or later ones"
     )
     assert message(lambda: build(config, [1, 1], vocabulary="stage")) == (
         "vocabulary='stage' with multi-token prediction (mtp_layers=1): ranks share the table of a "

@@ -155,7 +155,7 @@ def test_shards_that_are_missing_or_of_another_checkpoint(tmp_path: Path):
         ", which model.safetensors.index.json says is there; the two are not of one checkpoint"
     )
     (here / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}')
-    said = "HERE/model.safetensors.index.json: '../b' is no name of a file beside it"
+    said = "HERE/model.safetensors.index.json: '../b' is not the name of a file in its folder"
     assert refused(here) == said
     (here / "model.safetensors.index.json").write_text("{}")
     said = "HERE/model.safetensors.index.json has no weight_map from tensors to files"

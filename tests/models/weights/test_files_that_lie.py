@@ -218,10 +218,10 @@ OK = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
         ({"a": OK | {"shape": [True, 4]}}, "lists of integers >= 0"),
         ({"a": OK | {"data_offsets": [0, 16, 16]}}, "expected where it begins and where it ends"),
         ({"a": OK | {"data_offsets": [-16, 0]}}, "lists of integers >= 0"),
-        ({"a": OK, "b": OK}, "is mislabelled: a and b lie on the same bytes, from"),
+        ({"a": OK, "b": OK}, "is mislabelled: a and b overlap, from byte"),
         (
             {"a": OK, "b": OK | {"data_offsets": [8, 24]}},
-            "is mislabelled: a and b lie on the same bytes, from",
+            "is mislabelled: a and b overlap, from byte",
         ),
         ({"a": [OK]}, "expected dtype, a text"),
         ({"a": OK | {"shape": [2**70]}}, "is mislabelled: a is F32"),
@@ -250,8 +250,8 @@ def test_tensors_without_bytes_lie_anywhere(tmp_path):
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"a": "x" * 5000}, "is no name of a file beside it"),
-        ({"a": "../model.safetensors"}, "is no name of a file beside it"),
+        ({"a": "x" * 5000}, "is not the name of a file in its folder"),
+        ({"a": "../model.safetensors"}, "is not the name of a file in its folder"),
         ({f"t{n}": f"part-{n}.safetensors" for n in range(10_000)}, "; and 9,992 more; fetch them"),
         ({"a": 3}, "has no weight_map from tensors to files"),
     ],

@@ -45,7 +45,7 @@ def test_multi_token_layers_of_each_stage():
         parse_layout("EttL", 2, 1)
     assert str(caught.value) == (
         "layout='EttL' has 0 m, and the model has 1 modules for multi-token prediction: write an m "
-        "for each behind the last t, as in 'Et|tmL'"
+        "for each after the last t, as in 'Et|tmL'"
     )
 
 
@@ -79,8 +79,8 @@ def test_multi_token_layers_of_each_stage():
         ),
         ("E|(t|*2L", "layout='E|»(«t|*2L': '(' is never closed"),
         ("Et)L", "layout='Et»)«L': ')' closes nothing"),
-        ("Et*L", "layout='Et»*«L': '*' has no number from 1 to 999999 behind it"),
-        ("Et*0L", "layout='Et»*«0L': '*' has no number from 1 to 999999 behind it"),
+        ("Et*L", "layout='Et»*«L': '*' is not followed by a number from 1 to 999999"),
+        ("Et*0L", "layout='Et»*«0L': '*' is not followed by a number from 1 to 999999"),
         ("*2EtL", "layout='»*«2EtL': '*' repeats nothing: it follows a letter or a )"),
         (
             "Etx|L",
@@ -94,7 +94,7 @@ def test_multi_token_layers_of_each_stage():
             "layout='tE|L' is 'tE|L' written out, with 1 E: there is one, the first letter",
         ),
         ("Et|t", "layout='Et|t' is 'Et|t' written out, with 0 L: there is one, the last"),
-        ("Emt|L", "layout='Emt|L': m stands before t; multi-token layers come last"),
+        ("Emt|L", "layout='Emt|L': an m comes before a t; multi-token layers come last"),
         ("E(t*999)*999L", "layout='E(t*999)*999L' has more than 100,000 letters"),
         (
             "Et|tL",

@@ -231,7 +231,7 @@ def test_modules_that_cannot_be(tmp_path: Path):
     )
     assert refused(folder, layout="EtttL") == (
         "layout='EtttL' has 0 m, and the model has 1 modules for multi-token prediction: write an "
-        "m for each behind the last t, as in 'Et|tmL'"
+        "m for each after the last t, as in 'Et|tmL'"
     )
     assert refused(folder, vocabulary="stage") == (
         "vocabulary='stage' with multi-token prediction (mtp_layers=1): ranks share the table of a "
@@ -239,13 +239,13 @@ def test_modules_that_cannot_be(tmp_path: Path):
     )
     two = tiny.write(tmp_path / "two", {**CONFIG, "num_nextn_predict_layers": 2}, tensors_of(1))
     assert refused(two) == (
-        "folder: by config.json the model has 2 modules for multi-token prediction, behind layer "
+        "folder: by config.json the model has 2 modules for multi-token prediction, after layer "
         "2, and the files have 1: fetch the shards that are missing, or give mtp=0"
     )
     many = {**CONFIG, "num_nextn_predict_layers": 10**12}  # nobody counts to that
     assert refused(tiny.write(tmp_path / "many", many, tensors_of(1))) == (
         "folder: by config.json the model has 1000000000000 modules for multi-token prediction, "
-        "behind layer 2, and the files have 1: fetch the shards that are missing, or give mtp=0"
+        "after layer 2, and the files have 1: fetch the shards that are missing, or give mtp=0"
     )
     w = tensors_of()
     w[f"{AT}shared_head.head.weight"] = w["lm_head.weight"] + 1

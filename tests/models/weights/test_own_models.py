@@ -85,8 +85,8 @@ def test_tables_and_models_that_do_not_fit(tmp_path: Path):
         "stages[0].blocks[0] has extra, for which the family 'mine' has no row; its rows are up"
     )
     assert refused(Pipeline([Beside()], 1), own) == (
-        "stages[0] has 'scale' beside 'blocks': a stage whose weights are read by a table of names "
-        "is a list of layers called 'blocks', and nothing else"
+        "stages[0] has 'scale' in addition to 'blocks': a stage whose weights are read by a table "
+        "of names is a list of layers called 'blocks', and nothing else"
     )
     extra = weights.row("extra", "e", ("extra.weight", "e"))
     assert refused(pipe, dataclasses.replace(own, rows=(up, extra))) == (

@@ -1,4 +1,4 @@
-"""Attention's parts below the layer: its formula, the order of positions on ranks, the ring.
+"""The parts of attention below the layer: its formula, the order of positions on ranks, the ring.
 
-Never here: weights, rotary positions, the choice of a kernel.
+They contain no weights, no rotary positions and no choice of a kernel.
 """

@@ -17,11 +17,11 @@ from pipeline.models.layers.attending.order import WHOLE, Context
 
 Implementation = Literal["splash", "cudnn", "xla", "chunked"]
 HIDDEN = -1e30  # the score of a key that a query does not read
-MOST_PAIRS = 2**20  # scores of a head that are formed at a time, where nobody says how many
+MOST_PAIRS = 2**20  # the most scores of a head formed at a time, without `query_chunk`
 
 
 class OfRule:
-    """An attribute of a layer that is a field of its `Rule`, to read and to write."""
+    """An attribute of a layer that reads and writes a field of its `Rule`."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -40,9 +40,9 @@ class Rule:
     Attributes:
       window: the number of positions that a query reads, including its own; None for all.
       softcap: a cap s of the scores, which become s·tanh(score / s); None for none.
-      scale: of the scores; None for c ** -0.5.
+      scale: the factor of scores; None for c ** -0.5.
       query_chunk: the number of queries scored at a time; None for `chunk_of`.
-      implementation: by name, or None for that of the platform.
+      implementation: its name; None for the platform's.
       context: layout of the sequence on ranks.
     """
 
@@ -57,7 +57,7 @@ class Rule:
         """Check the window, the cap and the implementation.
 
         Raises:
-          ValueError: one is not what it may be.
+          ValueError: one has an invalid value.
         """
         window, softcap, names = self.window, self.softcap, get_args(Implementation)
         if self.implementation not in (None, *names):
@@ -77,7 +77,7 @@ class Rule:
             )
 
     def factor(self, width: int) -> float:
-        """The scale of scores, of heads of width c."""
+        """Return the factor of scores for heads of width c."""
         return width**-0.5 if self.scale is None else self.scale
 
     def scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
@@ -97,7 +97,7 @@ class Rule:
 def chunk_of(t: int, s: int) -> int:
     """Choose how many of t queries are scored with s keys at a time: t up to `MOST_PAIRS` scores.
 
-    Beyond, queries are divided into equal chunks, of which the last one may be padded.
+    For more scores, queries are divided into equal chunks; the last may be padded.
     """
     parts = max(1, min(t, -(-t * s // MOST_PAIRS)))
     return -(-t // parts)
@@ -125,14 +125,14 @@ def visible(
     segments: jax.Array | None = None,
     segments_of_keys: jax.Array | None = None,
 ) -> jax.Array:
-    """Mark which of s keys each of t queries reads, `[1 or b, t, s]`.
+    """Mark the keys that each query reads, `[1 or b, t, s]`.
 
     Args:
-      places: `[t]` of the queries in their sequence.
-      of_keys: `[s]` of the keys.
+      places: `[t]` places of the queries in their sequence.
+      of_keys: `[s]` places of the keys.
       window: the number of positions that a query reads, including its own; None for all.
-      segments: `[b, t]` of the queries; None where a row is one document.
-      segments_of_keys: `[b, s]`.
+      segments: `[b, t]` of the queries; None if a row is one document.
+      segments_of_keys: `[b, s]` of the keys.
     """
     back = places[:, None] - of_keys[None]
     seen = ((back >= 0) if window is None else (back >= 0) & (back < window))[None]
@@ -151,15 +151,16 @@ def read(
 ) -> jax.Array:
     """Compute attention by its formula, `[b, t, k·g, w]`, in float32 and returned in q's dtype.
 
-    `jax.nn.dot_product_attention` mixes types in its backward, which strict promotion refuses.
+    `jax.nn.dot_product_attention` is not used: its backward mixes types, which strict promotion
+    refuses.
 
     Args:
-      rule: of the scores.
+      rule: the rule of the scores.
       sinks: `[k·g]`, an extra score of each head without a key or value.
       q: queries, `[b, t, k·g, c]`.
       k: keys, `[b, s, k, c]`.
       v: values, `[b, s, k, w]`.
-      seen: `[1 or b, t, s]`, which keys a query reads (`visible`).
+      seen: `[1 or b, t, s]`, the keys that a query reads (`visible`).
     """
     grouped = q.astype(jnp.float32).reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     scores = rule.scores(grouped, k)

@@ -2,8 +2,8 @@
 
 A sequence of T positions is split over R ranks of the axis, T / R on each. In contiguous order rank
 r has the positions from r·T/R on. Causal attention then gives the last rank 2R - 1 times the work
-of the first. In zig-zag order the sequence is cut into 2R blocks, of which rank r has blocks r and
-2R - 1 - r: all ranks have equal work.
+of the first. In zig-zag order the sequence is cut into 2R blocks, and rank r has blocks r and 2R -
+1 - r: all ranks have equal work.
 
 Letters: R = ranks on the axis, T = positions of a sequence, t = T / R.
 """
@@ -38,7 +38,7 @@ class Context:
     Attributes:
       axis: the mesh axis over which positions are split; None for whole sequences.
       way: "allgather", "ulysses" or "ring".
-      order: of positions on the ranks, "contiguous" or "zigzag".
+      order: the order of positions on the ranks, "contiguous" or "zigzag".
     """
 
     axis: str | None = None
@@ -65,7 +65,7 @@ class Context:
 
     @property
     def size(self) -> int:
-        """R, 1 where the axis is not manual: there sequences are whole."""
+        """R; 1 if the axis is not manual, where sequences are whole."""
         return group_size(self.axis)
 
     def places(self, length: int, rank: Any = None) -> jax.Array:
@@ -73,7 +73,7 @@ class Context:
 
         Args:
           length: t.
-          rank: of the axis; by default this rank.
+          rank: a rank of the axis; by default this rank.
 
         Raises:
           ValueError: zig-zag order and an odd t.
@@ -97,10 +97,10 @@ class Context:
         return places if part.count == 1 else places + part.start(length * self.size)
 
     def check_length(self, length: int) -> None:
-        """Check that a rank's positions are two blocks where the order is zig-zag.
+        """Check that a rank's positions can be halved, if the order is zig-zag.
 
         Raises:
-          ValueError: they are not.
+          ValueError: they cannot be halved.
         """
         if self.order == "zigzag" and self.size > 1 and length % 2:
             raise ValueError(
@@ -152,11 +152,11 @@ def zigzag(tree: Tree, ranks: int, *, slices: int | Sequence[int] = 1) -> Tree:
     Args:
       tree: a `pipeline.training.batches.Batch`, or any tree of arrays.
       ranks: R, the size of the context axis.
-      slices: as the pipeline's ``slices=``, if it has any: each slice is reordered by itself.
+      slices: the pipeline's option ``slices=``, if it is used: each slice is reordered by itself.
 
     Raises:
-      ValueError: leaves of several lengths, slices that do not fit them, or a length of a sequence
-        or a slice that 2R does not divide.
+      ValueError: leaves have several lengths, slices do not fit them, or 2R does not divide the
+        length of a sequence or of a slice.
     """
     return _reordered(tree, ranks, slices, lambda order: order)
 
@@ -167,10 +167,10 @@ def unzigzag(tree: Tree, ranks: int, *, slices: int | Sequence[int] = 1) -> Tree
     Args:
       tree: arrays [N, T, ...].
       ranks: R.
-      slices: as of `zigzag`.
+      slices: the argument of `zigzag`.
 
     Raises:
-      ValueError: as `zigzag`.
+      ValueError: the errors of `zigzag`.
     """
     return _reordered(tree, ranks, slices, np.argsort)
 

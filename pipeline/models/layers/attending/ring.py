@@ -1,16 +1,17 @@
-"""Ring attention: keys and values travel around the ranks of an axis, and are read block by block.
+"""Ring attention: keys and values go around the ranks of an axis, and are read block by block.
 
 H. Liu et al., "Ring Attention with Blockwise Transformers", arXiv:2310.01889; the online softmax of
 M. Milakov and N. Gimelshein, arXiv:1805.02867. Every rank holds the keys and values of one other
-rank at a time. The backward sends them around once more, and with them the sums of their gradients.
-In zig-zag order a rank reads two of the four pairs of half blocks of another rank, the same number
-on every rank (`pipeline.models.layers.attending.order`).
+rank at a time. The backward sends them around once more, with the sums of their gradients. In
+zig-zag order a rank reads two of the four pairs of half blocks of another rank, the same number on
+every rank (`pipeline.models.layers.attending.order`).
 
-With slices of sequences a rank keeps its part of the keys and values of every slice. Those of the
-slice and of earlier ones travel together, and later slices are not read.
+With slices of sequences a rank keeps its part of the keys and values of every slice. The keys and
+values of this slice and of earlier slices go around together; later slices are not read.
 
-Keys and values may be made of something smaller, the latents of latent attention. These travel
-then, and every rank forms the keys and values of one block at a time, once more in the backward.
+Keys and values may be computed from smaller arrays, the latents of latent attention. Then the
+latents go around. Every rank forms the keys and values of one block at a time, and again in the
+backward.
 
 Letters: R = ranks on the axis, N = slices, h = blocks of a rank (2 in zig-zag order), b =
 sequences, n = positions of a block, k = heads of keys and values, g = heads of queries for each, c
@@ -42,10 +43,10 @@ class BlockRule(Rule):
     """A rule for blocks of keys.
 
     Attributes:
-      start: the place of the first position, of a slice whose number is known.
-      before: the lengths of earlier slices, if so, as parts of a rank.
-      expand: (weights, what a block holds) to its keys `[b, n, k, c]` and values `[b, n, k, w]`;
-        None where it holds them.
+      start: the place of the first position, for a slice whose number is known.
+      before: for such a slice, the lengths of earlier slices on a rank.
+      expand: a function from weights and a block's arrays to the block's keys `[b, n, k, c]` and
+        values `[b, n, k, w]`; None if the arrays are keys and values.
     """
 
     start: int = 0
@@ -53,18 +54,18 @@ class BlockRule(Rule):
     expand: Expand | None = None
 
     def keys(self, weights: Any, held: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Form the keys and values of a block."""
+        """Return the keys and values of a block."""
         if self.expand is not None:
             return self.expand(weights, *held)
         k, v = held
         return k, v
 
 
-AXES = 1, 3, 3  # of a block's queries in `KeySums`
+AXES = 1, 3, 3  # the axes of queries in the fields of `KeySums`, in a block
 
 
 class KeySums(NamedTuple):
-    """Sums over the keys that were read so far, of every query.
+    """Sums over the keys that have been read, for every query.
 
     Attributes:
       values: `[h, b, n, k, g, w]` weighted values.
@@ -91,20 +92,20 @@ def ring(
 ) -> jax.Array:
     """Attend over the ranks of an axis: `[b, t, k·g, w]`, the positions of this rank.
 
-    Computed in float32, returned in the dtype of q.
+    It computes in float32 and returns the dtype of q.
 
     Args:
-      rule: which keys are read, and how.
+      rule: the rule of the keys that are read, and of their scores.
       q: queries, `[b, t, k·g, c]`.
       held: keys `[b, t, k, c]` and values `[b, t, k, w]`; or the arrays `[b, t, ...]` from which
         ``expand`` makes them.
-      segments: `[b, t]` integers, or None where a row is one document.
+      segments: `[b, t]` integers, or None if a row is one document.
       sinks: `[k·g]`, an extra score of each head without a key or value.
-      expand: as of `BlockRule`.
-      weights: of ``expand``.
-      part: the place of the slice, of which q, held and segments are this rank's positions.
+      expand: the attribute of `BlockRule`.
+      weights: the weights for ``expand``.
+      part: the place of the slice; q, held and segments are this rank's positions of the slice.
       earlier: [N, ...] leaves, this rank's arrays of ``held`` and segments of earlier slices, by
-        name; None without any.
+        name; None without earlier slices.
 
     Raises:
       ValueError: zig-zag order and an odd t; or a chunk that does not divide a block's queries.
@@ -149,10 +150,10 @@ def _before(
     *,
     packed: bool,
 ) -> tuple[BlockRule, Any, Any]:
-    """The rule of a slice, its number if that is traced, and the group of earlier slices' keys.
+    """Return a slice's rule, its number if traced, and the group of earlier slices' keys.
 
-    A group is (keys and values, segments). Where the number is traced it has all N slices, `[N,
-    ...]`, and otherwise all earlier slices, joined, `[1, ...]`; the first slice has none.
+    A group is (keys and values, segments). If the number is traced, it has all N slices, `[N,
+    ...]`. Otherwise it has all earlier slices, joined, `[1, ...]`; the first slice has no group.
     """
     if part.count == 1 or earlier is None:
         return rule, (), ()
@@ -190,13 +191,13 @@ def _each_before(
     """Apply ``read(n, slot, places of its keys, sums)`` to the keys of earlier slices.
 
     Args:
-      rule: of the scores.
+      rule: the rule of the scores.
       index: the number of the slice, if it is traced.
       before: the group, if there is one.
-      length: how many positions of a slice each rank has, of slices whose number is traced.
-      other: the rank that the keys are of.
-      read: gives new sums.
-      sums: the first.
+      length: positions of a slice on each rank, for slices whose number is traced.
+      other: the rank that the keys come from.
+      read: returns new sums.
+      sums: the first sums.
     """
     if not before:
         return sums
@@ -217,7 +218,7 @@ def _each_before(
 
 
 def _start(rule: BlockRule, index: Any, length: int) -> Any:
-    """The place of the first position of this slice, of which a rank has so many positions."""
+    """Return the place of this slice's first position; a rank has ``length`` of its positions."""
     return index[0] * (length * rule.context.size) if index else rule.start
 
 
@@ -286,7 +287,7 @@ def _forward(
 
 
 def _backward(rule: BlockRule, kept: Any, g: jax.Array) -> Any:
-    """Gradients of all arguments: queries, keys and values, weights, sinks, earlier slices."""
+    """Return gradients of queries, keys and values, weights, sinks, and earlier slices."""
     q, kv, weights, segments, sinks, index, before, y, level = kept
     context, n, wide = rule.context, q.shape[2], q.astype(jnp.float32)
     length = q.shape[0] * n
@@ -335,7 +336,7 @@ def _backward(rule: BlockRule, kept: Any, g: jax.Array) -> Any:
 
     if context.size > 1:
         (_, own, sums), _ = jax.lax.scan(step, (held, own, sums), jnp.arange(1, context.size))
-    dkv, of_before = _sent(sums, context.axis)  # home
+    dkv, of_before = _sent(sums, context.axis)  # back to their own ranks
     dq, dw = _narrow(own, (q, weights))
     low = tuple(
         -jnp.sum(jnp.exp(sink[None, None, ..., None] - level) * slope, axis=(0, 1, 4))
@@ -372,7 +373,7 @@ def _sent(tree: Any, axis: str | None) -> Any:
 
 
 def _like(q: jax.Array, x: jax.Array) -> jax.Array:
-    """An array that varies over the axes over which queries do."""
+    """Make an array vary over the axes over which queries vary."""
     return vary(x, tuple(sorted(varying_axes(q))))
 
 
@@ -385,13 +386,13 @@ def _places(context: Context, n: int, rank: Any) -> jax.Array:
 def _pairs(context: Context, step: Any, rank: Any, other: Any) -> list[tuple[Any, Any]]:
     """List the pairs of a query block and a key block that are read in a step.
 
-    In zig-zag order the far block of a rank comes after the near block of every other. The second
-    pair is that of the near blocks where the other rank's comes before this one's, and that of the
-    far blocks elsewhere.
+    In zig-zag order the far block of a rank comes after the near block of every other rank. So the
+    first pair is this rank's far block with the other's near block. The second pair is the two near
+    blocks if the other rank's near block comes before this rank's, and else the two far blocks.
     """
     if context.order == "contiguous":
         return [(0, 0)]
-    if isinstance(step, int):  # this rank's own
+    if isinstance(step, int):  # the keys are this rank's own
         return [(0, 0), (1, 0), (1, 1)]
     both = jnp.where(other < rank, 0, 1)
     return [(1, 0), (both, both)]
@@ -404,7 +405,7 @@ def _seen(rule: Rule, wanted: Any) -> jax.Array:
 def _read_block(
     rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, wanted: Any, had: KeySums
 ) -> Any:
-    """Add a block of keys, as read by queries `[b, n, k, g, c]`, to the queries' sums."""
+    """Add a block of keys, read by queries `[b, n, k, g, c]`, to the queries' sums."""
 
     def some(q: jax.Array, wanted: Any, had: KeySums) -> KeySums:
         seen, scores = _seen(rule, wanted), rule.scores(q, k)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from pipeline.models.layers.attending.order import Context
 
-WIDE = 4  # bytes of a float32, and of a segment's number
+WIDE = 4  # bytes of a float32, and of a segment number
 
 
 def context_bytes(
@@ -38,11 +38,11 @@ def context_bytes(
 ) -> tuple[float, float]:
     """Count the bytes that each rank sends in one layer's attention: forward and backward.
 
-    Heads are those of one rank of ``tensor``. On virtual CPU devices an exchange of a ring is an
+    Heads are those of one rank of ``tensor``. On virtual CPU devices a ring's exchange is an
     all-to-all of R parts, which sends R - 1 times as much.
 
     Args:
-      context: the way; its axis may be any.
+      context: the way; its axis is not read.
       ranks: R.
       rows: b.
       length: T.
@@ -52,7 +52,7 @@ def context_bytes(
       itemsize: bytes of a number of keys and values.
       packed: whether there are segments.
       value_dim: w, by default c.
-      latent: l, of latent attention the width of the latent and of the rotary part.
+      latent: l, for latent attention: the width of the latent plus the rotary part.
     """
     others, each = ranks - 1, rows * (length // ranks)
     columns = head_dim + (head_dim if value_dim is None else value_dim)

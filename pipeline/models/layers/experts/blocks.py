@@ -1,11 +1,11 @@
-"""Products of experts in blocks of rows: the work of a row does not grow with the experts.
+"""Products of experts in blocks of rows: a row's work does not grow with the number of experts.
 
 Letters: n = tokens, k = experts of a token, e = local experts, d = width, f = columns; b = rows of
-a block, p = blocks, all rows of a block of one expert. An expert's last block is filled up with
-zeros, so that p is at most n·k / b + e and at most e·b rows are computed for nothing.
+a block, p = blocks. All rows of a block have one expert. An expert's last block is filled up with
+zeros. So p is at most n·k / b + e, and at most e·b rows are computed in vain.
 
-`jax.lax.ragged_dot` computes the same in one operation. TPUs have a kernel for it; XLA for CPUs and
-GPUs multiplies every row with every expert and keeps one product of e.
+`jax.lax.ragged_dot` computes the same product in one operation. TPUs have a kernel for it. XLA for
+CPUs and GPUs multiplies every row with every expert and keeps one of e products.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def block_places(
     """Compute `[m]` the place of each row in the blocks, and `[p]` the expert of each block.
 
     Args:
-      chosen: `[m]` the expert of each row; e for an expert of another rank, with the place p·b.
+      chosen: `[m]` the expert of each row; e for an expert of another rank, whose place is p·b.
       sizes: `[e]` the number of rows of each expert.
       rank_of: `[m]` the number of earlier rows of the same expert.
       size: b.
@@ -54,7 +54,7 @@ def block_places(
 
 
 def block_matmul(rows: jax.Array, weight: jax.Array, owners: jax.Array) -> jax.Array:
-    """`[p, b, f]`: each block times the weight of its expert.
+    """Multiply each block with the weight of its expert: `[p, b, f]`.
 
     Args:
       rows: `[p, b, d]`.
@@ -65,7 +65,7 @@ def block_matmul(rows: jax.Array, weight: jax.Array, owners: jax.Array) -> jax.A
 
 
 def vary_together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Arrays, each marked as varying over the axes over which any of them varies."""
+    """Mark each array as varying over all axes over which any of them varies."""
     axes = tuple(sorted({axis for x in arrays for axis in varying_in(x)}))
     return tuple(vary(x, axes) for x in arrays)
 
@@ -75,12 +75,12 @@ def _product(rows: jax.Array, weight: jax.Array, owners: jax.Array) -> jax.Array
 
 
 def _of_rows(ct: jax.Array, weight: jax.Array, owners: jax.Array) -> jax.Array:
-    """The gradient for rows."""
+    """Compute the gradient of the rows."""
     return jax.lax.map(lambda block: block[0] @ weight[block[1]].T, (ct, owners))
 
 
 def _of_weight(ct: jax.Array, rows: jax.Array, owners: jax.Array, weight: Any) -> jax.Array:
-    """The gradient for a weight of this type: a loop that adds to a block's expert in place."""
+    """Compute the gradient of a weight, in a loop that adds to a block's expert in place."""
     dtype = jnp.float32 if weight.dtype.itemsize < 4 else weight.dtype
 
     def add(total: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
@@ -95,7 +95,7 @@ def _of_weight(ct: jax.Array, rows: jax.Array, owners: jax.Array, weight: Any) -
 
 # The product as a function of its tangents: linear in rows and in the weight. JAX would transpose
 # the loop of `_product` for the weight into sums of arrays as large as the weight, one per block.
-# No gradient holds this primitive, since its transposes are loops again; `jax.jvp` does.
+# Gradients do not contain this primitive, because its transposes are loops; `jax.jvp` does.
 _linear = Primitive("linear_block_matmul")
 
 
@@ -105,7 +105,7 @@ def _block_matmul(rows: jax.Array, weight: jax.Array, owners: jax.Array) -> jax.
 
 
 def _tangents(primals: Sequence[Any], tangents: Sequence[Any], zero: type) -> list[jax.Array]:
-    """The terms of the product's tangent; none for operands whose tangent is of the type zero."""
+    """Return the terms of the product's tangent, without operands whose tangent is zero."""
     (rows, weight, owners), (d_rows, d_weight, _) = primals, tangents
     pairs = [(d_rows, weight)] * (not isinstance(d_rows, zero))
     pairs += [(rows, d_weight)] * (not isinstance(d_weight, zero))

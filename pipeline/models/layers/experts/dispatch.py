@@ -1,17 +1,17 @@
 """Dispatch of tokens to experts on other ranks of a mesh axis, and back.
 
 Letters: R = ranks on the axis, n = tokens of a rank, k = experts of a token, e = experts, E = e / R
-of a rank, C = places of an expert for tokens of a rank, d = width. Every rank has tokens of its own
-and E of the experts. Values that one rank sends over the axis in a forward pass, without small
-integers:
+of a rank, C = places of an expert for tokens of a rank, d = width. Every rank has its own tokens
+and E of the experts. The numbers that one rank sends over the axis in a forward pass, without small
+integers, are
 
-    gather    (R - 1)·n·(d + k) tokens and weights come, (R - 1)·n·d sums go
-    capacity  (R - 1)·E·C·d go, and as many come back
-    ragged    at most n·k·d go, and as many come back
+    gather    (R - 1)·n·(d + k) for tokens and weights, (R - 1)·n·d for sums
+    capacity  (R - 1)·E·C·d to the experts, and as many back
+    ragged    at most n·k·d to the experts, and as many back
 
-and as many in the backward pass. `gather` and `ragged` lose no token, so their results equal the
-results on one rank. `capacity` drops tokens without a place, which depend on the number of tokens
-of a rank. Where the axis is not manual, R is 1 and nothing is exchanged.
+and as many in the backward pass. `gather` and `ragged` lose no token, so their results equal those
+on one rank. `capacity` drops tokens without a place; which tokens depends on the number of tokens
+of a rank. If the axis is not manual, R is 1 and nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from pipeline.models.layers.experts.routing import Routing
 
 Dispatch = Literal["gather", "capacity", "ragged"]
 DISPATCHES = ("gather", "capacity", "ragged")
-Done = tuple[jax.Array, jax.Array]  # `[n, d]` of tokens, and how many (token, expert) were dropped
+Done = tuple[jax.Array, jax.Array]  # `[n, d]` outputs, and number of dropped (token, expert)
 WITHOUT_RAGGED = ("cpu",)  # platforms whose compiler has no `ragged_all_to_all`
 
 
 def check_dispatch(dispatch: str) -> None:
-    """Refuse an exchange that the platform of the trace cannot run.
+    """Refuse an exchange that the platform cannot run.
 
     Raises:
-      ValueError: so.
+      ValueError: the platform cannot run it.
     """
     if dispatch == "ragged" and (on := platform()) in WITHOUT_RAGGED:
         raise ValueError(
@@ -62,11 +62,11 @@ def check_dispatch(dispatch: str) -> None:
 def dispatch_by_gather(
     x: jax.Array, routing: Routing, experts: Experts, num_experts: int, axis: str | None
 ) -> Done:
-    """Dispatch all tokens to every rank, which returns the sums of its experts; drop none.
+    """Gather all tokens on every rank, which returns the sums of its experts; drop no token.
 
     Args:
       x: `[n, d]` tokens of this rank.
-      routing: of them.
+      routing: the routing of these tokens.
       experts: the E experts of this rank.
       num_experts: e.
       axis: the mesh axis that splits the experts.
@@ -98,7 +98,7 @@ def capacity_of(tokens: int, top_k: int, num_experts: int, factor: float) -> int
 
 @functools.lru_cache(maxsize=64)
 def _capacities(most: int, top_k: int, num_experts: int, factor: float) -> Any:
-    """[most + 1] int32 `capacity_of` each number of tokens."""
+    """Return [most + 1] int32 `capacity_of` for each number of tokens."""
     counts = np.arange(most + 1)
     places = np.ceil(factor * counts * top_k / num_experts)
     return np.minimum(np.maximum(places, 1), counts).astype(np.int32)
@@ -116,14 +116,14 @@ def dispatch_by_capacity(
 ) -> Done:
     """Dispatch the first C tokens of each rank that chose an expert; drop the others.
 
-    Arguments are as for `dispatch_by_gather`, with ``factor`` as for `capacity_of`, and
-    ``is_data``, `[n]` bool, False for padding, None if all are data. Padding takes no place, and C
-    is computed from the number of real tokens.
+    Arguments are those of `dispatch_by_gather`, with ``factor`` of `capacity_of`, and ``is_data``,
+    `[n]` bool, False for padding; None if all are data. Padding takes no place, and C is computed
+    from the number of real tokens.
     """
     (n, d), k, ranks = x.shape, routing.chosen.shape[1], group_size(axis)
     places = capacity_of(n, k, num_experts, factor)
     flat = routing.chosen.reshape(-1)
-    # How many before it, in the order of tokens and of their choices, have chosen the same expert.
+    # The number of earlier choices of the same expert, in the order of tokens and of their choices.
     hot = flat[:, None] == jnp.arange(num_experts)[None]
     if is_data is not None:
         is_data_choice = jnp.repeat(is_data, k)
@@ -165,7 +165,7 @@ def dispatch_by_ragged(
     """Send each token only to the ranks of its experts; drop none.
 
     A rank has room for the tokens of all ranks, R·n·min(k, E) rows, because all tokens may choose
-    its experts. Arguments are as for `dispatch_by_gather`, with ``exchange``, by default
+    its experts. Arguments are those of `dispatch_by_gather`, with ``exchange``, by default
     `jax.lax.ragged_all_to_all`.
     """
     ranks = group_size(axis)
@@ -174,19 +174,19 @@ def dispatch_by_ragged(
     exchange = exchange or jax.lax.ragged_all_to_all
     (n, d), k, local = x.shape, routing.chosen.shape[1], num_experts // ranks
     flat = routing.chosen.reshape(-1)
-    order = jnp.argsort(flat, stable=True)  # by rank, and there by expert
+    order = jnp.argsort(flat, stable=True)  # by rank, then by expert
     rows = x[order // k]
-    # [from, to, expert there] how many rows; every rank has the whole table.
+    # [from, to, expert on that rank] number of rows; every rank has the whole table.
     table = jax.lax.all_gather(count(flat, num_experts), axis, axis=0)
     table = table.reshape(ranks, ranks, local)
     sizes = table.sum(-1)
     me = group_rank(axis)
-    starts = jnp.cumsum(sizes, axis=1) - sizes  # [from, to] where rows lie at the sender
-    places = jnp.cumsum(sizes, axis=0) - sizes  # [from, to] and at the receiver
+    starts = jnp.cumsum(sizes, axis=1) - sizes  # [from, to] first rows at the sender
+    places = jnp.cumsum(sizes, axis=0) - sizes  # [from, to] first rows at the receiver
     room = ranks * n * min(k, local)
     empty = vary(jnp.zeros((room, d), x.dtype), varying_in(rows))
     there = exchange(rows, empty, starts[me], sizes[me], places[me], sizes[:, me], axis_name=axis)
-    # What came lies by sender, and there by expert.
+    # Received rows are ordered by sender, then by expert.
     ends = jnp.cumsum(table[:, me].reshape(-1))
     owner = jnp.searchsorted(ends, jnp.arange(room), side="right")
     owner = jnp.where(owner < ranks * local, owner % local, local)

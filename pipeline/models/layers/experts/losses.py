@@ -1,12 +1,14 @@
-"""Losses that keep experts in balance, and logits of a router small.
+"""Losses that keep experts in balance, and a router's logits small.
 
 Letters: n = tokens, e = experts, k = experts of a token, b = sequences, t = positions.
 
 Papers count in different ways. Here a *load* is an expert's part of all n·k choices, so that loads
-sum up to 1, and a balance loss is e·Σ load·share, which is 1 when all experts get the same. That of
-the Switch Transformer (arXiv:2101.03961) is this one for k = 1, that of DeepSeek-V3 is this one;
-transformers' ``load_balancing_loss_func`` counts each of a token's k choices as 1, so it is k times
-as large, and it takes the mean of loads and of shares over all layers before it multiplies them.
+sum up to 1. A balance loss is e·Σ load·share, which is 1 when all experts get equally many tokens.
+The Switch Transformer's loss (arXiv:2101.03961) equals it for k = 1, and DeepSeek-V3's equals it
+for any k. transformers' ``load_balancing_loss_func`` counts each of a token's k choices as 1, so it
+is k times as large. It also takes the mean of loads and of shares over all layers before it
+multiplies them.
+
 Loads have no gradient, so the loss is linear in shares: if every rank uses the load of all rows,
 the mean over ranks is the loss of all rows.
 """
@@ -18,7 +20,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-Balance = Literal["microbatch", "sequence", "batch"]  # of which rows a balance loss takes the load
+Balance = Literal["microbatch", "sequence", "batch"]  # the rows whose load a balance loss uses
 BALANCES = ("microbatch", "sequence", "batch")
 
 
@@ -40,7 +42,7 @@ def joint_balance(counts: jax.Array, shares: jax.Array, earlier: Any) -> tuple[j
     """Compute e·Σ counts·shares of a slice with itself and with earlier slices.
 
     Both factors are sums over tokens. So the product for a whole sequence is the sum of these
-    values over its slices, although no slice knows those after it.
+    values over its slices, although no slice knows later ones.
 
     Args:
       counts: `[..., e]` float32 choices of this slice's tokens, on all ranks.
@@ -49,7 +51,7 @@ def joint_balance(counts: jax.Array, shares: jax.Array, earlier: Any) -> tuple[j
         None without slices.
 
     Returns:
-      `[...]`, and the pair of counts and shares, which later slices read.
+      `[...]` the products, and the pair of counts and shares, which later slices read.
     """
     counts = jax.lax.stop_gradient(counts)
     total = jnp.sum(counts * shares, -1)
@@ -61,7 +63,7 @@ def joint_balance(counts: jax.Array, shares: jax.Array, earlier: Any) -> tuple[j
 
 
 def squared_normalisers(logits: jax.Array) -> jax.Array:
-    """`[n]` float32 logsumexp(logits)² of each token; their mean is ST-MoE's z-loss.
+    """Compute `[n]` float32 logsumexp(logits)² of each token; the mean is ST-MoE's z-loss.
 
     Source: arXiv:2202.08906.
 

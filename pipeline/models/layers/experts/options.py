@@ -24,13 +24,13 @@ Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 
 def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate)·up, of SwiGLU."""
+    """Compute silu(gate)·up, as in SwiGLU."""
     return jax.nn.silu(gate) * up
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingOptions:
-    """The options that layers of experts and the configuration of a decoder have."""
+    """The options that layers of experts and a decoder's configuration share."""
 
     scoring: Scoring = "softmax"
     renormalise: bool = True
@@ -51,10 +51,10 @@ class RoutingOptions:
     counts: bool = False
 
     def router_of(self, num_experts: int, top_k: int) -> Router:
-        """The rule that chooses k of e experts.
+        """Return the rule that chooses k of e experts.
 
         Raises:
-          ValueError: sizes that do not fit.
+          ValueError: the sizes do not fit.
         """
         kind = self.scoring, self.renormalise, self.scale, self.groups, self.group_top
         return Router(num_experts, top_k, *kind)
@@ -62,37 +62,39 @@ class RoutingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertOptions(RoutingOptions):
-    """The options of `MixtureOfExperts`, which takes them by name too.
+    """The options of `MixtureOfExperts`, which also takes them by name.
 
     Attributes:
-      scoring, renormalise, scale, groups, group_top: as of `Router`.
-      router_bias: whether logits have a bias that is trained.
-      bias_rate: for a bias of the choice alone (arXiv:2408.15664): by how much `advance_experts`
-        moves it for experts that had less or more than the mean. It is state; 0 keeps it.
-      shared_hidden: columns of an MLP that every token passes, added to the experts; 0 for none.
-      shared_gate: whether the shared MLP is multiplied with a sigmoid of the token.
+      scoring, renormalise, scale, groups, group_top: options of `Router`.
+      router_bias: whether logits have a trained bias.
+      bias_rate: for a bias of the choice alone (arXiv:2408.15664), which is state: the step by
+        which `advance_experts` moves it for experts with less or more than the mean. 0 keeps it.
+      shared_hidden: columns of an MLP that every token uses, added to the experts; 0 for none.
+      shared_gate: whether the shared MLP is multiplied with a sigmoid gate of the token.
       bias: whether the experts' products have biases.
       gate: a function of (gate, up) that returns the input of the down product.
       axis: the mesh axis that splits the experts.
-      dispatch: "gather", "capacity" or "ragged" (`pipeline.layers.experts`). The first and
-        the last drop no token, and their results do not depend on the mesh.
-      capacity_factor: of "capacity" (`capacity_of`).
+      dispatch: "gather", "capacity" or "ragged" (`pipeline.layers.experts`). "gather" and "ragged"
+        drop no token, and their results do not depend on the mesh.
+      capacity_factor: the factor of "capacity" (`capacity_of`).
       chunk: tokens of a rank that are dispatched at a time, and again in the backward, which bounds
-        the memory of it; None for all. "capacity" then counts places in each chunk.
-      balance_weight: of the balance loss, which is added to the loss with `pipeline.add_loss`.
+        memory; None for all. "capacity" then counts places in each chunk.
+      balance_weight: the weight of the balance loss, which is added to the loss by
+        `pipeline.add_loss`.
       balance: the loads in the balance loss: of the "microbatch" over all rows of the mesh, of each
         "sequence" (the input is `[b, t, d]`), or of the previous step's whole "batch", from state
         (`settle_experts` for the loads of the batch itself).
-      z_weight: of the z-loss.
+      z_weight: the weight of the z-loss.
       counts: whether choices of experts are counted, as state; always with ``bias_rate`` and
         ``balance="batch"``.
-      row_axes: mesh axes that split rows, and ``context``, which splits positions, in a `shard_map`
-        of one's own. In a pipeline ``batch=`` says which axes these are.
-      init: of the fused weight; init_out: of the down weight; init_router: of the router.
-      dtype: of the parameters.
+      row_axes: for your own `shard_map`: the mesh axes that split rows, and ``context``, which
+        splits positions. In a pipeline ``batch=`` defines these axes.
+      init: the initializer of the fused weight; init_out: of the down weight; init_router: of the
+        router.
+      dtype: the dtype of the parameters.
 
     Raises:
-      ValueError: all faults, at once.
+      ValueError: a list of all faults.
     """
 
     axis: str | None = EXPERT
@@ -104,7 +106,7 @@ class ExpertOptions(RoutingOptions):
     dtype: Any = jnp.float32
 
     def __post_init__(self) -> None:
-        """Check every value that needs no other."""
+        """Check every value that depends on no other."""
         wrong, factor, chunk, rows = [], self.capacity_factor, self.chunk, self.row_axes
         if self.dispatch not in DISPATCHES:
             known = ", ".join(map(repr, DISPATCHES))

@@ -1,8 +1,8 @@
 """The products of experts, on rows ordered by expert, and the sums by token.
 
-Letters: n = tokens, k = experts of a token, m = n·k rows, e = experts that lie here, d = width,
-f = columns. `jax.lax.ragged_dot` is one product for all experts of a device, of any number of rows
-each, none included. TPUs have a kernel for it; elsewhere rows are laid out in blocks
+Letters: n = tokens, k = experts of a token, m = n·k rows, e = local experts, d = width, f =
+columns. `jax.lax.ragged_dot` is one product for all experts of a device, with any number of rows
+for each, also none. TPUs have a kernel for it; on other platforms rows are put in blocks
 (`pipeline.models.layers.experts.blocks`).
 """
 
@@ -22,20 +22,20 @@ from pipeline.models.layers.experts.blocks import (
     vary_together,
 )
 
-# Rows `[m, d]` and what the parameters of their experts are multiplied and picked by.
+# The arguments of experts: rows `[m, d]`, and functions that apply parameters to the rows.
 Product = Callable[[jax.Array, jax.Array], jax.Array]  # rows, `[e, d, f]` -> rows
-Pick = Callable[[jax.Array], jax.Array]  # `[e, f]` -> something to add to rows
+Pick = Callable[[jax.Array], jax.Array]  # `[e, f]` -> an array to add to rows
 Experts = Callable[[jax.Array, Product, Pick], jax.Array]
 
 
 def grouped_matmul(rows: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-    """`[m, f]`: the first ``sizes[0]`` rows times ``weight[0]``, the next ones times ``weight[1]``.
+    """Multiply the first ``sizes[0]`` rows with ``weight[0]``, the next with ``weight[1]``: `[m,
+    f]`.
 
     Args:
       rows: `[m, d]`.
       weight: `[e, d, f]`.
-      sizes: `[e]` int32; rows behind their sum belong to nobody, and what is returned for them is
-        undefined.
+      sizes: `[e]` int32; results for rows after their sum are undefined.
     """
     rows, weight, sizes = vary_together(rows, weight, sizes)
     return jax.lax.ragged_dot(rows, weight, sizes)
@@ -51,12 +51,12 @@ def run_grouped(
       chosen: `[n, k]` the experts of each token; 0..e-1 are local.
       experts: the function of the experts, on rows ordered by expert.
       num_experts: e.
-      all_here: whether no other experts occur.
+      all_here: whether all experts are local.
     """
     k = chosen.shape[1]
     flat = chosen.reshape(-1)
     here = (flat >= 0) & (flat < num_experts)
-    flat = jnp.where(here, flat, num_experts)  # others behind all
+    flat = jnp.where(here, flat, num_experts)  # experts of other ranks come last
     order = jnp.argsort(flat, stable=True)
     sizes = count(flat, num_experts)
     if platform() != "tpu":
@@ -64,7 +64,7 @@ def run_grouped(
         return y.reshape(*chosen.shape, -1)
     rows, owners = x[order // k], flat[order]
     if not all_here:
-        # On both sides: what kernels return for rows of nobody is undefined, also in a backward.
+        # Both operands: a kernel's results for rows without an expert are undefined, also backward.
         rows = jnp.where((owners < num_experts)[:, None], rows, jnp.zeros((), rows.dtype))
     owners = jnp.minimum(owners, num_experts - 1)
     y = experts(rows, lambda r, w: grouped_matmul(r, w, sizes), lambda b: b[owners])
@@ -77,14 +77,14 @@ def run_grouped(
 def _run_blocks(
     x: jax.Array, flat: jax.Array, order: jax.Array, sizes: jax.Array, experts: Experts
 ) -> jax.Array:
-    """`[m, d]` as `run_grouped`, of rows that are laid out in blocks of one expert each.
+    """Compute `[m, d]` as in `run_grouped`, with rows in blocks of one expert each.
 
     Args:
       x: `[n, d]` tokens.
-      flat: `[m]` the expert of each row, e for those that lie elsewhere.
+      flat: `[m]` the expert of each row, e for experts of other ranks.
       order: `[m]` the rows sorted by expert.
-      sizes: `[e]` how many rows each expert has.
-      experts: what they are, of `[p, b, d]` rows.
+      sizes: `[e]` the number of rows of each expert.
+      experts: the function of the experts, on `[p, b, d]` rows.
     """
     size = block_size(flat.shape[0], sizes.shape[0])
     before = inverse(order) - (jnp.cumsum(sizes) - sizes)[jnp.minimum(flat, sizes.shape[0] - 1)]
@@ -100,11 +100,11 @@ def _run_blocks(
 
 
 def placed(x: jax.Array, places: jax.Array, total: int) -> jax.Array:
-    """`[total, d]` tokens in their places, 0 where there is none.
+    """Put tokens in their places: `[total, d]`, 0 for an empty place.
 
     Args:
       x: `[n, d]` tokens.
-      places: `[n·k]` the place of each choice of a token; ``total`` where it has none.
+      places: `[n·k]` the place of each choice of a token; ``total`` for a choice without a place.
       total: number of places.
     """
     n = x.shape[0]
@@ -122,7 +122,7 @@ def taken(y: jax.Array, places: jax.Array) -> jax.Array:
 
 
 def combine(y: jax.Array, weights: jax.Array) -> jax.Array:
-    """`[n, d]` the weighted sum of the outputs of a token's experts.
+    """Compute `[n, d]` the weighted sum of the outputs of a token's experts.
 
     Args:
       y: `[n, k, d]`.
@@ -132,7 +132,7 @@ def combine(y: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def count(flat: jax.Array, num_experts: int) -> jax.Array:
-    """`[e]` int32 number of times that each expert occurs; other numbers are ignored."""
+    """Count `[e]` int32 how often each expert occurs; other numbers are ignored."""
     return jax.nn.one_hot(flat, num_experts, dtype=jnp.int32).sum(0)
 
 

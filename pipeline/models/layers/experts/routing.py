@@ -1,7 +1,7 @@
 """Routers: the experts of a token and their weights.
 
-Letters: n = tokens, e = experts, k = experts of a token. Everything is computed in float32. Of
-equal scores the expert with the smaller number is chosen, as `jax.lax.top_k` does.
+Letters: n = tokens, e = experts, k = experts of a token. Everything is computed in float32. Among
+equal scores the expert with the smaller number is chosen, as in `jax.lax.top_k`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeline.base.arguments import is_number, is_whole
 
 Scoring = Literal["softmax", "topk_softmax", "sigmoid"]
 SCORINGS = ("softmax", "topk_softmax", "sigmoid")
-TINY = 1e-20  # keeps a sum of scores that are all 0 from dividing
+TINY = 1e-20  # avoids a division by 0 if all scores are 0
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Router:
         """Check every value.
 
         Raises:
-          ValueError: all that is wrong, at once.
+          ValueError: a list of all faults.
         """
-        for name in ("num_experts", "top_k", "group_top"):  # numpy's integers become Python's
+        for name in ("num_experts", "top_k", "group_top"):  # convert numpy's integers to Python's
             if _is_count(value := getattr(self, name)):
                 object.__setattr__(self, name, int(value))
         e, k = self.num_experts, self.top_k
@@ -103,12 +103,12 @@ class Router:
 
 @dataclass(frozen=True)
 class Routing:
-    """The destinations of tokens.
+    """The experts of each token, with their weights.
 
     Attributes:
       weights: `[n, k]` float32, the factors of the outputs of a token's experts.
       chosen: `[n, k]` int32, the experts.
-      shares: `[n, e]` float32, scores of a token that sum up to 1, for losses of balance.
+      shares: `[n, e]` float32, scores of a token that sum up to 1, for balance losses.
     """
 
     weights: jax.Array
@@ -143,7 +143,7 @@ def route(logits: jax.Array, router: Router, *, bias: jax.Array | None = None) -
 
 
 def _choose(scores: jax.Array, router: Router, bias: jax.Array | None) -> jax.Array:
-    """`[n, k]` the experts with the largest scores, of the groups with the largest ones."""
+    """Choose `[n, k]` the experts with the largest scores, in the groups with the largest."""
     if bias is not None:
         scores = scores + jax.lax.stop_gradient(bias.astype(jnp.float32))[None]
     if router.groups is not None:

@@ -21,18 +21,17 @@ class ExpertState(DataStatistic):
 
 
 def advance_experts(module: nnx.Module) -> None:
-    """Turn the counts of a step into loads, move biases, and begin to count again.
+    """Turn the counts of a step into loads, move biases, and reset the counts.
 
-    The ``after_step=`` of a pipeline with `MixtureOfExperts` in its stages. A model without a
-    pipeline calls it after each update; so does a loop over `Pipeline.value_and_grad` in which one
-    update takes several calls, of a pipeline without ``after_step=``.
+    It is the ``after_step=`` of a pipeline with `MixtureOfExperts` in its stages. A model without a
+    pipeline calls it after each update. So does a loop over `Pipeline.value_and_grad` with several
+    calls per update, of a pipeline without ``after_step=``.
 
     Args:
       module: a stage, a `Pipeline`, or any module with such layers in it.
 
     Raises:
-      ValueError: the state of experts lies in no layer that can be found: stages of a pipeline are
-        not alike.
+      ValueError: no layer has the state of experts, because stages of a pipeline are not alike.
     """
     found = False
     for _, node in nnx.iter_graph(module):
@@ -48,11 +47,11 @@ def advance_experts(module: nnx.Module) -> None:
 
 
 def settle_experts(module: nnx.Module) -> None:
-    """Turn counts into loads and begin to count again; biases stay.
+    """Turn counts into loads and reset the counts; biases stay.
 
-    With ``balance="batch"`` the loss reads the loads of the previous step. Loads of a batch itself
-    come from a forward pass before the step: ``pipe.loss(inputs, targets)``, whose targets say what
-    is padding, then ``settle_experts(pipe)``.
+    With ``balance="batch"`` the loss reads the loads of the previous step. For the loads of a batch
+    itself, run a forward pass before the step: ``pipe.loss(inputs, targets)``, whose targets mark
+    padding, then ``settle_experts(pipe)``.
 
     Args:
       module: a `Pipeline`, or any module.
@@ -75,7 +74,7 @@ def settle_experts(module: nnx.Module) -> None:
 
 
 def loads(counts: Any) -> Any:
-    """`[..., e]` each expert's part of all choices; equal parts where there were none."""
+    """Return `[..., e]` each expert's part of all choices; equal parts without any choice."""
     total = counts.sum(-1, keepdims=True)
     load = counts.astype(jnp.float32) / jnp.maximum(total, 1).astype(jnp.float32)
     return jnp.where(total > 0, load, jnp.float32(1 / counts.shape[-1]))

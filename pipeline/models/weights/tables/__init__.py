@@ -1,4 +1,4 @@
-"""Tables of published families: which tensor of a checkpoint is which weight.
+"""Tables of published families, from tensors of a checkpoint to weights.
 
-Nothing here reads a file.
+This package reads no file.
 """

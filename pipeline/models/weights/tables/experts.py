@@ -1,9 +1,9 @@
 """Families with mixtures of experts: tables of names, and translations of config.json.
 
-Letters of patterns beside those of `weights.tables.families`: e experts, m columns of one,
-s columns of the shared ones; of latent attention q width of queries' latent, r of keys' and
-values', w width of values, x of a head's queries, y of what makes keys and values, z of a head's
-keys and values before positions.
+Letters of patterns in addition to those of `weights.tables.families`: e experts, m columns of an
+expert, s columns of the shared experts. For latent attention: q width of queries' latent, r width
+of keys' and values' latent, w width of values, x columns of a head's queries, y columns of the
+product that makes keys and values, z columns of a head's keys without positions and values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Given = Mapping[str, Any]
 def _rows(
     at: str, gate: str = "gate_proj", down: str = "down_proj", up: str = "up_proj"
 ) -> tuple[Row, ...]:
-    """Router and experts, each expert a matrix of its own in the file."""
+    """Return rows of router and experts; in the file each expert is a separate matrix."""
     each = f"{at}.experts.{{e}}."
     return (
         row("experts.router_weight", "d e", (f"{at}.gate.weight", "e d")),
@@ -36,7 +36,7 @@ def _rows(
 
 
 def _shared(at: str) -> tuple[Row, ...]:
-    """The MLP that every token passes."""
+    """Return rows of the MLP that every token uses."""
     return (
         row(
             "experts.shared.gate_up",
@@ -100,32 +100,32 @@ def _number(given: Given, key: str) -> int:
 
 
 def _sparse(given: Given) -> tuple[int, ...]:
-    """The layers with experts, of Qwen's keys."""
+    """Return the layers with experts, from Qwen's keys."""
     step, without = given.get("decoder_sparse_step", 1), given.get("mlp_only_layers", [])
     layers = given["num_hidden_layers"]
     return tuple(n for n in range(layers) if n not in without and (n + 1) % step == 0)
 
 
 def _in_all_layers(given: Given, number: str, **options: Any) -> ExpertsConfig:
-    """Experts in every layer, as many as a key says."""
+    """Return experts in every layer, their number read from a key."""
     chosen, layers = _size(given, "num_experts_per_tok"), tuple(range(given["num_hidden_layers"]))
     sizes = _number(given, number), chosen, given["intermediate_size"]
     return ExpertsConfig(*sizes, layers, **options)
 
 
 def mixtral(given: Given) -> ExpertsConfig:
-    """The experts of Mixtral."""
+    """Return the experts of Mixtral."""
     return _in_all_layers(given, "num_local_experts")
 
 
 def olmoe(given: Given) -> ExpertsConfig:
-    """The experts of OLMoE."""
+    """Return the experts of OLMoE."""
     renormalise = given.get("norm_topk_prob", False)
     return _in_all_layers(given, "num_experts", renormalise=renormalise)
 
 
 def qwen(given: Given) -> ExpertsConfig:
-    """The experts of Qwen2-MoE, which have shared ones, and of Qwen3-MoE, which have none."""
+    """Return the experts of Qwen2-MoE, with a shared expert, and of Qwen3-MoE, without."""
     shared = given.get("shared_expert_intermediate_size", 0)
     return ExpertsConfig(
         _number(given, "num_experts"),
@@ -139,13 +139,13 @@ def qwen(given: Given) -> ExpertsConfig:
 
 
 def gpt_oss(given: Given) -> ExpertsConfig:
-    """The experts of gpt-oss."""
+    """Return the experts of gpt-oss."""
     limit, biases = given.get("swiglu_limit", 7.0), {"router_bias": True, "bias": True}
     return _in_all_layers(given, "num_local_experts", scoring="topk_softmax", clamp=limit, **biases)
 
 
 def deepseek(given: Given, version: int) -> ExpertsConfig:
-    """The experts of DeepSeek-V2 and V3.
+    """Return the experts of DeepSeek-V2 and V3.
 
     Args:
       given: config.json.
@@ -170,7 +170,7 @@ def deepseek(given: Given, version: int) -> ExpertsConfig:
 
 
 def latent(given: Given) -> LatentConfig:
-    """The attention of DeepSeek-V2 and V3."""
+    """Return the attention of DeepSeek-V2 and V3."""
     return LatentConfig(
         given.get("q_lora_rank"),
         _size(given, "kv_lora_rank"),
@@ -181,7 +181,7 @@ def latent(given: Given) -> LatentConfig:
 
 
 def latent_scale(given: Given) -> float:
-    """Factor on scores, which grows with YaRN."""
+    """Return the factor of scores, which is larger with YaRN."""
     scale = (_size(given, "qk_nope_head_dim") + _size(given, "qk_rope_head_dim")) ** -0.5
     rope: Mapping[str, Any] = given.get("rope_parameters") or given.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -191,5 +191,5 @@ def latent_scale(given: Given) -> float:
 
 
 def yarn_amplitude(factor: float, mscale: float = 1.0) -> float:
-    """Factor of YaRN on queries and keys."""
+    """Return YaRN's factor of queries and keys."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

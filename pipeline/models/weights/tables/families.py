@@ -1,4 +1,4 @@
-"""Families of checkpoints, each a table: keys of config.json, and which tensor is which weight.
+"""Families of checkpoints, each a table: keys of config.json, and tensors of each weight.
 
 Letters of patterns: d width, v words, k heads of keys and values, g heads of queries for each, h
 all heads of queries, c width of a head, f columns of the MLP, p learned positions, u = 2 d.
@@ -117,7 +117,7 @@ _GPT2_KEYS = {
     "layer_norm_epsilon": "norm_epsilon",
     "tie_word_embeddings": "tied",
 }
-# What values must be. JSON knows NaN and Infinity, and text where a number or flag belongs.
+# The kinds of values. JSON may have NaN and Infinity, and text in place of a number or flag.
 _OF_KIND: dict[Kind, str] = {
     "size": "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads "
     "head_dim num_local_experts num_experts num_experts_per_tok moe_intermediate_size "
@@ -147,7 +147,7 @@ _OF_ROPE: dict[Kind, str] = {
 }
 _ROPE_KINDS: dict[str, Kind] = {key: kind for kind, of in _OF_ROPE.items() for key in of.split()}
 _ROPE_VALUES = "rope_theta", "partial_rotary_factor", "low_freq_factor", "high_freq_factor"
-# Keys that may be null, which says that a model has none of it, or that it follows from others.
+# Keys that may be null: the model lacks the feature, or the value follows from others.
 # A flag that is null is false; any other key that is null has no meaning, and is refused.
 _NULLS = (
     "num_key_value_heads head_dim n_inner sliding_window layer_types mlp_only_layers "
@@ -156,7 +156,7 @@ _NULLS = (
     "architectures"
 )
 _MAY_BE_NULL = {*_NULLS.split()}
-_SIZES = {"vocabulary", "width", "layers", "heads"}  # that no model has by default
+_SIZES = {"vocabulary", "width", "layers", "heads"}  # these have no default
 _HIDDEN_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -174,11 +174,11 @@ class Reading:
 
     Attributes:
       keys: names of config.json and of the decoder.
-      defaults: of what config.json may lack, under its names.
-      only: values that other models of the family may have, and this decoder has not.
-      fixed: what is so in the whole family.
-      activation: under which name the MLP's stands.
-      more: anything that does not follow from a single key.
+      defaults: defaults of keys that config.json may lack, under its names.
+      only: the only supported value of keys that may have other values in the family.
+      fixed: values that hold for the whole family.
+      activation: the key of the MLP's activation.
+      more: computes values that depend on several keys.
     """
 
     keys: Mapping[str, str]
@@ -190,10 +190,10 @@ class Reading:
 
 
 class _Given(dict[str, Any]):
-    """The content of config.json, which raises where a key is read that is null."""
+    """The content of config.json; reading a key that is null raises an error."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value, or the default where config.json lacks the key."""
+        """Return the value, or the default if config.json lacks the key."""
         try:
             return self[key]
         except KeyError:
@@ -210,27 +210,27 @@ def _without_nulls(reading: Reading, content: Config) -> dict[str, Any]:
     """Fill config.json with defaults; null flags become False, optional nulls are dropped.
 
     Args:
-      reading: of the family.
-      content: of config.json.
+      reading: the reading of the family.
+      content: the content of config.json.
     """
     flags = {key for key, kind in _KINDS.items() if kind == "flag"}
     flags |= {key for key, value in reading.only.items() if isinstance(value, bool)}
     given = {**reading.defaults, **content}
-    if given.get("hidden_activation") is None:  # as Gemma's first files have it
+    if given.get("hidden_activation") is None:  # null in Gemma's first files
         given["hidden_activation"] = reading.defaults.get("hidden_activation")
     given |= {key: False for key in flags | {"qkv_bias"} if given.get(key, False) is None}
     return {k: v for k, v in given.items() if v is not None or k not in _MAY_BE_NULL}
 
 
 def read_config(name: str, reading: Reading, content: Config) -> DecoderConfig:
-    """A decoder's config, of the content of config.json.
+    """Return a decoder's configuration from the content of config.json.
 
     Raises:
-      ValueError: a key is missing, or asks for what this decoder has not.
+      ValueError: a key is missing, or requires a feature that this decoder lacks.
     """
     given = _without_nulls(reading, content)
     if given.get("use_sliding_window") is False and given.get("sliding_window") == 0:
-        del given["sliding_window"]  # as transformers writes it where it is not used
+        del given["sliding_window"]  # transformers writes 0 if it is not used
     wrong = _faults(given)
     for key, own in reading.keys.items():
         if own in _SIZES and given.get(key) is None:
@@ -253,7 +253,7 @@ def read_config(name: str, reading: Reading, content: Config) -> DecoderConfig:
     found.setdefault("kv_heads", found["heads"])
     if "head_dim" not in found:
         found["head_dim"] = found["width"] // found["heads"]
-    found.setdefault("hidden", 4 * found["width"])  # of GPT-2
+    found.setdefault("hidden", 4 * found["width"])  # for GPT-2
     try:
         return DecoderConfig(**{**found, **reading.fixed, **reading.more(_Given(given))})
     except ValueError as error:
@@ -261,7 +261,7 @@ def read_config(name: str, reading: Reading, content: Config) -> DecoderConfig:
 
 
 def _faults(given: Config) -> list[str]:
-    """List the values of another kind than their keys have, at any depth."""
+    """List the values whose kind is not that of their key, at any depth."""
     wrong = faults_of(given, _KINDS)
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := given.get(key), Mapping):
@@ -276,24 +276,24 @@ def _faults(given: Config) -> list[str]:
 
 
 def _written_rope(given: Config, kind: str | None) -> dict[str, Any]:
-    """The object of rotary positions, without keys that are null."""
+    """Return the object of rotary positions, without keys that are null."""
     written: Mapping[str, Any] = given.get("rope_parameters") or {}
     if kind is not None and isinstance(written.get(kind), Mapping):
         written = written[kind]
     elif kind is None and "full_attention" in written:
         written = written["full_attention"]
     written = written or given.get("rope_scaling") or {}
-    if written.get("truncate", True) is None:  # as for any flag
+    if written.get("truncate", True) is None:  # a flag that is null is false
         written = {**written, "truncate": False}
     return {key: value for key, value in written.items() if value is not None}
 
 
 def _rope(given: Config, kind: str | None = None) -> Rope:
-    """Rotary positions, out of any form in which they are written.
+    """Return rotary positions from any form of the keys.
 
     Args:
       given: config.json.
-      kind: of the layers, where each kind has its own.
+      kind: the kind of layers, if each kind has its own rotary positions.
     """
     written = _written_rope(given, kind)
 
@@ -333,11 +333,11 @@ def _rope(given: Config, kind: str | None = None) -> Rope:
 
 
 def _windows(given: Config, *, pattern: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """[layers] the window of each.
+    """Return [layers] the window of each layer.
 
     Args:
       given: config.json.
-      pattern: which layers have one where ``layer_types`` does not say it.
+      pattern: tells which layers have a window, if there is no ``layer_types``.
     """
     layers, window = given["num_hidden_layers"], given.get("sliding_window")
     if window is None:
@@ -351,7 +351,7 @@ def _windows(given: Config, *, pattern: Callable[[int], bool]) -> tuple[int | No
 
 
 def _biased(given: Config, *, default: bool = False) -> dict[str, Any]:
-    """Rotary positions, and whether attention has biases."""
+    """Return rotary positions, and whether attention has biases."""
     bias = given.get("attention_bias", default)
     return {"rope": _rope(given), "qkv_bias": bias, "out_bias": bias}
 
@@ -599,7 +599,7 @@ _TABLES: dict[str, dict[str, Any]] = {
         "rows": _DEEPSEEK_ROWS,
         "mtp": _DEEPSEEK_MTP,
         "mtp_copies": (("embed_tokens.weight", "embed"), ("shared_head.head.weight", "head")),
-        # The published layer for multi-token prediction, where config.json does not count it.
+        # The published layer for multi-token prediction, if config.json does not count it.
         "ignored": (_BUFFERS, r"^model\.layers\.61\."),
     },
     "gemma2": {"rows": GEMMA2_ROWS},
@@ -631,10 +631,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(content: Config, where: str = "config.json") -> Family:
-    """The family of a config.json, by its ``model_type``.
+    """Return the family of a config.json, by its ``model_type``.
 
     Raises:
-      ValueError: none that is known.
+      ValueError: the model_type is missing or unknown.
     """
     name = content.get("model_type")
     if isinstance(name, str) and name in FAMILIES:

@@ -1,4 +1,4 @@
-"""A family of checkpoints: how its config.json is read, and which tensor is which weight."""
+"""A family of checkpoints: the reading of its config.json, and a table of its tensors."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ Config = Mapping[str, Any]  # the content of config.json
 class Family:
     """A table of names and transposes.
 
-    A layer's tensors are called ``prefix + blocks.format(n=...) + name``; those of embed and head
-    ``prefix + name``, or ``name`` alone if it begins with a dot, which is then left out. With two
-    dots, which are left out, a layer's tensor is called ``prefix + name``.
+    A layer's tensors are called ``prefix + blocks.format(n=...) + name``. Tensors of embed and head
+    are called ``prefix + name``. A name that begins with a dot is used alone, without the dot. For
+    a layer's name that begins with two dots, the tensor is ``prefix + name`` without the dots.
 
     Attributes:
-      name: of the family, the ``model_type`` of its config.json.
-      rows: of a block; those whose weight a model has not are passed over.
-      embed: of the embedding; head: of the head.
-      mtp: rows that a layer for multi-token prediction has beside those of a block.
-      mtp_copies: (name, "embed" or "head") of tensors of such a layer that say a table once more.
-      blocks: what precedes the names of layer n, such as ``layers.{n}.``.
-      prefixes: that checkpoints put before all this, the first of which exports have.
-      ignored: regular expressions of tensors that say nothing, such as buffers.
-      config: from config.json to what the decoder is; None where the model is one's own.
-      sizes: from config.json to the sizes of the patterns' letters; by default those of a decoder.
+      name: the family's name, the ``model_type`` of its config.json.
+      rows: rows of a block; rows for weights that a model lacks are skipped.
+      embed: rows of the embedding; head: rows of the head.
+      mtp: additional rows of a layer for multi-token prediction.
+      mtp_copies: (name, "embed" or "head") of tensors of such a layer that repeat a table.
+      blocks: the prefix of names of layer n, such as ``layers.{n}.``.
+      prefixes: prefixes of all names in checkpoints; exports use the first.
+      ignored: regular expressions of tensors without information, such as buffers.
+      config: a function from config.json to the decoder's configuration; None for your own model.
+      sizes: a function from config.json to the sizes of the patterns' letters; by default those of
+        a decoder.
     """
 
     name: str
@@ -47,10 +48,10 @@ class Family:
     sizes: Callable[[Config], Mapping[str, int]] | None = field(default=None, compare=False)
 
     def sizes_of(self, config: Config) -> Mapping[str, int]:
-        """The sizes of the patterns' letters.
+        """Return the sizes of the patterns' letters.
 
         Raises:
-          ValueError: the family says nothing of them.
+          ValueError: the family has neither config nor sizes.
         """
         if self.sizes is not None:
             return self.sizes(config)
@@ -62,7 +63,7 @@ class Family:
         return decoder_sizes(self.config(config))
 
     def tensor_name(self, prefix: str, layer: int | None, name: str) -> str:
-        """The name of a tensor in a file."""
+        """Return the name of a tensor in a file."""
         if name.startswith(".."):
             return prefix + name[2:]
         if name.startswith("."):
@@ -74,9 +75,9 @@ class Family:
         return any(re.search(pattern, name) for pattern in self.ignored)
 
     def prefix_of(self, names: Sequence[str]) -> str:
-        """The prefix that the names of a file have."""
+        """Return the prefix of the names in a file."""
         held = set(names)
-        rows = *self.embed, *self.head  # a tied head may have the embedding's only table
+        rows = *self.embed, *self.head  # a tied head may have the only table of the embedding
         wanted = [source.name for row in rows for source in row.sources]
         wanted = [name for name in wanted if not name.startswith(".")]
         for prefix in self.prefixes:
@@ -86,7 +87,7 @@ class Family:
 
 
 def decoder_sizes(config: DecoderConfig) -> dict[str, int]:
-    """The letters of decoders' patterns."""
+    """Return the sizes of the letters of decoders' patterns."""
     return {
         "d": config.width,
         "v": config.vocabulary,
@@ -102,7 +103,7 @@ def decoder_sizes(config: DecoderConfig) -> dict[str, int]:
 
 
 def _expert_sizes(config: DecoderConfig) -> dict[str, int]:
-    """The letters of experts and of latent attention."""
+    """Return the sizes of the letters of experts and of latent attention."""
     found: dict[str, int] = {}
     if (experts := config.experts) is not None:
         found = {"e": experts.number, "m": experts.hidden, "s": experts.shared_hidden}

@@ -1,14 +1,14 @@
 """Patterns of letters for a weight's layout in a file and in a layer; slices in both directions.
 
-A pattern names the dims of an array, and within parentheses what a dim consists of, slowest first:
-``(k c) d`` is a matrix whose rows are k heads of c rows each, and ``d (k c)`` is its transpose. In
-a layer's pattern ``+`` is a dim along which several arrays of the file lie one behind another; in
-theirs ``+g`` says that it takes g places of it, and where, while one without takes a single place.
-So three matrices of a file are one fused weight here::
+A pattern names the dims of an array, and in parentheses the factors of a dim, slowest first: ``(k
+c) d`` is a matrix whose rows are k heads of c rows each, and ``d (k c)`` is its transpose. In a
+layer's pattern ``+`` is a dim along which several arrays of the file are joined. In the pattern of
+such an array ``+g`` says that it has g entries along this dim; an array without ``+`` has one. So
+three matrices of a file are one fused weight::
 
     "d (k + c)"  of  "(k +g c) d",  "(k c) d"  and  "(k c) d"
 
-An array whose name has a letter in braces is one of many, one for each value of the letter, which
+A source whose name has a letter in braces is many arrays, one for each value of the letter, which
 its pattern lacks: ``experts.{e}.up.weight`` with ``f d`` is a part of ``e d f`` for each expert.
 """
 
@@ -23,14 +23,14 @@ from typing import Any
 
 import numpy as np
 
-Sizes = Mapping[str, int]  # of letters
+Sizes = Mapping[str, int]  # sizes of letters
 Range = tuple[int, int]  # start, stop
 Read = Callable[[str, Sequence[Range]], np.ndarray]  # a tensor's name, a range of each dim
-Factors = tuple[tuple[str, int], ...]  # of a dim: letters and sizes, slowest first
-Place = dict[str, int | slice]  # of letters, in a slice of a weight
+Factors = tuple[tuple[str, int], ...]  # factors of a dim: letters and sizes, slowest first
+Place = dict[str, int | slice]  # place of each letter, in a slice of a weight
 
 PLACES = "+"
-BLOCK = 1 << 22  # bytes that are read at a time
+BLOCK = 1 << 22  # bytes that are read at once
 _TOKEN = re.compile(r"\([^()]*\)|\S+")
 _BRACES = re.compile(r"\{(\w+)\}")
 _LETTER = re.compile(r"[A-Za-z]\w*|\d+|\+\w*")
@@ -41,7 +41,7 @@ class TensorSource:
     """An array of the file.
 
     Attributes:
-      name: its name within the layer, such as ``self_attn.q_proj.weight``; with a letter in braces
+      name: its name within the layer, such as ``self_attn.q_proj.weight``; with a letter in braces,
         the names of many arrays.
       pattern: its dims.
     """
@@ -57,7 +57,7 @@ class Row:
     Attributes:
       target: the path in the layer, dotted.
       pattern: its dims.
-      sources: one, or several along ``+``.
+      sources: one array, or several along ``+``.
     """
 
     target: str
@@ -66,7 +66,7 @@ class Row:
 
 
 def row(target: str, pattern: str, *sources: tuple[str, str]) -> Row:
-    """A row of a family's table.
+    """Make a row of a family's table.
 
     Args:
       target: the path in the layer, dotted.
@@ -81,10 +81,10 @@ class TensorPart:
     """A source within its target.
 
     Attributes:
-      name: of the array.
-      dims: what each of its dims consists of.
-      start, count: its places along ``+``.
-      fixed: letters of the weight that it lacks, and its place along each.
+      name: the name of the array.
+      dims: the factors of each of its dims.
+      start, count: its entries along ``+``.
+      fixed: letters of the weight that the array lacks, with its index along each.
     """
 
     name: str
@@ -95,12 +95,13 @@ class TensorPart:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array in the file."""
+        """The shape of the array in the file."""
         return tuple(map(_size, self.dims))
 
     def within(self, spans: Mapping[str, Range]) -> tuple[Place, dict[str, Range]] | None:
-        """Find the slice of the file for a slice of the weight, and its place in that; None if
-        empty.
+        """Return the array's place in a slice of the weight, and its ranges in the file.
+
+        The result is None if the slice contains nothing of the array.
 
         Args:
           spans: the range of each letter.
@@ -122,11 +123,11 @@ class TensorPart:
         return place, {**own, PLACES: (low - self.start, high - self.start)}
 
     def view(self, weight: np.ndarray, names: Sequence[str], place: Place) -> np.ndarray:
-        """Take its place in a slice of the weight that has a dim for each letter."""
+        """Return this part of a slice of the weight; the slice has a dim for each letter."""
         return weight[tuple(place.get(name, slice(None)) for name in names)]
 
     def names(self, names: Sequence[str]) -> list[str]:
-        """List the letters of its view: all but the fixed ones."""
+        """List the letters of `view`: all but the fixed letters."""
         fixed = {name for name, _ in self.fixed}
         return [name for name in names if name not in fixed]
 
@@ -137,7 +138,7 @@ class TensorPlan:
 
     Attributes:
       target: the path in the layer, dotted.
-      dims: what each dim of the weight consists of.
+      dims: the factors of each dim of the weight.
       parts: its sources.
     """
 
@@ -147,11 +148,11 @@ class TensorPlan:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
+        """The shape of the weight."""
         return tuple(map(_size, self.dims))
 
     def read(self, read: Read, dtype: Any) -> np.ndarray:
-        """The whole weight."""
+        """Read the whole weight."""
         out = np.empty(self.shape, dtype)
         self.fill(out, [(0, size) for size in self.shape], read)
         return out
@@ -160,11 +161,11 @@ class TensorPlan:
         """Write a slice of the weight, a block at a time, and read only its numbers.
 
         Args:
-          out: where to.
+          out: the array to write to.
           index: the range of each dim.
           read: reads a slice of an array of the file.
         """
-        # Whole entries of each dim's slowest factor, of which the slice may want a part.
+        # Whole entries of each dim's slowest factor; the slice may need only a part of them.
         spans: dict[str, Range] = {}
         trims = []
         for factors, (start, stop) in zip(self.dims, index, strict=True):
@@ -190,7 +191,7 @@ class TensorPlan:
             out[...] = whole.reshape(dims)[tuple(trims)]
 
     def split(self, weight: np.ndarray) -> dict[str, np.ndarray]:
-        """The arrays of the file that a whole weight is made of, by name."""
+        """Return the arrays of the file that make a whole weight, by name."""
         names = [name for factors in self.dims for name, _ in factors]
         view = weight.reshape([size for factors in self.dims for _, size in factors])
         found = {}
@@ -198,17 +199,17 @@ class TensorPlan:
             place: Place = {PLACES: slice(part.start, part.start + part.count), **dict(part.fixed)}
             piece, left = part.view(view, names, place), part.names(names)
             order = [name for factors in part.dims for name, _ in factors]
-            missing = [name for name in left if name not in order]  # `+` of a single place
+            missing = [name for name in left if name not in order]  # `+` with a single entry
             piece = piece.transpose([left.index(name) for name in (*order, *missing)])
             found[part.name] = np.ascontiguousarray(piece).reshape(part.shape)
         return found
 
 
 def plan(row: Row, sizes: Sizes) -> TensorPlan:
-    """A row with the sizes of a model.
+    """Combine a row with the sizes of a model.
 
     Raises:
-      ValueError: a pattern that cannot be read, or that names other letters than its sources do.
+      ValueError: a pattern cannot be read, or has other letters than its sources.
     """
     starts: int = 0
     parts: list[TensorPart] = []
@@ -241,7 +242,7 @@ def plan(row: Row, sizes: Sizes) -> TensorPlan:
 def _named(
     source: TensorSource, sizes: Sizes, row: Row
 ) -> list[tuple[str, tuple[tuple[str, int], ...]]]:
-    """List the names of a source's arrays, each with its place along the letter in braces."""
+    """List the names of a source's arrays, each with its index along the letter in braces."""
     found = _BRACES.search(source.name)
     if found is None:
         return [(source.name, ())]
@@ -293,9 +294,9 @@ def _dims(pattern: str, sizes: Sizes, target: str) -> tuple[Factors, ...]:
 def _fill(
     view: np.ndarray, names: Sequence[str], part: TensorPart, spans: Mapping[str, Range], read: Read
 ) -> None:
-    """Read a part's share of a slice into its view, whose dims are letters."""
+    """Read a part's share of a slice into its view, which has a dim for each letter."""
     order = [name for factors in part.dims for name, _ in factors]
-    rest = [name for name in names if name not in order]  # `+` of a single place
+    rest = [name for name in names if name not in order]  # `+` with a single entry
     dest = view.transpose([names.index(name) for name in (*order, *rest)])
     dest = dest[(slice(None),) * len(order) + (0,) * len(rest)]
     for runs in itertools.product(*(list(_runs(factors, spans)) for factors in part.dims)):
@@ -309,9 +310,9 @@ class _Run:
     """Consecutive entries of one dim.
 
     Attributes:
-      span: from which to which.
-      place: where they go, for each letter of the dim.
-      shape: of letters that are not fixed by this.
+      span: the first entry, and the entry after the last.
+      place: the target of the entries, for each letter of the dim.
+      shape: sizes of the letters that ``place`` does not fix.
     """
 
     span: Range
@@ -322,9 +323,9 @@ class _Run:
 def _runs(factors: Factors, spans: Mapping[str, Range]) -> Iterator[_Run]:
     """Find the runs of consecutive entries of a dim for ranges of its letters."""
     whole = {name: (0, size) for name, size in factors}
-    # Up to the last letter that is cut, each entry of the letters before it has a run.
+    # Each entry of the letters before the last divided letter has its own run.
     cut = [n for n, (name, _) in enumerate(factors) if spans[name] != whole[name]]
-    # Of letters of size 1, none of which can be cut, the slowest says nothing.
+    # Letters of size 1 cannot be divided; skip those at the beginning.
     lead = next((n for n, (_, size) in enumerate(factors) if size > 1), 0)
     last = max([lead, *cut])
     inner = _size(factors[last + 1 :])
@@ -348,7 +349,7 @@ def _fill_run(
     shapes: Sequence[tuple[int, ...]],
     read: Read,
 ) -> None:
-    """Read a range of each dim, so many entries of the first at a time as a block has."""
+    """Read a range of each dim, in blocks of entries of the first dim."""
     total, *within = shapes[0]
     inner = math.prod(within)
     rest = [size for shape in shapes[1:] for size in shape]
