@@ -10,7 +10,6 @@ from pipeline.cli.options import UNFIT_EXIT, Parser, add_command, say, whole
 from pipeline.planner import CHIPS, MODELS, DoesNotFitError, plan
 from pipeline.planner.clock import CLOCKS
 from pipeline.planner.layout import DISPATCHES
-from pipeline.planner.search import GONE
 
 ABOUT = """Find how to train a decoder on chips that need not be there, by arithmetic.
 
@@ -52,8 +51,6 @@ def add(sub: Any, name: str) -> Parser:
         metavar="R",
         help="sizes of the axis context that are tried, or auto for all that divide (1)",
     )
-    for gone in GONE:  # refused, with what to do instead
-        add(f"--{gone.replace('_', '-')}", nargs="+", help=argparse.SUPPRESS)
     add("--out", type=Path, metavar="FILE", help="write the best as TOML for ParallelConfig")
     return parser
 
@@ -69,9 +66,6 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     """Print a plan; returns the exit code."""
     wanted = ["model", "devices", "chip", "batch", "seq", "slices", "clock", "efficiency"]
     wanted += ["dispatch", "imbalance", "offload"]
-    for gone, text in GONE.items():
-        if getattr(options, gone) is not None:
-            parser.error(f"--{gone.replace('_', '-')}: {text}")
     try:
         given = {name: getattr(options, name) for name in wanted}
         plans = plan(**given, context=sizes(options.context))

@@ -35,13 +35,6 @@ from schedules import Costs, names
 KEPT = 3  # plans with a pipeline, and as many without
 # R that "auto" tries, and the fewest positions of a rank's part.
 CONTEXT_SIZES, FEWEST = (1, 2, 4, 8, 16, 32), 1024
-# Removed arguments, with what to do instead.
-GONE = {
-    "chunk": "tokens that experts take in parts were never compared with a step; plan without, and "
-    "give MixtureOfExperts(chunk=) if memory is short",
-    "num_slices": "slices of sequences were never compared with a step; compare schedules of "
-    "slices by schedules.simulate and pipe.describe",
-}
 
 
 def plan(
@@ -61,8 +54,6 @@ def plan(
     imbalance: float = 1.25,
     offload: Literal["auto"] | None = None,
     context: Sequence[int] | Literal["auto"] | None = None,
-    chunk: None = None,
-    num_slices: None = None,
 ) -> Plans:
     """Find how to train a model on chips, which need not be present.
 
@@ -97,17 +88,11 @@ def plan(
       context: sizes to try of the mesh axis `context`, over which positions are split, such as (1,
         4, 8); "auto" for 1 to 32, None for 1. Attention over it is Ulysses, so its ranks must be
         able to share the heads.
-      chunk: removed; give `MixtureOfExperts(chunk=)` if memory is short.
-      num_slices: removed; compare slices by `schedules.simulate` and `pipe.describe`.
 
     Raises:
       DoesNotFitError: no layout fits; this ValueError names the nearest plans.
-      TypeError: an argument that was removed.
       ValueError: sizes that are invalid, or that no layout divides.
     """
-    for name, value in {"chunk": chunk, "num_slices": num_slices}.items():
-        if value is not None:
-            raise TypeError(f"plan({name}={value!r}): {GONE[name]}")
     job = _job(model, devices, chip, batch, seq, slices, clock, efficiency)
     _check_known("dispatch", dispatch, DISPATCHES)
     if not is_number(imbalance) or not 1 <= imbalance < math.inf:

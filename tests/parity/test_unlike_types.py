@@ -38,6 +38,11 @@ class Twin(Stage):
     pass
 
 
+def namesake() -> nnx.Module:
+    """Make a stage whose class has the name of `Stage`."""
+    return type("Stage", (Stage,), {"__module__": "elsewhere"})()
+
+
 def param(*shape, dtype=jnp.float32):
     return nnx.Param(jnp.ones(shape, dtype))
 
@@ -72,6 +77,11 @@ def param(*shape, dtype=jnp.float32):
         ({"num": 1}, {}, "in attribute num: nothing against 1"),
         ({}, {"num": 1}, "in attribute num: 1 against nothing"),
         ({"inner": Twin()}, {"inner": Stage()}, "in inner: Stage against Twin"),
+        (
+            {"inner": Stage()},
+            {"inner": namesake()},
+            f"in inner: elsewhere.Stage against {__name__}.Stage",
+        ),
     ],
 )
 def test_describe_says_in_what_stages_differ(first, second, difference):

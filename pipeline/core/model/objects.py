@@ -135,7 +135,10 @@ def _static_differences(a: Any, b: Any) -> Iterator[tuple[str | None, str]]:
         twin = others.get(path)
         if type(node) is not type(twin):
             where = ".".join(map(str, path)) or "the module"
-            yield None, f"in {where}: {type(twin).__name__} against {type(node).__name__}"
+            texts = [type(twin).__name__, type(node).__name__]
+            if texts[0] == texts[1]:
+                texts = [f"{of.__module__}.{of.__qualname__}" for of in (type(twin), type(node))]
+            yield None, f"in {where}: {' against '.join(texts)}"
             return
         have, want = vars(twin), vars(node)
         for name in sorted(have.keys() | want.keys()):
