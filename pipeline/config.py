@@ -1,4 +1,4 @@
-"""One record of how a model is spread over devices: validated at once, the same on every process.
+"""A record of how a model is spread over devices, validated as a whole, equal on every process.
 
 Letters: W = devices of all processes, P = processes, D = data shards, M = microbatches, b = rows of
 a microbatch on one data shard, N = M * D * b rows of a batch. Each rule takes all fields as a dict,
@@ -35,7 +35,7 @@ _OWN = "process_id"  # the one field that differs between processes
 
 
 class ConfigError(ValueError):
-    """Faults of a configuration, all of them.
+    """All faults of a configuration.
 
     Attributes:
       faults: one line each.
@@ -100,7 +100,7 @@ class ParallelConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """All axes of the mesh by name, the slowest first."""
+        """The sizes of the mesh's axes by name, the slowest axis first."""
         return sizes_of(self.to_dict())
 
     def mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -150,7 +150,7 @@ class ParallelConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ParallelConfig:
-        """From names and values, as `to_dict` gives them or a user's file has them.
+        """Make a configuration from names and values, as `to_dict` or a user's file has them.
 
         Raises:
           ConfigError: keys that name no field, and all else that is wrong.
@@ -172,17 +172,17 @@ class ParallelConfig:
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, ready for JSON."""
+        """Return all fields as values that JSON can represent."""
         values = asdict(self)
         return values | {"axes": dict(self.axes)}
 
     def checksum(self) -> str:
-        """16 hexadecimal digits that are equal for configurations that differ in nothing shared."""
+        """Return 16 hexadecimal digits, equal on all processes of one job."""
         text = json.dumps(_comparable(self.to_dict()), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def differences(self, other: ParallelConfig | Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Fields that differ, each with this configuration's value and the other's.
+        """Return the fields that differ, each with this configuration's value and the other's.
 
         Args:
           other: a configuration, or what `to_dict` gave on another process.
@@ -196,7 +196,7 @@ class ParallelConfig:
         }
 
     def __str__(self) -> str:
-        """A line each for mesh, processes, batch, precision and checksum."""
+        """Describe mesh, processes, batch, precision and checksum, a line each."""
         axes = " x ".join(f"{name} {size}" for name, size in self.sizes.items())
         rows = {
             "mesh": f"{axes} = {_count(self.world_size, 'device')}",
@@ -257,13 +257,13 @@ def resolve(fields: Fields) -> list[str]:
 
 
 def sizes_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The axes of the mesh, slowest first; data is None while unknown."""
+    """Return the axes of the mesh, slowest first; data is None while unknown."""
     own = {name: fields[name] for name in (DATA, STAGE, TENSOR)}
     return in_order({**own, **dict(fields["axes"])})
 
 
 def unknown_keys(keys: Iterable[Any], known: list[str]) -> list[str]:
-    """Word the faults of keys that name no field."""
+    """Describe the faults of keys that name no field."""
     faults = []
     for key in keys:
         if key in known:
@@ -275,7 +275,7 @@ def unknown_keys(keys: Iterable[Any], known: list[str]) -> list[str]:
 
 
 def _types(fields: Fields) -> list[str]:
-    """Integers where sizes are due; they become Python's, in place."""
+    """Check that sizes are integers, and convert them to Python's, in place."""
     asked = {name: fields[name] for name in _SIZES}
     asked |= {f"axes[{name!r}]": size for name, size in fields["axes"]}
     faults = []
@@ -309,7 +309,7 @@ def _precision(fields: Fields) -> list[str]:
 
 
 def _world(fields: Fields) -> list[str]:
-    """W = D * stage * tensor * further axes."""
+    """Check that W = D * stage * tensor * further axes."""
     sizes = sizes_of(fields)
     product = math.prod(size for size in sizes.values() if size is not None)
     world, source = fields["world_size"], "world_size"
@@ -380,7 +380,7 @@ def _groups(fields: Fields) -> list[str]:
 
 
 def _batch(fields: Fields) -> list[str]:
-    """N = M * D * b."""
+    """Check that N = M * D * b."""
     names = ("num_microbatches", "data", "microbatch_size")
     rows = fields["batch_size"]
     factors = {name: fields[name] for name in names}
@@ -402,7 +402,7 @@ def _batch(fields: Fields) -> list[str]:
 
 
 def _divisors_near(number: int, wanted: int) -> str:
-    """The divisors on either side of a number that is none."""
+    """Return the nearest divisors below and above a number that is no divisor."""
     divisors = [n for n in range(1, number + 1) if number % n == 0]
     below = [n for n in divisors if n < wanted][-1:]
     above = [n for n in divisors if n > wanted][:1]

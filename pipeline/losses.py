@@ -74,7 +74,7 @@ def _check_nothing_is_written(f: Callable[..., Any], arguments: Tree) -> None:
 
 
 def _closed(run: Callable[..., Any], floats: Leaves, others: Leaves) -> Any:
-    """``run`` as a function that reads nothing from elsewhere, and its operands.
+    """Convert ``run`` to a function without captured arrays; return it and its operands.
 
     Arrays that a traced function closes over become operands: JAX's custom derivatives take none
     from elsewhere, and one that the body of a loop made is missing when the program runs again.

@@ -164,7 +164,7 @@ def _check_offload(offload: Any, pipe: Pipeline) -> None:
 
 
 def _by_path(tree: Tree) -> dict[tuple[Any, ...], Any]:
-    """The leaves of a tree like an optimizer's state, by their paths in the optimizer."""
+    """Return the leaves of a tree like an optimizer's state, by their paths in the optimizer."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {("opt_state", *map(key_name, path)): leaf for path, leaf in flat}
 
@@ -254,7 +254,7 @@ class _Layered:
         self._jitted = jit(self._update), jit(self._init)
 
     def init(self, params: Tree) -> Tree:
-        """The state; no device ever holds the whole."""
+        """Make the state; no device ever holds all of it."""
         if is_abstract(params):
             raise ValueError(
                 "a shard_optimizer was asked for the state of parameters that are types "
@@ -274,7 +274,7 @@ class _Layered:
     def update(
         self, grads: Tree, state: Tree, params: Tree = None, **extra: Any
     ) -> tuple[Tree, Tree]:
-        """The updates, in the structure of the gradients, and the new state."""
+        """Compute the updates, in the structure of the gradients, and the new state."""
         for name, leaf in jax.tree_util.tree_leaves_with_path(extra):
             if callable(leaf):
                 raise ValueError(
@@ -347,7 +347,7 @@ class _Layered:
         return self._stored(updates, program, grads), plan.write(state, program, self._lay)
 
     def _run(self, function: Any, inputs: _LayerInputs, *args: Tree) -> tuple[Rerolled, Tree]:
-        """A program of layers, and its results."""
+        """Make a program that works on layers; return it and its results."""
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*inputs.types(args))
         program = Rerolled(
             closed,
@@ -360,7 +360,7 @@ class _Layered:
         return program, jax.tree.unflatten(jax.tree.structure(shapes), program.outputs)
 
     def _stored(self, updates: Tree, program: Rerolled, like: Tree) -> Tree:
-        """Updates in the structure of the gradients, laid out as the weights."""
+        """Return updates in the structure of the gradients, sharded like the weights."""
         view, (leaves, treedef) = self._view, jax.tree.flatten(updates)
         wanted: Any = jax.tree.structure(view.tree)
         if treedef != wanted:
@@ -389,7 +389,7 @@ class _Layered:
 
 
 class _LayerInputs:
-    """Collects the stacks of whose rows the inputs of a program are."""
+    """The arrays that a program reads, collected from inputs that are rows of them."""
 
     def __init__(self, view: LayerView) -> None:
         self.view = view
@@ -397,7 +397,7 @@ class _LayerInputs:
         self.cuts: list[Cut | None] = []
 
     def add(self, stack: Any, cut: Cut | None) -> int:
-        """The index of a stack, which may be a part of a cell."""
+        """Return the index of a stacked array, which may be a part of a storage array."""
         self.stacks.append(stack)
         self.cuts.append(cut)
         return len(self.stacks) - 1
@@ -422,7 +422,7 @@ class _LayerInputs:
         return jax.tree.map(one, view.tree)
 
     def types(self, tree: Tree) -> Tree:
-        """The types of a program's inputs."""
+        """Return the types of a program's inputs."""
 
         def one(leaf: Any) -> Any:
             if not isinstance(leaf, LeafRow):
@@ -474,7 +474,7 @@ def _leaving_frozen(
 
 
 def _is_trained(ranks: Parts, leaf: Any) -> jax.Array:
-    """A mask [S, n, 1, ...]: whether each entry of a leaf is trained."""
+    """Make a mask [S, n, 1, ...]: whether each entry of a leaf is trained."""
     most = max(map(len, ranks))
     bounds = jnp.asarray([[*of, *[(0, 0)] * (most - len(of))] for of in ranks])  # [S, parts, 2]
     entries = jnp.arange(leaf.shape[1] if leaf.ndim > 1 else 1)[None, None]

@@ -56,7 +56,7 @@ def run(_: Parser, options: argparse.Namespace) -> int:
 
 
 def versions() -> Iterator[str]:
-    """Lines for this package, Python and all packages that a run may use."""
+    """Return lines on this package, Python and all packages that a run may use."""
     own = importlib.import_module(OWN[0]).__version__
     yield _row("shardpipe", own)
     for name in OWN:
@@ -80,7 +80,7 @@ def settings(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def devices() -> Iterator[str]:
-    """Lines for the devices that JAX finds."""
+    """Return lines on the devices that JAX finds."""
     import jax  # the lines above come first, also where this hangs
 
     found = jax.devices()

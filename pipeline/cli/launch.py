@@ -47,7 +47,7 @@ def run(
     program: Sequence[str] | None,
     unknown: Sequence[str],
 ) -> int:
-    """Run a job, of the arguments after ``--`` if there is one; returns its exit code."""
+    """Run a job, with the arguments after ``--`` if that is given; returns its exit code."""
     if program is None:
         parser.error(f"what to start comes after --, and there is no --; for example {EXAMPLE}")
     if not program:

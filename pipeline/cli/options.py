@@ -24,7 +24,7 @@ COMMANDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without the usage text above its errors: one line, exit status 2."""
+    """An argparse parser whose errors are one line without the usage text, with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit."""
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 def add_command(
     sub: Any, name: str, *, about: str, epilog: str, usage: str | None = None
 ) -> Parser:
-    """A command's own parser, with texts above and below its options."""
+    """Add a command; return its parser, with texts above and below its options."""
     texts = {"help": COMMANDS[name], "usage": usage, "description": about, "epilog": epilog}
     layout = argparse.RawDescriptionHelpFormatter
     parser: Parser = sub.add_parser(name, **texts, formatter_class=layout, allow_abbrev=False)
@@ -42,7 +42,7 @@ def add_command(
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """Reads a whole number that is no less than ``least``."""
+    """Make a reader of whole numbers that are at least ``least``."""
 
     def convert(text: str) -> int:
         value = int(text) if text.lstrip("-").isdecimal() else least - 1
@@ -54,7 +54,7 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """Reads a finite number of seconds."""
+    """Read a finite number of seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -65,7 +65,7 @@ def seconds(text: str) -> float:
 
 
 def say(text: str, *, end: str = "\n") -> None:
-    """Print, as far as somebody reads.
+    """Print, unless the reader has closed standard output.
 
     Raises:
       SystemExit: standard output cannot be written to.
@@ -80,6 +80,6 @@ def say(text: str, *, end: str = "\n") -> None:
 
 
 def flushed(code: int) -> int:
-    """The code, when all is written that somebody reads."""
+    """Write all pending output, then return the exit code."""
     say("", end="")
     return code

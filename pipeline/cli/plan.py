@@ -56,7 +56,7 @@ def add(sub: Any, name: str) -> Parser:
 
 
 def sizes(words: list[str] | None) -> Any:
-    """Sizes as `plan` takes them: numbers, "auto" or None; `plan` refuses all else."""
+    """Convert words to sizes as `plan` takes them: numbers, "auto" or None; `plan` checks them."""
     if words is None or words == ["auto"]:
         return words and "auto"
     return [int(word) if word.isdigit() else word for word in words]

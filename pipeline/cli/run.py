@@ -37,7 +37,7 @@ NOT_FINITE = 1
 
 
 def make_model(config: Config) -> Any:
-    """A pipeline of the parts that the model's function returns, or the module itself.
+    """Make a pipeline of the parts that the model's function returns; a module stays as it is.
 
     Raises:
       RunConfigError: the function returned something else.
@@ -78,7 +78,7 @@ def make_trainer(
     recorders: Sequence[Recorder] = (),
     **options: Any,
 ) -> Trainer:
-    """The run of a configuration, which has not begun."""
+    """Prepare the run of a configuration, without starting it."""
     model, own, run = make_model(config), config.optimizer, config.run
     tx: Any = own.transformation()
     if isinstance(model, Pipeline):
@@ -184,7 +184,7 @@ def _open(config: Config, *, resume: bool, measure: bool) -> tuple[Path, Checkpo
 
 
 def _measured(config: Config, model: Any) -> str:
-    """Measure a step on the first batch of the data; the run has ended well whatever comes."""
+    """Measure a step on the first batch of the data; a failure does not change the exit code."""
     try:
         batch = as_batch(next(iter(_data(config, model, config.data.call()))))
         return str(model.measure(batch.inputs, batch.targets, extras=batch.extras))
@@ -193,7 +193,7 @@ def _measured(config: Config, model: Any) -> str:
 
 
 def evaluate(config: Config) -> float:
-    """The held-out loss of the newest checkpoint.
+    """Compute the held-out loss of the newest checkpoint.
 
     Raises:
       ValueError: there is no [evaluation], or no checkpoint.
@@ -208,7 +208,7 @@ def evaluate(config: Config) -> float:
 
 
 def restored(config: Config, *, ema: bool = False) -> Any:
-    """The model with the weights of the newest checkpoint, or with their mean.
+    """Make the model with the weights of the newest checkpoint, or with their mean.
 
     Raises:
       RunConfigError: there is no checkpoint.

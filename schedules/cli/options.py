@@ -138,7 +138,7 @@ def add_limit(parser: argparse.ArgumentParser, whose: str = "") -> None:
 
 
 class _Renamed(argparse.Action):
-    """An option under its old name, which prints the new name."""
+    """An option under its old name; its use prints the new name."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *values: Any
