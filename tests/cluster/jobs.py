@@ -97,7 +97,7 @@ class Run:
         codes = [process.returncode for process in self.running]
         return [128 - code if code is not None and code < 0 else code for code in codes]
 
-    def until_step(self, count: int, seconds: float = 120) -> None:
+    def until_step(self, count: int, seconds: float = 600) -> None:
         """Wait until the run has made so many steps."""
 
         def there() -> bool:

@@ -86,7 +86,7 @@ class Slurm:
         )
         return f"{found.get('JobState')} {found.get('ExitCode')} {found.get('Restarts')}"
 
-    def until(self, job: str, state: str, seconds: float = 180) -> None:
+    def until(self, job: str, state: str, seconds: float = 600) -> None:
         """Wait until a job has a state, such as "COMPLETED 0:0 1": that, its code, its restarts."""
         try:
             hosts.wait(lambda: self.state(job).startswith(state), seconds, f"{job} {state}")
