@@ -88,7 +88,7 @@ def taken(folder: Path) -> str:
     server = ["python3", "-m", "http.server", str(jobs.PORT)]
     with hosts.hosts(names(2), folder) as two:
         two[0].start(server, folder / "server.log")
-        hosts.wait(lambda: "python3" in two[0].run("ss", "-lp"), 20, "the server")
+        hosts.wait(lambda: "python3" in two[0].run("ss", "-lp"), "the server")
         arguments = jobs.options(folder, steps=3, stages=2, **WATCH)
         began = time.monotonic()
         run = jobs.Run(two, folder, arguments)
@@ -106,7 +106,7 @@ def go_on(folder: Path, count: int, steps: int, *, number: int) -> list[tuple[in
     with hosts.hosts(names(count), folder) as all_hosts:
         arguments = jobs.options(folder, steps=total, stages=4, **WATCH)
         run = jobs.Run(all_hosts, folder, arguments, number=number)
-        assert set(run.until_end(240)) == {0}, run.said(0)[-3000:]
+        assert set(run.until_end()) == {0}, run.said(0)[-3000:]
     found = run.steps()
     assert [step for step, _ in found] == list(range(total - steps + 1, total + 1)), found
     return found

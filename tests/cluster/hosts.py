@@ -38,6 +38,7 @@ UNSHARE = [
     "--kill-child",
     "--mount-proc",
 ]
+PATIENCE = 900  # seconds of a wait whose length says nothing: a slow machine is no fault
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 
 
@@ -218,7 +219,7 @@ def _host(name: str, address: str, cable: str, switch: str, table: Path) -> Host
     return host
 
 
-def wait(condition, seconds: float, what: str) -> float:
+def wait(condition, what: str, seconds: float = PATIENCE) -> float:
     """Wait until a condition is true; returns the seconds that it took.
 
     Raises:

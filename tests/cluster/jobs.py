@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.cluster.hosts import Host, wait
+from tests.cluster.hosts import PATIENCE, Host, wait
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(ROOT / "examples" / "train_processes.py")
@@ -97,7 +97,7 @@ class Run:
         codes = [process.returncode for process in self.running]
         return [128 - code if code is not None and code < 0 else code for code in codes]
 
-    def until_step(self, count: int, seconds: float = 600) -> None:
+    def until_step(self, count: int) -> None:
         """Wait until the run has made so many steps."""
 
         def there() -> bool:
@@ -105,14 +105,14 @@ class Run:
                 raise RuntimeError(f"{self.folder}: ended early: {self.said(0)[-2000:]}")
             return len(self.steps()) >= count
 
-        wait(there, seconds, f"step {count} of {self.folder}")
+        wait(there, f"step {count} of {self.folder}")
 
-    def until_end(self, seconds: float, but: Sequence[int] = ()) -> list[int | None]:
+    def until_end(self, seconds: float = PATIENCE, but: Sequence[int] = ()) -> list[int | None]:
         """Wait until all processes have ended, but for those that a fault holds; their codes."""
         rest = [index for index in range(len(self.hosts)) if index not in but]
         wait(
             lambda: all(self.codes()[index] is not None for index in rest),
-            seconds,
             f"end of {self.folder}",
+            seconds,
         )
         return self.codes()

@@ -25,7 +25,7 @@ def lane(folder: Path) -> Iterator[str]:
         run.mkdir()
         with hosts.hosts(names(count), run) as some:
             job = jobs.Run(some, run, jobs.options(run, steps=30, stages=4))
-            assert set(job.until_end(240)) == {0}, job.said(0)[-3000:]
+            assert set(job.until_end()) == {0}, job.said(0)[-3000:]
         assert jobs.losses(run) == sorted(wanted.items())
         yield f"{count} hosts: 30 losses equal to the last digit"
     yield from _slow(folder / "slow")
@@ -50,7 +50,7 @@ def _slow(folder: Path) -> Iterator[str]:
             times[rate], _ = _step(job)
         for host in pair:
             host.signal(9)
-        job.until_end(60)
+        job.until_end()
     rest = max(sent - MESSAGE * MICROBATCHES, 0)  # sums of gradients that both hosts have
     yield (
         f"a step takes {1e3 * free:.0f} ms; host 0 sends {sent / 1e6:.2f} MB in it, of which "
@@ -86,7 +86,7 @@ def _step(job: jobs.Run) -> tuple[float, float]:
     found = []
     for _ in range(PARTS):
         begin, first, sent = time.monotonic(), len(job.steps()), _sent(job.hosts[0])
-        hosts.wait(lambda first=first: len(job.steps()) >= first + 10, 120, "ten steps")
+        hosts.wait(lambda first=first: len(job.steps()) >= first + 10, "ten steps")
         steps = len(job.steps()) - first
         seconds = (time.monotonic() - begin) / steps
         found.append((seconds, (_sent(job.hosts[0]) - sent) / steps))

@@ -57,7 +57,7 @@ def _runs(
 
     def ended(run: Path) -> int:
         process = pair[0].started[-1]
-        hosts.wait(lambda: process.poll() is not None, 480, f"the end of {run}")
+        hosts.wait(lambda: process.poll() is not None, f"the end of {run}")
         return int(process.returncode)
 
     for what in ("whole", "stopped"):
@@ -65,7 +65,7 @@ def _runs(
         start(run)
         note = ""
         if what == "stopped":
-            hosts.wait(lambda run=run: len(jobs.losses(run)) >= 15, 120, "step 15")
+            hosts.wait(lambda run=run: len(jobs.losses(run)) >= 15, "step 15")
             pair[0].signal(signal.SIGTERM, "--allow-run-as-root")
             code, step = ended(run), jobs.losses(run)[-1][0]
             assert jobs.saved(run)[-1] == step < max(wanted), (code, step, jobs.saved(run))

@@ -57,11 +57,11 @@ class Slurm:
         munge = ["munged", "--foreground", "--force", f"--key-file={key}"]
         munge += [f"--{name}-file={folder}/munge.{name}" for name in ("pid", "log", "seed")]
         self.head.start([*munge, f"--socket={folder}/munge.socket"], folder / "munged.out")
-        hosts.wait((folder / "munge.socket").exists, 20, "munged")
+        hosts.wait((folder / "munge.socket").exists, "munged")
         self._daemon(self.head, "slurmctld", "-D")
         for node in self.nodes:
             self._daemon(node, "slurmd", "-D", "-N", node.name)
-        hosts.wait(lambda: self.said("sinfo", "-h", "-o", "%T %D") == "idle 2", 60, "two nodes")
+        hosts.wait(lambda: self.said("sinfo", "-h", "-o", "%T %D") == "idle 2", "two nodes")
 
     def _daemon(self, host: Host, *command: str) -> None:
         host.start(command, self.folder / f"{host.name}.{command[0]}", self.environment)
@@ -86,10 +86,10 @@ class Slurm:
         )
         return f"{found.get('JobState')} {found.get('ExitCode')} {found.get('Restarts')}"
 
-    def until(self, job: str, state: str, seconds: float = 600) -> None:
+    def until(self, job: str, state: str) -> None:
         """Wait until a job has a state, such as "COMPLETED 0:0 1": that, its code, its restarts."""
         try:
-            hosts.wait(lambda: self.state(job).startswith(state), seconds, f"{job} {state}")
+            hosts.wait(lambda: self.state(job).startswith(state), f"{job} {state}")
         except TimeoutError as error:
             raise TimeoutError(f"{error}: {self.state(job)}") from error
 
@@ -143,7 +143,7 @@ def lane(folder: Path) -> Iterator[str]:
 
         run = prepare(folder / "requeued")
         job = cluster.submit(script, run, STEPS=steps)
-        hosts.wait(lambda: len(jobs.losses(run)) >= 15, 120, "step 15")
+        hosts.wait(lambda: len(jobs.losses(run)) >= 15, "step 15")
         assert not cluster.said("scontrol", "requeue", job)
         cluster.until(job, "COMPLETED 0:0 1")
         yield f"scontrol requeue: {check(run, wanted, 1)}; {took()}"
@@ -151,7 +151,7 @@ def lane(folder: Path) -> Iterator[str]:
         for what, held in (("asked by SIGTERM", False), ("killed, as it cannot save", True)):
             run = prepare(folder / what.partition(" ")[0])
             job = cluster.submit(script, run, STEPS=steps)
-            hosts.wait(lambda run=run: len(jobs.losses(run)) >= 15, 120, "step 15")
+            hosts.wait(lambda run=run: len(jobs.losses(run)) >= 15, "step 15")
             if held:
                 cluster.nodes[1].signal(signal.SIGSTOP, "examples/train_processes.py")
             urgent = ["sbatch", "--parsable", "--partition=high", "--nodes=2", "--output=/dev/null"]
@@ -164,9 +164,9 @@ def lane(folder: Path) -> Iterator[str]:
                     cluster.nodes[1].signal(signal.SIGSTOP, "examples/train_processes.py")
                     return not cluster.state(job).startswith("RUNNING 0:0 0")
 
-                hosts.wait(gone, 2 * GRACE + 60, "the end of a job that cannot save")
+                hosts.wait(gone, "the end of a job that cannot save")
             # After a SIGKILL this SLURM asked the restarted job to stop once more, 30 s later.
-            cluster.until(job, "COMPLETED 0:0", 300)
+            cluster.until(job, "COMPLETED 0:0")
             restarts = int(cluster.state(job).rpartition(" ")[2])
             assert restarts >= 1
             assert held == (len(jobs.losses(run)) > steps)  # those since the last checkpoint
