@@ -90,7 +90,7 @@ class Pipeline(nnx.Module):
         embed, head, loss_fn = arguments.embed, arguments.head, arguments.loss_fn
         was_made = hasattr(self, "plan")  # `replace` lays a pipeline out anew
         check_kinds(stages, embed=embed, head=head, loss_fn=loss_fn)
-        given_stages, count = stages, count_stages(stages)
+        given_stages, count, lint = stages, count_stages(stages), Lint()
         _check_nested([stages] if is_stacked(stages) else stages, embed=embed, head=head)
         param_dtype = check_dtype("param_dtype", options.param_dtype)
         dtypes = {
@@ -110,7 +110,7 @@ class Pipeline(nnx.Module):
             costs=costs,
             costs_from=costs_from,
             signature=model,
-            lint=Lint(),
+            lint=lint,
             entries=_entries_of(options.engine),
             stack=count if is_stacked(stages) and check_stack(stages) == "unknown" else 0,
         )
@@ -122,8 +122,8 @@ class Pipeline(nnx.Module):
         )
         stages, ends = unshared(stages, embed, head, loss_fn)
         stages, self.ignored = ignoring(stages, options.ignore)
-        checks.check_intercepted(stages)
-        checks.warn_of_attributes(stages)
+        lint.ignored = self.ignored
+        checks.check_stages(stages)
         given = [*([stages] if is_stacked(stages) else stages), ends.embed, ends.head, loss_fn]
         for mesh in plan.stage_meshes or (plan.mesh,):  # a stage is traced on each
             check_pieces(given, mesh, plan.auto_axes)

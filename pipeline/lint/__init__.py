@@ -17,6 +17,7 @@ from pipeline.base.precision import checks_nans
 
 if TYPE_CHECKING:
     from pipeline.base.tree import Tree
+    from pipeline.core.model.ignored import Ignored
     from pipeline.core.options.plan import Plan
     from pipeline.core.step.calls.activations import Activations
     from pipeline.core.step.calls.forward import Forward
@@ -26,7 +27,13 @@ if TYPE_CHECKING:
 
 
 class Lint:
-    """The lint hook of the engine, which loads its modules when called."""
+    """The lint hook of the engine, which loads its modules when called.
+
+    Attributes:
+      ignored: the user's values of attributes that ``ignore=`` names; None for none.
+    """
+
+    ignored: Ignored | None = None
 
     def run(
         self, entry: Any, plan: Plan, *operands: Any, takes_loss: bool = True, **options: Any
@@ -61,6 +68,10 @@ class Lint:
         for k, body in enumerate(activations.bodies):
             check_order(f"stages[{k}]", body.effects)
             check_constraints(f"stages[{k}]", body)
+        if self.ignored is not None and self.ignored.own:
+            from pipeline.lint.ignored import check_ignored
+
+            check_ignored(rank, activations, self.ignored)
         if rank.model.stack > 1:
             from pipeline.lint.failures import check_that_it_is_a_stack
 

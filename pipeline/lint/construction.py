@@ -54,7 +54,17 @@ def warn_of_idle_devices(schedule: Any, mesh: Mesh, num_stages: int) -> None:
     )
 
 
-def warn_of_attributes(stages: Any) -> None:
+def check_stages(stages: Any) -> None:
+    """Check that qwix acts on stages; warn if they differ only in attributes.
+
+    Raises:
+      ValueError: a stage was taken out of a model that qwix quantised whole.
+    """
+    _check_intercepted(stages)
+    _warn_of_attributes(stages)
+
+
+def _warn_of_attributes(stages: Any) -> None:
     """Warn if all stages have equal arrays but differ in attributes, which is seldom meant."""
     if is_stacked(stages) or len(stages) < _FEW_STAGES:
         return
@@ -73,7 +83,7 @@ def warn_of_attributes(stages: Any) -> None:
     )
 
 
-def check_intercepted(stages: Any) -> None:
+def _check_intercepted(stages: Any) -> None:
     """Check that stages are called through the class that qwix gave to the quantised modules.
 
     Adapters of qwix have their own warning: no part of the model reads them.

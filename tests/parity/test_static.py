@@ -249,3 +249,31 @@ def test_what_cannot_be_ignored(ignore, message):
     with pytest.raises(ValueError) as caught:
         make(numbered(2), ignore=ignore)
     assert str(caught.value) == message
+
+
+class Scaled(Block):
+    """A stage that reads an attribute, in Python or in an array of constants."""
+
+    def __init__(self, rngs: nnx.Rngs, scale, **more):
+        super().__init__(rngs)
+        self.scale, self.more = scale, more
+
+    def __call__(self, x):
+        return super().__call__(x) * np.full((1, WIDTH), self.scale, np.float32)
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("engine", ["scan", "programs"])
+@pytest.mark.parametrize("unlike", [False, True])
+def test_an_attribute_that_a_stage_reads_is_not_ignored(unlike, engine):
+    more = [{"last": unlike and k == 3} for k in range(4)]
+    stages = [Scaled(nnx.Rngs(k), 0.5 + k // 2, **more[k]) for k in range(4)]
+    pipe = make(stages, ignore=("scale",), engine=engine)
+    with pytest.raises(ValueError) as caught:
+        pipe.value_and_grad(X, T)
+    message = (
+        "ignore=('scale',): stages[2] computes something else with its own scale, 1.5, where the "
+        "pipeline has the first stage's, 0.5; only attributes that a call does not read can be "
+        "ignored: leave 'scale' out of ignore="
+    )
+    assert str(caught.value) == message
