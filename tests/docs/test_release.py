@@ -39,7 +39,7 @@ def test_the_compatibility_table_is_that_of_the_package():
     jax = re.search(r"^jax >= ([\d.]+)", needs, re.MULTILINE)[1]
     assert row("jax") == f"{jax} and newer"
     old, new = re.findall(r"^flax >= ([\d.]+)", needs, re.MULTILINE)
-    assert row("flax") == f"{old} and newer; {new} and newer beside jax 0.11 and newer"
+    assert row("flax") == f"{old} and newer; {new} and newer with jax 0.11 and newer"
 
 
 @pytest.mark.skipif(not (ROOT / ".ci").exists(), reason="not in a checkout")
