@@ -35,7 +35,7 @@ class _Branch:
     """One branch of a `cond`: its steps, its results, and the origin of its names.
 
     Attributes:
-      outs: the results; None for a result that only another branch needs.
+      outs: the results; None for a result that this branch need not compute.
       operands: a map from names within the branch to names outside.
     """
 

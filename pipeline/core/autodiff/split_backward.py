@@ -146,7 +146,11 @@ class SplitBackward:
         run(self._second, values | dict(zip(self._crossing, crossing, strict=True)))
 
     def _values(self, **groups: Tree) -> dict[Name, Any]:
-        """Map names to values: constants, and the inputs in these fields of `_Inputs`."""
+        """Map names to values.
+
+        The values are the constants, and the leaves of each group under the names in the field of
+        `_Inputs` that the keyword names.
+        """
         values = dict(self._constants)
         for name, group in groups.items():
             values |= zip(getattr(self._inputs, name), jax.tree.leaves(group), strict=True)

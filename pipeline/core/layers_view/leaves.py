@@ -112,7 +112,7 @@ def pipeline_leaves(pipe: Any) -> Iterator[LayerLeaf]:
 
 
 def _viewed(view: LayerView, prefix: Path, cells: Mapping[Path, LeafCell]) -> Iterator[LayerLeaf]:
-    """Yield the leaves at the places of parameters, as far as ``cells`` has them."""
+    """Yield the leaves of a view's parameters whose arrays are in ``cells``."""
     for stack in view.stacks:
         cell = cells.get((*prefix, *stack.path))
         for slot in stack.slots:

@@ -259,7 +259,7 @@ def _arrays(state: Any) -> list[tuple[Path, Any]]:
 
 
 def _ends(pipe: Any, mask: Sequence[bool] | None) -> tuple[End, ...]:
-    """Return the arrays of embed and head that a mask selects; all without a mask."""
+    """Return the arrays of embed and head that a mask selects; if the mask is None, all arrays."""
     params = nnx.state(pipe.ends, nnx.Param)
     tables = find_tables(params, pipe.ends, pipe.plan.shared)
     words = {tables.embed: tables.embed_words, tables.head: tables.head_words}

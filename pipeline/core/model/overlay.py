@@ -88,7 +88,7 @@ class Spot:
 
 
 class Part:
-    """A leaf in a ref that holds its cell at the indices ``lead``; read and written as a whole."""
+    """A leaf whose cell is in a ref, at the indices ``lead``; read and written as a whole."""
 
     def __init__(self, ref: Any, spot: Spot, *lead: Any) -> None:
         self._ref, self._spot, self._lead = ref, spot, lead

@@ -129,7 +129,7 @@ def check_scale(loss_scale: Any) -> jax.Array | None:
     """Return a loss scale as an array, or None.
 
     Raises:
-      ValueError: no real scalar, or a number that is not above 0 and finite. An array's value is
+      ValueError: not a real scalar, or a number that is not above 0 and finite. An array's value is
         not checked: it may be on a device.
     """
     if loss_scale is None:

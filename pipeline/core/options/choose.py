@@ -33,7 +33,7 @@ def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
     If a schedule fixes the number of stages per rank, that number decides the number of ranks.
 
     Raises:
-      ValueError: no ``stage`` axis, or K is not a multiple of its size.
+      ValueError: the mesh has no ``stage`` axis, or K is not a multiple of its size.
     """
     if mesh is None:
         if isinstance(schedule, Schedule):
@@ -68,7 +68,7 @@ def read(schedule: Any) -> tuple[Any, str]:
 
 
 def exchanges_are_barriers(mesh: Mesh) -> bool:
-    """Tell whether all ranks wait for each other in an exchange, not only its partners.
+    """Tell whether an exchange makes all ranks wait, not only the two ranks that exchange.
 
     Virtual CPU devices of one process all wait at every collective. Processes, GPUs and TPUs send
     to their partners and receive from them.
@@ -171,7 +171,7 @@ def choose_schedule(
 
 
 def _check_slices(schedule: Any, slices: int | None) -> None:
-    """Raise ScheduleError if a schedule has other slices, needs ``slices``, or takes none."""
+    """Raise ScheduleError if ``slices`` does not fit the schedule."""
     if isinstance(schedule, Schedule):
         if slices is not None and schedule.num_slices != slices:
             raise ScheduleError(
@@ -247,7 +247,10 @@ def is_path(schedule: Any) -> bool:
 
 
 def _fitting(schedule: Schedule, sizes: dict[str, int]) -> Schedule:
-    """Return the schedule; raise ScheduleError if it has other sizes or no backward action."""
+    """Return the schedule; raise ScheduleError if it does not fit.
+
+    It does not fit if its sizes differ from the pipeline's, or if it has no backward action.
+    """
     wrong = [
         f"{name}={getattr(schedule, name)} against the pipeline's {want}"
         for name, want in sizes.items()

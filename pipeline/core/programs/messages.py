@@ -53,7 +53,7 @@ def lower_message(
 
 
 class Copy:
-    """A message whose devices, pair by pair, are in one process; arguments of `lower_message`."""
+    """A message between devices of one process; `lower_message` explains the arguments."""
 
     def __init__(self, meshes: RankMeshes, source: int, target: int, types: Tree) -> None:
         self._shardings = meshes.value_shardings(target, types)

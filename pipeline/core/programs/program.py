@@ -48,8 +48,8 @@ class RankProgram:
       in_specs: the specs of its arguments.
       types: the types of its arguments.
       out_specs: the specs of its results.
-      results: the specs of its results between programs, which also name the compiler's axes.
-      donated: the arguments whose memory it may reuse.
+      results: the specs of the results between programs, which also name the compiler's axes.
+      donated: the arguments whose memory the results may reuse.
     """
 
     operands: Operands
