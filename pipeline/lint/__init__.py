@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Lint:
-    """The lint hook of the engine, which loads its modules when called."""
+    """The engine's hook for checks; it imports the modules of the checks when it is called."""
 
     def run(
         self, entry: Any, plan: Plan, *operands: Any, takes_loss: bool = True, **options: Any
@@ -49,7 +49,7 @@ class Lint:
         explain_stage(rank, k, types, run, error)
 
     def explain_part(self, rank: Rank, part: str, given: Tree, error: Exception) -> None:
-        """Explain on an exception why embed, head or loss_fn does not run on its argument."""
+        """Add a note to an exception: why embed, head or loss_fn does not run on its argument."""
         from pipeline.lint.failures import explain_part
 
         explain_part(rank, part, given, error)
@@ -106,7 +106,7 @@ class Lint:
         check_outputs(last)
 
     def effects(self, local: LocalModel) -> None:
-        """Refuse side effects of stages that run more often than their microbatches say."""
+        """Refuse side effects of stages that run more than once for each microbatch."""
         from pipeline.lint.effects import check_effects
 
         check_effects(local)

@@ -31,9 +31,11 @@ class _Watched:
 
     Attributes:
       name: the weight's name in messages.
-      part, path: the weight's path, in the stage of this number, in "embed" or "head", or in
-        "stages", where one array holds the weights of all stages.
-      owner: a weak reference to the module that holds it; flax's variables have no weak references.
+      part: the number of the weight's stage, "embed" or "head"; or "stages", if one array holds the
+        weights of all stages.
+      path: the weight's path in that part.
+      owner: a weak reference to the module that holds the weight; flax's variables have no weak
+        references.
       array: a weak reference to its value.
     """
 
@@ -58,7 +60,7 @@ class _Watched:
 
 
 class Copies:
-    """A record of values of weights outside of a pipeline and in it.
+    """A record of the weights in a pipeline and in the modules outside that it was made from.
 
     Args:
       pipe: the pipeline.

@@ -61,8 +61,8 @@ class Placed:
     def dimension_for(self, axis: str) -> int | None:
         """Return the dimension that an axis divides best; None if the axis divides none.
 
-        Dimensions that no axis divides yet come first, then the longest; of equal ones the last is
-        taken.
+        Dimensions that no axis divides yet come first, then the longest. Among equally long
+        dimensions the last is taken.
         """
         fits = [d for d, length in enumerate(self.shard) if length % self.sizes[axis] == 0]
         taken = self.axes or ((),) * len(self.shape)
@@ -83,8 +83,8 @@ def placed(tree: Any, mesh: Mesh | None, *kinds: Any) -> list[Placed]:
 
     Args:
       tree: a module, an `nnx.State`, gradients, or any tree of arrays or their types.
-      mesh: the mesh for arrays that have none: types get the sharding of their variables, others
-        are replicated.
+      mesh: the mesh for arrays that have no mesh: types get the sharding of their variables, all
+        other arrays count as replicated.
       *kinds: kinds of variables to take from a module, such as `nnx.Param`; by default all.
     """
     state = nnx.state(tree, *kinds) if isinstance(tree, nnx.Module) else tree

@@ -23,11 +23,11 @@ Eqn = Any
 
 
 class MixedPositionsError(Exception):
-    """The function joins positions; the message says by which primitive."""
+    """An error: a function joins positions; the message says by which primitive."""
 
 
 class UnknownPositionsError(Exception):
-    """A primitive with positions as operands is unknown here; the message is its name."""
+    """An error: an unknown primitive reads positions; the message is the primitive's name."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Followed:
 
     Attributes:
       varies: the dims along which its numbers may differ.
-      dim: the dim of the positions; None if it has none.
+      dim: the dim of the positions; None if the value has no positions.
       inner: how many numbers of that dim belong to one position: rows, positions and other numbers
         may be joined to one dim, in this order.
       scales: for a sum over positions, the known factors that the sum, or each of its addends, was
@@ -76,7 +76,8 @@ class Sequences:
       t: the number of positions.
       sums: whether the function may sum over positions, as a loss does. A nonlinear function of
         such a sum is `Followed.broken`.
-      factors: a result: the known numbers that values at positions were multiplied with.
+      factors: filled by the search: the known numbers that values at positions were multiplied
+        with.
     """
 
     t: int
@@ -116,7 +117,7 @@ def follow_positions(
 
 
 def follow_equation(eqn: Eqn, operands: list[Followed], asked: Sequences) -> list[Followed]:
-    """Find the facts about an equation's results; arguments and errors of `follow_positions`."""
+    """Find the facts about an equation's results, with the errors of `follow_positions`."""
     name, kind = eqn.primitive.name, traits(eqn)
     rule = _RULES.get(name)
     if not (kind.calls or kind.identity) and any(one.scales or one.broken for one in operands):
@@ -377,7 +378,7 @@ def _pool(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
 def _windows(
     eqn: Eqn, one: Followed, found: Followed, dim: int, steps: tuple[int, int, Any]
 ) -> Followed:
-    """Return facts about windows along positions; other windows than side by side are mixed."""
+    """Return facts about windows along positions; windows that are not side by side are mixed."""
     window, stride, padding = steps
     if window == stride and not any(padding):
         return replace(found, dim=dim, inner=one.inner) if window == 1 else NOT_FOLLOWED

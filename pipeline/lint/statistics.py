@@ -36,7 +36,7 @@ def warn_of_losses_of_padding(parts: Mapping[str, Adding], warned: set[Any]) -> 
     """Warn of parts of a model that add a loss without asking which rows are padding.
 
     Args:
-      parts: records of their losses, by name.
+      parts: by name of a part, the record of the losses that the part adds.
       warned: keys of warnings already given; the function adds to it.
     """
     for name, adding in parts.items():

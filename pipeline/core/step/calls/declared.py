@@ -1,4 +1,4 @@
-"""The declared state of a rank during a step: current values, and the values microbatches read.
+"""The declared state of a rank during a step: current values, and values that forwards have read.
 
 Letters: V chunks per rank, M microbatches. A forward action reads the values that the previous
 forward wrote, and writes new values; no other action writes. A backward must read the values that
@@ -103,8 +103,9 @@ class DeclaredState:
 
         Args:
           chunk: the index of the chunk; None for the ends.
-          microbatch: its index.
-          now: whether to read the current values; else the values that its forward read.
+          microbatch: the index of the microbatch.
+          now: whether to read the current values; else the values that the microbatch's forward
+            read.
         """
         values = list(self._ends if chunk is None else self._rests[chunk])
         for n in range(len(values)):
@@ -119,9 +120,9 @@ class DeclaredState:
 
         Args:
           part: "stage", "embed" or "finish".
-          stage: for "stage", the position of a stage of its kind.
-          chunk: for "stage", the index of its chunk.
-          microbatch: its index.
+          stage: for "stage", the position of one stage of this kind.
+          chunk: for "stage", the index of the stage's chunk.
+          microbatch: the index of the microbatch.
           values: the values of the part's declared variables, in the order of its state.
         """
         if part == "stage":

@@ -45,7 +45,7 @@ class Forward:
       adds: whether a stage adds losses.
 
     Attributes:
-      model, batch, axes: the fields of the rank.
+      model, batch, axes: the rank's fields with these names.
       home: a chunk that has stages of this kind.
       weights: [V] the leaves of a stage's parameters in each chunk.
       params_tree: the structure of a stage's parameters.
@@ -53,7 +53,8 @@ class Forward:
       fixed: [V] a stage's other state that is no parameter.
       ends_weights: leaves of the parameters of embed and head.
       reads_mask: whether a traced call has read the mask of padding (`data_mask`).
-      activation, output, carry, earlier: x, y, carry, and the types of earlier slices' carries.
+      activation, output, carry, earlier: the arguments x, y and carry; and the types of the carries
+        of earlier slices.
     """
 
     def __init__(

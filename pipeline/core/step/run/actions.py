@@ -236,7 +236,7 @@ class Actions:
         return outcome.value
 
     def embed(self, microbatch: Any, *, now: bool = False) -> Outcome:
-        """Return the outcome of embed; ``now`` in a forward, which may write state."""
+        """Return the outcome of embed; ``now`` is True in a forward, which may write state."""
         rank = self.local.rank
         return ends.embed(rank, rank.ends, at(rank.batch.inputs, microbatch), microbatch, now=now)
 

@@ -183,7 +183,7 @@ class VocabularyParallel:
         return join_sequence(x, sequence_axis=sequence_axis) if self.tables.head_parts else x
 
     def _place(self, ids: jax.Array, z: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Find the columns of words in this rank's logits, with a mask of the words it has."""
+        """Find the columns of words in this rank's logits, with a mask of the words found."""
         row_of, mine = find_rows(ids, z.shape[-1], first=self.rank * z.shape[-1])
         return row_of, mine & (ids < self.tables.head_words)  # rows after the last word are padding
 

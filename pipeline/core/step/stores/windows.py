@@ -80,13 +80,14 @@ class WindowTotal(Total):
 
     A pullback adds whole gradients to `refs`, the window. A reduce job sums them over data shards,
     and adds this device's part to `results`, the totals of the step. A gradient that D shards
-    cannot share has one whole total, which is both.
+    cannot share has one whole total, which is both window and result.
 
     Args:
       like: an example of each gradient.
       axes: the mesh axes over which values vary.
       spreads: the sharding of each gradient.
-      windows: the ref in the window of each gradient that shards share; None for others.
+      windows: for each gradient that data shards share its ref in the window; None for other
+        gradients.
       added: the argument of `Total`.
     """
 
