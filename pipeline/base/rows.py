@@ -142,8 +142,9 @@ class BatchPart:
         return total / jnp.maximum(self.mean_entries * tokens, _LEAST)
 
     def divide_rows(self, totals: jax.Array) -> jax.Array:
-        """Sum [b] values, one a sequence, and divide; the mean over calls is the mean over
-        sequences.
+        """Sum [b] values, one a sequence, and divide by the mean number of sequences of a call.
+
+        So the mean over calls is the mean over sequences.
 
         The value of a sequence is the sum of values from its slices and from the ranks of position
         axes. Sequences without data do not count.

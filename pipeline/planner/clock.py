@@ -56,8 +56,8 @@ def makespan(
     """Compute the seconds of a step without the optimizer, with arguments of `schedules.simulate`.
 
     In a long pipeline each further round takes equally long. So three short pipelines, a round
-    apart, give the time of a round. If their differences are unequal, the pipeline is simulated in
-    full, up to `MOST` actions.
+    apart, give the time of a round. If the differences between them are unequal, the pipeline is
+    simulated in full, up to `MOST` actions.
     """
     _, S, V, M = order
     options = CLOCKS[clock]

@@ -190,7 +190,7 @@ def _measured(costs: Any) -> tuple[tuple[int, Costs], ...]:
     """Check measured costs of blocks; return them by the number of sequences in a microbatch.
 
     Raises:
-      ValueError: they are not such costs.
+      ValueError: ``costs`` are not such costs.
     """
     given = {1: costs} if isinstance(costs, Costs) else {} if costs is None else costs
     if not isinstance(given, Mapping) or not all(

@@ -40,7 +40,8 @@ class PlacedBlock:
       trace: the trace of the model's call.
       messages: [K + 1] the variables that leave each part except the head.
       effects: [K + 2] the equations of each part that have side effects.
-      part: the part of each variable; place: the part of each equation.
+      part: the part of each variable.
+      place: the part of each equation.
       is_anchored: whether the value at a path belongs to one part: a parameter, a stream, or state
         that the model writes.
     """

@@ -41,8 +41,8 @@ class Regular:
 
     Attributes:
       templates: the template of each call.
-      first: the activations that the first call gets; last: the activations that the last call
-        returns.
+      first: the activations that the first call gets.
+      last: the activations that the last call returns.
       carried: variables of embed that messages carry to all parts.
       sides: variables that depend on inputs alone.
       placed: the trace, with each call as a part.

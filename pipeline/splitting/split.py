@@ -157,8 +157,8 @@ def split(
       args: an example of the model's arguments. Arrays, or `jax.ShapeDtypeStruct`, have the batch
         as leading axis. Other arguments (None, flags) stay as they are.
       blocks: the path of a list of modules, or of numbered attributes, such as "layers" or "blocks"
-        for ``blocks.0``; several paths for an encoder and a decoder. By default it takes the
-        outermost numbered modules that are called often enough, without groups that have less than
+        for ``blocks.0``; several paths for an encoder and a decoder. By default the outermost
+        numbered modules are taken that are called often enough, without groups that have less than
         a twentieth of all operations.
       call: ``call(model, *args, **kwargs)``, if something else than the model's own ``__call__`` is
         to be trained: to leave arguments out, or to take logits from a tuple.

@@ -346,8 +346,8 @@ def loss_weights(segments: Any, following: Any = None) -> Any:
 
     Args:
       segments: [N, t] integers, 0 for padding.
-      following: [N, t] the segment of every target; by default that of its position, for targets
-        that were cut out of their document together with the inputs.
+      following: [N, t] the segment of every target; by default the segment of the target's
+        position, for targets that were cut out of their document together with the inputs.
     """
     following = segments if following is None else following
     return ((segments > 0) & (segments == following)).astype(np.float32)

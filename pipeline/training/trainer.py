@@ -157,7 +157,7 @@ class Trainer:
     # --- the loop
 
     def resume(self) -> int | None:
-        """Resume from the newest checkpoint; return its step, or None without a checkpoint.
+        """Resume from the newest checkpoint; return its step, or None if there is no checkpoint.
 
         Raises:
           ValueError: no checkpoints to resume from, or data without a position.
@@ -403,7 +403,7 @@ class Trainer:
 
 
 def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[float, Any]:
-    """Compute the weighted mean loss over all batches, and metrics; None without metrics.
+    """Compute the weighted mean loss over all batches, and the metrics, or None if it has none.
 
     A batch without a weight has the weight of its loss (see `Step`), or its number of rows. With
     ``ema`` the running mean of the weights is evaluated. Counts in the metrics are added.

@@ -76,8 +76,7 @@ class FixedSlice(SequenceSlice):
         return sum(self.lengths) * t // self.lengths[self.index]
 
     def join(self, own: jax.Array, earlier: jax.Array | None) -> jax.Array:
-        """Join values of this slice and of earlier slices: `[b, s, ...]`, with s positions
-        together.
+        """Join values of this slice and of earlier slices, s positions: `[b, s, ...]`.
 
         Args:
           own: `[b, t, ...]`.

@@ -5,9 +5,9 @@ differs from the others. Its program runs like that of any pipeline. It is timed
 microbatch alone, with one kind of action of one stage for all microbatches, and with all actions of
 a rank's stages in turn.
 
-The time of an action is what it adds to the first microbatch's step. Actions of a rank take longer
-in turn than alone: an action that runs alone finds its weights in a cache, which the next stage
-would have filled.
+The time of an action is the time that it adds to the first microbatch's step. Actions of a rank
+take longer in turn than alone: an action that runs alone finds its weights in a cache, which the
+next stage would have filled.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def calibrate(
 ) -> Calibration:
     """Measure the actions of a pipeline of arrays, whose class is ``make``.
 
-    ``message()`` returns the bytes of a message between its stages. Other arguments are those of
-    `pipeline.Pipeline.calibrate`.
+    ``message()`` returns the bytes of a message between the pipeline's stages. Other arguments are
+    those of `pipeline.Pipeline.calibrate`.
 
     Raises:
       ValueError: arguments that do not fit, or a pipeline whose actions cannot be timed one by one.

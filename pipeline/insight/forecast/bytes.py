@@ -73,8 +73,8 @@ class MemoryPrediction:
         chunk by chunk.
       host_stashes: stashes in host memory, which count in no sum of device bytes.
       host_crossings: crossings in host memory, which count in no sum of device bytes.
-      lent: results that are written at the end of the step; until then their memory holds any
-        temporaries but stashes.
+      lent: results that are written at the end of the step; until then the memory of these results
+        holds any temporaries except stashes.
     """
 
     weights: int
@@ -224,7 +224,7 @@ def _on_host(made: Iterable[Any]) -> dict[str, PlaceBytes]:
 
 
 def compiler_of(mesh: Mesh) -> Compiler:
-    """Model of the compiler for a mesh's devices; CPU's for unknown platforms."""
+    """Return the model of the compiler for a mesh's devices; CPU's for unknown platforms."""
     lone = frozenset(str(axis) for axis, size in mesh.shape.items() if size == 1)
     # Described GPUs have the name of their runtime as platform, real GPUs do not.
     kinds = {
@@ -238,9 +238,9 @@ def compiler_of(mesh: Mesh) -> Compiler:
 def _name(eqn: Any) -> str:
     """Name the use of a ref, by the name scope of its creation.
 
-    The name scope is the only mark that JAX carries from the Python code that makes a ref to its
-    equation. The ref that Python holds during a trace cannot be found again among the variables of
-    the jaxpr.
+    The name scope is the only information that JAX carries from the Python code that makes a ref to
+    its equation. The ref that Python holds during a trace cannot be found again among the variables
+    of the jaxpr.
     """
     scopes: Iterable[str] = str(eqn.source_info.name_stack).split("/")
     return next((scope for scope in scopes if scope in NAMES), "totals")

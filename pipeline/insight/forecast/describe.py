@@ -168,7 +168,7 @@ def _unlike(chunks: Sequence[Any]) -> list[str]:
 
 
 def _sharded(plan: Plan) -> list[str]:
-    """Describe the split of a batch, the arrays sharded over it, and the compiler's axes."""
+    """Describe the axes that split a batch, the sharded arrays, and the compiler's axes."""
     axes = plan.axes
     once = "once a step" if plan.engine == "scan" else "in every action"
     often = {"step": once, "action": "in every action", "repeat": _repeats(plan)}
@@ -188,7 +188,7 @@ def _sharded(plan: Plan) -> list[str]:
 
 
 def _repeats(plan: Plan) -> str:
-    """Describe how often weights are gathered on arrival at a chunk, and their windows."""
+    """Describe how often weights are gathered with ``gather="repeat"``, and their windows."""
     program = plan.training
     if program.windows is None:
         return "chunk by chunk"

@@ -19,7 +19,7 @@ Sets = Sequence[frozenset[FusionValue]]
 
 
 def late_order(nodes: Sequence[Node], kept: Iterable[FusionValue]) -> list[Node]:
-    """Order nodes as late as this saves memory; nodes that use one ref keep their order.
+    """Order nodes: each as late as this saves memory; nodes that use one ref keep their order.
 
     Args:
       nodes: in the order in which they are written.

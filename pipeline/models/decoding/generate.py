@@ -95,7 +95,7 @@ def generate(
       num_microbatches: M; by default S, or fewer with fewer rows.
       start: ``start(module, rows, length)`` prepares a copy of a stage, embed or head in place; by
         default `start_decoding`.
-      cache: a filter of the variables that each microbatch has separately.
+      cache: a filter of the cache variables; each microbatch has its own.
 
     Raises:
       ValueError: arguments that do not fit, or a pipeline that cannot decode; the message says why.
@@ -234,7 +234,7 @@ def _prefilled(
 
 
 def _with_cache_types(rank: Rank, inputs: Tree) -> Rank:
-    """Make caches vary over the same mesh axes as the values written to them.
+    """Make caches vary over all mesh axes over which the values written to them vary.
 
     On a mesh with ``tensor`` a rank writes keys and values of its own heads to caches that begin as
     equal zeros everywhere. The types in the kernel differ: they say which values vary. One cache

@@ -93,7 +93,8 @@ class AttentionOptions:
       theta, scaling: options of the rotary positions (`rotary`).
       axis: the mesh axis of the group.
       sequence_parallel: whether input and output are this rank's part of the sequence.
-      init: the initializer of the fused weight; init_out: that of the output weight.
+      init: the initializer of the fused weight.
+      init_out: the initializer of the output weight.
       dtype: the dtype of the parameters.
       implementation: None takes the platform's kernel if it supports the call
         (`models.layers.kernels`): splash attention on TPUs, cuDNN's on NVIDIA GPUs. Otherwise it
@@ -112,7 +113,8 @@ class AttentionOptions:
       context: the exchange of keys and values between ranks of that axis. "allgather": every rank
         gathers all keys and values. "ulysses": ranks exchange heads for positions and read whole
         sequences, with any kernel; the axis size must divide the heads of queries. "ring": keys and
-        values go from rank to rank, and a rank holds those of one other rank at a time.
+        values go from rank to rank, and a rank holds the keys and values of one other rank at a
+        time.
       context_order: "contiguous"; or "zigzag" for batches that `pipeline.layers.zigzag` has
         reordered, so that causal work is equal on all ranks.
 

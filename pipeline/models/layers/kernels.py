@@ -37,9 +37,9 @@ def choose(q: jax.Array, *, softcap: float | None = None, start: int = 0) -> Imp
 
     Queries that begin at place ``start``, after the places of earlier keys, can use only splash.
 
-    The platform is the mesh's, whose devices may be unavailable. A compiler cannot cut a kernel
-    into parts. So the formula is chosen if mesh axes are left to the compiler, or if there are
-    several devices and no mesh.
+    The platform is the platform of the mesh; the devices of the mesh may be unavailable. A compiler
+    cannot cut a kernel into parts. So the formula is chosen if mesh axes are left to the compiler,
+    or if there are several devices and no mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty and jax.device_count() > 1:

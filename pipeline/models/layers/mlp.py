@@ -31,7 +31,8 @@ class SwiGLU(nnx.Module):
       rngs: has a stream ``params``.
       axis: the mesh axis of the group.
       sequence_parallel: whether input and output are this rank's part of the sequence.
-      init: the initializer of the fused weight; init_out: that of the down weight.
+      init: the initializer of the fused weight.
+      init_out: the initializer of the down weight.
       dtype: the dtype of the parameters.
       bias: whether gate and up have a bias, and the sum too.
       activation: the activation of the gate.

@@ -27,8 +27,7 @@ from pipeline.models.layers.weights import (
 
 
 class ReplicatedKV(nnx.Module):
-    """A layer like `FusedQKV`, in which all ranks have the weights of all k heads of keys and
-    values.
+    """A layer like `FusedQKV`, with the weights of all k heads of keys and values on all ranks.
 
     Args:
       width: d.

@@ -33,8 +33,8 @@ class VocabularyEmbedding(nnx.Module):
       axis: the mesh axis of the group; None for one rank.
       sequence_parallel: whether each rank keeps its part of the sequence, `[b, t / R, d]`.
       init: the initializer of the table.
-      dtype: the dtype of the table; activations: the dtype of the result, by default that of the
-        table.
+      dtype: the dtype of the table.
+      activations: the dtype of the result; by default the dtype of the table.
 
     Raises:
       ValueError: when called on R ranks, R does not divide V.

@@ -54,7 +54,7 @@ def shared(
 
 
 def read_weight(weight: nnx.Param[Any], x: jax.Array, axis: str | None) -> jax.Array:
-    """Read this rank's part of a weight, in the dtype of its input.
+    """Read this rank's part of a weight, in the dtype of the input ``x``.
 
     Raises:
       ValueError: the input is no float; or the axis is manual, and the weight is not divided over

@@ -165,7 +165,7 @@ class Forward:
     def stage_arguments(
         self, chunk: int, microbatch: Any, *, now: bool = False
     ) -> tuple[Leaves, tuple[Tree, Leaves], Tree]:
-        """Return all arguments of `stage` but ``x``; ``now`` for the forward that writes state."""
+        """Return the arguments of `stage` except ``x``; ``now`` is for a forward that writes."""
         # Keys depend on the microbatch and the rank, never on the order of calls. So a repetition
         # in the backward draws equal numbers (`pipeline.core.model.randomness`).
         own = own_axes(self.activation, self.axes)

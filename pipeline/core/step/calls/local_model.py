@@ -143,8 +143,7 @@ class LocalModel(Forward):
         return needed_inputs(lean(read_block(closed), wanted, ()), wanted, (), adds=False)[-1]
 
     def weight_of_targets(self) -> jax.Array | None:
-        """Sum the weights of a data shard's losses; None if the weights depend on more than
-        targets.
+        """Sum the weights of a data shard's losses; None if weights depend on more than targets.
 
         If slices differ in length, sum the weights of this model's slice in every microbatch.
         """

@@ -158,14 +158,14 @@ class Rank:
 
     @property
     def by_slice(self) -> list[Rank]:
-        """[N] the rank for each slice, with units of its length; empty if all have one length."""
+        """[N] for each slice a rank with units of that length; empty if lengths are equal."""
         lengths = self.slices.lengths
         longest = max(lengths, default=0)
 
         # The batch is cut to the longest slice. A position axis divides the length of every slice
         # by one factor.
         def cropped(x: jax.Array, length: int) -> jax.Array:
-            """Crop [M N, b, t, ...] of the longest slice; leaves without positions stay whole."""
+            """Crop units [M N, b, t, ...] to ``length`` positions, if they have positions."""
             cuts = x.ndim > 2 and x.shape[2] > 1
             return x[:, :, : x.shape[2] * length // longest] if cuts else x
 
@@ -180,7 +180,7 @@ class Rank:
         return [of_slice(*numbered) for numbered in enumerate(lengths)]
 
     def mask(self, unit: Any) -> jax.Array | None:
-        """Return the mask of a unit's rows or positions: data or padding (`find_mask`)."""
+        """Return the mask of a unit (one slice of a microbatch): True for data, not padding."""
         return find_mask(at(self.batch.targets, unit))
 
     def part_of(self, unit: Any) -> BatchPart:
@@ -196,7 +196,7 @@ class Rank:
         """Add the counts of real rows and positions, if the batch has padding.
 
         Args:
-          units: the M N units of this rank.
+          units: M N, the number of units of this rank: each unit is one slice of a microbatch.
           calls: the number of calls of the loss in the step, on all ranks.
         """
         # Types show whether a batch has padding: then its targets contain a mask.
@@ -258,7 +258,7 @@ class Rank:
         return alike
 
     def code(self, position: StagePosition) -> Any:
-        """Return the key that stages of one computation share; it leaves activations out."""
+        """Return the key that stages of one computation share; it does not cover activations."""
         return self.weights.code(position)
 
     def without_arrays(self) -> Rank:

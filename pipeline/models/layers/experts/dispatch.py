@@ -98,7 +98,7 @@ def capacity_of(tokens: int, top_k: int, num_experts: int, factor: float) -> int
 
 @functools.lru_cache(maxsize=64)
 def _capacities(most: int, top_k: int, num_experts: int, factor: float) -> Any:
-    """Return [most + 1] int32 `capacity_of` for each number of tokens."""
+    """Return [most + 1] int32 `capacity_of` for each number of tokens from 0 to ``most``."""
     counts = np.arange(most + 1)
     places = np.ceil(factor * counts * top_k / num_experts)
     return np.minimum(np.maximum(places, 1), counts).astype(np.int32)
