@@ -29,7 +29,7 @@ class _LayoutReader:
     text: str
 
     def sequence(self, at: int, *, inside: bool) -> tuple[str, int]:
-        """Read a sequence from ``at`` on; return it, with repetitions written out, and its end."""
+        """Read a sequence at ``at``; return its letters, repetitions written out, and its end."""
         found, start = "", at
         while at < len(self.text):
             letter = self.text[at]

@@ -211,7 +211,7 @@ class Trainer:
         return ended
 
     def _save_after(self, error: BaseException) -> None:
-        """Save the state after an exception if it is whole; note a failed save on the exception."""
+        """Save a whole state after an exception; note a failed save on the exception."""
         try:
             if self.done > 0 and self.step.is_whole and jax.process_count() == 1:
                 self.save()

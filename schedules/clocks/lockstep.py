@@ -131,7 +131,7 @@ class Lockstep:
 def among_all(joined: Mask, exchange: Times) -> tuple[Mask, Times]:
     """Treat every exchange as a barrier: all ranks wait for the longest exchange.
 
-    Args are those of `among_partners`.
+    The arguments are those of `among_partners`.
     """
     meets = np.logical_or.reduce(joined, axis=(1, 2), keepdims=True)
     lasts = np.maximum.reduce(exchange, axis=(1, 2), keepdims=True)

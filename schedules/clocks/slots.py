@@ -84,7 +84,7 @@ def fill(
 ) -> tuple[list[int], list[float]]:
     """Find each action's slot, -1 if it never runs, and the duration of each slot's longest action.
 
-    It runs rank by rank, each as far as it can go.
+    Actions are placed rank by rank, on each rank as far as possible.
 
     Args:
       orders: [S] numbers of actions, in the order of each rank.

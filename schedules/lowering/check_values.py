@@ -84,7 +84,7 @@ class SymbolicValues:
         ]
 
     def writes(self, action: Action) -> list[int]:
-        """Return [entries] the value that an action writes to each place if it is read; else -1."""
+        """Return [entries] the value that an action writes to each place; -1 if it is not read."""
         unit = unit_of(action, self._slices)
         own, part, last = self.output(unit, action.stage), unit % self._slices, self._slices - 1
         slices = self._outputs_of_slices(action.stage, unit)

@@ -92,7 +92,7 @@ def _known(schedule: Timetable) -> dict[tuple[Keep, Offload, bool], Hosted]:  # 
 def moves(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = ()) -> Mask:
     """Return [A] whether an action writes a value to host memory or reads one from it.
 
-    Args are those of `hosted`.
+    The arguments are those of `hosted`.
     """
     flat, choice = flatten(schedule), hosted(schedule, keep, offload, shared)
     stash, crossing = (mask[flat.stage, flat.microbatch] for mask in choice)
