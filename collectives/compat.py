@@ -410,7 +410,8 @@ def renamed_errors(
     Args:
       error: the error that `checkify.checkify` returned.
       where: int32 scalars that the exceptions also hold.
-      rename: makes an exception from ``where`` and the check's own exception, and flattens to both.
+      rename: a function that makes an exception from ``where`` and the check's own exception, and
+        flattens to both.
     """
     (failed, codes, payloads), kinds = error.tree_flatten()
     types = tuple(jax.ShapeDtypeStruct((), jnp.int32) for _ in where)

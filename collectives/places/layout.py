@@ -33,7 +33,7 @@ def lay_out(devices: Sequence[Any], shape: tuple[int, ...], *, whole: bool) -> n
     too, with a run of neighbours in each slice.
 
     Args:
-      devices: as many as the grid has places, with those of one slice consecutive.
+      devices: as many as the grid has places; the devices of one slice are consecutive.
       shape: sizes of the mesh axes: data, stage, then the axes that must be within a slice.
       whole: whether these are all existing devices.
 

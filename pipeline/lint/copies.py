@@ -60,7 +60,7 @@ class _Watched:
 
 
 class Copies:
-    """A record of the weights in a pipeline and in the modules outside that it was made from.
+    """A record of the weights in a pipeline, and in the user's modules that it was made from.
 
     Args:
       pipe: the pipeline.

@@ -23,8 +23,8 @@ class Placed:
     """One array with its placement.
 
     Attributes:
-      path: its name in the state.
-      text: its type, such as ``float32[4,8]``.
+      path: the array's name in the state.
+      text: the array's type, such as ``float32[4,8]``.
       shape: the shape of the whole array.
       shard: the shape of the part on one device.
       itemsize: bytes of a number.

@@ -50,7 +50,7 @@ class DeclaredVariable:
 
     Attributes:
       part: the stage that has it, or embed, head or loss_fn.
-      path: its path in that part.
+      path: the variable's path in that part.
       variable: the variable.
       is_written: whether a call writes it.
       reads_mask: whether a call of the part reads which rows are data.

@@ -261,7 +261,7 @@ def _shared(job: PlannedJob, layout: MeshLayout, each: tuple[float, float, float
 
     Args:
       job: the training job.
-      layout: its layout.
+      layout: the layout of the job.
       each: bytes for a parameter of blocks, of experts and of ends.
     """
     outside = 1 if layout.data_parallel == "hsdp" else layout.data_slices
@@ -330,7 +330,7 @@ def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Est
 
     Args:
       job: the training job.
-      layout: its layout.
+      layout: the layout of the job.
       bound: leave out the bubble, which takes long to find, and the bytes.
     """
     S, V, L = layout.stage, layout.chunks, job.model.layers

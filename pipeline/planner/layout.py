@@ -87,7 +87,7 @@ class Dispatched:
         }[self.way]
 
     def load(self, experts: ExpertSizes, imbalance: float) -> float:
-        """Return rows on the rank with the busiest expert, over the mean; others share the rest."""
+        """Return rows on the busiest expert's rank, over the mean; other ranks share the rest."""
         if self.ranks == 1 or self.way == "capacity":
             return self.capacity
         e, local = experts.number, experts.number // self.ranks

@@ -91,7 +91,7 @@ def agree(fields: Fields, index: int, count: int, timeout: float) -> None:
       fields: values that must be equal, by name.
       index: the number of this process.
       count: the number of processes.
-      timeout: seconds to wait for the others.
+      timeout: seconds to wait for the other processes.
 
     Raises:
       TimeoutError: a process has sent no fields.

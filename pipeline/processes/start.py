@@ -50,7 +50,7 @@ def initialize(
       num_processes: the number of processes in the job.
       process_id: the number of this process, 0 <= process_id < num_processes.
       config: options that must be equal on all processes: a mapping, a dataclass or a namespace.
-      timeout: seconds to wait for the others, at the start and at the end.
+      timeout: seconds to wait for the other processes, at the start and at the end.
       grace: seconds that a failed process waits for the others to end.
       heartbeat: seconds without a sign of life until a process counts as dead; `math.inf` for ever.
 

@@ -36,7 +36,8 @@ class Parts:
     """A model in parts, for ``Pipeline(**parts, num_microbatches=...)``.
 
     Attributes:
-      stages: [K] modules; embed, head: modules, which share the parameters that both use.
+      stages: [K] modules.
+      embed, head: modules, which share the parameters that both use.
       blocks: [K] the paths of the blocks that each stage calls.
       costs: [K] operations of each stage on the example; embed counts for the first stage and head
         for the last.
@@ -152,7 +153,7 @@ def split(
     on each microbatch by itself.
 
     Args:
-      model: its weights may be types (`nnx.eval_shape`).
+      model: the model; its weights may be types (`nnx.eval_shape`).
       num_stages: K.
       args: an example of the model's arguments. Arrays, or `jax.ShapeDtypeStruct`, have the batch
         as leading axis. Other arguments (None, flags) stay as they are.

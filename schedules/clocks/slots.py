@@ -88,8 +88,8 @@ def fill(
 
     Args:
       orders: [S] numbers of actions, in the order of each rank.
-      awaited: for each action, the message that it needs to start, -1 for none.
-      sent: for each action, the message that it sends, -1 for none.
+      awaited: for each action, the message that it needs to start, or -1.
+      sent: for each action, the message that it sends, or -1.
       waits: [width] and for each action, the number of slots until a slot permits it.
       late: for each action, whether its message travels during the next slot.
       durations: for each action, its duration.

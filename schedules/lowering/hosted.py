@@ -133,7 +133,7 @@ def choose(rank: Ints, born: Ints, read: Ints, num_ranks: int, share: float) -> 
     once. Whenever a rank holds more, the value that is read last is kept in host memory, for its
     whole life. This greedy choice keeps the most values on the device for this number of places.
     Ranks with few values offload none of them. A value that the rank's very next action reads stays
-    on the device, whatever the share: at most one exists at a time.
+    on the device for any share: at most one such value exists at a time.
 
     Args:
       rank: [N] the rank that holds each value.

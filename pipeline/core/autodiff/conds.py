@@ -1,7 +1,7 @@
 """The split of a `cond` into two `cond`s that take one branch.
 
-The first passes the second the values that the branch needs. Branches share slots of equal type for
-these values.
+The first `cond` passes to the second the values that the branch needs. Branches share slots of
+equal type for these values.
 """
 
 from __future__ import annotations

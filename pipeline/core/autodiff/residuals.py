@@ -66,7 +66,7 @@ class Residuals:
         ``side`` is not (extras, dropout keys).
       weights, fixed, side, x: examples, for their types.
       grad_dtype: the argument of `pipeline.core.autodiff.accumulate.as_summed`.
-      need: the gradients that the backward computes; None for all.
+      need: the gradients that the backward computes; None for all gradients.
       adding: the argument of `outcome_and_pullback`.
       gathers: whether the backward may repeat the forward's all-gathers.
       part: the name of the part of the model (`Pullback.part`).

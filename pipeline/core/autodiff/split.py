@@ -66,7 +66,7 @@ class _Splitter:
             self._place(step, mine, theirs)
 
     def _uses(self) -> list[tuple[JaxprStep, list[bool], list[bool]]]:
-        """List the needed steps, with masks of results: for the first half, for the second only."""
+        """List the needed steps, with masks of results: for the first half, only for the second."""
         refs = self.facts.refs
         first, second = set(names(self.early)), set(names(self.late))
         uses = []

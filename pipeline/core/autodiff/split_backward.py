@@ -52,7 +52,7 @@ class SplitBackward:
         `pipeline.core.autodiff.residuals` explains. Both halves get all but ``stash``.
       dy: an example of the gradients for the float leaves of the stage's output.
       grad_dtype: the argument of `pipeline.core.autodiff.accumulate.as_summed`.
-      need: the gradients that the pullback computes; None for all.
+      need: the gradients that the pullback computes; None for all gradients.
       adding: the argument of `outcome_and_pullback`.
 
     Attributes:

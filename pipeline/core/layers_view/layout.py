@@ -109,7 +109,7 @@ def types_of(chunks: nnx.Module) -> dict[Any, Any]:
 
 
 def drop_marks(layout: Layout, stages_of: StagesOf, foreign: Mapping[Any, Any]) -> None:
-    """Drop marks of other orders, if variables of stages record another order.
+    """Drop marks of other orders of layers, if the metadata of variables records such an order.
 
     Args:
       layout: a pipeline's marks, to which a state of another pipeline may have added marks.

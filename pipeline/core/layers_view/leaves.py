@@ -151,7 +151,7 @@ def optimizer_leaves(pipe: Any, optimizer: Any, plan: StatePlan | None) -> Itera
 
     Args:
       pipe: the pipeline.
-      optimizer: its optimizer.
+      optimizer: the pipeline's optimizer.
       plan: the storage of the optimizer's state; None for an optimizer without layers, whose state
         for a parameter has the parameter's shape.
 

@@ -59,7 +59,7 @@ class Value:
     Attributes:
       aval: the type of the value.
       op: the equation that computes it, or None.
-      index: its index among the results of the equation.
+      index: the value's index among the results of the equation.
       row: the row from which it is computed; None if it is computed from several rows or from none.
       template: the stack of which it is a row.
       array: the array of a constant, or of an input that is no row.

@@ -141,10 +141,10 @@ class End:
     """An array of embed or head.
 
     Attributes:
-      path: its path in the layer view.
-      shape: its shape without padding.
-      stored: its stored shape: a table that all ranks share has rows of zeros after its last row.
-      spread: its sharding.
+      path: the array's path in the layer view.
+      shape: the array's shape without padding.
+      stored: the stored shape: a table that all ranks share has rows of zeros after its last row.
+      spread: the array's sharding.
     """
 
     path: Path
@@ -285,7 +285,7 @@ def _slots(
       chunk: the chunk.
       numbers_of_stages: [S] the stage of each rank.
       flat: paths and variables of the arrays.
-      masks: [S] the masks of the stages' leaves to include; None for all.
+      masks: [S] the masks of the stages' leaves to include; None for all leaves.
       declared: [K] the paths to include, if the view is of state; None for parameters.
     """
     names_of: list[dict[Spot | None, list[tuple[int, Name]]]] = [{} for _ in flat]

@@ -49,7 +49,8 @@ def find_share(
       plan: the options of the pipeline.
       traced: the rank, with the caller's scale of its losses.
       normalise: whether to compute gradients of the step's loss; else gradients of a sum.
-      run_forwards: computes share and loss if they depend on outputs; `of_outputs` by default.
+      run_forwards: a function that computes share and loss if they depend on outputs; `of_outputs`
+        by default.
 
     Raises:
       ValueError: the step will be added to other steps, and its gradient needs the loss of all

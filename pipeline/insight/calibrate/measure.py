@@ -94,7 +94,7 @@ def calibrate(
 class Calibrator:
     """A calibration, round by round, for callers that do other work between rounds.
 
-    Args are those of `calibrate`, and
+    The arguments are those of `calibrate`, and these:
 
     * in_flight: number of microbatches in flight; by default as in the pipeline, at most
       `MOST_IN_FLIGHT`.

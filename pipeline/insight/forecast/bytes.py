@@ -54,10 +54,10 @@ class MemoryPrediction:
     """Bytes of a step on each device.
 
     Attributes:
-      weights: arguments: parameters and all other state of the stages and ends.
-      batch: arguments: inputs, targets and extras of the data shard.
-      returned: results: the loss and the gradients, in the weights' dtype. Gradients are summed in
-        these results if the dtype has 4 bytes, as sums have.
+      weights: bytes of arguments: parameters and all other state of the stages and ends.
+      batch: bytes of arguments: inputs, targets and extras of the data shard.
+      returned: bytes of results: the loss and the gradients, in the weights' dtype. Gradients are
+        summed in these results if the dtype has 4 bytes, as sums have.
       totals: sums of gradients that are not summed in the results.
       messages: activations and their gradients on a rank. There is one buffer more than the
         timetable needs: messages that are not read are written to it.

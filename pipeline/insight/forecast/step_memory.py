@@ -35,7 +35,7 @@ class StepPrediction:
 
     Attributes:
       gradients: the prediction for loss and gradients, which are used within the step.
-      optimizer: arguments: the optimizer's state on the device.
+      optimizer: bytes of arguments: the optimizer's state on the device.
       update: bytes of the update: gradients, the updates that are gathered over ``data``, and the
         state that is copied from host memory. A compiler with enough memory copies all of it at
         once.

@@ -85,7 +85,7 @@ def generate(
       temperature: the divisor of logits before a draw.
       top_k: the number of likeliest words that may be drawn; 0 for all.
       top_p: among these, only the fewest likeliest words whose probabilities, at this temperature,
-        add up to top_p may be drawn; None for all.
+        add up to top_p may be drawn; None for all words.
       stop: a token that ends a row, or several such tokens. The call ends when all rows have ended.
       pad: the token of positions after the end of a row.
       prefill: the number of tokens of every prompt to feed in one call, if stages take several at a

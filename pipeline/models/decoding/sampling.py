@@ -81,7 +81,7 @@ def sample(
       temperature: the divisor of logits.
       top_k: the number of likeliest words that may be drawn; 0 for all.
       top_p: among these, only the fewest likeliest words whose probabilities, at this temperature,
-        add up to top_p may be drawn; None for all.
+        add up to top_p may be drawn; None for all words.
     """
     keys = None if key is None else key[None]
     choice = Choice(1, top_k, top_p is not None)

@@ -39,7 +39,7 @@ class FusedQKV(nnx.Module):
       num_heads: k·g.
       num_kv_heads: k.
       head_dim: c.
-      rngs: has a stream ``params``.
+      rngs: random streams, with a stream ``params``.
       bias, axis, sequence_parallel, init, dtype: the options of `ColumnLinear`.
 
     Raises:
@@ -106,8 +106,8 @@ class AttentionOptions:
         `[b, k·g / R, query_chunk, t]`, are computed at a time, and again in the backward. None
         takes the number of queries with 2^20 scores of a head, all of 1,024 positions. With
         ``query_chunk`` = t all scores are computed once and kept for the backward.
-      window: the number of positions that a query reads, including its own; None for all.
-      softcap: a cap s of the scores, which become s·tanh(score / s); None for none.
+      window: the number of positions that a query reads, including its own; None for all positions.
+      softcap: a cap s of the scores, which become s·tanh(score / s); None for no cap.
       context_axis: a mesh axis over which the positions of a sequence are split, usually
         "context"; on a mesh without it sequences are whole.
       context: the exchange of keys and values between ranks of that axis. "allgather": every rank
@@ -174,7 +174,7 @@ class Attention(nnx.Module):
       width: d.
       num_heads: k·g.
       num_kv_heads: k.
-      rngs: has a stream ``params``.
+      rngs: random streams, with a stream ``params``.
       options: a record of the options; fields of `AttentionOptions` given by name override it.
 
     Raises:

@@ -25,7 +25,7 @@ class Dropout(nnx.Dropout):
 
     Args:
       rate: the share of numbers that become zero.
-      rngs: has a stream ``dropout``.
+      rngs: random streams, with a stream ``dropout``.
       dim: the dim that may be split over ranks: -2, the sequence, or -1 between a column layer and
         its row layer.
       axis: the mesh axis of the group.

@@ -67,7 +67,7 @@ class MixtureOfExperts(nnx.Module):
       hidden: f.
       num_experts: e.
       top_k: k.
-      rngs: has a stream ``params``.
+      rngs: random streams, with a stream ``params``.
       options: a record of the options; fields of `ExpertOptions` given by name override it.
 
     In evaluation (``module.eval()``) nothing is counted and no loss is added.

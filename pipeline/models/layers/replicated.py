@@ -34,7 +34,7 @@ class ReplicatedKV(nnx.Module):
       num_heads: k·g.
       num_kv_heads: k.
       head_dim: c.
-      rngs: has a stream ``params``.
+      rngs: random streams, with a stream ``params``.
       axis, sequence_parallel, init, dtype: the options of `ColumnLinear`.
 
     Raises:

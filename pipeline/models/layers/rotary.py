@@ -116,7 +116,7 @@ def rotary(
       positions: `[b, t]` integers.
       width: c, an even number.
       theta: the base of the wavelengths.
-      scaling: the scaling of the wavelengths, None for none.
+      scaling: the scaling of the wavelengths; None for no scaling.
 
     Raises:
       ValueError: c is odd.

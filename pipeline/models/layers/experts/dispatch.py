@@ -114,7 +114,7 @@ def dispatch_by_capacity(
     factor: float,
     is_data: jax.Array | None = None,
 ) -> Done:
-    """Dispatch the first C tokens of each rank that chose an expert; drop the others.
+    """Dispatch the first C tokens of each rank that chose an expert; drop all other tokens.
 
     Arguments are those of `dispatch_by_gather`, with ``factor`` of `capacity_of`, and ``is_data``,
     `[n]` bool, False for padding; None if all are data. Padding takes no place, and C is computed

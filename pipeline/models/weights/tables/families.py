@@ -261,7 +261,7 @@ def read_config(name: str, reading: Reading, content: Config) -> DecoderConfig:
 
 
 def _faults(given: Config) -> list[str]:
-    """List the values whose kind is not that of their key, at any depth."""
+    """List the values that do not have the kind of their key, at any depth."""
     wrong = faults_of(given, _KINDS)
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := given.get(key), Mapping):
