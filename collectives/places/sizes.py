@@ -87,7 +87,7 @@ def fill(sizes: Mapping[str, int | None], available: int) -> dict[str, int]:
     """Infer the size that is None from the other sizes and the number of devices.
 
     Args:
-      sizes: the sizes of the axes, without faults of their own.
+      sizes: the sizes of the axes, each without a fault.
       available: the number of devices.
 
     Raises:

@@ -189,7 +189,7 @@ def find_axes(mesh: Mesh | AbstractMesh, batch: Batch = None, auto: Sequence[str
 
 
 def _parts(batch: Any) -> tuple[Any, Any, Any]:
-    """Return the prefixes for inputs, targets and extras; None does not name its leaves."""
+    """Return the prefixes for inputs, targets and extras; None for a part without a prefix."""
     if isinstance(batch, PartitionSpec):
         return batch, batch, batch
     if isinstance(batch, Mapping) and batch and set(batch) <= set(PARTS):

@@ -266,7 +266,7 @@ def counts_padding() -> bool:
 
 
 def data_mask() -> jax.Array | None:
-    """Find the rows, [b], or positions, [b, t], of this call that are data; None if all are.
+    """Find the rows, [b], or positions, [b, t], of this call that are data; None if all are data.
 
     It is for your own layers that form a statistic over rows or positions. Batches that
     `pipeline.training` padded, packed or bucketed have a mask. It covers only the positions of the

@@ -67,7 +67,7 @@ class Lint:
             check_that_it_is_a_stack(rank, activations.types)
 
     def parts(self, plan: Plan, rank: Rank, activations: Activations, *, take_loss: bool) -> None:
-        """Refuse `ppermute`; check parts that mix positions which are split or sliced."""
+        """Refuse `ppermute`; check parts that mix positions, if positions are split or sliced."""
         from pipeline.lint.effects import check_meetings
 
         check_meetings(plan, activations.bodies)

@@ -64,8 +64,8 @@ class Copies:
 
     Args:
       pipe: the pipeline.
-      stages: the stages as the user gave them.
-      ends: embed and head as the user gave them.
+      stages: the user's own stages, which the pipeline has copied.
+      ends: the user's own embed and head.
     """
 
     def __init__(self, pipe: Any, stages: Any, **ends: Any) -> None:

@@ -42,7 +42,8 @@ class Followed:
       scales: for a sum over positions, the known factors that the sum, or each of its addends, was
         multiplied with since; empty for any other value.
       number: the value, if it is a known number.
-      broken: why a sum over positions is no longer a sum; "" if it still is one or never was.
+      broken: the reason why a sum over positions is no longer a sum; "" for a sum and for other
+        values.
     """
 
     varies: frozenset[int]
@@ -386,7 +387,7 @@ def _windows(
 
 
 def _noise(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
-    """Return facts about random bits: they differ, but do not depend on the place."""
+    """Return facts about random bits, which differ but do not depend on the place."""
     if any(one.dim is not None for one in operands):
         raise UnknownPositionsError(eqn.primitive.name)
     return NOT_FOLLOWED
@@ -413,7 +414,7 @@ def _scan(eqn: Eqn, operands: list[Followed], asked: Sequences) -> list[Followed
 
 
 def _gather(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
-    """Return facts about a look-up in a table without positions, by indices that may have them."""
+    """Return facts about a look-up in a table without positions; the indices may have positions."""
     table, indices = operands
     numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0]
     lead = [n for n in range(len(out.aval.shape)) if n not in numbers.offset_dims]

@@ -45,7 +45,7 @@ class Fault:
     Attributes:
       text: how the positions are joined, or the name of an unknown primitive.
       line: file and line of the code, "" if unknown.
-      is_known: whether it is known that positions are joined.
+      is_known: True if positions are joined for certain; False for an unknown primitive.
     """
 
     text: str
@@ -59,10 +59,10 @@ class Shard:
 
     Attributes:
       followed: facts about its positions.
-      is_fetched: whether it is a result of a collective over the axis.
-      is_placed: whether it is computed from a rank's index on the axis, so that it depends on the
-        place.
-      is_marked: whether it comes from a layer that reads all ranks (`reads_all_ranks`).
+      is_fetched: whether the value is a result of a collective over the axis.
+      is_placed: whether the value is computed from a rank's index on the axis, so that it depends
+        on the place.
+      is_marked: whether the value comes from a layer that reads all ranks (`reads_all_ranks`).
       fault: the first place where positions of one rank were joined to compute it; None without
         any.
     """

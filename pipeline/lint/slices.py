@@ -49,7 +49,7 @@ _LOSS = (
 def check_slices(
     rank: Rank, activations: Activations, warned: set[Any], *, take_loss: bool
 ) -> None:
-    """Refuse parts that mix positions without a method for slices; warn if that is unknown.
+    """Refuse parts that mix positions without a method for slices; warn of parts that may do so.
 
     Args:
       rank: the rank's part of model and batch.

@@ -49,10 +49,10 @@ class DeclaredVariable:
     """A variable of declared state.
 
     Attributes:
-      part: the stage that has it, or embed, head or loss_fn.
+      part: the stage that has the variable, or embed, head or loss_fn.
       path: the variable's path in that part.
       variable: the variable.
-      is_written: whether a call writes it.
+      is_written: whether a call writes the variable.
       reads_mask: whether a call of the part reads which rows are data.
     """
 

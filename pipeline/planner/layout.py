@@ -1,4 +1,4 @@
-"""The training job, and one way to spread it over chips.
+"""The training job, and one way to spread the job over chips.
 
 Letters: S, D, E, R, T ranks on `stage`, `data`, `expert`, `context`, `tensor`; V stages on a rank,
 M microbatches, L layers; e experts, k of a token.

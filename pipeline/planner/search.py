@@ -325,7 +325,7 @@ def _lost(job: PlannedJob, bounds: Iterable[Estimate], found: Plans) -> list[str
 
 
 def _said(rule: str, sizes: Sequence[int]) -> str:
-    """Write a rule with the sizes that it excluded, after the axis's name."""
+    """Write a rule with the sizes that the rule excluded, after the axis's name."""
     axis, _, reason = rule.partition(":")
     return f"{axis} {', '.join(map(str, sorted(sizes)))}:{reason}"
 

@@ -28,7 +28,7 @@ _COMPARED = 2**16  # bytes of a constant; larger ones are equal if they are one 
 
 
 def find_changed(model: nnx.Module, trace: Trace, regular: Regular) -> str:
-    """Return why stages cannot call the blocks: a block computes otherwise by itself; else "".
+    """Find a block that computes otherwise alone than in the model; return the reason, else "".
 
     Args:
       model: the model that has the blocks.

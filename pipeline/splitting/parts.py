@@ -28,8 +28,8 @@ class Message:
     Attributes:
       values: activations, and values of earlier parts that later parts need.
       types: types of the model's inputs, for the rows of ``values``.
-      dtype: the dtype of parameters, if the pipeline keeps or casts them in another than the
-        model's.
+      dtype: the dtype of parameters, if the pipeline keeps or casts parameters in another dtype
+        than the model's.
     """
 
     values: tuple[Any, ...]

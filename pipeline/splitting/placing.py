@@ -119,7 +119,7 @@ class _Placing:
         self.free = [one for one, found in self.place.items() if found is FREE]
 
     def _place_the_rest(self, forced: Collection[Path]) -> None:
-        """Place anchored equations that need no block in the first part that needs them."""
+        """Place anchored equations that need no block in the first part that needs a result."""
         anchored = set(self.owner) | {v for v in self.trace.inputs if self.part.get(v) == 0}
         at_once = {v for v, path in self.owner.items() if path in forced}
         at_once |= {v for v in self.trace.inputs if self.part.get(v) == 0}

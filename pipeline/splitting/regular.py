@@ -126,7 +126,7 @@ def _check_values(call: Call, given: Sequence[Any]) -> None:
 def _with_templates(
     trace: Trace, placed: PlacedBlock, outs: tuple[int, ...], carried: tuple[Any, ...]
 ) -> Regular:
-    """Read each call's arguments; the first call's activations are those that the second gets."""
+    """Read each call's arguments; the second call shows which are activations of the first."""
     calls = trace.calls
     sides: list[Any] = []
     free = _free_vars(trace, placed)

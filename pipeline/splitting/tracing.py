@@ -57,8 +57,8 @@ class Equation:
     Attributes:
       eqn: the equation in the jaxpr.
       reads: the equation's operands: variables, or literals.
-      call: the call of a block that it belongs to, or None.
-      after: the number of calls that had begun before it.
+      call: the call of a block that the equation belongs to, or None.
+      after: the number of calls that had begun before the equation.
     """
 
     eqn: Any

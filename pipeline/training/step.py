@@ -445,7 +445,7 @@ class Step:
         return jax.block_until_ready(found) if self._waits else found
 
     def _replicated(self, tree: Tree) -> Tree:
-        """Place scalars like the optimizer's count, so that no step compiles again for them."""
+        """Place scalars like the optimizer's count, so that no step is compiled again for them."""
         return jax.jit(lambda: tree, out_shardings=self._everywhere)()
 
     def _laid(self, function: Any, weights: Tree) -> Tree:
@@ -908,7 +908,7 @@ def _takes(model: Any, name: str) -> bool:
 
 
 def check_weight(weight: Any) -> None:
-    """Check a weight; a device array only by its shape, so that no code waits for its value."""
+    """Check a weight; only the shape of a device array, so that no code waits for the value."""
     if weight is None:
         return
     if isinstance(weight, jax.Array):

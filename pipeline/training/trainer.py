@@ -220,7 +220,7 @@ class Trainer:
             error.add_note(f"the state after update {self.done} is not saved: {failure}")
 
     def _wait(self) -> None:
-        """Wait for the running save; checkpoints that save at once need no `wait`."""
+        """Wait for the running save; checkpoints that save at once need no method `wait`."""
         try:
             getattr(self._checkpoints, "wait", lambda: None)()
         except BaseException:
@@ -442,7 +442,7 @@ def _weight(step: Step, batch: Batch) -> float | None:
 
 
 def _has_position(data: Any) -> bool:
-    """Tell whether data know their position; derived batches know it only if their source does."""
+    """Tell whether data have a position; derived batches have one only if their source does."""
     if not isinstance(data, Resumable):
         return False
     try:

@@ -136,8 +136,8 @@ def _of_later_slices(times: Ints, num_slices: int, *, by_own_backward: bool) -> 
     Args:
       times: [4, K, U] the time of each action, -1 if it touches no carry.
       num_slices: N.
-      by_own_backward: whether the backward of the carry's own slice touches it, as its F always
-        does.
+      by_own_backward: whether the backward of the carry's own slice touches the carry, as its F
+        always does.
     """
     reader, part = np.arange(num_slices)[:, None], np.arange(num_slices)
     own = np.array([kind == F or by_own_backward for kind in range(len(KINDS))])[:, None, None]

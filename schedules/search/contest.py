@@ -94,7 +94,7 @@ class Find:
 
     Attributes:
       name: the step that made the timetable.
-      schedule: the timetable; None until it is built from its orders.
+      schedule: the timetable; None until the timetable is built from its orders.
       makespan: the timetable's makespan.
       orders: [S] codes.
       timer: the timer that gives the makespan, if the timetable has no overlapped pairs.

@@ -49,7 +49,7 @@ class Board:
       weights: [K] the number of W or B that have run.
       held: [S] the number of stage inputs held.
       flying: [S] the number of F whose backward has not run.
-      there: [C] the arrival times of messages, -1 until they are sent.
+      there: [C] the arrival times of messages; -1 for a message that is not sent yet.
       orders: [S] codes.
     """
 

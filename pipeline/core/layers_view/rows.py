@@ -58,12 +58,13 @@ class Value:
 
     Attributes:
       aval: the type of the value.
-      op: the equation that computes it, or None.
+      op: the equation that computes the value, or None.
       index: the value's index among the results of the equation.
-      row: the row from which it is computed; None if it is computed from several rows or from none.
-      template: the stack of which it is a row.
+      row: the row from which the value is computed; None if it is computed from several rows or
+        none.
+      template: the stack of which the value is a row.
       array: the array of a constant, or of an input that is no row.
-      is_constant: whether it is a constant.
+      is_constant: whether the value is a constant.
       wide: if the value is computed elementwise from parts of cells, the result of the equal
         program on the whole cells.
       spot: the part of ``wide`` that the value is.

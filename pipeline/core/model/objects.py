@@ -56,7 +56,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _parts(value: Any) -> Any:
-    """List the parts of a value in a fixed order; None if they are unknown."""
+    """List the parts of a value in a fixed order; None if the parts are unknown."""
     parts: Any = None
     match value:
         case list() | tuple():

@@ -138,7 +138,7 @@ class Cell:
 
     Attributes:
       group: the group of its leaves.
-      name: the name of its leaves if they are a column, None if the cell is flat.
+      name: the name of the cell's leaves if the cell is a column; None if the cell is flat.
       shape: the array's shape.
     """
 

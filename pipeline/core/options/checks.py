@@ -175,7 +175,7 @@ def check_axes_of(mesh: Mesh, auto_axes: tuple[str, ...]) -> tuple[str, ...]:
     """Check the axes left to the compiler against the mesh, and return them.
 
     Raises:
-      ValueError: the mesh lacks an axis, or the kernel needs it.
+      ValueError: the mesh lacks an axis, or the kernel itself needs the axis.
     """
     for axis in auto_axes:
         if axis not in mesh.axis_names:

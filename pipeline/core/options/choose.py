@@ -61,7 +61,7 @@ def default_ranks(num_stages: int, devices: int, schedule: Any) -> int:
 
 
 def read(schedule: Any) -> tuple[Any, str]:
-    """Read a schedule from its file if it is a path; also return its origin."""
+    """Read the schedule's file, if the schedule is a path; also return the schedule's origin."""
     if is_path(schedule):
         return Schedule.from_csv(schedule), f"read from {os.fspath(schedule)}"
     return schedule, "given as a Schedule"

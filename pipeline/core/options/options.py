@@ -113,7 +113,7 @@ class Options:
         optimizer's state ("zero1", see `make_optimizer`); or also weights ("fsdp").
       gather: with "fsdp", how often weights are gathered: once per "step"; once per "repeat", when
         the rank begins a run of microbatches on a chunk; or once per "action".
-      param_dtype: the dtype in which parameters are stored; None does not change it.
+      param_dtype: the dtype in which parameters are stored; None keeps the model's dtypes.
       compute_dtype: the dtype to which parameters and activations are cast before use, such as
         jnp.bfloat16 with float32 parameters; None casts nothing. Constants and extras are not cast.
       grad_dtype: the dtype in which gradients are summed over microbatches and data shards: None

@@ -1,4 +1,4 @@
-"""The end of a step of programs: it computes the results from the sums of ranks.
+"""The end of a step of programs: the results are computed from the sums of ranks.
 
 Ranks that share a mesh run one finish program. With ``stage_meshes`` each rank has its own finish
 program. Before these run, the last rank sums numbers to which every rank contributes, such as

@@ -27,7 +27,7 @@ Message = Callable[[Tree | None], Tree | None]
 def lower_message(
     ranks: Sequence[Traced], source: int, target: int, kind: str, stage: int
 ) -> Callable[[], Message]:
-    """Lower a message; a call of the result compiles it.
+    """Lower a message; return a function that compiles the message.
 
     Args:
       ranks: [S] the model of each rank.

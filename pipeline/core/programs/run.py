@@ -1,4 +1,4 @@
-"""A step of programs: compile them, and call them in the order of the event clock.
+"""A step of programs, which are compiled and then called in the order of the event clock.
 
 Letters: S ranks, K stages, M microbatches.
 """

@@ -278,7 +278,7 @@ def first_loss(options: StepOptions, given: StepInputs) -> LossScale:
 def whole_loss(
     options: StepOptions, inspected: Inspected, given: StepInputs
 ) -> tuple[LossScale, bool]:
-    """Compute all factors of losses; also tell whether the step needs a ratio that is missing."""
+    """Compute all factors of losses; tell whether the step needs a ratio that it lacks."""
     missing = []
 
     def ratio(*_: Any) -> Any:

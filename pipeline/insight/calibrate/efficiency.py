@@ -153,7 +153,7 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
 
 
 def _in_turn(timed: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
-    """Time programs in turn, ``rounds`` times each, after a run of each that compiles it."""
+    """Time programs in turn, ``rounds`` times each; first run each program once to compile it."""
     for run in timed:
         seconds(run)
     times = [[seconds(run) for run in timed] for _ in range(rounds)]

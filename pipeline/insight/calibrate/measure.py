@@ -231,7 +231,7 @@ def seconds(step: Callable[[], Any]) -> float:
 
 
 def _weighted(one: Timed, chain: Chain) -> Timed:
-    """Extend the times to stages that were not timed because they equal timed ones."""
+    """Extend the times to stages that were not timed, because they equal timed stages."""
     twins = [(n, chain.kinds.index(kind)) for n, kind in enumerate(chain.kinds)]
     of = {(n, kind): one.of[m, kind] for n, m in twins for j, kind in one.of if j == m}
     return Timed(one.first, one.turns, of, one.repeats)

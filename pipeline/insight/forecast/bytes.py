@@ -163,7 +163,8 @@ def predict(
       weights: [S, ...] leaves of chunks, and leaves of the ends; arrays or their types.
       batch: [N, ...] leaves; arrays or their types.
       want_inputs: whether gradients for the inputs are wanted.
-      used: whether the same program uses the gradients: they are then temporaries, not results.
+      used: whether the step's program also uses the gradients, which are then temporaries, not
+        results.
     """
     traced = runtime.train.trace(plan, model, weights, batch, want_inputs=want_inputs)
     body, compiler = find_shard_map(traced.jaxpr.jaxpr), compiler_of(plan.mesh)

@@ -59,7 +59,7 @@ def summary(pipe: Any) -> dict[str, str]:
 
 
 def _short(value: Any) -> str:
-    """Describe a value in a few words; a function, module or long value by its name or type."""
+    """Describe a value in a few words: functions, modules and long values by name or type."""
     name: str = getattr(value, "__name__", type(value).__name__)
     if isinstance(value, nnx.Module) or hasattr(value, "__name__"):
         return name
@@ -125,7 +125,7 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
 
 
 def _costs(plan: Plan) -> str:
-    """Say which costs a bubble is predicted with."""
+    """Describe the costs with which a bubble is predicted."""
     if plan.costs is not None:
         return plan.costs_from
     return "F = I = W" + " and F again in each backward" * (plan.remat == "stage")

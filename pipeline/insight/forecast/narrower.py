@@ -71,7 +71,7 @@ def cast_once(jaxpr: Any) -> int:
 
 
 def rounded(jaxpr: Any) -> set[Any]:
-    """Find the refs made in a body that only products read, which all round them to bfloat16.
+    """Find the refs made in a body that are read only by products that round them to bfloat16.
 
     Args:
       jaxpr: the body that each device runs.

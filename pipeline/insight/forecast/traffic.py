@@ -177,7 +177,7 @@ class _Walk:
         self.runs[axes, kind] = self.runs.get((axes, kind), blank) + times
 
     def _sources(self, edges: Any, axes: Axes) -> Counts:
-        """Return [S] whether a rank sends; along other axes, the share of its devices that send."""
+        """Return [S] whether a rank sends; along other axes, the share of devices that send."""
         sources = [source for source, _ in edges]
         if axes == (STAGE,):
             return np.isin(np.arange(self._ranks), sources).astype(float)

@@ -44,7 +44,8 @@ def start_decoding(module: Any, rows: int, length: int, dtype: Any = None) -> No
         a method say ``prefills = True``.
       rows: the number of sequences that the part sees at once.
       length: the number of tokens of each sequence.
-      dtype: the dtype of caches of flax's attention; by default the dtype in which it computes.
+      dtype: the dtype of caches of flax's attention; by default the dtype in which the attention
+        computes.
     """
     module.eval()
     for _, part in list(nnx.iter_graph(module)):
@@ -67,7 +68,7 @@ def keeps_caches(pipe: Any) -> bool:
 def may_have_caches(pipe: Any) -> bool:
     """Tell whether `start_decoding` gives any module of the stages caches.
 
-    A cache of embed does not count: it may count positions, but holds nothing of earlier tokens.
+    A cache of embed is ignored: it may count positions, but holds nothing of earlier tokens.
     """
     return bool(_own_caches(pipe, ends=False))
 

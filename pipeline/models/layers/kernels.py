@@ -76,7 +76,7 @@ def splash(
       k: keys, `[b, s, k, c]`, of places 0..s-1.
       v: values, `[b, s, k, c]`.
       segments: `[b, t]` integers; a query reads keys of its own segment.
-      window: the number of positions that a query reads; None for all before it.
+      window: the number of positions that a query reads; None for all positions before it.
       softcap: the cap of the scores, if any.
       blocks: the blocks of positions; by default those for the length and the chip.
       start: the place of the first query.

@@ -101,7 +101,7 @@ def spare_names(entries: Sequence[Entry], checkpoint: Checkpoint, family: Family
 
     Args:
       entries: the weights to read.
-      checkpoint: the checkpoint that has them.
+      checkpoint: the checkpoint that has the weights.
       family: the checkpoint's family.
 
     Raises:

@@ -40,7 +40,7 @@ class Weight:
     """A weight of a pipeline.
 
     Attributes:
-      layer, name: as `stream` yields them.
+      layer, name: the names of layer and weight that `stream` yields.
       leaf: the place where the weight is stored.
       spec: the mesh axes of the weight's dims, without the axes of the pipeline and of FSDP.
     """

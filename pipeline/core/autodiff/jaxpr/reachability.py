@@ -24,7 +24,7 @@ def touched(step: JaxprStep) -> list[Name]:
 
 
 def adds_to(step: JaxprStep, refs: Refs) -> bool:
-    """Tell whether a step adds to one of these refs."""
+    """Tell whether a step adds to one of ``refs``."""
     return any(n in refs for n in touched(step))
 
 
@@ -65,7 +65,7 @@ def sources_of(step: JaxprStep, wanted: Sequence[bool], refs: Refs, *, adds: boo
 
 
 def inner_refs(block: JaxprBlock, reads: Sequence[Atom], refs: Refs) -> frozenset[Name]:
-    """Find the inputs of a body that are these refs, or slices of them."""
+    """Find the inputs of a body that are in ``refs``, or are slices of such refs."""
     return frozenset(
         n for n, a in zip(block.inputs, reads, strict=True) if isinstance(a, Name) and a in refs
     )

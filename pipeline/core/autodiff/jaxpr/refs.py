@@ -32,7 +32,7 @@ def read(ref: Any, *lead: Any, part: Span = None) -> jax.Array:
 
     Args:
       ref: the ref.
-      lead: indices for its first axes, all within their bounds and not negative.
+      lead: indices for the ref's first axes, all within their bounds and not negative.
       part: (start, stop) on the next axis; None for the whole axis.
     """
     return _read(ref[...], lead, part)

@@ -86,10 +86,10 @@ class JaxprStep:
       call: a function from the operands' values to the results' values.
       cost: see `Cost`.
       label: a description for messages.
-      effect: whether it has an effect (a print) other than adding to a ref among the block's
+      effect: whether the step has an effect (a print) other than adding to a ref among the block's
         inputs.
       through: whether result n equals operand n, so that each result can be computed alone.
-      moves: whether it only moves or reformats its operand.
+      moves: whether the step only moves or reformats its operand.
       inner: the body of the step, if the body can be split.
     """
 

@@ -114,7 +114,7 @@ class Actions:
         }[op.kind](op, row)
 
     def no_message(self) -> Tree:
-        """Make a placeholder message for ranks or actions without one; receivers discard it."""
+        """Make a placeholder for ranks or actions that send no message; receivers discard it."""
         return unwritten(self.local.wire, self.local.axes)
 
     def sent(self, y: Tree) -> Tree:

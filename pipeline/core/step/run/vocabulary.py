@@ -231,7 +231,7 @@ class VocabularyParallel:
 
 
 def look_up(local: LocalModel, table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Look up the vectors of words; each rank has its rows of the table, and all get the result."""
+    """Look up the vectors of words in a table whose rows are split; all ranks get the result."""
     row_of, is_mine = _mine(ids, table)
     dtype = jax.tree.leaves(local.activation)[0].dtype
     rows = table[row_of].astype(dtype)

@@ -49,7 +49,7 @@ def check_dispatch(dispatch: str) -> None:
     """Refuse an exchange that the platform cannot run.
 
     Raises:
-      ValueError: the platform cannot run it.
+      ValueError: the platform cannot run the exchange.
     """
     if dispatch == "ragged" and (on := platform()) in WITHOUT_RAGGED:
         raise ValueError(
