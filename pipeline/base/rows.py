@@ -120,7 +120,7 @@ class BatchPart:
     mean_rows: Any = None
 
     def is_data(self, shape: Shape) -> jax.Array | None:
-        """Return [n] bool, True for tokens that are data; None if all are.
+        """Return [n] bool, True for tokens that are data; None if all tokens are data.
 
         Args:
           shape: (b, ...); with a mask [b, t] (b, t, ...), or (b·t,). Exchanged axes of equal sizes
@@ -268,10 +268,10 @@ def counts_padding() -> bool:
 def data_mask() -> jax.Array | None:
     """Find the rows, [b], or positions, [b, t], of this call that are data; None if all are data.
 
-    It is for your own layers that form a statistic over rows or positions. Batches that
-    `pipeline.training` padded, packed or bucketed have a mask. It covers only the positions of the
-    current slice and rank. After this call the pipeline warns neither of state that the stage
-    writes nor of losses that it adds.
+    Use it in your own layers that form a statistic over rows or positions. Batches that
+    `pipeline.training` padded, packed or bucketed have a mask. The mask covers only the positions
+    of the current slice and rank. After this call the pipeline warns neither of state that the
+    stage writes nor of losses that it adds.
     """
     asking: Asking | None = _CONTEXT.value
     if asking is None or asking.part is None:

@@ -27,7 +27,7 @@ class Placed:
       text: the array's type, such as ``float32[4,8]``.
       shape: the shape of the whole array.
       shard: the shape of the part on one device.
-      itemsize: bytes of a number.
+      itemsize: bytes of one element.
       axes: for each dimension the mesh axes that divide it; None for an array on no mesh.
       sizes: sizes of all axes of the mesh by name; empty if no mesh is known.
     """

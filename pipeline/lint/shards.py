@@ -58,13 +58,13 @@ class Shard:
     """Facts about a value.
 
     Attributes:
-      followed: facts about its positions.
+      followed: facts about the value's positions.
       is_fetched: whether the value is a result of a collective over the axis.
       is_placed: whether the value is computed from a rank's index on the axis, so that it depends
         on the place.
       is_marked: whether the value comes from a layer that reads all ranks (`reads_all_ranks`).
-      fault: the first place where positions of one rank were joined to compute it; None without
-        any.
+      fault: the first place where positions of one rank were joined to compute the value; None if
+        there is none.
     """
 
     followed: Followed

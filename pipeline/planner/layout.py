@@ -26,8 +26,8 @@ COMPUTE_BYTES = 2  # of an activation, bfloat16
 class PlannedJob:
     """A training job, with the checked arguments of `plan`.
 
-    ``costs`` has the measured costs of a block by number of sequences, ascending. It is empty if
-    costs are computed by arithmetic.
+    ``costs`` has the measured costs of a block by number of sequences, ascending. The field is
+    empty if costs are computed by arithmetic.
     """
 
     model: ModelSizes

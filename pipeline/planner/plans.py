@@ -1,4 +1,4 @@
-"""Results of the search: the best plans, why others lost, as text and as a configuration."""
+"""Results of the search: best plans, why other plans lost, as text and as a configuration."""
 
 from __future__ import annotations
 

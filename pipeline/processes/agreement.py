@@ -188,7 +188,7 @@ def digest_of(data: bytes) -> str:
 
 
 def _files(paths: Iterable[Path]) -> str:
-    """Return a digest of the names and bytes of files, in their order."""
+    """Return a digest of the names and bytes of files, in the order of the files."""
     texts = [(path.name, path.read_bytes()) for path in paths]
     return digest_of(b"".join(f"{name} {len(text)} ".encode() + text for name, text in texts))
 

@@ -135,11 +135,12 @@ def _check_port(here: Cluster, *, local: bool) -> None:
 def _leave(here: Cluster, process: int, timeout: float, grace: float) -> None:
     """At the end of the interpreter, wait for the other processes, which may wait for this one.
 
-    jax waits for them too, right after this, and ends all if one does not come, for example while
-    process 0 still evaluates alone. After an exception, the others may be in a collective that this
-    process will never join. If this process failed because another process is gone, all fail, and
-    the one that does not come here is the one that is gone. The wait is ``timeout`` seconds if all
-    have ended well so far, or ``grace`` seconds if a process failed.
+    jax waits for the other processes too, right after this function, and ends all processes if one
+    does not come, for example while process 0 still evaluates alone. After an exception, the other
+    processes may be in a collective that this process will never join. If this process failed
+    because another process is gone, all processes fail, and the process that does not come here is
+    the one that is gone. The wait is ``timeout`` seconds if all processes have ended well so far,
+    or ``grace`` seconds if a process failed.
     """
     if os.getpid() != process or not jax.distributed.is_initialized():
         return

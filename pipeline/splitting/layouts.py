@@ -84,8 +84,8 @@ def read_layout(text: Layout) -> list[str]:
       text: the layout, or a list of names for each stage.
 
     Raises:
-      ValueError: the text is no layout (the error marks the letter), the embedding is not the first
-        letter, the head is not the last, or the number of heads is neither one nor one more than
+      ValueError: the text is no layout (the error marks the letter); the embedding is not the first
+        letter; the head is not the last; or the number of heads is neither one nor one more than
         the number of multi-token layers.
     """
     if isinstance(text, str):

@@ -2,8 +2,8 @@
 
 A model's own ``__call__`` is traced to a jaxpr. During the trace the classes of its blocks have
 another ``__call__``. It adds equations that mark where a block's call begins and ends, and the
-values that go in and out. Afterwards the classes have their own ``__call__`` again, whatever was
-raised.
+values that go in and out. Afterwards the classes have their own ``__call__`` again, also after an
+exception.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ class Recipe:
         ``state`` is the result of `state_on_rank`.
 
         Raises:
-          ValueError: the model makes new state, or blocks are called where it cannot be cut
+          ValueError: the model makes new state, or blocks are called where the model cannot be cut
             (`HiddenCallError`).
         """
         recorder = BlockRecorder({})

@@ -201,7 +201,7 @@ def pad(batch: Batch, rows: int) -> Batch:
     """Fill a batch up with copies of its last row, which a `masked` loss ignores.
 
     Raises:
-      ValueError: the batch has more rows, or none.
+      ValueError: the batch has more than ``rows`` rows, or no row.
     """
     if not batch.rows:
         raise ValueError("a batch of 0 rows has none to be copied; leave it out")
@@ -224,7 +224,7 @@ def pad(batch: Batch, rows: int) -> Batch:
 
 
 class padded(_Made):  # noqa: N801  called like a function
-    """Pad batches to one number of rows: the first batch's, rounded up to ``multiple``.
+    """Pad batches to one number of rows: that of the first batch, rounded up to ``multiple``.
 
     Targets become `Padded`, so give the pipeline ``loss_fn=masked(loss_fn)``. Each shape compiles
     once; a larger later batch is padded to its own multiple.

@@ -809,7 +809,7 @@ def _averaged(decay: float, mean: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _wide(x: Any) -> Any:
-    """Return the dtype of a value, or float32 if that is wider."""
+    """Return the wider of a value's dtype and float32."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 

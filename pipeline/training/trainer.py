@@ -183,9 +183,9 @@ class Trainer:
     def run(self) -> bool:
         """Train to the end; return whether the run was finished, not stopped.
 
-        It returns, or raises, when all checkpoints are on disk. If an exception ends the run (from
-        a hook, from the data, Ctrl-C), the last update is saved first. It is not saved if the
-        exception came within an update, or if there are several processes, which must save
+        The method returns, or raises, when all checkpoints are on disk. If an exception ends the
+        run (from a hook, from the data, Ctrl-C), the last update is saved first. It is not saved if
+        the exception came within an update, or if there are several processes, which must save
         together.
 
         Raises:

@@ -31,7 +31,7 @@ class SplitHead:
 
 
 def marked(end: Any, mark: type[Any]) -> type[Any] | None:
-    """Find the class of an end that has a mark; None without a mark."""
+    """Find the class of an end that inherits directly from the marker class; None if none does."""
     return next((kind for kind in type(end).__mro__ if mark in kind.__bases__), None)
 
 

@@ -126,7 +126,7 @@ def _has_constant_steps(body: Any, constant: Collection[int]) -> bool:
 
     Args:
       body: a jaxpr.
-      constant: the indices of its inputs that are equal in every trip.
+      constant: the indices of the body's inputs that are equal in every trip.
     """
     constants = {*body.constvars, *(body.invars[n] for n in constant)}
     for eqn in body.eqns:

@@ -97,7 +97,7 @@ class _MeshPart:
 
 
 class _Program:
-    """The parts of a function for arguments of these types and places.
+    """A function compiled in parts, for arguments of given types and places.
 
     Args:
       function: the function to compile.

@@ -2,8 +2,9 @@
 
 Letters: S ranks. A leaf is read from a row of a stack [S, ...] into a separate array, and written
 back into the row. With one process, the array is on the devices of its rank, and nothing is sent.
-With several processes, every process needs a part of the array to write it: then it is sharded over
-all ranks along a dim that S divides. No device ever holds more than one leaf of other ranks.
+With several processes, every process needs a part of the array to write it: then the array is
+sharded over all ranks along a dim that S divides. No device ever holds more than one leaf of other
+ranks.
 """
 
 from __future__ import annotations

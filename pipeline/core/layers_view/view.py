@@ -194,7 +194,8 @@ def layer_view(pipe: Any, *, trained: bool = False, state: Any = False) -> Layer
     Args:
       pipe: the pipeline.
       trained: whether to view only the trained parameters.
-      state: True to view the declared state instead, or a filter to view the state that it finds.
+      state: True to view the declared state in place of the parameters, or a filter to view the
+        state that it finds.
     """
     stages_of, masks = pipe.plan.stages_of, pipe.trained
     wanted = (pipe.plan.state if state is True else state) if state else None

@@ -39,7 +39,8 @@ class Leaf:
     """An array of one list.
 
     Attributes:
-      group: a key; leaves with equal groups may share a flat cell. It contains at least the dtype.
+      group: a key; leaves with equal groups may share a flat cell. The key contains at least the
+        dtype.
       name: a key; leaves with equal names may share a column. In a list, no name is the prefix of
         another name.
       shape: the shape of the array.

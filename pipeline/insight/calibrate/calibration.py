@@ -114,10 +114,10 @@ class Calibration:
         return "\n".join(lines)
 
     def costs_for(self, model: ModelSignature) -> tuple[Costs, str]:
-        """Return the costs for a pipeline of a model, and their origin in words.
+        """Return the costs for a pipeline of a model, and the origin of the costs in words.
 
         Raises:
-          ScheduleError: the calibration is of another model.
+          ScheduleError: the calibration belongs to another model.
         """
         had = self.model
         if len(had.stages) != len(model.stages):

@@ -52,7 +52,7 @@ class FusionValue:
     Attributes:
       size: bytes of the value, if it is held.
       held: whether the value has memory of its own.
-      sources: the held values that it is computed from; itself if it is held.
+      sources: the held values from which the value is computed; the value itself if it is held.
     """
 
     size: int

@@ -47,7 +47,7 @@ class Instruction(NamedTuple):
     Attributes:
       start: nanoseconds.
       end: nanoseconds.
-      module: the name of its program.
+      module: the name of the instruction's program.
       name: the name of the instruction.
     """
 

@@ -23,10 +23,11 @@ ROUNDING = 1e-3  # largest difference of a token's values, relative to the large
 def check_embed(pipe: Any, tokens: Any, max_new_tokens: int) -> None:
     """Refuse an embed that adds positions but does not count the positions seen.
 
-    While text is generated, embed gets one token at a time, and takes it for the first of a text.
+    While text is generated, embed gets one token at a time, and treats it as the first token of a
+    text.
 
-    On a mesh with further axes nothing is checked: an embed may name them, and only the kernel has
-    them.
+    On a mesh with further axes nothing is checked: an embed may name these axes, and only the
+    kernel has them.
 
     Args:
       pipe: the pipeline.

@@ -78,7 +78,7 @@ def splash(
       segments: `[b, t]` integers; a query reads keys of its own segment.
       window: the number of positions that a query reads; None for all positions before it.
       softcap: the cap of the scores, if any.
-      blocks: the blocks of positions; by default those for the length and the chip.
+      blocks: the blocks of positions; by default the blocks for the length and the chip.
       start: the place of the first query.
       segments_of_keys: `[b, s]`, if keys have other positions than the queries.
 

@@ -37,7 +37,7 @@ class DeclaredState:
 
     Args:
       rank: the rank.
-      usages: [K] the `Usage` of each stage's declared leaves, in the order of its state.
+      usages: [K] the `Usage` of each stage's declared leaves, in the order of the stage's state.
       ends: the `Usage` of the ends' declared leaves by embed, head and loss.
       num_microbatches: M.
       again: whether backwards run, which read the state that their forwards read.

@@ -370,7 +370,7 @@ def featured(ends: Any, y: Tree) -> Tree:
 
 @contextlib.contextmanager
 def noted(rank: Rank, part: str, argument: Tree) -> Iterator[None]:
-    """Explain an exception in the context: name the part of the model and its argument.
+    """Add a note to an exception in this context: the part of the model, and its argument.
 
     Args:
       rank: the rank.

@@ -78,9 +78,9 @@ class WeightWindows:
 class WindowTotal(Total):
     """Totals of a chunk's gradients: whole in a window, and this device's part for the step.
 
-    A pullback adds whole gradients to `refs`, the window. A reduce job sums them over data shards,
-    and adds this device's part to `results`, the totals of the step. A gradient that D shards
-    cannot share has one whole total, which is both window and result.
+    A pullback adds whole gradients to `refs`, the window. A reduce job sums the gradients over data
+    shards, and adds this device's part to `results`, the totals of the step. A gradient that D
+    shards cannot share has one whole total, which is both window and result.
 
     Args:
       like: an example of each gradient.
