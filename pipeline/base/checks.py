@@ -43,7 +43,7 @@ class ModelChecks(Protocol):
           plan: the options of the pipeline.
           traced: the traced model.
           training: whether the step is a training step.
-          unread: whether all parameters have gradients.
+          unread: whether to check for parameters that no part reads.
         """
 
     def outputs(self, last: Any) -> None:

@@ -53,8 +53,8 @@ def installed(name: str) -> str | None:
 def check_neighbours(file: str, names: tuple[str, ...] = ("schedules", "collectives")) -> None:
     """Check that imports find the packages of this distribution, and no others with these names.
 
-    Their names are generic, and a file ``schedules.py`` in a program's folder comes first on
-    sys.path.
+    The names of these packages are generic, and a file ``schedules.py`` in a program's folder comes
+    first on sys.path.
 
     Args:
       file: the ``__file__`` of a package of the distribution.

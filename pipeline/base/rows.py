@@ -213,7 +213,7 @@ class Asking:
     """Record of a traced call: its `BatchPart`, and whether layers read the mask.
 
     Attributes:
-      part: None after the trace.
+      part: the call's `BatchPart`; None after the trace.
       excludes_padding: whether the running layer excludes padding, or a layer has read the mask.
       read_mask: whether a layer has read the mask.
     """

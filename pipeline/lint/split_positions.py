@@ -128,7 +128,7 @@ class _SplitSearch:
     def _check_scales(
         self, loss: Callable[..., Any], given: Tree, dims: Sequence[int | None]
     ) -> None:
-        """Warn of a sum over positions that is not divided by their number.
+        """Warn of a sum over positions that is not divided by the number of positions.
 
         With twice as many positions, a mean over positions keeps its size.
         """

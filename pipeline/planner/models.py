@@ -19,7 +19,7 @@ from pipeline.base.files import Kind, faults_of, read_json
 
 
 def _faults(record: Any, least: Mapping[str, int]) -> list[str]:
-    """List the sizes of a record that are no integers or too small; mypy checks None."""
+    """List the sizes of a record that are no integers or too small; optional sizes may be None."""
     return [
         f"{name}={size!r} must be an integer >= {low}"
         for name, low in least.items()

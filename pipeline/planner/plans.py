@@ -179,7 +179,7 @@ class Plans:
     ) -> dict[str, Any]:
         """Options for `Pipeline`: ``Pipeline(stages, **plans.pipeline_options())``.
 
-        They equal the options in the file of `write`, whose comments describe the model.
+        The options equal those in the file of `write`, whose comments describe the model.
 
         Args:
           devices: the devices of the mesh; `jax.devices()` by default.

@@ -291,7 +291,7 @@ class packed(_Made):  # noqa: N801
     sequence goes into the first row with room (first fit); if no row has room, the batch is
     yielded. Batches have inputs [N, t], targets (words, weights) as `pipeline.CrossEntropy` takes
     them, and the extras ``segment_ids`` (1, 2, ...; 0 for empty positions) and ``positions`` (0, 1,
-    ... in each segment), [N, t] int32. Their weight is the number of tokens.
+    ... in each segment), [N, t] int32. The weight of a batch is its number of tokens.
 
     Args:
       source: an iterable of sequences, [n] integers each.

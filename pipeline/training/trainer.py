@@ -85,7 +85,8 @@ class Trainer:
       done: the number of updates so far.
       losses: the losses of this process's updates, as far as known.
       seconds: the time of each update.
-      eval_loss: the last evaluation's loss; `evaluated` is its update.
+      eval_loss: the last evaluation's loss; `evaluated` is the number of updates before that
+        evaluation.
 
     Raises:
       ValueError: invalid intervals, or an interval without evaluation or checkpoints.

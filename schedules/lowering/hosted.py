@@ -61,7 +61,7 @@ def check_keep(keep: object) -> Keep:
     """Check and return the option that names the values F keeps for its backward.
 
     Raises:
-      ScheduleError: ``keep`` is neither of the two words.
+      ScheduleError: ``keep`` is neither "input" nor "residuals".
     """
     if is_one_of(keep, ("input", "residuals")):
         return keep  # type: ignore[return-value]

@@ -75,7 +75,7 @@ class Spot:
         return cell if self.part is None else self.shaped(jax.lax.slice_in_dim(cell, *self.part))
 
     def shaped(self, part: Any) -> Any:
-        """Give a part of a flat cell the leaf's shape; a column's part, maybe sharded, has it."""
+        """Give a part of a flat cell the leaf's shape; a part of a column already has it."""
         return part if part.ndim == len(self.shape) else part.reshape(self.shape)
 
     def fill(self, cell: Any, leaf: Any) -> Any:

@@ -51,7 +51,7 @@ class Measured(Protocol):
     """Costs measured by `pipe.calibrate`, together with the signature of the measured model."""
 
     def costs_for(self, model: Any) -> tuple[Costs, str]:
-        """Return the costs for a model with this signature, and their origin in words."""
+        """Return the costs for a model with this signature, and the costs' origin in words."""
 
 
 @dataclass(frozen=True, eq=False)

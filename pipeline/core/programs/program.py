@@ -102,7 +102,7 @@ def without_warnings_of_donation(lower: Callable[[], Any]) -> Any:
 
 
 def begin_program(traced: Traced, names: Sequence[str]) -> RankProgram:
-    """Make the program before a rank's first action: operands to (sums, factors of losses).
+    """Make the program before a rank's first action, from operands to (sums, factors of losses).
 
     Args:
       traced: the model.

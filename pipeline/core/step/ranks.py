@@ -139,7 +139,7 @@ def make_rank(
     batch: Batch,
     num_microbatches: int | None = None,
 ) -> Rank:
-    """Make the `Rank` from its shards, within the shard_map.
+    """Make the `Rank` from the rank's shards, within the shard_map.
 
     With ``num_microbatches`` the run does not use the schedule, and sequences are whole.
     """

@@ -41,8 +41,8 @@ class Rows:
       prompts: [M, b, P] tokens.
       lengths: [M, b] lengths of prompts.
       keys: [M, b] keys to draw with, or None.
-      draw: scalars: the divisor of logits, and the share of probability that may be drawn.
-      choice: how tokens are chosen.
+      draw: two scalars, the divisor of logits and the share of probability that may be drawn.
+      choice: the rule by which tokens are chosen.
       axes: the mesh axes over which all values vary.
     """
 

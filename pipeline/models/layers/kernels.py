@@ -250,7 +250,7 @@ def _wrong_for_splash(q: jax.Array, start: int = 0) -> list[str]:
 
 
 def check_softcap(name: str, q: jax.Array, softcap: float | None) -> None:
-    """Refuse a soft cap for an implementation that has none.
+    """Refuse a soft cap for an implementation that does not support it.
 
     Raises:
       ValueError: there is a soft cap.

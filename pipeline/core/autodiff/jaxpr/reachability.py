@@ -29,7 +29,7 @@ def adds_to(step: JaxprStep, refs: Refs) -> bool:
 
 
 def is_pinned(step: JaxprStep, refs: Refs) -> bool:
-    """Tell whether a step has an effect other than adding to these refs, and must run once."""
+    """Tell whether a step has an effect other than adding to ``refs``, and so must run once."""
     return step.effect or any(n not in refs for n in touched(step))
 
 

@@ -266,7 +266,7 @@ def with_values(flat: dict[Any, Any], paths: Sequence[Any], values: Values) -> T
 
 
 def usage_of(run: Callable[[Values], tuple[Tree, Values]], values: Values) -> Usage:
-    """Find the leaves of state that a call writes, and the leaves that its result depends on.
+    """Find the leaves of state that a call writes, and the leaves on which its result depends.
 
     Args:
       run: a function from state to (a result, the state after the call).

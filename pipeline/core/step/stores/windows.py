@@ -32,8 +32,8 @@ from schedules.lowering.windows import Windows
 class WeightWindows:
     """Windows for whole weights that data shards share, in the dtype of the gather.
 
-    They are open while a program runs. Chunks of one window have separate arrays if their weights
-    differ in shapes, dtypes or the axes over which they vary.
+    Windows are open while a program runs. Chunks of one window have separate arrays if their
+    weights differ in shapes, dtypes or the axes over which they vary.
     """
 
     def __init__(self) -> None:

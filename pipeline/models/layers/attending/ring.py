@@ -387,8 +387,9 @@ def _pairs(context: Context, step: Any, rank: Any, other: Any) -> list[tuple[Any
     """List the pairs of a query block and a key block that are read in a step.
 
     In zig-zag order the far block of a rank comes after the near block of every other rank. So the
-    first pair is this rank's far block with the other's near block. The second pair is the two near
-    blocks if the other rank's near block comes before this rank's, and else the two far blocks.
+    first pair is this rank's far block with the other rank's near block. The second pair is the two
+    near blocks if the other rank's near block comes before this rank's, and else the two far
+    blocks.
     """
     if context.order == "contiguous":
         return [(0, 0)]
