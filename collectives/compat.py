@@ -246,8 +246,8 @@ def device_kind() -> str:
 def has_cudnn() -> bool:
     """Tell whether this process can call cuDNN. Private to JAX, seen in 0.10.2 and 0.12.
 
-    `jax.nn.dot_product_attention(implementation="cudnn")` raises if it cannot; a function that
-    tells so beforehand could replace this.
+    `jax.nn.dot_product_attention(implementation="cudnn")` raises if the process cannot call cuDNN;
+    a function that tells so beforehand could replace this.
     """
     from jax._src.lib import cuda_versions
 
@@ -410,7 +410,8 @@ def renamed_errors(
     Args:
       error: the error that `checkify.checkify` returned.
       where: int32 scalars that the exceptions also hold.
-      rename: makes an exception from ``where`` and the check's own exception, and flattens to both.
+      rename: a function that makes an exception from ``where`` and the check's own exception, and
+        flattens to both.
     """
     (failed, codes, payloads), kinds = error.tree_flatten()
     types = tuple(jax.ShapeDtypeStruct((), jnp.int32) for _ in where)

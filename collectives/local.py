@@ -1,10 +1,10 @@
 """Functions of one device inside a kernel that tracks varying types.
 
 `jax.shard_map(..., check_vma=True)` tracks for every value the mesh axes over which it varies, and
-requires the same of every operation. Pallas kernels do not track them. Some functions of JAX and
-flax mix varying values with values that do not vary: a new carry of a scan, a table of positions. A
-function that exchanges nothing with other devices needs no such types. `local` traces the function
-separately without these types, and gives the types back to its results.
+requires that every operation does so too. Pallas kernels do not track them. Some functions of JAX
+and flax mix varying values with values that do not vary: a new carry of a scan, a table of
+positions. A function that exchanges nothing with other devices needs no such types. `local` traces
+the function separately without these types, and gives the types back to its results.
 
 Letters: A = the mesh axes over which any of the arguments varies.
 """

@@ -26,8 +26,8 @@ def exchange(tree: Tree, edges: Sequence[Edge], axis: str) -> Tree:
 
     Args:
       tree: this rank's message.
-      edges: (source, destination) pairs, known when tracing; the same on every rank.
-      axis: the mesh axis; edges are pairs of its positions.
+      edges: (source, destination) pairs, known when tracing, and equal on every rank.
+      axis: the mesh axis; edges are pairs of positions on this axis.
 
     Raises:
       ValueError: `axis` is not bound by a surrounding shard_map; or an edge is out of range, or has

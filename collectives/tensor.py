@@ -161,7 +161,7 @@ def check_divides(
       what: the name of the size, as the user gave it.
       size: the size to divide.
       axis: the mesh axis of the group.
-      ranks: R; by default that of the surrounding shard_map.
+      ranks: R; by default R of the surrounding shard_map.
       pad_with: the option, if any, that rounds the size up to a multiple of its value; or, as
         ``name=True``, the option that gives every rank the whole size.
 

@@ -51,7 +51,7 @@ class Exchange:
     target with zeros, which are not received.
 
     Args:
-      source: the mesh that sends; it has one entry on ``stage``.
+      source: the mesh that sends, with one entry on ``stage``.
       target: the mesh that receives, of the same shape.
       types: the types of the value on each device, a tree.
       received: the types of the arrays on ``target``, with a leading axis over devices.

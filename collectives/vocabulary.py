@@ -44,7 +44,7 @@ def vocabulary_embedding(
       axis: the mesh axis of the group; None if there is one rank.
       sequence_axis: the axis of the result along which each rank keeps its part.
       vocabulary: the number of words among the V rows; a token that is not a word then gives NaN.
-      dtype: the dtype of the result; by default that of the table.
+      dtype: the dtype of the result; by default the dtype of the table.
 
     Returns:
       `[..., d]`.

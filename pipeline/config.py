@@ -236,7 +236,10 @@ def _pairs(axes: Any) -> tuple[tuple[Any, Any], ...]:
 
 
 def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that must be equal on all processes; further axes are in mesh order."""
+    """Return the fields that must be equal on all processes: all except ``process_id``.
+
+    The order of ``axes`` counts, because it is the order of the axes in the mesh.
+    """
     shared = {name: value for name, value in values.items() if name != _OWN}
     return shared | {"axes": [list(pair) for pair in _pairs(shared.get("axes", ()))]}
 

@@ -35,7 +35,7 @@ def take(devices: Sequence[Any], sizes: Mapping[str, int]) -> list[Any]:
     """Take as many devices as the sizes need, the same number from each process.
 
     Args:
-      devices: at least as many as needed, with those of one process consecutive.
+      devices: at least as many as needed; the devices of one process are consecutive.
       sizes: the sizes of the axes, slowest first.
 
     Raises:

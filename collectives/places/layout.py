@@ -33,7 +33,7 @@ def lay_out(devices: Sequence[Any], shape: tuple[int, ...], *, whole: bool) -> n
     too, with a run of neighbours in each slice.
 
     Args:
-      devices: as many as the grid has places, with those of one slice consecutive.
+      devices: as many as the grid has places; the devices of one slice are consecutive.
       shape: sizes of the mesh axes: data, stage, then the axes that must be within a slice.
       whole: whether these are all existing devices.
 
@@ -63,8 +63,8 @@ def lay_out(devices: Sequence[Any], shape: tuple[int, ...], *, whole: bool) -> n
 def _in_slice(devices: Sequence[Any], shape: tuple[int, ...], *, whole: bool) -> np.ndarray:
     """Choose the layout with the fewest hops, first those along the last axis.
 
-    The candidates are JAX's layout, which wins if equal, and the best snakes. JAX refuses a part of
-    a slice that is no box; the devices then keep the order given.
+    The candidates are JAX's layout, which wins if it is equally good, and the best snakes. JAX
+    refuses a part of a slice that is no box; the devices then keep the order given.
     """
     torus, candidates = torus_of(devices), []
     if whole:

@@ -68,7 +68,7 @@ def is_size(value: Any) -> bool:
 
 
 def size_faults(sizes: Mapping[str, Any]) -> list[str]:
-    """List the faults of axis sizes, whatever the devices; None is a size to be inferred."""
+    """List the faults of axis sizes for any devices; None is a size to be inferred."""
     faults = [
         f"{name}={size!r}: must be an integer >= 1"
         for name, size in sizes.items()
@@ -87,11 +87,12 @@ def fill(sizes: Mapping[str, int | None], available: int) -> dict[str, int]:
     """Infer the size that is None from the other sizes and the number of devices.
 
     Args:
-      sizes: the sizes of the axes, without faults of their own.
+      sizes: the sizes of the axes, each without a fault.
       available: the number of devices.
 
     Raises:
-      ValueError: the sizes need more devices than there are, or do not divide their number.
+      ValueError: the sizes need more devices than there are, or do not divide the number of
+        devices.
     """
     known = math.prod(size for size in sizes.values() if size is not None)
     if known > available:

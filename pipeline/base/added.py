@@ -49,9 +49,9 @@ def add_loss(x: T, value: Any) -> T:
     first: the mean over M * D calls is added to Σ sum / Σ weight. Each call of `add_loss` adds its
     own value, so the values of layers in a scan, or of examples under `jax.vmap`, are summed.
 
-    Without a pipeline `jax.grad` of a function that calls the stage returns the gradients of loss +
-    value, if the differentiated function is the loss itself, once, and not a multiple; the loss
-    does not contain the value. `with_losses` returns the values for any use.
+    Without a pipeline, `jax.grad` of the loss returns the gradients of loss + value; the loss
+    itself does not contain the value. The differentiated function must be the loss, counted once,
+    not a multiple of the loss. `with_losses` returns the values for any use.
 
     Args:
       x: a tree of arrays with a float in it, on which the loss depends.
@@ -100,7 +100,7 @@ def add_loss(x: T, value: Any) -> T:
 
 @jax.custom_vjp
 def _inject(x: jax.Array, value: jax.Array, share: jax.Array, probe: jax.Array) -> jax.Array:
-    """Return ``x``; in the backward pass value's cotangent is share, and probe's is value."""
+    """Return ``x``; in the backward pass ``value`` has the cotangent share, ``probe`` has value."""
     del value, share, probe
     return x
 
@@ -127,8 +127,9 @@ class Adding:
       share: the cotangent of values.
       probe: a zero whose cotangent is the sum of the values; without a probe, the cotangent of
         values is 1.
-      is_used: whether any loss was added; counts_padding: whether a layer that does not exclude
-        padding added one, for a batch with padding.
+      is_used: whether any loss was added.
+      counts_padding: for a batch with padding, whether a layer that does not exclude padding added
+        a loss.
       weight: the factor of values; 1 except for slices of several lengths (`Slices.share`).
     """
 

@@ -70,7 +70,7 @@ def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> No
     """Check that all options of a call exist.
 
     Raises:
-      TypeError: some do not exist; the message names them, each with the nearest option.
+      TypeError: some options do not exist; the message names them, each with the nearest option.
     """
     known = list(known)
     unknown = [name for name in given if name not in known]

@@ -42,7 +42,8 @@ class Axes:
     """The roles of a mesh's axes.
 
     Attributes:
-      names: all axes of the mesh, in its order; sizes: their sizes.
+      names: all axes of the mesh, in the order of the mesh.
+      sizes: the sizes of these axes.
       rows: axes over which the rows of a batch are split, the outermost first.
       positions: axes over which later dims of a batch are split.
       auto: axes left to the compiler.
@@ -80,7 +81,7 @@ class Axes:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """The axes that are no ``stage`` and split no batch: shared axes, and the compiler's."""
+        """All axes but ``stage`` and axes that split a batch: shared axes, and the compiler's."""
         return tuple(axis for axis in self.names if axis not in self.varying)
 
     @property
@@ -108,7 +109,9 @@ class Axes:
         return math.prod(self.sizes[self.names.index(axis)] for axis in axes)
 
     def leaf_specs(self, *trees: Tree) -> tuple[LeafSpecs, ...]:
-        """Return the specs of the leaves of inputs, targets and extras; None has no batch axis.
+        """Return the PartitionSpecs of the leaves of inputs, targets and extras.
+
+        The spec is None for a leaf without a batch axis.
 
         A leaf with fewer dims than its spec has takes the leading entries of the spec.
 
@@ -133,7 +136,7 @@ class Axes:
 
     @property
     def output_spec(self) -> PartitionSpec:
-        """The spec of outputs: that of leaves that ``batch=`` does not name."""
+        """The PartitionSpec of outputs; leaves that ``batch=`` does not name have the same spec."""
         return self._present(list(self.default))
 
     def missing_in(self, spec: PartitionSpec) -> tuple[str, ...]:
@@ -186,7 +189,7 @@ def find_axes(mesh: Mesh | AbstractMesh, batch: Batch = None, auto: Sequence[str
 
 
 def _parts(batch: Any) -> tuple[Any, Any, Any]:
-    """Return the prefixes for inputs, targets and extras; None does not name its leaves."""
+    """Return the prefixes for inputs, targets and extras; None for a part without a prefix."""
     if isinstance(batch, PartitionSpec):
         return batch, batch, batch
     if isinstance(batch, Mapping) and batch and set(batch) <= set(PARTS):

@@ -8,7 +8,7 @@ from pipeline.base.tree import Tree
 
 
 class ModelChecks(Protocol):
-    """The hook by which the engine has a model checked.
+    """The hook that the engine calls to check a model.
 
     Any method may raise ValueError, and `run` also FloatingPointError.
     """
@@ -28,7 +28,7 @@ class ModelChecks(Protocol):
         """
 
     def explain_part(self, rank: Any, part: str, given: Tree, error: Exception) -> None:
-        """Explain on an exception why embed, head or loss_fn does not run on its argument."""
+        """Add a note to an exception: why embed, head or loss_fn does not run on its argument."""
 
     def stages(self, rank: Any, activations: Any) -> None:
         """Check stages that have been traced one after the other."""
@@ -43,7 +43,7 @@ class ModelChecks(Protocol):
           plan: the options of the pipeline.
           traced: the traced model.
           training: whether the step is a training step.
-          unread: whether all parameters have gradients.
+          unread: whether to check for parameters that no part reads.
         """
 
     def outputs(self, last: Any) -> None:

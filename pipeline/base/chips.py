@@ -28,19 +28,19 @@ class Chip:
     """A chip and its links; bytes and seconds.
 
     Attributes:
-      name: its key in `CHIPS`.
+      name: the chip's key in `CHIPS`.
       flops: bfloat16 operations a second at peak.
-      hbm: bytes that a program may use.
-      hbm_bandwidth: bytes a second.
+      hbm: bytes of device memory that a program may use.
+      hbm_bandwidth: bytes a second of the device memory.
       link: bytes a second, one way, of one link of a torus, or from a chip into its switch.
       axes: the number of axes of the torus; 0 if a switch joins all chips.
       domain: the most chips that such links join: a pod, or a host with NVLink.
       network: bytes a second of a chip, one way, to chips outside its slice or host.
       efficiency: the share of `flops` that the products of a block reach.
       host: bytes a second between a chip and its host's memory, one way.
-      host_overlap: the field of `schedules.Costs`, by platform (bench/notes/offload.md): compilers
-        for TPUs start copies late, and on GPUs actions wait for their copies.
-      host_memory: bytes of its host's memory for each chip, in equal shares; infinite if unknown.
+      host_overlap: `host_overlap` of `schedules.Costs`, by platform (bench/notes/offload.md):
+        compilers for TPUs start copies late, and on GPUs actions wait for their copies.
+      host_memory: bytes of the host's memory divided by its number of chips; infinite if unknown.
     """
 
     name: str

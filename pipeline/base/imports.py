@@ -24,8 +24,8 @@ def check_releases(jax: str | None = None, flax: str | None = None) -> None:
     """Check that the installed flax supports the installed jax.
 
     Args:
-      jax: its version; by default the installed version.
-      flax: its version; by default the installed version.
+      jax: the version of jax; by default the installed version.
+      flax: the version of flax; by default the installed version.
 
     Raises:
       ImportError: flax does not support this jax; the message says what to install.
@@ -53,8 +53,8 @@ def installed(name: str) -> str | None:
 def check_neighbours(file: str, names: tuple[str, ...] = ("schedules", "collectives")) -> None:
     """Check that imports find the packages of this distribution, and no others with these names.
 
-    Their names are generic, and a file ``schedules.py`` in a program's folder comes first on
-    sys.path.
+    The names of these packages are generic, and a file ``schedules.py`` in a program's folder comes
+    first on sys.path.
 
     Args:
       file: the ``__file__`` of a package of the distribution.
@@ -90,8 +90,8 @@ def exports(
     """Make the ``__getattr__`` and ``__dir__`` of a package that imports names on first use.
 
     Args:
-      package: its ``__name__``.
-      homes: module -> its names, separated by spaces.
+      package: the package's ``__name__``.
+      homes: for each module the names that the package exports from it, separated by spaces.
       rooms: modules of the package that are also its attributes.
     """
     home = {name: module for module, names in homes.items() for name in names.split()}

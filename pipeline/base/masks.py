@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NeedsGradient:
-    """The extent of a stage's backward.
+    """The gradients that a stage's backward must compute.
 
     Attributes:
-      weights: for each leaf of its parameters, whether it is trained.
+      weights: for each leaf of the stage's parameters, whether it is trained.
       x: whether anything before the stage is trained, so that its input needs a gradient.
     """
 
@@ -30,14 +30,14 @@ class NeedsGradient:
 
 
 def chosen(items: Sequence[T], mask: Mask | None) -> list[T]:
-    """Return the trained items; all items without a mask."""
+    """Return the items that the mask selects; if the mask is None, all items."""
     if mask is None:
         return list(items)
     return [item for item, yes in zip(items, mask, strict=True) if yes]
 
 
 def woven(trained: Sequence[T], others: Sequence[T], mask: Mask | None) -> list[T]:
-    """Merge items in order: trained ones from their list, the others from ``others``."""
+    """Merge items in order: trained items from ``trained``, all other items from ``others``."""
     if mask is None:
         return list(trained)
     queue = iter(trained)

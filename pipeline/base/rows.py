@@ -40,7 +40,7 @@ class Padded(NamedTuple):
 
 
 class PaddedWords(NamedTuple):
-    """Target words of padded sequences; for `CrossEntropy` a pair (words, weights) like any other.
+    """Target words of padded sequences; `CrossEntropy` reads them as a pair (words, weights).
 
     Attributes:
       words: [N, t] integers.
@@ -54,7 +54,7 @@ class PaddedWords(NamedTuple):
 class DataStatistic(nnx.Variable[Any]):
     """A state variable whose layer excludes padding.
 
-    A variable with the metadata ``after_step`` is changed only by that function, once a step.
+    If a variable has the metadata ``after_step``, only this function changes it, once a step.
     """
 
     declaration = ""  # the options of a pipeline that declare it
@@ -120,11 +120,11 @@ class BatchPart:
     mean_rows: Any = None
 
     def is_data(self, shape: Shape) -> jax.Array | None:
-        """Return [n] bool, True for tokens that are data; None if all are.
+        """Return [n] bool, True for tokens that are data; None if all tokens are data.
 
         Args:
-          shape: (b, ...); with a mask [b, t] (b, t, ...), or (b·t,). It cannot notice axes of equal
-            sizes that were exchanged.
+          shape: (b, ...); with a mask [b, t] (b, t, ...), or (b·t,). Exchanged axes of equal sizes
+            are not noticed.
 
         Raises:
           ValueError: another shape, in which padding cannot be found.
@@ -142,7 +142,9 @@ class BatchPart:
         return total / jnp.maximum(self.mean_entries * tokens, _LEAST)
 
     def divide_rows(self, totals: jax.Array) -> jax.Array:
-        """Sum [b] values, one a sequence, and divide; the mean over calls is that over sequences.
+        """Sum [b] values, one a sequence, and divide by the mean number of sequences of a call.
+
+        So the mean over calls is the mean over sequences.
 
         The value of a sequence is the sum of values from its slices and from the ranks of position
         axes. Sequences without data do not count.
@@ -166,7 +168,7 @@ class BatchPart:
         return jnp.maximum(self.sequences * self._tokens_of_position(shape), 1)
 
     def over(self, value: Any, axes: tuple[str, ...]) -> Any:
-        """Sum a value over the manual axes among the given axes."""
+        """Sum a value over those of the given axes that are manual."""
         manual = tuple(axis for axis in axes if is_manual(axis))
         return jax.lax.psum(value, manual) if manual else value
 
@@ -187,7 +189,11 @@ class BatchPart:
         )
 
     def _tokens_of_position(self, shape: Shape) -> float:
-        """Return the number of the layer's tokens for each unit of `sequences`."""
+        """Return the number of the layer's tokens for each position that `sequences` counts.
+
+        If the mask is [b], `sequences` counts a whole sequence as 1, and the number covers all
+        slices and all ranks of position axes.
+        """
         tokens = self._tokens_of_entry(shape)
         if self.mask.ndim > 1:
             return tokens
@@ -207,7 +213,7 @@ class Asking:
     """Record of a traced call: its `BatchPart`, and whether layers read the mask.
 
     Attributes:
-      part: None after the trace.
+      part: the call's `BatchPart`; None after the trace.
       excludes_padding: whether the running layer excludes padding, or a layer has read the mask.
       read_mask: whether a layer has read the mask.
     """
@@ -260,12 +266,12 @@ def counts_padding() -> bool:
 
 
 def data_mask() -> jax.Array | None:
-    """Find the rows, [b], or positions, [b, t], of this call that are data; None if all are.
+    """Find the rows, [b], or positions, [b, t], of this call that are data; None if all are data.
 
-    It is for your own layers that form a statistic over rows or positions. Batches that
-    `pipeline.training` padded, packed or bucketed have a mask. It covers only the positions of the
-    current slice and rank. After this call the pipeline warns neither of state that the stage
-    writes nor of losses that it adds.
+    Use it in your own layers that form a statistic over rows or positions. Batches that
+    `pipeline.training` padded, packed or bucketed have a mask. The mask covers only the positions
+    of the current slice and rank. After this call the pipeline warns neither of state that the
+    stage writes nor of losses that it adds.
     """
     asking: Asking | None = _CONTEXT.value
     if asking is None or asking.part is None:

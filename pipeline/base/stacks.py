@@ -41,7 +41,7 @@ def check_stack(stages: nnx.Module) -> Literal["stacked", "unknown"]:
     """Tell whether layers of flax, or random streams, show that a module is a stack.
 
     Raises:
-      ValueError: they show that it is no stack.
+      ValueError: the layers or streams show that the module is no stack.
     """
     found: Literal["stacked", "unknown"] = "unknown"
     for path, node in nnx.iter_graph(stages):

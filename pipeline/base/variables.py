@@ -64,7 +64,7 @@ def remade(leaf: Any, value: Any, said: Mapping[str, Any]) -> Any:
 
 
 class Placeholder(nnx.Variable[Any]):
-    """A variable without a value, which is in a cell of `pipeline.core.model.unlike`."""
+    """A variable without a value: `pipeline.core.model.unlike` stores the value in a cell."""
 
 
 def without_values(stage: nnx.Module) -> nnx.Module:

@@ -118,14 +118,14 @@ def train(config: Config, *, resume: bool, how: str, measure: bool = False) -> i
     """Train to the end, or until a signal; returns the exit code.
 
     Args:
-      config: of the run.
-      resume: whether it goes on from the newest checkpoint.
-      how: the command that resumes it, to be said where it is stopped.
-      measure: whether it prints `Pipeline.measure` of its first batch at its end.
+      config: the run's configuration.
+      resume: whether to continue from the newest checkpoint.
+      how: the command that resumes the run; printed if a signal stops it.
+      measure: whether to print `Pipeline.measure` of the first batch after the last step.
 
     Raises:
-      ValueError: what cannot run as given.
-      OSError: a folder that cannot be written.
+      ValueError: the configuration cannot run.
+      OSError: a folder cannot be written.
     """
     folder, checkpoints = _open(config, resume=resume, measure=measure)
     text = json.dumps(config.to_dict(), indent=1, default=str)
@@ -232,7 +232,7 @@ def continued(config: Config, prompt: str, *, tokenizer: str | None, **options: 
     """Continue a prompt with the newest checkpoint; return the prompt and the new text.
 
     Args:
-      config: of the run.
+      config: the run's configuration.
       prompt: how the text begins.
       tokenizer: import path of a function that returns an object with ``encode(text)`` to integers
         and ``decode(integers)``; None for bytes.

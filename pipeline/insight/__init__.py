@@ -1,4 +1,4 @@
 """Reports about a step: predicted bytes and traffic, measured costs, profiles.
 
-It reads the engine (`pipeline.core`); the engine does not import it.
+This package reads the engine (`pipeline.core`); the engine does not import this package.
 """

@@ -31,11 +31,11 @@ class Place(NamedTuple):
     """Place of a loop of at most one trip in a program.
 
     Attributes:
-      start: its ticks are start..stop - 1.
-      stop: its ticks are start..stop - 1.
-      slot: the slot, in each of these ticks.
+      start: the first tick in which the loop runs.
+      stop: the tick after the last tick in which the loop runs.
+      slot: the loop's slot in each of these ticks.
       label: `Op.label`, or one of `COMMON`.
-      stages: the stages that share its code, if stages are not alike.
+      stages: the stages that share the loop's code, if stages are not alike.
     """
 
     start: int

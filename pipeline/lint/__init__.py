@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Lint:
-    """The lint hook of the engine, which loads its modules when called.
+    """The engine's hook for checks; it imports the modules of the checks when it is called.
 
     Attributes:
       ignored: the user's values of attributes that ``ignore=`` names; None for none.
@@ -56,7 +56,7 @@ class Lint:
         explain_stage(rank, k, types, run, error)
 
     def explain_part(self, rank: Rank, part: str, given: Tree, error: Exception) -> None:
-        """Explain on an exception why embed, head or loss_fn does not run on its argument."""
+        """Add a note to an exception: why embed, head or loss_fn does not run on its argument."""
         from pipeline.lint.failures import explain_part
 
         explain_part(rank, part, given, error)
@@ -78,7 +78,7 @@ class Lint:
             check_that_it_is_a_stack(rank, activations.types)
 
     def parts(self, plan: Plan, rank: Rank, activations: Activations, *, take_loss: bool) -> None:
-        """Refuse `ppermute`; check parts that mix positions which are split or sliced."""
+        """Refuse `ppermute`; check parts that mix positions, if positions are split or sliced."""
         from pipeline.lint.effects import check_meetings
 
         check_meetings(plan, activations.bodies)
@@ -117,7 +117,7 @@ class Lint:
         check_outputs(last)
 
     def effects(self, local: LocalModel) -> None:
-        """Refuse side effects of stages that run more often than their microbatches say."""
+        """Refuse side effects of stages that run more than once for each microbatch."""
         from pipeline.lint.effects import check_effects
 
         check_effects(local)

@@ -121,7 +121,10 @@ def warn_of_no_names(sharding: Asked | None) -> None:
 
 
 def warn_of_frozen_parts(trained: Trained, chunks: Sequence[nnx.Module], stages: Places) -> None:
-    """Warn of frozen parts of arrays, which an optimizer that knows no stages may change."""
+    """Warn if ``wrt`` freezes a part of an array that stages share.
+
+    A plain `nnx.Optimizer` may change the frozen part by weight decay.
+    """
     parts = trained_parts(trained, chunks, stages)
     if parts:
         frozen = [k for k, mask in enumerate(trained.stages) if not any(mask)]

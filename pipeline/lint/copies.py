@@ -31,9 +31,11 @@ class _Watched:
 
     Attributes:
       name: the weight's name in messages.
-      part, path: the weight's path, in the stage of this number, in "embed" or "head", or in
-        "stages", where one array holds the weights of all stages.
-      owner: a weak reference to the module that holds it; flax's variables have no weak references.
+      part: the number of the weight's stage, "embed" or "head"; or "stages", if one array holds the
+        weights of all stages.
+      path: the weight's path in that part.
+      owner: a weak reference to the module that holds the weight; flax's variables have no weak
+        references.
       array: a weak reference to its value.
     """
 
@@ -58,12 +60,12 @@ class _Watched:
 
 
 class Copies:
-    """A record of values of weights outside of a pipeline and in it.
+    """A record of the weights in a pipeline, and in the user's modules that it was made from.
 
     Args:
       pipe: the pipeline.
-      stages: the stages as the user gave them.
-      ends: embed and head as the user gave them.
+      stages: the user's own stages, which the pipeline has copied.
+      ends: the user's own embed and head.
     """
 
     def __init__(self, pipe: Any, stages: Any, **ends: Any) -> None:

@@ -100,10 +100,10 @@ def _constraints(body: Any) -> Iterator[jax.sharding.NamedSharding]:
 
 
 def check_constraint_error(stage: str, error: Exception) -> None:
-    """Explain JAX's error of such a constraint.
+    """Explain JAX's error about a sharding constraint that a stage must not have.
 
     Raises:
-      ValueError: the error is of such a constraint.
+      ValueError: the error is about such a constraint.
     """
     if "with_sharding_constraint" in str(error) and isinstance(error, ValueError):
         raise _of_constraint(stage) from error

@@ -39,7 +39,7 @@ _WITHOUT_EXTRAS = {
 
 
 def explain_part(rank: Rank, part: str, argument: Tree, error: Exception) -> None:
-    """Note on an exception the part of the model that raised it, and the part's arguments.
+    """Add a note to an exception: the part of the model that raised it, and the part's arguments.
 
     Args:
       rank: the rank.
@@ -61,7 +61,7 @@ def explain_part(rank: Rank, part: str, argument: Tree, error: Exception) -> Non
 def explain_stage(
     rank: Rank, k: int, before: list[Tree], run: Callable[[Tree], Any], error: Exception
 ) -> None:
-    """Note on an exception of a stage the stage's arguments.
+    """Add a note to an exception of a stage: the stage's arguments.
 
     Args:
       rank: the rank.
@@ -132,8 +132,8 @@ def check_that_it_is_a_stack(rank: Rank, types: list[Tree]) -> None:
     """Check that the one module given for all stages is not a single stage.
 
     Raises:
-      ValueError: with whole arrays in place of their rows, and with a number of rows that is no
-        multiple of K, the module computes a stage's output too.
+      ValueError: the module computes a stage's output also from whole arrays in place of their
+        rows, and from arrays with a number of rows that is no multiple of K.
     """
     K = rank.model.stack
     stage, rows = Forward(rank, rank.model.stages[0]), 2 * K + 1
@@ -169,7 +169,7 @@ def check_that_it_is_a_stack(rank: Rank, types: list[Tree]) -> None:
 
 
 def _note_what_is_tracked(error: Exception, varying: tuple[str, ...]) -> None:
-    """Note on an error the types that values have here and would lack under `jax.jit`."""
+    """Add a note to an error: the types that values have here and would lack under `jax.jit`."""
     manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
     axes = sorted(manual - {*varying})
     if axes:

@@ -68,7 +68,10 @@ def _watching(kinds: Sequence[str]) -> Iterator[None]:
 
 
 def _bad(tree: Tree, kinds: list[str]) -> list[bool]:
-    """Tell, for each leaf, whether it is not finite; empty if all are finite."""
+    """Return a bool for each leaf, True if it has a NaN or an infinity; [] if no leaf has one.
+
+    ``kinds`` selects NaN, infinity or both.
+    """
     tests = [{"NaN": jnp.isnan, "infinity": jnp.isinf}[kind] for kind in kinds]
     found = [
         is_float(x) and any(bool(jnp.any(test(x))) for test in tests) for x in jax.tree.leaves(tree)

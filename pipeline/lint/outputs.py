@@ -50,7 +50,7 @@ def _outputs(last: Forward) -> Tree:
 
 
 def _unlike_with_another_row(outputs: Tree, rank: Rank) -> list[Any]:
-    """List the outputs whose leading axis does not grow with the rows, or another axis does."""
+    """List outputs whose leading axis does not grow with the rows, or whose other axes do."""
 
     def grown(x: jax.Array) -> jax.Array:
         return jnp.concatenate([x, x[:, :1]], axis=1)

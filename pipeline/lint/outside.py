@@ -140,7 +140,7 @@ class _OutsideSearch:
             yield from self._function(path, call, value, depth)
 
     def _function(self, path: str, function: types.FunctionType, owner: Any, depth: int) -> Found:
-        """Search a function; ``owner`` is its first argument, or None if that is unknown."""
+        """Search a function; ``owner`` is its first argument; None if the argument is unknown."""
         key = function, id(owner)
         if key in self._seen or depth > _DEPTH or len(self._seen) >= _FUNCTIONS:
             return

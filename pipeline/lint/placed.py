@@ -23,11 +23,11 @@ class Placed:
     """One array with its placement.
 
     Attributes:
-      path: its name in the state.
-      text: its type, such as ``float32[4,8]``.
+      path: the array's name in the state.
+      text: the array's type, such as ``float32[4,8]``.
       shape: the shape of the whole array.
       shard: the shape of the part on one device.
-      itemsize: bytes of a number.
+      itemsize: bytes of one element.
       axes: for each dimension the mesh axes that divide it; None for an array on no mesh.
       sizes: sizes of all axes of the mesh by name; empty if no mesh is known.
     """
@@ -61,8 +61,8 @@ class Placed:
     def dimension_for(self, axis: str) -> int | None:
         """Return the dimension that an axis divides best; None if the axis divides none.
 
-        Dimensions that no axis divides yet come first, then the longest; of equal ones the last is
-        taken.
+        Dimensions that no axis divides yet come first, then the longest. Among equally long
+        dimensions the last is taken.
         """
         fits = [d for d, length in enumerate(self.shard) if length % self.sizes[axis] == 0]
         taken = self.axes or ((),) * len(self.shape)
@@ -83,8 +83,8 @@ def placed(tree: Any, mesh: Mesh | None, *kinds: Any) -> list[Placed]:
 
     Args:
       tree: a module, an `nnx.State`, gradients, or any tree of arrays or their types.
-      mesh: the mesh for arrays that have none: types get the sharding of their variables, others
-        are replicated.
+      mesh: the mesh for arrays that have no mesh: types get the sharding of their variables, all
+        other arrays count as replicated.
       *kinds: kinds of variables to take from a module, such as `nnx.Param`; by default all.
     """
     state = nnx.state(tree, *kinds) if isinstance(tree, nnx.Module) else tree

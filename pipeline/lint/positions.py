@@ -23,11 +23,11 @@ Eqn = Any
 
 
 class MixedPositionsError(Exception):
-    """The function joins positions; the message says by which primitive."""
+    """An error: a function joins positions; the message says by which primitive."""
 
 
 class UnknownPositionsError(Exception):
-    """A primitive with positions as operands is unknown here; the message is its name."""
+    """An error: an unknown primitive reads positions; the message is the primitive's name."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,14 @@ class Followed:
 
     Attributes:
       varies: the dims along which its numbers may differ.
-      dim: the dim of the positions; None if it has none.
+      dim: the dim of the positions; None if the value has no positions.
       inner: how many numbers of that dim belong to one position: rows, positions and other numbers
         may be joined to one dim, in this order.
       scales: for a sum over positions, the known factors that the sum, or each of its addends, was
         multiplied with since; empty for any other value.
       number: the value, if it is a known number.
-      broken: why a sum over positions is no longer a sum; "" if it still is one or never was.
+      broken: the reason why a sum over positions is no longer a sum; "" for a sum and for other
+        values.
     """
 
     varies: frozenset[int]
@@ -76,7 +77,8 @@ class Sequences:
       t: the number of positions.
       sums: whether the function may sum over positions, as a loss does. A nonlinear function of
         such a sum is `Followed.broken`.
-      factors: a result: the known numbers that values at positions were multiplied with.
+      factors: filled by the search: the known numbers that values at positions were multiplied
+        with.
     """
 
     t: int
@@ -116,7 +118,7 @@ def follow_positions(
 
 
 def follow_equation(eqn: Eqn, operands: list[Followed], asked: Sequences) -> list[Followed]:
-    """Find the facts about an equation's results; arguments and errors of `follow_positions`."""
+    """Find the facts about an equation's results, with the errors of `follow_positions`."""
     name, kind = eqn.primitive.name, traits(eqn)
     rule = _RULES.get(name)
     if not (kind.calls or kind.identity) and any(one.scales or one.broken for one in operands):
@@ -377,7 +379,7 @@ def _pool(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
 def _windows(
     eqn: Eqn, one: Followed, found: Followed, dim: int, steps: tuple[int, int, Any]
 ) -> Followed:
-    """Return facts about windows along positions; other windows than side by side are mixed."""
+    """Return facts about windows along positions; windows that are not side by side are mixed."""
     window, stride, padding = steps
     if window == stride and not any(padding):
         return replace(found, dim=dim, inner=one.inner) if window == 1 else NOT_FOLLOWED
@@ -385,7 +387,7 @@ def _windows(
 
 
 def _noise(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
-    """Return facts about random bits: they differ, but do not depend on the place."""
+    """Return facts about random bits, which differ but do not depend on the place."""
     if any(one.dim is not None for one in operands):
         raise UnknownPositionsError(eqn.primitive.name)
     return NOT_FOLLOWED
@@ -412,7 +414,7 @@ def _scan(eqn: Eqn, operands: list[Followed], asked: Sequences) -> list[Followed
 
 
 def _gather(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
-    """Return facts about a look-up in a table without positions, by indices that may have them."""
+    """Return facts about a look-up in a table without positions; the indices may have positions."""
     table, indices = operands
     numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0]
     lead = [n for n in range(len(out.aval.shape)) if n not in numbers.offset_dims]

@@ -58,7 +58,7 @@ def check_sharding(
     action: Literal["warn", "raise"] = "warn",
     stacklevel: int = 1,
 ) -> None:
-    """Warn of large parameters that devices along a mesh axis hold alike.
+    """Warn of large parameters of which devices along a mesh axis hold equal copies.
 
     Args:
       tree: a module, whose parameters count, or a state.
@@ -86,12 +86,12 @@ def check_sharding(
 def warn_of_undivided_weights(
     pipe: nnx.Module, mesh: Mesh, axes: Axes, given: Sequence[Any], warned: set[Any]
 ) -> None:
-    """Warn of large weights that devices along an axis hold alike, and of a misspelt axis.
+    """Warn of large weights of which devices along an axis hold copies, and of a misspelt axis.
 
     Args:
       pipe: the pipeline, whose state is on the mesh.
-      mesh: its mesh.
-      axes: the roles of its axes.
+      mesh: the pipeline's mesh.
+      axes: the roles of the mesh's axes.
       given: the stages, embed and head as the user gave them.
       warned: keys of warnings already given; the function adds the axes that divide nothing.
     """
@@ -112,11 +112,11 @@ def _alike(
     limit: int = LIMIT,
     axes: Collection[str] | None = None,
 ) -> str:
-    """Describe large arrays that devices along an axis hold alike; empty if there are none.
+    """Describe large arrays of which devices along an axis hold copies; empty if there are none.
 
     Args:
       arrays: all arrays to check.
-      remedy: returns the advice for the axes that should divide them.
+      remedy: a function from the axes that should divide these arrays to advice.
       limit: the argument of `check_sharding`.
       axes: the argument of `check_sharding`.
     """
@@ -156,7 +156,7 @@ def _remedy(missing: Collection[str]) -> str:
 def _misspelt(
     given: Sequence[Any], arrays: Sequence[Placed], mesh: Mesh, axes: Axes, warned: set[Any]
 ) -> str:
-    """Warn of layers made for an axis that the mesh lacks, if one of its axes divides nothing."""
+    """Warn of layers made for an axis that the mesh lacks, if a mesh axis divides nothing."""
     used = {axis for array in arrays for names in array.axes or () for axis in names}
     idle = {
         axis: f"{axis!r} of size {size}"

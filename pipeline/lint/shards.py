@@ -1,10 +1,10 @@
 """Checks of functions of a rank's part of positions that are split over a mesh axis.
 
 A function that treats every position by itself is right. A function that joins positions joins only
-those of its rank, unless it fetches the positions of other ranks by a collective over the axis.
-Each value has a `Shard`. A *fault* is a place where positions of one rank were joined. It goes with
-the value until the value enters a collective over the axis, or is combined with a result of such a
-collective.
+the positions of its rank, unless it fetches the positions of other ranks by a collective over the
+axis. Each value has a `Shard`. A *fault* is a place where positions of one rank were joined. A
+value keeps its fault until it enters a collective over the axis, or is combined with a result of
+such a collective.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Fault:
     """A place where positions of one rank are joined.
 
     Attributes:
-      text: how they are joined, or the name of an unknown primitive.
+      text: how the positions are joined, or the name of an unknown primitive.
       line: file and line of the code, "" if unknown.
-      is_known: whether it is known that positions are joined.
+      is_known: True if positions are joined for certain; False for an unknown primitive.
     """
 
     text: str
@@ -58,13 +58,13 @@ class Shard:
     """Facts about a value.
 
     Attributes:
-      followed: facts about its positions.
-      is_fetched: whether it is a result of a collective over the axis.
-      is_placed: whether it is computed from a rank's index on the axis, so that it depends on the
-        place.
-      is_marked: whether it comes from a layer that reads all ranks (`reads_all_ranks`).
-      fault: the first place where positions of one rank were joined to compute it; None without
-        any.
+      followed: facts about the value's positions.
+      is_fetched: whether the value is a result of a collective over the axis.
+      is_placed: whether the value is computed from a rank's index on the axis, so that it depends
+        on the place.
+      is_marked: whether the value comes from a layer that reads all ranks (`reads_all_ranks`).
+      fault: the first place where positions of one rank were joined to compute the value; None if
+        there is none.
     """
 
     followed: Followed
@@ -76,11 +76,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
-    """A question about a function.
+    """The split of positions that a search in a function assumes.
 
     Attributes:
       axis: the mesh axis over which positions are split.
-      t: the number of a rank's positions; dim: the usual dim of positions in activations.
+      t: the number of a rank's positions.
+      dim: the usual dim of positions in activations.
       sums: whether sums over positions are allowed, as in a loss.
     """
 
@@ -172,7 +173,7 @@ def _of_one(eqn: Eqn, operands: list[Shard], asked: Split) -> list[Shard]:
 
 
 def _excused(fault: Fault, *, is_fetched: bool) -> Shard:
-    """Make a value that keeps its fault only if nothing came from other ranks."""
+    """Make facts about a value that keeps ``fault`` only if nothing came from other ranks."""
     return Shard(NOT_FOLLOWED, is_fetched=is_fetched, fault=None if is_fetched else fault)
 
 

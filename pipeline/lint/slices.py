@@ -49,7 +49,7 @@ _LOSS = (
 def check_slices(
     rank: Rank, activations: Activations, warned: set[Any], *, take_loss: bool
 ) -> None:
-    """Refuse parts that mix positions without a method for slices; warn if that is unknown.
+    """Refuse parts that mix positions without a method for slices; warn of parts that may do so.
 
     Args:
       rank: the rank's part of model and batch.
@@ -230,14 +230,16 @@ class _Check:
         return found, asked.factors
 
     def _check_pair(self, shares: list[float]) -> None:
-        """Check that the weight of a slice is in proportion to its length.
+        """Check that a loss's weight for a slice is in proportion to the slice's length.
 
         Args:
-          shares: ratios of how much less the weight of a slice grows than positions do; empty if
-            its terms depend on the length themselves.
+          shares: for each sum over positions in the weight, its growth relative to the number of
+            positions: 1 if the weight is in proportion. Empty if the loss contains other factors
+            that depend on the length.
 
         Raises:
-          ValueError: slices have several lengths, and the weight does not grow with them.
+          ValueError: slices have several lengths, and the weight does not grow in proportion to the
+            lengths.
         """
         if self._lengths and not self.is_mean and not (shares and all(map(_is_one, shares))):
             raise ValueError(
@@ -255,8 +257,8 @@ class _Check:
           whole: facts about the sum and the weight of a whole sequence.
 
         Raises:
-          ValueError: the loss is a sum over positions, divided by something that does not grow with
-            them.
+          ValueError: the loss is a sum over positions, divided by a number that does not grow with
+            the positions.
         """
         (total, weight), (all_total, all_weight) = found, whole
         if weight.scales:  # the ratio of a slice's divisor to the sequence's

@@ -1,9 +1,9 @@
 """A warning of parts of a model that mix positions which are split over a mesh axis.
 
 Under ``batch=P("data", "context")`` a rank has a part of every sequence's positions. A layer that
-mixes positions has to fetch the positions of other ranks. A layer that does not computes something
-else than on whole sequences, and no shape shows it. A trace of each part, made once, finds such
-layers.
+mixes positions has to fetch the positions of other ranks. A layer that fetches none computes
+something else than on whole sequences, and no shape shows it. A trace of each part, made once,
+finds such layers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def warn_of_split_positions(
 
 
 def _dim(spec: Any, axis: str) -> int | None:
-    """Return the dim that a spec splits over an axis; None without one."""
+    """Return the dim that a spec splits over an axis; None if the spec splits no dim over it."""
     dims = [n for n, entry in enumerate(spec or ()) if n and axis in axes_in(entry)]
     return dims[0] if dims else None
 
@@ -128,7 +128,7 @@ class _SplitSearch:
     def _check_scales(
         self, loss: Callable[..., Any], given: Tree, dims: Sequence[int | None]
     ) -> None:
-        """Warn of a sum over positions that is not divided by their number.
+        """Warn of a sum over positions that is not divided by the number of positions.
 
         With twice as many positions, a mean over positions keeps its size.
         """

@@ -36,7 +36,7 @@ def warn_of_losses_of_padding(parts: Mapping[str, Adding], warned: set[Any]) -> 
     """Warn of parts of a model that add a loss without asking which rows are padding.
 
     Args:
-      parts: records of their losses, by name.
+      parts: by name of a part, the record of the losses that the part adds.
       warned: keys of warnings already given; the function adds to it.
     """
     for name, adding in parts.items():
@@ -49,10 +49,10 @@ class DeclaredVariable:
     """A variable of declared state.
 
     Attributes:
-      part: the stage that has it, or embed, head or loss_fn.
-      path: its path in that part.
+      part: the stage that has the variable, or embed, head or loss_fn.
+      path: the variable's path in that part.
       variable: the variable.
-      is_written: whether a call writes it.
+      is_written: whether a call writes the variable.
       reads_mask: whether a call of the part reads which rows are data.
     """
 

@@ -54,7 +54,7 @@ def layouts_of(
 
 
 def _meshes(job: PlannedJob, faults: Faults) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield D, E, R, S, T that divide model and batch; note other sizes with their rule."""
+    """Yield D, E, R, S, T that divide model and batch; record other sizes with the rule."""
     model, each = job.model, job.devices // job.slices
     heads = f"{model.heads} heads of queries and {model.kv_heads} of keys"
     number = 1 if model.experts is None else model.experts.number
@@ -86,7 +86,7 @@ def _meshes(job: PlannedJob, faults: Faults) -> Iterator[tuple[int, int, int, in
 
 
 def note(faults: Faults, rule: str, size: int) -> None:
-    """Note once that a rule excludes a size."""
+    """Record once that a rule excludes a size."""
     sizes = faults.setdefault(rule, [])
     if size not in sizes:
         sizes.append(size)

@@ -56,8 +56,8 @@ def makespan(
     """Compute the seconds of a step without the optimizer, with arguments of `schedules.simulate`.
 
     In a long pipeline each further round takes equally long. So three short pipelines, a round
-    apart, give the time of a round. If their differences are unequal, the pipeline is simulated in
-    full, up to `MOST` actions.
+    apart, give the time of a round. If the differences between them are unequal, the pipeline is
+    simulated in full, up to `MOST` actions.
     """
     _, S, V, M = order
     options = CLOCKS[clock]
@@ -121,7 +121,7 @@ def _places(order: Order) -> tuple[int, int]:
 def windows_of(order: Order) -> Sequence[float]:
     """Count a rank's windows of weights and of gradients, its gathers and its reductions.
 
-    The counts are those of a pipeline with ``gather="repeat"``, on the rank with most.
+    The counts are those of a pipeline with ``gather="repeat"``, on the rank with the most.
     """
     return _repeated(_windows, order)
 

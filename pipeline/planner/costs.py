@@ -99,7 +99,7 @@ class Repeated(NamedTuple):
 def repeated(model: ModelSizes, remat: str | None) -> Repeated:
     """Return the work that a remat repeats, without a block's last product.
 
-    With "mlp" these are attention's last product and the MLP, and so one of four exchanges over
+    With "mlp" this work is attention's last product and the MLP, and so one of four exchanges over
     `tensor`.
     """
     spared = model.last_matrix / model.active_matrices
@@ -261,7 +261,7 @@ def _shared(job: PlannedJob, layout: MeshLayout, each: tuple[float, float, float
 
     Args:
       job: the training job.
-      layout: its layout.
+      layout: the layout of the job.
       each: bytes for a parameter of blocks, of experts and of ends.
     """
     outside = 1 if layout.data_parallel == "hsdp" else layout.data_slices
@@ -330,7 +330,7 @@ def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Est
 
     Args:
       job: the training job.
-      layout: its layout.
+      layout: the layout of the job.
       bound: leave out the bubble, which takes long to find, and the bytes.
     """
     S, V, L = layout.stage, layout.chunks, job.model.layers
@@ -373,9 +373,9 @@ def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Est
 def _data(job: PlannedJob, layout: MeshLayout) -> float:
     """Compute the seconds of a pipeline's sums of gradients, and of new weights gathered by ZeRO-1.
 
-    They are once a step. With windows, chunks are gathered in bfloat16 and their gradients reduced
-    in float32 as often as the schedule needs. TPU compilers hide few of these collectives
-    (bench/notes/kernel.md), so all count.
+    These collectives run once a step. With windows, chunks are gathered in bfloat16 and their
+    gradients reduced in float32 as often as the schedule needs. TPU compilers hide few of these
+    collectives (bench/notes/kernel.md), so all count.
     """
     held, way, R = parameters_of(job.model, layout), layout.data_parallel, layout.context
     each = (2.0 * WEIGHT,) * 3
@@ -396,7 +396,8 @@ def _data_alone(job: PlannedJob, layout: MeshLayout, busy: float) -> float:
     """Compute the seconds of collectives over `data` that a microbatch's work does not hide.
 
     FSDP gathers bfloat16 weights twice in each microbatch, and reduces bfloat16 gradients once.
-    Collectives that run once a step hide behind the last backward, two thirds of a microbatch.
+    Collectives that run once a step are hidden by the last backward, which is two thirds of a
+    microbatch.
     """
     if layout.data_parallel not in ("fsdp", "hsdp"):
         once = _shared(job, layout, (2 * WEIGHT,) * 3)

@@ -1,4 +1,4 @@
-"""The training job, and one way to spread it over chips.
+"""The training job, and one way to spread the job over chips.
 
 Letters: S, D, E, R, T ranks on `stage`, `data`, `expert`, `context`, `tensor`; V stages on a rank,
 M microbatches, L layers; e experts, k of a token.
@@ -26,8 +26,8 @@ COMPUTE_BYTES = 2  # of an activation, bfloat16
 class PlannedJob:
     """A training job, with the checked arguments of `plan`.
 
-    ``costs`` has the measured costs of a block by number of sequences, ascending. It is empty if
-    costs are computed by arithmetic.
+    ``costs`` has the measured costs of a block by number of sequences, ascending. The field is
+    empty if costs are computed by arithmetic.
     """
 
     model: ModelSizes
@@ -87,7 +87,7 @@ class Dispatched:
         }[self.way]
 
     def load(self, experts: ExpertSizes, imbalance: float) -> float:
-        """Return rows on the rank with the busiest expert, over the mean; others share the rest."""
+        """Return rows on the busiest expert's rank, over the mean; other ranks share the rest."""
         if self.ranks == 1 or self.way == "capacity":
             return self.capacity
         e, local = experts.number, experts.number // self.ranks
@@ -109,7 +109,7 @@ class MeshLayout:
       data_slices: number of groups of chips along `data`.
       stage_slices: number of groups of chips along `stage`.
       schedule: the pipeline's schedule; None if stage is 1.
-      group: microbatches in a round of the schedule; None for its default.
+      group: microbatches in a round of the schedule; None for the schedule's default.
       chunks: V.
       microbatches: M.
       rows: sequences in a microbatch on a data shard.
@@ -121,7 +121,8 @@ class MeshLayout:
         "hsdp", where weights are divided over all data shards or over those of a slice.
       vocabulary: "ends" or "stage".
       experts: E, and the dispatch.
-      offload: share of the stashes in host memory; None for none. Without a pipeline it is 1.
+      offload: share of the stashes in host memory; None if no stash is there. Without a pipeline it
+        is 1.
       host_optimizer: whether a pipeline's optimizer state is in host memory between updates.
       context: R, by Ulysses.
     """
@@ -189,9 +190,9 @@ class Parameters(NamedTuple):
     """Numbers of parameters on a rank, before data shards divide them.
 
     Attributes:
-      whole: parameters of its blocks that are equal on all D E ranks with their own rows.
-      experts: parameters of its blocks that are equal on the D ranks of `data`.
-      ends: its share of embedding and head.
+      whole: parameters of the rank's blocks that are equal on all D E ranks with their own rows.
+      experts: parameters of the rank's blocks that are equal on the D ranks of `data`.
+      ends: the rank's share of embedding and head.
     """
 
     whole: float
@@ -200,7 +201,7 @@ class Parameters(NamedTuple):
 
     @property
     def blocks(self) -> float:
-        """The number of parameters of its blocks."""
+        """The number of parameters of the rank's blocks."""
         return self.whole + self.experts
 
     def shard(self, data: int, ranks: int) -> float:

@@ -19,7 +19,7 @@ from pipeline.base.files import Kind, faults_of, read_json
 
 
 def _faults(record: Any, least: Mapping[str, int]) -> list[str]:
-    """List the sizes of a record that are no integers or too small; mypy checks None."""
+    """List the sizes of a record that are no integers or too small; optional sizes may be None."""
     return [
         f"{name}={size!r} must be an integer >= {low}"
         for name, low in least.items()
@@ -37,8 +37,8 @@ class ExpertSizes:
       top_k: k.
       hidden: columns of one expert.
       shared: columns of an MLP that every token passes; 0 for none.
-      dense_layers: blocks with an MLP instead. They count in parameters and operations; a rank's
-        seconds and bytes assume experts in all blocks.
+      dense_layers: blocks with an MLP instead of experts. They count in parameters and operations;
+        a rank's seconds and bytes assume experts in all blocks.
     """
 
     number: int
@@ -88,7 +88,7 @@ class ModelSizes:
       width: d.
       heads: heads of queries.
       kv_heads: heads of keys and values.
-      hidden: f, of the gated MLP; with experts, of the blocks without experts.
+      hidden: f, the columns of the gated MLP; with experts, of the MLP in blocks without experts.
       vocabulary: number of words.
       head_width: c; by default d divided by the number of heads.
       tied: whether embedding and head share their table.
@@ -137,31 +137,31 @@ class ModelSizes:
 
     @property
     def queries(self) -> int:
-        """Columns of all heads of queries, h c."""
+        """Number of columns of the query projection, all heads together: h c."""
         if self.latent is not None:
             return self.heads * (self.latent.nope + self.latent.rope)
         return self.heads * (self.head_width or self.width // self.heads)
 
     @property
     def attended(self) -> int:
-        """Columns of attention's result, of all heads."""
+        """Number of columns of attention's result, all heads together."""
         return self.queries if self.latent is None else self.heads * self.latent.value
 
     @property
     def keys(self) -> int:
-        """Columns of all heads of keys."""
+        """Number of columns of the key projection, all heads together."""
         return self.queries if self.latent else self.queries // self.heads * self.kv_heads
 
     @property
     def latents(self) -> int:
-        """Columns between the two products of latent attention."""
+        """Number of columns between the two products of latent attention."""
         if self.latent is None:
             return 0
         return (self.latent.query_rank or 0) + self.latent.rank + self.latent.rope
 
     @property
     def projected(self) -> int:
-        """Columns of queries, keys, values and latents."""
+        """Number of columns of queries, keys, values and latents together."""
         values = self.keys if self.latent is None else self.attended
         return self.queries + self.keys + values + self.latents
 

@@ -1,4 +1,4 @@
-"""Results of the search: the best plans, why others lost, as text and as a configuration."""
+"""Results of the search: best plans, why other plans lost, as text and as a configuration."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class Plans:
     ) -> dict[str, Any]:
         """Options for `Pipeline`: ``Pipeline(stages, **plans.pipeline_options())``.
 
-        They equal the options in the file of `write`, whose comments describe the model.
+        The options equal those in the file of `write`, whose comments describe the model.
 
         Args:
           devices: the devices of the mesh; `jax.devices()` by default.

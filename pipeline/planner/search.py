@@ -190,7 +190,7 @@ def _measured(costs: Any) -> tuple[tuple[int, Costs], ...]:
     """Check measured costs of blocks; return them by the number of sequences in a microbatch.
 
     Raises:
-      ValueError: they are not such costs.
+      ValueError: ``costs`` are not such costs.
     """
     given = {1: costs} if isinstance(costs, Costs) else {} if costs is None else costs
     if not isinstance(given, Mapping) or not all(
@@ -325,7 +325,7 @@ def _lost(job: PlannedJob, bounds: Iterable[Estimate], found: Plans) -> list[str
 
 
 def _said(rule: str, sizes: Sequence[int]) -> str:
-    """Write a rule with the sizes that it excluded, after the axis's name."""
+    """Write a rule with the sizes that the rule excluded, after the axis's name."""
     axis, _, reason = rule.partition(":")
     return f"{axis} {', '.join(map(str, sorted(sizes)))}:{reason}"
 

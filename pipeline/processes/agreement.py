@@ -58,11 +58,11 @@ HARMLESS = ("--xla_dump", "--xla_force_host_platform_device_count")
 
 
 def fields_of(config: Any = None) -> dict[str, str]:
-    """Return name -> value of everything that must agree.
+    """Return the values that must be equal on all processes, by name.
 
     Args:
-      config: the user's options, nested as they like: a mapping, a dataclass or a namespace.
-        Options named ``process_id`` are left out.
+      config: the user's options, nested in any way: a mapping, a dataclass or a namespace. Options
+        named ``process_id`` are left out.
     """
     fields = {"python": ".".join(platform.python_version_tuple()[:2])}
     fields |= {name: installed(name) or ABSENT for name in VERSIONS}
@@ -88,10 +88,10 @@ def agree(fields: Fields, index: int, count: int, timeout: float) -> None:
     """Check that all processes have equal fields; the outcome is the same on each process.
 
     Args:
-      fields: values that must be equal, name -> value.
+      fields: values that must be equal, by name.
       index: the number of this process.
       count: the number of processes.
-      timeout: seconds to wait for the others.
+      timeout: seconds to wait for the other processes.
 
     Raises:
       TimeoutError: a process has sent no fields.
@@ -188,7 +188,7 @@ def digest_of(data: bytes) -> str:
 
 
 def _files(paths: Iterable[Path]) -> str:
-    """Return a digest of the names and bytes of files, in their order."""
+    """Return a digest of the names and bytes of files, in the order of the files."""
     texts = [(path.name, path.read_bytes()) for path in paths]
     return digest_of(b"".join(f"{name} {len(text)} ".encode() + text for name, text in texts))
 

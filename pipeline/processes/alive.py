@@ -44,13 +44,16 @@ class Signs:
         self._told: set[int] = set()  # processes that have been named
 
     def start(self) -> None:
-        """Give signs until the interpreter ends."""
+        """Start the thread that sends signs of life, until `stop` or the end of the interpreter.
+
+        On all processes but process 0, start also the thread that watches the coordinator.
+        """
         self._thread.start()
         if self._here.index:
             threading.Thread(target=self._listen, name="coordinator", daemon=True).start()
 
     def stop(self) -> None:
-        """Give no further sign.
+        """Send no further sign of life.
 
         A thread that is in a call of the service when the interpreter ends would abort the process.
         """
@@ -77,7 +80,7 @@ class Signs:
     def _listen(self) -> None:
         """Wait until the coordinator's port refuses a connection, and say that process 0 is gone.
 
-        A connection may end without that: gRPC closes an idle connection.
+        A connection may also end while process 0 runs: gRPC closes an idle connection.
         """
         while not self._over.is_set():
             began = time.monotonic()
@@ -98,10 +101,10 @@ class Signs:
                 self._over.wait(AGAIN)
 
     def turn(self, count: int, now: float) -> None:
-        """Give a sign, and look for processes without one.
+        """Send a sign of life, and look for processes that have sent none.
 
         Args:
-          count: the number of this process's signs, including this one.
+          count: the number of signs that this process has sent, including this one.
           now: seconds of a monotonic clock.
         """
         service.say(COUNTS, f"{count} {self._host}", again=True)

@@ -36,7 +36,7 @@ def local_rows(mesh: Mesh, num_rows: int, *, split: Any = _BY_DATA) -> np.ndarra
     """Return the rows of a batch of N that this process supplies, ascending.
 
     Processes that hold different stages of one data shard supply the same rows. So do processes
-    that hold different positions of it.
+    that hold different positions of one data shard.
 
     Args:
       mesh: the pipeline's mesh.

@@ -54,7 +54,7 @@ class Cluster:
       coordinator: ``host:port`` on which process 0 listens; empty for a single process.
       count: the number of processes in the job.
       index: the number of this process, 0 <= index < count.
-      local_device_ids: the devices of this host that this process uses; None for all.
+      local_device_ids: the devices of this host that this process uses; None for all devices.
     """
 
     coordinator: str = ""

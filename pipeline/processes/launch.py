@@ -108,7 +108,7 @@ def run(job: Job, out: BinaryIO | None = None, err: BinaryIO | None = None) -> i
       job: the job.
       out: the target of the processes' standard output, line by line; by default the launcher's
         own.
-      err: the target of their standard error and of the launcher's messages.
+      err: the target of the processes' standard error and of the launcher's messages.
 
     Returns:
       0 if all processes return 0; else the first failing process's exit code, 128 + n after signal
@@ -137,7 +137,7 @@ def run(job: Job, out: BinaryIO | None = None, err: BinaryIO | None = None) -> i
 
 
 def _supervise(children: Sequence[_Child], grace: float, events: Events, log: Log) -> int:
-    """Wait until all have ended; after the first failure or a signal, end all that still run.
+    """Wait until all children have ended; after a first failure or a signal, end all others.
 
     A signal comes as an event like others, so that it interrupts nothing halfway.
     """

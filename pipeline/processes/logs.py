@@ -16,9 +16,9 @@ class Log:
     """The target of all lines, a file or a stream.
 
     Args:
-      out: for lines of standard output.
-      err: for lines of standard error and the launcher's messages.
-      unread: called once, when writing to a target fails.
+      out: the target of lines of standard output.
+      err: the target of lines of standard error and of the launcher's messages.
+      unread: a function that is called once, when writing to a target fails.
     """
 
     def __init__(self, out: BinaryIO, err: BinaryIO, unread: Callable[[], None]) -> None:
@@ -40,7 +40,10 @@ class Log:
         self._write(self._err, f"launch: {text}\n".encode())
 
     def last_words(self, process: int, how: str) -> None:
-        """Write the last lines of a process again."""
+        """Write a process's last lines of output to stderr again.
+
+        A header says how the process ended.
+        """
         lines = list(self._last[process])
         if not lines:
             self.say(f"process {process} {how}, and had written nothing")

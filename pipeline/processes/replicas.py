@@ -1,4 +1,4 @@
-"""Weights that several processes hold alike, compared once, when they are put on the mesh.
+"""Weights of which several processes hold copies, compared once, when they are put on the mesh.
 
 Each process puts the weights that it has made itself on the mesh. If each process had its own seed,
 data shards would start from different models and silently train on, with their gradients summed. So

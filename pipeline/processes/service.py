@@ -36,7 +36,7 @@ def said(topic: str) -> dict[int, str]:
 def hear(topic: str, count: int, seconds: float) -> dict[int, str]:
     """Wait until ``count`` processes have published on a topic, or the time has passed.
 
-    It polls, because jax's own waiting does not let Ctrl-C through.
+    The function polls, because jax's own waiting does not let Ctrl-C through.
     """
     until, pause = time.monotonic() + seconds, LOOKS[0]
     while len(found := said(topic)) < count and time.monotonic() < until:

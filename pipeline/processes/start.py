@@ -50,7 +50,7 @@ def initialize(
       num_processes: the number of processes in the job.
       process_id: the number of this process, 0 <= process_id < num_processes.
       config: options that must be equal on all processes: a mapping, a dataclass or a namespace.
-      timeout: seconds to wait for the others, at the start and at the end.
+      timeout: seconds to wait for the other processes, at the start and at the end.
       grace: seconds that a failed process waits for the others to end.
       heartbeat: seconds without a sign of life until a process counts as dead; `math.inf` for ever.
 
@@ -135,11 +135,12 @@ def _check_port(here: Cluster, *, local: bool) -> None:
 def _leave(here: Cluster, process: int, timeout: float, grace: float) -> None:
     """At the end of the interpreter, wait for the other processes, which may wait for this one.
 
-    jax waits for them too, right after this, and ends all if one does not come, for example while
-    process 0 still evaluates alone. After an exception, the others may be in a collective that this
-    process will never join. If this process failed because another process is gone, all fail, and
-    the one that does not come here is the one that is gone. The wait is ``timeout`` seconds if all
-    have ended well so far, or ``grace`` seconds if a process failed.
+    jax waits for the other processes too, right after this function, and ends all processes if one
+    does not come, for example while process 0 still evaluates alone. After an exception, the other
+    processes may be in a collective that this process will never join. If this process failed
+    because another process is gone, all processes fail, and the process that does not come here is
+    the one that is gone. The wait is ``timeout`` seconds if all processes have ended well so far,
+    or ``grace`` seconds if a process failed.
     """
     if os.getpid() != process or not jax.distributed.is_initialized():
         return

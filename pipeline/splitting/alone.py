@@ -28,7 +28,7 @@ _COMPARED = 2**16  # bytes of a constant; larger ones are equal if they are one 
 
 
 def find_changed(model: nnx.Module, trace: Trace, regular: Regular) -> str:
-    """Return why stages cannot call the blocks: a block computes otherwise by itself; else "".
+    """Find a block that computes otherwise alone than in the model; return the reason, else "".
 
     Args:
       model: the model that has the blocks.
@@ -60,7 +60,7 @@ def find_changed(model: nnx.Module, trace: Trace, regular: Regular) -> str:
 
 
 def _dtypes(trace: Trace) -> list[Any]:
-    """List the dtypes of all results, without casts that change none."""
+    """List the dtypes of all results, without casts that keep the dtype."""
 
     def of(eqns: Iterable[Any]) -> Iterator[Any]:
         for eqn in eqns:
@@ -76,7 +76,7 @@ def _dtypes(trace: Trace) -> list[Any]:
 
 
 def _trace_alone(model: nnx.Module, call: Call, types: Sequence[Any]) -> Trace | None:
-    """Trace a call of a block by itself, on inputs of some types; None if it fails."""
+    """Trace a call of a block by itself, on inputs of some types; None if the trace fails."""
 
     def run(block: Any, *values: Any) -> Any:
         args, kwargs = call.given.fill(values)

@@ -67,8 +67,8 @@ def _outermost(
     """Select the outermost groups with enough calls for the stages.
 
     A group with too few calls is replaced by the lists within it. Numbered attributes of a block
-    (fc1, fc2) do not replace it: they are its layers, which are cut apart only if ``blocks=`` names
-    them.
+    (fc1, fc2) do not replace the block: they are its layers, which are cut apart only if
+    ``blocks=`` names them.
     """
     chosen, outer = list(groups), None
     while True:

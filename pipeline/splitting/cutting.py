@@ -57,7 +57,7 @@ def balance(
 ) -> tuple[int, ...]:
     """Return [K] the numbers of consecutive costs per stage that make the costliest stage cheapest.
 
-    Among such cuts it takes the one with the least sum of squared stage costs. Each stage gets at
+    Among such cuts the cut with the least sum of squared stage costs is taken. Each stage gets at
     least one cost. The first stage has the cost ``before`` too, and the last the cost ``behind``.
     """
     sums = [0.0, *itertools.accumulate(costs)]

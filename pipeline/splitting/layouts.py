@@ -29,7 +29,7 @@ class _LayoutReader:
     text: str
 
     def sequence(self, at: int, *, inside: bool) -> tuple[str, int]:
-        """Read a sequence from ``at`` on; return it, with repetitions written out, and its end."""
+        """Read a sequence at ``at``; return its letters, repetitions written out, and its end."""
         found, start = "", at
         while at < len(self.text):
             letter = self.text[at]
@@ -60,7 +60,7 @@ class _LayoutReader:
         return found, at
 
     def times(self, at: int) -> tuple[int, int]:
-        """Return the count of a repetition, 1 without one, and its end."""
+        """Return the count of a repetition (1 if there is none), and the place after it."""
         if self.text[at : at + 1] != "*":
             return 1, at
         stop = at + 1
@@ -84,9 +84,9 @@ def read_layout(text: Layout) -> list[str]:
       text: the layout, or a list of names for each stage.
 
     Raises:
-      ValueError: the text is no layout (the error marks the letter), the embedding is not the first
-        letter, the head is not the last, or there is more than one head, and not one more than
-        there are multi-token layers.
+      ValueError: the text is no layout (the error marks the letter); the embedding is not the first
+        letter; the head is not the last; or the number of heads is neither one nor one more than
+        the number of multi-token layers.
     """
     if isinstance(text, str):
         if not text.strip(", "):

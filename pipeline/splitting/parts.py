@@ -28,8 +28,8 @@ class Message:
     Attributes:
       values: activations, and values of earlier parts that later parts need.
       types: types of the model's inputs, for the rows of ``values``.
-      dtype: the dtype of parameters, if the pipeline keeps or casts them in another than the
-        model's.
+      dtype: the dtype of parameters, if the pipeline keeps or casts parameters in another dtype
+        than the model's.
     """
 
     values: tuple[Any, ...]
@@ -46,7 +46,8 @@ class SplitCut:
     It is equal only to itself; the stages of one model share it.
 
     Attributes:
-      tables: for each stage, embed and head: path of a variable in it to the path in the model.
+      tables: for each stage, embed and head (in this order), a dict from a variable's path in that
+        part to its path in the model.
     """
 
     def __init__(self, recipe: Recipe, counts: Sequence[int], *, is_regular: bool) -> None:
@@ -161,8 +162,8 @@ class SplitPart(nnx.Module):
 
     Args:
       cut: the cut of the model.
-      number: 0 is embed, 1 to K are stages, K + 1 is the head.
-      variables: path in the model to variable.
+      number: the number of the part: 0 is embed, 1 to K are stages, K + 1 is the head.
+      variables: the variables, by path in the model.
       modes: names of the modes that modules of the model have.
     """
 
@@ -177,7 +178,7 @@ class SplitPart(nnx.Module):
         self.of_model = hold(variables)  # checkpoints contain this name
 
     def __call__(self, given: Any, **extras: Tree) -> Any:
-        """Run the part: embed takes inputs, others a message; the head returns outputs."""
+        """Run the part: embed takes inputs, other parts a message; the head returns outputs."""
         recipe, held = self.cut.recipe, held_by(self.of_model, self.paths)
         modes = tuple(
             (name, getattr(self, name)) for name in MODES if getattr(self, name, None) is not None
@@ -237,8 +238,8 @@ class Blocks(nnx.Module):
       blocks: the model's own blocks.
       templates: the arguments and results of each block's call.
       cut: the cut of the model.
-      constants: by path, the model's state that blocks get as arguments, itself or for values
-        computed from it.
+      constants: by path, the model's state that blocks get as arguments, or from which such
+        arguments are computed.
     """
 
     def __init__(

@@ -40,7 +40,8 @@ class PlacedBlock:
       trace: the trace of the model's call.
       messages: [K + 1] the variables that leave each part except the head.
       effects: [K + 2] the equations of each part that have side effects.
-      part: the part of each variable; place: the part of each equation.
+      part: the part of each variable.
+      place: the part of each equation.
       is_anchored: whether the value at a path belongs to one part: a parameter, a stream, or state
         that the model writes.
     """
@@ -118,7 +119,7 @@ class _Placing:
         self.free = [one for one, found in self.place.items() if found is FREE]
 
     def _place_the_rest(self, forced: Collection[Path]) -> None:
-        """Place anchored equations that need no block in the first part that needs them."""
+        """Place anchored equations that need no block in the first part that needs a result."""
         anchored = set(self.owner) | {v for v in self.trace.inputs if self.part.get(v) == 0}
         at_once = {v for v, path in self.owner.items() if path in forced}
         at_once |= {v for v in self.trace.inputs if self.part.get(v) == 0}

@@ -2,8 +2,8 @@
 
 A model's own ``__call__`` is traced to a jaxpr. During the trace the classes of its blocks have
 another ``__call__``. It adds equations that mark where a block's call begins and ends, and the
-values that go in and out. Afterwards the classes have their own ``__call__`` again, whatever was
-raised.
+values that go in and out. Afterwards the classes have their own ``__call__`` again, also after an
+exception.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Slots:
         return jax.tree.unflatten(self.treedef, leaves)
 
     def read(self, tree: Any) -> list[Any]:
-        """Return the leaves of such a tree that were traced values."""
+        """Return the leaves of a tree of this structure that were traced values."""
         leaves = jax.tree.leaves(tree, is_leaf=is_object)
         return [one for one, known in zip(leaves, self.leaves, strict=True) if known is None]
 
@@ -69,7 +69,7 @@ class Call:
     """One call of a block.
 
     Attributes:
-      number: its index among all calls, in the order in which they begin.
+      number: the call's index among all calls, in the order in which they begin.
       path: path of the block in the model.
       given: (args, kwargs).
       returned: the returned value.
@@ -93,7 +93,7 @@ class BlockRecorder:
     classes: list[tuple[type, Any]] = field(default_factory=list)
 
     def call(self, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
-        """Run a block's own call, with marks before and after it."""
+        """Run a block's own call, with equations before and after it that mark the call."""
         path = self.paths.get(id(module))
         if path is None or self.open:
             return original(module, *args, **kwargs)
@@ -142,7 +142,7 @@ def _held(module: nnx.Module) -> list[Any]:
 def _marked(
     tree: Any, number: int, way: str, held: Sequence[Any]
 ) -> tuple[Any, Slots, tuple[Any, ...]]:
-    """Mark the values of a tree; the mark also reads the block's variables."""
+    """Add an equation that marks the values of a tree; it also reads the block's variables."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_object)
     traced = [isinstance(leaf, jax.core.Tracer) for leaf in leaves]
     values = [leaf for leaf, is_value in zip(leaves, traced, strict=True) if is_value]
@@ -176,7 +176,7 @@ class BlockGroup:
     Attributes:
       name: the name in messages and ``blocks=``.
       paths: paths of the modules, in order.
-      is_list: whether they are the items of a list or a dictionary.
+      is_list: whether the modules are the items of a list or a dictionary.
     """
 
     name: str

@@ -41,8 +41,8 @@ class Regular:
 
     Attributes:
       templates: the template of each call.
-      first: the activations that the first call gets; last: the activations that the last call
-        returns.
+      first: the activations that the first call gets.
+      last: the activations that the last call returns.
       carried: variables of embed that messages carry to all parts.
       sides: variables that depend on inputs alone.
       placed: the trace, with each call as a part.
@@ -126,7 +126,7 @@ def _check_values(call: Call, given: Sequence[Any]) -> None:
 def _with_templates(
     trace: Trace, placed: PlacedBlock, outs: tuple[int, ...], carried: tuple[Any, ...]
 ) -> Regular:
-    """Read each call's arguments; the first call's activations are those that the second gets."""
+    """Read each call's arguments; the second call shows which are activations of the first."""
     calls = trace.calls
     sides: list[Any] = []
     free = _free_vars(trace, placed)

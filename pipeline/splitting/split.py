@@ -36,7 +36,8 @@ class Parts:
     """A model in parts, for ``Pipeline(**parts, num_microbatches=...)``.
 
     Attributes:
-      stages: [K] modules; embed, head: modules, which share the parameters that both use.
+      stages: [K] modules.
+      embed, head: modules, which share the parameters that both use.
       blocks: [K] the paths of the blocks that each stage calls.
       costs: [K] operations of each stage on the example; embed counts for the first stage and head
         for the last.
@@ -152,13 +153,13 @@ def split(
     on each microbatch by itself.
 
     Args:
-      model: its weights may be types (`nnx.eval_shape`).
+      model: the model; its weights may be types (`nnx.eval_shape`).
       num_stages: K.
       args: an example of the model's arguments. Arrays, or `jax.ShapeDtypeStruct`, have the batch
         as leading axis. Other arguments (None, flags) stay as they are.
       blocks: the path of a list of modules, or of numbered attributes, such as "layers" or "blocks"
-        for ``blocks.0``; several paths for an encoder and a decoder. By default it takes the
-        outermost numbered modules that are called often enough, without groups that have less than
+        for ``blocks.0``; several paths for an encoder and a decoder. By default the outermost
+        numbered modules are taken that are called often enough, without groups that have less than
         a twentieth of all operations.
       call: ``call(model, *args, **kwargs)``, if something else than the model's own ``__call__`` is
         to be trained: to leave arguments out, or to take logits from a tuple.

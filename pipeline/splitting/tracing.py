@@ -56,9 +56,9 @@ class Equation:
 
     Attributes:
       eqn: the equation in the jaxpr.
-      reads: its operands: variables, or literals.
-      call: the call of a block that it belongs to, or None.
-      after: the number of calls that had begun before it.
+      reads: the equation's operands: variables, or literals.
+      call: the call of a block that the equation belongs to, or None.
+      after: the number of calls that had begun before the equation.
     """
 
     eqn: Any
@@ -77,15 +77,18 @@ class Trace:
     """The trace of a model's call.
 
     Attributes:
-      equations: its equations, in order.
+      equations: the equations of the call, in order.
       calls: the calls of blocks.
-      given: [calls] the atoms that each call gets; returned: [calls] the atoms that it returns.
+      given: [calls] the atoms that each call gets.
+      returned: [calls] the atoms that each call returns.
       held: [calls] the atoms that the block's variables hold before and after the call.
-      state: path of a variable to the atoms of its leaves; inputs: the variable of each given
-        array.
+      state: path of a variable to the atoms of its leaves.
+      inputs: the variable of each given array.
       constants: variables whose values are known.
-      outs: results of the model; out_tree: their tree.
-      written: path to the atoms that the model writes to the variable, if they differ from the old.
+      outs: results of the model.
+      out_tree: the tree of the results.
+      written: path to the atoms that the model writes to the variable, if they differ from the old
+        values.
     """
 
     equations: tuple[Equation, ...]
@@ -162,12 +165,12 @@ class Recipe:
 
     Attributes:
       graphdef: the model's graph definition.
-      state: (path, variable of types) for all its state.
+      state: (path, variable of types) for all the model's state.
       call: ``call(model, *args, **kwargs)``.
       slots: (args, kwargs) of the example.
       names: names of the arrays in the example, for errors and extras.
       blocks: paths of the blocks.
-      loose: numbers of float inputs that go as extras, without a gradient.
+      loose: numbers of float inputs that are passed as extras, without a gradient.
     """
 
     graphdef: Any
@@ -222,7 +225,7 @@ class Recipe:
         )
 
     def other_dtype(self, held: Mapping[Path, Any]) -> Any:
-        """Return the dtype to which a pipeline has cast float parameters; None without a cast."""
+        """Return the dtype to which a pipeline has cast float parameters; None if it has not."""
         for path, variable in held.items():
             if isinstance(variable, nnx.Param):
                 was = jax.tree.leaves(self.kinds[path])
@@ -239,7 +242,7 @@ class Recipe:
         ``state`` is the result of `state_on_rank`.
 
         Raises:
-          ValueError: the model makes new state, or blocks are called where it cannot be cut
+          ValueError: the model makes new state, or blocks are called where the model cannot be cut
             (`HiddenCallError`).
         """
         recorder = BlockRecorder({})

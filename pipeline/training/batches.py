@@ -201,7 +201,7 @@ def pad(batch: Batch, rows: int) -> Batch:
     """Fill a batch up with copies of its last row, which a `masked` loss ignores.
 
     Raises:
-      ValueError: the batch has more rows, or none.
+      ValueError: the batch has more than ``rows`` rows, or no row.
     """
     if not batch.rows:
         raise ValueError("a batch of 0 rows has none to be copied; leave it out")
@@ -224,7 +224,7 @@ def pad(batch: Batch, rows: int) -> Batch:
 
 
 class padded(_Made):  # noqa: N801  called like a function
-    """Pad batches to one number of rows: the first batch's, rounded up to ``multiple``.
+    """Pad batches to one number of rows: that of the first batch, rounded up to ``multiple``.
 
     Targets become `Padded`, so give the pipeline ``loss_fn=masked(loss_fn)``. Each shape compiles
     once; a larger later batch is padded to its own multiple.
@@ -291,7 +291,7 @@ class packed(_Made):  # noqa: N801
     sequence goes into the first row with room (first fit); if no row has room, the batch is
     yielded. Batches have inputs [N, t], targets (words, weights) as `pipeline.CrossEntropy` takes
     them, and the extras ``segment_ids`` (1, 2, ...; 0 for empty positions) and ``positions`` (0, 1,
-    ... in each segment), [N, t] int32. Their weight is the number of tokens.
+    ... in each segment), [N, t] int32. The weight of a batch is its number of tokens.
 
     Args:
       source: an iterable of sequences, [n] integers each.
@@ -346,8 +346,8 @@ def loss_weights(segments: Any, following: Any = None) -> Any:
 
     Args:
       segments: [N, t] integers, 0 for padding.
-      following: [N, t] the segment of every target; by default that of its position, for targets
-        that were cut out of their document together with the inputs.
+      following: [N, t] the segment of every target; by default the segment of the target's
+        position, for targets that were cut out of their document together with the inputs.
     """
     following = segments if following is None else following
     return ((segments > 0) & (segments == following)).astype(np.float32)

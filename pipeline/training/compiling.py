@@ -49,7 +49,7 @@ def default_compiler_options(device: jax.Device) -> dict[str, str | bool]:
 
 
 def resolve_compiler_options(given: Given, device: jax.Device) -> dict[str, str | bool] | None:
-    """Check the options of a step, and return them as `jax.jit` takes them; None for none.
+    """Check the options of a step; return them as `jax.jit` takes them, or None for no options.
 
     Args:
       given: options by name; "default" for the platform's defaults; None for XLA's own.

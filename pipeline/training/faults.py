@@ -205,12 +205,12 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def beat(self, step: int) -> None:
-        """Note that a step begins."""
+        """Record that a step begins."""
         self._step, self._at = step, time.monotonic()
         self._beats += 1
 
     def rest(self) -> None:
-        """Note that no step is running, as in an evaluation."""
+        """Record that no step is running, as in an evaluation."""
         self._step = None
 
     def __enter__(self) -> Self:
@@ -225,7 +225,7 @@ class Watchdog:
         jax.monitoring.unregister_event_duration_listener(self._heard)
 
     def _heard(self, event: str, duration_secs: float, **_: Any) -> None:
-        """Note that a program was traced, which precedes its compilation."""
+        """Record that a program was traced, which precedes its compilation."""
         del duration_secs
         if event.startswith("/jax/core/compile/"):
             self._compiled_at = self._beats

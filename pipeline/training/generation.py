@@ -25,7 +25,7 @@ def continue_prompt(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> list[int]:
-    """Continue a prompt; with and without caches it draws equal tokens.
+    """Continue a prompt; the drawn tokens are equal with and without caches.
 
     A pipeline with a module that has a method ``start_decoding`` uses `pipeline.generate`, unless
     its mesh has axes that `generate` does not support, or the text outgrows the context. Any other

@@ -54,7 +54,7 @@ class Metrics(NamedTuple):
       loss_scale: the factor of the loss; 1 without scaling.
       updates: the number of updates so far, this update included.
       skipped: the number of updates skipped because a value was not finite.
-      in_a_row: the number of consecutive updates skipped last.
+      in_a_row: the number of updates skipped since the last update that was finite.
       aux: with ``has_aux``, the metrics of the model's loss over all accumulated calls; else None.
       experts: the load balance of mixtures of experts that count choices
         (`pipeline.training.experts`); else None.
@@ -102,7 +102,7 @@ class DynamicScale:
             )
 
     def after(self, scale: jax.Array, good: jax.Array, finite: jax.Array) -> tuple[Any, Any]:
-        """Return the next scale, and the number of its finite steps."""
+        """Return the next scale, and the number of finite steps since it changed."""
         good = jnp.where(finite, good + 1, 0)
         grows = good >= self.interval
         grown = jnp.minimum(scale * self.factor, self.most)
@@ -116,12 +116,12 @@ class NotFiniteError(RuntimeError):
 
 
 class Step:
-    """A training step of a model and its optimizer, which it updates in place.
+    """A training step of a model and its optimizer; it updates both in place.
 
-    The constructor copies their arrays, one by one, and each step donates these copies: an array of
-    the model that you keep from one step to the next is deleted (or give ``donate=False``).
-    Variables are looked up once, in the constructor: a model or an optimizer with new variables
-    needs another step.
+    The constructor copies the arrays of both, one by one, and each step donates these copies: an
+    array of the model that you keep from one step to the next is deleted (or give
+    ``donate=False``). Variables are looked up once, in the constructor: a model or an optimizer
+    with new variables needs another step.
 
     Args:
       model: a `pipeline.Pipeline`, or an `nnx.Module` with ``value_and_grad(inputs, targets)`` or
@@ -145,7 +145,7 @@ class Step:
         `pipeline.training.compiling.DEFAULTS` for the platform, None takes XLA's own.
 
     Attributes:
-      ema: the mean, laid out as ``nnx.state(model, optimizer.wrt)``; None without one.
+      ema: the running mean, laid out as ``nnx.state(model, optimizer.wrt)``; None if there is none.
       weighs: whether the model returns the weight of its loss: its methods take ``weighed=True``,
         as a pipeline's methods do.
 
@@ -445,7 +445,7 @@ class Step:
         return jax.block_until_ready(found) if self._waits else found
 
     def _replicated(self, tree: Tree) -> Tree:
-        """Place scalars like the optimizer's count, so that no step compiles again for them."""
+        """Place scalars like the optimizer's count, so that no step is compiled again for them."""
         return jax.jit(lambda: tree, out_shardings=self._everywhere)()
 
     def _laid(self, function: Any, weights: Tree) -> Tree:
@@ -560,7 +560,7 @@ class Step:
     def _update_after(
         self, before: Any, mean: Tree, carry: Any, grads: Tree, loss: Any, aux: Tree, written: Any
     ) -> Any:
-        """Run `_update` after a call that has written some leaves, by their numbers."""
+        """Run `_update` after a call that has written some leaves, given by leaf number."""
         merged = self._merged([written.get(n, leaf) for n, leaf in enumerate(before)])
         return self._update(before, mean, carry, grads, loss, aux, merged)
 
@@ -600,7 +600,7 @@ class Step:
     def _left(
         self, before: Sequence[Any], model: Any, optimizer: Any, loss: Any, grads: Tree
     ) -> list[Any]:
-        """Return the state after a call without an update; it changes only if all is finite."""
+        """Return the state after a call without an update; it is new only if all is finite."""
         after = self._split(model, optimizer)
         written = [
             state and new is not old
@@ -809,7 +809,7 @@ def _averaged(decay: float, mean: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _wide(x: Any) -> Any:
-    """Return the dtype of a value, or float32 if that is wider."""
+    """Return the wider of a value's dtype and float32."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
@@ -908,7 +908,7 @@ def _takes(model: Any, name: str) -> bool:
 
 
 def check_weight(weight: Any) -> None:
-    """Check a weight; a device array only by its shape, so that no code waits for its value."""
+    """Check a weight; only the shape of a device array, so that no code waits for the value."""
     if weight is None:
         return
     if isinstance(weight, jax.Array):

@@ -41,8 +41,8 @@ class Shares(NamedTuple):
 
     Attributes:
       compute: the share in which ranks work.
-      bubble: the share in which they wait for work of other ranks.
-      communication: the share in which they wait for messages.
+      bubble: the share in which ranks wait for work of other ranks.
+      communication: the share in which ranks wait for messages.
     """
 
     compute: float

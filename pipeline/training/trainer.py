@@ -85,7 +85,8 @@ class Trainer:
       done: the number of updates so far.
       losses: the losses of this process's updates, as far as known.
       seconds: the time of each update.
-      eval_loss: the last evaluation's loss; `evaluated` is its update.
+      eval_loss: the last evaluation's loss; `evaluated` is the number of updates before that
+        evaluation.
 
     Raises:
       ValueError: invalid intervals, or an interval without evaluation or checkpoints.
@@ -157,7 +158,7 @@ class Trainer:
     # --- the loop
 
     def resume(self) -> int | None:
-        """Resume from the newest checkpoint; return its step, or None without a checkpoint.
+        """Resume from the newest checkpoint; return its step, or None if there is no checkpoint.
 
         Raises:
           ValueError: no checkpoints to resume from, or data without a position.
@@ -183,9 +184,9 @@ class Trainer:
     def run(self) -> bool:
         """Train to the end; return whether the run was finished, not stopped.
 
-        It returns, or raises, when all checkpoints are on disk. If an exception ends the run (from
-        a hook, from the data, Ctrl-C), the last update is saved first. It is not saved if the
-        exception came within an update, or if there are several processes, which must save
+        The method returns, or raises, when all checkpoints are on disk. If an exception ends the
+        run (from a hook, from the data, Ctrl-C), the last update is saved first. It is not saved if
+        the exception came within an update, or if there are several processes, which must save
         together.
 
         Raises:
@@ -211,7 +212,7 @@ class Trainer:
         return ended
 
     def _save_after(self, error: BaseException) -> None:
-        """Save the state after an exception if it is whole; note a failed save on the exception."""
+        """Save a whole state after an exception; note a failed save on the exception."""
         try:
             if self.done > 0 and self.step.is_whole and jax.process_count() == 1:
                 self.save()
@@ -220,7 +221,7 @@ class Trainer:
             error.add_note(f"the state after update {self.done} is not saved: {failure}")
 
     def _wait(self) -> None:
-        """Wait for the running save; checkpoints that save at once need no `wait`."""
+        """Wait for the running save; checkpoints that save at once need no method `wait`."""
         try:
             getattr(self._checkpoints, "wait", lambda: None)()
         except BaseException:
@@ -403,7 +404,7 @@ class Trainer:
 
 
 def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[float, Any]:
-    """Compute the weighted mean loss over all batches, and metrics; None without metrics.
+    """Compute the weighted mean loss over all batches, and the metrics, or None if it has none.
 
     A batch without a weight has the weight of its loss (see `Step`), or its number of rows. With
     ``ema`` the running mean of the weights is evaluated. Counts in the metrics are added.
@@ -442,7 +443,7 @@ def _weight(step: Step, batch: Batch) -> float | None:
 
 
 def _has_position(data: Any) -> bool:
-    """Tell whether data know their position; derived batches know it only if their source does."""
+    """Tell whether data have a position; derived batches have one only if their source does."""
     if not isinstance(data, Resumable):
         return False
     try:

@@ -48,7 +48,7 @@ def dispatch_order(schedule: Schedule) -> list[Call]:
 
     Args:
       schedule: a legal schedule. Durations are the defaults of `simulate`, not measured ones,
-        because all processes must find one order, and their measurements may differ.
+        because all processes must find one order, and the measurements of processes may differ.
 
     Raises:
       ScheduleError: an illegal schedule.
@@ -120,8 +120,9 @@ class Dispatch:
     Attributes:
       action: the action.
       rank: the rank that runs it.
-      reads: the values that it reads, by kind, each with whether this action is the last reader.
-      writes: the values that it writes, by kind.
+      reads: the values that the action reads, by kind; for each value also whether this action is
+        the last reader.
+      writes: the values that the action writes, by kind.
     """
 
     action: Action
@@ -140,7 +141,7 @@ class Send:
     """A message between two ranks.
 
     Attributes:
-      ranks: the rank that sends, and the one that receives.
+      ranks: the rank that sends, and the rank that receives.
       value: the value that is sent.
     """
 
@@ -153,11 +154,10 @@ def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
 
     The order is that of `dispatch_order`. An action that computes nothing is left out: a W of a
     frozen stage, or the last stage's F if its backward repeats F.
-    backward repeats F.
 
     Args:
       schedule: a legal schedule.
-      work: the work of its stages.
+      work: the work of the schedule's stages.
     """
     calls = [
         call

@@ -54,7 +54,7 @@ class Lockstep:
       costs: durations.
       partners: whether only the ranks that an exchange joins meet in it, not all ranks.
       shared: the ends of the model that all ranks share.
-      copies: [A] whether an action copies a value over the host link; None for none.
+      copies: [A] whether an action copies a value over the host link; None if no action does.
     """
 
     ticks: Ticks
@@ -131,7 +131,7 @@ class Lockstep:
 def among_all(joined: Mask, exchange: Times) -> tuple[Mask, Times]:
     """Treat every exchange as a barrier: all ranks wait for the longest exchange.
 
-    Args are those of `among_partners`.
+    The arguments are those of `among_partners`.
     """
     meets = np.logical_or.reduce(joined, axis=(1, 2), keepdims=True)
     lasts = np.maximum.reduce(exchange, axis=(1, 2), keepdims=True)
@@ -210,7 +210,7 @@ def fastest(
       partners: whether only the ranks that an exchange joins meet in it, not all ranks.
       delayed: whether sends are delayed; None for the faster choice.
       shared: the ends of the model that all ranks share.
-      copies: [A] whether an action copies a value over the host link; None for none.
+      copies: [A] whether an action copies a value over the host link; None if no action does.
 
     Raises:
       ScheduleError: there is no such pattern, or ``delayed`` is none of the three.
@@ -251,7 +251,7 @@ def _worth_trying(schedule: Schedule, costs: Costs, partners: bool, delayed: boo
 
 
 def may_differ(num_ranks: int, partners: bool, delayed: bool) -> bool:
-    """Tell whether slots that permit ranks different kinds can gain, whatever actions cost.
+    """Tell whether slots that permit ranks different kinds can gain, for any costs of actions.
 
     With barriers, where no rank waits for delayed messages, only two ranks can gain: they exchange
     in only one of two slots.

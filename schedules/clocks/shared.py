@@ -2,10 +2,10 @@
 
 An embedding and a head may be split by vocabulary over the ranks. Then every rank has a part of
 both ends. Before the slot with the first stage's F of a microbatch, all ranks look up their parts
-of its words. After the slot with the last stage's F, they run its head, each on its part of the
-vocabulary; this also gives the gradient that the last stage's backward starts from. After the slot
-with the first stage's B or I, they add that gradient to their rows. The first and the last stage
-are then stages like all others. Letters are those of `schedules.core.action`.
+of the microbatch's words. After the slot with the last stage's F, they run the head, each on its
+part of the vocabulary; this also gives the gradient that the last stage's backward starts from.
+After the slot with the first stage's B or I, they add that gradient to their rows. The first and
+the last stage are then stages like all others. Letters are those of `schedules.core.action`.
 """
 
 from __future__ import annotations

@@ -84,12 +84,12 @@ def fill(
 ) -> tuple[list[int], list[float]]:
     """Find each action's slot, -1 if it never runs, and the duration of each slot's longest action.
 
-    It runs rank by rank, each as far as it can go.
+    Actions are placed rank by rank, on each rank as far as possible.
 
     Args:
       orders: [S] numbers of actions, in the order of each rank.
-      awaited: for each action, the message that it needs to start, -1 for none.
-      sent: for each action, the message that it sends, -1 for none.
+      awaited: for each action, the message that it needs to start, or -1.
+      sent: for each action, the message that it sends, or -1.
       waits: [width] and for each action, the number of slots until a slot permits it.
       late: for each action, whether its message travels during the next slot.
       durations: for each action, its duration.

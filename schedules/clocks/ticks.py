@@ -36,7 +36,7 @@ class Ticks:
 
     Attributes:
       schedule: the schedule; no rank's order has changed.
-      name: the name of its slot pattern.
+      name: the name of the layout's slot pattern.
       times: [A] the time of each action, counted in slots; time t is slot ``t % width`` of tick
         ``t // width``.
       delayed: whether messages to other ranks travel during the next slot.

@@ -1,7 +1,7 @@
 """The list of published schedules, one per file: from sizes to an order of actions.
 
 A file has the name of its family and cites the publication. `FAMILIES` lists the families that do
-not depend on costs, `GROUPED` those of them with rounds of microbatches, and `SLICED` the families
+not depend on costs, `GROUPED` the families with rounds of microbatches, and `SLICED` the families
 with slices. Code that several families share is in `schedules.families.constructions`. A family
 decides only orders, no clocks, slots or buffers.
 """

@@ -47,7 +47,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedu
 
 
 class _Rank:
-    """A counter of a rank's microbatches; 0 and 1 are its stages on the way there and back."""
+    """A counter of a rank's microbatches; chunks 0 and 1 are its stages there and back."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.stages = rank, 2 * num_ranks - 1 - rank

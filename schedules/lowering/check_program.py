@@ -24,11 +24,12 @@ from schedules.lowering.program import Channel, Op, Program
 def check_program(program: Program, *, ascending: bool = False) -> Program:
     """Return the program if it runs exactly its schedule.
 
-    It proves: the tables are well formed. Every rank runs its actions once, in its order. Every
-    action reads exactly its operands. A value stays in place until its last reader, in the memory
-    (of the device or of the host) that both its writer and its readers name. Whole weights and
-    gradients of a chunk are in their windows, if there are any. No value is stored that no action
-    reads. Slices find the carries of earlier slices and complete gradients of their own carries.
+    The proof shows: the tables are well formed. Every rank runs its actions once, in its order.
+    Every action reads exactly its operands. A value stays in place until its last reader, in the
+    memory (of the device or of the host) that both its writer and its readers name. Whole weights
+    and gradients of a chunk are in their windows, if there are any. No value is stored that no
+    action reads. Slices find the carries of earlier slices and complete gradients of their own
+    carries.
 
     Args:
       program: any program.
@@ -67,7 +68,7 @@ class _Entry(NamedTuple):
 
 
 class _Machine:
-    """The ranks of a program, run on symbols. Values are numbers; -1 is none."""
+    """The ranks of a program, run on symbols. Values are numbers; -1 means no value."""
 
     def __init__(self, program: Program) -> None:
         schedule = program.schedule

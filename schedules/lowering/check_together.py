@@ -18,7 +18,7 @@ class Common:
 
     Args:
       program: a program with well-formed tables.
-      values: its values.
+      values: the program's values as numbers.
     """
 
     def __init__(self, program: Program, values: SymbolicValues) -> None:

@@ -1,8 +1,8 @@
 """The values of a program as numbers: their names, and the values that actions must read.
 
 The output of a stage for a unit (a microbatch, or a slice of one) is ``(stage * U + unit) *
-len(WHAT)`` for U units; the unit's other values have the next numbers; -1 is none. If ranks share
-the embedding and the head, the embedding and the head's gradient are the output and the input
+len(WHAT)`` for U units; the unit's other values have the next numbers; -1 means no value. If ranks
+share the embedding and the head, the embedding and the head's gradient are the output and the input
 gradient of an additional stage K. Letters are those of `schedules.core.action`.
 """
 
@@ -84,7 +84,7 @@ class SymbolicValues:
         ]
 
     def writes(self, action: Action) -> list[int]:
-        """Return [entries] the value that an action writes to each place if it is read; else -1."""
+        """Return [entries] the value that an action writes to each place; -1 if it is not read."""
         unit = unit_of(action, self._slices)
         own, part, last = self.output(unit, action.stage), unit % self._slices, self._slices - 1
         slices = self._outputs_of_slices(action.stage, unit)

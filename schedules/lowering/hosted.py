@@ -61,7 +61,7 @@ def check_keep(keep: object) -> Keep:
     """Check and return the option that names the values F keeps for its backward.
 
     Raises:
-      ScheduleError: ``keep`` is neither of the two words.
+      ScheduleError: ``keep`` is neither "input" nor "residuals".
     """
     if is_one_of(keep, ("input", "residuals")):
         return keep  # type: ignore[return-value]
@@ -92,7 +92,7 @@ def _known(schedule: Timetable) -> dict[tuple[Keep, Offload, bool], Hosted]:  # 
 def moves(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = ()) -> Mask:
     """Return [A] whether an action writes a value to host memory or reads one from it.
 
-    Args are those of `hosted`.
+    The arguments are those of `hosted`.
     """
     flat, choice = flatten(schedule), hosted(schedule, keep, offload, shared)
     stash, crossing = (mask[flat.stage, flat.microbatch] for mask in choice)
@@ -133,7 +133,7 @@ def choose(rank: Ints, born: Ints, read: Ints, num_ranks: int, share: float) -> 
     once. Whenever a rank holds more, the value that is read last is kept in host memory, for its
     whole life. This greedy choice keeps the most values on the device for this number of places.
     Ranks with few values offload none of them. A value that the rank's very next action reads stays
-    on the device, whatever the share: at most one exists at a time.
+    on the device for any share: at most one such value exists at a time.
 
     Args:
       rank: [N] the rank that holds each value.

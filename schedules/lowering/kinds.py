@@ -15,9 +15,9 @@ class ValueKind(NamedTuple):
     Attributes:
       name: the name of the table that gives the place of the value for each action.
       pool: the pool of places; kinds of one pool share their places.
-      writes: the kinds of actions that write it; "" for a message, which a channel stores.
-      reads: the kinds of actions that read it.
-      can_be_on_host: whether it may be in host memory.
+      writes: the kinds of actions that write the value; "" for a message, which a channel stores.
+      reads: the kinds of actions that read the value.
+      can_be_on_host: whether the value may be in host memory.
       per_slice: whether an action names a place for each slice of its microbatch, not one place.
     """
 
@@ -54,5 +54,5 @@ HOSTABLE = tuple(kind.name for kind in VALUE_KINDS if kind.can_be_on_host)
 
 
 def kinds_of(num_slices: int) -> tuple[ValueKind, ...]:
-    """Return the kinds of values of a schedule; carries only if it has slices."""
+    """Return the kinds of values of a schedule; only a schedule with slices has carries."""
     return tuple(kind for kind in VALUE_KINDS if num_slices > 1 or not kind.per_slice)

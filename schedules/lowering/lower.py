@@ -48,9 +48,9 @@ def lower(
         backward slot), "unit" (F, then B or I, then W) or "partner" (two slots; in each, F runs on
         the ranks of one parity and backwards on the others, so that classic 1F1B exchanges between
         disjoint pairs); by default the pattern with the smallest lockstep makespan.
-      costs: durations for that choice; by default F = I = W.
-      partners: for that choice, whether an exchange synchronizes only its sender and receiver, not
-        all ranks.
+      costs: durations for the choice of the pattern; by default F = I = W.
+      partners: for the choice of the pattern, whether an exchange synchronizes only its sender and
+        receiver, not all ranks.
       delayed: whether a message to another rank is sent during the work of the next slot, and can
         be used from the slot after that. The exchange then costs only its time beyond this work.
         None takes the choice with the smaller makespan.

@@ -121,7 +121,7 @@ class Needed:
 
     @property
     def is_part(self) -> bool:
-        """True if the branches have other numbers than those of the program."""
+        """True if the branches have other numbers than in the program."""
         return bool((self.branch != np.arange(len(self.branch))).any())
 
 

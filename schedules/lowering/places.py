@@ -25,13 +25,13 @@ class Values(NamedTuple):
 
     Attributes:
       rank: [n] the rank that keeps the value.
-      source: [n] the rank that sends it, which may be the same rank; -1 for a value that is not
-        sent.
+      source: [n] the rank that sends the value, which may be the same rank; -1 for a value that is
+        not sent.
       born: [n] the time of the slot at whose end the value exists; -1 if before the first slot.
-      touched: [uses, n] the times of the slots that write or read it; -1 for none.
+      touched: [uses, n] the times of the slots that write or read the value; -1 for none.
       column: [n] the entry of an action's row that names the value: its slice, or 0 if the kind has
         one entry.
-      on_host: [n] whether it is in host memory.
+      on_host: [n] whether the value is in host memory.
     """
 
     rank: Ints
@@ -131,13 +131,13 @@ def values(ticks: Ticks, keep: Keep, shared: Shared, hosted: Hosted) -> dict[Val
 
 
 def _of_later_slices(times: Ints, num_slices: int, *, by_own_backward: bool) -> Ints:
-    """Return [4 N, K, U] the times of actions of its own and later slices that touch a carry.
+    """Return [4 N, K, U] the times of actions that touch a carry, in its own and later slices.
 
     Args:
       times: [4, K, U] the time of each action, -1 if it touches no carry.
       num_slices: N.
-      by_own_backward: whether the backward of the carry's own slice touches it, as its F always
-        does.
+      by_own_backward: whether the backward of the carry's own slice touches the carry, as its F
+        always does.
     """
     reader, part = np.arange(num_slices)[:, None], np.arange(num_slices)
     own = np.array([kind == F or by_own_backward for kind in range(len(KINDS))])[:, None, None]
@@ -173,10 +173,10 @@ def joined(parts: Iterable[Values]) -> Values:
 def colour(rank: Ints, born: Ints, read: Ints, num_ranks: int) -> tuple[int, Ints]:
     """Give values places that no other live value of the rank has; return count and [N] places.
 
-    A value that is read for the last time in the slot at whose end another value arrives makes room
-    for it. A rank first uses as many new places as its peak number of values, and then reuses freed
-    places in the order in which they were freed. The n-th value always finds a place, because at
-    most peak - 1 of the values before it are still held.
+    A value that is read for the last time in a slot makes room for a value that arrives at the end
+    of that slot. A rank first uses as many new places as its peak number of values, and then reuses
+    freed places in the order in which they were freed. The n-th value always finds a place, because
+    at most peak - 1 of the values before it are still held.
     """
     if not len(rank):
         return 0, np.zeros(0, np.int64)

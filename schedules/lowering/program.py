@@ -61,12 +61,12 @@ class Op(NamedTuple):
     Attributes:
       kind: the kind of the actions.
       chunk: the index of the stage among the rank's V stages.
-      first: whether it is on stage 0, whose input is made from the user's inputs, not from a
-        message. If all ranks share the embedding, no op is first.
-      last: whether it is on stage K-1, whose output goes to the loss; its backward starts there. If
-        all ranks share the head, no op is last.
-      host: names of the kinds of values that it writes or reads in host memory.
-      jobs: the jobs that run during it, a gather before a reduce.
+      first: whether the actions are on stage 0, whose input is made from the user's inputs, not
+        from a message. If all ranks share the embedding, no op is first.
+      last: whether the actions are on stage K-1, whose output goes to the loss; the backward starts
+        there. If all ranks share the head, no op is last.
+      host: names of the kinds of values that the actions write or read in host memory.
+      jobs: the jobs that run during the action, a gather before a reduce.
     """
 
     kind: Kind
@@ -114,10 +114,10 @@ class Slot(NamedTuple):
     """A slot of every tick: its ops, and the exchanges at its end.
 
     Attributes:
-      kinds: the kinds of action that may run in it, such as "F" or "BIW".
-      ops: the ops that occur in it; op i is branch i + 1, branch 0 is idle.
-      channels: the exchanges at its end; in a delayed program an exchange between ranks runs during
-        the slot, with the messages of the previous slot.
+      kinds: the kinds of action that may run in the slot, such as "F" or "BIW".
+      ops: the ops that occur in the slot; op i is branch i + 1, branch 0 is idle.
+      channels: the exchanges at the slot's end; in a delayed program an exchange between ranks runs
+        during the slot, with the messages of the previous slot.
     """
 
     kinds: str
@@ -132,8 +132,8 @@ class Placement(NamedTuple):
       table: [T, slots, S], or [T, slots, S, N] if the kind is `ValueKind.per_slice`: a place, or
         `discard` if the action has no such value or the rank is idle.
       device: the number of places per rank on the device, the peak over ranks.
-      host: the number of places per rank in host memory, the peak over ranks; their numbers start
-        at ``device``.
+      host: the number of places per rank in host memory, the peak over ranks; the numbers of these
+        places start at ``device``.
     """
 
     table: Table
@@ -164,8 +164,8 @@ class Program:
       common: [T, slots] tables of the microbatch that all ranks work on around the slot, -1 for
         none.
       delayed: whether a message to another rank is sent during the work of the next slot and is
-        stored at its end. Every rank then holds, outside the buffers, one more message: that of its
-        last slot. A message that stays on its rank is stored at once.
+        stored at its end. Every rank then holds, outside the buffers, one more message: the message
+        of its last slot. A message that stays on its rank is stored at once.
       windows: the windows of the weights and gradients of each chunk; None if weights are not
         sharded. Chunk 0 is in its window before the first tick.
     """

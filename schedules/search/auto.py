@@ -1,4 +1,4 @@
-"""The best timetable for given costs, memory limit and clock, and why the others lost.
+"""The best timetable for given costs, memory limit and clock, and why other timetables lost.
 
 The candidates are all families, the eight variants of `schedules.families.zero_bubble.zb_auto`,
 list schedules by priority (`schedules.search.greedy`), and local improvements of the best of them
@@ -37,9 +37,9 @@ class Candidate:
     Attributes:
       name: a family, or the search step that made the timetable.
       schedule: the timetable; None if the family has none of these sizes.
-      makespan: its time under the clock; infinite without a timetable.
+      makespan: the timetable's time under the clock; infinite without a timetable.
       peak: the most stage inputs that a rank holds; 0 without a timetable.
-      lost: the reason why it is not the winner; empty for the winner.
+      lost: the reason why the candidate is not the winner; empty for the winner.
     """
 
     name: str

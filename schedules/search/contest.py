@@ -93,9 +93,9 @@ class Find:
     """A timetable that was found.
 
     Attributes:
-      name: the step that made it.
-      schedule: the timetable; None until it is built from its orders.
-      makespan: its time.
+      name: the step that made the timetable.
+      schedule: the timetable; None until the timetable is built from its orders.
+      makespan: the timetable's makespan.
       orders: [S] codes.
       timer: the timer that gives the makespan, if the timetable has no overlapped pairs.
     """
@@ -179,7 +179,7 @@ def _published(setting: Setting) -> Iterator[Find | tuple[str, str]]:
 
 
 def _grouped(setting: Setting, name: str) -> Iterator[Find]:
-    """Build a family with the largest rounds that fit into memory, because they idle least."""
+    """Build a family with the largest rounds that fit into memory; large rounds idle least."""
     S, M, K = setting.num_ranks, setting.num_microbatches, setting.num_stages
     for group in range(S, (S - 1) // 2, -1):
         if (K // S - 1) * max(rounds(name, S, M, group)) + S <= setting.limit:

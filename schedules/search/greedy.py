@@ -24,9 +24,10 @@ class Policy:
     Attributes:
       urgency: [C] the order of preference; the smallest runs first.
       ahead: [S] the number of F by which a rank may be ahead of its I or B, at least V.
-      whole: [K * M] whether a backward is one B, at stage * M + microbatch; it is I and W
-        regardless if a W of the stage has yet to run.
-      patience: the share of a W's time for which a rank waits for a coming message instead.
+      whole: [K * M] whether a backward is one B, at stage * M + microbatch. If a W of the stage has
+        yet to run, the backward is I and W in any case.
+      patience: a rank waits for a coming message, in place of a W, for up to this share of the W's
+        time.
       even: in lockstep, whether to skip actions that make a slot too long for the work in it.
       quorum: in lockstep, the smallest number of ranks that run W in a slot with only W.
     """
@@ -48,7 +49,7 @@ class Board:
       weights: [K] the number of W or B that have run.
       held: [S] the number of stage inputs held.
       flying: [S] the number of F whose backward has not run.
-      there: [C] the arrival times of messages, -1 until they are sent.
+      there: [C] the arrival times of messages; -1 for a message that is not sent yet.
       orders: [S] codes.
     """
 

@@ -27,7 +27,7 @@ _HEAT = 0.002  # the part of the makespan by which a trial may be slower at the 
 def improve(
     timer: Timer, orders: Orders, *, budget: int, floor: float, rng: random.Random
 ) -> tuple[float, Orders]:
-    """Improve orders; return the makespan and orders of the best timetable, perhaps the given one.
+    """Improve orders; return the makespan and orders of the best timetable, maybe the given one.
 
     Args:
       timer: the clock.
@@ -130,7 +130,7 @@ def _turn(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None
 
 
 def _in_turn(kind: int, other: int) -> bool:
-    """Tell whether a stage must run both in microbatch order, for its gradients and their sums."""
+    """Tell whether a stage must run both kinds in microbatch order, for gradients and sums."""
     return kind == other or {kind, other} in ({B, I}, {B, W})
 
 
@@ -151,7 +151,7 @@ def _fits(problem: Problem, order: Sequence[int]) -> bool:
 def _retime(
     timer: Timer, times: Sequence[float], whole: Sequence[bool], rng: random.Random
 ) -> Orders:
-    """Order all actions again by their times, but make some of a stage earlier or later."""
+    """Order all actions again by their times, but move some actions of a stage in time."""
     problem = timer.problem
     each = problem.num_microbatches
     urgency = list(times)

@@ -1,4 +1,4 @@
-"""Types that layers and the engine share: marks of a shared vocabulary, places of slices.
+"""Types that layers and the engine share: markers for a shared vocabulary, and slices.
 
 Layers use them without the engine, and the engine finds them without knowing any layer. They
 compute no step.

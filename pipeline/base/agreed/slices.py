@@ -17,7 +17,7 @@ class SequenceSlice:
     """The place of a slice in its sequence: the argument ``part`` of ``call_slice``.
 
     Attributes:
-      index: its number, 0..N-1, an int32 scalar that may be traced.
+      index: the slice's number, 0..N-1, an int32 scalar that may be traced.
       count: N.
     """
 
@@ -59,7 +59,7 @@ class FixedSlice(SequenceSlice):
     """The place of a slice whose number is known when a stage is traced (``slices=(t0, t1, ...)``).
 
     Attributes:
-      index: its number, an integer.
+      index: the slice's number, an integer.
       lengths: [N] positions of all slices.
     """
 
@@ -76,7 +76,7 @@ class FixedSlice(SequenceSlice):
         return sum(self.lengths) * t // self.lengths[self.index]
 
     def join(self, own: jax.Array, earlier: jax.Array | None) -> jax.Array:
-        """Join values of this slice and of earlier slices: `[b, s, ...]`, without later slices.
+        """Join values of this slice and of earlier slices, s positions: `[b, s, ...]`.
 
         Args:
           own: `[b, t, ...]`.

@@ -1,4 +1,4 @@
-"""The table of a vocabulary, its logits and its loss, and marks of layers that ranks can share.
+"""The table of a vocabulary, its logits and its loss, and marker classes of layers for it.
 
 Letters: N words, d width; b stands for any leading axes of a microbatch.
 """
@@ -20,18 +20,18 @@ class Table(nnx.Param[jax.Array]):
 
 
 class SplitEmbedding:
-    """The mark of an embedding whose table the ranks of ``stage`` can share.
+    """A marker class for an embedding whose table the ranks of ``stage`` can share.
 
     Such a class has a ``table``, the number of ``words`` and ``sequence_parallel``.
     """
 
 
 class SplitHead:
-    """The mark of a head whose table the ranks of ``stage`` can share, with ``features(x)``."""
+    """A marker class for a head with ``features(x)`` whose table ranks of ``stage`` can share."""
 
 
 def marked(end: Any, mark: type[Any]) -> type[Any] | None:
-    """Find the class of an end that has a mark; None without a mark."""
+    """Find the class of an end that inherits directly from the marker class; None if none does."""
     return next((kind for kind in type(end).__mro__ if mark in kind.__bases__), None)
 
 
@@ -75,7 +75,7 @@ class CrossEntropy:
 
 
 def spoil(ids: jax.Array, weights: jax.Array, words: int) -> jax.Array:
-    """Set weights to NaN for targets that count but are no word."""
+    """Set weights to NaN for targets that have a weight but are no word."""
     return jnp.where((ids >= words) & (weights != 0), jnp.nan, weights)
 
 

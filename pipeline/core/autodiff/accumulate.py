@@ -34,7 +34,8 @@ def as_summed(weights: Leaves, grad_dtype: GradDtype = None) -> Leaves:
     Args:
       weights: arrays.
       grad_dtype: None for the weight's dtype, but at least float32; "weights" for the weight's
-        dtype; or a dtype for all real weights but scalars, whose sums cost nothing.
+        dtype; or a dtype for all real weights except scalars. Scalars keep the default (None):
+        their sums need almost no memory.
     """
     is_one = grad_dtype is not None and not isinstance(grad_dtype, str)
     return [
@@ -117,9 +118,9 @@ class Pullback:
 
 @contextlib.contextmanager
 def _noted(part: str) -> Iterator[None]:
-    """Add a note to every exception: this part of the model was being differentiated.
+    """Add a note to every exception: it says which part of the model was being differentiated.
 
-    A part's own differentiation rules (`jax.custom_vjp`) are first traced here.
+    The differentiation rules of the part (`jax.custom_vjp`) are first traced here.
     """
     try:
         yield
@@ -141,7 +142,8 @@ def differentiate(
 ) -> tuple[Any, Any, Pullback]:
     """Compute ``f(weights, x)``, its auxiliary output, and its pullback.
 
-    The pullback is for the ``trained`` weights (all without a mask), in the dtypes of `as_summed`.
+    The pullback is for the weights that ``trained`` selects (None: all), in the dtypes of
+    `as_summed`.
 
     A ``late`` pullback adds the gradients of weights only after all are computed. XLA's CPU backend
     then computes the gradient of x first, for which other actions wait. This costs no memory if the
@@ -163,8 +165,8 @@ def differentiate(
 def _formed_by_value(f: Function, weights: Leaves, x: Leaves, *, late: bool) -> tuple[bool, ...]:
     """Tell, for each weight, whether its gradient is computed as a value before it is added.
 
-    It is, if the uses of the weight prevent an addition in place; and if ``late``, also if no loop
-    computes it.
+    This is so if the uses of the weight prevent an addition in place. With ``late`` it is also so
+    if no loop computes the gradient.
     """
     if not weights:
         return ()

@@ -1,7 +1,7 @@
 """The split of a `cond` into two `cond`s that take one branch.
 
-The first passes the second the values that the branch needs. Branches share slots of equal type for
-these values.
+The first `cond` passes to the second the values that the branch needs. Branches share slots of
+equal type for these values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Branch:
     """One branch of a `cond`: its steps, its results, and the origin of its names.
 
     Attributes:
-      outs: the results; None for a result that only another branch needs.
+      outs: the results; None for a result that this branch need not compute.
       operands: a map from names within the branch to names outside.
     """
 

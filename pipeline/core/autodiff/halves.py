@@ -16,9 +16,10 @@ class NameFacts:
 
     Attributes:
       refs: refs of gradients, to which the second half adds.
-      same: inputs that both halves have, such as weights; both may compute any value from them.
-      again: inputs that both halves have, such as a mask; both may compute values from them by
-        light steps.
+      same: inputs that both halves have, such as weights; both halves may compute any value from
+        these inputs.
+      again: inputs that both halves have, such as a mask; both halves may compute values from these
+        inputs by light steps.
       late: inputs that only the second half has.
       shared: for inputs whose stash would serve several runs of the block, the number of runs.
     """
@@ -48,7 +49,7 @@ class Halves:
 
 @dataclass(frozen=True)
 class Pieces:
-    """One step split into two; either may be None."""
+    """One step split into two halves; either half may be None."""
 
     first: JaxprStep | None
     second: JaxprStep | None

@@ -30,7 +30,7 @@ Var = Any
 
 
 def added_in_place(jaxpr: Any, weights: Sequence[Var]) -> set[Var]:
-    """Find the weights, inputs of the jaxpr, whose gradients all readers can add to a ref."""
+    """Find the weights (inputs of the jaxpr) whose readers can all add the gradient to a ref."""
     by_ref = set(weights)
     while True:  # a weight may depend on other weights: repeat until the set is stable
         fit = {v for v in weights if v in by_ref and _is_fit(jaxpr, {v}, by_ref)}
@@ -126,7 +126,7 @@ def _has_constant_steps(body: Any, constant: Collection[int]) -> bool:
 
     Args:
       body: a jaxpr.
-      constant: the indices of its inputs that are equal in every trip.
+      constant: the indices of the body's inputs that are equal in every trip.
     """
     constants = {*body.constvars, *(body.invars[n] for n in constant)}
     for eqn in body.eqns:

@@ -31,9 +31,9 @@ class Outcome:
     Attributes:
       value: the activation, the outputs, or the loss as a scalar; its float leaves are
         differentiated.
-      added: the sum of the losses that the call adds (`add_loss`), one scalar; empty without any.
-        Its cotangent is the known share of a microbatch. An evaluation returns the sum here; in
-        training the pullback returns it with the gradients, because gradients leave loops and
+      added: the sum of the losses that the call adds (`add_loss`), one scalar; empty if it adds
+        none. Its cotangent is the known share of a microbatch. An evaluation returns the sum here;
+        in training the pullback returns it with the gradients, because gradients leave loops and
         `jax.checkpoint` at no cost.
       state: by the name of the part, the declared variables after the call.
       sums: by name, scalars to sum over the calls of a step. They have no gradient.
@@ -81,9 +81,9 @@ def outcome_and_pullback(
       f: the call.
       weights: arrays.
       x: float arrays.
-      trained: the mask of weights that have gradients; None for all.
-      adding: makes the share and the probe of added losses, if the call adds any. The pullback then
-        returns, after the gradients of the weights, the sum of added losses.
+      trained: the mask of weights that have gradients; None for all weights.
+      adding: a function that makes the share and the probe of added losses, if the call adds any.
+        The pullback then returns, after the gradients of the weights, the sum of added losses.
       options: options of `differentiate`.
     """
     count, like = len(weights), None

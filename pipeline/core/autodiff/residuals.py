@@ -66,10 +66,10 @@ class Residuals:
         ``side`` is not (extras, dropout keys).
       weights, fixed, side, x: examples, for their types.
       grad_dtype: the argument of `pipeline.core.autodiff.accumulate.as_summed`.
-      need: the gradients that the backward computes; None for all.
+      need: the gradients that the backward computes; None for all gradients.
       adding: the argument of `outcome_and_pullback`.
       gathers: whether the backward may repeat the forward's all-gathers.
-      part: the field of `Pullback`.
+      part: the name of the part of the model (`Pullback.part`).
 
     Attributes:
       stashed: the types of the stash for one microbatch.
@@ -141,7 +141,7 @@ class Residuals:
     def backward(
         self, weights: Leaves, fixed: Tree, side: Tree, stash: Leaves, earlier: Tree = ()
     ) -> Pullback:
-        """Make the stage's pullback; ``earlier`` is the field of its `SlicedInput`, if any."""
+        """Make the stage's pullback; ``earlier`` is `SlicedInput.earlier` for a slice, else ()."""
         arguments = jax.tree.leaves((weights, fixed, side, earlier))
         values = self._constants | dict(zip(self._again, arguments, strict=True))
         values |= dict(zip(self._cut, stash, strict=True))

@@ -1,7 +1,7 @@
 """The split of a `scan` into two scans, with crossing values stacked, one row per trip.
 
-The second loop carries only values that the first does not need: none, if gradients are added to
-refs.
+The second loop carries only values that the first does not need. If gradients are added to refs,
+there are no such values.
 """
 
 from __future__ import annotations

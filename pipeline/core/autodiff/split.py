@@ -43,9 +43,11 @@ class _Splitter:
 
     Attributes:
       steps: the block's steps with split bodies, each with True if it is in the second half.
-      same, again: the names in `NameFacts`, and the names that both halves compute from them.
+      same: inputs and constants that both halves have, and names computed from these alone.
+      again: the set of `NameFacts`, and names that light steps compute from ``same`` and ``again``.
       barred: names that the first half cannot compute.
-      made_late: names that the second half makes by heavy steps.
+      made_late: results of steps that must run in the second half (matrix products, effects,
+        additions to gradient refs).
       maker: for each name, the step that makes it, and True if the step is in the second half.
     """
 
@@ -64,7 +66,7 @@ class _Splitter:
             self._place(step, mine, theirs)
 
     def _uses(self) -> list[tuple[JaxprStep, list[bool], list[bool]]]:
-        """List the needed steps, with masks of results: for the first half, for the second only."""
+        """List the needed steps, with masks of results: for the first half, only for the second."""
         refs = self.facts.refs
         first, second = set(names(self.early)), set(names(self.late))
         uses = []

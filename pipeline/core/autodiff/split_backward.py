@@ -52,7 +52,7 @@ class SplitBackward:
         `pipeline.core.autodiff.residuals` explains. Both halves get all but ``stash``.
       dy: an example of the gradients for the float leaves of the stage's output.
       grad_dtype: the argument of `pipeline.core.autodiff.accumulate.as_summed`.
-      need: the gradients that the pullback computes; None for all.
+      need: the gradients that the pullback computes; None for all gradients.
       adding: the argument of `outcome_and_pullback`.
 
     Attributes:
@@ -146,7 +146,11 @@ class SplitBackward:
         run(self._second, values | dict(zip(self._crossing, crossing, strict=True)))
 
     def _values(self, **groups: Tree) -> dict[Name, Any]:
-        """Map names to values: constants, and the inputs in these fields of `_Inputs`."""
+        """Map names to values.
+
+        The values are the constants, and the leaves of each group under the names in the field of
+        `_Inputs` that the keyword names.
+        """
         values = dict(self._constants)
         for name, group in groups.items():
             values |= zip(getattr(self._inputs, name), jax.tree.leaves(group), strict=True)

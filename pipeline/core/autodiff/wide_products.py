@@ -41,7 +41,7 @@ _MOVES = frozenset(("layout_constraint", "name", "reshape", "squeeze", "transpos
 
 
 def with_wide_products(f: Callable[..., tuple[Tree, Tree]], *args: Any) -> tuple[Tree, Tree]:
-    """Call a function, with products in float32 where they are summed in float32.
+    """Call a function so that products that are summed in float32 are computed in float32.
 
     Args:
       f: a function of arrays and refs that returns two trees of arrays. The caller sums the arrays
@@ -92,7 +92,7 @@ def widened(jaxpr: Any, summed: Mask, parts: Mask = ()) -> Any:
 
 
 def _adds_to_whole(eqn: Any, parts: set[Any]) -> bool:
-    """Tell whether an equation adds to a whole ref, which is no part of another ref."""
+    """Tell whether an equation adds to a whole ref, not to a part of another ref."""
     return eqn.primitive.name == "addupdate" and len(eqn.invars) == 2 and eqn.invars[0] not in parts
 
 
@@ -125,7 +125,7 @@ def _to_product(cast: Any, made_by: dict[Any, Any], uses: Counter[Any]) -> list[
 
 
 def _in_float32(path: Sequence[Any], out: Any) -> list[Any]:
-    """Rewrite a product and equations that move its values to float32; ``out``: the last result."""
+    """Rewrite a product, and equations that move its values up to ``out``, to float32."""
     steps: list[Any] = []
     wide = jnp.dtype(jnp.float32)
     for step in path:

@@ -81,10 +81,10 @@ class _MeshPart:
 
     Attributes:
       sent: the variables that are sent to this mesh.
-      to: the sharding to which each of them is sent.
-      kept: the variables that it reads.
-      given: the variables that it reads and whose memory it may reuse.
-      writes: the variables that it returns.
+      to: for each of these variables the sharding that it gets on this mesh.
+      kept: the variables that the part reads and must not overwrite.
+      given: the variables that the part reads and whose memory its results may reuse.
+      writes: the variables that the part returns.
       run: the compiled function of (kept, given).
     """
 
@@ -97,12 +97,12 @@ class _MeshPart:
 
 
 class _Program:
-    """The parts of a function for arguments of these types and places.
+    """A function compiled in parts, for arguments of given types and places.
 
     Args:
-      function: the function.
-      args: its arguments; only their types and places are used.
-      donated: for each leaf, whether results may reuse its memory.
+      function: the function to compile.
+      args: the function's arguments; only their types and places are used.
+      donated: for each leaf of ``args``, whether results may reuse the leaf's memory.
       compiler_options: the argument of `jax.jit`.
     """
 
@@ -146,8 +146,8 @@ class _Program:
     def _find_keys(self, places: Sequence[Place]) -> tuple[dict[Var, Key], bool]:
         """Assign each variable to the part that computes it; tell whether a cond mixes meshes.
 
-        Arguments have step -1. Variables without a key, such as a mask made from one number, are
-        computed in every part that reads them.
+        Arguments have the step -1, the number of messages before a part. Variables without a key,
+        such as a mask made from one number, are computed in every part that reads them.
         """
         jaxpr, home = self._closed.jaxpr, next(filter(None, places), None)
         pairs = zip(jaxpr.invars, places, strict=True)
@@ -176,8 +176,8 @@ class _Program:
     def _place_of_equation(eqn: Any, places: dict[Var, Place], home: Place) -> Place:
         """Return the place where an equation runs: the mesh of its largest array.
 
-        None for an equation that makes an array from single numbers, such as a mask: each part that
-        needs the result runs it.
+        The result is None for an equation that makes an array from single numbers, such as a mask:
+        each part that needs the result runs it.
         """
         if eqn.primitive.name == "sharding_constraint":
             return frozenset(eqn.params["sharding"].device_set)
@@ -269,7 +269,7 @@ class _Program:
 
 
 def _inlined(closed: Any, types: Sequence[ShapedArray], *, conds: bool) -> Any:
-    """Trace `_run_inline` of a jaxpr; no two results share memory."""
+    """Trace a jaxpr with its calls inlined (`_run_inline`), so that no two results share memory."""
 
     def run(*values: Any) -> list[Any]:
         return _distinct(_run_inline(closed.jaxpr, closed.consts, values, conds=conds))
@@ -282,7 +282,8 @@ def _run_inline(
 ) -> list[Any]:
     """Run a jaxpr with calls inlined.
 
-    With ``conds`` all branches of a cond run, each array on its mesh, and results are selected.
+    With ``conds`` a cond is replaced too: all its branches run, and `select_n` selects the results.
+    So each equation of a branch can run on the mesh of its arrays.
     """
 
     def run(eqn: Any, given: list[Any]) -> Sequence[Any]:

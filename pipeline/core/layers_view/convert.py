@@ -108,7 +108,7 @@ def from_layers(pipe: Any, layers: Layers) -> nnx.State[Any, Any]:
 
 
 def _foreign(pipe: Any) -> dict[Path, Any]:
-    """Find variables with another pipeline's layers; map them to this pipeline's, as types."""
+    """Find the variables in another pipeline's layout; map paths to this pipeline's types."""
     order, ranks = layout_name(pipe.plan.stages_of), len(pipe.plan.stages_of)
     types = {}
     for path, variable in nnx.to_flat_state(nnx.state(pipe)):

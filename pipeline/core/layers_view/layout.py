@@ -5,9 +5,9 @@ different placements. So the order is recorded twice: in the metadata of every p
 which `nnx.update` and `nnx.merge` copy; and in the name of a mark, an additional variable, for
 states that are dictionaries of arrays, such as a checkpoint.
 
-A loop has no mark in the pipeline's state, which then equals the state of its stages, and one mark
-in an optimizer's state. Other placements have two marks, because `nnx.merge` compares only the
-number of leaves, not their names.
+For the placement "loop" the pipeline's state has no mark, so that it equals the state of its
+stages; an optimizer's state has one mark. Other placements have two marks, because `nnx.merge`
+compares only the number of leaves, not their names.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Mark(nnx.Variable[Any]):
 
 
 class Layout(nnx.Module):
-    """The marks of a state.
+    """The marks (`Mark`) of a state: variables whose names record the order of layers.
 
     Args:
       stages_of: [S] lists of the V stages on each rank.
       mesh: the mesh on which marks are replicated.
       types: whether the state has types in place of arrays.
-      loop: whether a loop has a mark too.
+      loop: whether to add a mark for the placement "loop" too, as in an optimizer's state.
     """
 
     def __init__(self, stages_of: StagesOf, mesh: Mesh, *, types: bool, loop: bool = False) -> None:
@@ -109,7 +109,7 @@ def types_of(chunks: nnx.Module) -> dict[Any, Any]:
 
 
 def drop_marks(layout: Layout, stages_of: StagesOf, foreign: Mapping[Any, Any]) -> None:
-    """Drop marks of other orders, if variables of stages record another order.
+    """Drop marks of other orders of layers, if the metadata of variables records such an order.
 
     Args:
       layout: a pipeline's marks, to which a state of another pipeline may have added marks.
@@ -130,11 +130,12 @@ def check_layout(
     Args:
       what: the name of the state's owner, for messages.
       stages_of: [S] lists of the V stages on each rank.
-      layout: the marks of the state.
+      layout: the state's `Layout`, whose variables name the order of its layers.
       variables: the variables of stages, with their paths.
 
     Raises:
-      ValueError: the state has another pipeline's order, or a variable has no axis of ranks.
+      ValueError: the state has another pipeline's order of layers, or a variable's leading axis is
+        not S.
     """
     order, S, streams = layout_name(stages_of), len(stages_of), False
     marks = {str(path[0]) for path, _ in nnx.to_flat_state(nnx.state(layout))}

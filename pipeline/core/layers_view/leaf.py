@@ -2,8 +2,9 @@
 
 Letters: S ranks. A leaf is read from a row of a stack [S, ...] into a separate array, and written
 back into the row. With one process, the array is on the devices of its rank, and nothing is sent.
-With several processes, every process needs a part of the array to write it: then it is sharded over
-all ranks along a dim that S divides. No device ever holds more than one leaf of other ranks.
+With several processes, every process needs a part of the array to write it: then the array is
+sharded over all ranks along a dim that S divides. No device ever holds more than one leaf of other
+ranks.
 """
 
 from __future__ import annotations
@@ -89,11 +90,11 @@ class LayerLeaf:
     """A leaf of the model without a pipeline.
 
     Attributes:
-      path: its path in the model without a pipeline.
-      cell: the array that contains it in the pipeline.
-      shape: its shape; for random keys the shape of their numbers.
-      rank: the row of the cell that contains it; None if it is not in one row.
-      spot: its place in the row; None if it is the whole row.
+      path: the leaf's path in the model without a pipeline.
+      cell: the array that contains the leaf in the pipeline.
+      shape: the leaf's shape; for random keys the shape of their numbers.
+      rank: the row of the array that contains the leaf; None if the leaf is not in one row.
+      spot: the part of the row that the leaf fills; None if the leaf is the whole row.
     """
 
     path: Path
@@ -276,7 +277,7 @@ def _of_bits(bits: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _is_row(stack: jax.Array, rank: Any) -> jax.Array:
-    """Make a mask [S, 1, ...] of the leaf's row."""
+    """Make a mask [S, 1, ...] that is True in the row of one rank."""
     mask = jnp.arange(stack.shape[0], dtype=jnp.int32) == rank
     return mask.reshape(-1, *[1] * (stack.ndim - 1))
 

@@ -112,7 +112,7 @@ def pipeline_leaves(pipe: Any) -> Iterator[LayerLeaf]:
 
 
 def _viewed(view: LayerView, prefix: Path, cells: Mapping[Path, LeafCell]) -> Iterator[LayerLeaf]:
-    """Yield the leaves at the places of parameters, as far as ``cells`` has them."""
+    """Yield the leaves of a view's parameters whose arrays are in ``cells``."""
     for stack in view.stacks:
         cell = cells.get((*prefix, *stack.path))
         for slot in stack.slots:
@@ -151,7 +151,7 @@ def optimizer_leaves(pipe: Any, optimizer: Any, plan: StatePlan | None) -> Itera
 
     Args:
       pipe: the pipeline.
-      optimizer: its optimizer.
+      optimizer: the pipeline's optimizer.
       plan: the storage of the optimizer's state; None for an optimizer without layers, whose state
         for a parameter has the parameter's shape.
 

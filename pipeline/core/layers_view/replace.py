@@ -34,10 +34,10 @@ _ENDS = "embed", "head", "loss_fn"
 
 
 def check_changes(changes: Mapping[str, Any]) -> None:
-    """Check that changes name only options of a pipeline, embed, head or loss.
+    """Check that every change names an option of a pipeline, or embed, head or loss.
 
     Raises:
-      TypeError: there are other names.
+      TypeError: there are other names among the changes.
     """
     if "stages" in changes:
         raise TypeError(
@@ -101,7 +101,7 @@ def with_weights_of(pipe: Any, like: Any) -> Any | None:
 def _filled(
     new: Any, picks: list[list[Pick]], pipe: Any, ends: Mapping[str, Any] | None = None
 ) -> Any:
-    """Fill ``new``, a pipeline of types, with the weights of ``pipe``, and perhaps other ends."""
+    """Fill ``new``, a pipeline of types, with the weights of ``pipe``, or with other ``ends``."""
     had = [dict(nnx.to_flat_state(nnx.state(chunk))) for chunk in pipe.chunks]
     for chunk, column in zip(new.chunks, picks, strict=True):
         sources = {v: had[v] for _, v in column}
@@ -112,7 +112,7 @@ def _filled(
 
 
 def ends_of(pipe: Any) -> dict[str, Any]:
-    """Return embed, head and loss as before their placement."""
+    """Return embed, head and loss in the form that they had before their placement."""
     graphdef, state = nnx.split(pipe.ends)
     ends = nnx.merge(graphdef, as_before(state))
     for name in pipe.plan.shared:  # after the last word there may be padding rows
@@ -141,7 +141,7 @@ def typed(module: Any) -> Any:
 
 
 def _picks(pipe: Any, new: Any) -> list[list[Pick]] | None:
-    """Return [V] the old places of each new chunk's stages; None if rows cannot be moved."""
+    """List [V] the old (rank, chunk) of each new chunk's stages; None if rows cannot be moved."""
     before, after = pipe.plan.stages_of, new.plan.stages_of
     places = {k: (rank, v) for rank, numbers in enumerate(before) for v, k in enumerate(numbers)}
     picks = [[places[k] for k in column] for column in zip(*after, strict=True)]
@@ -198,13 +198,13 @@ def _rows(picks: Sequence[Pick], like: Any, chunks: Mapping[int, jax.Array]) -> 
 
 @functools.partial(jax.jit, static_argnames=("picks", "sharding"))
 def _stacked(chunks: dict[int, jax.Array], *, picks: tuple[Pick, ...], sharding: Any) -> jax.Array:
-    """Stack the picked rows of chunks to [S, ...]; a module's function, to be compiled once."""
+    """Stack the picked rows of chunks to [S, ...]; at module level, so that it is compiled once."""
     rows = jnp.stack([chunks[v][rank] for rank, v in picks])
     return jax.lax.with_sharding_constraint(rows, sharding)
 
 
 def _resized(like: Any, sources: Mapping[int, jax.Array]) -> jax.Array:
-    """Resize an array to a type's rows: zeros follow the last word of a table."""
+    """Cut or pad an array to the number of rows of a type; new rows are zeros."""
     x = sources[0]
     if x.shape != like.shape:
         x = x[: like.shape[0]]

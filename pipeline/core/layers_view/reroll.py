@@ -1,4 +1,4 @@
-"""Run a program that repeats its equations for each layer once, for all layers together.
+"""Run equations that a program repeats for each layer as one vectorised program over all layers.
 
 An optimizer updates a tree of K layers, so its trace repeats one program K times. A pipeline stores
 layers in stacks: S layers, one per rank, are the rows of one array sharded over ``stage``. So the
@@ -6,7 +6,8 @@ repeated equations are found and run as one program, under `jax.vmap` over the r
 
 * A value computed from one row only, by the same equations for each row, is a row of a *stack*.
 * A value computed from several rows (the sum of a global norm) is computed once, and is equal on
-  all ranks. It may read one number of each row: a whole row would have to be sent to every rank.
+  all ranks. Its equations may read one number of each row, but no whole row, because a whole row
+  would have to be sent to every rank.
 * If the equations of rows in a stack differ (another rule for layer 3), each variant is computed
   for all rows, and every row takes the result of its own variant.
 
@@ -64,7 +65,7 @@ class Rerolled:
       replicate: a function that replicates a small array on all devices.
 
     Attributes:
-      outputs: its results, which `stack` and `value` compute.
+      outputs: the program's results, which `stack` and `value` compute.
 
     Raises:
       MixedError: an equation needs weights of several layers at once.
@@ -91,14 +92,16 @@ class Rerolled:
         return self._need(value)
 
     def stack(self, pack: Pack) -> Any:
-        """Compute a stack [S, ...] from the results that are its rows; None allows any row."""
+        """Compute a stack [S, ...] from results that are its rows; for None a row is arbitrary."""
         return self._repeated(*self._need(pack))
 
     def cell(self, parts: Sequence[tuple[Spot, int, Value]], shape: tuple[int, ...]) -> Any:
-        """Compute a cell [S, ...] at once if one elementwise program makes all parts; else None.
+        """Compute a cell [S, ...] if one elementwise program makes all its parts; else return None.
+
+        A cell is an array that stores several leaves (`pipeline.core.model.overlay`).
 
         Args:
-          parts: for each part its spot, its rank, and the result.
+          parts: for each part its place in a row, the rank that has the row, and the result.
           shape: the shape of the cell.
         """
         values = [value for _, _, value in parts]
@@ -252,7 +255,7 @@ def _sums(op: Op) -> Value | None:
 
 
 def _sum_of_part(cell: Any, spot: Spot | None) -> Any:
-    """Sum a part of each row of a cell to [S], by a mask: the cell's axes may be sharded."""
+    """Sum a part of each row of a cell to [S], by a mask, as the cell may be sharded."""
     axes = tuple(range(1, cell.ndim))
     if spot is not None and spot.part is not None:
         place = jax.lax.broadcasted_iota(np.int32, cell.shape, 1)
@@ -262,7 +265,7 @@ def _sum_of_part(cell: Any, spot: Spot | None) -> Any:
 
 
 def _at_rows(rows: set[int], stack: Any, other: Any) -> Any:
-    """Take ``rows`` from one stack, and the other rows from another."""
+    """Take ``rows`` from ``stack``, and all other rows from ``other``."""
     mask = np.isin(np.arange(other.shape[0]), sorted(rows))
     spread = jax.lax.broadcast_in_dim(mask, other.shape, (0,))
     return jax.lax.select(spread, stack, other)

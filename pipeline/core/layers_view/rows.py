@@ -45,7 +45,7 @@ class Cut:
 
     Attributes:
       cell: [S, ...] the larger array.
-      spot: the part of each row.
+      spot: the place of the part in each row of the larger array.
     """
 
     cell: Any
@@ -58,14 +58,16 @@ class Value:
 
     Attributes:
       aval: the type of the value.
-      op: the equation that computes it, or None.
-      index: its index among the results of the equation.
-      row: the row from which it is computed; None for several rows or none.
-      template: the stack of which it is a row.
+      op: the equation that computes the value, or None.
+      index: the value's index among the results of the equation.
+      row: the row from which the value is computed; None if it is computed from several rows or
+        none.
+      template: the stack of which the value is a row.
       array: the array of a constant, or of an input that is no row.
-      is_constant: whether it is a constant.
-      wide: the result of the same elementwise program on the cell of which its row is a part.
-      spot: the part of the cell's row.
+      is_constant: whether the value is a constant.
+      wide: if the value is computed elementwise from parts of cells, the result of the equal
+        program on the whole cells.
+      spot: the part of ``wide`` that the value is.
     """
 
     aval: Any
@@ -158,7 +160,7 @@ class Program:
       cuts: for each stack its origin, if it is a part of a larger array; else None.
 
     Attributes:
-      outputs: its results.
+      outputs: the program's results.
       effects: the equations that have effects.
     """
 
@@ -239,7 +241,7 @@ class Program:
         value.spot = spots.pop()
 
     def _both(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-        """Run all branches of a conditional over several layers, and select the results."""
+        """Run all branches of a conditional that reads several layers, and select the results."""
         which, *rest = operands
         branches = [self._inline(b.jaxpr, b.consts, rest) for b in eqn.params["branches"]]
         return [
@@ -248,7 +250,7 @@ class Program:
         ]
 
     def _unrolled(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-        """Unroll a loop over several layers."""
+        """Unroll a loop that reads several layers."""
         length, closed = eqn.params["length"], eqn.params["jaxpr"]
         num_consts, num_carry = loop_sizes(eqn)
         consts, carry = operands[:num_consts], list(operands[num_consts:][:num_carry])
@@ -281,7 +283,7 @@ def _is_array(value: Value) -> bool:
 
 
 def is_of(value: Value, row: int | None) -> bool:
-    """Tell whether a value is computed from this row."""
+    """Tell whether a value is computed from the row with index ``row``."""
     return row is not None and value.row == row
 
 

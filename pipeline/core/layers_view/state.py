@@ -41,8 +41,8 @@ class _Part:
     Attributes:
       treedef: the structure of the tree.
       stacks: the stacks that store its stages.
-      rows: [stack][slot] a map from each rank to the index of the tree's leaf in its row.
-      ends: for each other leaf its index, and the array that stores it.
+      rows: [stack][slot] a map from each rank to the index of the tree's leaf in that rank's row.
+      ends: for each leaf of embed and head its index in the tree, and the array that stores it.
     """
 
     treedef: Any

@@ -141,10 +141,10 @@ class End:
     """An array of embed or head.
 
     Attributes:
-      path: its path in the layer view.
-      shape: its shape without padding.
-      stored: its stored shape: a table that all ranks share has rows of zeros after its last row.
-      spread: its sharding.
+      path: the array's path in the layer view.
+      shape: the array's shape without padding.
+      stored: the stored shape: a table that all ranks share has rows of zeros after its last row.
+      spread: the array's sharding.
     """
 
     path: Path
@@ -194,7 +194,8 @@ def layer_view(pipe: Any, *, trained: bool = False, state: Any = False) -> Layer
     Args:
       pipe: the pipeline.
       trained: whether to view only the trained parameters.
-      state: True to view the declared state instead, or a filter to view the state that it finds.
+      state: True to view the declared state in place of the parameters, or a filter to view the
+        state that it finds.
     """
     stages_of, masks = pipe.plan.stages_of, pipe.trained
     wanted = (pipe.plan.state if state is True else state) if state else None
@@ -259,7 +260,7 @@ def _arrays(state: Any) -> list[tuple[Path, Any]]:
 
 
 def _ends(pipe: Any, mask: Sequence[bool] | None) -> tuple[End, ...]:
-    """Return the arrays of embed and head that a mask selects; all without a mask."""
+    """Return the arrays of embed and head that a mask selects; if the mask is None, all arrays."""
     params = nnx.state(pipe.ends, nnx.Param)
     tables = find_tables(params, pipe.ends, pipe.plan.shared)
     words = {tables.embed: tables.embed_words, tables.head: tables.head_words}
@@ -285,7 +286,7 @@ def _slots(
       chunk: the chunk.
       numbers_of_stages: [S] the stage of each rank.
       flat: paths and variables of the arrays.
-      masks: [S] the masks of the stages' leaves to include; None for all.
+      masks: [S] the masks of the stages' leaves to include; None for all leaves.
       declared: [K] the paths to include, if the view is of state; None for parameters.
     """
     names_of: list[dict[Spot | None, list[tuple[int, Name]]]] = [{} for _ in flat]

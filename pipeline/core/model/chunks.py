@@ -128,7 +128,8 @@ def make_ends(ends: Ends, first: Placement, last: Placement, shared: Shared = ()
     """Copy embed, head and loss to every device of a mesh.
 
     Each rank stores a part of a shared table. If the number of words is no multiple of S, the table
-    is padded with rows of zeros. A padding row is no word: it never wins and has no gradient.
+    is padded with rows of zeros. A padding row is no word: no prediction selects it, and it has no
+    gradient.
 
     Args:
       ends: the user's modules or functions, which stay unchanged.

@@ -55,7 +55,7 @@ class Tables:
 
 
 def find_tables(params: Tree, ends: Ends, shared: Shared) -> Tables:
-    """Find the tables of embed and head that ranks share; other tables of the ends do not count."""
+    """Find the tables of embed and head that all ranks share; other tables are skipped."""
     flat = nnx.to_flat_state(params)
     # A table that embed and head share is listed with the embedding.
     path_of = {id(node): path for path, node in nnx.iter_graph(ends)}
@@ -84,7 +84,7 @@ def choose_shared(mode: Any, embed: Any, head: Any, loss_fn: Any) -> Shared:
     """Choose the ends that all ranks share.
 
     Raises:
-      ValueError: ends that cannot be split by vocabulary.
+      ValueError: an end cannot be split by vocabulary.
     """
     if mode == "ends":
         return ()
@@ -134,7 +134,7 @@ def choose_shared(mode: Any, embed: Any, head: Any, loss_fn: Any) -> Shared:
 
 
 def _shares(module: nnx.Module, other: Any) -> bool:
-    """Tell whether a module holds the table of another."""
+    """Tell whether a module holds the table of another module."""
     tables = (variable for _, variable in nnx.iter_graph(module) if isinstance(variable, Table))
     return any(variable is other.table for variable in tables)
 

@@ -36,7 +36,8 @@ def ignoring(stages: Any, names: Any) -> tuple[Any, Ignored]:
     """Copy stages so that attributes of these names are equal in all stages.
 
     Raises:
-      ValueError: ``names`` is no sequence of names, no stage has a name, or its value has arrays.
+      ValueError: ``names`` is no sequence of names, no stage has such an attribute, or the
+        attribute's value contains arrays.
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise ValueError(

@@ -176,7 +176,7 @@ def _summed(metrics: Tree, weight: jax.Array) -> tuple[Leaves, LossMetrics]:
 
 
 def check_has_aux(has_aux: Any, *, shared_head: bool) -> bool:
-    """Return ``has_aux``; raise ValueError if it is no bool, or a shared head excludes metrics."""
+    """Return ``has_aux``; raise ValueError if it is no bool, or is True with a shared head."""
     if not isinstance(has_aux, bool):
         raise ValueError(
             f"has_aux={has_aux!r}: must be True, if loss_fn returns (loss, metrics), or False"

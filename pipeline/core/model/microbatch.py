@@ -168,7 +168,7 @@ def _on_devices(name: str, tree: Tree) -> Tree:
 
 
 def _advice(name: str, trees: tuple[Tree, ...], how: str) -> str:
-    """Advise on a leaf by its name: an extra without a batch axis, or an element of a list."""
+    """Write the remedy for an array that is an extra without a batch axis, or a list's element."""
     outer, _, rest = name.partition("[")
     if outer == "extras":
         key = rest.partition("]")[0].strip("'")
@@ -236,7 +236,8 @@ def check_cuts(
       ranks_of: by the name of a leaf, the number of devices that split its positions.
 
     Raises:
-      ValueError: a leaf has no positions, another number of them, or a number that cannot be cut.
+      ValueError: a leaf has no positions, another number of positions than the first leaf, or a
+        number that cannot be cut.
     """
     long = [(name, leaf) for name, leaf in leaves if leaf.ndim > 1 and leaf.shape[1] > 1]
     if not long:
@@ -317,7 +318,7 @@ def cut(x: jax.Array, num_slices: int, lengths: Sequence[int] = ()) -> jax.Array
 
 
 def local_lengths(lengths: Sequence[int], size: int) -> list[int]:
-    """Compute the [N] lengths of slices for sequences, or a rank's part of them, of ``size``."""
+    """Compute the [N] lengths of slices for ``size`` positions: all, or one rank's part of them."""
     return [length * size // sum(lengths) for length in lengths]
 
 

@@ -134,11 +134,11 @@ class Model:
       grad_dtype: the dtype in which gradients are summed (`autodiff.accumulate.as_summed`).
       compute_dtype: the dtype to which parameters and activations are cast before use, or None.
       tables: the tables of embed and head that all ranks share.
-      has_aux: whether loss_fn returns (loss, metrics) and both are wanted; None if it may return
-        metrics and they are dropped.
+      has_aux: True if loss_fn returns (loss, metrics) and the step returns both; None if loss_fn
+        may return metrics and the step drops them.
       weighed: whether means are returned as `Weighed`.
       declared: the state that stages and ends may write.
-      stack: the field of `pipeline.core.options.plan.Plan`.
+      stack: `stack` of `pipeline.core.options.plan.Plan`.
     """
 
     stages: tuple[StagePosition, ...]

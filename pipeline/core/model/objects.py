@@ -56,7 +56,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _parts(value: Any) -> Any:
-    """List the parts of a value in a fixed order; None if they are unknown."""
+    """List the parts of a value in a fixed order; None if the parts are unknown."""
     parts: Any = None
     match value:
         case list() | tuple():
@@ -88,7 +88,7 @@ def _name(item: tuple[str, Any]) -> str:
 
 
 def digest(graphdef: Any) -> int:
-    """Hash a graphdef, equally for graphdefs that are `alike`."""
+    """Hash a graphdef, so that graphdefs that are `alike` have equal hashes."""
     attributes = ((key, _digest(getattr(kind, "value", kind))) for key, kind in graphdef.attributes)
     return hash((len(graphdef.nodes), tuple(attributes)))
 

@@ -39,7 +39,8 @@ class Leaf:
     """An array of one list.
 
     Attributes:
-      group: a key; leaves with equal groups may share a flat cell. It contains at least the dtype.
+      group: a key; leaves with equal groups may share a flat cell. The key contains at least the
+        dtype.
       name: a key; leaves with equal names may share a column. In a list, no name is the prefix of
         another name.
       shape: the shape of the array.
@@ -74,7 +75,7 @@ class Spot:
         return cell if self.part is None else self.shaped(jax.lax.slice_in_dim(cell, *self.part))
 
     def shaped(self, part: Any) -> Any:
-        """Give a part of a flat cell the leaf's shape; a column's part, maybe sharded, has it."""
+        """Give a part of a flat cell the leaf's shape; a part of a column already has it."""
         return part if part.ndim == len(self.shape) else part.reshape(self.shape)
 
     def fill(self, cell: Any, leaf: Any) -> Any:
@@ -88,7 +89,7 @@ class Spot:
 
 
 class Part:
-    """A leaf in a ref that holds its cell at the indices ``lead``; read and written as a whole."""
+    """A leaf whose cell is in a ref, at the indices ``lead``; read and written as a whole."""
 
     def __init__(self, ref: Any, spot: Spot, *lead: Any) -> None:
         self._ref, self._spot, self._lead = ref, spot, lead
@@ -138,7 +139,7 @@ class Cell:
 
     Attributes:
       group: the group of its leaves.
-      name: the name of its leaves if they are a column, None if the cell is flat.
+      name: the name of the cell's leaves if the cell is a column; None if the cell is flat.
       shape: the array's shape.
     """
 

@@ -97,8 +97,8 @@ def fold(streams: Tree, microbatch: Any, axes: tuple[str, ...], own: tuple[str, 
 
     Args:
       streams: the random streams of a module.
-      microbatch: its index.
-      axes: the mesh axes over which everything varies.
+      microbatch: the microbatch's index.
+      axes: the mesh axes over which all activations vary.
       own: further axes on which each rank has its own keys.
     """
     flat = dict(nnx.to_flat_state(streams))

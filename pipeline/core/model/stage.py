@@ -172,7 +172,7 @@ _NOT_KEPT = "a pipeline runs a stage many times per step and keeps no such state
 
 
 def _declare(variable: Any) -> str:
-    """Word the remedy for a call that writes to a variable of an undeclared kind."""
+    """Write the remedy for a call that writes to a variable of an undeclared kind."""
     if isinstance(variable, DataStatistic):
         return f"declare it, Pipeline(..., {variable.declaration})"
     kind = type(variable) if isinstance(variable, nnx.Variable) else nnx.BatchStat
@@ -200,8 +200,9 @@ class StagePosition:
 
     Attributes:
       definition: the static half of the stage.
-      rank, chunk: its rank, and its chunk on this rank.
-      views: the places of its values in the chunk's state; None if the stage has the whole state.
+      rank, chunk: the rank that runs the stage, and the stage's chunk on this rank.
+      views: the places of the stage's values in the chunk's state; None if the stage has the whole
+        state.
     """
 
     definition: Definition

@@ -71,7 +71,7 @@ class Trained:
     def needs_gradients(self, *, want_inputs: bool, backward: bool = True) -> Needs:
         """Find the gradients that each of the K stages' backward computes.
 
-        Stage 0 gets the flag of stage 1 for its input, so that the two can share code. The code
+        For its input, stage 0 gets the flag of stage 1, so that the two can share code. The code
         that runs stage 0 knows that it is the first.
 
         Args:

@@ -184,7 +184,7 @@ class _Asks:
 
 
 def view_of(chunk: nnx.Module) -> Callable[[int], tuple[Flat, Flat]]:
-    """Make a function of a rank that lists its stage's types by path: parameters, other state."""
+    """Make a function of a rank that returns the types of its stage by path: (params, other)."""
     if isinstance(chunk, Overlaid):
         return functools.partial(_overlaid, chunk)
 

@@ -135,7 +135,7 @@ def keep_state(
 
 
 def check_order(schedule: Schedule) -> None:
-    """Raise ValueError unless every stage runs F in ascending order, in which it updates state."""
+    """Raise ValueError unless every stage runs F in ascending order: F updates state in order."""
     for order in schedule.orders:
         last: dict[int, int] = {}
         for action in order:

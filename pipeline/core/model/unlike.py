@@ -70,7 +70,7 @@ class Overlaid(nnx.Module):
       named: columns, by path.
       packed: flat cells.
       stages: [S] modules without values.
-      views: [S] the places of their values.
+      views: [S] the places of the stages' values.
       about: one line on the difference between the stages and the memory cost of the layout.
     """
 
@@ -161,7 +161,9 @@ def _unplaced(
     spots: Sequence[Sequence[Spot]],
     placement: Placement,
 ) -> list[Leaf]:
-    """Find leaves sharded over further axes whose cells cannot be sharded.
+    """Find leaves that a further mesh axis shards but whose `Cell` cannot be sharded.
+
+    Such a cell is flat, or a column sharded on its first axis that the leaf does not fill.
 
     An axis of size 1 splits nothing, so it does not count.
     """
@@ -177,7 +179,7 @@ def _unplaced(
 
 
 def _check_sharded(unplaced: Sequence[Leaf], why: str) -> None:
-    """Refuse leaves sharded over further axes whose cells cannot be sharded."""
+    """Refuse leaves that a further axis shards but whose storage cannot be sharded."""
     for leaf in unplaced[:1]:
         group: Any = leaf.group
         over = dict.fromkeys(axis for entry in group[-1] for axis in axes_in(entry))
@@ -200,7 +202,7 @@ def _cell_path(cell: Cell) -> Path:
 
 
 def _put(module: Any, path: Path, variable: nnx.Variable[Any]) -> Path:
-    """Store the variable at ``path``, or at a free name like it; return the path."""
+    """Store the variable at ``path``, or at a similar path if it is taken; return the path."""
     *groups, name = path
     for part in groups:
         if part not in vars(module):

@@ -129,7 +129,7 @@ def check_scale(loss_scale: Any) -> jax.Array | None:
     """Return a loss scale as an array, or None.
 
     Raises:
-      ValueError: no real scalar, or a number that is not above 0 and finite. An array's value is
+      ValueError: not a real scalar, or a number that is not above 0 and finite. An array's value is
         not checked: it may be on a device.
     """
     if loss_scale is None:
@@ -175,7 +175,7 @@ def check_axes_of(mesh: Mesh, auto_axes: tuple[str, ...]) -> tuple[str, ...]:
     """Check the axes left to the compiler against the mesh, and return them.
 
     Raises:
-      ValueError: the mesh lacks an axis, or the kernel needs it.
+      ValueError: the mesh lacks an axis, or the kernel itself needs the axis.
     """
     for axis in auto_axes:
         if axis not in mesh.axis_names:

@@ -33,7 +33,7 @@ def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
     If a schedule fixes the number of stages per rank, that number decides the number of ranks.
 
     Raises:
-      ValueError: no ``stage`` axis, or K is not a multiple of its size.
+      ValueError: the mesh has no ``stage`` axis, or K is not a multiple of its size.
     """
     if mesh is None:
         if isinstance(schedule, Schedule):
@@ -61,14 +61,14 @@ def default_ranks(num_stages: int, devices: int, schedule: Any) -> int:
 
 
 def read(schedule: Any) -> tuple[Any, str]:
-    """Read a schedule from its file if it is a path; also return its origin."""
+    """Read the schedule's file, if the schedule is a path; also return the schedule's origin."""
     if is_path(schedule):
         return Schedule.from_csv(schedule), f"read from {os.fspath(schedule)}"
     return schedule, "given as a Schedule"
 
 
 def exchanges_are_barriers(mesh: Mesh) -> bool:
-    """Tell whether all ranks wait for each other in an exchange, not only its partners.
+    """Tell whether an exchange makes all ranks wait, not only the two ranks that exchange.
 
     Virtual CPU devices of one process all wait at every collective. Processes, GPUs and TPUs send
     to their partners and receive from them.
@@ -171,7 +171,7 @@ def choose_schedule(
 
 
 def _check_slices(schedule: Any, slices: int | None) -> None:
-    """Raise ScheduleError if a schedule has other slices, needs ``slices``, or takes none."""
+    """Raise ScheduleError if ``slices`` does not fit the schedule."""
     if isinstance(schedule, Schedule):
         if slices is not None and schedule.num_slices != slices:
             raise ScheduleError(
@@ -247,7 +247,10 @@ def is_path(schedule: Any) -> bool:
 
 
 def _fitting(schedule: Schedule, sizes: dict[str, int]) -> Schedule:
-    """Return the schedule; raise ScheduleError if it has other sizes or no backward action."""
+    """Return the schedule; raise ScheduleError if it does not fit.
+
+    It does not fit if its sizes differ from the pipeline's, or if it has no backward action.
+    """
     wrong = [
         f"{name}={getattr(schedule, name)} against the pipeline's {want}"
         for name, want in sizes.items()

@@ -57,7 +57,7 @@ class Compiled:
       functions: jitted functions.
       facts: the facts of each plan.
       plans: by M, the plans of calls whose M differs from the pipeline's.
-      narrow: by model and types, True if a step computes in floats in which gradients vanish.
+      narrow: by model and types, True if a step computes in floats in which gradients may vanish.
       trained: by filter and structure, the parameters that the filter trains.
       states: by structure, the declared state.
       writes: models whose steps write declared state.

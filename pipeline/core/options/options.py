@@ -51,7 +51,7 @@ class Measured(Protocol):
     """Costs measured by `pipe.calibrate`, together with the signature of the measured model."""
 
     def costs_for(self, model: Any) -> tuple[Costs, str]:
-        """Return the costs for a model with this signature, and their origin in words."""
+        """Return the costs for a model with this signature, and the costs' origin in words."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class Options:
       pattern: the slots of a tick: "single", "paired", "unit" or "partner" (`schedules.lower`); by
         default the fastest pattern on this mesh.
       delayed: whether a message between ranks travels during the work of the next slot. This hides
-        exchanges that are no longer than the work; each edge then takes one slot more.
+        exchanges that are no longer than the work; each message then takes one slot more.
       costs: the durations of actions, a `schedules.Costs` or the result of `calibrate`. They decide
         the choice of schedule and slots, and the predicted bubble. By default F, I and W of all
         stages take the same time, work that ``remat`` repeats takes as long as the first time, and
@@ -106,20 +106,21 @@ class Options:
       offload: the values that a rank keeps in host memory between two actions: "stash" for the
         values that F keeps for its backward (with remat="stage" the stage's input); "crossings" for
         the values that I keeps for W; or a share of the stashes from 0 to 1, such as 0.5, longest
-        held first. A value that the next action of its rank reads stays on the device. If ``costs``
-        have a `host` time, some stashes are copied back during an action before their backward. On
-        CPU the results are bitwise equal.
+        held first. A value that the rank's next action reads stays on the device. If ``costs`` have
+        a `host` time, some stashes are copied back during an action before their backward. On CPU
+        the results are bitwise equal.
       data_parallel: the arrays sharded over ``data``: none ("replicated"); gradients and the
         optimizer's state ("zero1", see `make_optimizer`); or also weights ("fsdp").
       gather: with "fsdp", how often weights are gathered: once per "step"; once per "repeat", when
         the rank begins a run of microbatches on a chunk; or once per "action".
-      param_dtype: the dtype in which parameters are stored; None does not change it.
+      param_dtype: the dtype in which parameters are stored; None keeps the model's dtypes.
       compute_dtype: the dtype to which parameters and activations are cast before use, such as
         jnp.bfloat16 with float32 parameters; None casts nothing. Constants and extras are not cast.
       grad_dtype: the dtype in which gradients are summed over microbatches and data shards: None
         for each weight's dtype, but at least float32; "weights" for each weight's own dtype; or a
-        dtype. jnp.bfloat16 halves their memory but keeps 8 bits of a sum: a term below 1/512 of the
-        sum is lost, and the loss grows with M. Gradients are returned in their weight's dtype.
+        dtype. jnp.bfloat16 halves the memory of the sums but keeps 8 bits: a term below 1/512 of
+        the sum is lost, and this error grows with M. Gradients are returned in their weight's
+        dtype.
       mesh: a mesh with an axis ``stage`` whose size divides K, and optionally ``data``; by default
         a mesh of the most devices among which K stages divide evenly.
       stage_meshes: [S] meshes in place of ``mesh``, one for each rank, with engine="programs": each

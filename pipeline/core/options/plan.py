@@ -43,7 +43,7 @@ class Plan(Options):
     Attributes:
       mesh: a mesh with an axis ``stage`` of S ranks and perhaps ``data``; all axes are Auto.
       schedule: the timetable that runs.
-      costs: the durations of actions that the user gave; None to derive them (`durations`).
+      costs: the durations of actions that the user gave; None to estimate them (`durations`).
       home: the mesh with the axis types of the pipeline's state.
       why: one line on how the schedule was chosen.
       loss_fn: the user's function, a marker of a loss that is a module, or None.

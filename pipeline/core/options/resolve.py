@@ -54,11 +54,11 @@ def make_plan(
     """Make the plan of a pipeline with K stages.
 
     Args:
-      options: as the user gave them.
+      options: the options as the user gave them.
       num_stages: K.
-      embed: as the user gave it, or its types.
-      head: as the user gave it, or its types.
-      loss_fn: as the user gave it, or its types.
+      embed: the user's embed, or its types.
+      head: the user's head, or its types.
+      loss_fn: the user's loss, or its types.
       costs: the durations in ``options.costs``, which may be the result of a calibration.
       costs_from: the origin of the costs, in a few words.
       signature: the signature of the model, for measured costs.

@@ -1,4 +1,4 @@
-"""The end of a step of programs: it computes the results from the sums of ranks.
+"""The end of a step of programs: the results are computed from the sums of ranks.
 
 Ranks that share a mesh run one finish program. With ``stage_meshes`` each rank has its own finish
 program. Before these run, the last rank sums numbers to which every rank contributes, such as
@@ -33,8 +33,8 @@ class Results:
     Attributes:
       of: a function of (plan, model, sums, state of a rank) that computes the results.
       specs: the specs of the results.
-      stages: for each result the stage whose rank holds it, as a prefix of the result tree; used
-        only with ``stage_meshes``.
+      stages: for each result the stage whose rank holds the result, as a prefix of the result tree;
+        used only with ``stage_meshes``.
     """
 
     of: Callable[[Plan, LocalModel, StepSums, Weights], Any]
@@ -43,10 +43,10 @@ class Results:
 
 
 class JoinedFinish:
-    """The finish of ranks that share one mesh.
+    """The program that computes a step's results from the ranks' sums, if ranks share one mesh.
 
     Args:
-      ranks: [S] the model of each rank.
+      ranks: [S] for each rank the facts from a trace of the model (`Traced`).
       results: the results of the step.
     """
 
@@ -56,7 +56,7 @@ class JoinedFinish:
         self._run = lower_finish(traced, mesh, traced.sums, results).compile()
 
     def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
-        """Place a step's operands for each rank of this process; None: on the pipeline's mesh."""
+        """Place a step's operands for each local rank, and for None on the pipeline's mesh."""
         meshes, specs = self._operands.meshes, self._operands.specs
         placed: dict[int | None, Leaves] = {None: meshes.placed(leaves, specs)}
         return placed | meshes.split(placed[None], specs)
@@ -73,10 +73,12 @@ class JoinedFinish:
 
 
 class FinishByRank:
-    """The finish of ranks with ``stage_meshes``: one program for each rank.
+    """The programs that compute a step's results from the ranks' sums, with ``stage_meshes``.
+
+    There is one program for each rank.
 
     Args:
-      ranks: [S] the model of each rank.
+      ranks: [S] for each rank the facts from a trace of the model (`Traced`).
       results: the results of the step.
       compiled: the functions of the step, `StepPrograms.compiled`.
     """
@@ -100,7 +102,7 @@ class FinishByRank:
         self._reads = {rank: self._operands_read(rank, compiled) for rank in self._finish}
 
     def _lower(self, rank: int, results: Results) -> jax.stages.Lowered:
-        """Lower the finish of a rank, which computes the results that the rank holds."""
+        """Lower the finish program of a rank, which computes the results that the rank holds."""
         traced = self._ranks[rank]
         sums = traced.sums_on(rank) | {name: traced.sums[name] for name in self._of_last}
         of, specs = results.of, self._only(rank, results.specs)
@@ -118,7 +120,7 @@ class FinishByRank:
         return jax.tree.map(lambda owner, x: x if owner == rank else None, self._owners, tree)
 
     def _operands_read(self, rank: int, compiled: Mapping[Any, Any]) -> list[bool]:
-        """Tell, for each operand, whether the rank's program reads it; jit drops the others."""
+        """Tell, for each operand, whether the rank's program reads it; jit drops others."""
         given = [self._finish[rank].input_shardings[0][0]]
         for (kind, where), program in compiled.items():
             if (kind, where) == ("begin", rank):
@@ -128,7 +130,7 @@ class FinishByRank:
         return [any(x is not None for x in of) for of in zip(*given, strict=True)]
 
     def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
-        """Place the operands of each rank; operands that its programs do not read are not moved."""
+        """Place the operands of each rank; skip operands that the rank's programs do not read."""
         placed: dict[int | None, Leaves] = {}
         for rank, reads in self._reads.items():
             operands = self._ranks[rank].operands

@@ -119,7 +119,7 @@ class RankMeshes:
         return jax.tree.map(value_type, types)
 
     def value_shardings(self, rank: int, types: Tree) -> Tree:
-        """Return the shardings of these values on the devices of a rank."""
+        """Return the shardings of values between programs on the devices of a rank."""
         return self.shardings(rank, self.value_specs(types))
 
     def shardings(self, rank: int, specs: Tree) -> Tree:

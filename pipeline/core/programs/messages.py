@@ -27,7 +27,7 @@ Message = Callable[[Tree | None], Tree | None]
 def lower_message(
     ranks: Sequence[Traced], source: int, target: int, kind: str, stage: int
 ) -> Callable[[], Message]:
-    """Lower a message; a call of the result compiles it.
+    """Lower a message; return a function that compiles the message.
 
     Args:
       ranks: [S] the model of each rank.
@@ -53,7 +53,7 @@ def lower_message(
 
 
 class Copy:
-    """A message whose devices, pair by pair, are in one process; arguments of `lower_message`."""
+    """A message between devices of one process; `lower_message` explains the arguments."""
 
     def __init__(self, meshes: RankMeshes, source: int, target: int, types: Tree) -> None:
         self._shardings = meshes.value_shardings(target, types)

@@ -67,11 +67,11 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs of a step besides weights and batch.
+    """The inputs of a step in addition to weights and batch.
 
     Attributes:
       scale: the argument of `pipeline.core.step.runtime.train`.
-      ratio: share and mean of a loss whose weight depends on outputs, if the step needs them.
+      ratio: share and mean of a loss whose weight depends on outputs; needed only for such a loss.
     """
 
     scale: Any = None

@@ -48,8 +48,8 @@ class RankProgram:
       in_specs: the specs of its arguments.
       types: the types of its arguments.
       out_specs: the specs of its results.
-      results: the specs of its results between programs, which also name the compiler's axes.
-      donated: the arguments whose memory it may reuse.
+      results: the specs of the results between programs, which also name the compiler's axes.
+      donated: the arguments whose memory the results may reuse.
     """
 
     operands: Operands
@@ -74,7 +74,7 @@ class RankProgram:
 
     @functools.cached_property
     def _shared(self) -> jax.stages.Lowered | None:
-        """The function lowered once for all ranks, or None if JAX must lower it for known devices.
+        """The function lowered once for all ranks; None if JAX needs devices to lower it.
 
         JAX needs the devices if the function has callbacks. It also needs them if the function has
         no results, since then no sharding names devices.
@@ -102,7 +102,7 @@ def without_warnings_of_donation(lower: Callable[[], Any]) -> Any:
 
 
 def begin_program(traced: Traced, names: Sequence[str]) -> RankProgram:
-    """Make the program before a rank's first action: operands to (sums, factors of losses).
+    """Make the program before a rank's first action, from operands to (sums, factors of losses).
 
     Args:
       traced: the model.
@@ -129,7 +129,7 @@ def begin_program(traced: Traced, names: Sequence[str]) -> RankProgram:
 def action_program(
     traced: Traced, op: Op, stage: int, names: Sequence[str], work: Work
 ) -> RankProgram:
-    """Make the program of an action; equal stages share it.
+    """Make the program of an action; equal stages share the program.
 
     It maps ``(sums, values, microbatch, operands, factors)`` to ``(sums, values)``. It adds to the
     sums in their memory. The values are dicts, by kind, of the values that it reads and writes.

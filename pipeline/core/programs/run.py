@@ -1,4 +1,4 @@
-"""A step of programs: compile them, and call them in the order of the event clock.
+"""A step of programs, which are compiled and then called in the order of the event clock.
 
 Letters: S ranks, K stages, M microbatches.
 """
@@ -34,16 +34,18 @@ class StepPrograms:
       options: the options of the step.
       weights: the pipeline's state, or its types.
       batch: the batch, or its types.
-      given: the other inputs of the step, or their types.
+      given: the inputs of the step in addition to weights and batch, or their types.
       results: the results of the step.
 
     Attributes:
       schedule: the orders of ranks.
-      ranks: [S] the model of each rank; ranks with equal meshes share one.
+      ranks: [S] for each rank the facts from a trace of the model; ranks with equal meshes share
+        them.
       order: the calls of this process, in order.
       compiled: the functions to call, by ("begin", rank), by (kind of action, stage), and for
         messages by (kind of value, stage that reads the value).
-      ratio: a step of forward actions to run before this step, if it needs the share of its loss.
+      ratio: the step of forward actions that runs before this step to compute the share of its
+        loss; None if the step needs no share.
     """
 
     def __init__(

@@ -46,11 +46,11 @@ class StageTypes:
     Attributes:
       operand: the stage's input, and the gradient for the input.
       gradient: the stage's output, and the gradient for the output.
-      stash: the values that F keeps for its backward, without the input.
+      stash: the values that F keeps for the stage's backward, without the input.
       crossing: the values from I to W.
-      actions: the kinds of actions that compute anything.
-      sends: whether its backward sends a gradient to the previous stage.
-      representative: the first stage with equal programs.
+      actions: the kinds of the stage's actions that compute anything.
+      sends: whether the stage's backward sends a gradient to the previous stage.
+      representative: the first stage whose programs equal this stage's programs.
     """
 
     operand: Tree
@@ -73,7 +73,7 @@ class Traced:
       sums: the types of all sums of a rank, and of declared state, by name.
       stages_of_sums: with ``stage_meshes`` the result of `OpenStep.stages_of_sums`; else empty.
       is_narrow: whether the model computes in floats in which gradients may vanish or overflow.
-      needs_ratio: whether `StepInputs.ratio` is needed, and was missing.
+      needs_ratio: whether the step needs `StepInputs.ratio` and got none.
       stages: [K] the types of each stage's values.
       unsplit: parts of backwards that could not be split.
     """
@@ -114,7 +114,7 @@ class Traced:
         return self.inspected.on(dataclasses.replace(rank, loss=loss))
 
     def opened(self, weights: Weights, batch: Batch, factors: Mapping[str, Any]) -> OpenStep:
-        """Open the step on a rank's arrays, in another trace, with these values of `factors`."""
+        """Open the step on a rank's arrays, in another trace; ``factors``: array factors."""
         loss = dataclasses.replace(self.inspected.rank.loss, **factors)
         return OpenStep(self.options, self.on_rank(weights, batch, loss))
 
@@ -144,7 +144,9 @@ class OpenStep:
             self.refs[f"state{n}"] = [ref]
 
     def stages_of_sums(self) -> dict[str, int]:
-        """Map each sum that only one rank has to a stage of this rank; each stage is one chunk.
+        """Map each sum that only one rank computes to a stage on that rank.
+
+        There is one chunk per stage here.
 
         Every rank contributes to the sums that are not listed.
         """
@@ -276,7 +278,7 @@ def first_loss(options: StepOptions, given: StepInputs) -> LossScale:
 def whole_loss(
     options: StepOptions, inspected: Inspected, given: StepInputs
 ) -> tuple[LossScale, bool]:
-    """Compute all factors of losses; also tell whether the step needs a ratio that is missing."""
+    """Compute all factors of losses; tell whether the step needs a ratio that it lacks."""
     missing = []
 
     def ratio(*_: Any) -> Any:

@@ -135,7 +135,7 @@ loss = custom_vjp(_loss, _loss_forward, _loss_backward, nondiff_argnums=(0, 1, 2
 
 
 def _outputs(plan: Plan, model: Model, before: Before, weights: Weights, batch: Batch) -> Tree:
-    """Compute [N, ...] outputs, differentiable in params and inputs; and declared state.
+    """Compute [N, ...] outputs, differentiable in params and inputs, and declared state.
 
     `_loss` explains the arguments.
     """

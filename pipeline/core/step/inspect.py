@@ -104,7 +104,8 @@ def inspect(
       reaches: whether embed receives a gradient.
 
     Raises:
-      ValueError: a head that all ranks share adds losses, or an embed without a gradient does.
+      ValueError: losses are added by a head that all ranks share, or by an embed without a
+        gradient.
     """
     # Each trace needs the facts of the earlier ones: types of activations, then the casts in the
     # bodies of stages, then head and loss on the last activation, then state.

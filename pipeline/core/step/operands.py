@@ -55,8 +55,8 @@ def make_operands(
       extras: None, or a dict of trees with leaves [N, ...].
       loss_for: the name of the method that needs a loss, "" if none is needed.
       wrt: a filter of the trained parameters.
-      has_aux: the field of `Model`.
-      weighed: the field of `Model`.
+      has_aux: the value of `Model.has_aux`.
+      weighed: the value of `Model.weighed`.
       num_microbatches: M if the run does not use the schedule and its M; else None.
       axes: the roles of mesh axes; by default the roles in the plan.
 

@@ -94,7 +94,7 @@ def _dealt(plan: Plan, batch: Batch) -> Batch:
 
 
 def in_order(plan: Plan, leaf: Any, spec: P | None, *, back: bool = False) -> Any:
-    """Order dim 1 of a leaf like `_dealt`, if its spec splits it; with ``back``, undo the order."""
+    """Order dim 1 of a leaf like `_dealt`, if ``spec`` splits dim 1; ``back`` undoes the order."""
     ranks = plan.axes.size(axes_in(spec[1])) if spec is not None and len(spec) > 1 else 1
     if plan.schedule.num_slices == 1 or ranks == 1:
         return leaf
@@ -139,7 +139,7 @@ def make_rank(
     batch: Batch,
     num_microbatches: int | None = None,
 ) -> Rank:
-    """Make the `Rank` from its shards, within the shard_map.
+    """Make the `Rank` from the rank's shards, within the shard_map.
 
     With ``num_microbatches`` the run does not use the schedule, and sequences are whole.
     """

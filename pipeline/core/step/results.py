@@ -129,7 +129,7 @@ def loss_and_metrics(
 
 
 def step_loss(sums: StepSums, totals: Totals, scale: LossScale, *, normalise: bool) -> jax.Array:
-    """Compute the loss without added losses; divide the gradients if their weight was unknown.
+    """Compute the loss without added losses; divide gradients if the loss's weight was unknown.
 
     Args:
       sums: the sums of this rank.

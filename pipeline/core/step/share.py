@@ -49,11 +49,12 @@ def find_share(
       plan: the options of the pipeline.
       traced: the rank, with the caller's scale of its losses.
       normalise: whether to compute gradients of the step's loss; else gradients of a sum.
-      run_forwards: computes share and loss if they depend on outputs; `of_outputs` by default.
+      run_forwards: a function that computes share and loss if they depend on outputs; `of_outputs`
+        by default.
 
     Raises:
-      ValueError: the step will be added to other steps, and its gradient needs the loss of all of
-        them; or the step needs its loss before it runs, and writes state.
+      ValueError: the step will be added to other steps, and its gradient needs the loss of all
+        these steps; or the step needs its loss before it runs, and writes state.
     """
     scale = traced.rank.loss
     share, mean = _share_and_mean(plan, traced, run_forwards or of_outputs)
@@ -122,7 +123,7 @@ def share_of(sums: StepSums, plan: Plan) -> tuple[jax.Array, jax.Array]:
 
 
 def _check_that_it_is_all(model: Model) -> None:
-    """Raise ValueError if this step is added to others: d(S / W) needs the S / W of all of them."""
+    """Raise ValueError if this step is added to other steps: d(S / W) needs S / W of all steps."""
     if model.weighed:
         raise ValueError(
             "weighed=True (of value_and_grad, or of a Step with accumulate=) with a loss (sum, "

@@ -28,16 +28,18 @@ class Calibration:
     """Measured durations of a pipeline's actions; `Pipeline(costs=)` takes it.
 
     Attributes:
-      costs: seconds, per stage; B has its own cost, and ``comm`` is the cost of an exchange.
-      spread: for each of f, b, i and w, the [K] median distances of a round's time from the median,
-        in seconds; for "comm", one such distance.
+      costs: seconds of F, B, I and W of each stage, and of an exchange (``comm``); B is measured
+        itself, not computed as I + W.
+      spread: the median absolute deviation of a time over the rounds, in seconds: for "f", "b", "i"
+        and "w" one number for each of K stages, for "comm" one number.
       overhead: seconds of a step of one rank that belong to no action: allocating and clearing
         memory, slots that run nothing, dispatch.
       model: the signature of the measured model.
-      microbatch: the input of a microbatch on one data shard.
+      microbatch: the input of a microbatch on one data shard, as text.
       rounds: how often each step was timed.
       repeats: how often each action ran in a step.
-      hardware: "device", the kind; "platform"; "devices", how many ran; "cpus" of the host.
+      hardware: "device", the kind of device; "platform"; "devices", how many of them ran; "cpus",
+        the number of the host's cores.
       versions: the versions of jax, jaxlib, python and shardpipe.
     """
 
@@ -77,7 +79,7 @@ class Calibration:
         """Read a calibration written by `to_json`.
 
         Raises:
-          ScheduleError: a missing file, or a file without a calibration.
+          ScheduleError: the file is missing, or it is a file without a calibration.
         """
         record = read_object(path)
         try:
@@ -112,10 +114,10 @@ class Calibration:
         return "\n".join(lines)
 
     def costs_for(self, model: ModelSignature) -> tuple[Costs, str]:
-        """Return the costs for a pipeline of a model, and their origin in words.
+        """Return the costs for a pipeline of a model, and the origin of the costs in words.
 
         Raises:
-          ScheduleError: the calibration is of another model.
+          ScheduleError: the calibration belongs to another model.
         """
         had = self.model
         if len(had.stages) != len(model.stages):

@@ -53,14 +53,14 @@ class Timed:
 
 
 class Took(NamedTuple):
-    """Seconds of an action: the median over rounds, and the median distance from it."""
+    """Seconds of an action: the median over rounds, and the median distance from this median."""
 
     median: float
     spread: float
 
 
 def spread_of(times: Sequence[float]) -> Took:
-    """Return the median of times, and their median distance from it."""
+    """Return the median of times, and the median distance of the times from this median."""
     median = statistics.median(times)
     return Took(median, statistics.median(abs(t - median) for t in times))
 
@@ -70,8 +70,8 @@ def conclude(
 ) -> dict[Key, Took]:
     """Compute the time of each action when a rank runs its actions in turn.
 
-    The times of single actions give their ratios. The rank's turns give the scale: all times are
-    multiplied by the sum of all ranks' turns, divided by the sum of their single actions.
+    The times of single actions give the ratios between actions. The turns of ranks give the scale:
+    all times are multiplied by the sum of all turns, divided by the sum of the single actions.
 
     Args:
       timed: the times of a program with whole backwards, and perhaps of one with halves.
@@ -114,7 +114,7 @@ def slices_of(one: Timed, parts: Sequence[Sequence[float]]) -> tuple[float, ...]
     """Compute [N] seconds that each slice of a microbatch takes, for ``Costs(slices=)``.
 
     Args:
-      one: times of a program with slices; only those of its first microbatch are read.
+      one: times of a program with slices; only the times of the first microbatch are read.
       parts: [N] times of steps that add one slice of the other microbatches to the first
         microbatch.
 

@@ -35,20 +35,20 @@ OTHERS = 0.1  # the most cores that other programs may keep busy without a note
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Times of a training step, in seconds, and where they go.
+    """Times of a training step, in seconds, divided into work, waiting and the rest.
 
     Attributes:
-      step: median of the steps.
-      ideal: median work of the busiest rank.
+      step: the median time of a step.
+      ideal: the median work of the busiest rank.
       efficiency: ideal / step.
       bubble: the part of the step in which the busiest rank waits, by the clock.
       rest: the part of the step that is neither work nor waiting.
-      steps: [n] each step.
+      steps: [n] the time of each step.
       works: [n] each measurement of the busiest rank's work.
       rank: the busiest rank.
       clock: the clock that predicts the bubble, "event" or "lockstep".
       costs: measured durations of actions, for `schedules.simulate`.
-      notes: circumstances that spoil the numbers.
+      notes: circumstances that make the numbers unreliable.
     """
 
     step: float
@@ -153,7 +153,7 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
 
 
 def _in_turn(timed: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
-    """Time programs in turn, ``rounds`` times each, after a run of each that compiles it."""
+    """Time programs in turn, ``rounds`` times each; first run each program once to compile it."""
     for run in timed:
         seconds(run)
     times = [[seconds(run) for run in timed] for _ in range(rounds)]
@@ -193,7 +193,7 @@ def _busy_elsewhere() -> float:
 
 
 def _notes(plan: Plan, timed: Mapping[str, Sequence[float]], others: float) -> list[str]:
-    """List the circumstances that spoil the numbers.
+    """List the circumstances that make the numbers unreliable.
 
     Args:
       plan: the options of the pipeline.

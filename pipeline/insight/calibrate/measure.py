@@ -5,9 +5,9 @@ differs from the others. Its program runs like that of any pipeline. It is timed
 microbatch alone, with one kind of action of one stage for all microbatches, and with all actions of
 a rank's stages in turn.
 
-The time of an action is what it adds to the first microbatch's step. Actions of a rank take longer
-in turn than alone: an action that runs alone finds its weights in a cache, which the next stage
-would have filled.
+The time of an action is the time that it adds to the first microbatch's step. Actions of a rank
+take longer in turn than alone: an action that runs alone finds its weights in a cache, which the
+next stage would have filled.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def calibrate(
 ) -> Calibration:
     """Measure the actions of a pipeline of arrays, whose class is ``make``.
 
-    ``message()`` returns the bytes of a message between its stages. Other arguments are those of
-    `pipeline.Pipeline.calibrate`.
+    ``message()`` returns the bytes of a message between the pipeline's stages. Other arguments are
+    those of `pipeline.Pipeline.calibrate`.
 
     Raises:
       ValueError: arguments that do not fit, or a pipeline whose actions cannot be timed one by one.
@@ -94,7 +94,7 @@ def calibrate(
 class Calibrator:
     """A calibration, round by round, for callers that do other work between rounds.
 
-    Args are those of `calibrate`, and
+    The arguments are those of `calibrate`, and these:
 
     * in_flight: number of microbatches in flight; by default as in the pipeline, at most
       `MOST_IN_FLIGHT`.
@@ -231,7 +231,7 @@ def seconds(step: Callable[[], Any]) -> float:
 
 
 def _weighted(one: Timed, chain: Chain) -> Timed:
-    """Extend the times to stages that were not timed because they equal timed ones."""
+    """Extend the times to stages that were not timed, because they equal timed stages."""
     twins = [(n, chain.kinds.index(kind)) for n, kind in enumerate(chain.kinds)]
     of = {(n, kind): one.of[m, kind] for n, m in twins for j, kind in one.of if j == m}
     return Timed(one.first, one.turns, of, one.repeats)

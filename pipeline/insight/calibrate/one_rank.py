@@ -35,7 +35,7 @@ class Chain:
     """Stages to time, in order, on one rank: the first of each run of equal stages.
 
     Attributes:
-      stages: their indices in the model, ascending.
+      stages: the indices of these stages in the model, ascending.
       kinds: the kind of each of these stages; of equal stages, only the first is timed.
       kind_of: [K] the kind of every stage of the model.
       idle: kinds of stages whose backward computes nothing.
@@ -143,8 +143,9 @@ def timetable(
 ) -> Schedule:
     """Schedule one rank: forwards through all stages, backwards ``in_flight`` microbatches later.
 
-    W actions are as far behind I actions. So the values that an action reads were written as long
-    ago as in a real step, and are in no cache. Slices of a microbatch follow each other.
+    W actions run as many microbatches after their I actions. So the values that an action reads
+    were written as long ago as in a real step, and are in no cache. Slices of a microbatch follow
+    each other.
     """
     there = range(num_stages)
     order: list[str] = []
@@ -185,7 +186,7 @@ def entries(
 
 
 def first_and(program: Program, runs: Runs | None = None, part: int | None = None) -> Runs:
-    """Mark all entries of the first microbatch, and ``runs``, or only one slice of ``runs``."""
+    """Mark all entries of the first microbatch, and those of ``runs`` or of a slice of it."""
     N = program.schedule.num_slices
     first = (program.microbatch < N) & (program.op > 0)  # a microbatch has N units
     if runs is None:
@@ -194,7 +195,7 @@ def first_and(program: Program, runs: Runs | None = None, part: int | None = Non
 
 
 def operands_of(pipe: Any, inputs: Tree, targets: Tree, extras: Any = None) -> Operands:
-    """Collect the kernel's arguments of a training step, besides its plan."""
+    """Collect the kernel's arguments of a training step, except its plan."""
     plan, state = pipe.plan, (pipe.chunks, pipe.ends)
     options: dict[str, Any] = {"wrt": plan.wrt, "has_aux": None}
     found = make_operands(plan, *state, inputs, targets, extras, "calibrate", **options)

@@ -22,7 +22,8 @@ class ModelSignature:
     """A short description of the facts of a model that determine its time.
 
     Attributes:
-      stages: [K] for each stage: its class, its number of parameters, and a hash of their shapes.
+      stages: [K] for each stage: its class, its number of parameters, and a hash of the parameters'
+        shapes.
       embed, head: the same facts about embed and head, or "none".
       remat, compute_dtype: the options of the pipeline.
     """

@@ -1,4 +1,4 @@
 """Predictions of a step from types: memory, messages and costs; and their text.
 
-It reads what the kernel traces; the kernel does not call it.
+This package reads the traces of the kernel; the kernel does not call this package.
 """

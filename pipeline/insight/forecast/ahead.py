@@ -70,7 +70,8 @@ def check_optimizer(pipe: Any, optimizer: Any) -> None:
     """Check that an optimizer can update a pipeline.
 
     Raises:
-      ValueError: it is no `nnx.Optimizer`, or its parameters are not those of the pipeline.
+      ValueError: the optimizer is no `nnx.Optimizer`, or its parameters are not the pipeline's
+        parameters.
     """
     if not isinstance(optimizer, nnx.Optimizer):
         raise ValueError(

@@ -33,15 +33,15 @@ _NAMES = {"operand": "message", "gradient": "message"}  # other kinds keep their
 
 @dataclass
 class RankBytes:
-    """Bytes of a rank, on each of its devices.
+    """Bytes of a rank, on each device of the rank.
 
     Attributes:
-      weights: arguments: the rank's parameters and all other state.
-      batch: arguments: inputs, targets and extras of the data shard.
+      weights: bytes of arguments: the rank's parameters and all other state.
+      batch: bytes of arguments: inputs, targets and extras of the data shard.
       sums: arrays that actions add to: gradients, loss, results.
       values: the most bytes of values that the rank holds between two actions.
       counts: the number of values of each kind at that time.
-      sent: the messages that it sends in a step.
+      sent: the messages that the rank sends in a step.
       compiled: the largest total while an action runs; None if this process has not compiled it.
     """
 
@@ -166,7 +166,7 @@ def describe_ranks(
     Args:
       pipe: the pipeline.
       operands: model, weights and batch of a step.
-      optimizer: its `nnx.Optimizer`, or None.
+      optimizer: the pipeline's `nnx.Optimizer`, or None.
       compiled: whether to compile the programs and add the bytes that the compiler reports.
 
     Raises:

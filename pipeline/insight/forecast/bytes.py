@@ -54,10 +54,10 @@ class MemoryPrediction:
     """Bytes of a step on each device.
 
     Attributes:
-      weights: arguments: parameters and all other state of the stages and ends.
-      batch: arguments: inputs, targets and extras of the data shard.
-      returned: results: the loss and the gradients, in the weights' dtype. Gradients are summed in
-        these results if the dtype has 4 bytes, as sums have.
+      weights: bytes of arguments: parameters and all other state of the stages and ends.
+      batch: bytes of arguments: inputs, targets and extras of the data shard.
+      returned: bytes of results: the loss and the gradients, in the weights' dtype. Gradients are
+        summed in these results if the dtype has 4 bytes, as sums have.
       totals: sums of gradients that are not summed in the results.
       messages: activations and their gradients on a rank. There is one buffer more than the
         timetable needs: messages that are not read are written to it.
@@ -73,8 +73,8 @@ class MemoryPrediction:
         chunk by chunk.
       host_stashes: stashes in host memory, which count in no sum of device bytes.
       host_crossings: crossings in host memory, which count in no sum of device bytes.
-      lent: results that are written at the end of the step; until then their memory holds any
-        temporaries but stashes.
+      lent: results that are written at the end of the step; until then the memory of these results
+        holds any temporaries except stashes.
     """
 
     weights: int
@@ -163,7 +163,8 @@ def predict(
       weights: [S, ...] leaves of chunks, and leaves of the ends; arrays or their types.
       batch: [N, ...] leaves; arrays or their types.
       want_inputs: whether gradients for the inputs are wanted.
-      used: whether the same program uses the gradients: they are then temporaries, not results.
+      used: whether the step's program also uses the gradients, which are then temporaries, not
+        results.
     """
     traced = runtime.train.trace(plan, model, weights, batch, want_inputs=want_inputs)
     body, compiler = find_shard_map(traced.jaxpr.jaxpr), compiler_of(plan.mesh)
@@ -224,7 +225,7 @@ def _on_host(made: Iterable[Any]) -> dict[str, PlaceBytes]:
 
 
 def compiler_of(mesh: Mesh) -> Compiler:
-    """Model of the compiler for a mesh's devices; CPU's for unknown platforms."""
+    """Return the model of the compiler for a mesh's devices; CPU's for unknown platforms."""
     lone = frozenset(str(axis) for axis, size in mesh.shape.items() if size == 1)
     # Described GPUs have the name of their runtime as platform, real GPUs do not.
     kinds = {
@@ -238,9 +239,9 @@ def compiler_of(mesh: Mesh) -> Compiler:
 def _name(eqn: Any) -> str:
     """Name the use of a ref, by the name scope of its creation.
 
-    The name scope is the only mark that JAX carries from the Python code that makes a ref to its
-    equation. The ref that Python holds during a trace cannot be found again among the variables of
-    the jaxpr.
+    The name scope is the only information that JAX carries from the Python code that makes a ref to
+    its equation. The ref that Python holds during a trace cannot be found again among the variables
+    of the jaxpr.
     """
     scopes: Iterable[str] = str(eqn.source_info.name_stack).split("/")
     return next((scope for scope in scopes if scope in NAMES), "totals")

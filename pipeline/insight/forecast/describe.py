@@ -59,7 +59,7 @@ def summary(pipe: Any) -> dict[str, str]:
 
 
 def _short(value: Any) -> str:
-    """Describe a value in a few words; a function, module or long value by its name or type."""
+    """Describe a value in a few words: functions, modules and long values by name or type."""
     name: str = getattr(value, "__name__", type(value).__name__)
     if isinstance(value, nnx.Module) or hasattr(value, "__name__"):
         return name
@@ -125,7 +125,7 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
 
 
 def _costs(plan: Plan) -> str:
-    """Say which costs a bubble is predicted with."""
+    """Describe the costs with which a bubble is predicted."""
     if plan.costs is not None:
         return plan.costs_from
     return "F = I = W" + " and F again in each backward" * (plan.remat == "stage")
@@ -168,7 +168,7 @@ def _unlike(chunks: Sequence[Any]) -> list[str]:
 
 
 def _sharded(plan: Plan) -> list[str]:
-    """Describe the split of a batch, the arrays sharded over it, and the compiler's axes."""
+    """Describe the axes that split a batch, the sharded arrays, and the compiler's axes."""
     axes = plan.axes
     once = "once a step" if plan.engine == "scan" else "in every action"
     often = {"step": once, "action": "in every action", "repeat": _repeats(plan)}
@@ -188,7 +188,7 @@ def _sharded(plan: Plan) -> list[str]:
 
 
 def _repeats(plan: Plan) -> str:
-    """Describe how often weights are gathered on arrival at a chunk, and their windows."""
+    """Describe how often weights are gathered with ``gather="repeat"``, and their windows."""
     program = plan.training
     if program.windows is None:
         return "chunk by chunk"

@@ -1,8 +1,7 @@
 """A graph of a jaxpr's values: held in memory, or fused into the equations that read them.
 
 Calls are inlined. A result is held, in memory of its own, unless the equation that reads it
-computes its operands itself. Then the values that the result is computed from must be in memory
-instead.
+computes it too. Then the values from which the result is computed must be in memory instead.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ class FusionValue:
     """A value that is held in memory, or computed where it is read.
 
     Attributes:
-      size: bytes, if it is held.
-      held: whether it has memory of its own.
-      sources: the held values that it is computed from; itself if it is held.
+      size: bytes of the value, if it is held.
+      held: whether the value has memory of its own.
+      sources: the held values from which the value is computed; the value itself if it is held.
     """
 
     size: int
@@ -71,13 +70,13 @@ class Node:
 
     Attributes:
       eqn: the equation.
-      operands: its operands, None for literals.
-      reads: its operands without the literals.
-      makes: its results.
-      fuses: whether it computes its operands itself.
-      given: operands that its results may overwrite, if no other node reads them.
-      loop: whether it has a body that can reuse the memory of its operands.
-      inner: the bytes that its body holds, without its results.
+      operands: the equation's operands, None for literals.
+      reads: the equation's operands without the literals.
+      makes: the equation's results.
+      fuses: whether the equation computes its operands itself.
+      given: operands that the results may overwrite, if no other node reads them.
+      loop: whether the equation has a body that can reuse the memory of the operands.
+      inner: the bytes that the equation's body holds, without the results.
     """
 
     eqn: Any
@@ -123,7 +122,7 @@ class FusionFlow:
     """A builder of the graph, which reads jaxprs.
 
     Args:
-      enter: called for an equation with a body, with its node and its operands.
+      enter: a function that is called with the node and the operands of an equation with a body.
       compiler: the model of the compiler.
 
     Attributes:

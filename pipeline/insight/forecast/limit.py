@@ -1,4 +1,4 @@
-"""The warning of a step too large for a device, before it is compiled, with the best option.
+"""A warning before compilation of a step too large for a device, with the best option.
 
 Letters: M microbatches. No rule says which option helps. So the memory of each option that gives
 the same gradients is predicted too (`pipeline.insight.forecast.bytes`), one at a time.

@@ -10,8 +10,8 @@ It models a compiler that fuses well and chooses a good order (`pipeline.insight
   in place.
 
 The TPU compiler fuses further (`pipeline.insight.forecast.fusion.Compiler`). In an MLP layer it
-holds only the first product's result. XLA for CPU also holds values that follow from it: values
-within the activation function and the operand of the second product.
+holds only the first product's result. XLA for CPU also holds values computed from this result:
+values within the activation function and the operand of the second product.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class Walk:
       owned: indices of inputs whose memory is the body's own; other inputs cost nothing here.
       picked: indices of inputs that are parts of larger arrays, computed where they are read.
       written: indices of outputs that are written into larger arrays.
-      returned: whether its outputs are those of the program, which have memory elsewhere. A ref
-        whose final value is such an output, with as many bytes, has memory elsewhere too.
+      returned: whether the body's outputs are the outputs of the program, whose memory is counted
+        elsewhere. If such an output is the final value of a ref of equal size, the ref's memory is
+        counted elsewhere too.
       compiler: the model of the compiler.
 
     Attributes:
@@ -133,7 +134,7 @@ class Walk:
             value.size = 0
 
     def _choose(self, outs: Iterable[FusionValue]) -> None:
-        """Decide which values are held, and which held values the others are computed from."""
+        """Decide which values are held, and from which held values each other value is computed."""
         readers: Counter[FusionValue] = Counter()
         whole = set(outs)
         for node in self.nodes:
@@ -224,6 +225,6 @@ def _passed(
 
 
 def find_shard_map(jaxpr: Any) -> Any:
-    """Return the body of a jaxpr's ``shard_map``, which each device runs; None without one."""
+    """Return the body of a jaxpr's ``shard_map``, which each device runs; None if it has none."""
     found = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map")
     return next((eqn.params["jaxpr"] for eqn in found), None)

@@ -71,7 +71,7 @@ def cast_once(jaxpr: Any) -> int:
 
 
 def rounded(jaxpr: Any) -> set[Any]:
-    """Find the refs made in a body that only products read, which all round them to bfloat16.
+    """Find the refs made in a body that are read only by products that round them to bfloat16.
 
     Args:
       jaxpr: the body that each device runs.
@@ -86,13 +86,13 @@ def rounded(jaxpr: Any) -> set[Any]:
 
 
 class _NarrowSearch:
-    """A walk through a body and its inner bodies that follows arrays and their parts."""
+    """A walk through a body and its inner bodies that follows arrays (*roots*) and their parts."""
 
     def __init__(self) -> None:
         self.readers: dict[Any, Readers] = defaultdict(Readers)
 
     def walk(self, jaxpr: Any, roots: Sequence[Root]) -> list[Root]:
-        """Record the readers of the roots in a body; return the root of each result."""
+        """Record the readers of the root arrays in a body; return the root of each result."""
         nothing = [None] * len(jaxpr.constvars)
         return follow(jaxpr, roots, nothing, lambda _: None, self._equation)
 
@@ -113,7 +113,7 @@ class _NarrowSearch:
         return results
 
     def _equation(self, eqn: Any, roots: list[Root]) -> list[Root]:
-        """Note an equation's use of the roots; return the results that are parts of a root."""
+        """Record an equation's use of root arrays; return the results that are parts of a root."""
         if bodies(eqn):
             return self.enter(eqn, roots)
         first, *others = roots or [None]
@@ -134,7 +134,7 @@ class _NarrowSearch:
         return [None] * len(results)
 
     def _note(self, eqn: Any, root: Root) -> None:
-        """Note an equation that computes with a root."""
+        """Record whether an equation that reads a root array rounds it to bfloat16."""
         if root is None:
             return
         if root.aval.dtype == jnp.float32 and _rounds(eqn):
@@ -144,7 +144,7 @@ class _NarrowSearch:
 
 
 def _keeps(eqn: Any, root: Root) -> bool:
-    """Tell whether an equation's result is a root, or a part of one."""
+    """Tell whether an equation's result is a root array, or a part of it."""
     what, name = traits(eqn), eqn.primitive.name
     if name == "dynamic_update_slice":  # the updated contents of a ref, to be written back
         return is_ref(root.aval)

@@ -19,10 +19,10 @@ Sets = Sequence[frozenset[FusionValue]]
 
 
 def late_order(nodes: Sequence[Node], kept: Iterable[FusionValue]) -> list[Node]:
-    """Order nodes as late as this saves memory; nodes that use one ref keep their order.
+    """Order nodes: each as late as this saves memory; nodes that use one ref keep their order.
 
     Args:
-      nodes: in the order in which they are written.
+      nodes: the nodes, in the order of the jaxpr.
       kept: values that are needed at the end.
     """
     kept = set(kept)

@@ -35,7 +35,7 @@ class StepPrediction:
 
     Attributes:
       gradients: the prediction for loss and gradients, which are used within the step.
-      optimizer: arguments: the optimizer's state on the device.
+      optimizer: bytes of arguments: the optimizer's state on the device.
       update: bytes of the update: gradients, the updates that are gathered over ``data``, and the
         state that is copied from host memory. A compiler with enough memory copies all of it at
         once.
@@ -70,10 +70,10 @@ def predict_step(
 
     Args:
       pipe: the pipeline.
-      optimizer: its `nnx.Optimizer`, of arrays or types.
-      model: as the kernel sees it.
-      weights: as the kernel sees it.
-      batch: [N, ...] leaves.
+      optimizer: the pipeline's `nnx.Optimizer`; its state may be types.
+      model: the kernel's `Model` of the pipeline.
+      weights: the kernel's `Weights`, arrays or types.
+      batch: the kernel's `Batch`, with leaves [N, ...].
     """
     mesh, update = pipe.mesh, 0
     for _, variable in nnx.to_flat_state(nnx.state(pipe, pipe.wrt)):
@@ -96,17 +96,17 @@ def predict_step(
 def share_within(
     pipe: Any, budget: Any, optimizer: Any, operands: tuple[Model, Weights, Batch]
 ) -> float | None:
-    """Find the smallest share of stashes in host memory so that the step fits; None if all fits.
+    """Find the smallest share of stashes in host memory so that a step fits; None if 0 is enough.
 
     Args:
       pipe: the pipeline; its own ``offload`` is not read.
       budget: bytes of each device.
-      optimizer: its `nnx.Optimizer`, for a step with the update; or None.
-      operands: model, weights and batch, as the kernel sees them.
+      optimizer: the pipeline's `nnx.Optimizer`, for a step with the update; or None.
+      operands: the kernel's `Model`, `Weights` and `Batch` of the pipeline.
 
     Raises:
       ValueError: the budget is no number of bytes or is too small even with all stashes in host
-        memory, or the pipeline can keep no stashes there.
+        memory, or the pipeline can keep no stashes in host memory.
     """
     if not is_size(budget):
         raise ValueError(
@@ -172,8 +172,8 @@ def describe_step(
 
     Args:
       pipe: the pipeline.
-      optimizer: its `nnx.Optimizer`, of arrays or types.
-      operands: model, weights and batch of a step; None for the last step's.
+      optimizer: the pipeline's `nnx.Optimizer`, of arrays or types.
+      operands: model, weights and batch of a step; None for the operands of the last step.
       compiled: whether to compile the step and add the bytes that the compiler reports.
 
     Raises:

@@ -44,14 +44,14 @@ PERMUTE = "collective-permute"
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that leave a rank in a step; each device of a rank sends as much.
+    """Bytes that leave a rank in a step; each device of the rank sends this number of bytes.
 
     Attributes:
       sent: [S] bytes, by the mesh axes over which devices meet and by the kind of collective.
       runs: [S] how often the collective runs, by the same keys.
       message: bytes of a message between stages.
-      read: [S] number of messages from a rank to other ranks that are read; its other messages have
-        no use.
+      read: [S] number of messages from a rank to other ranks that are read; the rank's other
+        messages have no use.
       is_least: whether a collective is in a loop with an unknown number of trips, counted as one.
     """
 
@@ -122,7 +122,7 @@ class _Walk:
         self.message, self.is_least = 0, False
 
     def read(self, jaxpr: Any, times: Counts, scope: str, *, known: bool) -> None:
-        """Read a body that each rank runs ``times`` times; ``known`` if the tables say so."""
+        """Read a body that each rank runs ``times`` times; ``known``: whether the tables say so."""
         # A value that is not read is not computed, such as the last sum of a repeated forward.
         lean, _ = live(jaxpr, keep_inputs=True)
         for eqn in lean.eqns:
@@ -177,7 +177,7 @@ class _Walk:
         self.runs[axes, kind] = self.runs.get((axes, kind), blank) + times
 
     def _sources(self, edges: Any, axes: Axes) -> Counts:
-        """Return [S] whether a rank sends; along other axes, the share of its devices that send."""
+        """Return [S] whether a rank sends; along other axes, the share of devices that send."""
         sources = [source for source, _ in edges]
         if axes == (STAGE,):
             return np.isin(np.arange(self._ranks), sources).astype(float)

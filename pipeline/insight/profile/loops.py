@@ -25,7 +25,7 @@ class Loop(NamedTuple):
 
     Attributes:
       place: the action, and its ticks.
-      body: the names of all instructions in it.
+      body: the names of all instructions in the loop.
     """
 
     place: Place

@@ -47,7 +47,7 @@ class Instruction(NamedTuple):
     Attributes:
       start: nanoseconds.
       end: nanoseconds.
-      module: the name of its program.
+      module: the name of the instruction's program.
       name: the name of the instruction.
     """
 
@@ -63,7 +63,7 @@ def events(
     """Read the events of the loops on devices.
 
     Args:
-      profile: as jax writes it.
+      profile: the profile that jax has written.
       loops: the loops of the compiled step.
       platform: "cpu", "gpu" or "tpu".
       module: the compiled step's name; events of other modules do not count.
@@ -135,9 +135,10 @@ def _of_virtual_devices(
 ) -> Iterator[Event]:
     """Yield the events of devices that share one plane; each event names its device.
 
-    A loop may return while threads still run it. The mark of its end then comes when everything
-    that follows in its thread has returned, perhaps ticks later. So the loop has ended at the
-    latest when the device begins another instruction after the last instruction of the loop's body.
+    A loop may return while threads still run it. The event of the loop's end then comes when
+    everything that follows in the thread has returned, perhaps ticks later. So the loop has ended
+    at the latest when the device begins another instruction after the last instruction of the
+    loop's body.
     """
     marks: dict[int, float] = {}
     by_device: dict[int, list[tuple[float, float, str, int]]] = defaultdict(list)

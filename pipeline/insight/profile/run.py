@@ -81,7 +81,7 @@ def check(plan: Plan, steps: int) -> None:
     """Check that a step's actions can be found in a profile of this process.
 
     Raises:
-      ValueError: they cannot be found.
+      ValueError: the actions cannot be found.
     """
     if (count := integer(steps)) is None or count < 1:
         raise ValueError(f"trace(steps={steps!r}): the number of steps to measure; give 1 or more")

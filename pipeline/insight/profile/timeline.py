@@ -52,7 +52,7 @@ def report(
       devices: [S] the devices of each rank.
       steps: the number of steps.
       pattern: the name of the step's slots.
-      partners: the field of `Report`.
+      partners: the value of `Report.partners`.
 
     Raises:
       ValueError: the events are not those of this program.
@@ -146,7 +146,7 @@ def runs_of(
 
 
 def _median(runs: Sequence[tuple[dict[Key, Interval], float]]) -> dict[Key, Interval]:
-    """Compute median times over runs, from each step's begin; an order shared by all is kept."""
+    """Compute median times over runs, from each step's begin; keep an order that all runs share."""
     middle: dict[Key, Interval] = {}
     for key in runs[0][0]:
         start, end = np.median([np.subtract(run[key], zero) for run, zero in runs], axis=0)
@@ -155,7 +155,7 @@ def _median(runs: Sequence[tuple[dict[Key, Interval], float]]) -> dict[Key, Inte
 
 
 def _together(medians: Sequence[Mapping[Key, Interval]]) -> dict[tuple[int, int, str], Interval]:
-    """Return intervals of shared work: from the last rank's begin to the first rank's end."""
+    """Return the intervals in which all ranks work: from the latest start to the earliest end."""
     found = {}
     for key in medians[0]:
         if not isinstance(key, Action):

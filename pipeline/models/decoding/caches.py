@@ -35,16 +35,17 @@ METHOD = "start_decoding"
 def start_decoding(module: Any, rows: int, length: int, dtype: Any = None) -> None:
     """Prepare a part of a model, in place, to take one token after the other.
 
-    It is set to evaluate (`nnx.Module.eval`). An `nnx.MultiHeadAttention` in it gets caches. Any
-    other module with a method ``start_decoding(rows, length)`` makes its own, variables of type
-    `nnx.Cache`.
+    The part is set to evaluate (`nnx.Module.eval`). An `nnx.MultiHeadAttention` in the part gets
+    caches. Any other module with a method ``start_decoding(rows, length)`` makes its own caches,
+    variables of type `nnx.Cache`.
 
     Args:
       module: a stage, embed or head. Prompts come several tokens at a time if all classes with such
         a method say ``prefills = True``.
-      rows: the number of sequences that it sees at once.
+      rows: the number of sequences that the part sees at once.
       length: the number of tokens of each sequence.
-      dtype: the dtype of caches of flax's attention; by default the dtype in which it computes.
+      dtype: the dtype of caches of flax's attention; by default the dtype in which the attention
+        computes.
     """
     module.eval()
     for _, part in list(nnx.iter_graph(module)):
@@ -67,7 +68,7 @@ def keeps_caches(pipe: Any) -> bool:
 def may_have_caches(pipe: Any) -> bool:
     """Tell whether `start_decoding` gives any module of the stages caches.
 
-    A cache of embed does not count: it may count positions, but holds nothing of earlier tokens.
+    A cache of embed is ignored: it may count positions, but holds nothing of earlier tokens.
     """
     return bool(_own_caches(pipe, ends=False))
 
@@ -117,11 +118,11 @@ def make_decoder(rank: Rank, cache: Any, start: Callable[[Any], None]) -> Decode
 
     Args:
       rank: the rank's model, weights and batch.
-      cache: a filter of the variables that each microbatch has separately.
-      start: prepares a module in place.
+      cache: a filter of the cache variables; each microbatch has its own.
+      start: a function that prepares a module for decoding, in place.
 
     Raises:
-      ValueError: a part makes parameters, or the filter finds no variable.
+      ValueError: ``start`` changes a part's parameters, or the filter finds no variable.
     """
     is_cache = nnx.filterlib.to_predicate(cache)
     model, weights = rank.model, rank.weights
@@ -198,7 +199,7 @@ def _stage_writes(local: LocalModel) -> Leaves:
 
 
 def _ends_writes(local: LocalModel) -> list[Leaves]:
-    """Return the types that embed and head write to the ends' declared state, in its order."""
+    """Return the types that embed and head write to the ends' declared state, in state order."""
     rank, values = local.rank, ends_values(local.rank)
     found: list[Callable[[], Outcome]] = []
     if local.model.has_embed:

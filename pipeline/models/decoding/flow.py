@@ -41,8 +41,8 @@ class Rows:
       prompts: [M, b, P] tokens.
       lengths: [M, b] lengths of prompts.
       keys: [M, b] keys to draw with, or None.
-      draw: scalars: the divisor of logits, and the share of probability that may be drawn.
-      choice: how tokens are chosen.
+      draw: two scalars, the divisor of logits and the share of probability that may be drawn.
+      choice: the rule by which tokens are chosen.
       axes: the mesh axes over which all values vary.
     """
 
@@ -75,7 +75,7 @@ class Rows:
         Args:
           logits: [b, N] logits of that position; or [b, n] of this rank's words, if ranks share the
             words.
-          microbatch: its index.
+          microbatch: the index of the microbatch.
           position: the position of the token that was fed.
           words: N if ranks share the words.
           axes: the mesh axes of the ranks that share the words; none if each rank has all words.
@@ -101,7 +101,7 @@ class Rows:
         return jnp.where(is_new, new, jnp.take(prompts, place, axis=1))
 
     def all_done(self, rank: int | None) -> jax.Array:
-        """Tell whether all rows of all shards have ended, by one rank's record; None: by all."""
+        """Tell whether all rows of all shards have ended, by the record of ``rank``, or of all."""
         left = jnp.sum(~self.done[...]).astype(jnp.int32)
         if rank is not None:
             left = jnp.where(jax.lax.axis_index(STAGE) == rank, left, 0)
@@ -114,8 +114,8 @@ class Kind:
 
     Attributes:
       local: a rank's model with such a stage, for calls of one width.
-      chunk: their chunk.
-      ranks: their ranks.
+      chunk: the chunk of these stages.
+      ranks: the ranks of these stages.
     """
 
     local: LocalModel

@@ -85,7 +85,7 @@ def generate(
       temperature: the divisor of logits before a draw.
       top_k: the number of likeliest words that may be drawn; 0 for all.
       top_p: among these, only the fewest likeliest words whose probabilities, at this temperature,
-        add up to top_p may be drawn; None for all.
+        add up to top_p may be drawn; None for all words.
       stop: a token that ends a row, or several such tokens. The call ends when all rows have ended.
       pad: the token of positions after the end of a row.
       prefill: the number of tokens of every prompt to feed in one call, if stages take several at a
@@ -95,7 +95,7 @@ def generate(
       num_microbatches: M; by default S, or fewer with fewer rows.
       start: ``start(module, rows, length)`` prepares a copy of a stage, embed or head in place; by
         default `start_decoding`.
-      cache: a filter of the variables that each microbatch has separately.
+      cache: a filter of the cache variables; each microbatch has its own.
 
     Raises:
       ValueError: arguments that do not fit, or a pipeline that cannot decode; the message says why.
@@ -234,7 +234,7 @@ def _prefilled(
 
 
 def _with_cache_types(rank: Rank, inputs: Tree) -> Rank:
-    """Make caches vary over the same mesh axes as the values written to them.
+    """Make caches vary over all mesh axes over which the values written to them vary.
 
     On a mesh with ``tensor`` a rank writes keys and values of its own heads to caches that begin as
     equal zeros everywhere. The types in the kernel differ: they say which values vary. One cache

@@ -23,10 +23,11 @@ ROUNDING = 1e-3  # largest difference of a token's values, relative to the large
 def check_embed(pipe: Any, tokens: Any, max_new_tokens: int) -> None:
     """Refuse an embed that adds positions but does not count the positions seen.
 
-    While text is generated, embed gets one token at a time, and takes it for the first of a text.
+    While text is generated, embed gets one token at a time, and treats it as the first token of a
+    text.
 
-    On a mesh with further axes nothing is checked: an embed may name them, and only the kernel has
-    them.
+    On a mesh with further axes nothing is checked: an embed may name these axes, and only the
+    kernel has them.
 
     Args:
       pipe: the pipeline.
@@ -69,7 +70,7 @@ def check_embed(pipe: Any, tokens: Any, max_new_tokens: int) -> None:
 
 
 def _is_unknown(embed: Any) -> bool:
-    """Tell whether an embed may add positions: of unknown type, it does not count them."""
+    """Tell whether an embed may add positions: its type is unknown, and it does not count them."""
     if embed is None or isinstance(embed, SplitEmbedding):
         return False
     if not isinstance(embed, nnx.Module):

@@ -38,7 +38,7 @@ def recompute(
       lengths: [N] the lengths of the prompts.
       keys: [N] keys to draw with, or None.
       draw: temperature and top_p.
-      choice: how tokens are chosen.
+      choice: the rule by which tokens are chosen.
       num_microbatches: M.
 
     Raises:

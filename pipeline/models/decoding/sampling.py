@@ -24,7 +24,8 @@ class Choice:
       max_new_tokens: the largest number of new tokens in a row.
       top_k: the number of words that may be drawn, 0 for all.
       nucleus: whether only the likeliest words, up to a share of the probability, may be drawn.
-      stop: tokens that end a row; pad: the token of positions after the end.
+      stop: tokens that end a row.
+      pad: the token of positions after the end.
       words: the head's number of words (its attribute ``words``); None without this attribute.
     """
 
@@ -46,7 +47,7 @@ class _Own(NamedTuple):
     """A rank's part of the words that ranks share.
 
     Attributes:
-      first: its first word.
+      first: the rank's first word.
       words: the number of words on all ranks.
       axes: the mesh axes of these ranks.
     """
@@ -80,7 +81,7 @@ def sample(
       temperature: the divisor of logits.
       top_k: the number of likeliest words that may be drawn; 0 for all.
       top_p: among these, only the fewest likeliest words whose probabilities, at this temperature,
-        add up to top_p may be drawn; None for all.
+        add up to top_p may be drawn; None for all words.
     """
     keys = None if key is None else key[None]
     choice = Choice(1, top_k, top_p is not None)
@@ -123,7 +124,7 @@ def _best(
     choice: Choice,
     own: _Own | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return [b] the largest number among [b, n] columns, and its word; the first of equals."""
+    """Return [b] the largest of [b, n] numbers, and its word; of equal numbers the first."""
     z, each = logits.astype(jnp.float32), logits.shape[-1]
     if keys is not None:
         if choice.top_k:

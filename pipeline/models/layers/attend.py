@@ -50,11 +50,10 @@ def attend_slice(
       sinks: `[k·g]`, an extra score of each head without a key or value; only by the formula.
       options: ``window``, ``softcap``, ``query_chunk`` and ``implementation`` as in
         `AttentionOptions`; ``scale``, the factor of scores, by default c ** -0.5; ``context``, a
-        `Context`. Its way decides how a slice's keys and values are kept: whole ("allgather"), for
-        a part of the heads ("ulysses") or for a part of the positions ("ring"). Slices take the
-        formula; on a TPU, slices of given lengths take the kernel.
+        `Context`. The `way` of the context decides how a slice's keys and values are kept: whole
+        ("allgather"), for a part of the heads ("ulysses") or for a part of the positions ("ring").
+        Slices take the formula; on a TPU, slices of given lengths take the kernel.
 
-    Returns:
     Returns:
       `[b, t, k·g, w]`, and this slice's keys, values and segments, which later slices read; `()`
       for a whole sequence.
@@ -110,9 +109,12 @@ class _Call:
 
     Attributes:
       rule: the options.
-      q, own, segments, sinks: queries; keys, values and segments of the slice, by name; segments of
-        the queries; sinks of the heads.
-      part, earlier: the place of the slice, and `own` of earlier slices.
+      q: queries.
+      own: keys, values and segments of the slice, by name.
+      segments: segments of the queries.
+      sinks: sinks of the heads.
+      part: the place of the slice.
+      earlier: the values of `own` of earlier slices.
       places: places of the queries in the sequence; None if they are all positions, in order.
     """
 
@@ -418,7 +420,7 @@ def check_segments(segments: Any, q: jax.Array) -> None:
 
 
 def check_context(context: Context) -> None:
-    """Refuse attention to whole sequences if positions are split over the usual axis.
+    """Refuse attention to whole sequences if positions are split over the axis "context".
 
     Raises:
       ValueError: positions are split.

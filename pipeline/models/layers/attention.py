@@ -39,7 +39,7 @@ class FusedQKV(nnx.Module):
       num_heads: k·g.
       num_kv_heads: k.
       head_dim: c.
-      rngs: has a stream ``params``.
+      rngs: random streams, with a stream ``params``.
       bias, axis, sequence_parallel, init, dtype: the options of `ColumnLinear`.
 
     Raises:
@@ -93,7 +93,8 @@ class AttentionOptions:
       theta, scaling: options of the rotary positions (`rotary`).
       axis: the mesh axis of the group.
       sequence_parallel: whether input and output are this rank's part of the sequence.
-      init: the initializer of the fused weight; init_out: that of the output weight.
+      init: the initializer of the fused weight.
+      init_out: the initializer of the output weight.
       dtype: the dtype of the parameters.
       implementation: None takes the platform's kernel if it supports the call
         (`models.layers.kernels`): splash attention on TPUs, cuDNN's on NVIDIA GPUs. Otherwise it
@@ -105,14 +106,15 @@ class AttentionOptions:
         `[b, k·g / R, query_chunk, t]`, are computed at a time, and again in the backward. None
         takes the number of queries with 2^20 scores of a head, all of 1,024 positions. With
         ``query_chunk`` = t all scores are computed once and kept for the backward.
-      window: the number of positions that a query reads, including its own; None for all.
-      softcap: a cap s of the scores, which become s·tanh(score / s); None for none.
+      window: the number of positions that a query reads, including its own; None for all positions.
+      softcap: a cap s of the scores, which become s·tanh(score / s); None for no cap.
       context_axis: a mesh axis over which the positions of a sequence are split, usually
         "context"; on a mesh without it sequences are whole.
       context: the exchange of keys and values between ranks of that axis. "allgather": every rank
         gathers all keys and values. "ulysses": ranks exchange heads for positions and read whole
         sequences, with any kernel; the axis size must divide the heads of queries. "ring": keys and
-        values go from rank to rank, and a rank holds those of one other rank at a time.
+        values go from rank to rank, and a rank holds the keys and values of one other rank at a
+        time.
       context_order: "contiguous"; or "zigzag" for batches that `pipeline.layers.zigzag` has
         reordered, so that causal work is equal on all ranks.
 
@@ -172,7 +174,7 @@ class Attention(nnx.Module):
       width: d.
       num_heads: k·g.
       num_kv_heads: k.
-      rngs: has a stream ``params``.
+      rngs: random streams, with a stream ``params``.
       options: a record of the options; fields of `AttentionOptions` given by name override it.
 
     Raises:

@@ -21,11 +21,11 @@ class Dropout(nnx.Dropout):
 
     Every place along one dim has its own key, made from its index in the whole activation. A rank
     that holds some of the places (sequence parallelism, or columns between a column and a row
-    layer) computes only their part of the mask. Ranks that hold all places compute the same mask.
+    layer) computes only the mask of these places. Ranks that hold all places compute the same mask.
 
     Args:
       rate: the share of numbers that become zero.
-      rngs: has a stream ``dropout``.
+      rngs: random streams, with a stream ``dropout``.
       dim: the dim that may be split over ranks: -2, the sequence, or -1 between a column layer and
         its row layer.
       axis: the mesh axis of the group.

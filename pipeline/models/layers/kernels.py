@@ -37,9 +37,9 @@ def choose(q: jax.Array, *, softcap: float | None = None, start: int = 0) -> Imp
 
     Queries that begin at place ``start``, after the places of earlier keys, can use only splash.
 
-    The platform is the mesh's, whose devices may be unavailable. A compiler cannot cut a kernel
-    into parts. So the formula is chosen if mesh axes are left to the compiler, or if there are
-    several devices and no mesh.
+    The platform is the platform of the mesh; the devices of the mesh may be unavailable. A compiler
+    cannot cut a kernel into parts. So the formula is chosen if mesh axes are left to the compiler,
+    or if there are several devices and no mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty and jax.device_count() > 1:
@@ -76,9 +76,9 @@ def splash(
       k: keys, `[b, s, k, c]`, of places 0..s-1.
       v: values, `[b, s, k, c]`.
       segments: `[b, t]` integers; a query reads keys of its own segment.
-      window: the number of positions that a query reads; None for all before it.
+      window: the number of positions that a query reads; None for all positions before it.
       softcap: the cap of the scores, if any.
-      blocks: the blocks of positions; by default those for the length and the chip.
+      blocks: the blocks of positions; by default the blocks for the length and the chip.
       start: the place of the first query.
       segments_of_keys: `[b, s]`, if keys have other positions than the queries.
 
@@ -250,7 +250,7 @@ def _wrong_for_splash(q: jax.Array, start: int = 0) -> list[str]:
 
 
 def check_softcap(name: str, q: jax.Array, softcap: float | None) -> None:
-    """Refuse a soft cap for an implementation that has none.
+    """Refuse a soft cap for an implementation that does not support it.
 
     Raises:
       ValueError: there is a soft cap.

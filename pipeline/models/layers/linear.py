@@ -63,7 +63,7 @@ class ColumnLinear(_Linear):
     Args:
       in_features: d.
       out_features: e.
-      rngs: has a stream ``params``.
+      rngs: random streams, with a stream ``params``.
       bias: whether there is a bias; each rank adds its part.
       axis: the mesh axis of the group.
       sequence_parallel: whether the input is this rank's part of the sequence, `[..., t / R, d]`.
@@ -88,7 +88,7 @@ class ColumnLinear(_Linear):
 class RowLinear(_Linear):
     """A layer divided by rows: each rank takes some inputs, `[..., t, d / R] -> [..., t, e]`.
 
-    Args and errors are those of `ColumnLinear`, except
+    The arguments and errors are those of `ColumnLinear`, except
 
     * bias: it is added after the sum, and equal on all ranks;
     * sequence_parallel: whether each rank keeps its part of the sequence, `[..., t / R, e]`;

@@ -67,15 +67,16 @@ class MixtureOfExperts(nnx.Module):
       hidden: f.
       num_experts: e.
       top_k: k.
-      rngs: has a stream ``params``.
+      rngs: random streams, with a stream ``params``.
       options: a record of the options; fields of `ExpertOptions` given by name override it.
 
     In evaluation (``module.eval()``) nothing is counted and no loss is added.
 
     Attributes:
       router: the rule that chooses experts.
-      load: `[e]` each expert's part of the choices of the last step; dropped: the part of all
-        choices that was dropped. Both exist only if the layer counts choices.
+      load: `[e]` each expert's part of the choices of the last step. It exists only if the layer
+        counts choices.
+      dropped: the part of all choices that was dropped. It exists only if the layer counts choices.
 
     Raises:
       TypeError: an unknown option.
@@ -228,7 +229,13 @@ class MixtureOfExperts(nnx.Module):
         self.drops[...] = jnp.zeros_like(self.drops[...])
 
     def experts(self, rows: jax.Array, product: Product, pick: Pick) -> jax.Array:
-        """Apply the experts of this rank to rows in their order."""
+        """Apply this rank's experts to rows.
+
+        Args:
+          rows: the rows.
+          product: a function that multiplies each row with the matrix of its expert.
+          pick: a function that returns the bias of each row's expert.
+        """
         weight = self.gate_up[...].astype(rows.dtype)
         bias = None if self.gate_up_bias is None else self.gate_up_bias[...].astype(rows.dtype)
         if platform() == "tpu":

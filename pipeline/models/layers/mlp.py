@@ -1,8 +1,8 @@
 """Gated MLP (N. Shazeer, arXiv:2002.05202): down(silu(gate(x)) * up(x)).
 
 Gate and up are one weight `[d, 2, f]` divided along f. So a rank's part has the same columns of
-both, its product with the input is one product, and its gradient for the input is summed over ranks
-once.
+gate and up. The product with the input is one product, and the gradient for the input is summed
+over ranks once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class SwiGLU(nnx.Module):
     Args:
       width: d.
       hidden: f.
-      rngs: has a stream ``params``.
+      rngs: random streams, with a stream ``params``.
       axis: the mesh axis of the group.
       sequence_parallel: whether input and output are this rank's part of the sequence.
-      init: the initializer of the fused weight; init_out: that of the down weight.
+      init: the initializer of the fused weight.
+      init_out: the initializer of the down weight.
       dtype: the dtype of the parameters.
       bias: whether gate and up have a bias, and the sum too.
       activation: the activation of the gate.

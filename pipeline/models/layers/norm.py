@@ -1,5 +1,7 @@
-"""Norms of rows: by root mean square (B. Zhang and R. Sennrich, arXiv:1910.07467), and layer norm
-(J. L. Ba et al., arXiv:1607.06450).
+"""RMS norm (arXiv:1910.07467) and layer norm (arXiv:1607.06450) of rows.
+
+B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization"; J. L. Ba et al., "Layer
+Normalization".
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ class RMSNorm(nnx.Module):
 
     The scale is equal on all ranks. If the activations of ranks differ (sequence parallelism), its
     gradient is the sum over ranks. JAX takes this sum with every gradient; a pipeline takes it once
-    a step. It computes in float32.
+    a step. The norm is computed in float32.
 
     Args:
       width: d.
@@ -58,7 +60,7 @@ class LayerNorm(nnx.Module):
     """The layer norm: rows of mean zero and variance one, times a scale, plus a bias.
 
     `[..., d] -> [..., d]`. Scale and bias are equal on all ranks, and have gradients like the scale
-    of `RMSNorm`. It computes in float32.
+    of `RMSNorm`. The norm is computed in float32.
 
     Args:
       width: d.

@@ -27,15 +27,14 @@ from pipeline.models.layers.weights import (
 
 
 class ReplicatedKV(nnx.Module):
-    """A layer like `FusedQKV`, in which all ranks have the weights of all k heads of keys and
-    values.
+    """A layer like `FusedQKV`, with the weights of all k heads of keys and values on all ranks.
 
     Args:
       width: d.
       num_heads: k·g.
       num_kv_heads: k.
       head_dim: c.
-      rngs: has a stream ``params``.
+      rngs: random streams, with a stream ``params``.
       axis, sequence_parallel, init, dtype: the options of `ColumnLinear`.
 
     Raises:

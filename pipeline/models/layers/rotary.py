@@ -70,7 +70,8 @@ class YarnScaling:
       factor: the factor by which slow rotations are slowed down.
       original_max_position_embeddings: the original context.
       beta_fast: turns within the original context from which on a rotation stays unchanged.
-      beta_slow: turns up to which all of `factor` applies; linear between, by index of the pair.
+      beta_slow: turns up to which all of `factor` applies. Between the two limits the share of
+        `factor` is linear in the index of the pair.
       attention_factor: the factor of queries and keys; None for 1 + ln(factor) / 10.
       truncate: whether the ends of that linear range are rounded to whole pairs.
     """
@@ -116,7 +117,7 @@ def rotary(
       positions: `[b, t]` integers.
       width: c, an even number.
       theta: the base of the wavelengths.
-      scaling: the scaling of the wavelengths, None for none.
+      scaling: the scaling of the wavelengths; None for no scaling.
 
     Raises:
       ValueError: c is odd.

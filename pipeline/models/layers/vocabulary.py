@@ -27,14 +27,14 @@ class VocabularyEmbedding(nnx.Module):
     Args:
       vocabulary: the number of words.
       width: d.
-      rngs: has a stream ``params``.
+      rngs: random streams, with a stream ``params``.
       multiple_of: V is the number of words rounded up to a multiple of this number; rows after the
         last word are never read.
       axis: the mesh axis of the group; None for one rank.
       sequence_parallel: whether each rank keeps its part of the sequence, `[b, t / R, d]`.
       init: the initializer of the table.
-      dtype: the dtype of the table; activations: the dtype of the result, by default that of the
-        table.
+      dtype: the dtype of the table.
+      activations: the dtype of the result; by default the dtype of the table.
 
     Raises:
       ValueError: when called on R ranks, R does not divide V.
@@ -76,7 +76,7 @@ class VocabularyHead(nnx.Module):
     Args:
       width: d.
       vocabulary: the number of words.
-      rngs: has a stream ``params``; not needed with a table.
+      rngs: random streams, with a stream ``params``; not needed with a table.
       multiple_of: the option of `VocabularyEmbedding`.
       table: the table of an embedding, to share it; ``vocabulary`` still gives the number of words.
       norm: a module that runs before the product.

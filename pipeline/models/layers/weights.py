@@ -1,8 +1,8 @@
 """Weights with metadata on how they may be divided.
 
 The metadata of such an `nnx.Param` has ``out_sharding``, an axis name or None for each dimension.
-It also has ``pieces``: the name of the parts of the divided dimension, their number, and the option
-that pads it. A rank must hold whole pieces: heads, not columns.
+The metadata also has ``pieces``: the name of the parts of the divided dimension, their number, and
+the option that pads it. A rank must hold whole pieces: heads, not columns.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def shared(
 
 
 def read_weight(weight: nnx.Param[Any], x: jax.Array, axis: str | None) -> jax.Array:
-    """Read this rank's part of a weight, in the dtype of its input.
+    """Read this rank's part of a weight, in the dtype of the input ``x``.
 
     Raises:
       ValueError: the input is no float; or the axis is manual, and the weight is not divided over

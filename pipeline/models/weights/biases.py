@@ -1,6 +1,7 @@
 """Experts' state in checkpoints: biases of the router's choice, which are not parameters.
 
-A layer view has parameters or declared state. Here one tree has both, and marks leaves of state.
+A layer view contains either parameters or declared state. Here one tree contains both, and a leaf
+of state is a `StateRef`.
 """
 
 from __future__ import annotations

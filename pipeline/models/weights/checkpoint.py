@@ -22,7 +22,7 @@ class Checkpoint:
     Attributes:
       folder: the path of the folder.
       config: the content of config.json.
-      tensors: by name, in the order of their files.
+      tensors: the tensors by name, in the order of their files.
     """
 
     folder: Path
@@ -38,7 +38,7 @@ def open_checkpoint(folder: str | Path, config: Mapping[str, Any] | None = None)
       config: a config that replaces config.json.
 
     Raises:
-      ValueError: a file that is missing, cut short or mislabelled.
+      ValueError: a file is missing, cut short or mislabelled.
     """
     folder = Path(folder)
     if not folder.is_dir():

@@ -50,7 +50,7 @@ def grouped(tensors: Types, shard_bytes: int) -> dict[str, Types]:
     """Divide tensors among files.
 
     Args:
-      tensors: in layer order.
+      tensors: the types of all tensors, in layer order.
       shard_bytes: the maximum bytes of a file, unless one tensor has more.
 
     Raises:

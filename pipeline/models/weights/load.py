@@ -316,9 +316,9 @@ class _Reading:
 
     Attributes:
       pipe: the pipeline.
-      view: its layers.
+      view: the layer view of the pipeline.
       checkpoint: the checkpoint to read.
-      plans: by the place of a weight in the view.
+      plans: for each weight, by its place in the view, the plan to read it.
     """
 
     pipe: Pipeline
@@ -397,8 +397,8 @@ def made_of_parts(
     Args:
       shape: the shape of the whole array.
       dtype: the dtype of its numbers.
-      sharding: its sharding.
-      fill: writes a part into zeros, given the range of each dim.
+      sharding: the array's sharding.
+      fill: a function that writes a part into an array of zeros, given the range of each dim.
     """
     held: dict[Ranges, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():

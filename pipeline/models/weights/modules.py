@@ -27,7 +27,7 @@ def fit_modules(
     Args:
       config: the decoder's configuration from config.json.
       checkpoint: the checkpoint, in the Hugging Face layout or under our own names.
-      family: its table.
+      family: the checkpoint's family.
       mtp: the number of modules; None for the number in config.json if the files have them, else 0.
 
     Raises:
@@ -101,8 +101,8 @@ def spare_names(entries: Sequence[Entry], checkpoint: Checkpoint, family: Family
 
     Args:
       entries: the weights to read.
-      checkpoint: the checkpoint that has them.
-      family: its table.
+      checkpoint: the checkpoint that has the weights.
+      family: the checkpoint's family.
 
     Raises:
       ValueError: a table differs from its copy.

@@ -25,7 +25,8 @@ class Entry:
     Attributes:
       layer: the layer's number, or "embed" or "head".
       plan: the composition of the weight; parts have the names of tensors.
-      held: its place, a `Ref` or an `EndRef` of a layer view; None if it is in no pipeline.
+      held: the weight's place, a `Ref` or an `EndRef` of a layer view; None if no pipeline has the
+        weight.
     """
 
     layer: int | str
@@ -120,7 +121,7 @@ def check_layers(checkpoint: Checkpoint, family: Family, layers: int) -> None:
 
     Args:
       checkpoint: the checkpoint, in the Hugging Face layout or under our own names.
-      family: its table.
+      family: the checkpoint's family.
       layers: the number of layers in config.json.
 
     Raises:
@@ -141,7 +142,7 @@ def has_layer(checkpoint: Checkpoint, family: Family, n: int) -> bool:
 
 
 def layer_prefixes(checkpoint: Checkpoint, family: Family, n: int) -> tuple[str, ...]:
-    """Find the prefixes of a layer's tensor names: the family's, and our own."""
+    """Find the prefixes of a layer's tensor names: the family's prefixes, and our own prefix."""
     prefix = family.prefix_of(list(checkpoint.tensors))
     return family.tensor_name(prefix, n, ""), f"layers.{n}."
 
@@ -156,7 +157,7 @@ def with_tied_head(
     Args:
       entries: the result of `entries_of`.
       checkpoint: the checkpoint to read.
-      family: its table.
+      family: the checkpoint's family.
       prefix: the prefix of tensor names.
 
     Raises:
@@ -212,7 +213,7 @@ def check_tensors(
     Args:
       entries: the model's weights.
       checkpoint: the checkpoint to read.
-      family: its table.
+      family: the checkpoint's family.
       spare: names of tensors that may exist and need not be read.
 
     Raises:

@@ -151,7 +151,7 @@ def export_stages(
 def describe_checkpoint(
     checkpoint: Checkpoint,
 ) -> tuple[DecoderConfig, list[Entry], list[Entry]]:
-    """Describe a checkpoint's decoder, and its weights: by the table, and by the file.
+    """Describe a checkpoint: the decoder, the weights by the family's table, and those in the file.
 
     Raises:
       ValueError: the errors of `pipeline.weights.load`.

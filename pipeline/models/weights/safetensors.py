@@ -58,10 +58,10 @@ class Tensor:
 
     Attributes:
       file: the path of the file.
-      name: its name.
+      name: the array's name.
       dtype: the dtype as in the file, such as BF16.
       shape: the shape of the array.
-      start: the offset of its first byte in the file.
+      start: the offset of the array's first byte in the file.
     """
 
     file: Path

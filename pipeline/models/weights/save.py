@@ -213,7 +213,7 @@ class _Source:
         return row[slice(*slot.spot.part)].reshape(shape)
 
     def _place(self, held: Any) -> tuple[Any, int | None, tuple[int, ...]]:
-        """Return the array that contains a weight, its row there, and the weight's shape."""
+        """Return the array that contains a weight, the row in the array, and the weight's shape."""
         if isinstance(held, EndRef):
             end = self.view.ends[held.end]
             return self.values["ends", *end.path], None, end.shape

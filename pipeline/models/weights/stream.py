@@ -40,9 +40,9 @@ class Weight:
     """A weight of a pipeline.
 
     Attributes:
-      layer, name: as `stream` yields them.
-      leaf: the place where it is stored.
-      spec: the mesh axes of its dims, without the axes of the pipeline and of FSDP.
+      layer, name: the names of layer and weight that `stream` yields.
+      leaf: the place where the weight is stored.
+      spec: the mesh axes of the weight's dims, without the axes of the pipeline and of FSDP.
     """
 
     layer: str
@@ -226,7 +226,7 @@ def _parts(view: LayerView) -> Iterator[tuple[tuple[Any, ...], Any]]:
 
 
 def _place(view: LayerView, ref: Any) -> tuple[Path, tuple[Any, ...], Any]:
-    """Return a leaf's variable (path), the leaf's shape, row and spot there, and its layout."""
+    """Return the path of a leaf's variable, (shape, row, place in the row), and the layout."""
     if isinstance(ref, EndRef):
         end = view.ends[ref.end]
         return ("ends", *end.path), (end.shape,), end.spread
@@ -277,8 +277,8 @@ def _numbered(paths: Iterable[Path], *, is_mixed: bool = False) -> dict[Path, Na
 
     Args:
       paths: the paths of a model with embed, head and one list of layers or of stages.
-      is_mixed: whether a stage may have weights outside of its blocks. If not, a stage with such
-        weights makes every stage one layer.
+      is_mixed: whether to number blocks although a stage has weights outside its blocks. If False
+        and a stage has such weights, each stage counts as one layer.
     """
     paths = list(paths)
     lists = [p for p in paths if p[0] not in ENDS and len(p) > 2 and p[1].isdecimal()]

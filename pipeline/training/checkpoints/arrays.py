@@ -108,7 +108,7 @@ def _wanted(leaf: LayerLeaf, model: Any) -> Any:
 
 
 def _own(found: Any, leaf: LayerLeaf) -> Any:
-    """Convert an array that Orbax has read to the form of the leaf's cell."""
+    """Convert an array that Orbax has read to the form of the array that stores the leaf."""
     if isinstance(leaf.cell.value, np.ndarray):
         return np.asarray(found.addressable_data(0) if hasattr(found, "sharding") else found)
     return found

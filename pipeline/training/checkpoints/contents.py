@@ -222,7 +222,7 @@ def _described(leaf: LayerLeaf) -> dict[str, Any]:
 
 
 def _layout(model: Any) -> dict[str, Any] | None:
-    """Describe the saved model's layout, for people; no code reads it."""
+    """Describe the saved model's layout for human readers; no code reads the description."""
     if not isinstance(model, Pipeline):
         return None
     schedule = model.schedule

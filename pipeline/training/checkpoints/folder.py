@@ -48,8 +48,8 @@ class Checkpoints:
     """The checkpoints of a run, in one folder that all processes share.
 
     Args:
-      folder: its path; a missing folder is made. Only one run writes to the folder; give
-        ``read_only=True`` to read it at the same time.
+      folder: the path of the folder; a missing folder is made. Only one run writes to the folder;
+        give ``read_only=True`` to read it at the same time.
       keep: the number of newest checkpoints to keep.
       best: whether the checkpoint with the least ("min") or greatest ("max") metric is kept too.
       read_only: whether nothing is written, for example for evaluation from another user's disk.
@@ -221,7 +221,7 @@ class Checkpoints:
         changed. A damaged checkpoint causes a warning, and the previous checkpoint is used.
 
         Args:
-          model: as for `save`: any pipeline of the same layers, or the model without one.
+          model: as for `save`: any pipeline of the same layers, or the model without a pipeline.
           optimizer: the model's optimizer, with the same transformation as the saved one.
           shaped: trees by name, which are replaced by the saved trees.
           plain: values by name, which are replaced by the saved values.

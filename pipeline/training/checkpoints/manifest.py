@@ -53,7 +53,7 @@ def write_manifest(folder: Path, said: Mapping[str, Any]) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file atomically: after a power cut it is the old or the new file."""
+    """Write a file atomically: after a power cut the file is the old or the new one."""
     other = path.with_name(f".{path.name}.tmp")
     with other.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -26,7 +26,7 @@ def everyone(topic: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
 
 
 def from_first(topic: str, value: Any, *, timeout: float = TIMEOUT) -> Any:
-    """Take process 0's value on a topic; the values of the others are ignored."""
+    """Take process 0's value on a topic; values of other processes are ignored."""
     if jax.process_count() == 1:
         return value
     if jax.process_index() == 0:

@@ -1,4 +1,4 @@
-"""Faults of a configuration's values, alone and together: a line for each."""
+"""Faults of single values of a configuration and of combinations of values, a line for each."""
 
 from __future__ import annotations
 

@@ -78,7 +78,8 @@ def wrong_values(
 ) -> list[str]:
     """List the arguments with which a function of optax fails; nothing is computed.
 
-    The function's use is traced with the arguments, whose names are right; ``where`` is their key.
+    The function's use is traced with the arguments, whose names are right; ``where`` is the key of
+    the arguments.
     """
     known = inspect.signature(function).parameters
     flags = [n for n in given if n in known and isinstance(known[n].default, bool)]

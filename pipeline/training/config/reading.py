@@ -105,7 +105,7 @@ def read_table(kind: Any, table: Any, where: str, faults: list[str]) -> Any:
 
 
 def _value(hint: Any, value: Any, name: str, faults: list[str]) -> Any:
-    """Convert a value to a type; if it does not fit, append a fault and return None."""
+    """Convert a value to a type; if the value does not fit, append a fault and return None."""
     options = _kinds(hint)
     classes = [one for one in options if is_dataclass(one)]
     if classes and (isinstance(value, Mapping) or type(None) not in options):

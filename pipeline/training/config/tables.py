@@ -48,10 +48,12 @@ class Model:
     """The model to train: made by a function, or read as the decoder of a checkpoint.
 
     Attributes:
-      function: "package.module:function", and arguments: its arguments, by name.
+      function: "package.module:function".
+      arguments: the arguments of the function, by name.
       weights: in place of ``function``, a folder in the Hugging Face layout, for
-        `pipeline.weights.parts`; num_stages (by default the ranks of the pipeline), layout, dtype,
-        activations, mtp and mtp_weight: arguments of `pipeline.weights.parts`.
+        `pipeline.weights.parts`.
+      num_stages, layout, dtype, activations, mtp, mtp_weight: arguments of
+        `pipeline.weights.parts`; num_stages is by default the number of the pipeline's ranks.
     """
 
     function: str | None = None
@@ -127,7 +129,7 @@ def _with_options(kind: type[T]) -> type[T]:
 
 @_with_options
 class PipelineOptions:
-    """Options of `pipeline.Pipeline` that a file can set, besides [parallel]."""
+    """Options of `pipeline.Pipeline` that a file can set, in addition to [parallel]."""
 
     def options(self) -> Table:
         """Return the arguments of `Pipeline`, by name; ``batch`` and ``costs`` only if given."""

@@ -22,7 +22,7 @@ def check_sizes(
     """Check S, M and K (by default S), and that the timetable fits into memory.
 
     Raises:
-      ScheduleError: one is no integer >= 1, K is no multiple of S, or the timetable needs more
+      ScheduleError: a size is no integer >= 1, K is no multiple of S, or the timetable needs more
         memory than there is.
     """
     ranks, microbatches = _size("num_ranks", num_ranks), _size("num_microbatches", num_microbatches)
@@ -63,7 +63,7 @@ def need_stages_per_rank(family: str, count: int, num_ranks: int, num_stages: in
     """Check that every rank holds ``count`` stages.
 
     Raises:
-      StagesPerRankError: it holds another number.
+      StagesPerRankError: a rank holds another number of stages.
     """
     if num_stages != count * num_ranks:
         each = "one stage" if count == 1 else f"{count} stages"
@@ -78,7 +78,7 @@ def need_microbatches(family: str, least: int, num_microbatches: int, rule: str)
     """Check that there are enough microbatches.
 
     Raises:
-      ScheduleError: there are fewer than ``least``; ``rule`` is its formula.
+      ScheduleError: there are fewer than ``least``; ``rule`` is the formula of this number.
     """
     if num_microbatches < least:
         raise ScheduleError(
@@ -99,8 +99,8 @@ def rounds(
     round, its size is M.
 
     Raises:
-      ScheduleError: by default: the rounds are not equal; with ``group``: it is not from S / 2 to
-        S.
+      ScheduleError: by default: the rounds are not equal; with ``group``: the group is not from S /
+        2 to S.
     """
     if group is not None:
         size = _group(family, num_ranks, group)

@@ -32,7 +32,7 @@ def from_pattern(name: str, num_microbatches: int, pattern: Sequence[Slots]) -> 
     """Build a schedule from a pattern.
 
     Args:
-      name: its name.
+      name: the schedule's name.
       num_microbatches: M.
       pattern: [S] the slots of the four steps of microbatch 0, different modulo 6 on each rank, and
         each step later than its dependencies.
@@ -78,7 +78,7 @@ def _move_up(slots: Ints, weights: Ints | None, moves: Callable[[int], bool]) ->
     Args:
       slots: [S, 4, M], changed in place.
       weights: [S, 2M], changed in place: W moves like any action. None: W fills free slots.
-      moves: tells whether to move the action in a slot.
+      moves: a function that tells whether to move the action in a slot.
     """
     limit = max(_peak(slots, weights, rank) for rank in range(len(slots)))
     taken: list[set[int]] = [set() for _ in slots]
@@ -142,7 +142,10 @@ def _fill(row: Ints) -> Ints:
 
 
 def _in_time(slots: Ints, weights: Ints | None) -> list[tuple[int, int, int, int]]:
-    """List (slot, rank, step, index in its row) of all actions, slot by slot."""
+    """List (slot, rank, step, number) of all actions, sorted by slot.
+
+    The number counts the actions of one step on one rank.
+    """
     entries = [(slot, *index) for index, slot in np.ndenumerate(slots)]
     if weights is not None:
         entries += [(slot, rank, WEIGHT, n) for (rank, n), slot in np.ndenumerate(weights)]

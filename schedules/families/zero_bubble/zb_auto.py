@@ -40,9 +40,9 @@ def zb_auto(
     max_activations: float | None = None,
     weight_memory: float = 1.0,
 ) -> Schedule:
-    """Build the best of the `variants`: the one with the shortest span of a rank, as in the paper.
+    """Build the best of the `variants`: that with the shortest span of a rank, as in the paper.
 
-    If several have that span, it takes the smallest makespan. For a step with a synchronous
+    If several variants have that span, the smallest makespan decides. For a step with a synchronous
     optimiser only the makespan counts: `auto` takes the best of the eight by makespan.
 
     Args:

@@ -22,7 +22,7 @@ from schedules.orders.schedule import Schedule
 
 
 def zb_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build the schedule; if M < 2S - 1, take that of 2S - 1 microbatches without the missing ones.
+    """Build the schedule; if M < 2S - 1, build that of 2S - 1 microbatches and keep only M.
 
     Raises:
       ScheduleError: not two stages per rank.

@@ -1,7 +1,7 @@
 """Inputs that a computation reads only in one narrower dtype, and their narrow copies.
 
 A stage that computes in bfloat16 casts its float32 weights at every use, in every action. `read_in`
-finds the weights of which only the cast is read. `with_copies` runs the computation on copies that
+finds the weights that are read only by this cast. `with_copies` runs the computation on copies that
 were cast before. Both follow parts and other layouts of an input, and the bodies of `jit`,
 `jax.checkpoint` and `scan`. Any other equation reads the wide input.
 
@@ -125,7 +125,7 @@ def with_copies(f: Callable[..., Tree], copies: Copies) -> Callable[..., Tree]:
 
 
 def _kind(eqn: Any, copies: Sequence[Any]) -> str:
-    """Classify an equation that reads operands with copies; the others are None in ``copies``.
+    """Classify an equation that reads operands with copies; ``copies`` has None for other operands.
 
     Returns:
       "cast"; "move" if it only moves the values of its operand; "call", "remat" or "scan" if its

@@ -25,19 +25,22 @@ class Traits:
         readers; LIGHT for about one pass over memory, not worth a stash or a repetition; or HEAVY.
       moves: the result has its operand's values in another order or format.
       elementwise: each element of a result depends only on the operands' elements at its index.
-      carries: all values of the results are values of the operands; or it reads or writes a ref.
+      carries: all values of the results are values of the operands; or the primitive reads or
+        writes a ref.
       identity: the results equal the operands, one by one.
       view: the result shares its operand's memory.
       dear: too expensive to be fused into each of several readers.
-      whole: fused with its operands and computed once: readers do not repeat it.
+      whole: fused with its operands and computed once: equations that read the result do not repeat
+        it.
       part: the result is a part of its operand.
-      writes: it writes to a ref.
-      combines: it combines two values to one; such primitives combine values of all layers.
+      writes: the primitive writes to a ref.
+      combines: the primitive combines two values to one; such primitives combine values of all
+        layers.
       passes: an operand's gradient is the result's gradient, or its negative.
-      loops: it runs a body repeatedly.
-      calls: it calls a function once, with its operands.
-      remat: it calls a function that is computed again later (`jax.checkpoint`).
-      hlo: the collective to which it is compiled; empty for others.
+      loops: the primitive runs a body repeatedly.
+      calls: the primitive calls a function once, with its operands.
+      remat: the primitive calls a function that is computed again later (`jax.checkpoint`).
+      hlo: the collective to which the primitive is compiled; empty for other primitives.
     """
 
     cost: int = HEAVY
@@ -182,7 +185,7 @@ class Body:
 
 
 def bodies(eqn: Eqn) -> list[Body]:
-    """List the bodies that `scan`, `while` (without its test), `cond` and calls run; else none."""
+    """List the bodies that `scan`, `while` (without its test), `cond` and calls run; else []."""
     params = eqn.params
     match eqn.primitive.name:
         case "scan":
@@ -199,12 +202,12 @@ def bodies(eqn: Eqn) -> list[Body]:
 
 
 def body_of(eqn: Eqn) -> Body | None:
-    """Return the body that an equation calls once, with its operands; None without a body."""
+    """Return the body that an equation calls once, with its operands; None if there is no body."""
     return _body(called(eqn)) if traits(eqn).calls else None
 
 
 def callee(eqn: Eqn) -> Body | None:
-    """Return the body of an equation that only calls it, unlike a `jit` that fixes shardings."""
+    """Return the body that an equation only calls; None for a `jit` that fixes shardings."""
     return None if fixes_shardings(eqn) else body_of(eqn)
 
 

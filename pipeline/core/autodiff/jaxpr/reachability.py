@@ -24,12 +24,12 @@ def touched(step: JaxprStep) -> list[Name]:
 
 
 def adds_to(step: JaxprStep, refs: Refs) -> bool:
-    """Tell whether a step adds to one of these refs."""
+    """Tell whether a step adds to one of ``refs``."""
     return any(n in refs for n in touched(step))
 
 
 def is_pinned(step: JaxprStep, refs: Refs) -> bool:
-    """Tell whether a step has an effect other than adding to these refs, and must run once."""
+    """Tell whether a step has an effect other than adding to ``refs``, and so must run once."""
     return step.effect or any(n not in refs for n in touched(step))
 
 
@@ -65,7 +65,7 @@ def sources_of(step: JaxprStep, wanted: Sequence[bool], refs: Refs, *, adds: boo
 
 
 def inner_refs(block: JaxprBlock, reads: Sequence[Atom], refs: Refs) -> frozenset[Name]:
-    """Find the inputs of a body that are these refs, or slices of them."""
+    """Find the inputs of a body that are in ``refs``, or are slices of such refs."""
     return frozenset(
         n for n, a in zip(block.inputs, reads, strict=True) if isinstance(a, Name) and a in refs
     )

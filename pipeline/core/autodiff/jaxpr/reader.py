@@ -33,7 +33,8 @@ def read_block(closed: Any, num_refs: int = 0) -> JaxprBlock:
 
     Args:
       closed: the jaxpr.
-      num_refs: the number of refs, the first that the jaxpr makes, that become additional inputs.
+      num_refs: the number of refs that become additional inputs: the first refs that the jaxpr
+        makes.
     """
     reader = _Reader()
     inputs = tuple(Name(var.aval) for var in closed.jaxpr.invars)

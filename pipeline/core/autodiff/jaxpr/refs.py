@@ -1,10 +1,10 @@
 """Reads and writes of `ref[place]` for a traced place, with less to trace than JAX's indexing.
 
-For `ref[place]`, JAX makes an array of the index of every axis, even of axes that are taken whole,
-and tests and wraps each index in case it is negative. These are three operations and four constants
-for each axis, once for a read and twice for a write: three quarters of the lowered code of `zb_h1`.
-XLA drops them all, but only after they are traced, lowered and read (bench/notes/kernel.md, "What
-compiling costs").
+For `ref[place]`, JAX makes an index array for every axis, even for an axis that is read whole, and
+tests and wraps each index in case it is negative. These are three operations and four constants for
+each axis, once for a read and twice for a write: three quarters of the lowered code of `zb_h1`. XLA
+removes these operations, but only after they are traced, lowered and read (bench/notes/kernel.md,
+"What compiling costs").
 
 Both functions are jitted on the ref's value: each type is traced once, and the constants that
 `checkify` adds to a slice stay within the jit. In the body of a loop over refs, JAX would refuse
@@ -32,7 +32,7 @@ def read(ref: Any, *lead: Any, part: Span = None) -> jax.Array:
 
     Args:
       ref: the ref.
-      lead: indices for its first axes, all within their bounds and not negative.
+      lead: indices for the ref's first axes, all within their bounds and not negative.
       part: (start, stop) on the next axis; None for the whole axis.
     """
     return _read(ref[...], lead, part)

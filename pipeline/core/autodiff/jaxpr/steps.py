@@ -48,9 +48,9 @@ class JaxprBlock:
     """A list of steps with inputs and outputs.
 
     Attributes:
-      inputs: the names of its inputs.
+      inputs: the names of the block's inputs.
       steps: the steps in the order in which they run.
-      outs: its outputs.
+      outs: the block's outputs.
       constants: the values of names that are neither inputs nor results of steps.
     """
 
@@ -86,11 +86,11 @@ class JaxprStep:
       call: a function from the operands' values to the results' values.
       cost: see `Cost`.
       label: a description for messages.
-      effect: whether it has an effect (a print) other than adding to a ref among the block's
+      effect: whether the step has an effect (a print) other than adding to a ref among the block's
         inputs.
       through: whether result n equals operand n, so that each result can be computed alone.
-      moves: whether it only moves or reformats its operand.
-      inner: its body, if it can be split.
+      moves: whether the step only moves or reformats its operand.
+      inner: the body of the step, if the body can be split.
     """
 
     reads: tuple[Atom, ...]

@@ -117,7 +117,8 @@ def _follow(rank: Rank, x: Tree, earlier: Sequence[Tree] | None = None) -> Activ
     Args:
       rank: the rank.
       x: the type of activation 0.
-      earlier: [K] types of the carries of the longest slice, if this is another slice.
+      earlier: [K] types of the carries of the longest slice, if the activations are of another
+        slice.
     """
     types, bodies, adding, outcomes = [x], [], [], {}
     sums: dict[str, list[Any]] = {}

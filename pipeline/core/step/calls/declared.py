@@ -1,4 +1,4 @@
-"""The declared state of a rank during a step: current values, and the values microbatches read.
+"""The declared state of a rank during a step: current values, and values that forwards have read.
 
 Letters: V chunks per rank, M microbatches. A forward action reads the values that the previous
 forward wrote, and writes new values; no other action writes. A backward must read the values that
@@ -37,7 +37,7 @@ class DeclaredState:
 
     Args:
       rank: the rank.
-      usages: [K] the `Usage` of each stage's declared leaves, in the order of its state.
+      usages: [K] the `Usage` of each stage's declared leaves, in the order of the stage's state.
       ends: the `Usage` of the ends' declared leaves by embed, head and loss.
       num_microbatches: M.
       again: whether backwards run, which read the state that their forwards read.
@@ -103,8 +103,9 @@ class DeclaredState:
 
         Args:
           chunk: the index of the chunk; None for the ends.
-          microbatch: its index.
-          now: whether to read the current values; else the values that its forward read.
+          microbatch: the index of the microbatch.
+          now: whether to read the current values; else the values that the microbatch's forward
+            read.
         """
         values = list(self._ends if chunk is None else self._rests[chunk])
         for n in range(len(values)):
@@ -119,9 +120,9 @@ class DeclaredState:
 
         Args:
           part: "stage", "embed" or "finish".
-          stage: for "stage", the position of a stage of its kind.
-          chunk: for "stage", the index of its chunk.
-          microbatch: its index.
+          stage: for "stage", the position of one stage of this kind.
+          chunk: for "stage", the index of the stage's chunk.
+          microbatch: the index of the microbatch.
           values: the values of the part's declared variables, in the order of its state.
         """
         if part == "stage":
@@ -265,7 +266,7 @@ def with_values(flat: dict[Any, Any], paths: Sequence[Any], values: Values) -> T
 
 
 def usage_of(run: Callable[[Values], tuple[Tree, Values]], values: Values) -> Usage:
-    """Find the leaves of state that a call writes, and the leaves that its result depends on.
+    """Find the leaves of state that a call writes, and the leaves on which its result depends.
 
     Args:
       run: a function from state to (a result, the state after the call).

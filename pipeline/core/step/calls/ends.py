@@ -54,7 +54,7 @@ def embed(
       rank: the rank.
       weights: the parameters of embed and head.
       inputs: [b, ...] leaves of the microbatch.
-      microbatch: its index.
+      microbatch: the index of the microbatch.
       now: whether this is the forward that writes declared state, and so reads current values.
       values: values of all declared variables before the call; by default the rank's values.
     """
@@ -98,7 +98,7 @@ def finish(
       rank: the rank.
       weights: the parameters of embed and head.
       y: the last stage's output.
-      microbatch: its index.
+      microbatch: the index of the microbatch.
       take_loss: whether the value is the loss. Then the outcome's sums are the loss, its weight,
         and the sums for metrics.
       values: values of all declared variables before the call; by default the rank's values.
@@ -240,7 +240,7 @@ def _call(
     Args:
       rank: the rank.
       weights: the parameters of embed and head.
-      microbatch: its index.
+      microbatch: the index of the microbatch.
       method: a function of the module of the ends and of ``argument``.
       argument: the second argument of ``method``.
       own: further axes on which each rank has its own random keys.
@@ -319,7 +319,7 @@ def ends_usage(rank: Rank, y: Tree, *, take_loss: bool) -> Usage:
 
 
 def pure(rank: Rank, run: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Make a part of the model a pure function, with values in place of refs, if it has any."""
+    """Make ``run`` a pure function, with values in place of refs, if the model makes refs."""
     return without_refs(run) if rank.facts.has_refs else run
 
 
@@ -370,7 +370,7 @@ def featured(ends: Any, y: Tree) -> Tree:
 
 @contextlib.contextmanager
 def noted(rank: Rank, part: str, argument: Tree) -> Iterator[None]:
-    """Explain an exception in the context: name the part of the model and its argument.
+    """Add a note to an exception in this context: the part of the model, and its argument.
 
     Args:
       rank: the rank.

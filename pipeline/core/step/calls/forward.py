@@ -45,7 +45,7 @@ class Forward:
       adds: whether a stage adds losses.
 
     Attributes:
-      model, batch, axes: the fields of the rank.
+      model, batch, axes: the rank's fields with these names.
       home: a chunk that has stages of this kind.
       weights: [V] the leaves of a stage's parameters in each chunk.
       params_tree: the structure of a stage's parameters.
@@ -53,7 +53,8 @@ class Forward:
       fixed: [V] a stage's other state that is no parameter.
       ends_weights: leaves of the parameters of embed and head.
       reads_mask: whether a traced call has read the mask of padding (`data_mask`).
-      activation, output, carry, earlier: x, y, carry, and the types of earlier slices' carries.
+      activation, output, carry, earlier: the arguments x, y and carry; and the types of the carries
+        of earlier slices.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class Forward:
     def stage_arguments(
         self, chunk: int, microbatch: Any, *, now: bool = False
     ) -> tuple[Leaves, tuple[Tree, Leaves], Tree]:
-        """Return all arguments of `stage` but ``x``; ``now`` for the forward that writes state."""
+        """Return the arguments of `stage` except ``x``; ``now`` is for a forward that writes."""
         # Keys depend on the microbatch and the rank, never on the order of calls. So a repetition
         # in the backward draws equal numbers (`pipeline.core.model.randomness`).
         own = own_axes(self.activation, self.axes)

@@ -12,8 +12,8 @@ length, which read no later slice. A model of equal stages and slices has no gro
 `make_local_model` of this module.
 
 Messages are as large as the largest activation between two stages. The input of stage 0 and the
-last output are never sent, so they are no messages. If a stage's output has the type of no message,
-it is stashed with the stage's residuals.
+last output are never sent, so they are no messages. If no message has the type of a stage's output,
+the output is stashed with the stage's residuals.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StageGroup:
       position: the position of the first stage.
       local: the functions of the stages.
       x_view, y_view: views of input and output in a message; None if no message has that type.
-      part: the slice of sequences that the group runs; None for all.
+      part: the slice of sequences that the group runs; None if the group runs all slices.
     """
 
     stages: tuple[int, ...]

@@ -39,7 +39,7 @@ class LocalModel(Forward):
       x: the types of a stage's input.
       y: the types of a stage's output.
       need: the gradients that a stage's backward computes.
-      wire: the types of a message; x if all stages are alike.
+      wire: the types of a message; equal to ``x`` if all stages are alike.
       carry: the types of the carry from a slice to later slices.
       earlier: the types of the longest slice's carry, if slices differ in length.
       adds: whether a stage adds losses.
@@ -66,7 +66,7 @@ class LocalModel(Forward):
 
     @property
     def kinds(self) -> list[tuple[Sequence[int], LocalModel]]:
-        """The indices of the stages of each kind, with their model: here all stages, this model."""
+        """The indices of the stages of each kind, with their model: here one kind, this model."""
         return [(range(len(self.model.stages)), self)]
 
     @property
@@ -143,7 +143,7 @@ class LocalModel(Forward):
         return needed_inputs(lean(read_block(closed), wanted, ()), wanted, (), adds=False)[-1]
 
     def weight_of_targets(self) -> jax.Array | None:
-        """Sum the weights of a data shard's losses; None if they depend on more than targets.
+        """Sum the weights of a data shard's losses; None if weights depend on more than targets.
 
         If slices differ in length, sum the weights of this model's slice in every microbatch.
         """

@@ -37,7 +37,7 @@ class Slices:
       count: N.
       lengths: [N] lengths in positions, if each slice has its own compiled body; else empty.
       number: with ``lengths``, the slice to whose length the batch is cut: the longest slice, or
-        for a rank in `Rank.by_slice` its slice. Without ``lengths`` None.
+        for a rank in `Rank.by_slice` the slice of that rank. Without ``lengths`` None.
     """
 
     count: int = 1
@@ -94,7 +94,7 @@ class LossScale:
     cotangent, at no cost. An unknown W divides all gradients after the ticks.
 
     Attributes:
-      of_caller: the caller's factor of S / W or S, a scalar, or None.
+      of_caller: the caller's factor of the loss S / W or of the sum S, a scalar, or None.
       of_added: the cotangent of an added loss: the caller's factor over the number of calls.
       share: 1 / W, a number or a scalar; None if W is not known before the ticks.
       of_loss: the cotangent of a microbatch's loss: the product of the caller's factor and the
@@ -123,7 +123,8 @@ class Rank:
       weights: this rank's state; leaves of chunks have no leading axis.
       chunks: the parameters of the rank's chunks, gathered or to be gathered. They are made from
         ``weights``, so replace both together.
-      batch: this data shard's microbatches; with slices, its units (one slice of a microbatch).
+      batch: this data shard's microbatches; with slices, its units: each unit is one slice of a
+        microbatch.
       lint: the checks of the model.
       axes: the mesh axes over which all arrays vary. Over other axes (``tensor``) only arrays vary
         that are sharded over them, and values computed from these arrays.
@@ -157,14 +158,14 @@ class Rank:
 
     @property
     def by_slice(self) -> list[Rank]:
-        """[N] the rank for each slice, with units of its length; empty if all have one length."""
+        """[N] for each slice a rank with units of that length; empty if lengths are equal."""
         lengths = self.slices.lengths
         longest = max(lengths, default=0)
 
         # The batch is cut to the longest slice. A position axis divides the length of every slice
         # by one factor.
         def cropped(x: jax.Array, length: int) -> jax.Array:
-            """Crop [M N, b, t, ...] of the longest slice; leaves without positions stay whole."""
+            """Crop units [M N, b, t, ...] to ``length`` positions, if they have positions."""
             cuts = x.ndim > 2 and x.shape[2] > 1
             return x[:, :, : x.shape[2] * length // longest] if cuts else x
 
@@ -179,11 +180,11 @@ class Rank:
         return [of_slice(*numbered) for numbered in enumerate(lengths)]
 
     def mask(self, unit: Any) -> jax.Array | None:
-        """Return the mask of a unit's rows or positions: data or padding (`find_mask`)."""
+        """Return the mask of a unit (one slice of a microbatch): True for data, not padding."""
         return find_mask(at(self.batch.targets, unit))
 
     def part_of(self, unit: Any) -> BatchPart:
-        """Return the `BatchPart` for the call on a unit."""
+        """Return the `BatchPart` for the call on a unit: a microbatch, or one slice of it."""
         part = dataclasses.replace(self.batch_part, slice_share=self.slices.share)
         if part.sequences is None:
             return part
@@ -195,7 +196,7 @@ class Rank:
         """Add the counts of real rows and positions, if the batch has padding.
 
         Args:
-          units: the M N units of this rank.
+          units: M N, the number of units of this rank: each unit is one slice of a microbatch.
           calls: the number of calls of the loss in the step, on all ranks.
         """
         # Types show whether a batch has padding: then its targets contain a mask.
@@ -227,7 +228,7 @@ class Rank:
 
     @functools.cached_property
     def streams(self) -> list[tuple[Tree, Tree]]:
-        """[V] the random streams, and the rest, of each chunk's other state."""
+        """[V] each chunk's other state, split into random streams and the rest."""
         return [split_streams(rest) for rest in self.weights.chunks_rest]
 
     @functools.cached_property
@@ -237,11 +238,11 @@ class Rank:
 
     @functools.cached_property
     def ends_streams(self) -> tuple[Tree, Tree]:
-        """The random streams, and the rest, of the ends' other state."""
+        """The ends' other state, split into random streams and the rest."""
         return split_streams(self.weights.ends_rest)
 
     def varied(self, x: Tree) -> Tree:
-        """Make all leaves of an activation vary over every axis over which one of them does."""
+        """Make all leaves of an activation vary over every axis over which any leaf varies."""
         x = vary(x, self.axes)
         return x if self.facts.widest is None else vary_like(x, self.facts.widest)
 
@@ -257,7 +258,7 @@ class Rank:
         return alike
 
     def code(self, position: StagePosition) -> Any:
-        """Return the key that stages of one computation share; it leaves activations out."""
+        """Return the key that stages of one computation share; it does not cover activations."""
         return self.weights.code(position)
 
     def without_arrays(self) -> Rank:

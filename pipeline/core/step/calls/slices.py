@@ -52,7 +52,7 @@ def blank_input(rank: Rank, x: Tree, carry: Tree, axes: tuple[str, ...]) -> Tree
 
 
 def call_of(x: Tree, part: Any, extras: dict[str, Tree]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the function that calls a stage on ``x``, maybe a `SlicedInput`, and its arguments."""
+    """Return the function that calls a stage, and its arguments; ``x`` may be a `SlicedInput`."""
     return (on_slice, (x, part, extras)) if isinstance(x, SlicedInput) else (on_whole, (x, extras))
 
 
@@ -65,7 +65,7 @@ def on_whole(stage: Any, x: Tree, extras: dict[str, Tree]) -> tuple[Tree, Tree]:
 
 
 def on_slice(stage: Any, x: SlicedInput, part: Any, extras: dict[str, Tree]) -> Any:
-    """Run a stage on a slice; return output and carry, empty for a stage without ``call_slice``.
+    """Run a stage on a slice; return (output, carry); the carry is () without ``call_slice``.
 
     Raises:
       ValueError: `call_slice` did not return a pair.

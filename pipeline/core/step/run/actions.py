@@ -114,7 +114,7 @@ class Actions:
         }[op.kind](op, row)
 
     def no_message(self) -> Tree:
-        """Make a placeholder message for ranks or actions without one; receivers discard it."""
+        """Make a placeholder for ranks or actions that send no message; receivers discard it."""
         return unwritten(self.local.wire, self.local.axes)
 
     def sent(self, y: Tree) -> Tree:
@@ -236,7 +236,7 @@ class Actions:
         return outcome.value
 
     def embed(self, microbatch: Any, *, now: bool = False) -> Outcome:
-        """Return the outcome of embed; ``now`` in a forward, which may write state."""
+        """Return the outcome of embed; ``now`` is True in a forward, which may write state."""
         rank = self.local.rank
         return ends.embed(rank, rank.ends, at(rank.batch.inputs, microbatch), microbatch, now=now)
 

@@ -99,7 +99,7 @@ class GroupActions(Actions):
         self.group, self._program = group, program
 
     def share(self, slot: Slot, row: Row) -> tuple[Slot, Row]:
-        """Restrict a slot to this group's ops; the row gets their branch, or the idle branch."""
+        """Restrict a slot to this group's ops; the row selects their branch, or the idle one."""
         schedule = self._program.schedule
         # One op may belong to several groups: chunk 0 can be in one group on rank 0 and in another
         # on rank 1. So each group needs the ranks on which it runs an op.

@@ -74,7 +74,7 @@ class SavedInput:
         return self.local.stage(weights, fixed, side, saved).value
 
     def of_half(self, op: Op, row: Row, saved: Tree, take: TakeCotangent) -> tuple[Tree, Any]:  # noqa: ARG002
-        """Return the input of I, and its cotangent; for the last stage, ``take`` instead."""
+        """Return the input of I and its cotangent; for the last stage, ``take`` as cotangent."""
         # I runs the stage again, and so computes the last stage's output. The cotangent is passed
         # as a function of this output, which saves a forward for the loss.
         return saved, take if op.last else take(None)
@@ -127,6 +127,6 @@ class SavedResiduals(SavedInput):
         return self.stores.device["gradient"][row["gradient"]]
 
     def of_half(self, op: Op, row: Row, saved: Tree, take: TakeCotangent) -> tuple[Tree, Any]:
-        """Return the residuals for I, with the carries of earlier slices, and its cotangent."""
+        """Return the residuals for I, with carries of earlier slices, and the cotangent of I."""
         dy = take(self.output(row, saved, ()) if op.last else None)
         return (saved, self.slices.earlier(row)) if self.slices.has_carries else saved, dy

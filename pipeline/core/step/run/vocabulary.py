@@ -183,7 +183,7 @@ class VocabularyParallel:
         return join_sequence(x, sequence_axis=sequence_axis) if self.tables.head_parts else x
 
     def _place(self, ids: jax.Array, z: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Find the columns of words in this rank's logits, with a mask of the words it has."""
+        """Find the columns of words in this rank's logits, with a mask of the words found."""
         row_of, mine = find_rows(ids, z.shape[-1], first=self.rank * z.shape[-1])
         return row_of, mine & (ids < self.tables.head_words)  # rows after the last word are padding
 
@@ -231,7 +231,7 @@ class VocabularyParallel:
 
 
 def look_up(local: LocalModel, table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Look up the vectors of words; each rank has its rows of the table, and all get the result."""
+    """Look up the vectors of words in a table whose rows are split; all ranks get the result."""
     row_of, is_mine = _mine(ids, table)
     dtype = jax.tree.leaves(local.activation)[0].dtype
     rows = table[row_of].astype(dtype)

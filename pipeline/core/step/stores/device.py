@@ -90,7 +90,7 @@ def check_no_host(types: Leaves, name: str) -> None:
 def unwritten(types: Tree, axes: tuple[str, ...]) -> Tree:
     """Make an uninitialised value of a tree's types, which also varies over ``axes``.
 
-    On a TPU, zeros instead of it in every slot take 2% of a step (8B on v6e, bench/notes/tpu.md).
+    On a TPU, writing zeros in every slot would take 2% of a step (8B on v6e, bench/notes/tpu.md).
     """
     return vary_like(vary(jax.tree.map(_uncleared, types), axes), types)
 

@@ -1,4 +1,4 @@
-"""Loops of at most one trip: they update buffers in place that a conditional would copy."""
+"""Loops of at most one trip, which update buffers in place; a conditional would copy them."""
 
 from __future__ import annotations
 

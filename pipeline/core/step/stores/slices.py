@@ -35,7 +35,7 @@ class WholeSequences:
         return ()
 
     def keep(self, row: Any, carry: Tree) -> None:
-        """Store the carry of a slice: none."""
+        """Do nothing: a whole sequence has no carry to store."""
 
     def cotangent(self, row: Any, dy: Leaves) -> Leaves:  # noqa: ARG002
         """Return the gradients for all results of a stage: its output."""
@@ -96,7 +96,7 @@ class Carries(WholeSequences):
         self.values[row["carry"][self._part(row)]] = padded(carry, self.types)
 
     def cotangent(self, row: Any, dy: Leaves) -> Leaves:
-        """Return the gradients for output and carry; later slices have summed the carry's."""
+        """Return the gradients for output and carry; the carry's is the sum over later slices."""
         part = self._part(row)
         gradients = self.gradients[row["carry_gradient"][part]]
         floats, _ = partition(self.own)

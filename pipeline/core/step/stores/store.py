@@ -94,8 +94,8 @@ class ActionValues(Stores):
     """The values of one action: its reads are arguments of its program, its writes are results.
 
     Args:
-      values: by kind, the values that the action reads. The last stage reads its output as its
-        "gradient".
+      values: by kind, the values that the action reads. The last stage reads its own output under
+        the kind "gradient".
     """
 
     def __init__(self, values: Mapping[str, Tree]) -> None:

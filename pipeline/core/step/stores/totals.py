@@ -96,7 +96,7 @@ class TotalView:
         ]
 
     def end(self, *, changed: bool) -> None:
-        """Add the action's sums to their parts of the shared refs, if it has ``changed`` any."""
+        """Add the action's sums to the shared refs, if the action has ``changed`` any."""
         for ref, part, whole in zip(self.refs, self._parts, self._is_whole, strict=True):
             if changed and not whole:
                 part[...] += ref[...]

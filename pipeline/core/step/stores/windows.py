@@ -32,8 +32,8 @@ from schedules.lowering.windows import Windows
 class WeightWindows:
     """Windows for whole weights that data shards share, in the dtype of the gather.
 
-    They are open while a program runs. Chunks of one window have separate arrays if their weights
-    differ in shapes, dtypes or the axes over which they vary.
+    Windows are open while a program runs. Chunks of one window have separate arrays if their
+    weights differ in shapes, dtypes or the axes over which they vary.
     """
 
     def __init__(self) -> None:
@@ -78,15 +78,16 @@ class WeightWindows:
 class WindowTotal(Total):
     """Totals of a chunk's gradients: whole in a window, and this device's part for the step.
 
-    A pullback adds whole gradients to `refs`, the window. A reduce job sums them over data shards,
-    and adds this device's part to `results`, the totals of the step. A gradient that D shards
-    cannot share has one whole total, which is both.
+    A pullback adds whole gradients to `refs`, the window. A reduce job sums the gradients over data
+    shards, and adds this device's part to `results`, the totals of the step. A gradient that D
+    shards cannot share has one whole total, which is both window and result.
 
     Args:
       like: an example of each gradient.
       axes: the mesh axes over which values vary.
       spreads: the sharding of each gradient.
-      windows: the ref in the window of each gradient that shards share; None for others.
+      windows: for each gradient that data shards share its ref in the window; None for other
+        gradients.
       added: the argument of `Total`.
     """
 

@@ -38,12 +38,12 @@ class Rule:
     """The options of one call of attention.
 
     Attributes:
-      window: the number of positions that a query reads, including its own; None for all.
-      softcap: a cap s of the scores, which become s·tanh(score / s); None for none.
+      window: the number of positions that a query reads, including its own; None for all positions.
+      softcap: a cap s of the scores, which become s·tanh(score / s); None for no cap.
       scale: the factor of scores; None for c ** -0.5.
       query_chunk: the number of queries scored at a time; None for `chunk_of`.
-      implementation: its name; None for the platform's.
-      context: layout of the sequence on ranks.
+      implementation: the name of the implementation; None for the platform's implementation.
+      context: the layout of the sequence on ranks.
     """
 
     window: int | None = None
@@ -57,7 +57,7 @@ class Rule:
         """Check the window, the cap and the implementation.
 
         Raises:
-          ValueError: one has an invalid value.
+          ValueError: an option has an invalid value.
         """
         window, softcap, names = self.window, self.softcap, get_args(Implementation)
         if self.implementation not in (None, *names):
@@ -130,7 +130,7 @@ def visible(
     Args:
       places: `[t]` places of the queries in their sequence.
       of_keys: `[s]` places of the keys.
-      window: the number of positions that a query reads, including its own; None for all.
+      window: the number of positions that a query reads, including its own; None for all positions.
       segments: `[b, t]` of the queries; None if a row is one document.
       segments_of_keys: `[b, s]` of the keys.
     """

@@ -37,7 +37,7 @@ class Context:
 
     Attributes:
       axis: the mesh axis over which positions are split; None for whole sequences.
-      way: "allgather", "ulysses" or "ring".
+      way: the exchange of keys and values, "allgather", "ulysses" or "ring".
       order: the order of positions on the ranks, "contiguous" or "zigzag".
     """
 
@@ -49,7 +49,7 @@ class Context:
         """Check every value.
 
         Raises:
-          ValueError: one is unknown.
+          ValueError: a value is unknown.
         """
         if self.axis is not None and (not isinstance(self.axis, str) or not self.axis):
             raise ValueError(
@@ -65,7 +65,7 @@ class Context:
 
     @property
     def size(self) -> int:
-        """R; 1 if the axis is not manual, where sequences are whole."""
+        """R; 1 if the axis is not manual, because sequences are then whole."""
         return group_size(self.axis)
 
     def places(self, length: int, rank: Any = None) -> jax.Array:
@@ -100,7 +100,7 @@ class Context:
         """Check that a rank's positions can be halved, if the order is zig-zag.
 
         Raises:
-          ValueError: they cannot be halved.
+          ValueError: the positions cannot be halved.
         """
         if self.order == "zigzag" and self.size > 1 and length % 2:
             raise ValueError(

@@ -188,7 +188,7 @@ def _ring(
 def _each_before(
     rule: BlockRule, index: Any, before: Any, length: int, other: Any, read: Any, sums: Any
 ) -> Any:
-    """Apply ``read(n, slot, places of its keys, sums)`` to the keys of earlier slices.
+    """Apply ``read(n, slot, places of the slot's keys, sums)`` to the keys of earlier slices.
 
     Args:
       rule: the rule of the scores.
@@ -196,7 +196,7 @@ def _each_before(
       before: the group, if there is one.
       length: positions of a slice on each rank, for slices whose number is traced.
       other: the rank that the keys come from.
-      read: returns new sums.
+      read: a function that returns new sums.
       sums: the first sums.
     """
     if not before:
@@ -218,7 +218,7 @@ def _each_before(
 
 
 def _start(rule: BlockRule, index: Any, length: int) -> Any:
-    """Return the place of this slice's first position; a rank has ``length`` of its positions."""
+    """Return the place of this slice's first position; a rank has ``length`` positions of it."""
     return index[0] * (length * rule.context.size) if index else rule.start
 
 
@@ -387,8 +387,9 @@ def _pairs(context: Context, step: Any, rank: Any, other: Any) -> list[tuple[Any
     """List the pairs of a query block and a key block that are read in a step.
 
     In zig-zag order the far block of a rank comes after the near block of every other rank. So the
-    first pair is this rank's far block with the other's near block. The second pair is the two near
-    blocks if the other rank's near block comes before this rank's, and else the two far blocks.
+    first pair is this rank's far block with the other rank's near block. The second pair is the two
+    near blocks if the other rank's near block comes before this rank's, and else the two far
+    blocks.
     """
     if context.order == "contiguous":
         return [(0, 0)]

@@ -49,7 +49,7 @@ def check_dispatch(dispatch: str) -> None:
     """Refuse an exchange that the platform cannot run.
 
     Raises:
-      ValueError: the platform cannot run it.
+      ValueError: the platform cannot run the exchange.
     """
     if dispatch == "ragged" and (on := platform()) in WITHOUT_RAGGED:
         raise ValueError(
@@ -98,7 +98,7 @@ def capacity_of(tokens: int, top_k: int, num_experts: int, factor: float) -> int
 
 @functools.lru_cache(maxsize=64)
 def _capacities(most: int, top_k: int, num_experts: int, factor: float) -> Any:
-    """Return [most + 1] int32 `capacity_of` for each number of tokens."""
+    """Return [most + 1] int32 `capacity_of` for each number of tokens from 0 to ``most``."""
     counts = np.arange(most + 1)
     places = np.ceil(factor * counts * top_k / num_experts)
     return np.minimum(np.maximum(places, 1), counts).astype(np.int32)
@@ -114,7 +114,7 @@ def dispatch_by_capacity(
     factor: float,
     is_data: jax.Array | None = None,
 ) -> Done:
-    """Dispatch the first C tokens of each rank that chose an expert; drop the others.
+    """Dispatch the first C tokens of each rank that chose an expert; drop all other tokens.
 
     Arguments are those of `dispatch_by_gather`, with ``factor`` of `capacity_of`, and ``is_data``,
     `[n]` bool, False for padding; None if all are data. Padding takes no place, and C is computed

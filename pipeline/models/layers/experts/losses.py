@@ -46,7 +46,7 @@ def joint_balance(counts: jax.Array, shares: jax.Array, earlier: Any) -> tuple[j
 
     Args:
       counts: `[..., e]` float32 choices of this slice's tokens, on all ranks.
-      shares: `[..., e]` the sum of their shares, on this rank.
+      shares: `[..., e]` the sum of the tokens' shares, on this rank.
       earlier: counts and shares of each slice, `[N, ..., e]`, zeros for this slice and later ones;
         None without slices.
 

@@ -67,8 +67,9 @@ class ExpertOptions(RoutingOptions):
     Attributes:
       scoring, renormalise, scale, groups, group_top: options of `Router`.
       router_bias: whether logits have a trained bias.
-      bias_rate: for a bias of the choice alone (arXiv:2408.15664), which is state: the step by
-        which `advance_experts` moves it for experts with less or more than the mean. 0 keeps it.
+      bias_rate: the step by which `advance_experts` moves the bias of an expert that got less or
+        more tokens than the mean. The bias (arXiv:2408.15664) is state, and only the choice of
+        experts reads it. 0 keeps the bias.
       shared_hidden: columns of an MLP that every token uses, added to the experts; 0 for none.
       shared_gate: whether the shared MLP is multiplied with a sigmoid gate of the token.
       bias: whether the experts' products have biases.
@@ -81,16 +82,17 @@ class ExpertOptions(RoutingOptions):
         memory; None for all. "capacity" then counts places in each chunk.
       balance_weight: the weight of the balance loss, which is added to the loss by
         `pipeline.add_loss`.
-      balance: the loads in the balance loss: of the "microbatch" over all rows of the mesh, of each
-        "sequence" (the input is `[b, t, d]`), or of the previous step's whole "batch", from state
-        (`settle_experts` for the loads of the batch itself).
+      balance: the tokens whose loads the balance loss reads: "microbatch" for all rows of the mesh;
+        "sequence" for each sequence (the input is `[b, t, d]`); or "batch" for the whole batch of
+        the previous step, from state (`settle_experts` for the loads of the batch itself).
       z_weight: the weight of the z-loss.
       counts: whether choices of experts are counted, as state; always with ``bias_rate`` and
         ``balance="batch"``.
       row_axes: for your own `shard_map`: the mesh axes that split rows, and ``context``, which
         splits positions. In a pipeline ``batch=`` defines these axes.
-      init: the initializer of the fused weight; init_out: of the down weight; init_router: of the
-        router.
+      init: the initializer of the fused weight.
+      init_out: the initializer of the down weight.
+      init_router: the initializer of the router.
       dtype: the dtype of the parameters.
 
     Raises:

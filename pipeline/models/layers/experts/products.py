@@ -29,8 +29,10 @@ Experts = Callable[[jax.Array, Product, Pick], jax.Array]
 
 
 def grouped_matmul(rows: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Multiply the first ``sizes[0]`` rows with ``weight[0]``, the next with ``weight[1]``: `[m,
-    f]`.
+    """Multiply each expert's rows with its weight: `[m, f]`.
+
+    The first ``sizes[0]`` rows are those of ``weight[0]``, the next ``sizes[1]`` rows those of
+    ``weight[1]``.
 
     Args:
       rows: `[m, d]`.

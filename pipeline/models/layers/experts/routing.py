@@ -34,8 +34,8 @@ class Router:
       scale: the factor of weights.
       groups: (number of groups, groups of a token): experts form groups of equal size, and a token
         chooses among the experts of the groups with the largest scores.
-      group_top: the number of a group's scores that add up to its score: 1 in DeepSeek-V2, 2 in
-        DeepSeek-V3.
+      group_top: the number of largest scores of a group whose sum is the group's score: 1 in
+        DeepSeek-V2, 2 in DeepSeek-V3.
     """
 
     num_experts: int

@@ -74,7 +74,7 @@ def settle_experts(module: nnx.Module) -> None:
 
 
 def loads(counts: Any) -> Any:
-    """Return `[..., e]` each expert's part of all choices; equal parts without any choice."""
+    """Return `[..., e]` each expert's part of all choices; equal parts if there is no choice."""
     total = counts.sum(-1, keepdims=True)
     load = counts.astype(jnp.float32) / jnp.maximum(total, 1).astype(jnp.float32)
     return jnp.where(total > 0, load, jnp.float32(1 / counts.shape[-1]))

@@ -21,7 +21,7 @@ Given = Mapping[str, Any]
 def _rows(
     at: str, gate: str = "gate_proj", down: str = "down_proj", up: str = "up_proj"
 ) -> tuple[Row, ...]:
-    """Return rows of router and experts; in the file each expert is a separate matrix."""
+    """Return table rows of router and experts; in the file each expert is a separate matrix."""
     each = f"{at}.experts.{{e}}."
     return (
         row("experts.router_weight", "d e", (f"{at}.gate.weight", "e d")),
@@ -36,7 +36,7 @@ def _rows(
 
 
 def _shared(at: str) -> tuple[Row, ...]:
-    """Return rows of the MLP that every token uses."""
+    """Return table rows of the MLP that every token uses."""
     return (
         row(
             "experts.shared.gate_up",
@@ -107,25 +107,25 @@ def _sparse(given: Given) -> tuple[int, ...]:
 
 
 def _in_all_layers(given: Given, number: str, **options: Any) -> ExpertsConfig:
-    """Return experts in every layer, their number read from a key."""
+    """Return an `ExpertsConfig` with experts in every layer, their number read from a key."""
     chosen, layers = _size(given, "num_experts_per_tok"), tuple(range(given["num_hidden_layers"]))
     sizes = _number(given, number), chosen, given["intermediate_size"]
     return ExpertsConfig(*sizes, layers, **options)
 
 
 def mixtral(given: Given) -> ExpertsConfig:
-    """Return the experts of Mixtral."""
+    """Return the `ExpertsConfig` of a Mixtral checkpoint's config."""
     return _in_all_layers(given, "num_local_experts")
 
 
 def olmoe(given: Given) -> ExpertsConfig:
-    """Return the experts of OLMoE."""
+    """Return the `ExpertsConfig` of an OLMoE checkpoint's config."""
     renormalise = given.get("norm_topk_prob", False)
     return _in_all_layers(given, "num_experts", renormalise=renormalise)
 
 
 def qwen(given: Given) -> ExpertsConfig:
-    """Return the experts of Qwen2-MoE, with a shared expert, and of Qwen3-MoE, without."""
+    """Return the `ExpertsConfig` of Qwen2-MoE, with a shared expert, or of Qwen3-MoE, without."""
     shared = given.get("shared_expert_intermediate_size", 0)
     return ExpertsConfig(
         _number(given, "num_experts"),
@@ -139,16 +139,16 @@ def qwen(given: Given) -> ExpertsConfig:
 
 
 def gpt_oss(given: Given) -> ExpertsConfig:
-    """Return the experts of gpt-oss."""
+    """Return the `ExpertsConfig` of a gpt-oss checkpoint's config."""
     limit, biases = given.get("swiglu_limit", 7.0), {"router_bias": True, "bias": True}
     return _in_all_layers(given, "num_local_experts", scoring="topk_softmax", clamp=limit, **biases)
 
 
 def deepseek(given: Given, version: int) -> ExpertsConfig:
-    """Return the experts of DeepSeek-V2 and V3.
+    """Return the `ExpertsConfig` of a DeepSeek-V2 or DeepSeek-V3 checkpoint's config.
 
     Args:
-      given: config.json.
+      given: the content of config.json.
       version: 2 or 3.
     """
     layers, hidden = given["num_hidden_layers"], _size(given, "moe_intermediate_size")
@@ -170,7 +170,7 @@ def deepseek(given: Given, version: int) -> ExpertsConfig:
 
 
 def latent(given: Given) -> LatentConfig:
-    """Return the attention of DeepSeek-V2 and V3."""
+    """Return the `LatentConfig` of a DeepSeek-V2 or DeepSeek-V3 checkpoint's config."""
     return LatentConfig(
         given.get("q_lora_rank"),
         _size(given, "kv_lora_rank"),

@@ -178,7 +178,7 @@ class Reading:
       only: the only supported value of keys that may have other values in the family.
       fixed: values that hold for the whole family.
       activation: the key of the MLP's activation.
-      more: computes values that depend on several keys.
+      more: a function from config.json to values that depend on several keys.
     """
 
     keys: Mapping[str, str]
@@ -261,7 +261,7 @@ def read_config(name: str, reading: Reading, content: Config) -> DecoderConfig:
 
 
 def _faults(given: Config) -> list[str]:
-    """List the values whose kind is not that of their key, at any depth."""
+    """List the values that do not have the kind of their key, at any depth."""
     wrong = faults_of(given, _KINDS)
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := given.get(key), Mapping):
@@ -292,7 +292,7 @@ def _rope(given: Config, kind: str | None = None) -> Rope:
     """Return rotary positions from any form of the keys.
 
     Args:
-      given: config.json.
+      given: the content of config.json.
       kind: the kind of layers, if each kind has its own rotary positions.
     """
     written = _written_rope(given, kind)
@@ -336,8 +336,8 @@ def _windows(given: Config, *, pattern: Callable[[int], bool]) -> tuple[int | No
     """Return [layers] the window of each layer.
 
     Args:
-      given: config.json.
-      pattern: tells which layers have a window, if there is no ``layer_types``.
+      given: the content of config.json.
+      pattern: a function that tells which layers have a window, if there is no ``layer_types``.
     """
     layers, window = given["num_hidden_layers"], given.get("sliding_window")
     if window is None:

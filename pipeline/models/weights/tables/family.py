@@ -24,7 +24,8 @@ class Family:
     Attributes:
       name: the family's name, the ``model_type`` of its config.json.
       rows: rows of a block; rows for weights that a model lacks are skipped.
-      embed: rows of the embedding; head: rows of the head.
+      embed: rows of the embedding.
+      head: rows of the head.
       mtp: additional rows of a layer for multi-token prediction.
       mtp_copies: (name, "embed" or "head") of tensors of such a layer that repeat a table.
       blocks: the prefix of names of layer n, such as ``layers.{n}.``.

@@ -41,9 +41,9 @@ class TensorSource:
     """An array of the file.
 
     Attributes:
-      name: its name within the layer, such as ``self_attn.q_proj.weight``; with a letter in braces,
-        the names of many arrays.
-      pattern: its dims.
+      name: the array's name within the layer, such as ``self_attn.q_proj.weight``; with a letter in
+        braces, the names of many arrays.
+      pattern: the dims of the array.
     """
 
     name: str
@@ -55,9 +55,9 @@ class Row:
     """A weight of a layer, and its source arrays in a file.
 
     Attributes:
-      target: the path in the layer, dotted.
-      pattern: its dims.
-      sources: one array, or several along ``+``.
+      target: the dotted path of the weight in the layer.
+      pattern: the dims of the weight.
+      sources: one array of the file, or several along ``+``.
     """
 
     target: str
@@ -69,8 +69,8 @@ def row(target: str, pattern: str, *sources: tuple[str, str]) -> Row:
     """Make a row of a family's table.
 
     Args:
-      target: the path in the layer, dotted.
-      pattern: its dims.
+      target: the dotted path of the weight in the layer.
+      pattern: the dims of the weight.
       sources: (name, pattern) of the arrays of the file, in their order along ``+``.
     """
     return Row(target, pattern, tuple(TensorSource(*source) for source in sources))
@@ -78,13 +78,13 @@ def row(target: str, pattern: str, *sources: tuple[str, str]) -> Row:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A source within its target.
+    """A source array within its target weight.
 
     Attributes:
       name: the name of the array.
-      dims: the factors of each of its dims.
-      start, count: its entries along ``+``.
-      fixed: letters of the weight that the array lacks, with its index along each.
+      dims: the factors of each of the array's dims.
+      start, count: the first entry and the number of entries of the array along ``+``.
+      fixed: letters of the weight that the array lacks, with the array's index along each letter.
     """
 
     name: str
@@ -99,7 +99,7 @@ class TensorPart:
         return tuple(map(_size, self.dims))
 
     def within(self, spans: Mapping[str, Range]) -> tuple[Place, dict[str, Range]] | None:
-        """Return the array's place in a slice of the weight, and its ranges in the file.
+        """Return the array's place in a slice of the weight, and the array's ranges in the file.
 
         The result is None if the slice contains nothing of the array.
 
@@ -137,9 +137,9 @@ class TensorPlan:
     """A row with a model's sizes, which computes the reads for any slice of a weight.
 
     Attributes:
-      target: the path in the layer, dotted.
+      target: the dotted path of the weight in the layer.
       dims: the factors of each dim of the weight.
-      parts: its sources.
+      parts: the sources of the weight.
     """
 
     target: str
@@ -158,12 +158,15 @@ class TensorPlan:
         return out
 
     def fill(self, out: np.ndarray, index: Sequence[Range], read: Read) -> None:
-        """Write a slice of the weight, a block at a time, and read only its numbers.
+        """Write a slice of the weight into ``out``, block by block.
+
+        Only ranges of the file's arrays are read, not whole arrays; a range may have a few entries
+        more than the slice needs.
 
         Args:
           out: the array to write to.
           index: the range of each dim.
-          read: reads a slice of an array of the file.
+          read: a function that reads a slice of an array of the file.
         """
         # Whole entries of each dim's slowest factor; the slice may need only a part of them.
         spans: dict[str, Range] = {}
@@ -294,7 +297,7 @@ def _dims(pattern: str, sizes: Sizes, target: str) -> tuple[Factors, ...]:
 def _fill(
     view: np.ndarray, names: Sequence[str], part: TensorPart, spans: Mapping[str, Range], read: Read
 ) -> None:
-    """Read a part's share of a slice into its view, which has a dim for each letter."""
+    """Read a part's share of a slice into ``view``, which has a dim for each letter."""
     order = [name for factors in part.dims for name, _ in factors]
     rest = [name for name in names if name not in order]  # `+` with a single entry
     dest = view.transpose([names.index(name) for name in (*order, *rest)])
