@@ -16,9 +16,9 @@ DOORS = {
         step.operands step.runtime
     """,
     "pipeline.lint": """
-        autodiff.jaxpr.primitives autodiff.outcome model.loss model.model model.objects
-        model.randomness model.stage model.trained model.trained_filters options.choose
-        options.plan placement.meshes placement.paths step.calls.activations
+        autodiff.jaxpr.primitives autodiff.outcome model.ignored model.loss model.model
+        model.objects model.randomness model.stage model.trained model.trained_filters
+        options.choose options.plan placement.meshes placement.paths step.calls.activations
         step.calls.declared step.calls.ends step.calls.forward
         step.calls.local_model step.calls.rank step.calls.slices step.inspect
     """,

@@ -30,7 +30,8 @@ class Lint:
     """The engine's hook for checks; it imports the modules of the checks when it is called.
 
     Attributes:
-      ignored: the user's values of attributes that ``ignore=`` names; None for none.
+      ignored: the user's values of attributes that ``ignore=`` names, until the first trace has
+        compared them.
     """
 
     ignored: Ignored | None = None
@@ -69,9 +70,10 @@ class Lint:
             check_order(f"stages[{k}]", body.effects)
             check_constraints(f"stages[{k}]", body)
         if self.ignored is not None and self.ignored.own:
-            from pipeline.lint.ignored import check_ignored
+            from pipeline.lint.ignored import warn_of_ignored
 
-            check_ignored(rank, activations, self.ignored)
+            ignored, self.ignored = self.ignored, None  # once a pipeline
+            warn_of_ignored(rank, activations, ignored)
         if rank.model.stack > 1:
             from pipeline.lint.failures import check_that_it_is_a_stack
 

@@ -83,8 +83,8 @@ class Options:
         after all microbatches; the function may write declared state.
       ignore: names of attributes that do not change the computation of a stage, such as
         ("layer_index",). Stages that differ only in these attributes count as equal. Within the
-        pipeline all stages have the first stage's value, so the first step raises a ValueError if a
-        stage's program depends on it. `stages()` returns each stage with its own value.
+        pipeline all stages have the first stage's value; the first step warns if a stage's program
+        depends on it. `stages()` returns each stage with its own value.
       engine: "scan" runs the timetable as one program, in which all ranks keep step; "programs"
         runs each action as a program on the devices of its rank, which waits only for its data. A
         step of "programs" cannot be a part of another program: `jax.jit` only the optimizer's
