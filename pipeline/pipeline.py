@@ -844,10 +844,10 @@ def _entries_of(engine: str) -> Any:
 
 
 def _check_one_program(plan: Plan, method: str) -> None:
-    """Check that a step is one program, which a method looks at.
+    """Check that the engine runs a step as one program, which ``method`` needs.
 
     Raises:
-      ValueError: it is several.
+      ValueError: the engine runs a step as several programs.
     """
     if plan.engine != "scan":
         also = "" if plan.stage_meshes is None else ", stage_meshes=None, mesh=mesh"

@@ -136,7 +136,7 @@ class Axes:
 
     @property
     def output_spec(self) -> PartitionSpec:
-        """The PartitionSpec of outputs; leaves that ``batch=`` does not name have the same spec."""
+        """The PartitionSpec of outputs: that of input leaves which ``batch=`` does not name."""
         return self._present(list(self.default))
 
     def missing_in(self, spec: PartitionSpec) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def exports(
     Args:
       package: the package's ``__name__``.
       homes: for each module the names that the package exports from it, separated by spaces.
-      rooms: modules of the package that are also its attributes.
+      rooms: names of submodules, which are imported when they are first read as attributes.
     """
     home = {name: module for module, names in homes.items() for name in names.split()}
 

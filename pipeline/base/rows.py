@@ -161,7 +161,7 @@ class BatchPart:
         return jnp.maximum(self.microbatch * self._tokens_of_position(shape), 1)
 
     def tokens_of_sequences(self, shape: Shape) -> Any:
-        """Return the real tokens of each whole sequence, [b] or a number, at least 1."""
+        """Count the tokens of each whole sequence that are not padding: [b] or a number, >= 1."""
         if self.mask is None:
             whole = self._slices_per_sequence * _size(self.positions)
             return math.prod(shape[1:]) * whole
@@ -189,10 +189,10 @@ class BatchPart:
         )
 
     def _tokens_of_position(self, shape: Shape) -> float:
-        """Return the number of the layer's tokens for each position that `sequences` counts.
+        """Return the number of the layer's tokens for one unit of `sequences`.
 
-        If the mask is [b], `sequences` counts a whole sequence as 1, and the number covers all
-        slices and all ranks of position axes.
+        With a mask of positions a unit is one position. With a mask [b] a unit is a whole sequence,
+        whose tokens in other slices and on other ranks count too.
         """
         tokens = self._tokens_of_entry(shape)
         if self.mask.ndim > 1:

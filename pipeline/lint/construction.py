@@ -55,7 +55,7 @@ def warn_of_idle_devices(schedule: Any, mesh: Mesh, num_stages: int) -> None:
 
 
 def check_stages(stages: Any) -> None:
-    """Check that qwix acts on stages; warn if they differ only in attributes.
+    """Refuse stages of a model that qwix quantised whole; warn if all differ only in attributes.
 
     Raises:
       ValueError: a stage was taken out of a model that qwix quantised whole.

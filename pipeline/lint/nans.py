@@ -95,7 +95,7 @@ class _NamedPart:
 
 
 class _Search:
-    """A run of a model, part by part."""
+    """A search for the first NaN or infinity, which runs the model part by part."""
 
     def __init__(
         self, plan: Plan, model: Model, weights: Weights, batch: Batch, kinds: list[str]

@@ -193,7 +193,7 @@ class ModelSizes:
 
     @cached_property
     def whole_matrices(self) -> int:
-        """Parameters of a block's products without experts, whole on every rank of `expert`."""
+        """Number of parameters of a block's products that are not split over the axis `expert`."""
         if self.experts is None:
             return self._dense_matrices
         routed = self.experts.number + 3 * self.experts.shared

@@ -278,7 +278,7 @@ def _slots_text(slots: Slots) -> str:
 
 
 def _check_written(trace: Trace, recipe: Recipe) -> None:
-    """Check that every array that the model writes is a variable, which a kind can declare."""
+    """Check that every array that the model writes is a variable, which ``state=`` can name."""
     for path, kind in recipe.state:
         if path in trace.written and not isinstance(kind, nnx.Variable):
             raise ValueError(

@@ -35,7 +35,7 @@ def check_actions_fit(num_stages: int, num_microbatches: int, num_slices: int = 
 
 
 def check_slots_fit(schedule: Timetable, num_slots: int) -> None:
-    """Check that memory suffices to lower a schedule to this number of slots in all ticks.
+    """Check that memory suffices to lower a schedule whose ticks have ``num_slots`` slots in total.
 
     Raises:
       ScheduleError: the schedule needs more memory than this process can have.

@@ -7,12 +7,12 @@ of slices.
 
 Between slots every rank keeps values in numbered places. `schedules.lowering.kinds` lists the kinds
 of values. A program has a `Placement` for each kind: a table of the place that each action reads or
-writes, and the number of places. One numbering has the places on the device first, then those in
-host memory. One more number, `Placement.discard`, is for values that no action reads, so that no
-store needs a condition. The crossing of a split backward is held from I to W; the operand, the
-gradient and the stash are freed after I.
+writes, and the number of places. The first numbers are places on the device, the next
+are places in host memory. One more number, `Placement.discard`, is for values that no action reads,
+so that no store needs a condition. The crossing, the values that I passes to W, is stored from I to
+W; the operand, the gradient and the stash are freed after I.
 
-If ranks share an end of the model (`schedules.clocks.shared`), three more tables give the work of
+If all ranks share embed or head (`schedules.clocks.shared`), three more tables give the work of
 all ranks around a slot. The embedding of a microbatch is then put, before the slot, into the buffer
 that the first stage's F reads as its operand. The gradient from the head arrives along the channel
 of shift 0, in the place of the last stage's output.

@@ -44,7 +44,8 @@ class _Splitter:
     Attributes:
       steps: the block's steps with split bodies, each with True if it is in the second half.
       same: inputs and constants that both halves have, and names computed from these alone.
-      again: the set of `NameFacts`, and names that light steps compute from ``same`` and ``again``.
+      again: the names in `NameFacts.again`, and names that light steps compute from ``same`` and
+        ``again``.
       barred: names that the first half cannot compute.
       made_late: results of steps that must run in the second half (matrix products, effects,
         additions to gradient refs).

@@ -1,4 +1,4 @@
-"""Run equations that a program repeats for each layer as one vectorised program over all layers.
+"""One vectorised program over all layers, in place of equations that a trace has for each layer.
 
 An optimizer updates a tree of K layers, so its trace repeats one program K times. A pipeline stores
 layers in stacks: S layers, one per rank, are the rows of one array sharded over ``stage``. So the

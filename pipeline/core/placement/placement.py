@@ -116,7 +116,7 @@ class Placement:
         """Raise ValueError unless ``sharding`` returns equal names for stages that share an array.
 
         Args:
-          column: the path of each stage's variable, and the variable.
+          column: for each stage, a pair of the variable's path and the variable.
         """
         if self.sharding is None or not isinstance(column[0][1], nnx.Variable):
             return

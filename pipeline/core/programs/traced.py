@@ -68,8 +68,9 @@ class Traced:
 
     Attributes:
       operands: the types of the step's operands.
-      inspected: the facts, without arrays; its rank has the factors of losses that are numbers.
-      factors: the types of the factors of losses that are arrays.
+      inspected: the facts, without arrays. Its rank has those factors of losses that are Python
+        numbers.
+      factors: the types of the other factors of losses, which are arrays.
       sums: the types of all sums of a rank, and of declared state, by name.
       stages_of_sums: with ``stage_meshes`` the result of `OpenStep.stages_of_sums`; else empty.
       is_narrow: whether the model computes in floats in which gradients may vanish or overflow.

@@ -128,7 +128,7 @@ def train(
 
 
 def loss_scale(plan: Plan, scale: Any) -> LossScale:
-    """Compute the factors of losses that do not depend on a weight."""
+    """Compute those factors of losses that are known before the total weight of the losses is."""
     of_caller, of_added = scale if isinstance(scale, tuple) else (scale, scale)
     added = 1 if of_added is None else of_added.astype(real())
     return LossScale(of_caller=of_caller, of_added=added / calls_of(plan))

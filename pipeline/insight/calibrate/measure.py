@@ -5,9 +5,9 @@ differs from the others. Its program runs like that of any pipeline. It is timed
 microbatch alone, with one kind of action of one stage for all microbatches, and with all actions of
 a rank's stages in turn.
 
-The time of an action is the time that it adds to the first microbatch's step. Actions of a rank
-take longer in turn than alone: an action that runs alone finds its weights in a cache, which the
-next stage would have filled.
+The time of an action is the time that it adds to the first microbatch's step. In turn, actions
+of a rank take longer than alone. Alone, an action finds its weights in a cache; in turn, other
+stages' weights have replaced them.
 """
 
 from __future__ import annotations

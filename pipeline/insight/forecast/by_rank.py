@@ -185,7 +185,7 @@ def describe_ranks(
 
 
 def _optimizer_bytes(plan: Plan, optimizer: nnx.Optimizer[Any]) -> str:
-    """Return the bytes of optimizer state on a device of each rank; one number for one mesh."""
+    """Describe the bytes of optimizer state on a device of each rank."""
     state = nnx.state(optimizer)
     if plan.stage_meshes is None:
         return f"{sum(one.device_bytes for one in placed(state, plan.mesh)):,}"

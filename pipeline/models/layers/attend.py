@@ -52,7 +52,7 @@ def attend_slice(
         `AttentionOptions`; ``scale``, the factor of scores, by default c ** -0.5; ``context``, a
         `Context`. The `way` of the context decides how a slice's keys and values are kept: whole
         ("allgather"), for a part of the heads ("ulysses") or for a part of the positions ("ring").
-        Slices take the formula; on a TPU, slices of given lengths take the kernel.
+        Slices are computed by the formula; on a TPU, slices of given lengths by the kernel.
 
     Returns:
       `[b, t, k·g, w]`, and this slice's keys, values and segments, which later slices read; `()`

@@ -90,13 +90,14 @@ def need_microbatches(family: str, least: int, num_microbatches: int, rule: str)
 def rounds(
     family: str, num_ranks: int, num_microbatches: int, group: object = None
 ) -> tuple[int, ...]:
-    """Return the sizes of the rounds: a round runs through one chunk before the next chunk.
+    """Return the number of microbatches in each round.
+
+    A rank runs all microbatches of a round through one chunk, then through its next chunk.
 
     By default M microbatches make max(1, M // S) rounds of equal size: the rule of
-    ``torch.distributed.pipelining``. With ``group`` any M makes rounds of at most ``group``
-    microbatches, whose sizes differ by at most one, the larger first. If a round would then have
-    fewer than S / 2, there is one round less, and no round is smaller than ``group``. With one
-    round, its size is M.
+    ``torch.distributed.pipelining``. With ``group`` there are ceil(M / group) rounds, whose
+    sizes differ by at most one, the larger first. If the smallest would have fewer than S / 2
+    microbatches, there are max(1, M // group) rounds in place of these.
 
     Raises:
       ScheduleError: by default: the rounds are not equal; with ``group``: the group is not from S /

@@ -41,7 +41,7 @@ class Rule:
       window: the number of positions that a query reads, including its own; None for all positions.
       softcap: a cap s of the scores, which become s·tanh(score / s); None for no cap.
       scale: the factor of scores; None for c ** -0.5.
-      query_chunk: the number of queries scored at a time; None for `chunk_of`.
+      query_chunk: the number of queries scored at a time; None to compute it by `chunk_of`.
       implementation: the name of the implementation; None for the platform's implementation.
       context: the layout of the sequence on ranks.
     """

@@ -127,7 +127,7 @@ class TensorPart:
         return weight[tuple(place.get(name, slice(None)) for name in names)]
 
     def names(self, names: Sequence[str]) -> list[str]:
-        """List the letters of `view`: all but the fixed letters."""
+        """List the letters of the array that `view` returns: those without a fixed index."""
         fixed = {name for name, _ in self.fixed}
         return [name for name in names if name not in fixed]
 
