@@ -88,10 +88,18 @@ class Slurm:
 
     def until(self, job: str, state: str) -> None:
         """Wait until a job has a state, such as "COMPLETED 0:0 1": that, its code, its restarts."""
+        seen = [""]
+
+        def there() -> bool:
+            now = self.state(job)
+            if not now.startswith("None"):  # SLURM forgets a job five minutes after its end
+                seen[0] = now
+            return now.startswith(state)
+
         try:
-            hosts.wait(lambda: self.state(job).startswith(state), f"{job} {state}")
+            hosts.wait(there, f"{job} {state}")
         except TimeoutError as error:
-            raise TimeoutError(f"{error}: {self.state(job)}") from error
+            raise TimeoutError(f"{error}: {seen[0]}") from error
 
 
 @contextlib.contextmanager
