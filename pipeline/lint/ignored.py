@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from pipeline.base.added import Adding, adding_losses
+from pipeline.base.tree import signature
 from pipeline.base.warn import warn
 from pipeline.core.model.ignored import Ignored
 from pipeline.core.model.objects import alike
@@ -36,81 +37,55 @@ def warn_of_ignored(rank: Rank, activations: Activations, ignored: Ignored) -> N
     the two programs are compared without names, and their constants by value. A host callback and
     the backward of a `jax.custom_vjp` are not seen.
     """
+    programs: dict[Any, Program | None] = {}  # of equal stages in one chunk
     for k, position in enumerate(rank.model.stages):
-        stage = Forward(rank, position)
-        run = _tracer(rank, activations, k)
-        used = _values(stage, ignored, k)
-        changed = {name: (own, of) for (_, name, own), of in used if not alike(own, of)}
-        if not changed or (program := run(_graphdef(stage, ignored, k, ()))) is None:
+        pairs = ((name, (value, ignored.used[path, name])) for path, name, value in ignored.own[k])
+        changed = {name: values for name, values in pairs if not alike(*values)}
+        if not changed:
             continue
-        if _equal(program, run(_graphdef(stage, ignored, k, changed))):
+        run = _tracer(rank, activations, k, ignored)
+        key = rank.code(position), position.chunk, signature(activations.types[k])
+        if key not in programs:
+            programs[key] = run(())
+        program = programs[key]
+        if program is None or _equal(program, run(changed)):
             continue
-        alone = [n for n in changed if not _equal(program, run(_graphdef(stage, ignored, k, [n])))]
-        names = alone or list(changed)
-        own, of = changed[names[0]]
+        names = [name for name in changed if not _equal(program, run([name]))] or list(changed)
+        value, used = changed[names[0]]
         warn(
             f"ignore= names {', '.join(map(repr, names))}, and the program of stages[{k}] depends "
-            f"on it: with its own value, {shorten(own)}, the program is another one than with "
-            f"{shorten(of)}, which the first stage with this attribute gives to all; if the stage "
-            f"computes with it, results are not those of the plain model: leave it out of ignore="
+            f"on it: with its own value, {shorten(value)}, the program is another one than with "
+            f"{shorten(used)}, which the first stage with this attribute gives to all; if the "
+            f"stage computes with it, results are not those of the plain model: leave it out of "
+            f"ignore="
         )
         return
 
 
-def _values(stage: Forward, ignored: Ignored, k: int) -> list[tuple[tuple[Any, str, Any], Any]]:
-    """Pair stage k's ignored attributes (path, name, own value) with the values in the pipeline."""
-    values: list[Any] = []
+def _tracer(
+    rank: Rank, activations: Activations, k: int, ignored: Ignored
+) -> Callable[[Collection[str]], Program | None]:
+    """Return a function from names of attributes to stage k's program with its own values of these.
 
-    def look(module: Any) -> jax.Array:
-        nodes = dict(nnx.iter_graph(module))
-        values.extend(getattr(nodes[path], name) for path, name, _ in ignored.own[k])
-        return jnp.zeros(())
-
-    _call(stage, look)
-    return list(zip(ignored.own[k], values, strict=True))
-
-
-def _graphdef(stage: Forward, ignored: Ignored, k: int, names: Collection[str]) -> Any:
-    """Return the graphdef of stage k with its own values of the attributes ``names``."""
-    found: list[Any] = []
-
-    def look(module: Any) -> jax.Array:
-        nodes = dict(nnx.iter_graph(module))
-        for path, name, value in ignored.own[k]:
-            if name in names:
-                setattr(nodes[path], name, value)
-        found.append(nnx.split(module)[0])
-        return jnp.zeros(())
-
-    _call(stage, look)
-    return found[0]
-
-
-def _call(stage: Forward, method: Callable[[Any], jax.Array]) -> None:
-    """Call a function of a stage's module in a trace."""
-
-    def call() -> jax.Array:
-        params = jax.tree.unflatten(stage.params_tree, stage.weights[stage.home])
-        rest = nnx.merge_state(stage.streams[stage.home], stage.fixed[stage.home])
-        result: jax.Array = stage.definition.call(method, params, rest)
-        return result
-
-    jax.eval_shape(call)
-
-
-def _tracer(rank: Rank, activations: Activations, k: int) -> Callable[[Any], Program | None]:
-    """Return a function from a graphdef of stage k to the program; None if it does not run."""
+    The function returns None if the program does not run.
+    """
     position = rank.model.stages[k]
     x, carry = activations.types[k], activations.carries[k]
 
-    def trace(graphdef: Any) -> Program | None:
-        definition = replace(position.definition, graphdef=graphdef)
+    def trace(names: Collection[str]) -> Program | None:
+        graphdefs: list[Any] = []
+
+        def look(module: Any) -> jax.Array:
+            graphdefs.append(nnx.split(ignored.give_back(module, k, names))[0])
+            return jnp.zeros(())
+
+        Forward(rank, position).look(look)
+        definition = replace(position.definition, graphdef=graphdefs[0])
         stage = Forward(rank, replace(position, definition=definition))
 
         def call() -> Any:
-            return stage.stage(
-                *stage.stage_arguments(stage.home, 0), blank_input(rank, x, carry, ())
-            )
+            arguments = stage.stage_arguments(stage.home, 0)
+            return stage.stage(*arguments, blank_input(rank, x, carry, ()))
 
         try:
             with adding_losses(Adding()):

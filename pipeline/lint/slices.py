@@ -103,13 +103,7 @@ def check_slices(
 def knows_slices(stage: Forward) -> bool:
     """Tell whether a stage has a method for slices."""
     found: list[bool] = []
-
-    def look() -> Any:
-        params = jax.tree.unflatten(stage.params_tree, stage.weights[stage.home])
-        rest = nnx.merge_state(stage.streams[stage.home], stage.fixed[stage.home])
-        return stage.definition.call(lambda m: _look(m, found), params, rest)
-
-    jax.eval_shape(look)
+    stage.look(lambda module: _look(module, found))
     return found[0]
 
 

@@ -38,7 +38,7 @@ UNSHARE = [
     "--kill-child",
     "--mount-proc",
 ]
-PATIENCE = 900  # seconds of a wait whose length says nothing: a slow machine is no fault
+LONGEST_WAIT = 900  # seconds of a wait whose length says nothing: a slow machine is no fault
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 
 
@@ -219,7 +219,7 @@ def _host(name: str, address: str, cable: str, switch: str, table: Path) -> Host
     return host
 
 
-def wait(condition, what: str, seconds: float = PATIENCE) -> float:
+def wait(condition, what: str, seconds: float = LONGEST_WAIT) -> float:
     """Wait until a condition is true; returns the seconds that it took.
 
     Raises:

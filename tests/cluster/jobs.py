@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.cluster.hosts import PATIENCE, Host, wait
+from tests.cluster.hosts import LONGEST_WAIT, Host, wait
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(ROOT / "examples" / "train_processes.py")
@@ -107,7 +107,7 @@ class Run:
 
         wait(there, f"step {count} of {self.folder}")
 
-    def until_end(self, seconds: float = PATIENCE, but: Sequence[int] = ()) -> list[int | None]:
+    def until_end(self, seconds: float = LONGEST_WAIT, but: Sequence[int] = ()) -> list[int | None]:
         """Wait until all processes have ended, but for those that a fault holds; their codes."""
         rest = [index for index in range(len(self.hosts)) if index not in but]
         wait(

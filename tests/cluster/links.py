@@ -50,7 +50,7 @@ def _slow(folder: Path) -> Iterator[str]:
             times[rate], _ = _step(job)
         for host in pair:
             host.signal(9)
-        job.until_end()
+        job.until_end(60)
     rest = max(sent - MESSAGE * MICROBATCHES, 0)  # sums of gradients that both hosts have
     yield (
         f"a step takes {1e3 * free:.0f} ms; host 0 sends {sent / 1e6:.2f} MB in it, of which "

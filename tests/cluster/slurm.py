@@ -172,7 +172,7 @@ def lane(folder: Path) -> Iterator[str]:
                     cluster.nodes[1].signal(signal.SIGSTOP, "examples/train_processes.py")
                     return not cluster.state(job).startswith("RUNNING 0:0 0")
 
-                hosts.wait(gone, "the end of a job that cannot save", 4 * GRACE + 120)
+                hosts.wait(gone, "the end of a job that cannot save", 2 * GRACE + 60)
             # After a SIGKILL this SLURM asked the restarted job to stop once more, 30 s later.
             cluster.until(job, "COMPLETED 0:0")
             restarts = int(cluster.state(job).rpartition(" ")[2])

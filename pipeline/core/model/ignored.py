@@ -6,7 +6,8 @@ that may also differ: within the pipeline every stage then has the value of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +28,27 @@ class Ignored:
 
     own: tuple[tuple[tuple[Any, str, Any], ...], ...]
 
-    def give_back(self, stage: nnx.Module, k: int) -> nnx.Module:
-        """Set the attributes of stage k to the user's values, in place; return the stage."""
-        return _with_values(stage, self.own[k]) if self.own else stage
+    @functools.cached_property
+    def used(self) -> dict[tuple[Any, str], Any]:
+        """The values in the pipeline, by path and name: of the first stage with the attribute."""
+        values: dict[tuple[Any, str], Any] = {}
+        for path, name, value in (item for items in self.own for item in items):
+            values.setdefault((path, name), value)
+        return values
+
+    def give_back(
+        self, stage: nnx.Module, k: int, names: Collection[str] | None = None
+    ) -> nnx.Module:
+        """Set attributes of stage k to the user's values, in place; return the stage.
+
+        Args:
+          stage: the stage.
+          k: its index.
+          names: the names of the attributes; None for all.
+        """
+        if not self.own:
+            return stage
+        return _with_values(stage, [x for x in self.own[k] if names is None or x[1] in names])
 
 
 def ignoring(stages: Any, names: Any) -> tuple[Any, Ignored]:
@@ -46,11 +65,9 @@ def ignoring(stages: Any, names: Any) -> tuple[Any, Ignored]:
     if is_stacked(stages) or not names:
         return stages, Ignored(())
     attributes = tuple(tuple(_attributes(stage, k, names)) for k, stage in enumerate(stages))
-    first: dict[Any, Any] = {}
-    for path, name, value in (item for items in attributes for item in items):
-        first.setdefault((path, name), value)
+    ignored = Ignored(attributes)
     for name in names:
-        if name not in {name for _, name in first}:
+        if name not in {name for _, name in ignored.used}:
             texts = [difference(stages[0], stage) for stage in stages[1:]]
             also = [f"stages[{k}] differs from stages[0] {f}" for k, f in enumerate(texts, 1) if f]
             raise ValueError(
@@ -59,11 +76,11 @@ def ignoring(stages: Any, names: Any) -> tuple[Any, Ignored]:
             )
     changed = []
     for stage, items in zip(stages, attributes, strict=True):
-        new = [(path, name, first[path, name]) for path, name, _ in items]
+        new = [(path, name, ignored.used[path, name]) for path, name, _ in items]
         if not all(map(alike, items, new)):
             stage = _with_values(nnx.merge(*nnx.split(stage)), new)  # noqa: PLW2901
         changed.append(stage)
-    return changed, Ignored(attributes)
+    return changed, ignored
 
 
 def _attributes(stage: nnx.Module, k: int, names: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:

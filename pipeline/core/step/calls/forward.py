@@ -152,6 +152,16 @@ class Forward:
 
         return with_added(self.rank, call, adds=self.adds)
 
+    def look(self, method: Callable[[Any], Any]) -> None:
+        """Call a function of a stage's module in a trace, for what it sees; drop the result."""
+
+        def call() -> Any:
+            params = jax.tree.unflatten(self.params_tree, self.weights[self.home])
+            rest = nnx.merge_state(self.streams[self.home], self.fixed[self.home])
+            return self.definition.call(method, params, rest)
+
+        jax.eval_shape(call)
+
     @property
     def definition(self) -> Any:
         """The static half of a stage of this kind."""
