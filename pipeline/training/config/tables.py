@@ -51,9 +51,8 @@ class Model:
       function: "package.module:function".
       arguments: the arguments of the function, by name.
       weights: in place of ``function``, a folder in the Hugging Face layout, for
-        `pipeline.weights.parts`.
-      num_stages, layout, dtype, activations, mtp, mtp_weight: arguments of
-        `pipeline.weights.parts`; num_stages is by default the number of the pipeline's ranks.
+        `pipeline.weights.parts`. The fields below are its arguments.
+      num_stages: by default the number of the pipeline's ranks.
     """
 
     function: str | None = None
