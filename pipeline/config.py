@@ -336,7 +336,7 @@ def _world(fields: Fields) -> list[str]:
 
 
 def _processes(fields: Fields) -> list[str]:
-    """Check W = P * devices per process, and a process index in 0..P-1."""
+    """Check world_size = num_processes * devices_per_process, and process_id < num_processes."""
     world, count, each = (
         fields[name] for name in ("world_size", "num_processes", "devices_per_process")
     )

@@ -113,7 +113,7 @@ class Axes:
 
         The spec is None for a leaf without a batch axis.
 
-        A leaf with fewer dims than its spec has takes the leading entries of the spec.
+        If a leaf has fewer dims than its spec has entries, it gets the leading entries.
 
         Raises:
           ValueError: ``batch=`` is no prefix of a tree.
@@ -136,7 +136,7 @@ class Axes:
 
     @property
     def output_spec(self) -> PartitionSpec:
-        """The PartitionSpec of outputs: that of input leaves which ``batch=`` does not name."""
+        """The PartitionSpec of outputs: the default of leaves that have no spec in ``batch=``."""
         return self._present(list(self.default))
 
     def missing_in(self, spec: PartitionSpec) -> tuple[str, ...]:

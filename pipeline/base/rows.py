@@ -189,10 +189,11 @@ class BatchPart:
         )
 
     def _tokens_of_position(self, shape: Shape) -> float:
-        """Return the number of the layer's tokens for one unit of `sequences`.
+        """Return the factor that turns `sequences` and `microbatch` into numbers of tokens.
 
-        With a mask of positions a unit is one position. With a mask [b] a unit is a whole sequence,
-        whose tokens in other slices and on other ranks count too.
+        With a mask [b, t] both count positions: the factor is the layer's tokens per position. With
+        a mask [b] both count sequences: the factor is the layer's tokens per whole sequence, with
+        those in other slices and on other ranks.
         """
         tokens = self._tokens_of_entry(shape)
         if self.mask.ndim > 1:

@@ -84,9 +84,11 @@ def _warn_of_attributes(stages: Any) -> None:
 
 
 def _check_intercepted(stages: Any) -> None:
-    """Check that stages are called through the class that qwix gave to the quantised modules.
+    """Check that every quantised module is within a module whose class qwix replaced.
 
-    Adapters of qwix have their own warning: no part of the model reads them.
+    qwix replaces the class of the model that it is given, and quantises only in calls of this
+    class. A stage taken out of the model is called without it. Stages with qwix's adapters
+    (`nnx.LoRAParam`) are skipped: `pipeline.lint.unread` warns of adapters that no part reads.
 
     Raises:
       ValueError: a stage was taken out of a quantised model, and would compute unquantised.

@@ -5,8 +5,9 @@ kernel with refs and collectives cannot be repeated so. So the kernel runs witho
 its results are checked here. If a result has NaN, the model is run again without a pipeline, stage
 after stage.
 
-NaN may depend on the keys and dtypes of a microbatch, so stages are called with these, as in the
-kernel. The whole modules that `pipeline.training.generation` runs have neither.
+NaN may depend on a microbatch's random keys and on ``compute_dtype``, so stages are called with
+both, as in the kernel. `pipeline.training.generation` also calls stages one after another, but
+without these keys and this dtype.
 
 Letters: K stages, M microbatches, D data shards, b rows of a microbatch on one shard.
 """

@@ -220,7 +220,10 @@ class _Child:
 
 
 def _start(job: Job, index: int, port: int, log: Log, events: Events) -> _Child:
-    """Start a process of a job, which waits for `begin`, with threads for its lines and its end."""
+    """Start a process of a job, and threads that copy its output to the log and report its end.
+
+    The process runs the job's command only after `_Child.begin`.
+    """
     process = subprocess.Popen(  # noqa: S603  (what the user wants to run)
         ["/bin/sh", "-c", GATE, "sh", *job.command],
         env=job.environment(index, port, os.environ),

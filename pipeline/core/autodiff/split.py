@@ -42,7 +42,8 @@ class _Splitter:
     """The names and steps that decide how one block is divided into two halves.
 
     Attributes:
-      steps: the block's steps with split bodies, each with True if it is in the second half.
+      steps: the needed steps, each with True if it is in the second half; a step with a body may be
+        split into a step for each half.
       same: inputs and constants that both halves have, and names computed from these alone.
       again: the names in `NameFacts.again`, and names that light steps compute from ``same`` and
         ``again``.

@@ -6,12 +6,12 @@ repeated equations are found and run as one program, under `jax.vmap` over the r
 
 * A value computed from one row only, by the same equations for each row, is a row of a *stack*.
 * A value computed from several rows (the sum of a global norm) is computed once, and is equal on
-  all ranks. Its equations may read one number of each row, but no whole row, because a whole row
-  would have to be sent to every rank.
+  all ranks. Its equations may read one scalar computed from each row, but no whole row, because a
+  whole row would have to be sent to every rank.
 * If the equations of rows in a stack differ (another rule for layer 3), each variant is computed
   for all rows, and every row takes the result of its own variant.
 
-The results equal those of the program as written, and ranks exchange only numbers.
+The results equal those of the program as written, and ranks exchange only scalars.
 """
 
 from __future__ import annotations

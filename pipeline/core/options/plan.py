@@ -90,7 +90,10 @@ class Plan(Options):
         return self.programs.get()
 
     def anew(self, **changes: Any) -> Plan:
-        """Copy the plan without compiled functions and facts, perhaps with other options."""
+        """Copy the plan, with changed options if given.
+
+        The copy has no compiled functions and no facts from traces (`StepFacts`).
+        """
         return dataclasses.replace(self, programs=Programs(), **changes)
 
     @property

@@ -119,7 +119,7 @@ class Node:
 
 
 class FusionFlow:
-    """A builder of the graph, which reads jaxprs.
+    """A builder of a graph whose nodes are the equations of a jaxpr.
 
     Args:
       enter: a function that is called with the node and the operands of an equation with a body.

@@ -80,7 +80,10 @@ def with_biases(tree: Mapping[str, Any], view: LayerView | None) -> Mapping[str,
 
 
 def constants(view: LayerView) -> dict[Ref, Constant]:
-    """Make plans for state that no file holds: loads begin equal, other arrays with zeros."""
+    """Make plans for state that no file holds.
+
+    Every load starts as 1 / (number of experts); every other array starts as zeros.
+    """
     found = {}
     for stage in view.tree["stages"]:
         for path, ref in leaves_of(stage):

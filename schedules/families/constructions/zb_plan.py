@@ -180,7 +180,11 @@ class Plan:
         return max(self.bubble) - self.bubble[rank]
 
     def length(self) -> tuple[float, float]:
-        """Return the longest span and the makespan, in 9 digits, because times may be rounded."""
+        """Return the longest span of a rank and the makespan, by which plans are compared.
+
+        A rank's span is the time from its first action to its last. Durations may have been rounded
+        to 12 digits, so both results are rounded to 9: then equal lengths compare equal.
+        """
         spans = (end - begin for begin, end in zip(self.begin, self.clock, strict=True))
         return float(f"{max(spans):.9g}"), float(f"{max(self.clock):.9g}")
 

@@ -2,8 +2,8 @@
 
 Letters of patterns in addition to those of `weights.tables.families`: e experts, m columns of an
 expert, s columns of the shared experts. For latent attention: q width of queries' latent, r width
-of keys' and values' latent, w width of values, x columns of a head's queries, y columns of the
-product that makes keys and values, z columns of a head's keys without positions and values.
+of keys' and values' latent, w width of a head's values, x columns of a head's queries, y = r + the
+rotary columns of keys, z = w + the other columns of a head's keys.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Row:
     Attributes:
       target: the dotted path of the weight in the layer.
       pattern: the dims of the weight.
-      sources: one array of the file, or several along ``+``.
+      sources: the arrays of the file; several are joined along the ``+`` of ``pattern``.
     """
 
     target: str
