@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 from pipeline.training.config import Config
+from tests.docs.pages import given
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+FINE_TUNING = PAGE.partition("\n## Fine-tuning")[2].partition("\n## ")[0]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+def blocks(language: str, text: str = PAGE.replace(FINE_TUNING, "")) -> list[str]:
+    """The blocks of the page in a language, or those of one section."""
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 @pytest.mark.slow
@@ -32,6 +35,16 @@ def test_the_page_runs_as_printed(capsys):
     printed = capsys.readouterr().out
     assert "True 32768.0" in printed
     assert np.isfinite(names["trainer"].eval_loss)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_section_on_fine_tuning_runs():
+    """With the names of a reader's program, whose stages have adapters."""
+    names = given.names()
+    assert len(blocks("python", FINE_TUNING)) == 2
+    for block in blocks("python", FINE_TUNING):
+        exec(compile(block, "docs/training.md", "exec"), names)
+    assert np.isfinite(names["loss"])
 
 
 def test_the_keys_of_the_page_are_a_configuration():

@@ -75,7 +75,8 @@ def test_code_and_comments_hold_no_links(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("query", "page"),
     [
-        ("lora", "finetuning.md"),
+        ("lora", "training.md"),
+        ("fine-tuning", "training.md"),
         ("zero bubble", "schedules.md"),
         ("out of memory", "guides/memory.md"),
         ("hang", "guides/debugging-a-hang.md"),
