@@ -15,7 +15,7 @@ import pytest
 from tests.support.elsewhere import ROOT, python
 
 RECIPES = ROOT / "examples" / "recipes"
-PAGE = ROOT / "docs" / "recipes.md"
+PAGE = ROOT / "docs" / "pipeline.md"
 
 
 def learns(found: dict[str, Any]) -> None:

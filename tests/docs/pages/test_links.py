@@ -81,6 +81,7 @@ def test_code_and_comments_hold_no_links(monkeypatch: pytest.MonkeyPatch) -> Non
         ("out of memory", "guides/memory.md"),
         ("hang", "guides/debugging-a-hang.md"),
         ("gradient accumulation", "training.md"),
+        ("recipes", "pipeline.md"),
         ("experts", "guides/experts.md"),
         ("mixtral", "guides/experts.md"),
         ("checkpoint", "checkpoints.md"),
