@@ -88,6 +88,7 @@ def test_code_and_comments_hold_no_links(monkeypatch: pytest.MonkeyPatch) -> Non
         ("resume", "checkpoints.md"),
         ("fsdp", "guides/which-mesh.md"),
         ("tensor parallel", "guides/which-mesh.md"),
+        ("planner", "guides/which-mesh.md"),
         ("bf16", "guides/precision.md"),
         ("nan", "guides/debugging-a-hang.md"),
         ("slurm", "guides/slurm-kubernetes.md"),
