@@ -13,17 +13,19 @@ import pytest
 
 from tests.docs.guides.pages import GUIDES, blocks, commands, missing, run, write_files
 
+LIBRARIES = "from-another-library.md"
 
-def program(page: str, mark: str = "", **names: Any) -> dict[str, Any]:
+
+def program(page: str, mark: str = "", section: str = "") -> dict[str, Any]:
     """Names that the blocks of a page leave, without files and other packages.
 
     Args:
       page: the guide.
       mark: "tpu" for the blocks that begin with ``# tpu``.
-      names: known beforehand.
+      section: the title of the section whose blocks run; by default those of the whole page.
     """
-    found: dict[str, Any] = {"__name__": page, **names}
-    for block in blocks(page, "python"):
+    found: dict[str, Any] = {"__name__": page}
+    for block in blocks(page, "python", section):
         first = re.match(r"# ([\w.]+)\n", block)
         if (first[1] if first else "") == mark:
             exec(compile(block, page, "exec"), found)
@@ -42,13 +44,14 @@ def test_debugging(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_from_torch() -> None:
-    assert program("from-torch.md")["timetable"].num_ranks == 2
+    found = program(LIBRARIES, section="From torch.distributed.pipelining")
+    assert found["timetable"].num_ranks == 2
 
 
 @pytest.mark.slow
 def test_from_maxtext(capsys: pytest.CaptureFixture[str]) -> None:
     with jax.numpy_dtype_promotion("standard"):  # of optax
-        found = program("from-maxtext.md")
+        found = program(LIBRARIES, section="From MaxText")
     said = capsys.readouterr().out
     assert re.search(r"^looped_bfs +0\.158 0\.158  peak 16$", said, re.MULTILINE)
     assert re.search(r"^interleaved_1f1b +0\.158 0\.158  peak 11$", said, re.MULTILINE)
@@ -79,8 +82,8 @@ def test_the_compiler_of_the_guide_to_accelerators(
 @pytest.mark.slow
 def test_torch_and_jax_print_the_same_losses(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the loop of torch needs it")
-    assert write_files("from-torch.md", tmp_path) == ["torch_train.py", "jax_train.py"]
-    found = commands("from-torch.md")
+    assert write_files(LIBRARIES, tmp_path) == ["torch_train.py", "jax_train.py"]
+    found = commands(LIBRARIES)
     assert len({command.shown for command in found}) == 1
     for command in found:
         printed = run(command.line, tmp_path)

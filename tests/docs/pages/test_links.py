@@ -87,6 +87,8 @@ def test_code_and_comments_hold_no_links(monkeypatch: pytest.MonkeyPatch) -> Non
         ("checkpoint", "checkpoints.md"),
         ("resume", "checkpoints.md"),
         ("fsdp", "guides/which-mesh.md"),
+        ("maxtext", "guides/from-another-library.md"),
+        ("torch.distributed.pipelining", "guides/from-another-library.md"),
         ("tensor parallel", "guides/which-mesh.md"),
         ("planner", "guides/which-mesh.md"),
         ("bf16", "guides/precision.md"),
