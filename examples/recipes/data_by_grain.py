@@ -1,6 +1,6 @@
 """Data by grain, with a position that a checkpoint saves: a run that was cut goes on where it was.
 
-    pip install "shardpipe[training]"
+    pip install ".[training]"
     python examples/recipes/data_by_grain.py
 
 The run is made twice: in one go, and in two halves with a restore between them. The losses agree.

@@ -1,6 +1,6 @@
 """Metrics of a run for TensorBoard, and for wandb's offline mode where wandb is installed.
 
-    pip install "shardpipe[training]"
+    pip install ".[training]"
     python examples/recipes/metrics.py [folder]
     tensorboard --logdir folder
 
