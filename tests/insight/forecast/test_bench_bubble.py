@@ -52,7 +52,7 @@ def test_clocks_and_nonsense() -> None:
 
 @pytest.mark.slow
 def test_stages_wait_where_there_are_not_enough_cores() -> None:
-    """F, I and W of 10 ms each: a step is no shorter than the event clock says."""
+    """F, I and W of 10 ms each; the bench fails if a step beats the event clock by its noise."""
     sizes = ["--ranks", "4", "--microbatches", "2", "--measure", "2"]
     given = ["--families", "zb_h1", "interleaved_1f1b:2", "--rounds", "5", "--json"]
     devices = "--xla_force_host_platform_device_count=2"
@@ -60,4 +60,4 @@ def test_stages_wait_where_there_are_not_enough_cores() -> None:
     assert done.returncode == 0, done.stderr
     points = json.loads(done.stdout)["points"]
     assert [one["waits"] for one in points] == [True, True]
-    assert all(0.02 < one["measured"] <= 1.05 * one["event"] for one in points)
+    assert all(0 < one["measured"] <= one["event"] * (1 + one["noise"]) for one in points)
