@@ -415,7 +415,7 @@ BALANCES: Any = [
 ]
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slices", "how"),
     [

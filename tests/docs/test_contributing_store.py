@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.contributing import blocks, copy_with, edits, in_copy, steps
 from tests.support.elsewhere import python
 
 TITLE = "A store and its option in ten minutes"
 
 
+@pytest.mark.slow
 def test_a_store_of_narrow_stashes_is_an_option_and_a_file(tmp_path) -> None:
     copy_with(edits(TITLE), tmp_path)
     _, store, _, use, _ = steps(TITLE)

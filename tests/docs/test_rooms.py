@@ -11,6 +11,7 @@ Every import counts, lazy ones and those for types too.
 from __future__ import annotations
 
 import ast
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -42,18 +43,24 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
+def imported(file: Path) -> list[tuple[str, str]]:
+    """The imports of a file: of each the module, and the dotted name of what is imported."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [(node.module, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
+
+
 def imports(files: dict[str, Path]) -> dict[str, set[str]]:
     """The modules of ours that each module names."""
     graph: dict[str, set[str]] = {name: set() for name in files}
     for name, file in files.items():
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            wanted: list[str] = []
-            if isinstance(node, ast.Import):
-                wanted = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                below = [f"{node.module}.{alias.name}" for alias in node.names]
-                wanted = [one if one in files else node.module for one in below]
-            graph[name].update(one for one in wanted if one in files and one != name)
+        wanted = [one if one in files else module for module, one in imported(file)]
+        graph[name].update(one for one in wanted if one in files and one != name)
     return graph
 
 

@@ -156,6 +156,7 @@ class Beside(tensor_stages.Parallel):
         return x + tensor_stages.total(h @ self.down[...])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "remat"),
     [

@@ -223,7 +223,7 @@ def _mesh(ranks):
     return jax.make_mesh((ranks,), ("stage",), axis_types=(AxisType.Auto,))
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_a_loss_with_a_scan_of_its_own(schedule):
     """`optax.ctc_loss`, whose loop starts from fresh arrays."""
@@ -309,7 +309,7 @@ class LocalFori(Square):
         return collectives.local(looped)(x, self.w[...], self.b[...])
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the mesh axis")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_and_it_runs_there_once_that_is_done(schedule):

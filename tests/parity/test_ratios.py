@@ -120,6 +120,7 @@ def test_the_gradient_of_a_ratio(loss_fn, schedule, D, S, options):
     assert_close(leaves_of(pipe, found_grads), grads)
 
 
+@pytest.mark.slow
 def test_as_any_trainer_differentiates_it():
     loss, grads = wanted_of(dice)
     pipe = make(dice)

@@ -197,7 +197,7 @@ LATENT: dict[str, Any] = {
 }
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "order", "slices", "options"),
     [

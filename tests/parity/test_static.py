@@ -67,7 +67,7 @@ def test_a_plan_is_data():
         plan.options.remat = None
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize("second", [Configured, uneven], ids=["alike", "not alike"])
 def test_a_configuration_without_a_hash(second):
     stages = [Configured(nnx.Rngs(0)), second(nnx.Rngs(1))]

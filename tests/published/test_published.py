@@ -25,6 +25,7 @@ def test_a_row_is_as_near_as_its_table_states(table: Table, row: Row) -> None:
     assert table.keeps(row), table.line(row)
 
 
+@pytest.mark.slow
 def test_the_page_has_the_summary() -> None:
     """The planner's two lines come from the command: its rows need a process without jax."""
     done = python("-m", "tests.published", "MaxText", "Megatron")

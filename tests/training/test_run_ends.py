@@ -129,7 +129,7 @@ for step in (1, 2):
 """
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["", "del checkpoints", "raise KeyError('mine')"])
 def test_an_interpreter_ends_once_a_save_is_whole(end, tmp_path) -> None:
     ended = python("-c", BY_HAND.format(folder=str(tmp_path / "run"), end=end))

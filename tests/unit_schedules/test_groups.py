@@ -82,7 +82,7 @@ def test_idle_time_and_peak_of_whole_backwards(limits):
             assert report.idle[0] == pytest.approx(idle_of_wholes(S, V, g, costs, n))
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [(5, 3), pytest.param((9, 4), marks=pytest.mark.slow)])
 def test_rounds_that_differ_idle_no_more_than_the_smallest(limits):
     for S, V, g in sweep(*limits):

@@ -167,6 +167,7 @@ def test_float16_is_scaled_before():
     assert models.distance(scaled, grads) < 1e-2
 
 
+@pytest.mark.slow
 def test_the_main_loss_as_a_metric_says_what_was_added():
     def measured(outputs, targets):
         loss = counted(outputs, targets)

@@ -81,6 +81,7 @@ def test_outputs_of_float64_are_differentiated_as_such(wide):
     assert models.distance(found, want) < 1e-14
 
 
+@pytest.mark.slow
 def test_complex_outputs_are_differentiated():
     """The pairing with a cotangent must not drop imaginary parts."""
 
@@ -115,7 +116,7 @@ def vocabulary(mode: str, dtype) -> float:
     return float(pipe.loss(words, words))
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ends", "stage"])
 @pytest.mark.parametrize(
     "dtype", [jnp.uint8, *(pytest.param(d, marks=pytest.mark.slow) for d in (jnp.int8, jnp.uint16))]
@@ -124,6 +125,7 @@ def test_words_of_few_bits(mode, dtype):
     assert vocabulary(mode, dtype) == vocabulary(mode, jnp.int32)
 
 
+@pytest.mark.slow
 def test_a_shared_vocabulary_beside_float64(wide):
     found, want = (vocabulary(mode, jnp.int64) for mode in ("stage", "ends"))
     assert found == pytest.approx(want, rel=1e-6)

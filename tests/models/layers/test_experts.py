@@ -644,7 +644,7 @@ DERIVATIVES: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DERIVATIVES)
 def test_derivatives_of_products_in_blocks(kind: str):
     blocks, dense, at = in_blocks_and_dense()

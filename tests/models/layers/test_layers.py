@@ -171,6 +171,7 @@ def test_padding_never_wins(chunks: int | None) -> None:
     assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_activations_stay_in_bfloat16() -> None:
     dtype = jnp.bfloat16
     block, x, c = Block(True), normal(B, T, D), normal(B, T, D, seed=9)

@@ -91,7 +91,7 @@ def decoder(given: Any, length: int, experts: dict[str, Any], **how: Any) -> Any
 DOCUMENT = np.arange(9)
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "how"),
     [

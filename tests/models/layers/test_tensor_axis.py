@@ -140,6 +140,7 @@ UNEVEN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "family", "kind", "options"),
     [pytest.param(*c, marks=() if c is UNEVEN[0] else pytest.mark.slow) for c in UNEVEN],

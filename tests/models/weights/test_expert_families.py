@@ -137,7 +137,7 @@ def tensors_of(name: str) -> tiny.Tensors:
     }
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_come_back_and_text_is_the_same_on_any_ranks(name: str, tmp_path: Path):
     tensors = tensors_of(name)
