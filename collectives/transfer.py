@@ -67,6 +67,11 @@ class Exchange:
         self._received = jax.tree.leaves(received)
         here = target.local_devices
         self._receives = bool(here)
+        # On CPUs a message holds a thread of XLA until its other end takes part. XLA has max(cores,
+        # devices) threads, and the launch of a program on several devices holds threads too while
+        # 32 programs are in flight. A message that then finds no thread stops all processes, so a
+        # call waits for its message: all processes call in the same order.
+        self._waits = both.devices.flat[0].platform == "cpu"
         # The zeros that the target sends: the bytes of one message, kept for all calls.
         self._zeros = [
             {device: jnp.zeros((1, *t.shape), t.dtype, device=device) for device in here}
@@ -85,7 +90,7 @@ class Exchange:
         return self
 
     def __call__(self, value: Tree | None) -> Tree | None:
-        """Send a value; return it on the target's devices.
+        """Send a value; return it on the target's devices. On CPUs, wait until it is there.
 
         A process without devices of the source passes None; a process without devices of the target
         gets None.
@@ -93,6 +98,8 @@ class Exchange:
         held = [{}] * len(self._sent) if value is None else map(shards_of, jax.tree.leaves(value))
         shards = [zeros | mine for zeros, mine in zip(self._zeros, held, strict=True)]
         results = self._run(list(map(self._array, self._sent, shards)))
+        if self._waits:
+            jax.block_until_ready(results)
         if not self._receives:
             return None
         received = map(self._array, self._received, map(shards_of, results))

@@ -9,6 +9,7 @@ alone              process 0 works longer than the others
 batch WHAT         the last process brings another batch, once at its start or later
 config             every process has another option
 seeds              every process makes a model from a seed of its own
+message            process 0 sends a value that takes long to compute to process 1
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh, vary
+from collectives.transfer import Exchange, typed
 from pipeline import Pipeline, initialize, shard_batch
 from pipeline.processes import Cluster, local_rows
 
@@ -166,6 +169,21 @@ def make(here: Cluster) -> None:
     Pipeline(stages, 2, mesh=make_mesh(stage=1, data=here.count), loss_fn=mean_square)
 
 
+def send(here: Cluster) -> None:
+    """On CPUs a message has arrived when the call returns, so that it holds no thread of XLA."""
+    source, target = (Mesh(np.array([device]), "stage") for device in jax.devices())
+    on_device = jax.ShapeDtypeStruct((256,), jnp.float32)
+    of_target = typed(target, (1, 256), jnp.float32, P("stage"))
+    exchange = Exchange(source, target, on_device, of_target).compile()
+    value = None
+    if here.index == 0:
+        weight = jnp.eye(256)
+        slow = jax.jit(lambda x: jax.lax.fori_loop(0, 50_000, lambda _, y: y @ weight, x))
+        value = slow(jnp.ones((1, 256), device=NamedSharding(source, P("stage"))))
+    received = exchange(value)
+    assert (value if received is None else received).is_ready()
+
+
 def main() -> None:
     what, *arguments = sys.argv[1:]
     if what == "config":
@@ -191,8 +209,8 @@ def main() -> None:
     mesh = make_mesh(stage=here.count)
     meet = jax.jit(jax.shard_map(count, mesh=mesh, in_specs=(), out_specs=P()))
     steps = losses(1, here.count, here.count, "programs", 1_000_000)
-    if what in ("batch", "seeds"):
-        {"batch": bring, "seeds": make}[what](here, *arguments)
+    if what in ("batch", "seeds", "message"):
+        {"batch": bring, "seeds": make, "message": send}[what](here, *arguments)
         return
     if what == "alone":
         meet().block_until_ready()

@@ -81,8 +81,8 @@ def test_any_number_of_processes_gives_the_losses_of_one(
     [
         (2, 1, 500),
         (4, 1, 500),
-        (4, 2, 30),  # a rank on two devices of a process
-        pytest.param(8, 2, 30, marks=pytest.mark.exhaustive),  # and on two processes
+        (4, 2, 30),  # two ranks in a process, each on two processes
+        pytest.param(8, 2, 30, marks=pytest.mark.exhaustive),
     ],
 )
 def test_programs_of_any_number_of_processes_give_the_losses_of_one(
@@ -93,6 +93,12 @@ def test_programs_of_any_number_of_processes_give_the_losses_of_one(
     found = losses(tmp_path, processes, devices // processes, *sizes)
     assert len(found) == steps
     assert found == losses(tmp_path, 1, devices, *sizes)
+
+
+@pytest.mark.slow
+def test_a_call_that_sends_waits_for_its_message() -> None:
+    code, err = launch(2, 1, "message")
+    assert code == 0, err
 
 
 @pytest.mark.slow

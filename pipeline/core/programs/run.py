@@ -124,7 +124,8 @@ class StepPrograms:
     def __call__(self, weights: Weights, batch: Batch, given: StepInputs) -> Any:
         """Run the step. Each program waits for its data; this call waits for no result.
 
-        With several processes, a program also waits for earlier messages (`dispatch_order`).
+        With several processes, a program also waits for earlier messages (`dispatch_order`), and on
+        CPUs this call waits for each message (`collectives.transfer.Exchange`).
         """
         if self.ratio is not None:
             given = replace(given, ratio=self.ratio(weights, batch, StepInputs()))
