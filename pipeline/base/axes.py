@@ -136,7 +136,7 @@ class Axes:
 
     @property
     def output_spec(self) -> PartitionSpec:
-        """The PartitionSpec of outputs: the default of leaves that have no spec in ``batch=``."""
+        """The PartitionSpec of outputs, and of batch leaves for which ``batch=`` has no spec."""
         return self._present(list(self.default))
 
     def missing_in(self, spec: PartitionSpec) -> tuple[str, ...]:

@@ -192,8 +192,8 @@ class BatchPart:
         """Return the factor that turns `sequences` and `microbatch` into numbers of tokens.
 
         With a mask [b, t] both count positions: the factor is the layer's tokens per position. With
-        a mask [b] both count sequences: the factor is the layer's tokens per whole sequence, with
-        those in other slices and on other ranks.
+        a mask [b] both count sequences: the factor is the layer's tokens per whole sequence,
+        including its tokens in other slices and on other ranks.
         """
         tokens = self._tokens_of_entry(shape)
         if self.mask.ndim > 1:

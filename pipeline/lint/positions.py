@@ -64,7 +64,7 @@ NOT_FOLLOWED = Followed(frozenset())  # facts without positions
 
 
 def varying(shape: Sequence[int], dim: int | None = None) -> Followed:
-    """Make facts about a value with known position dims and nothing else known."""
+    """Make the facts about a value of which only the shape and the dim of positions are known."""
     varies = frozenset(n for n, size in enumerate(shape) if size > 1)
     return Followed(varies if dim is None else varies | {dim}, dim)
 

@@ -173,7 +173,7 @@ def _of_one(eqn: Eqn, operands: list[Shard], asked: Split) -> list[Shard]:
 
 
 def _excused(fault: Fault, *, is_fetched: bool) -> Shard:
-    """Make facts about a value that keeps ``fault`` only if nothing came from other ranks."""
+    """Make the facts about a value; ``fault`` is kept only if no operand came from other ranks."""
     return Shard(NOT_FOLLOWED, is_fetched=is_fetched, fault=None if is_fetched else fault)
 
 

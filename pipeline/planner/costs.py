@@ -286,7 +286,10 @@ def _stage(block: BlockSeconds, n: float) -> tuple[float, float, float, float]:
 
 
 def _words(job: PlannedJob, layout: MeshLayout) -> float:
-    """Compute seconds of exchanges over `stage` for a microbatch's words, if ranks share them."""
+    """Compute the seconds that a microbatch's exchanges for a split vocabulary take over `stage`.
+
+    They are 0 unless ``vocabulary="stage"`` divides embedding and head over all ranks of `stage`.
+    """
     S, tokens = layout.stage, layout.tokens(job.seq)
     activation = COMPUTE_BYTES * tokens * job.model.width
     sent = 4 * 2 * (S - 1) / S * activation + (S - 1) * 12 * tokens

@@ -862,10 +862,11 @@ def _kept(finite: Any, new: Any, old: Any) -> Any:
 
 
 def _places_of_results(variables: Sequence[nnx.Variable[Any]], results: int) -> dict[str, Any]:
-    """Make jit options for results that begin with variables' arrays, if some are in host memory.
+    """Make jit options with the shardings of results, if some variables are in host memory.
 
-    A donated array's memory is reused for a result of the same shape only in the same kind of
-    memory. So jax needs the shardings of the results.
+    The function's first result is the list of all variables' arrays. A donated array's memory is
+    reused for a result of the same shape only in the same kind of memory, so jax needs the
+    shardings of these arrays.
     """
     places = [variable.get_raw_value().sharding for variable in variables]
     if all(place.memory_kind != HOST_MEMORY for place in places):

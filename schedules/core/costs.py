@@ -246,10 +246,10 @@ def of_unit_length_by_default(costs: Costs | None) -> Costs:
 
 
 def _overlap(value: Any) -> float | tuple[float, ...]:
-    """Convert a share, or two shares.
+    """Convert `Costs.host_overlap` to Python numbers: one share, or two shares as a tuple.
 
     Raises:
-      ScheduleError: the value is neither.
+      ScheduleError: the value is neither one nor two shares from 0 to 1.
     """
     several = isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim > 0)
     entries = list(value) if several and len(value) == len(COPIES) else [value]

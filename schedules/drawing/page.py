@@ -174,7 +174,7 @@ def _hash(text: str) -> str:
 
 
 def _inert(data: object) -> str:
-    """Write JSON in ASCII without <, > and &, which occur only in its strings."""
+    """Write JSON in ASCII, with escapes for <, > and &; only its strings can have these."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

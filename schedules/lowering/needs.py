@@ -81,9 +81,11 @@ def num_gathers(program: Program) -> list[int]:
 
 
 def last_in_windows(program: Program) -> dict[int, list[bool]]:
-    """Find [S] whether a chunk's gradients are still in a window after the last tick, by chunk.
+    """Find the chunks whose gradients are still in a window after the last tick.
 
-    Chunks whose gradients are in no window on any rank are left out.
+    Returns:
+      For each such chunk [S] booleans: whether its gradients are in a window of the rank. Chunks
+      whose gradients are in no rank's window are left out.
     """
     on_ranks: dict[int, list[bool]] = {}
     windows = program.windows.gradients if program.windows else ()

@@ -123,12 +123,12 @@ class Op:
 
 @dataclass(eq=False)
 class Template:
-    """A stack: an input, or an equation's result for each row.
+    """A stack: an input, or the results of equal equations, one for each row.
 
     Attributes:
-      op: the equation of one row; None for an input.
-      row: the index of this row.
-      stack: the index of the input.
+      op: the equation of one row, as an example for all; None for an input.
+      row: the row of ``op``; -1 for an input.
+      stack: the index of the input stack; -1 for results of equations.
     """
 
     op: Op | None = None

@@ -34,7 +34,7 @@ class SwiGLU(nnx.Module):
       init: the initializer of the fused weight.
       init_out: the initializer of the down weight.
       dtype: the dtype of the parameters.
-      bias: whether gate and up have a bias, and the sum too.
+      bias: whether the gate, up and down layers have biases.
       activation: the activation of the gate.
 
     Raises:

@@ -82,7 +82,8 @@ def with_biases(tree: Mapping[str, Any], view: LayerView | None) -> Mapping[str,
 def constants(view: LayerView) -> dict[Ref, Constant]:
     """Make plans for state that no file holds.
 
-    Every load starts as 1 / (number of experts); every other array starts as zeros.
+    The state ``load``, each expert's part of all choices, starts as 1 / (number of experts). All
+    other arrays start as zeros.
     """
     found = {}
     for stage in view.tree["stages"]:

@@ -137,6 +137,10 @@ def _left_out(checkpoint: Checkpoint, family: Family) -> set[str]:
 
 
 def _numbers(config: DecoderConfig, checkpoint: Checkpoint) -> range:
-    """Return the numbers of the layers that are modules, at most as many as there are tensors."""
+    """Return the layer numbers of the modules for multi-token prediction in config.json.
+
+    They follow the numbers of all other layers. There are at most as many as tensors, also if
+    config.json has a larger number.
+    """
     most = min(config.mtp_layers, len(checkpoint.tensors))
     return range(config.layers, config.layers + most)

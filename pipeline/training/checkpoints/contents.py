@@ -238,7 +238,9 @@ def _layout(model: Any) -> dict[str, Any] | None:
 def _json(what: str, value: Any) -> Any:
     """Convert a value to JSON; an array of one number becomes the number.
 
-    A tuple, and a dictionary whose keys are not all texts, become a list under its `TYPE`.
+    A tuple becomes a dictionary with the key `TYPE` (the text "tuple") and the key "items" (a
+    list). So does a dictionary with the key `TYPE` or a key that is no text: its type is "dict",
+    and its items are pairs.
     """
     if isinstance(value, Mapping):
         if TYPE not in value and all(isinstance(key, str) for key in value):

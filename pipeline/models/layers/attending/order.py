@@ -127,7 +127,7 @@ WHOLE = Context()  # a sequence that no axis splits
 
 
 def zigzag_places(length: int, ranks: int) -> np.ndarray:
-    """Compute [T] the position of the sequence at each place in zig-zag order.
+    """Compute [T] integers: the positions of a sequence, listed in zig-zag order.
 
     Raises:
       ValueError: 2R does not divide T.
