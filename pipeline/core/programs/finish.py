@@ -73,9 +73,7 @@ class JoinedFinish:
 
 
 class FinishByRank:
-    """The programs that compute a step's results from the ranks' sums, with ``stage_meshes``.
-
-    There is one program for each rank.
+    """The programs of ranks that compute a step's results from sums, with ``stage_meshes``.
 
     Args:
       ranks: [S] for each rank the facts from a trace of the model (`Traced`).

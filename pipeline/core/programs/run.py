@@ -39,8 +39,7 @@ class StepPrograms:
 
     Attributes:
       schedule: the orders of ranks.
-      ranks: [S] for each rank the facts from a trace of the model; ranks with equal meshes share
-        them.
+      ranks: [S] the facts from a trace of the model; ranks with equal meshes share them.
       order: the calls of this process, in order.
       compiled: the functions to call, by ("begin", rank), by (kind of action, stage), and for
         messages by (kind of value, stage that reads the value).

@@ -147,9 +147,7 @@ class OpenStep:
     def stages_of_sums(self) -> dict[str, int]:
         """Map each sum that only one rank computes to a stage on that rank.
 
-        There is one chunk per stage here.
-
-        Every rank contributes to the sums that are not listed.
+        Each chunk is one stage here. Every rank contributes to the sums that are not listed.
         """
         model, rank = self.options.model, self.inspected.rank
         last = len(model.stages) - 1
@@ -173,13 +171,7 @@ class OpenStep:
         return {name: [ref[...] for ref in self.refs[name]] for name in names}
 
     def actions(self, stage: int, stores: ActionValues, kinds: Collection[str]) -> Actions:
-        """Make the actions of one stage.
-
-        Args:
-          stage: the index of the stage.
-          stores: the values that an action reads.
-          kinds: the kinds of actions that will run.
-        """
+        """Make a stage's actions of these kinds; ``stores`` has the values that they read."""
         options, inspected, sums = self.options, self.inspected, self.sums
         rank, types = inspected.rank, inspected.activations.types
         position, need = rank.model.stages[stage], inspected.needs[stage]
