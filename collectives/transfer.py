@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from collectives.places.homes import process_of
 from collectives.places.sizes import STAGE
 
 Tree = Any  # a pytree of arrays
@@ -44,6 +45,19 @@ def typed(
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
+def waits(mesh: Mesh) -> bool:
+    """Tell whether a call of a collective over a mesh has to wait until the collective has ended.
+
+    On CPUs of several processes it has to. XLA's CPU client has max(cores, devices) threads. A
+    collective holds one until all processes take part in it. The launch of a program on several
+    devices of a process holds them too, while a device has 32 programs in flight. If the collective
+    for which another process waits finds no thread, all processes wait for ever. If each call waits
+    instead, in the order that all processes share, all programs in flight end by themselves.
+    """
+    devices = mesh.devices.flat
+    return devices[0].platform == "cpu" and len(set(map(process_of, devices))) > 1
+
+
 class Exchange:
     """A message between meshes of several processes, by one ppermute.
 
@@ -67,11 +81,7 @@ class Exchange:
         self._received = jax.tree.leaves(received)
         here = target.local_devices
         self._receives = bool(here)
-        # On CPUs a message holds a thread of XLA until its other end takes part. XLA has max(cores,
-        # devices) threads, and the launch of a program on several devices holds threads too while
-        # 32 programs are in flight. A message that then finds no thread stops all processes, so a
-        # call waits for its message: all processes call in the same order.
-        self._waits = both.devices.flat[0].platform == "cpu"
+        self._waits = waits(both)
         # The zeros that the target sends: the bytes of one message, kept for all calls.
         self._zeros = [
             {device: jnp.zeros((1, *t.shape), t.dtype, device=device) for device in here}

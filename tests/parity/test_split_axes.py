@@ -69,7 +69,6 @@ def test_loss_and_gradients(kind, schedule, remat, data_parallel, data, loss):
     assert_close(pipe.to_layers(grads)["stages"], want_grads)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"engine": "programs", "schedule": "zb_h1", "remat": None}])
 def test_ppermute_where_each_action_is_a_program(options):
     stages = split_axes.build(Shifted, 2, send=split_axes.permuted)

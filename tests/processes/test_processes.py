@@ -76,23 +76,28 @@ def test_any_number_of_processes_gives_the_losses_of_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "data", "steps"),
-    [
-        (2, 1, 500),
-        (4, 1, 500),
-        (4, 2, 30),  # two ranks in a process, each on two processes
-        pytest.param(8, 2, 30, marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize("processes", [2, 4])
 def test_programs_of_any_number_of_processes_give_the_losses_of_one(
-    processes: int, data: int, steps: int, tmp_path: Path
+    processes: int, tmp_path: Path
 ) -> None:
+    check_programs(tmp_path, processes, data=1, steps=500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [4, pytest.param(8, marks=pytest.mark.exhaustive)])
+def test_programs_of_ranks_on_two_processes_give_the_losses_of_one(
+    processes: int, tmp_path: Path
+) -> None:
+    """With 4 processes each has two ranks too."""
+    check_programs(tmp_path, processes, data=2, steps=30)
+
+
+def check_programs(folder: Path, processes: int, data: int, steps: int) -> None:
     devices = 4 * data
     sizes = data, 8, "programs", steps
-    found = losses(tmp_path, processes, devices // processes, *sizes)
+    found = losses(folder, processes, devices // processes, *sizes)
     assert len(found) == steps
-    assert found == losses(tmp_path, 1, devices, *sizes)
+    assert found == losses(folder, 1, devices, *sizes)
 
 
 @pytest.mark.slow

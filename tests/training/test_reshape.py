@@ -77,7 +77,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
     return one
 
 
-@pytest.mark.slow
+@pytest.mark.few
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in THEN]
 )

@@ -83,7 +83,7 @@ def test_idle_time_and_peak_of_whole_backwards(limits):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limits", [(5, 3), pytest.param((9, 4), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("limits", [(5, 3), (9, 4)])
 def test_rounds_that_differ_idle_no_more_than_the_smallest(limits):
     for S, V, g in sweep(*limits):
         for M, costs in itertools.product(range(1, 3 * S + 2), (EQUAL, USUAL)):

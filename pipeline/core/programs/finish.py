@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from collectives.transfer import waits
 from pipeline.base.tree import Leaves, Tree
 from pipeline.core.model.model import Weights
 from pipeline.core.options.plan import Plan
@@ -53,6 +54,7 @@ class JoinedFinish:
     def __init__(self, ranks: Sequence[Traced], results: Results, _: Any = None) -> None:
         traced, self._operands = ranks[0], ranks[0].operands
         mesh = traced.options.plan.mesh
+        self._waits = waits(mesh)
         self._run = lower_finish(traced, mesh, traced.sums, results).compile()
 
     def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
@@ -69,11 +71,14 @@ class JoinedFinish:
     ) -> Any:
         """Compute the results of the step, on the pipeline's mesh."""
         join = self._operands.meshes.join
-        return self._run(operands[None], join(sums.values()), join(factors.values()))
+        if self._waits:
+            jax.block_until_ready(sums)
+        results = self._run(operands[None], join(sums.values()), join(factors.values()))
+        return jax.block_until_ready(results) if self._waits else results
 
 
 class FinishByRank:
-    """The programs of ranks that compute a step's results from sums, with ``stage_meshes``.
+    """One program for each rank that computes results from sums, with ``stage_meshes``.
 
     Args:
       ranks: [S] for each rank the facts from a trace of the model (`Traced`).

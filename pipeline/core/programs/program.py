@@ -24,12 +24,7 @@ from collectives.transfer import typed
 from pipeline.base.tree import Tree, blank, vary_like
 from pipeline.core.programs.meshes import add_device_axis, drop_device_axis
 from pipeline.core.programs.operands import Operands
-from pipeline.core.programs.traced import (
-    OpenStep,
-    Traced,
-    first_loss,
-    whole_loss,
-)
+from pipeline.core.programs.traced import OpenStep, Traced, first_loss, whole_loss
 from pipeline.core.step.stores.store import ActionValues
 from schedules.clocks.dispatch import Work
 from schedules.lowering.kinds import VALUE_KINDS
@@ -76,16 +71,13 @@ class RankProgram:
     def _shared(self) -> jax.stages.Lowered | None:
         """The function lowered once for all ranks; None if JAX needs devices to lower it.
 
-        JAX needs the devices if the function has callbacks. It also needs them if the function has
-        no results, since then no sharding names devices.
+        JAX needs the devices if the function has callbacks, or no results with shardings.
         """
         if not jax.tree.leaves(self.results):
             return None
         platform = self.operands.options.plan.mesh.devices.flat[0].platform
         traced = self._jitted(self.operands.meshes.abstract).trace(*self.types)
-        return without_warnings_of_donation(
-            functools.partial(lower_without_devices, traced, platform)
-        )
+        return without_warnings_of_donation(lambda: lower_without_devices(traced, platform))
 
     def _jitted(self, mesh: Any) -> Any:
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.results)
@@ -106,8 +98,7 @@ def begin_program(traced: Traced, names: Sequence[str]) -> RankProgram:
 
     Args:
       traced: the model.
-      names: the names of the rank's sums, which start as zeros, and of its declared state, which
-        starts with its current values.
+      names: the names of the rank's sums, which start as zeros, and of its declared state.
     """
     operands, options, meshes = traced.operands, traced.options, traced.operands.meshes
     sums = {name: traced.sums[name] for name in names}
@@ -182,10 +173,7 @@ def entering(sums: Tree, types: Tree) -> Tree:
 
 
 def leaving(sums: Tree, others: Tree, sum_types: Tree, other_types: Tree) -> tuple[Tree, Tree]:
-    """Cast sums and other values to their types, and add the device axes that results have.
-
-    A sum gets a device axis only if it is a scalar.
-    """
+    """Cast values to their types, and add device axes: to scalars among the sums, and to others."""
     sums = jax.tree.map(
         lambda x, t: x if t.shape else x[None], vary_like(sums, sum_types), sum_types
     )

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from collectives.transfer import waits
 from pipeline.base.tree import real
 from pipeline.core.model.model import Batch, Weights
 from pipeline.core.programs.finish import FinishByRank, JoinedFinish, Results
@@ -80,6 +81,7 @@ class StepPrograms:
         self._finish: JoinedFinish | FinishByRank = finish(self.ranks, results, self.compiled)
         numbers = list(np.arange(options.plan.schedule.num_units, dtype=np.int32))
         self._numbers = {rank: self.meshes.replicate(rank, numbers) for rank in local}
+        self._waits = {rank: waits(self.meshes.ranks[rank]) for rank in local}
 
     def _compile(self, work: Work) -> dict[tuple[str, int], Any]:
         """Compile the functions of this process's ranks, with one thread per core."""
@@ -123,20 +125,20 @@ class StepPrograms:
     def __call__(self, weights: Weights, batch: Batch, given: StepInputs) -> Any:
         """Run the step. Each program waits for its data; this call waits for no result.
 
-        With several processes, a program also waits for earlier messages (`dispatch_order`), and on
-        CPUs this call waits for each message (`collectives.transfer.Exchange`).
+        With several processes, a program also waits for earlier messages (`dispatch_order`). On
+        CPUs the call then waits for programs of several processes (`collectives.transfer.waits`).
         """
         if self.ratio is not None:
             given = replace(given, ratio=self.ratio(weights, batch, StepInputs()))
-        meshes, compiled, numbers = self.meshes, self.compiled, self._numbers
+        meshes, numbers = self.meshes, self._numbers
         operands = self._finish.place(jax.tree.leaves((weights, batch, given)))
         sums, factors = {}, {}
         for rank in meshes.local_ranks:
-            sums[rank], factors[rank] = compiled["begin", rank](operands[rank])
+            sums[rank], factors[rank] = self._run(("begin", rank), rank, operands[rank])
         values: dict[Value, Any] = {}
         for one in self.order:
             if isinstance(one, Send):
-                received = compiled[one.value[:2]](values.pop(one.value, None))
+                received = self.compiled[one.value[:2]](values.pop(one.value, None))
                 if received is not None:
                     values[one.value] = received
                 continue
@@ -147,10 +149,15 @@ class StepPrograms:
             }
             added = {name: sums[rank][name] for name in self._sums[kind, stage]}
             of_rank = numbers[rank][microbatch], operands[rank], factors[rank]
-            added, left = compiled[kind, stage](added, reads, *of_rank)
+            added, left = self._run((kind, stage), rank, added, reads, *of_rank)
             sums[rank] |= added
             values |= {value: left[name] for name, value in one.writes.items()}
         return self._finish(operands, sums, factors)
+
+    def _run(self, name: tuple[str, int], rank: int, *given: Any) -> Any:
+        """Call a program of a rank."""
+        results = self.compiled[name](*given)
+        return jax.block_until_ready(results) if self._waits[rank] else results
 
 
 def _of_outputs(options: StepOptions, weights: Weights, batch: Batch) -> StepPrograms:

@@ -118,9 +118,7 @@ def vocabulary(mode: str, dtype) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ends", "stage"])
-@pytest.mark.parametrize(
-    "dtype", [jnp.uint8, *(pytest.param(d, marks=pytest.mark.slow) for d in (jnp.int8, jnp.uint16))]
-)
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.uint16])
 def test_words_of_few_bits(mode, dtype):
     assert vocabulary(mode, dtype) == vocabulary(mode, jnp.int32)
 

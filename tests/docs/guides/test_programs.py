@@ -44,7 +44,10 @@ def test_debugging(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_from_torch() -> None:
-    found = program(LIBRARIES, section="From torch.distributed.pipelining")
+    sections = "From torch.distributed.pipelining", "From MaxText"
+    all_blocks = [block for one in sections for block in blocks(LIBRARIES, "python", one)]
+    assert blocks(LIBRARIES, "python") == all_blocks
+    found = program(LIBRARIES, section=sections[0])
     assert found["timetable"].num_ranks == 2
 
 

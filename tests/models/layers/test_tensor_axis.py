@@ -141,10 +141,7 @@ UNEVEN = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "family", "kind", "options"),
-    [pytest.param(*c, marks=() if c is UNEVEN[0] else pytest.mark.slow) for c in UNEVEN],
-)
+@pytest.mark.parametrize(("shape", "family", "kind", "options"), UNEVEN)
 def test_uneven_numbers_of_equal_layers(shape, family, kind, options):
     V = 2 if family in ("interleaved_1f1b", "zb_v") else 1
     counts = (1, 2, 2, 1)[: V * shape[1]]
