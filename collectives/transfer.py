@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from collectives.places.homes import process_of
 from collectives.places.sizes import STAGE
 
 Tree = Any  # a pytree of arrays
@@ -54,8 +53,7 @@ def waits(mesh: Mesh) -> bool:
     for which another process waits finds no thread, all processes wait for ever. If each call waits
     instead, in the order that all processes share, all programs in flight end by themselves.
     """
-    devices = mesh.devices.flat
-    return devices[0].platform == "cpu" and len(set(map(process_of, devices))) > 1
+    return mesh.devices.flat[0].platform == "cpu" and bool(mesh.is_multi_process)
 
 
 class Exchange:

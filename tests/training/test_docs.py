@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pipeline.training.config import Config
-from tests.docs.pages import given
+from tests.docs.pages import given, reading
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-FINE_TUNING = PAGE.partition("\n## Fine-tuning")[2].partition("\n## ")[0]
+BLOCKS = reading.blocks(reading.DOCS / "training.md")
+FINE_TUNING = "Fine-tuning: LoRA, adapters, frozen layers"
 
 
-def blocks(language: str, text: str = PAGE.replace(FINE_TUNING, "")) -> list[str]:
-    """The blocks of the page in a language, or those of one section."""
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+def blocks(language: str, *, fine_tuning: bool = False) -> list[str]:
+    """The blocks of the page in a language, without that section or only those of it."""
+    found = (one for one in BLOCKS if (one.section == FINE_TUNING) == fine_tuning)
+    return [one.code for one in found if one.language == language]
 
 
 @pytest.mark.slow
@@ -41,8 +39,8 @@ def test_the_page_runs_as_printed(capsys):
 def test_the_section_on_fine_tuning_runs():
     """With the names of a reader's program, whose stages have adapters."""
     names = given.names()
-    assert len(blocks("python", FINE_TUNING)) == 2
-    for block in blocks("python", FINE_TUNING):
+    assert len(blocks("python", fine_tuning=True)) == 2
+    for block in blocks("python", fine_tuning=True):
         exec(compile(block, "docs/training.md", "exec"), names)
     assert np.isfinite(names["loss"])
 
@@ -55,7 +53,7 @@ def test_the_keys_of_the_page_are_a_configuration():
 
 
 def test_the_main_job_is_a_configuration():
-    config = Config.from_files([ROOT / "examples" / "gpt.toml"])
+    config = Config.from_files([reading.ROOT / "examples" / "gpt.toml"])
     assert config.parallel is not None
     assert config.parallel.microbatch_size == 1
     assert config.run.steps == 240

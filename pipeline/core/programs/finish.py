@@ -71,7 +71,7 @@ class JoinedFinish:
     ) -> Any:
         """Compute the results of the step, on the pipeline's mesh."""
         join = self._operands.meshes.join
-        if self._waits:
+        if self._waits:  # so that the launch of this program finds no program in flight
             jax.block_until_ready(sums)
         results = self._run(operands[None], join(sums.values()), join(factors.values()))
         return jax.block_until_ready(results) if self._waits else results

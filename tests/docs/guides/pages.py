@@ -14,14 +14,8 @@ LIMIT = 900  # seconds that a command may take on a busy machine
 
 def blocks(page: str, language: str, section: str = "") -> list[str]:
     """The blocks of a guide in a language, in order: all, or those of one section (##)."""
-    found = [one for one in reading.blocks(GUIDES / page) if one.language == language]
-    if section:
-        lines = (GUIDES / page).read_text(encoding="utf-8").splitlines()
-        heads = [n for n, line in enumerate(lines, 1) if line.startswith("## ")] + [len(lines)]
-        first = lines.index(f"## {section}") + 1
-        end = heads[heads.index(first) + 1]
-        found = [one for one in found if first < one.line < end]
-    return [one.code for one in found]
+    found = (one for one in reading.blocks(GUIDES / page) if one.language == language)
+    return [one.code for one in found if section in ("", one.section)]
 
 
 def commands(page: str) -> list[Command]:

@@ -30,12 +30,13 @@ PROGRAM = re.compile(r"# ([\w-]+\.py)\n")  # the first line of a block that is a
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its text, its first line in the page, what its mark says."""
+    """A fenced block: language, text, first line in the page, mark, title of its section (##)."""
 
     language: str
     code: str
     line: int
     mark: str = ""
+    section: str = ""
 
     @property
     def file(self) -> str:
@@ -75,7 +76,9 @@ def blocks(page: Path) -> list[Block]:
         line = text.count("\n", 0, match.start("code")) + 1
         info = match["info"].strip()
         language = "python" if info.startswith("{code-cell}") else info
-        found.append(Block(language, match["code"], line, mark[1].strip() if mark else ""))
+        said = mark[1].strip() if mark else ""
+        titles = re.findall(r"^## (.*)$", text[: match.start()], re.MULTILINE)
+        found.append(Block(language, match["code"], line, said, titles[-1] if titles else ""))
     for match in MARK.finditer(text):
         if match[1].startswith("hidden\n"):
             line = text.count("\n", 0, match.start()) + 2
