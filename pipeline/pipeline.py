@@ -146,7 +146,7 @@ class Pipeline(nnx.Module):
             check_order(plan.schedule)
         check_state(plan, self.chunks, self.ends)
         checks.warn_of_frozen_parts(self.trained, self.chunks, plan.stages_of)
-        watched = {} if was_made else {"embed": embed, "head": head}
+        watched = {} if was_made else {"embed": embed, "head": head, "loss_fn": loss_fn}
         copies = Copies(self, [] if was_made else given_stages, **watched)
         self.origin = PipelineOrigin(types_of(self.chunks), copies)
 

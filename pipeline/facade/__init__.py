@@ -18,10 +18,12 @@ from pipeline.core.layers_view.leaves import (
 from pipeline.core.layers_view.view import layer_view
 from pipeline.core.model.loss import Weighed
 from pipeline.core.model.microbatch import as_arrays
+from pipeline.core.model.objects import Attributes
 from pipeline.core.options.options import Options
 from pipeline.core.placement.meshes import entered
 
 __all__ = [
+    "Attributes",  # a module's attributes at one moment, to find one that is set later
     "ByMesh",  # a function as jax.jit makes it, of arrays of several meshes
     "LayerLeaf",  # one leaf of a checkpoint: its path, shape, and reads and writes of its array
     "Options",  # the arguments of `Pipeline` as a dataclass: the table [pipeline] of a run's file

@@ -1,5 +1,7 @@
 """A warning about writes to modules that a pipeline has copied: the pipeline does not see them.
 
+Both a parameter and a plain attribute, such as the factor of a loss, may be written.
+
 A pipeline copies its stages, embed and head, and `Pipeline.stages` returns copies. A write to the
 given or to the returned modules does not change the pipeline. That is right for a second model that
 is trained separately, and a mistake if the pipeline was meant. The warning assumes a mistake while
@@ -20,6 +22,7 @@ from flax import nnx
 from pipeline.base.tree import nbytes
 from pipeline.base.variables import raw
 from pipeline.base.warn import warn
+from pipeline.core.model.objects import FUNCTIONS, Attributes
 from pipeline.core.model.stage import is_stacked
 
 _SMALL = 1 << 24  # the most bytes of modules that are kept alive until the pipeline runs
@@ -65,7 +68,7 @@ class Copies:
     Args:
       pipe: the pipeline.
       stages: the user's own stages, which the pipeline has copied.
-      ends: the user's own embed and head.
+      ends: the user's own embed, head and loss_fn.
     """
 
     def __init__(self, pipe: Any, stages: Any, **ends: Any) -> None:
@@ -78,6 +81,12 @@ class Copies:
             parts.append((stages, "stages", "stages"))
         else:
             parts += [(stage, f"stages[{k}]", k) for k, stage in enumerate(stages)]
+        self._attributes = [(name, Attributes(part)) for part, name, _ in parts]
+        self._attributes += [
+            (name, Attributes(end))
+            for name, end in ends.items()
+            if hasattr(end, "__dict__") and not isinstance(end, (nnx.Module, *FUNCTIONS))
+        ]
         self._watched = [one for part in parts for one in _watch(*part)] if self._own else []
 
     def returned(self, stages: Sequence[nnx.Module]) -> None:
@@ -86,22 +95,26 @@ class Copies:
         Small modules are kept alive until the pipeline runs. Otherwise a write to
         ``pipe.stages()[k]`` would disappear with the module.
         """
-        if not self._own or not all(one.is_untouched for one in self._own):
-            return
-        self._watched = [one for one in self._watched if one.owner() is not None]
-        for k, stage in enumerate(stages):
-            self._watched += _watch(stage, f"pipe.stages()[{k}]", k)
+        names = [f"pipe.stages()[{k}]" for k in range(len(stages))]
+        self._attributes = [(name, one) for name, one in self._attributes if one.is_alive]
+        self._attributes += zip(names, map(Attributes, stages), strict=True)
+        if self._own and all(one.is_untouched for one in self._own):
+            self._watched = [one for one in self._watched if one.owner() is not None]
+            for k, (name, stage) in enumerate(zip(names, stages, strict=True)):
+                self._watched += _watch(stage, name, k)
         held = [*self._held, *stages]
         if sum(map(nbytes, jax.tree.leaves([nnx.state(stage) for stage in held]))) <= _SMALL:
             self._held = held
 
     def warn(self, pipe: Any) -> None:
-        """Warn, once per pipeline, of a weight that was written outside of the pipeline.
+        """Warn, once per pipeline, of a weight and an attribute that were written outside of it.
 
         Args:
           pipe: the pipeline, which is about to run.
         """
+        self._warn_of_attributes()
         if not self._watched:
+            self._held = []
             return
         name = None
         if all(one.is_untouched for one in self._own):
@@ -121,6 +134,19 @@ class Copies:
                 UserWarning,
             )
 
+    def _warn_of_attributes(self) -> None:
+        for name, attributes in self._attributes:
+            if change := attributes.change():
+                self._attributes = []
+                warn(
+                    f"{name}.{change}: this attribute was set after the pipeline was made, which "
+                    f"runs with the value that it had then: set it before Pipeline(...), or in "
+                    f"the pipeline, by pipe.set_attributes(name=value), pipe.embed or pipe.head; "
+                    f"nothing is wrong if the module is meant to be another model",
+                    UserWarning,
+                )
+                return
+
     def _written(self, pipe: Any) -> str | None:
         """Return the name of a weight that now differs from the pipeline's."""
         changed = [one for one in self._watched if not one.is_untouched and _is_known(one.value)]
@@ -128,7 +154,11 @@ class Copies:
             return None
         stages = [*map(_values, pipe.stages())]
         for one in changed:
-            own = stages if one.part == "stages" else [_values(getattr(pipe, str(one.part), None))]
+            own = (
+                stages
+                if one.part == "stages"
+                else [_values(getattr(pipe.ends, str(one.part), None))]
+            )
             own = [stages[one.part]] if isinstance(one.part, int) else own
             wanted: list[Any] = [values.get(one.path) for values in own]
             if not all(map(_is_known, wanted)):

@@ -29,7 +29,7 @@ from collectives.tensor import group_size, is_manual
 from pipeline.base.axes import axes_in
 from pipeline.base.tree import shape_text
 from pipeline.base.variables import axis_names, kind_text
-from pipeline.facade import bind, jaxprs_of, makes_ref
+from pipeline.facade import Attributes, bind, jaxprs_of, makes_ref
 from pipeline.splitting.recording import BlockRecorder, Call, Path, dotted, mark_p, member
 
 Types = tuple[tuple[tuple[int, ...], Any], ...]  # (shape, dtype) of each input
@@ -262,8 +262,10 @@ class Recipe:
                 id(one): path for one, path in zip(modules, self.blocks, strict=True)
             }
             args, kwargs = self.slots.fill(inputs)
+            attributes = Attributes(model)
             with recorder.watching(modules):
                 found = self.call(model, *args, **kwargs)
+            attributes.check("the model")
             outs, trees["out"] = jax.tree.flatten(found)
             after = dict(nnx.to_flat_state(nnx.state(model)))
             for path, variable in after.items():

@@ -33,7 +33,8 @@ from pipeline.base.arguments import is_whole
 from pipeline.base.precision import MOST, TINY
 from pipeline.base.tree import shape_text, times
 from pipeline.base.variables import Placeholder
-from pipeline.facade import ByMesh, Weighed, as_arrays
+from pipeline.base.warn import warn
+from pipeline.facade import Attributes, ByMesh, Weighed, as_arrays
 from pipeline.pipeline import Pipeline
 from pipeline.training.compiling import Given as CompilerOptions
 from pipeline.training.compiling import resolve_compiler_options
@@ -172,7 +173,7 @@ class Step:
         self.model, self.optimizer = model, optimizer
         self.clip, self.decay, self.accumulate = clip, ema or 0.0, accumulate
         self.scaling, self.has_aux = loss_scale, has_aux
-        self.weighs = _takes(model, "weighed")
+        self.weighs, self._attributes = _takes(model, "weighed"), Attributes(model, Pipeline)
         self._variables = _variables((model, optimizer))
         _settle(self._variables, copied=donate)
         self._graph, state = nnx.split((model, optimizer))
@@ -260,6 +261,7 @@ class Step:
         """
         batch = as_arrays(inputs, targets, extras)
         check_weight(weight)
+        self._warn_of_attributes()
         if self.accumulate == 1:
             return self._run_fused(batch, None, None)
         if weight is not None or not self.weighs:
@@ -281,6 +283,7 @@ class Step:
         With ``has_aux`` it returns ``((loss, metrics), gradients)``.
         """
         batch = as_arrays(inputs, targets, extras)
+        self._warn_of_attributes()
         leaves, loss, aux, grads = self._ended(self._taken(self._leaves(), self._carry, batch))
         self._write(leaves)
         return ((loss, aux) if self.has_aux else loss), grads
@@ -481,6 +484,17 @@ class Step:
 
     def _merged(self, leaves: Any) -> tuple[Any, Any]:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
+
+    def _warn_of_attributes(self) -> None:
+        """Warn, once, of an attribute of the model that was set after the step was made."""
+        if change := self._attributes.change():
+            self._attributes = Attributes(self.model, Pipeline)
+            warn(
+                f"the model's attribute {change} was set after the Step was made, which runs with "
+                f"the value that it had then: make another Step, or keep the value in an "
+                f"nnx.Variable, which a step reads anew",
+                UserWarning,
+            )
 
     def _split(self, model: Any, optimizer: Any) -> list[Any]:
         state = nnx.state((model, optimizer))

@@ -1,15 +1,17 @@
 """Structural equality and hash of modules without their arrays, and differences of modules.
 
 Stages whose static halves are equal share their code, and the static halves are the key of a
-compiled step. `==` is not enough: a dataclass of options may have no hash, an object with arrays
-has no `==`, and two initializers made by one function are not equal.
+compiled step. So a call may not change them. `==` is not enough: a dataclass of options may have no
+hash, an object with arrays has no `==`, and two initializers made by one function are not equal.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import reprlib
 import types
+import weakref
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
@@ -22,6 +24,7 @@ from pipeline.base.tree import Tree
 from pipeline.base.variables import type_text
 
 _SCALARS = (bool, int, float, complex, str, bytes, Enum, type, type(None))
+FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, types.ModuleType)
 _Pairs = frozenset[tuple[int, int]]
 
 
@@ -117,6 +120,78 @@ def differences(first: nnx.Module, other: nnx.Module) -> Iterator[tuple[str | No
     same = digest(graphdef) == digest(other_def) and alike(graphdef, other_def)
     if not same or trees[0] != trees[1]:
         yield from list(_static_differences(first, other)) or [(None, "in static structure")]
+
+
+class Attributes:
+    """The attributes of a module, or of a callable object, as they are now, without arrays.
+
+    Those of modules of the type ``but`` within it do not count.
+    """
+
+    def __init__(self, module: Any, but: type | tuple[()] = ()) -> None:
+        nodes = nnx.iter_graph(module) if isinstance(module, nnx.Module) else [((), module)]
+        self._known = [
+            (path, weakref.ref(node), len(vars(node)), dict(_plain(node)))
+            for path, node in nodes
+            if (isinstance(node, nnx.Module) or node is module) and not isinstance(node, but)
+        ]
+
+    @property
+    def is_alive(self) -> bool:
+        """True if any of the modules still exists."""
+        return any(node() is not None for _, node, *_ in self._known)
+
+    def change(self) -> str:
+        """Describe the first attribute that is another now, such as ``scale from 1.0 to 2.0``."""
+        for path, ref, size, before in self._known:
+            if (node := ref()) is None:
+                continue
+            # Most modules have not changed, and each step looks at all of them.
+            held, absent = vars(node), "nothing"
+            if len(held) == size and all(held.get(name) is x for name, x in before.items()):
+                continue
+            now = dict(_plain(node))
+            for name in {**before, **now}:
+                old, new = before.get(name, absent), now.get(name, absent)
+                if not alike(old, new):
+                    texts = [x if x is absent else reprlib.repr(x) for x in (old, new)]
+                    return f"{'.'.join([*map(str, path), name])} from {texts[0]} to {texts[1]}"
+        return ""
+
+    def check(self, label: str) -> None:
+        """Raise ValueError if a call of the module ``label`` has changed an attribute."""
+        if change := self.change():
+            raise ValueError(
+                f"{label} changes its attribute {change} when it is called: a pipeline calls a "
+                f"traced copy, so no later call would see the change; keep the value in an "
+                f"nnx.Variable of a kind of its own, which Pipeline(..., state=kind) declares, or "
+                f"set the attribute before Pipeline(...)"
+            )
+
+
+def _plain(node: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a node that hold no arrays; containers are copied."""
+    held = getattr(node, "__dict__", {})
+    data = held.get("_pytree__nodes")
+    for name, value in held.items():
+        # flax lists a module's attributes; cached properties are not in the list.
+        is_static = not isinstance(value, jax.Array) if data is None else not data.get(name, True)
+        if is_static and name != "_pytree__nodes":
+            yield name, _copied(value)
+
+
+def _copied(value: Any) -> Any:
+    """Copy what a call can change in place: containers, and the plain values of other objects."""
+    if isinstance(value, (list, tuple)):
+        return [*map(_copied, value)]
+    if isinstance(value, set):
+        return frozenset(value)
+    if isinstance(value, Mapping):
+        return {key: _copied(entry) for key, entry in value.items()}
+    if isinstance(value, (*_SCALARS, *FUNCTIONS)) or not hasattr(value, "__dict__"):
+        return value
+    plain = {n: x for n, x in vars(value).items() if n[:1] != "_" and isinstance(x, _SCALARS)}
+    return [type(value), plain]
 
 
 def _types(state: Tree) -> Mapping[str, str]:

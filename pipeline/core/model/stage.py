@@ -22,7 +22,7 @@ from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, row_of, shape_text, signature
 from pipeline.base.variables import kind_text, raw, with_arrays
 from pipeline.core.autodiff.jaxpr.evaluate import forwarded
-from pipeline.core.model.objects import alike, digest
+from pipeline.core.model.objects import Attributes, alike, digest
 from pipeline.core.model.randomness import with_streams_of
 from pipeline.core.model.unlike import Overlaid, Views
 from pipeline.core.placement.placement import as_before
@@ -65,7 +65,7 @@ class Definition:
         Writes to declared state are dropped.
 
         Raises:
-          ValueError: the call wrote to undeclared state, or made a new variable.
+          ValueError: the call wrote to undeclared state or to an attribute, or made a new variable.
         """
         return self.update(method, params, rest, *args)[0]
 
@@ -83,8 +83,10 @@ class Definition:
           ValueError: a cause that `call` names; or a declared variable changed its shape or dtype.
         """
         module = self._merged(params, rest)
+        attributes = Attributes(module)
         result = method(module, *args)
         after = nnx.state(module)
+        attributes.check(self.label)
         self._check_nothing_is_written(method, params, rest, args, after)
         had, now = _flat(rest), dict(nnx.to_flat_state(after)) if paths else {}
         for path in paths:
