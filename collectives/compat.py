@@ -431,6 +431,14 @@ def renamed_errors(
     )
 
 
+def axis_of_size(axis: str, size: int) -> AbstractContextManager[None]:
+    """A context in which `jax.lax.axis_size` of an axis is ``size``."""
+    from jax._src import core
+
+    context: AbstractContextManager[None] = core.extend_axis_env_nd([(axis, size)])
+    return context
+
+
 # --- processes ---
 
 

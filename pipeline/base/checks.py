@@ -46,6 +46,9 @@ class ModelChecks(Protocol):
           unread: whether to check for parameters that no part reads.
         """
 
+    def ends(self, rank: Any, activations: Any) -> None:
+        """Check embed and head, where no loss is computed."""
+
     def outputs(self, last: Any) -> None:
         """Check that the leading axis of outputs is the batch."""
 

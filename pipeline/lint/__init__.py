@@ -64,9 +64,10 @@ class Lint:
 
     def stages(self, rank: Rank, activations: Activations) -> None:
         """Refuse ordered callbacks, constraints, and a single stage that was given as a stack."""
-        from pipeline.lint.effects import check_constraints, check_order
+        from pipeline.lint.effects import check_constraints, check_order, check_stage_axis
 
         for k, body in enumerate(activations.bodies):
+            check_stage_axis(f"stages[{k}]", body)
             check_order(f"stages[{k}]", body.effects)
             check_constraints(f"stages[{k}]", body)
         if self.ignored is not None and self.ignored.own:
@@ -98,19 +99,26 @@ class Lint:
         """Refuse `ppermute`; check idle axes, padding in statistics, and unread parameters."""
         from pipeline.lint import statistics
         from pipeline.lint import unread as parameters
-        from pipeline.lint.effects import check_meetings
+        from pipeline.lint.effects import check_meetings, check_stage_axis
 
         rank, warned = traced.rank, plan.compiled.warned
         bodies = traced.activations.bodies
         statistics.warn_of_state(traced, plan, training=training)
         if traced.ends_body is None:
             return
+        check_stage_axis("embed, head or loss_fn", traced.ends_body)
         check_meetings(plan, [traced.ends_body])
         parameters.warn_of_idle_axes(rank, [*bodies, traced.ends_body], plan.axes, warned)
         adding = {f"stages[{k}]": one for k, one in enumerate(traced.activations.adding)}
         statistics.warn_of_losses_of_padding(adding | dict(traced.adding), warned)
         if unread:
             parameters.warn_of_parameters_that_nobody_reads(rank, bodies, traced.ends_body, warned)
+
+    def ends(self, rank: Rank, activations: Activations) -> None:
+        """Refuse collectives over ``stage`` in embed and head, where no loss is computed."""
+        from pipeline.lint.effects import check_forward_ends
+
+        check_forward_ends(rank, activations)
 
     def outputs(self, last: Forward) -> None:
         """Check that the leading axis of outputs is the batch."""

@@ -11,10 +11,59 @@ from typing import Any
 
 import jax
 
+from collectives import STAGE
 from collectives.compat import is_ordered, may_not_repeat
+from pipeline.base.tree import Leaves, at, blank
 from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of
 from pipeline.core.options.plan import Plan
+from pipeline.core.step.calls import ends
+from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.rank import Rank
+
+
+def check_stage_axis(part: str, jaxpr: Any) -> None:
+    """Refuse collectives over ``stage``, and the index of a rank, in a part of a model.
+
+    Ranks of other stages run other actions at that time, and results may not depend on the rank.
+
+    Args:
+      part: the part, for the message.
+      jaxpr: the jaxpr of the part.
+
+    Raises:
+      ValueError: the jaxpr has such a primitive.
+    """
+    for name in _over_stage(jaxpr):
+        raise ValueError(
+            f"{part} calls jax.lax.{name} over the axis {STAGE!r}, whose ranks run other stages "
+            f"meanwhile, and results may not depend on the rank of a stage: leave it out, give a "
+            f"stage its number when you make it, or sum over an axis of the batch, such as 'data'"
+        )
+
+
+def _over_stage(jaxpr: Any) -> Iterator[str]:
+    """Yield the names of primitives that read the axis ``stage``, but for `pvary`."""
+    for eqn in jaxpr.eqns:
+        given = (eqn.params.get(key) for key in ("axes", "axis_name"))
+        named = {axis for axes in given for axis in (axes if isinstance(axes, tuple) else (axes,))}
+        if STAGE in named and eqn.primitive.name not in ("pvary", "pcast", "pbroadcast"):
+            yield eqn.primitive.name.removesuffix("_invariant")
+        for body in jaxprs_of(eqn):
+            yield from _over_stage(body)
+
+
+def check_forward_ends(rank: Rank, activations: Activations) -> None:
+    """Refuse collectives over ``stage`` in embed and head, where no loss is computed."""
+    tables, y, inputs = rank.model.tables, activations.types[-1], at(rank.batch.inputs, 0)
+
+    def probe(weights: Leaves) -> Any:
+        embedded = ends.embed(rank, weights, inputs, 0).value if tables.embed < 0 else ()
+        if tables.head >= 0:
+            return embedded, ends.features(rank, weights, blank(y, rank.axes), 0)
+        return embedded, ends.finish(rank, weights, blank(y, rank.axes), 0, take_loss=False).value
+
+    check_stage_axis("embed or head", jax.make_jaxpr(probe)(rank.ends).jaxpr)
 
 
 def check_meetings(plan: Plan, bodies: Sequence[Any]) -> None:

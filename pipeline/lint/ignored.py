@@ -76,7 +76,7 @@ def _tracer(
         graphdefs: list[Any] = []
 
         def look(module: Any) -> jax.Array:
-            graphdefs.append(nnx.split(ignored.give_back(module, k, names))[0])
+            graphdefs.append(nnx.split(ignored.give_back(nnx.clone(module), k, names))[0])
             return jnp.zeros(())
 
         Forward(rank, position).look(look)

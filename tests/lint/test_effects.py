@@ -9,6 +9,7 @@ from jax.experimental import io_callback
 from collectives import make_mesh
 from pipeline import Pipeline
 from tests.support import models
+from tests.support.close import assert_close
 from tests.support.models import Block
 
 X, T, M = models.rows(8), models.rows(8, seed=3), 4
@@ -87,3 +88,71 @@ def test_an_inference_calls_once_for_each_stage_and_microbatch():
 
 def test_prints_may_be_repeated():
     assert calls([Printing, Printing]) >= 2 * M
+
+
+# --- the axis of the ranks (issue 67) ---
+
+
+def over_stage(name):
+    """Make a function that uses the axis ``stage``, by the name of a function of `jax.lax`."""
+    function = getattr(jax.lax, name)
+    match name:
+        case "axis_index":
+            return lambda x: x * function("stage").astype(x.dtype)
+        case "axis_size":
+            return lambda x: x / function("stage")
+        case "all_gather":
+            return lambda x: jax.lax.fori_loop(0, 1, lambda _, x: function(x, "stage")[0], x)
+        case _:
+            return jax.jit(lambda x: function(x, ("data", "stage")))
+
+
+def with_part(part, name, **options):
+    """Make a pipeline of plain blocks in which one part uses the axis ``stage``."""
+    use = over_stage(name)
+
+    class Using(Block):
+        def __call__(self, x):
+            return use(super().__call__(x))
+
+    def kind(other):
+        return Using if part == other else Block
+
+    (embed,), (head,) = (models.build(kind(end), 1, seed=3) for end in ("embed", "head"))
+    stages = [*models.build(Block, 1), *models.build(kind("stages"), 1, seed=1)]
+    ends = {"embed": embed, "head": head} if part != "stages" else {}
+    loss_fn = (lambda y, t: models.squares(use(y), t)) if part == "loss_fn" else models.squares
+    mesh = make_mesh(stage=2, data=2)
+    return Pipeline(stages, 2, mesh=mesh, loss_fn=loss_fn, **ends, **options)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "call", "label"),
+    [
+        ("stages", "axis_index", "value_and_grad", "stages[1]"),
+        ("stages", "all_gather", "__call__", "stages[1]"),
+        ("head", "pmax", "__call__", "embed or head"),
+        ("embed", "psum", "__call__", "embed or head"),
+        ("embed", "psum", "loss", "embed, head or loss_fn"),
+        ("loss_fn", "all_gather", "value_and_grad", "embed, head or loss_fn"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["scan", "programs"])
+def test_a_part_that_meets_other_stages_is_refused(part, name, call, label, engine):
+    pipe = with_part(part, name, engine=engine)
+    with pytest.raises(ValueError, match="over the axis 'stage'") as caught:
+        getattr(pipe, call)(X, *[T] * (call != "__call__"))
+    assert str(caught.value) == (
+        f"{label} calls jax.lax.{name} over the axis 'stage', whose ranks run other stages "
+        f"meanwhile, and results may not depend on the rank of a stage: leave it out, give a stage "
+        f"its number when you make it, or sum over an axis of the batch, such as 'data'"
+    )
+
+
+@pytest.mark.parametrize("part", ["stages", "loss_fn"])
+def test_both_engines_have_as_many_ranks(part):
+    scan, programs = (
+        with_part(part, "axis_size", engine=engine).loss(X, T) for engine in ("scan", "programs")
+    )
+    assert_close(programs, scan, tolerance=1e-6)
+    assert scan != with_part("", "axis_size").loss(X, T)

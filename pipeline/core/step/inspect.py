@@ -114,6 +114,8 @@ def inspect(
     traced = Inspected(_prepared(rank, activations), activations, needs)
     if take_loss:
         traced = _with_ends(plan, traced, reaches=reaches)
+    else:
+        plan.lint.ends(rank, activations)
     if rank.model.declared.is_anything:
         traced = _with_usage(traced, take_loss=take_loss)
     return traced

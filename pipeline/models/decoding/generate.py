@@ -269,6 +269,7 @@ def _kinds(
 def _local_models(rank: Rank, inputs: Tree) -> tuple[Rank, list[tuple[list[int], LocalModel]]]:
     """Return the rank's traced state, and its model and stage numbers for each kind of stage."""
     rank, activations = follow(replace(rank, batch=Batch(inputs, (), {})))
+    rank.lint.ends(rank, activations)
     x, *others = activations.types
     if any(signature(y) != signature(x) for y in others):
         raise ValueError(

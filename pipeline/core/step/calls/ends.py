@@ -175,7 +175,7 @@ def take_loss_of(
 
     is_module = isinstance(rank.model.loss_fn, LossModule)
     loss_fn = of_module if is_module else cast("LossFn", rank.model.loss_fn)
-    with noted(rank, "loss_fn", (outputs, targets)):
+    with rank.with_ranks(), noted(rank, "loss_fn", (outputs, targets)):
         options: dict[str, Any] = {"has_aux": rank.model.has_aux, "share": rank.slices.share}
         taken = take_loss(loss_fn, outputs, targets, **options)
     return taken, after
@@ -259,7 +259,7 @@ def _call(
     if values is not None:
         fixed = with_values(dict(nnx.to_flat_state(fixed)), paths, values)
     rest = nnx.merge_state(fold(streams, microbatch, rank.axes, own), fixed)
-    with batch_part_of(rank.part_of(microbatch)) as asking:
+    with rank.with_ranks(), batch_part_of(rank.part_of(microbatch)) as asking:
         result, after = rank.model.ends.update(method, params, rest, argument, paths=paths)
     # For `pipeline.lint`: a part that reads the mask handles padding itself.
     if asking.read_mask:

@@ -125,7 +125,7 @@ class Forward:
             params = jax.tree.unflatten(self.params_tree, computed(self.rank, weights))
             rest = nnx.merge_state(streams, others)
             method, args = call_of(x, part, extras)
-            with batch_part_of(batch_part) as asking:
+            with self.rank.with_ranks(), batch_part_of(batch_part) as asking:
                 update = self._position.definition.update
                 (y, carry), after = update(method, params, rest, *args, paths=paths)
             self.reads_mask |= asking.read_mask

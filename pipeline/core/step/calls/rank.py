@@ -11,13 +11,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from collectives import vary
+from collectives import STAGE, vary
+from collectives.compat import axis_of_size
 from pipeline.base.added import Adding
 from pipeline.base.checks import ModelChecks
 from pipeline.base.rows import BatchPart, find_mask
@@ -182,6 +184,11 @@ class Rank:
     def mask(self, unit: Any) -> jax.Array | None:
         """Return the mask of a unit (one slice of a microbatch): True for data, not padding."""
         return find_mask(at(self.batch.targets, unit))
+
+    def with_ranks(self) -> AbstractContextManager[None]:
+        """A context for a call of the user's code, in which ``stage`` has S ranks."""
+        # A program of `engine="programs"` runs on a mesh with one rank.
+        return axis_of_size(STAGE, 1 + max(position.rank for position in self.model.stages))
 
     def part_of(self, unit: Any) -> BatchPart:
         """Return the `BatchPart` for the call on a unit: a microbatch, or one slice of it."""
