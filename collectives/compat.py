@@ -431,6 +431,14 @@ def renamed_errors(
     )
 
 
+def concrete(x: Any) -> jax.Array | None:
+    """Return the array that a tracer of a derivative stands for; None if there is none."""
+    from jax._src import core
+
+    value: jax.Array | None = core.to_concrete_value(x)
+    return value
+
+
 def axis_of_size(axis: str, size: int) -> AbstractContextManager[None]:
     """A context in which `jax.lax.axis_size` of an axis is ``size``."""
     from jax._src import core

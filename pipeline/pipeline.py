@@ -46,6 +46,7 @@ from pipeline.core.step.operands import Operands, check_arrays, device_limit, ma
 from pipeline.core.step.results import StateLeaves
 from pipeline.lint import Lint
 from pipeline.processes.replicas import check_replicas
+from schedules.core.arguments import need
 from schedules.orders.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -156,6 +157,10 @@ class Pipeline(nnx.Module):
 
             raise AttributeError(refusal(name))
         super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {"plan": state["plan"], **state}  # the plan says why a pipeline is not pickled
 
     def __nnx_repr__(self) -> Iterator[Any]:
         """Fields that `print` shows, here or within another module; `describe` shows more."""
@@ -562,7 +567,7 @@ class Pipeline(nnx.Module):
             with self._entered():
                 weights, batch = meshes.untyped(types(arrays), plan.mesh)
                 _warn_of_memory(plan, model, weights, batch)
-                if plan.stage_meshes is None:
+                if plan.engine == "scan":
                     runtime.train.trace(plan, model, weights, batch)
                 else:
                     plan.entries.trace_train(plan, model, weights, batch)
@@ -793,6 +798,7 @@ class Pipeline(nnx.Module):
         plan = self.plan if plan is None else plan
         if has_aux is not None:
             check_has_aux(has_aux, shared_head="head" in self.plan.shared)
+        need("weighed", weighed, bool, "give True, for means with their weights, or False")
         if loss_for:
             from pipeline.lint.construction import warn_of_untyped_weights
 
@@ -864,7 +870,7 @@ def _warn_of_memory(
     """Remember a step's types; predict its memory only where a limit is known."""
     operands = types((weights, batch))
     plan.facts.last = (model, *operands)
-    if plan.engine == "scan" and (limit := device_limit(plan)) is not None:
+    if (limit := device_limit(plan)) is not None:
         from pipeline.insight.forecast.limit import warn_of_memory
 
         warn_of_memory(plan, limit, model, operands, want_inputs=want_inputs)

@@ -55,10 +55,10 @@ def combine(like: Tree, floats: Leaves, others: Leaves) -> Tree:
     return jax.tree.unflatten(treedef, [next(f) if is_float(x) else next(o) for x in leaves])
 
 
-def times(x: jax.Array, factor: jax.Array) -> jax.Array:
+def times(x: jax.Array, factor: Any) -> jax.Array:
     """Compute ``x * factor`` in x's dtype, with float32 products if x has fewer bits."""
     wide = x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
-    return (wide * factor.astype(wide.dtype)).astype(x.dtype)
+    return (wide * jnp.asarray(factor, wide.dtype)).astype(x.dtype)
 
 
 def is_key(leaf: Any) -> bool:

@@ -108,10 +108,11 @@ class _Search:
         """Return a message about the first bad value."""
         what, option = self._kinds[0], NAN_CHECKS[self._kinds[0]]
         others = set(self._plan.axes.names) - {DATA, STAGE}
-        if others or self._model.tables.is_used or not _is_here(self._weights):
+        is_many = self._plan.stage_meshes is not None
+        if others or is_many or self._model.tables.is_used or not _is_here(self._weights):
             return (
                 f"a step of the pipeline returns {what} ({option}); its stages cannot be run by "
-                f"themselves where weights are shared out over ranks: look for it on a mesh of "
+                f"themselves where weights are shared out over ranks: look for it on one mesh of "
                 f"stage and data, in one process, with vocabulary='ends'"
             )
         return self._first() or (

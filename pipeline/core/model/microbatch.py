@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from collectives.compat import concrete
 from pipeline.base.axes import PARTS, Axes, axes_in
 from pipeline.base.tree import Tree, shape_text
 from pipeline.core.model.model import Batch
@@ -109,14 +110,19 @@ def place(batch: Batch, mesh: Mesh) -> Batch:
     """Move arrays that are not on the mesh to the mesh, with rows over row axes.
 
     A loader often commits its arrays to one device, and a jit over the mesh refuses such arrays.
+    Gradients for them go back to the devices that they came from.
     """
 
     def move(leaf: Any, spec: PartitionSpec) -> Any:
-        if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+        value = concrete(leaf) if isinstance(leaf, jax.core.Tracer) else leaf
+        if value is None or isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         sharding = NamedSharding(mesh, spec)
-        here = leaf.sharding.device_set == sharding.device_set
-        return leaf if here else distribute(leaf, sharding)
+        if value.sharding.device_set == sharding.device_set:
+            return leaf
+        if value is not leaf:  # under a derivative
+            return jax.device_put(leaf, sharding, src=value.sharding)
+        return distribute(leaf, sharding)
 
     return jax.tree.map(move, batch, batch.spec_tree())
 

@@ -122,7 +122,7 @@ def _check_programs(options: Options, num_slices: int, shared: Shared) -> None:
     only_of_scan = {
         f"slices={options.slices!r} (a timetable with slices)": num_slices > 1,
         f"vocabulary={options.vocabulary!r}": bool(shared),
-        f"offload={options.offload!r}": options.offload is not None,
+        f"offload={options.offload!r}": bool(options.offload),
         f"gather={options.gather!r}": options.gather == "repeat",
         f"pattern={options.pattern!r}": options.pattern is not None,
         f"delayed={options.delayed!r}": bool(options.delayed),

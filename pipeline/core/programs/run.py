@@ -117,8 +117,15 @@ class StepPrograms:
                 like = traced.stages[stage].representative
                 key = traced, op, like, names
                 add((kind, stage), one.rank, key, action_program, *key, work)
+        # Other threads do not see a context of this one.
+        is_logged = jax.config.jax_log_compiles  # type: ignore[attr-defined]
+
+        def compile_one(run: Callable[[], Any]) -> Any:
+            with jax.log_compiles(is_logged):
+                return run()
+
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            compiled = threads.map(lambda run: run(), lowered.values())
+            compiled = threads.map(compile_one, lowered.values())
             functions = dict(zip(lowered, compiled, strict=True))
         return {name: functions[key] for name, key in key_of.items()}
 
@@ -128,6 +135,10 @@ class StepPrograms:
         With several processes, a program also waits for earlier messages (`dispatch_order`). On
         CPUs the call then waits for programs of several processes (`collectives.transfer.waits`).
         """
+        with jax.disable_jit(False):  # a compiled program is called, also under `jax.disable_jit`
+            return self._run_all(weights, batch, given)
+
+    def _run_all(self, weights: Weights, batch: Batch, given: StepInputs) -> Any:
         if self.ratio is not None:
             given = replace(given, ratio=self.ratio(weights, batch, StepInputs()))
         meshes, numbers = self.meshes, self._numbers

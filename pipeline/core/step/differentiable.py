@@ -25,6 +25,7 @@ from pipeline.base.precision import checks_nans
 from pipeline.base.tree import Leaves, Tree, combine, partition, signature, times
 from pipeline.core.autodiff.jaxpr.evaluate import narrows
 from pipeline.core.model.loss import pairing
+from pipeline.core.model.microbatch import place
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.model.trained import Trained
 from pipeline.core.options.plan import Plan
@@ -125,6 +126,8 @@ def _loss_backward(plan: Plan, model: Model, _: Before, residuals: Any, ct: Any)
         run = functools.partial(_cotangents, plan, model, residuals.weights, residuals.batch)
         return run(want_inputs=residuals.want_inputs, scale=(ct * residuals.share, ct))
     grads, batch = residuals
+    if getattr(ct, "committed", False):  # it may be on devices of another pipeline
+        ct = np.asarray(ct)
     # Integers have cotangents of dtype float0, which cannot be multiplied.
     scale = lambda g: g if g.dtype == jax.dtypes.float0 else times(g, ct)  # noqa: E731
     (chunks, ends), batch = jax.tree.map(scale, (grads, batch))
@@ -170,6 +173,8 @@ def _outputs_backward(
     model = dataclasses.replace(model, loss_fn=pairing, has_aux=False, trained=trained)
     specs = batch.specs[0], (plan.axes.output_spec,) * len(cotangents), batch.specs[2]
     paired = dataclasses.replace(batch, targets=cotangents, specs=specs)
+    if plan.stage_meshes is None:
+        paired = place(paired, plan.mesh)
     before(plan, model, weights, paired, want_inputs=want_inputs)
     of_weights, of_batch = _cotangents(plan, model, weights, paired, want_inputs=want_inputs)
     return of_weights, _cotangent(batch, of_batch.inputs)

@@ -39,10 +39,15 @@ def warn_of_memory(
         return
     plan.compiled.warned.add(key)
     try:
-        found = predict(plan, model, *operands, want_inputs=want_inputs)
-        if found.total <= limit:
+        if plan.engine == "programs":
+            text = _message_by_rank(limit, plan, model, operands)
+        else:
+            found = predict(plan, model, *operands, want_inputs=want_inputs)
+            is_more = found.total > limit
+            wanted = {"want_inputs": want_inputs}
+            text = _message(found, limit, plan, model, operands, **wanted) if is_more else ""
+        if not text:
             return
-        text = _message(found, limit, plan, model, operands, want_inputs=want_inputs)
     except Exception as error:  # noqa: BLE001  a forecast that fails must not stop a step
         text = (
             f"what a step takes could not be predicted ({type(error).__name__}: {error}); it runs"
@@ -86,6 +91,27 @@ def _build(name: str, sizes: dict[str, Any]) -> Any:
         return None
 
 
+def _message_by_rank(limit: int, plan: Plan, model: Model, operands: Any) -> str:
+    """Write the message for ``engine="programs"``; empty if every rank has enough memory."""
+    from pipeline.insight.forecast.by_rank import predict
+
+    ranks = predict(plan, model, *operands)
+    number, most = max(enumerate(ranks), key=lambda pair: pair[1].always + pair[1].values)
+    if most.always + most.values <= limit:
+        return ""
+    return (
+        f"a step is predicted to take {most.always + most.values:,} bytes on each device of rank "
+        f"{number} between two actions, and {_whose(plan)} allows {limit:,}: weights "
+        f"{most.weights:,}, batch {most.batch:,}, gradients and other sums {most.sums:,}, values "
+        f"for later actions {most.values:,}; use more ranks or microbatches, fewer rows in a "
+        f"batch, or remat='stage'"
+    )
+
+
+def _whose(plan: Plan) -> str:
+    return "memory_limit" if plan.memory_limit is not None else "its runtime"
+
+
 def _message(
     found: MemoryPrediction, limit: int, plan: Plan, model: Model, operands: Any, **wanted: bool
 ) -> str:
@@ -102,8 +128,7 @@ def _message(
     if least < found.total:
         enough = "" if least <= limit else ", which is still too much"
         help_ = f"of the options that change no result, {text} saves most: {least:,} bytes{enough}"
-    whose = "memory_limit" if plan.memory_limit is not None else "its runtime"
     return (
-        f"a step is predicted to take {found.total:,} bytes on each device, and {whose} allows "
-        f"{limit:,}; its largest part is {part}: {size:,} bytes; {help_}"
+        f"a step is predicted to take {found.total:,} bytes on each device, and {_whose(plan)} "
+        f"allows {limit:,}; its largest part is {part}: {size:,} bytes; {help_}"
     )
