@@ -139,7 +139,7 @@ class Pipeline(nnx.Module):
         self.ends = make_ends(ends, by_stage[0], by_stage[-1], plan.shared)
         keep_params_in(self, param_dtype)
         check_replicas(leaves_by_name(nnx.state(self)), plan.mesh)
-        warn_of_undivided_weights(self, plan.mesh, plan.axes, given, plan.compiled.warned)
+        warn_of_undivided_weights(self, plan, given)
         mark(self.chunks, plan.stages_of)
         types = is_abstract(nnx.state(self.chunks))
         self.layout = Layout(plan.stages_of, plan.mesh, types=types)
@@ -549,7 +549,7 @@ class Pipeline(nnx.Module):
 
         # A plan of its own has warned of nothing yet, and has traced nothing.
         plan = self.plan.anew()
-        compiled = plan.programs.make()
+        _kept = plan.programs.make()  # a plan holds it weakly
         ends = {"embed": self.embed, "head": self.head}
         loss_fn = getattr(self.ends, "loss_fn", None) or self.plan.loss_fn
         with warnings.catch_warnings(record=True) as caught:
@@ -563,7 +563,7 @@ class Pipeline(nnx.Module):
             )
             warn_of_parameters_read_from_outside(modules, **ends, loss_fn=loss_fn)
             given = [*self.chunks, *ends.values(), loss_fn]
-            warn_of_undivided_weights(self, plan.mesh, plan.axes, given, compiled.warned)
+            warn_of_undivided_weights(self, plan, given)
             with self._entered():
                 weights, batch = meshes.untyped(types(arrays), plan.mesh)
                 _warn_of_memory(plan, model, weights, batch)
@@ -701,7 +701,7 @@ class Pipeline(nnx.Module):
     def describe(
         self,
         inputs: Tree = None,
-        targets: Tree = (),
+        targets: Tree = None,
         *,
         extras: dict[str, Tree] | None = None,
         optimizer: nnx.Optimizer[Any] | None = None,
@@ -724,6 +724,11 @@ class Pipeline(nnx.Module):
 
         operands = None
         if inputs is not None:
+            if targets is None and self.plan.loss_fn is not None:
+                raise ValueError(
+                    "describe(inputs) describes a training step, whose loss_fn takes targets: give "
+                    "describe(inputs, targets), or describe() for what needs no batch"
+                )
             operands = self._untyped(self._operands(inputs, targets, extras, "describe"))
         operands = operands or self.plan.facts.last
         if self.plan.engine == "programs" and operands is not None:

@@ -42,6 +42,13 @@ def linen_remedy(value: Any) -> str:
     )
 
 
+def class_remedy(value: Any) -> str:
+    """Explain how to give an instance in place of a class; "" for any other value."""
+    if not isinstance(value, type):
+        return ""
+    return f"the class {value.__name__}: give an instance of it, {value.__name__}(...)"
+
+
 def is_number(value: Any) -> bool:
     """Tell whether a value is a number that a float can hold, such as a number of seconds, or NaN.
 

@@ -7,6 +7,7 @@ activations, then changes of one leaf that fit the stage's weights.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -81,6 +82,7 @@ def explain_stage(
             f"stages[{k}] cannot run on {types_text(before[k])} ({first}); stages is one "
             f"module whose arrays all have a leading axis of {rank.model.stack}: {REMEDY}"
         ) from error
+    _check_extras(rank, k, error)
     _note_what_is_tracked(error, rank.axes)
     taken = None
     if k > 0 and isinstance(error, _REFUSALS):
@@ -96,6 +98,38 @@ def explain_stage(
         f"microbatch and data shard); neighbours agree on the activation between them: change "
         f"either stage"
     ) from error
+
+
+def _check_extras(rank: Rank, k: int, error: Exception) -> None:
+    """Replace Python's error about an argument of a stage by one that names ``extras=``.
+
+    Raises:
+      TypeError: ``extras=`` has an argument that stage k does not take, or lacks one that it takes.
+    """
+    words = re.search(r"(unexpected keyword|missing \d+ required)(.*)", str(error))
+    if not isinstance(error, TypeError) or words is None:
+        return
+    names: list[str] = []
+
+    def look(module: Any) -> jax.Array:
+        names.extend(inspect.signature(module.__call__).parameters)
+        return jnp.zeros(())
+
+    Forward(rank, rank.model.stages[k]).look(look)
+    extras, (_, *takes) = rank.batch.extras, names
+    has = f"extras= has {', '.join(map(repr, extras))}" if extras else "there are no extras="
+    for name in re.findall(r"'(\w+)'", words[2]):
+        if "unexpected" in words[1] and name in extras and name not in takes:
+            others = ", ".join(map(repr, takes)) or "no extras"
+            raise TypeError(
+                f"extras= has {name!r}, and stages[{k}] takes {others}: rename it, or let every "
+                f"stage take it"
+            ) from error
+        if "missing" in words[1] and name in takes:
+            raise TypeError(
+                f"stages[{k}] takes {name!r} after its input, and {has}: give extras={{{name!r}: "
+                f"array}} with leaves [N, ...], or give the argument a default"
+            ) from error
 
 
 def _check_static(part: str, argument: Tree, error: Exception) -> None:

@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 from collectives import DATA, STAGE
 from pipeline.base.axes import Axes
 from pipeline.base.warn import warn
+from pipeline.core.options.plan import Plan
+from pipeline.core.placement.meshes import mesh_text
 from pipeline.lint.placed import Placed, placed
 from schedules.core.capacity import bytes_text
 
@@ -83,18 +85,16 @@ def check_sharding(
         warnings.warn(message, stacklevel=stacklevel + 1)
 
 
-def warn_of_undivided_weights(
-    pipe: nnx.Module, mesh: Mesh, axes: Axes, given: Sequence[Any], warned: set[Any]
-) -> None:
+def warn_of_undivided_weights(pipe: nnx.Module, plan: Plan, given: Sequence[Any]) -> None:
     """Warn of large weights of which devices along an axis hold copies, and of a misspelt axis.
 
     Args:
       pipe: the pipeline, whose state is on the mesh.
-      mesh: the pipeline's mesh.
-      axes: the roles of the mesh's axes.
+      plan: the options of the pipeline.
       given: the stages, embed and head as the user gave them.
-      warned: keys of warnings already given; the function adds the axes that divide nothing.
     """
+    _warn_of_one_shard(plan)
+    mesh, axes, warned = plan.mesh, plan.axes, plan.compiled.warned
     params = nnx.to_flat_state(nnx.state(pipe, nnx.Param))
     # Tables that ranks share are already divided, and no other axis can divide them further.
     whole = [item for item in params if not _is_shared(*item)]
@@ -103,6 +103,19 @@ def warn_of_undivided_weights(
     for text in (message, _misspelt(given, arrays, mesh, axes, warned)):
         if text:
             warn(text)
+
+
+def _warn_of_one_shard(plan: Plan) -> None:
+    """Warn of a ``data_parallel`` that shards nothing, for lack of a second data shard."""
+    of_ranks = [one.axes.num_rows for one in plan.of_ranks]
+    if plan.data_parallel == "replicated" or max(of_ranks) > 1:
+        return
+    ranks = plan.schedule.num_ranks
+    warn(
+        f"data_parallel={plan.data_parallel!r} shards nothing: the mesh has one data shard, "
+        f"{mesh_text(plan.mesh)}; give mesh=make_mesh(stage={ranks}, data=D) with D of 2 or more, "
+        f"or leave data_parallel out"
+    )
 
 
 def _alike(

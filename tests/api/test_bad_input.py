@@ -210,7 +210,8 @@ def test_extras_that_are_no_dict(extras, kind):
 
 
 def test_an_extra_that_the_stage_does_not_take():
-    with pytest.raises(TypeError, match=r"^Block.__call__\(\) got an unexpected keyword argument"):
+    message = "^extras= has 'mask', and stages.0. takes no extras: rename it, or let every stage"
+    with pytest.raises(TypeError, match=message):
         make()(X, extras={"mask": X})
 
 
@@ -220,7 +221,7 @@ def test_an_extra_that_the_stage_does_not_take():
 NOT_STAGES = "give a non-empty list of nnx modules, or one module stacked on a leading axis"
 
 
-@pytest.mark.parametrize("stages", [[], (), nnx.List([]), 3, {"first": None}, Block])
+@pytest.mark.parametrize("stages", [[], (), nnx.List([]), 3, {"first": None}])
 def test_no_stages(stages):
     assert refusal(make, stages) == f"stages is {stages!r}; {NOT_STAGES} of length K"
 
@@ -230,7 +231,6 @@ def test_no_stages(stages):
     [
         ([jnp.tanh], "stages[0] is of type PjitFunction"),
         ([*models.build(Block, 1), 3], "stages[1] is of type int"),
-        ([Block, Block], f"stages[0] is of type {type(Block).__name__}"),
     ],
 )
 def test_stages_that_are_no_modules(stages, which):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from pipeline.base.arguments import linen_remedy
+from pipeline.base.arguments import class_remedy, linen_remedy
 from pipeline.base.rows import DataStatistic
 from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, row_of, shape_text, signature
@@ -285,18 +286,23 @@ def count_stages(stages: Any) -> int:
     if isinstance(stages, _LISTS) and len(stages):
         for index, stage in enumerate(stages):
             if not isinstance(stage, nnx.Module):
-                if remedy := linen_remedy(stage):
+                if remedy := linen_remedy(stage) or class_remedy(stage):
                     raise ValueError(f"stages[{index}] is {remedy}")
                 raise ValueError(
                     f"stages[{index}] is of type {type(stage).__name__}; every stage is an "
                     f"nnx.Module (wrap a function in one whose __call__ is the function)"
                 )
         return len(stages)
-    if remedy := linen_remedy(stages):
+    if remedy := linen_remedy(stages) or class_remedy(stages):
         raise ValueError(f"stages is {remedy}, and give a list of K such modules")
+    if hasattr(stages, "keys") and "stages" in stages.keys():  # noqa: SIM118  such as `Parts`
+        raise ValueError(
+            f"stages is a {type(stages).__name__} of all parts, such as pipeline.split returns: "
+            f"give each by its name, Pipeline(**parts, num_microbatches=M)"
+        )
     raise ValueError(
-        f"stages is {stages!r}; give a non-empty list of nnx modules, or one module stacked on a "
-        f"leading axis of length K"
+        f"stages is {reprlib.repr(stages)}; give a non-empty list of nnx modules, or one module "
+        f"stacked on a leading axis of length K"
     )
 
 

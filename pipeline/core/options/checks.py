@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from collectives import DATA, STAGE
 from collectives.compat import has_host_memory
 from collectives.places.sizes import integer, is_size
-from pipeline.base.arguments import linen_remedy
+from pipeline.base.arguments import class_remedy, linen_remedy
 from pipeline.base.tree import real, shape_text
 from schedules.core.action import ScheduleError
 from schedules.core.costs import Costs
@@ -121,7 +121,7 @@ def check_functions(**functions: Any) -> None:
     for name, value in functions.items():
         if value is not None and not callable(value):
             raise ValueError(f"{name}={value!r}: must be callable, or None")
-        if remedy := linen_remedy(value):
+        if remedy := linen_remedy(value) or class_remedy(value):
             raise ValueError(f"{name} is {remedy}")
 
 
