@@ -20,6 +20,7 @@ from pipeline.core.step.calls import ends
 from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.calls.rank import Rank
+from pipeline.lint.shards import axes_of
 
 
 def check_stage_axis(part: str, jaxpr: Any) -> None:
@@ -45,9 +46,7 @@ def check_stage_axis(part: str, jaxpr: Any) -> None:
 def _over_stage(jaxpr: Any) -> Iterator[str]:
     """Yield the names of primitives that read the axis ``stage``, but for `pvary`."""
     for eqn in jaxpr.eqns:
-        given = (eqn.params.get(key) for key in ("axes", "axis_name"))
-        named = {axis for axes in given for axis in (axes if isinstance(axes, tuple) else (axes,))}
-        if STAGE in named and eqn.primitive.name not in ("pvary", "pcast", "pbroadcast"):
+        if STAGE in axes_of(eqn) and eqn.primitive.name not in ("pvary", "pcast", "pbroadcast"):
             yield eqn.primitive.name.removesuffix("_invariant")
         for body in jaxprs_of(eqn):
             yield from _over_stage(body)

@@ -9,7 +9,7 @@ arange). For a primitive that is unknown here, the result is unknown.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -79,11 +79,13 @@ class Sequences:
         such a sum is `Followed.broken`.
       factors: filled by the search: the known numbers that values at positions were multiplied
         with.
+      captured: facts about arrays that the function captures, by their ids.
     """
 
     t: int
     sums: bool = False
     factors: list[float] = field(default_factory=list)
+    captured: Mapping[int, Followed] = field(default_factory=dict)
 
 
 def follow_positions(
@@ -104,7 +106,8 @@ def follow_positions(
     known = dict(zip(jaxpr.invars, given, strict=True))
     known |= {var: _whole(var) for var in jaxpr.constvars}
     for var, value in zip(jaxpr.constvars, consts, strict=False):
-        known[var] = replace(known[var], number=number_of(value))
+        captured = asked.captured.get(id(value))
+        known[var] = captured or replace(known[var], number=number_of(value))
 
     def read(atom: Any) -> Followed:
         if isinstance(atom, Literal):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,7 +67,10 @@ def check_slices(
     leaves = zip(jax.tree.leaves(unit), specs, strict=True)
     t = max(leaf.shape[1] for leaf, spec in leaves if spec is not None and leaf.ndim > 1)
     extras = jax.eval_shape(lambda: rank.batch.extras_of(0))
-    check = _Check(t, rank.slices.count, rank.slices.lengths, warned)
+    # A part reads the mask of padding (`data_mask`) from the batch, which its trace captures.
+    whole = [leaf for leaf in jax.tree.leaves(rank.batch) if leaf.ndim > 2 and leaf.shape[2] == t]
+    captured = {id(leaf): varying(leaf.shape, 2) for leaf in whole}
+    check = _Check(t, rank.slices.count, rank.slices.lengths, warned, captured)
     done = set()
     for k, position in enumerate(rank.model.stages):
         stage = Forward(rank, position)
@@ -134,7 +137,9 @@ def _check_own(kind: type) -> None:
       ValueError: the class has its own ``__call__``, and an inherited ``call_slice``.
     """
     places = [[name in vars(one) for one in kind.__mro__] for name in ("__call__", CALL_SLICE)]
-    own, inherited = (place.index(True) if True in place else -1 for place in places)
+    if not any(places[0]):  # it is called by its `call_slice` alone
+        return
+    own, inherited = (place.index(True) for place in places)
     if own < inherited:
         raise ValueError(
             f"{kind.__name__} has a __call__ of its own, and the call_slice of "
@@ -154,8 +159,15 @@ class _Check:
       is_mean: whether the loss that was traced last is a mean.
     """
 
-    def __init__(self, t: int, num_slices: int, lengths: tuple[int, ...], warned: set[Any]) -> None:
-        self._t, self._num_slices, self._warned = t, num_slices, warned
+    def __init__(
+        self,
+        t: int,
+        num_slices: int,
+        lengths: tuple[int, ...],
+        warned: set[Any],
+        captured: Mapping[int, Followed],
+    ) -> None:
+        self._t, self._num_slices, self._warned, self._captured = t, num_slices, warned, captured
         self._lengths, self.is_mean = lengths, False
 
     def part(
@@ -217,7 +229,7 @@ class _Check:
             leaves = jax.eval_shape(lambda leaves: list(map(joined, leaves, spreads)), leaves)
         call = lambda leaves: run(*jax.tree.unflatten(treedef, leaves))  # noqa: E731
         closed = jax.make_jaxpr(call)(leaves)
-        asked = Sequences(self._t * count, sums=sums)
+        asked = Sequences(self._t * count, sums=sums, captured=self._captured)
         found = follow_positions(closed.jaxpr, spreads, asked, closed.consts)
         if why := next((one.broken for one in found if one.broken), ""):
             raise MixedPositionsError(why)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -16,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import schedules
 from collectives import make_mesh
-from pipeline import Pipeline
-from pipeline.layers import MixtureOfExperts, SequenceSlice
+from pipeline import CrossEntropy, Pipeline
+from pipeline.layers import Attention, MixtureOfExperts, SequenceSlice, data_mask
+from pipeline.training.batches import bucketed, masked, padded
 from tests.support.close import assert_close
 
 X = jnp.ones((4, 8, 4))
@@ -450,3 +452,95 @@ def test_a_balance_loss_without_a_carry_is_refused_in_slices():
         "experts.call_slice(x, earlier, part) and return its carry; or take balance='batch', or "
         "leave slices out"
     )
+
+
+# --- padding (issue 67) ---
+
+
+class Ends(nnx.Module):
+    """An embed or a head that sets positions of padding to 0."""
+
+    def __init__(self, part: nnx.Module) -> None:
+        self.part = part
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y, mask = self.part(x), data_mask()
+        return y if mask is None else jnp.where(mask[..., None], y, 0)
+
+
+class MaskedPointwise(Pointwise):
+    """A stage without a method for slices that does so."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y, mask = super().__call__(x), data_mask()
+        return y if mask is None else jnp.where(mask[..., None], y, 0)
+
+
+@pytest.mark.parametrize("where", ["embed", "head", "stages"])
+def test_a_part_that_reads_the_mask_entry_by_entry_is_not_refused(where: str) -> None:
+    rows = [np.arange(n) + 1 for n in (5, 9, 7, 3)]
+    (batch,) = bucketed(rows, rows=4, lengths=(8,))
+    losses = []
+    for slices in None, 2:
+        embed: Any = nnx.Embed(16, 4, rngs=nnx.Rngs(1))
+        head: Any = nnx.Linear(4, 16, rngs=nnx.Rngs(2))
+        embed = Ends(embed) if where == "embed" else embed
+        head = Ends(head) if where == "head" else head
+        pipe = pipe_of(
+            MaskedPointwise if where == "stages" else Pointwise,
+            embed=embed,
+            head=head,
+            loss_fn=CrossEntropy(),
+            slices=slices,
+        )
+        losses.append(pipe.loss(batch.inputs, batch.targets))
+    assert_close(losses[1], losses[0], tolerance=1e-5)
+
+
+@pytest.mark.parametrize("loss_fn", [mean, lambda y, t: (((y - t) ** 2).sum(), 1.0 * t.size)])
+def test_rows_that_padded_has_added_count_in_no_slice(loss_fn: Callable[..., Any]) -> None:
+    x, t = np.random.default_rng(0).normal(size=(2, 3, 8, 4)).astype(np.float32)
+    (batch,) = padded([(x, t)], 4)
+    whole, cut = (
+        pipe_of(loss_fn=masked(loss_fn), slices=slices).value_and_grad(batch.inputs, batch.targets)
+        for slices in (None, 2)
+    )
+    assert_close(cut, whole, tolerance=1e-5)
+    stages = pipe_of().stages()
+    assert_close(cut[0], mean(stages[1](stages[0](x)), t), tolerance=1e-5)
+
+
+def test_rows_that_padded_has_added_are_refused_in_slices_of_several_lengths() -> None:
+    (batch,) = padded([(X[:3], X[:3])], 4)
+    with pytest.raises(ValueError, match="padded") as caught:
+        pipe_of(loss_fn=masked(mean), slices=(2, 6)).loss(batch.inputs, batch.targets)
+    assert str(caught.value) == (
+        "padded() has added rows, and slices=(2, 6) have several lengths: a masked loss counts "
+        "each slice of a row equally; give slices=2, or whole batches"
+    )
+
+
+def test_modules_that_are_called_by_call_slice_alone() -> None:
+    class Block(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.attention = Attention(4, 2, 2, rngs)
+
+        def call_slice(self, x: jax.Array, earlier: Any, part: Any) -> Any:
+            if part is None:
+                return x + self.attention(x), ()
+            y, own = self.attention.call_slice(x, earlier, part)
+            return x + y, own
+
+    class Stage(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.block = Block(rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.block.call_slice(x, None, None)[0]
+
+        def call_slice(self, x: jax.Array, earlier: Any, part: Any) -> Any:
+            return self.block.call_slice(x, earlier, part)
+
+    x = jax.random.normal(jax.random.key(0), X.shape)
+    whole, cut = (pipe_of(Stage, slices=slices).value_and_grad(x, X) for slices in (None, 2))
+    assert_close(cut, whole, tolerance=1e-5)

@@ -263,7 +263,15 @@ def check_cuts(
     else:
         _check_lengths(first, length, slices, ranks_of.get(first, 1))
     for name, leaf in leaves:
-        is_cut = leaf.shape[1] in (1, length) if leaf.ndim > 1 else name.startswith("extras")
+        # One number a row: a side input, or the counts of rows that `padded` has added.
+        is_padded = name.endswith(".counts") and leaf.ndim == 1
+        if is_padded and not isinstance(slices, int):
+            raise ValueError(
+                f"padded() has added rows, and slices={slices} have several lengths: a masked loss "
+                f"counts each slice of a row equally; give slices={len(slices)}, or whole batches"
+            )
+        is_of_rows = name.startswith("extras") or is_padded
+        is_cut = leaf.shape[1] in (1, length) if leaf.ndim > 1 else is_of_rows
         if not is_cut:
             has = "no positions" if leaf.ndim == 1 else f"{leaf.shape[1]} in dim 1"
             raise ValueError(

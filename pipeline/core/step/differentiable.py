@@ -126,7 +126,7 @@ def _loss_backward(plan: Plan, model: Model, _: Before, residuals: Any, ct: Any)
         run = functools.partial(_cotangents, plan, model, residuals.weights, residuals.batch)
         return run(want_inputs=residuals.want_inputs, scale=(ct * residuals.share, ct))
     grads, batch = residuals
-    if getattr(ct, "committed", False):  # it may be on devices of another pipeline
+    if not isinstance(ct, jax.core.Tracer):  # it may be on devices of another pipeline
         ct = np.asarray(ct)
     # Integers have cotangents of dtype float0, which cannot be multiplied.
     scale = lambda g: g if g.dtype == jax.dtypes.float0 else times(g, ct)  # noqa: E731
