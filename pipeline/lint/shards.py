@@ -10,6 +10,7 @@ such a collective.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -97,10 +98,16 @@ class Split:
         return NOT_FOLLOWED
 
 
-def follow_shards(jaxpr: Any, given: Sequence[Shard], asked: Split) -> list[Shard]:
-    """Derive the facts about a jaxpr's results from the facts about its arguments."""
+def follow_shards(
+    jaxpr: Any, given: Sequence[Shard], asked: Split, captured: Sequence[Shard | None] = ()
+) -> list[Shard]:
+    """Derive the facts about a jaxpr's results from the facts about its arguments.
+
+    Facts about arrays that the function captures may be given too, in order, where they are known.
+    """
     known: dict[Any, Shard] = dict(zip(jaxpr.invars, given, strict=True))
-    known |= {var: Shard(varying(var.aval.shape)) for var in jaxpr.constvars}
+    for var, one in itertools.zip_longest(jaxpr.constvars, captured):
+        known[var] = one or Shard(varying(var.aval.shape))
 
     def read(atom: Any) -> Shard:
         if isinstance(atom, Literal):

@@ -81,6 +81,10 @@ class _SplitSearch:
     ) -> None:
         self._rank, self._activations, self._asked = rank, activations, asked
         self._ranks, self._warned = ranks, warned
+        # A part reads the mask of padding (`data_mask`) from the batch, which its trace captures.
+        specs = [spec for of in rank.batch.specs for spec in of]
+        dims = zip(jax.tree.leaves(rank.batch), [_dim(s, asked.axis) for s in specs], strict=True)
+        self._captured = {id(x): Shard(varying(x.shape, d + 1)) for x, d in dims if d is not None}
 
     def run(self, unit: tuple[Tree, Tree], dims: Sequence[int | None]) -> list[Shard]:
         """Trace embed, stages and head; return facts about the outputs.
@@ -199,7 +203,9 @@ class _SplitSearch:
         """Return facts about the results of a part; warn of the first fault that reaches them."""
         leaves, treedef = jax.tree.flatten(given)
         call = lambda leaves: run(*jax.tree.unflatten(treedef, leaves))  # noqa: E731
-        found = follow_shards(jax.make_jaxpr(call)(leaves).jaxpr, facts, self._asked)
+        closed = jax.make_jaxpr(call)(leaves)
+        captured = [self._captured.get(id(value)) for value in closed.consts]
+        found = follow_shards(closed.jaxpr, facts, self._asked, captured)
         faults = [one.fault for one in found if one.fault is not None]
         if self._asked.sums:  # do not warn of unknown primitives in a loss
             faults = [fault for fault in faults if fault.is_known]
