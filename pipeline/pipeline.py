@@ -528,13 +528,15 @@ class Pipeline(nnx.Module):
     def check(
         self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
     ) -> list[str]:
-        """List suspected mistakes of the model on such a batch; nothing is compiled or run.
+        """List suspected mistakes of the model on such a batch; no step is compiled or run.
 
-        The list has parameters that no part reads or that a part reads from outside, parts that mix
-        split positions, statistics that include padding, state that no code advances, mesh axes
-        without work, weights that an axis does not divide, and too little memory. The constructor
-        and the first step warn of these too. Warnings that only the constructor gives, such as
-        devices without a stage, are not listed.
+        The loss alone is called, on random outputs and rows of ``targets``, to see whether it is a
+        mean over rows. The list has parameters that no part reads or that a part reads from
+        outside, parts that mix split positions, a loss that is no mean over rows, statistics that
+        include padding, state that no code advances, mesh axes without work, weights that an axis
+        does not divide, and too little memory. The constructor and the first step warn of these
+        too. Warnings that only the constructor gives, such as devices without a stage, are not
+        listed.
 
         Args:
           inputs: as of `value_and_grad`; leaves may be `jax.ShapeDtypeStruct`.
@@ -544,6 +546,7 @@ class Pipeline(nnx.Module):
         Raises:
           ValueError: a batch or a model that cannot run, as for `value_and_grad`; or no loss.
         """
+        from pipeline.lint.means import try_on_numbers
         from pipeline.lint.outside import warn_of_parameters_read_from_outside
         from pipeline.lint.sharding import warn_of_undivided_weights
 
@@ -571,6 +574,7 @@ class Pipeline(nnx.Module):
                     runtime.train.trace(plan, model, weights, batch)
                 else:
                     plan.entries.trace_train(plan, model, weights, batch)
+            try_on_numbers(plan, loss_fn, targets)
         for one in caught:
             if not issubclass(one.category, ModelWarning):
                 warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)

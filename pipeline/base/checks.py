@@ -11,7 +11,12 @@ class ModelChecks(Protocol):
     """The hook that the engine calls to check a model.
 
     Any method may raise ValueError, and `run` also FloatingPointError.
+
+    Attributes:
+      outputs_types: the types of a microbatch's outputs on one data shard, from the last trace.
     """
+
+    outputs_types: Tree
 
     def run(
         self, entry: Any, plan: Any, *operands: Any, takes_loss: bool = True, **options: Any

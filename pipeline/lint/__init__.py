@@ -32,9 +32,11 @@ class Lint:
     Attributes:
       ignored: the user's values of attributes that ``ignore=`` names, until the first trace has
         compared them.
+      outputs_types: the types of a microbatch's outputs on one data shard, from the last trace.
     """
 
     ignored: Ignored | None = None
+    outputs_types: Tree = None
 
     def run(
         self, entry: Any, plan: Plan, *operands: Any, takes_loss: bool = True, **options: Any
@@ -89,6 +91,13 @@ class Lint:
             from pipeline.lint.slices import check_slices
 
             check_slices(rank, activations, plan.compiled.warned, take_loss=take_loss)
+        from pipeline.lint.ranges import warn_of_ranges
+
+        warn_of_ranges(plan, rank, activations)
+        if take_loss:
+            from pipeline.lint.means import warn_of_joined_rows
+
+            warn_of_joined_rows(plan, rank, activations)
         if plan.axes.positions:
             from pipeline.lint.split_positions import warn_of_split_positions
 

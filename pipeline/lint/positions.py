@@ -9,7 +9,7 @@ arange). For a primitive that is unknown here, the result is unknown.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -118,6 +118,53 @@ def follow_positions(
         operands = list(map(read, eqn.invars))
         known |= zip(eqn.outvars, follow_equation(eqn, operands, asked), strict=True)
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def find_growth(
+    loss: Callable[[Any], Any], types: Sequence[Any], dims: Sequence[int | None], t: int
+) -> bool:
+    """Tell whether the sum of a loss grows with the number of positions as its weight does.
+
+    A mean over positions has weight 1, and keeps its size with twice as many.
+
+    Args:
+      loss: a function of a list of arrays that returns (sum, weight).
+      types: the types of these arrays.
+      dims: the dim of positions in each array, or None.
+      t: the number of positions.
+
+    Raises:
+      MixedPositionsError: the loss joins positions in another way than by a sum.
+      UnknownPositionsError: the loss has an unknown primitive.
+    """
+    facts = []
+    for count in 1, 2:
+        # A dim of size 1 could be any dim, so more positions are traced.
+        times = count if t > 1 else count + 1
+        pairs = zip(types, dims, strict=True)
+        longer = [x if d is None else _longer(x, d, times) for x, d in pairs]
+        closed = jax.make_jaxpr(loss)(longer)
+        spreads = [varying(x.shape, d) for x, d in zip(longer, dims, strict=True)]
+        asked = Sequences(t * times, sums=True)
+        facts.append(follow_positions(closed.jaxpr, spreads, asked, closed.consts))
+        if why := next((one.broken for one in facts[-1] if one.broken), ""):
+            raise MixedPositionsError(why)
+    (total, weight), (long_total, long_weight) = facts
+    ratio = 2 if t > 1 else 1.5
+    if weight.scales:
+        wanted = [b / a for a, b in zip(weight.scales, long_weight.scales, strict=False)]
+    elif weight.number and long_weight.number:
+        wanted = [long_weight.number / weight.number / ratio]
+    else:
+        return True
+    own = [b / a for a, b in zip(total.scales, long_total.scales, strict=False)]
+    return all(math.isclose(a, b, rel_tol=1e-3) for a in own for b in wanted)
+
+
+def _longer(x: Any, dim: int, times: int) -> jax.ShapeDtypeStruct:
+    """Return the type of an array with ``times`` as many positions."""
+    shape = [size * times if n == dim else size for n, size in enumerate(x.shape)]
+    return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
 
 def follow_equation(eqn: Eqn, operands: list[Followed], asked: Sequences) -> list[Followed]:
@@ -263,11 +310,25 @@ def _reduce(eqn: Eqn, operands: list[Followed], asked: Sequences) -> Followed:
     return _without(eqn, operands[0], eqn.params["axes"], sums=asked.sums)
 
 
-def _dot(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
+def _sum_of_products(eqn: Eqn, operands: list[Followed], contracted: Any) -> Followed | None:
+    """Return facts about a sum over positions of products; None for another product."""
+    dims = [one.dim for one in operands if one.dim is not None]
+    for a, b in zip(*contracted, strict=True):
+        pairs = [(one.dim == n, n in one.varies) for one, n in zip(operands, (a, b), strict=True)]
+        # Each position is multiplied with its own number, or with one that does not vary.
+        count = sum(is_dim for is_dim, _ in pairs)
+        if count and count == len(dims) and all(yes or not v for yes, v in pairs):
+            return replace(_whole(eqn.outvars[0]), scales=(1.0,))
+    return None
+
+
+def _dot(eqn: Eqn, operands: list[Followed], asked: Sequences) -> Followed:
     contracted, batched = eqn.params["dimension_numbers"]
     places: list[int] = []
     start = len(batched[0])
     varies: set[int] = set()
+    if asked.sums and (of_sum := _sum_of_products(eqn, operands, contracted)):
+        return of_sum
     for one, own, lead, var in zip(operands, contracted, batched, eqn.invars, strict=True):
         if one.dim in own:
             _fail(eqn)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from pipeline.core.step.calls.ends import embed, finish, take_loss_of
 from pipeline.core.step.calls.forward import Forward
 from pipeline.core.step.calls.rank import Rank
 from pipeline.core.step.calls.slices import blank_input
-from pipeline.lint.positions import NOT_FOLLOWED, Sequences, follow_positions, varying
+from pipeline.lint.positions import NOT_FOLLOWED, find_growth, varying
 from pipeline.lint.shards import Fault, Shard, Split, follow_shards
 
 
@@ -137,27 +136,11 @@ class _SplitSearch:
         With twice as many positions, a mean over positions keeps its size.
         """
         leaves, treedef = jax.tree.flatten(given)
-        facts = []
-        for count in 1, 2:
-            pairs = zip(leaves, dims, strict=True)
-            types = [x if d is None else _longer(x, d, count) for x, d in pairs]
-            call = lambda leaves: loss(*jax.tree.unflatten(treedef, leaves))  # noqa: E731
-            asked = Sequences(self._asked.t * count, sums=True)
-            spreads = [varying(x.shape, d) for x, d in zip(types, dims, strict=True)]
-            try:
-                closed = jax.make_jaxpr(call)(types)
-                facts.append(follow_positions(closed.jaxpr, spreads, asked, closed.consts))
-            except Exception:  # noqa: BLE001  one length only, or an unknown primitive
+        call = lambda leaves: loss(*jax.tree.unflatten(treedef, leaves))  # noqa: E731
+        try:
+            if find_growth(call, leaves, dims, self._asked.t):
                 return
-        (total, weight), (long_total, long_weight) = facts
-        if weight.scales:
-            wanted = [b / a for a, b in zip(weight.scales, long_weight.scales, strict=False)]
-        elif weight.number and long_weight.number:
-            wanted = [long_weight.number / weight.number / 2]
-        else:
-            return
-        own = [b / a for a, b in zip(total.scales, long_total.scales, strict=False)]
-        if all(math.isclose(a, b, rel_tol=1e-3) for a in own for b in wanted):
+        except Exception:  # noqa: BLE001  one length only, or an unknown primitive
             return
         axis = self._asked.axis
         warn_once(
@@ -229,12 +212,6 @@ class _SplitSearch:
             )
         remedy = _remedy(fault, axis, sums=self._asked.sums)
         warn_once(f"{text}{remedy}", self._warned, ("split positions", name, axis))
-
-
-def _longer(x: Any, dim: int, count: int) -> jax.ShapeDtypeStruct:
-    """Return the type of an array with ``count`` times the positions."""
-    shape = [size * count if n == dim else size for n, size in enumerate(x.shape)]
-    return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
 
 _LOSS = (

@@ -1,0 +1,152 @@
+"""Losses that are no means over rows, so that they depend on M and on the mesh (issue 67)."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import pipeline
+from collectives import make_mesh
+from pipeline import Pipeline
+from pipeline.training.batches import masked, padded
+from tests.support import models
+from tests.support.close import assert_close
+
+X, T = models.rows(8), models.rows(8, seed=3)
+MASK = np.asarray([1.0, 1, 1, 1, 1, 0, 0, 0], np.float32)
+LABELS = np.arange(8) % 8
+
+
+def make(loss_fn, M=2, data=1, engine="scan"):
+    mesh = make_mesh(stage=2, data=data)
+    stages = [nnx.Linear(8, 8, rngs=nnx.Rngs(k)) for k in range(2)]
+    return Pipeline(stages, M, loss_fn=loss_fn, mesh=mesh, engine=engine)
+
+
+def unit(x):
+    return x / jnp.linalg.norm(x, axis=1, keepdims=True)
+
+
+def label_loss(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+class Correlation(nnx.Module):
+    def __call__(self, y, t):
+        y, t = (x - x.mean(0, keepdims=True) for x in (y, t[0]))
+        return 1 - (y * t).mean() / jnp.sqrt((y**2).mean() * (t**2).mean())
+
+
+NO_MEANS = {
+    "in-batch negatives": lambda y, t: label_loss(
+        unit(y) @ unit(t[0]).T, jnp.arange(len(y))
+    ).mean(),
+    "masked mean": lambda y, t: (
+        (((y - t[0]) ** 2).mean(1) * t[1]).sum() / jnp.maximum(t[1].sum(), 1.0)
+    ),
+    "masked mean, guarded": lambda y, t: jnp.where(
+        t[1].sum() > 0, ((y - t[0]).mean(1) ** 2 @ t[1]) / t[1].sum(), 0.0
+    ),
+    "root": lambda y, t: jnp.sqrt(jnp.mean((y - t[0]) ** 2)),
+    "sum": lambda y, t: ((y - t[0]) ** 2).sum(),
+    "mean beside a count": lambda y, t: ((y - t[0]).mean() ** 2, t[1].sum()),
+    "pairs of rows": lambda y, t: jnp.mean(jnp.abs(y[:, None] - t[0][None])),
+    "a module": Correlation(),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "M", "data", "engine"),
+    [(name, 2, 1, "scan") for name in NO_MEANS]
+    + [("root", 1, 2, "scan"), ("root", 2, 2, "programs")],
+)
+def test_a_loss_that_is_no_mean_is_warned_of_once(name, M, data, engine):
+    pipe = make(NO_MEANS[name], M, data, engine)
+    with pytest.warns(UserWarning, match="loss_fn is no mean over rows") as caught:
+        pipe.value_and_grad(X, (T, MASK))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.value_and_grad(X, (T, MASK))
+    (text,) = [str(one.message) for one in caught]
+    shards = f" on each of {data} data shards" if data > 1 else ""
+    assert text.startswith("loss_fn is no mean over rows (")
+    assert text.endswith(
+        f"), and a step takes the mean of its values for {M} microbatches{shards}, so loss and "
+        f"gradients depend on num_microbatches and the mesh: return (sum, weight) that are both "
+        f"sums over rows; or, where rows are compared with each other, differentiate your loss of "
+        f"pipe(inputs), which has the whole batch"
+    )
+
+
+def test_one_microbatch_is_the_whole_batch():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = make(NO_MEANS["root"], 1).loss(X, (T, MASK))
+    stages = make(None).stages()
+    assert_close(loss, NO_MEANS["root"](stages[1](stages[0](X)), (T, MASK)), tolerance=1e-6)
+
+
+MEANS = {
+    "a mean": lambda y, t: jnp.mean((y - t[0]) ** 2),
+    "a mean by hand": lambda y, t: ((y - t[0]) ** 2).sum() / y.size,
+    "a weighted sum": lambda y, t: (((y - t[0]) ** 2).mean(1) @ t[1], t[1].sum()),
+    "a sum and the rows": lambda y, t: (((y - t[0]) ** 2).sum(), 1.0 * len(y)),
+    "labels": lambda y, t: label_loss(y, t[2]).mean(),
+    "labels by index": lambda y, t: -jax.nn.log_softmax(y)[jnp.arange(len(y)), t[2]].mean(),
+    "labels one-hot": lambda y, t: optax.softmax_cross_entropy(y, jax.nn.one_hot(t[2], 8)).mean(),
+    "row by row": lambda y, t: jax.lax.map(
+        lambda pair: optax.l2_loss(*pair).mean(), (y, t[0])
+    ).mean(),
+    "under vmap": lambda y, t: jax.vmap(lambda a, b: jnp.sqrt(((a - b) ** 2).sum()))(
+        y, t[0]
+    ).mean(),
+    "neighbours in a pair": lambda y, t: jax.nn.softplus((y[1::2] - y[::2]) * t[0][::2]).mean(),
+    "a guard against NaN": lambda y, t: jnp.nan_to_num(((y - t[0]) ** 2).mean()),
+    "a cosine of each row": lambda y, t: 1 - jnp.einsum("bd,bd->b", unit(y), unit(t[0])).mean(),
+    "our own": lambda y, t: pipeline.CrossEntropy()(y, t[2]),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_means_are_not_warned_of(name):
+    loss_fn, targets = MEANS[name], (T, MASK, LABELS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe = make(loss_fn)
+        loss = pipe.loss(X, targets)
+        assert pipe.check(X, targets) == []
+    assert_close(loss, make(loss_fn, 1).loss(X, targets), tolerance=1e-5)
+
+
+def test_padded_rows_are_no_rows():
+    (batch,) = padded([(X[:7], T[:7])], 4)
+    pipe = make(masked(models.squares))
+    assert pipe.check(batch.inputs, batch.targets) == []
+
+
+# --- on numbers ---
+
+
+def largest(y, t):
+    """The worst row: a trace cannot tell whether it is undone."""
+    return ((y - t[0]) ** 2).mean(1).max()
+
+
+def ranked(y, t):
+    return (jnp.sort(((y - t[0]) ** 2).mean(1)) * jnp.arange(1.0, len(y) + 1)).mean()
+
+
+@pytest.mark.parametrize("loss_fn", [largest, ranked])
+def test_a_check_tries_the_loss_on_numbers(loss_fn):
+    pipe = make(loss_fn)
+    (text,) = pipe.check(X, (T, MASK))
+    assert text.startswith("loss_fn is no mean over rows (")
+    assert " rows of this batch, " in text
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (X, (T, MASK)))
+    assert pipe.check(*types) == []  # nothing to try
