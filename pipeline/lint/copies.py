@@ -22,7 +22,7 @@ from flax import nnx
 from pipeline.base.tree import nbytes
 from pipeline.base.variables import raw
 from pipeline.base.warn import warn
-from pipeline.core.model.objects import FUNCTIONS, Attributes
+from pipeline.core.model.objects import FUNCTIONS, Attributes, alike
 from pipeline.core.model.stage import is_stacked
 
 _SMALL = 1 << 24  # the most bytes of modules that are kept alive until the pipeline runs
@@ -81,9 +81,10 @@ class Copies:
             parts.append((stages, "stages", "stages"))
         else:
             parts += [(stage, f"stages[{k}]", k) for k, stage in enumerate(stages)]
-        self._attributes = [(name, Attributes(part)) for part, name, _ in parts]
+        self._attributes: list[tuple[str, int | str | None, Attributes]]
+        self._attributes = [(name, part, Attributes(module)) for module, name, part in parts]
         self._attributes += [
-            (name, Attributes(end))
+            (name, None, Attributes(end))
             for name, end in ends.items()
             if hasattr(end, "__dict__") and not isinstance(end, (nnx.Module, *FUNCTIONS))
         ]
@@ -96,8 +97,11 @@ class Copies:
         ``pipe.stages()[k]`` would disappear with the module.
         """
         names = [f"pipe.stages()[{k}]" for k in range(len(stages))]
-        self._attributes = [(name, one) for name, one in self._attributes if one.is_alive]
-        self._attributes += zip(names, map(Attributes, stages), strict=True)
+        self._attributes = [one for one in self._attributes if one[-1].is_alive]
+        self._attributes += [
+            (name, k, Attributes(stage))
+            for k, (name, stage) in enumerate(zip(names, stages, strict=True))
+        ]
         if self._own and all(one.is_untouched for one in self._own):
             self._watched = [one for one in self._watched if one.owner() is not None]
             for k, (name, stage) in enumerate(zip(names, stages, strict=True)):
@@ -112,7 +116,7 @@ class Copies:
         Args:
           pipe: the pipeline, which is about to run.
         """
-        self._warn_of_attributes()
+        self._warn_of_attributes(pipe)
         if not self._watched:
             self._held = []
             return
@@ -134,18 +138,24 @@ class Copies:
                 UserWarning,
             )
 
-    def _warn_of_attributes(self) -> None:
-        for name, attributes in self._attributes:
-            if change := attributes.change():
-                self._attributes = []
-                warn(
-                    f"{name}.{change}: this attribute was set after the pipeline was made, which "
-                    f"runs with the value that it had then: set it before Pipeline(...), or in "
-                    f"the pipeline, by pipe.set_attributes(name=value), pipe.embed or pipe.head; "
-                    f"nothing is wrong if the module is meant to be another model",
-                    UserWarning,
-                )
-                return
+    def _warn_of_attributes(self, pipe: Any) -> None:
+        """Warn, once, of an attribute that is set to another value than the pipeline has."""
+        for name, part, attributes in self._attributes:
+            if not (changes := list(attributes.changes())):
+                continue
+            own = {} if part is None else Attributes(_part_of(pipe, part)).values
+            if all(path in own and alike(own[path], new) for path, _, new in changes):
+                attributes.renew()  # such as `eval()` of both
+                continue
+            change, self._attributes = attributes.change(), []
+            warn(
+                f"{name}.{change}: this attribute was set after the pipeline was made, which runs "
+                f"with the value that it had then: set it before Pipeline(...), or in the "
+                f"pipeline, by pipe.set_attributes(name=value), pipe.embed or pipe.head; nothing "
+                f"is wrong if the module is meant to be another model",
+                UserWarning,
+            )
+            return
 
     def _written(self, pipe: Any) -> str | None:
         """Return the name of a weight that now differs from the pipeline's."""
@@ -169,6 +179,13 @@ class Copies:
                 return one.name
             one.array = weakref.ref(one.value)  # `nnx.jit` also returns what was not written
         return None
+
+
+def _part_of(pipe: Any, part: int | str) -> Any:
+    """Return a part of a pipeline; stacked stages have the attributes of the first."""
+    if isinstance(part, int) or part == "stages":
+        return pipe.stages()[0 if part == "stages" else part]
+    return getattr(pipe.ends, part, None)
 
 
 def _values(module: Any) -> dict[tuple[Any, ...], Any]:

@@ -38,8 +38,7 @@ _CHECKS = re.compile("(ne|is_finite) takes a sum")  # such as a guard against Na
 
 def warn_of_joined_rows(plan: Plan, rank: Rank, activations: Activations) -> None:
     """Warn, once, of a loss whose trace shows without doubt that it is no mean over rows."""
-    calls = plan.schedule.num_microbatches * plan.axes.num_rows
-    if calls == 1 or rank.slices.count > 1 or rank.model.tables.head >= 0:
+    if _calls(plan) == 1 or rank.slices.count > 1 or rank.model.tables.head >= 0:
         return
 
     def head() -> Tree:
@@ -81,7 +80,7 @@ def try_on_numbers(plan: Plan, loss_module: Any, targets: Tree) -> None:
       loss_module: the loss, if it is a module.
       targets: [N, ...] leaves; with types nothing is tried.
     """
-    outputs = plan.lint.outputs_types
+    outputs = plan.lint.outputs_types if _calls(plan) > 1 else None
     leaves = jax.tree.leaves(targets)
     is_typed = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
     if outputs is None or is_typed or plan.axes.positions or not jax.tree.leaves(outputs):
@@ -105,9 +104,12 @@ def _differs(loss_fn: Callable[..., Any], outputs: Tree, targets: Tree) -> str:
     for seed in range(4 if half else 0):
         random = np.random.default_rng(seed)
         draw = random.normal if seed % 2 == 0 else random.uniform  # some losses take shares
-        sizes = [(2 * half, *leaf.shape[1:]) for leaf in types]
-        pairs = zip(sizes, types, strict=True)
-        numbers = [draw(size=size).astype(leaf.dtype) for size, leaf in pairs]
+        numbers = []
+        for leaf in types:
+            # Rows have unlike sizes, so that a half differs much from the whole.
+            each = 10 * random.uniform(size=2 * half) ** 3
+            each = each.reshape(-1, *[1] * (leaf.ndim - 1)) if seed % 2 == 0 else 1.0
+            numbers.append((each * draw(size=(2 * half, *leaf.shape[1:]))).astype(leaf.dtype))
         drawn = jax.tree.unflatten(jax.tree.structure(outputs), numbers)
         chosen = random.permutation(rows)[: 2 * half]
         taken = []
@@ -118,14 +120,19 @@ def _differs(loss_fn: Callable[..., Any], outputs: Tree, targets: Tree) -> str:
         (whole, *halves) = taken
         one = float(whole.total / whole.weight)
         other = float(sum(x.total for x in halves) / sum(x.weight for x in halves))
-        if abs(one - other) > 1e-3 * max(abs(one), abs(other)):
+        if abs(one - other) > 1e-4 * max(abs(one), abs(other)):
             return f"{one:.4g} for {2 * half} rows of this batch, {other:.4g} for their halves"
     return ""
 
 
+def _calls(plan: Plan) -> int:
+    """Return the number of calls of the loss in a step, on all data shards."""
+    return plan.schedule.num_microbatches * plan.axes.num_rows
+
+
 def _warn(plan: Plan, why: str) -> None:
-    shards = plan.axes.num_rows
-    over = f"{plan.schedule.num_microbatches} microbatches"
+    shards, count = plan.axes.num_rows, plan.schedule.num_microbatches
+    over = f"{count} microbatches" if count > 1 else "one microbatch"
     over += f" on each of {shards} data shards" if shards > 1 else ""
     warn_once(
         f"loss_fn is no mean over rows ({why}), and a step takes the mean of its values for "

@@ -488,7 +488,7 @@ class Step:
     def _warn_of_attributes(self) -> None:
         """Warn, once, of an attribute of the model that was set after the step was made."""
         if change := self._attributes.change():
-            self._attributes = Attributes(self.model, Pipeline)
+            self._attributes.renew()
             warn(
                 f"the model's attribute {change} was set after the Step was made, which runs with "
                 f"the value that it had then: make another Step, or keep the value in an "

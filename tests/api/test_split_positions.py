@@ -253,7 +253,8 @@ def test_a_loss_of_sums_over_all_ranks_is_right(loss_fn):
 )
 def test_a_loss_whose_size_grows_with_positions_is_warned_of(loss_fn):
     """The step takes the mean of the ranks' parts, of a sum over a sequence too (issue 52)."""
-    (text,) = told(pipe_of(functools.partial(Layer, mix=jnp.sin), loss_fn=loss_fn))
+    texts = told(pipe_of(functools.partial(Layer, mix=jnp.sin), loss_fn=loss_fn))
+    (text,) = [text for text in texts if "over rows" not in text]  # two of them are no means either
     assert text == (
         f"loss_fn divides a sum over positions by a number that does not grow as they do, and "
         f"{SPLIT}: the step takes the mean of the ranks' losses, which is not the loss of whole "

@@ -173,6 +173,19 @@ def test_an_attribute_set_outside_of_the_pipeline_is_warned_of_once(take, traine
         pipe.value_and_grad(X, X)
 
 
+def test_an_attribute_that_is_set_in_both_is_not_warned_of() -> None:
+    stages = [Layer(0), Layer(1)]
+    pipe = pipeline(stages=stages)
+    for module in (pipe, *stages):  # to compare with the plain model
+        module.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.loss(X, X)
+    stages[0].scale = 2.0
+    with pytest.warns(UserWarning, match=r"stages\[0\].scale from 1.0 to 2.0: this attribute"):
+        pipe.loss(X, X)
+
+
 def test_an_attribute_set_in_the_pipeline_has_its_effect() -> None:
     pipe = pipeline(head=Layer(2))
     first = pipe.loss(X, X)

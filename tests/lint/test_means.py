@@ -74,10 +74,11 @@ def test_a_loss_that_is_no_mean_is_warned_of_once(name, M, data, engine):
         warnings.simplefilter("error")
         pipe.value_and_grad(X, (T, MASK))
     (text,) = [str(one.message) for one in caught]
+    calls = "2 microbatches" if M == 2 else "one microbatch"
     shards = f" on each of {data} data shards" if data > 1 else ""
     assert text.startswith("loss_fn is no mean over rows (")
     assert text.endswith(
-        f"), and a step takes the mean of its values for {M} microbatches{shards}, so loss and "
+        f"), and a step takes the mean of its values for {calls}{shards}, so loss and "
         f"gradients depend on num_microbatches and the mesh: return (sum, weight) that are both "
         f"sums over rows; or, where rows are compared with each other, differentiate your loss of "
         f"pipe(inputs), which has the whole batch"

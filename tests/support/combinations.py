@@ -1,14 +1,18 @@
 """Random combinations of options of a decoder's pipeline, against the plain decoder.
 
-Experts, context axes, slices, offload, windows, ZeRO and FSDP, state, accumulation and padding are
-drawn. The plain model runs on one device, on the rows and positions that are data. A refusal of a
-combination names an option.
+Experts, context axes, slices, offload, windows, ZeRO and FSDP, state, accumulation, padding and the
+engine are drawn. The plain model runs on one device, on the rows and positions that are data. A
+refusal of a combination names an option.
+
+A fifth of the cases have a slip of the user's: an attribute that a call changes, a collective over
+``stage``, or a loss that is no mean over rows. Each must be refused or warned of in our words.
 """
 
 from __future__ import annotations
 
 import random
 import re
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +34,9 @@ from tests.support.close import distance
 LENGTH, ROWS, WORDS = 8, 8, 24
 FAMILIES = {1: ["gpipe", "1f1b", "zb_h1"], 2: ["interleaved_1f1b", "looped_bfs", "zb_v"]}
 TOLERANCE = 5e-5  # a router's near-ties can exceed it
-OURS = re.compile(r"\b(schedule|slices|offload|remat|data_parallel|gather|batch|num_microbatches)=")
+OURS = re.compile(
+    r"\b(engine|schedule|slices|offload|remat|data_parallel|gather|batch|num_microbatches)="
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,8 @@ class Combination:
     calls: int
     more_rows: int
     more_positions: int
+    engine: str
+    slip: str | None
 
 
 def draw(seed: int) -> Combination:
@@ -82,6 +90,8 @@ def draw(seed: int) -> Combination:
     padded = (
         calls == 1 and rng.random() < 0.5
     )  # calls of unequal weight weigh added losses unequally
+    of_slips = random.Random(f"slips {seed}")  # the other options of a seed stay as they were
+    slip = of_slips.choice([*[None] * 12, *SLIPS])
     return Combination(
         seed,
         2,
@@ -98,10 +108,49 @@ def draw(seed: int) -> Combination:
         gather=rng.choice(["step", "action", "repeat"]),
         experts=experts,
         microbatches=rng.choice([1, 2]) if data * expert < 4 else 1,
-        calls=calls,
+        calls=1 if slip else calls,
         more_rows=8 * rng.choice([0, 1]) if padded else 0,
         more_positions=8 * rng.choice([0, 1]) if padded else 0,
+        engine=of_slips.choice(["scan", "programs"]),
+        slip=slip,
     )
+
+
+SLIPS = {
+    "attribute": "changes its attribute",
+    "collective": "over the axis 'stage'",
+    "no mean": "no mean over rows|mixes positions|takes a sum over positions",
+}
+
+
+def with_slip(slip: str, module: nnx.Module) -> None:
+    """Let a call of the module change an attribute, or sum over ``stage``."""
+    kind = type(module)
+
+    def first(self: Any, x: Any) -> Any:
+        if slip == "attribute":
+            self.times = self.times + 1
+            return x
+        return jax.tree.map(lambda leaf: jax.lax.psum(leaf, ("data", "stage")), x)
+
+    def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return kind.__call__(self, first(self, x), *args, **kwargs)
+
+    def call_slice(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return kind.call_slice(self, first(self, x), *args, **kwargs)  # type: ignore[attr-defined]
+
+    methods = {"__call__": call}
+    if hasattr(kind, "call_slice"):
+        methods["call_slice"] = call_slice
+    module.__class__ = type(kind.__name__, (kind,), methods)
+    if slip == "attribute":
+        module.times = 0
+
+
+def root_loss(outputs: Any, targets: Any) -> jax.Array:
+    """A loss that is no mean over rows."""
+    total, weight = next_token_loss(outputs, targets)
+    return jax.numpy.sqrt(total / weight)
 
 
 def decoder(case: Combination, context: Context) -> Any:
@@ -162,7 +211,10 @@ def piped(case: Combination) -> list[Any]:
     spec = P(rows, "context") if case.context > 1 else P(rows)
     has_state = case.experts is not None and {"bias_rate", "counts"} & {*case.experts}
     state = {"state": ExpertState, "after_step": _nothing} if has_state else {}
-    named = {name: getattr(case, name) for name in ("schedule", "slices", "offload", "remat")}
+    names = "schedule", "slices", "offload", "remat", "engine"
+    named = {name: getattr(case, name) for name in names}
+    if case.slip in ("attribute", "collective"):
+        with_slip(case.slip, random.Random(case.seed).choice([*stages, embed, head]))
     named |= {"data_parallel": case.data_parallel}
     if case.data_parallel == "fsdp":
         named["gather"] = case.gather
@@ -171,7 +223,7 @@ def piped(case: Combination) -> list[Any]:
         case.microbatches,
         embed=embed,
         head=head,
-        loss_fn=next_token_loss,
+        loss_fn=root_loss if case.slip == "no mean" else next_token_loss,
         mesh=mesh,
         batch=spec,
         **{name: value for name, value in named.items() if value is not None or name == "remat"},
@@ -184,6 +236,8 @@ def piped(case: Combination) -> list[Any]:
         targets = PaddedWords(t, np.pad(np.ones((ROWS, LENGTH), np.float32), added))
     if case.calls == 1:
         loss, grads = pipe.value_and_grad(x, targets)
+        if case.slip is not None:
+            return [loss, pipe.check(x, targets)]
         layers = pipe.to_layers(grads)
     else:  # an update of two calls, with a learning rate of 1
         before = pipe.to_layers(nnx.state(pipe, nnx.Param))
@@ -211,12 +265,35 @@ def _nothing(stage: nnx.Module) -> None:
     """Leave counts as they are, to be compared."""
 
 
+def check_slip(case: Combination) -> str:
+    """Outcome of a combination with a slip: that it is refused, or warned of.
+
+    Raises:
+      AssertionError: there is no word about it.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            _, checked = piped(case)
+        except ValueError as error:
+            text, is_refused = str(error), True
+        else:
+            text, is_refused = " ".join([*(str(one.message) for one in caught), *checked]), False
+    if re.search(SLIPS[case.slip or ""], text) or (is_refused and OURS.search(text)):
+        return f"{case.slip} {'refused' if is_refused else 'warned of'}"
+    if case.slip == "no mean" and case.microbatches * case.data * case.expert == 1:
+        return "one call of the loss"
+    raise AssertionError(f"no word about {case.slip!r}: {text[:200]}")
+
+
 def check(case: Combination) -> str:
     """Outcome of a combination: "ok", or that it is refused.
 
     Raises:
       AssertionError: loss, gradients or counts differ.
     """
+    if case.slip is not None:
+        return check_slip(case)
     want = [np.asarray(leaf) for leaf in plain(case)]
     try:
         found = [np.asarray(leaf) for leaf in piped(case)]

@@ -25,6 +25,7 @@ from pipeline.base.variables import type_text
 
 _SCALARS = (bool, int, float, complex, str, bytes, Enum, type, type(None))
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, types.ModuleType)
+NOTHING = "nothing"  # in place of an attribute that does not exist
 _Pairs = frozenset[tuple[int, int]]
 
 
@@ -130,32 +131,50 @@ class Attributes:
 
     def __init__(self, module: Any, but: type | tuple[()] = ()) -> None:
         nodes = nnx.iter_graph(module) if isinstance(module, nnx.Module) else [((), module)]
-        self._known = [
-            (path, weakref.ref(node), len(vars(node)), dict(_plain(node)))
+        self._nodes = [
+            (path, weakref.ref(node))
             for path, node in nodes
             if (isinstance(node, nnx.Module) or node is module) and not isinstance(node, but)
         ]
+        self._known: list[tuple[int, dict[str, Any]]] = []
+        self.renew()
 
     @property
     def is_alive(self) -> bool:
         """True if any of the modules still exists."""
-        return any(node() is not None for _, node, *_ in self._known)
+        return any(node() is not None for _, node in self._nodes)
 
-    def change(self) -> str:
-        """Describe the first attribute that is another now, such as ``scale from 1.0 to 2.0``."""
-        for path, ref, size, before in self._known:
+    @property
+    def values(self) -> dict[tuple[Any, ...], Any]:
+        """The recorded values, by path."""
+        pairs = zip(self._nodes, self._known, strict=True)
+        return {(*path, name): x for (path, _), (_, of) in pairs for name, x in of.items()}
+
+    def renew(self) -> None:
+        """Record the attributes as they are now."""
+        nodes = [node() for _, node in self._nodes]
+        self._known = [(0, {}) if x is None else (len(vars(x)), dict(_plain(x))) for x in nodes]
+
+    def changes(self) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
+        """Yield (path, old value, new value) of each attribute that is another one now."""
+        for (path, ref), (size, before) in zip(self._nodes, self._known, strict=True):
             if (node := ref()) is None:
                 continue
             # Most modules have not changed, and each step looks at all of them.
-            held, absent = vars(node), "nothing"
+            held = vars(node)
             if len(held) == size and all(held.get(name) is x for name, x in before.items()):
                 continue
             now = dict(_plain(node))
             for name in {**before, **now}:
-                old, new = before.get(name, absent), now.get(name, absent)
+                old, new = before.get(name, NOTHING), now.get(name, NOTHING)
                 if not alike(old, new):
-                    texts = [x if x is absent else reprlib.repr(x) for x in (old, new)]
-                    return f"{'.'.join([*map(str, path), name])} from {texts[0]} to {texts[1]}"
+                    yield (*path, name), old, new
+
+    def change(self) -> str:
+        """Describe the first change, such as ``scale from 1.0 to 2.0``; "" if there is none."""
+        for path, *values in self.changes():
+            old, new = (x if x is NOTHING else reprlib.repr(x) for x in values)
+            return f"{'.'.join(map(str, path))} from {old} to {new}"
         return ""
 
     def check(self, label: str) -> None:

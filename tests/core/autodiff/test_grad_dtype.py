@@ -179,6 +179,7 @@ def row_sums_of_weight_one(outputs, targets):
 
 
 @pytest.mark.few
+@pytest.mark.filterwarnings("ignore:loss_fn is no mean over rows")
 @pytest.mark.parametrize(
     ("grad_dtype", "loss_fn", "sums"),
     [(None, row_sums, 1.0), ("weights", row_sums, 0.5), ("weights", row_sums_of_weight_one, 0.5)],
@@ -195,6 +196,7 @@ def test_bfloat16_stops_adding_at_256_equal_gradients(grad_dtype, loss_fn, sums)
         np.testing.assert_array_equal(np.asarray(leaf, np.float32), sums)
 
 
+@pytest.mark.filterwarnings("ignore:loss_fn is no mean over rows")
 def test_inputs_of_bfloat16_get_gradients_of_bfloat16():
     for loss_fn in (row_sums, row_sums_of_weight_one):
         pipe = Pipeline(build(Shift, 2), 2, mesh=make_mesh(stage=2), loss_fn=loss_fn)

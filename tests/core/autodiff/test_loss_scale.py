@@ -209,6 +209,7 @@ def test_a_batch_of_padding_has_no_loss_and_no_gradient(dtype):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(found))
 
 
+@pytest.mark.filterwarnings("ignore:loss_fn is no mean over rows")
 def test_nan_of_rows_and_a_sum_without_a_weight_are_not_hidden():
     def careless(outputs, targets):
         return weighted(outputs, targets)[0] + jnp.mean(outputs), jnp.sum(targets["weight"])

@@ -194,6 +194,7 @@ def test_metadata_may_name_data_with_fsdp(names):
     assert kept == names
 
 
+@pytest.mark.filterwarnings("ignore:data_parallel='zero1' shards nothing")
 @pytest.mark.parametrize("option", ["replicated", "zero1"])
 def test_metadata_that_name_data_without_fsdp_are_refused_with_ways_that_work(option):
     stages, mesh = [named(("data", None), k) for k in range(2)], make_mesh(stage=2, data=2)

@@ -263,7 +263,8 @@ def test_describe_says_it():
 
 
 def test_one_shard_has_nothing_to_gather():
-    pipe = repeats(4, 2, "looped_bfs", D=1)
+    with pytest.warns(UserWarning, match="data_parallel='fsdp' shards nothing"):
+        pipe = repeats(4, 2, "looped_bfs", D=1)
     assert pipe.plan.training.windows is None
     assert "weights sharded over 1 data shards, gathered chunk by chunk" in pipe.describe()
 
