@@ -13,6 +13,7 @@ import contextlib
 import copy
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -285,15 +286,18 @@ class Trainer:
         # The data position at which the current update began.
         began = self._position
         place = None if began is None else SimpleNamespace(get_state=lambda: began)
-        self._checkpoints.save(
-            self.done,
-            step.model,
-            step.optimizer,
-            shaped=step.shaped(),
-            plain={"step": step.plain()},
-            data=self.data if self.is_resumable and place is None else place,
-            metrics=unknown if known is None else {"eval_loss": known},
-        )
+        with warnings.catch_warnings():
+            if began is not None:  # a resumed run repeats the calls of the update
+                warnings.filterwarnings("ignore", "the checkpoint of step .* of an update")
+            self._checkpoints.save(
+                self.done,
+                step.model,
+                step.optimizer,
+                shaped=step.shaped(),
+                plain={"step": step.plain()},
+                data=self.data if self.is_resumable and place is None else place,
+                metrics=unknown if known is None else {"eval_loss": known},
+            )
         self._saved = self.done
 
     def close(self) -> None:

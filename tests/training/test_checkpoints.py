@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from pipeline.training.checkpoints import CheckpointError, Checkpoints, lock, ma
 from pipeline.training.checkpoints import folder as checkpoints_folder
 from pipeline.training.checkpoints.folder import MARK
 from pipeline.training.checkpoints.together import everyone, from_first
+from pipeline.training.step import Step
 from tests.support.close import assert_close
 from tests.support.models import WIDTH, Block, Noisy
 from tests.support.store import Store
@@ -867,13 +869,62 @@ def test_a_forked_process_holds_no_lock(way: str, tmp_path: Path) -> None:
         worker.start()
         process = worker.pid
     try:
-        held.file.close()  # as where the first process dies
-        del held
+        del held  # as where the first process dies
         gc.collect()
         assert lock.take(tmp_path) is not None
     finally:
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
+
+
+def test_threads_open_and_save_to_one_folder_in_turn(tmp_path: Path) -> None:
+    """Issue 67: one thread's temporary file was another's, and a folder was locked twice."""
+    errors: list[BaseException] = []
+
+    def work(folder: Path, number: int, gate: threading.Barrier) -> None:
+        gate.wait()
+        try:
+            with Checkpoints(folder, keep=9) as checkpoints:
+                if folder.name == "saved":
+                    checkpoints.save(number, Small(number))
+        except Exception as error:  # noqa: BLE001  # asserted below
+            errors.append(error)
+
+    for name in ("saved", *map(str, range(20))):
+        gate = threading.Barrier(3)
+        threads = [threading.Thread(target=work, args=(tmp_path / name, n, gate)) for n in range(3)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    assert errors == []
+    assert Checkpoints(tmp_path / "saved").steps == [0, 1, 2]
+
+
+def test_a_folder_may_be_a_link_to_one_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / "large disk")
+    with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        checkpoints.save(1, Small(1))
+    assert (tmp_path / "run").is_symlink()
+    assert Checkpoints(tmp_path / "large disk" / "checkpoints").steps == [1]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_save_within_an_update_says_what_it_leaves_out(whole: bool, tmp_path: Path) -> None:
+    """Issue 67: calls of `Step(accumulate=)` since the last update are in no checkpoint."""
+    pipe = Pipeline([nnx.Linear(4, 4, rngs=nnx.Rngs(k)) for k in range(2)], 1, loss_fn=mean_square)
+    step = Step(pipe, make_optimizer(pipe, optax.sgd(0.1)), accumulate=3)
+    x = jnp.ones((2, 4))
+    for _ in range(3 if whole else 2):
+        step(x, x)
+    with Checkpoints(tmp_path) as checkpoints, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpoints.save(7, pipe, step.optimizer, plain={"step": step.plain()})
+    text = (
+        "the checkpoint of step 7 is saved after 2 of 3 calls of an update of Step(accumulate=3): "
+        "it lacks the gradients of these calls, and a run that resumes from it loses them; save "
+        "after a call that returns metrics"
+    )
+    found = [str(one.message) for one in caught if one.category is UserWarning]
+    assert found == ([] if whole else [text])
 
 
 HOLDER = """

@@ -415,3 +415,38 @@ def test_a_run_prints_where_the_time_of_a_step_goes(small_path, capsys):
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     names = [name for name in names if name not in ("held-out", "note:")]
     assert names == ["step", "ideal", "efficiency", "bubble", "rest"]
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(OSError("gone"), "gone"), (RuntimeError(), "RuntimeError"), (KeyError("a"), "'a'")],
+)
+def test_a_run_that_cannot_be_measured_has_ended_well(error, text, small_path, monkeypatch, capsys):
+    """Issue 67: any error of the second call of [data] made the exit code 2."""
+    opened = []
+
+    def once() -> Any:
+        opened.append(1)
+        if len(opened) > 1:
+            raise error
+        return endless_vectors()
+
+    monkeypatch.setattr(runnable, "once", once, raising=False)
+    setting = ["--set", "data.function=tests.training.runnable:once"]
+    assert cli.main(["train", "--config", str(small_path), *setting, "--measure"]) == 0
+    assert f"not measured: {text}\n" in capsys.readouterr().out
+
+
+def test_a_run_does_not_replace_the_config_of_a_model(small_path, capsys):
+    """Issue 67: a run in the folder of a model's weights wrote over its config.json."""
+    folder = small_path.parent / "out"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--config", str(small_path)])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "python -m pipeline train: the configuration has 1 fault\n- run.folder='out' holds a "
+        "config.json of something else, which the run would replace: name another folder\n"
+    )
+    assert [path.name for path in folder.iterdir()] == ["config.json"]

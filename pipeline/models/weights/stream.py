@@ -25,7 +25,7 @@ from pipeline.core.placement.distribute import distribute
 from pipeline.models.layers.experts.state import ExpertState
 from pipeline.models.weights.checkpoint import listed
 from pipeline.models.weights.names import BLOCKS, EMBED, HEAD, leaves_of
-from pipeline.models.weights.save import gathered
+from pipeline.models.weights.save import gathered, still_there
 from pipeline.pipeline import Pipeline
 from pipeline.splitting.parts import SplitCut, SplitPart
 from pipeline.splitting.recording import member
@@ -55,8 +55,9 @@ def stream(pipe: Pipeline, *, mesh: Mesh | None = None) -> Iterator[tuple[str, s
     """Yield (layer, name, array) of all weights in the order of the model's layers.
 
     A device holds one array at a time in addition to the pipeline's own, if you keep none. Arrays
-    are copies: they do not change when the pipeline trains on. All processes must iterate to the
-    end together.
+    are copies of the weights at this call: they do not change when the pipeline trains on. A step
+    that donates its arrays (`Step`, unless ``donate=False``) deletes the weights that were not
+    taken yet, and the iterator raises. All processes must iterate to the end together.
 
     A layer is "embed", "layers.0", "layers.1", ..., "head". If each stage is a list ``blocks``
     (`pipeline.weights.load`, most models of `pipeline.split`), a layer is one of the blocks; other
@@ -74,6 +75,7 @@ def stream(pipe: Pipeline, *, mesh: Mesh | None = None) -> Iterator[tuple[str, s
     Raises:
       ValueError: the mesh lacks an axis that a layer names, or has one whose size does not divide
         the dim; or the pipeline has types in place of weights.
+      RuntimeError: a step has deleted the weights.
     """
     weights = _weights(pipe)
     if mesh is None:
@@ -119,7 +121,9 @@ def _arrays(
 ) -> Iterator[tuple[str, str, jax.Array]]:
     """Yield each weight with the sharding of its target."""
     for weight, target in zip(weights, targets, strict=True):
-        yield weight.layer, weight.name, _moved(weight.leaf.read(), target)
+        with still_there("weights.stream", weight.leaf.cell.value):
+            array = _moved(weight.leaf.read(), target)
+        yield weight.layer, weight.name, array
 
 
 def _moved(array: jax.Array, target: Any) -> jax.Array:

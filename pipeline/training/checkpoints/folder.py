@@ -33,6 +33,7 @@ from pipeline.training.checkpoints.contents import Contents
 from pipeline.training.checkpoints.exits import CAN_WAIT_AT_EXIT, before_exit
 from pipeline.training.checkpoints.manifest import DamagedError
 from pipeline.training.checkpoints.together import everyone, from_first
+from pipeline.training.step import warn_within_update
 from schedules.core.capacity import bytes_text
 
 MARK = "shardpipe-checkpoints.json"  # in every folder of checkpoints; other folders are refused
@@ -90,8 +91,8 @@ class Checkpoints:
         self._folder = self._folder.absolute()
         self._lock: lock.Lock | None = None
         if not read_only:
-            self._claim()
-            self._tidy()
+            with self._claim():
+                self._tidy()
 
     @property
     def folder(self) -> Path:
@@ -147,13 +148,20 @@ class Checkpoints:
                 f"Checkpoints({str(self._folder)!r}, read_only=True) writes nothing; make it "
                 f"without read_only to save"
             )
+        warn_within_update(step, optimizer)
         self.wait()
-        self._claim()
-        state = Contents(model, optimizer, shaped)
-        said = contents.describe(step, state, plain, data, metrics, self._topic("data"))
+        with self._claim():
+            state = Contents(model, optimizer, shaped)
+            said = contents.describe(step, state, plain, data, metrics, self._topic("data"))
+            self._begin(step, state, said)
+        if not (CAN_WAIT_AT_EXIT or self._is_entered):
+            self.wait()
+
+    def _begin(self, step: int, state: Contents, said: dict[str, Any]) -> None:
+        """Copy the arrays of a checkpoint, and begin to write it in a thread."""
         self._check_room(step, sum(leaf.size for leaf in state.leaves.values()))
         temporary, topic = self._folder / f".{_name(step)}.tmp", self._topic("save")
-        tree = read_leaves(state.leaves, model)
+        tree = read_leaves(state.leaves, state.model)
         try:
             if jax.process_index() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -169,8 +177,6 @@ class Checkpoints:
         self._thread.start()
         if self._lock is not None:
             self._lock.saving = self._thread
-        if not (CAN_WAIT_AT_EXIT or self._is_entered):
-            self.wait()
 
     def wait(self) -> None:
         """Wait until the last save is on disk.
@@ -362,10 +368,10 @@ class Checkpoints:
         steps = ", ".join(map(str, self.steps))
         return f"those of steps {steps} are there" if steps else "none is there"
 
-    def _claim(self) -> None:
-        """Make process 0 the only writer of the folder, once its earlier saves are on disk."""
+    def _claim(self) -> contextlib.AbstractContextManager[None]:
+        """Make process 0 the only writer of the folder; the block runs after its earlier saves."""
         if jax.process_index():
-            return
+            return contextlib.nullcontext()
         self._lock = lock.take(self._folder)
         if self._lock is None:
             raise CheckpointError(
@@ -373,8 +379,7 @@ class Checkpoints:
                 f"would delete each other's checkpoints: name another folder, or wait until that "
                 f"run has ended; Checkpoints(folder, read_only=True) reads it meanwhile"
             )
-        if self._lock.saving is not None:
-            self._lock.saving.join()
+        return self._lock
 
     def _tidy(self) -> None:
         """Remove the incomplete folders of a run that was killed; other folders stay."""
@@ -489,10 +494,12 @@ def _check_folder(folder: Path, *, read_only: bool) -> None:
             f"folder={str(folder)!r} is a file; give a folder, which may not be there yet"
         )
     held = sorted(p.name for p in folder.iterdir()) if folder.exists() else []
-    if held and MARK not in held and any(not name.startswith(f".{MARK}") for name in held):
+    begun = f".{MARK}", lock.NAME  # files of another thread that makes the folder
+    others = [name for name in held if not name.startswith(begun)]
+    if others and MARK not in held:
         raise ValueError(
-            f"folder={str(folder)!r} holds {held[0]!r} and is no folder of checkpoints, which has "
-            f"a file {MARK}; give an empty one, or one that is not there yet"
+            f"folder={str(folder)!r} holds {others[0]!r} and is no folder of checkpoints, which "
+            f"has a file {MARK}; give an empty one, or one that is not there yet"
         )
     if read_only:
         if not held:
@@ -501,7 +508,7 @@ def _check_folder(folder: Path, *, read_only: bool) -> None:
     if jax.process_index():
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.resolve().mkdir(parents=True, exist_ok=True)  # also the target of a link
         manifest.write_durably(folder / MARK, '{"format": 1}\n')
     except OSError as error:
         raise type(error)(

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import collectives
 from pipeline import Pipeline, generate, sample
+from pipeline.decoders import DecoderConfig, LatentConfig, build
 from pipeline.vocabulary import VocabularyEmbedding, VocabularyHead
 from tests.support import split_axes
 from tests.support.grids import effort
@@ -504,3 +505,17 @@ def test_rows_over_an_axis_that_stages_have_collectives_over(drawn):
     options = DRAWN if drawn else {}
     found = generate(pipe, PROMPTS, NEW, lengths=LENGTHS, **options)
     np.testing.assert_array_equal(found, plain(model, **options))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("latent", [False, True])
+def test_caches_are_written_under_x64(latent: bool) -> None:
+    """Issue 67: places of a cache were int64 and int32, which jax refuses."""
+    more = {"latent": LatentConfig(None, 4, 4, 2, 4)} if latent else {}
+    sizes = {"vocabulary": WORDS, "width": 8, "layers": 2, "heads": 2, "kv_heads": 2}
+    config = DecoderConfig(**sizes, head_dim=4, hidden=8, **more)
+    stages, embed, head = build(config, [1, 1], nnx.Rngs(0))
+    pipe = Pipeline(stages, 2, embed=embed, head=head)
+    wanted = generate(pipe, PROMPTS, 3)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(generate(pipe, PROMPTS, 3), wanted)

@@ -18,6 +18,7 @@ from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer, split, weights
 from pipeline.decoders import DecoderConfig, Parts, build, next_token_loss
 from pipeline.models.weights import stream as module
+from tests.models.weights import tiny
 from tests.trainers.models import LAYERS, ROWS, WORDS, Plain, pipelined
 
 CONFIG = DecoderConfig(
@@ -216,6 +217,31 @@ def test_arrays_are_copies() -> None:
     kernel = model.blocks[2].linear.kernel[...]
     assert kernel.dtype == jnp.bfloat16
     np.testing.assert_array_equal(kernel, plain.blocks[2].linear.kernel[...].astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("iterator", ["weights.stream", "named_layers"])
+def test_a_step_that_donates_the_weights_of_an_iterator_is_named(iterator: str) -> None:
+    """Issue 67: the error was JAX's, of a deleted array."""
+    decoder = weights.FAMILIES["llama"].config(tiny.CONFIGS["llama"])
+    stages, embed, head = build(decoder, [2, 1], nnx.Rngs(0))
+    pipe = Pipeline(stages, 1, embed=embed, head=head, loss_fn=next_token_loss)
+    make = {
+        "weights.stream": lambda: weights.stream(pipe),
+        "named_layers": lambda: weights.named_layers(
+            pipe, family="llama", config=tiny.CONFIGS["llama"]
+        ),
+    }[iterator]
+    items = make()
+    next(items)
+    nnx.update(pipe, jax.jit(lambda s: s, donate_argnums=0)(nnx.state(pipe)))
+    with pytest.raises(RuntimeError) as error:
+        list(items)
+    assert str(error.value) == (
+        f"{iterator}: a step has deleted the weights that were not taken yet, because it donates "
+        f"its arrays: take all of them before the next step, or make the step with Step(..., "
+        f"donate=False)"
+    )
+    assert len(list(make())) > 2
 
 
 class Counted(nnx.Module):
