@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -230,9 +231,24 @@ def test_a_continuation_is_that_of_the_whole_model():
     with pytest.raises(ValueError, match="continue_prompt") as caught:
         continue_prompt(pipe, [], length=1)
     assert str(caught.value) == (
-        "continue_prompt(prompt of 0 tokens, length=1, context=None, temperature=1.0): give a "
-        "token or more to begin with, a length and a context >= 1, and a temperature >= 0"
+        "continue_prompt(prompt of 0 tokens, length=1, context=None, seed=0): give a token or more "
+        "to begin with, a length and a context that are integers >= 1, and a seed that is an "
+        "integer >= 0"
     )
+
+
+def test_a_continuation_by_numbers_out_of_range_is_refused():
+    """Issue 67: of a temperature that is nan every token was 0."""
+    for options in {"length": 1.5}, {"length": True}, {"context": 0}, {"seed": 0.5}:
+        with pytest.raises(ValueError, match=r"^continue_prompt\(prompt of 1 tokens, length="):
+            continue_prompt(None, [1], **({"length": 2} | options))
+    for temperature in math.nan, -1:
+        with pytest.raises(ValueError) as error:
+            continue_prompt(None, [1], length=2, temperature=temperature)
+        assert str(error.value) == (
+            f"temperature={temperature}: must be one finite number >= 0, the divisor of logits; 0 "
+            f"takes the likeliest token"
+        )
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -483,6 +484,55 @@ def test_prompts_that_are_none():
     assert refusal(pipe, PROMPTS, 2, key=jax.random.split(jax.random.key(0), 2)) == (
         "key is [2] keys; give one, or one for each of 5 rows"
     )
+
+
+OUT_OF_RANGE = {
+    "temperature": (-1.0, math.nan, math.inf, True, "1", [1.0], jnp.float32(-1), jnp.ones(2)),
+    "top_k": (-1, 1.5, True, "3", jnp.ones(())),
+    "top_p": (0, 0.0, 1.5, math.nan, True, np.float32(0), jnp.float32(2)),
+    "pad": (1.5, True, None, 2**31),
+}
+RULES = {
+    "temperature": "one finite number >= 0, the divisor of logits; 0 takes the likeliest token",
+    "top_k": "an integer >= 0, the number of likeliest words that may be drawn; 0 for all",
+    "top_p": "the share of all that may be drawn, > 0 and <= 1, or None for all words",
+    "pad": "a token, an integer of int32",
+}
+
+
+@pytest.mark.parametrize("function", ["sample", "generate"])
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_numbers_of_a_draw_that_are_out_of_range_are_refused(name, function):
+    """Issue 67: `sample` took any number, and tokens were then 0 whatever the logits."""
+    if function == "sample" and name == "pad":
+        return
+    pipe = make(Own)[0] if function == "generate" else None
+    for value in OUT_OF_RANGE[name]:
+        options = {"key": jax.random.key(0), name: value}
+        with pytest.raises(ValueError) as error:
+            generate(pipe, PROMPTS, 2, **options) if pipe else sample(jnp.zeros(4), **options)
+        assert str(error.value) == f"{name}={value!r}: must be {RULES[name]}"
+
+
+def test_a_stop_beyond_int32_is_refused():
+    assert refusal(make(Own)[0], PROMPTS, 2, stop=[1, 2**31]).startswith("stop=[1, 2147483648]: ")
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-50, 1e-36, np.float32(0), jnp.float32(0)])
+@pytest.mark.parametrize("traced", [False, True])
+def test_at_temperature_zero_the_likeliest_is_drawn(temperature, traced):
+    """Issue 67: logits / 0 are infinite or NaN, and 0 or an unlikely token was returned."""
+    logits = jnp.array([0.0, 1.0, 9.0, 8.99])
+    for options in {}, {"top_k": 3}, {"top_p": 0.3}, {"top_k": np.int64(2), "top_p": 1}:
+        for n in range(4):
+            draw = functools.partial(sample, logits, jax.random.key(n), **options)
+            assert (jax.jit(draw) if traced else draw)(temperature=temperature) == 2
+
+
+def test_text_at_temperature_zero_is_the_likeliest_in_the_program_of_other_temperatures():
+    pipe, *_ = make(Own)
+    cold = generate(pipe, PROMPTS, NEW, key=jax.random.key(0), temperature=0, top_p=0.9)
+    np.testing.assert_array_equal(cold, generate(pipe, PROMPTS, NEW))
 
 
 class Mixed(Own):

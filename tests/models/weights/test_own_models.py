@@ -148,7 +148,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["inspect", "HERE", "--fast"], "--fast is not an option; --help lists them"),
         (
             ["export", "HERE", "--out", "HERE/x", "--shard-gb", "0"],
-            "--shard-gb 0: must be > 0",
+            "--shard-gb 0: must be a finite number > 0",
         ),
         (
             ["export", "HERE", "--out", "HERE/x"],
