@@ -14,7 +14,7 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -36,6 +36,7 @@ from pipeline.training.step import (
     NotFiniteError,
     Step,
     check_weight,
+    mean_like,
     mean_weighed,
     plus_weighed,
     with_weight,
@@ -158,25 +159,37 @@ class Trainer:
 
     # --- the loop
 
-    def resume(self) -> int | None:
+    def resume(self, *, ignore: Collection[Any] = ()) -> int | None:
         """Resume from the newest checkpoint; return its step, or None if there is no checkpoint.
+
+        Args:
+          ignore: the parts of the checkpoint that are not restored, as for `Checkpoints.restore`. A
+            running mean that is not restored starts at the restored weights.
 
         Raises:
           ValueError: no checkpoints to resume from, or data without a position.
         """
         if self._checkpoints is None:
             raise ValueError("resume() has nothing to resume from; give checkpoints=")
-        if not self.is_resumable:
+        if not self.is_resumable and "data" not in ignore:
             raise ValueError(
                 f"resume() cannot say where in the data the run was: {type(self.data).__name__} "
-                f"has no get_state() and set_state(); give an iterator that has, as those of grain"
+                f"has no get_state() and set_state(); give an iterator that has, as those of "
+                f"grain, or ignore=('data',) to begin with its first batch"
             )
         step = self.step
         shaped, plain = step.shaped(), {"step": step.plain()}
         found = self._checkpoints.restore(
-            step.model, step.optimizer, shaped=shaped, plain=plain, data=self.data
+            step.model,
+            step.optimizer,
+            shaped=shaped,
+            plain=plain,
+            data=self.data,
+            **({"ignore": ignore} if ignore else {}),
         )
         if found is not None:
+            if "shaped" in ignore and step.ema is not None:
+                shaped = {"ema": mean_like(nnx.state(step.model, step.optimizer.wrt))}
             step.load(shaped, plain["step"])
             self.done = self._saved = found
             self.evaluated, self.eval_loss, self._position = -1, None, None

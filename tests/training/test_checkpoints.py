@@ -85,6 +85,41 @@ def message(error: Any) -> str:
 # --- what comes back ---
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_what_a_refusal_recommends_to_ignore_may_be_ignored(given: bool, tmp_path: Path) -> None:
+    """Issue 67: an optimizer that was given was compared with the one to be ignored."""
+    model, other = Small(0), Small(1)
+    average = nnx.state(model, nnx.Param)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(
+            5,
+            model,
+            optimizer_of(model),
+            shaped={"ema": average},
+            plain={"scale": 2},
+            data=Counter(7),
+        )
+        mine = nnx.Optimizer(other, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+        shaped, plain, data = {"mean": jax.tree.map(jnp.copy, average)}, {"skale": 3}, Counter(0)
+        objects = {"optimizer": mine, "shaped": shaped, "plain": plain, "data": data}
+        before = jax.tree.map(jnp.copy, nnx.state(mine))
+        ignore: list[str] = []
+        while len(ignore) < 5:
+            try:
+                more = objects if given else {}
+                assert checkpoints.restore(other, **more, ignore=tuple(ignore)) == 5
+                break
+            except ValueError as error:
+                advice = re.search(r"ignore=\('(\w+)',\)", str(error))
+                # The message for other names of `plain` gives the names.
+                ignore.append("plain" if advice is None else advice[1])
+    assert set(ignore) == {"optimizer", "shaped", "plain"} | ({"data"} if not given else set())
+    np.testing.assert_array_equal(other.weight, model.weight)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(mine), before)
+    assert (list(shaped), plain) == (["mean"], {"skale": 3})
+    assert data.count == (7 if given else 0)
+
+
 def test_everything_comes_back(tmp_path: Path) -> None:
     model, other = Small(0), Small(1)
     optimizer, of_other = optimizer_of(model), optimizer_of(other)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import numpy as np
 import optax
 import pytest
@@ -136,3 +139,35 @@ def test_an_interpreter_ends_once_a_save_is_whole(end, tmp_path) -> None:
     assert ended.returncode == bool("raise" in end), ended.stderr
     assert "cannot schedule" not in ended.stderr
     assert Checkpoints(tmp_path / "run").steps == [1, 2]
+
+
+@pytest.mark.parametrize("ema", [None, 0.5])
+def test_a_run_resumes_with_another_optimizer_as_the_refusal_recommends(ema, tmp_path) -> None:
+    """Issue 67: `resume` gave advice that it could not take."""
+
+    def make(tx: optax.GradientTransformation, **options: Any) -> Trainer:
+        pipe = Pipeline(
+            [nnx.Linear(6, 6, rngs=nnx.Rngs(0))], 2, mesh=make_mesh(stage=1), loss_fn=models.squares
+        )
+        step = Step(pipe, make_optimizer(pipe, tx), **options)
+        return Trainer(step, Rows(), steps=3, checkpoints=Checkpoints(tmp_path))
+
+    first = make(optax.sgd(0.1))
+    assert first.run()
+    first.close()
+    other = make(optax.sgd(0.1, momentum=0.9), ema=ema)
+    with pytest.raises(ValueError, match="of another optimizer: give the optimizer that was saved"):
+        other.resume()
+    if ema is not None:
+        with pytest.raises(ValueError, match=r"ignore=\('shaped',\) to leave it there"):
+            other.resume(ignore=("optimizer",))
+    assert other.resume(ignore=("optimizer", "shaped")) == 3 == other.data.at
+    wanted = jax.tree.leaves(nnx.state(first.step.model, nnx.Param))
+    for found in (
+        nnx.state(other.step.model, nnx.Param),
+        *(() if ema is None else (other.step.ema,)),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(found), wanted)
+    other.steps = 4
+    assert other.run()
+    other.close()

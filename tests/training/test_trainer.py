@@ -553,7 +553,8 @@ def test_data_that_ends_or_has_no_position():
         trainer.resume()
     assert str(caught.value) == (
         "resume() cannot say where in the data the run was: list_iterator has no get_state() and "
-        "set_state(); give an iterator that has, as those of grain"
+        "set_state(); give an iterator that has, as those of grain, or ignore=('data',) to begin "
+        "with its first batch"
     )
     with pytest.raises(ValueError, match="resume") as caught:
         Trainer(make_step(plain=True), Numbered(), steps=3).resume()

@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import jax
 from flax import nnx
@@ -235,7 +235,7 @@ class Checkpoints:
             data, the number of processes must be the same as at the save.
           step: the step of the checkpoint; by default the newest good checkpoint.
           ignore: the parts of the checkpoint that are not restored, of "optimizer", "shaped",
-            "plain" and "data".
+            "plain" and "data". Given objects of these parts stay as they are.
 
         Returns:
           The step; None if the folder has no checkpoint.
@@ -251,6 +251,12 @@ class Checkpoints:
         if found is None:
             return None
         folder, said = found
+        optimizer, shaped, plain, data = (
+            None if name in ignore else part
+            for name, part in zip(
+                get_args(contents.Part), (optimizer, shaped, plain, data), strict=True
+            )
+        )
         trees = None if shaped is None else dict(shaped)
         state = Contents(model, optimizer, trees)
         given = {"plain": plain, "data": data}
