@@ -149,6 +149,7 @@ class Trainer:
         self.eval_loss: float | None = None
         self.evaluated = self._saved = -1
         self._position: Any = None  # the data position at the start of the current update
+        self._drawn: Batch | None = None  # a batch that no step has used, because one raised
         self._ended = 0.0
         self._shares = timing.predicted(step.model)
         counted = timing.flops_per_token(step.model)
@@ -192,7 +193,7 @@ class Trainer:
                 shaped = {"ema": mean_like(nnx.state(step.model, step.optimizer.wrt))}
             step.load(shaped, plain["step"])
             self.done = self._saved = found
-            self.evaluated, self.eval_loss, self._position = -1, None, None
+            self.evaluated, self.eval_loss, self._position, self._drawn = -1, None, None, None
         return found
 
     def run(self) -> bool:
@@ -328,8 +329,8 @@ class Trainer:
             self._read(before)  # its seconds must not include the wait for the next batch
             before = None
         waited, tokens, metrics = 0.0, 0, None
-        is_first = self._checkpoints is not None and not self.step.pending
-        if is_first and self.is_resumable:
+        is_first = not self.step.pending and self._drawn is None
+        if is_first and self._checkpoints is not None and self.is_resumable:
             self._position = copy.deepcopy(cast("Resumable", self.data).get_state())
         while metrics is None:
             start = time.perf_counter()
@@ -338,16 +339,29 @@ class Trainer:
             if before is None or _is_ready(before.metrics.loss):
                 waited += time.perf_counter() - start
             tokens += timing.tokens_of(batch)
-            weight = None if self.step.accumulate == 1 else _weight(self.step, batch)
-            metrics = self.step(batch.inputs, batch.targets, extras=batch.extras, weight=weight)
+            metrics = self._use(batch)
         self.done += 1
-        self._position = None
         self._read(before)
         return _Running(self.done, metrics, batch, tokens, waited)
 
+    def _use(self, batch: Batch) -> Metrics | None:
+        """Call the step on the batch that was drawn; a call without an effect keeps the batch."""
+        weight = None if self.step.accumulate == 1 else _weight(self.step, batch)
+        updates, pending = self.step.updates, self.step.pending
+        try:
+            metrics = self.step(batch.inputs, batch.targets, extras=batch.extras, weight=weight)
+        finally:  # an interrupt may come while the devices of a finished call are waited for
+            if self.step.updates > updates:
+                self._drawn = self._position = None
+            elif self.step.pending > pending:
+                self._drawn = None
+        return metrics
+
     def _batch(self) -> Batch:
         try:
-            return as_batch(next(self.data))
+            if self._drawn is None:
+                self._drawn = as_batch(next(self.data))
+            return self._drawn
         except StopIteration:
             raise ValueError(
                 f"the data ended after {self.done} of {self.steps} updates; give data that "

@@ -171,3 +171,37 @@ def test_a_run_resumes_with_another_optimizer_as_the_refusal_recommends(ema, tmp
     other.steps = 4
     assert other.run()
     other.close()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("place", ["before the devices", "while they are waited for"])
+def test_an_interrupted_step_loses_and_repeats_no_batch(
+    place, accumulate, resumed, monkeypatch, tmp_path
+) -> None:
+    """Issue 67: the batch of a step that Ctrl-C ended was gone, or came twice after a resume."""
+    whole = make_trainer(Rows(), accumulate=accumulate)
+    assert whole.run()
+    given = {"accumulate": accumulate, "checkpoints": Checkpoints(tmp_path)}
+    trainer = make_trainer(Rows(), **given)
+    name = "_fused" if place == "before the devices" else "_ended"
+    call, calls = getattr(trainer.step, name), []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(trainer.step.updates)
+        at = 3 if name == "_ended" else 2  # in the third update
+        if calls[-1] == at and calls.count(at) == 1:
+            raise KeyboardInterrupt
+        return call(*arguments)
+
+    monkeypatch.setattr(trainer.step, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    if resumed:
+        trainer.close()
+        trainer = make_trainer(Rows(), **given)
+        assert trainer.resume() == 3 if name == "_ended" else 2
+    assert trainer.run()
+    trainer.close()
+    assert trainer.data.at == 6 * accumulate
+    equal(*(nnx.state(one.step.model, nnx.Param) for one in (trainer, whole)))

@@ -760,3 +760,31 @@ def test_counters_keep_their_dtype_under_x64(dispatch: str, chunk: int | None) -
         moe(x)
         assert jax.tree.map(lambda v: v.dtype, nnx.state(moe, ExpertState)) == before
         assert moe.counts[...].sum() == 4 * 4 * 2
+
+
+def test_experts_of_unlike_stages_are_advanced_as_the_refusal_recommends() -> None:
+    """Issue 67: a pipeline that packs the state of experts ended in a TypeError of None."""
+
+    class Stage(nnx.Module):
+        def __init__(self, k: int) -> None:
+            self.moe = MixtureOfExperts(8, 6, 4, 2, nnx.Rngs(k), counts=True)
+            self.more = nnx.Linear(8, 8, rngs=nnx.Rngs(k)) if k else None
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = self.moe(x)
+            return x if self.more is None else self.more(x)
+
+    def counts(pipe: Pipeline) -> list[float]:
+        state = nnx.to_flat_state(nnx.state(pipe, ExpertState))
+        return [float(jnp.abs(leaf[...]).sum()) for path, leaf in state if path[-1] == "counts"]
+
+    stages, x = [Stage(0), Stage(1)], normal(4, 8, 8)
+    pipe = Pipeline(stages, 2, loss_fn=models.squares, state=ExpertState)
+    pipe.value_and_grad(x, x)
+    with pytest.raises(ValueError, match="advance_experts was given a Pipeline that packs ") as e:
+        advance_experts(pipe)
+    assert str(e.value).endswith("give the pipeline after_step=advance_experts instead")
+    assert sum(counts(pipe)) > 0
+    pipe = pipe.replace(after_step=advance_experts)
+    pipe.value_and_grad(x, x)
+    assert sum(counts(pipe)) == 0

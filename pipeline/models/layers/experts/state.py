@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pipeline.base.rows import DataStatistic
+from pipeline.base.variables import Placeholder
 
 
 class ExpertState(DataStatistic):
@@ -35,7 +36,8 @@ def advance_experts(module: nnx.Module) -> None:
     """
     found = False
     for _, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.Module) and hasattr(node, "advance_experts"):
+        is_packed = isinstance(getattr(node, "counts", None), Placeholder)
+        if isinstance(node, nnx.Module) and hasattr(node, "advance_experts") and not is_packed:
             node.advance_experts()
             found = True
     if not found and nnx.to_flat_state(nnx.state(module, ExpertState)):
