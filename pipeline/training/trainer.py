@@ -358,15 +358,15 @@ class Trainer:
         return metrics
 
     def _batch(self) -> Batch:
-        try:
-            if self._drawn is None:
+        if self._drawn is None:
+            try:
                 self._drawn = as_batch(next(self.data))
-            return self._drawn
-        except StopIteration:
-            raise ValueError(
-                f"the data ended after {self.done} of {self.steps} updates; give data that "
-                f"repeats, or fewer steps"
-            ) from None
+            except StopIteration:
+                raise ValueError(
+                    f"the data ended after {self.done} of {self.steps} updates; give data that "
+                    f"repeats, or fewer steps"
+                ) from None
+        return self._drawn
 
     def _read(self, running: _Running | None) -> None:
         """Wait for a step and record it; fail after too many steps that are not finite."""

@@ -934,6 +934,25 @@ def test_threads_open_and_save_to_one_folder_in_turn(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "saved").steps == [0, 1, 2]
 
 
+def test_a_checkpoint_that_is_a_link_is_dropped_and_its_target_stays(tmp_path: Path) -> None:
+    """Issue 67: the link could not be removed, and the step could not be saved again."""
+    folder, disk = tmp_path / "run", tmp_path / "disk"
+    with Checkpoints(folder, keep=1) as checkpoints:
+        checkpoints.save(1, Small(1))
+        checkpoints.wait()
+        (folder / "step_000000001").rename(disk)
+        (folder / "step_000000001").symlink_to(disk)
+        checkpoints.save(1, Small(2))
+        checkpoints.save(2, Small(3))
+        checkpoints.save(1, Small(4))
+        model = Small(0)
+        assert checkpoints.restore(model) == 1
+    np.testing.assert_array_equal(model.weight, Small(4).weight)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [lock.NAME, MARK, "step_000000001"]
+    assert (disk / manifest.NAME).is_file()
+
+
 def test_a_folder_may_be_a_link_to_one_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "run").symlink_to(tmp_path / "large disk")
     with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:

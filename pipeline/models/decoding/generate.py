@@ -41,7 +41,7 @@ from pipeline.models.decoding.caches import (
 from pipeline.models.decoding.flow import Flow, Kind, Rows
 from pipeline.models.decoding.positions import check_embed
 from pipeline.models.decoding.recompute import evaluating, recompute
-from pipeline.models.decoding.sampling import Choice, make_draw
+from pipeline.models.decoding.sampling import Choice, as_keys, make_draw
 from schedules.core.timetable import loop_placement
 
 Start = Callable[[Any, int, int], None]
@@ -375,8 +375,7 @@ def _stops(stop: Any) -> tuple[int, ...]:
 def _row_keys(key: Any, rows: int) -> jax.Array | None:
     if key is None:
         return None
-    if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
-        key = jax.random.wrap_key_data(jnp.asarray(key))
+    key = as_keys(key)
     if key.shape == ():
         found: jax.Array = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
         return found

@@ -17,6 +17,7 @@ import numpy as np
 
 from collectives import STAGE
 from pipeline.base.arguments import is_number, is_whole
+from pipeline.base.variables import raw
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,26 @@ def sample(
     Raises:
       ValueError: a number out of range; of values under `jax.jit` only the shapes are known.
     """
-    keys = None if key is None else key[None]
+    keys = None if key is None else as_keys(key)[None]
     draw, top_k = make_draw(temperature, top_k, top_p)
     return _best(logits[None], keys, draw, Choice(1, top_k, top_p is not None))[1][0]
+
+
+def as_keys(key: Any) -> jax.Array:
+    """Check one or several keys of `jax.random`, and return them with their type.
+
+    Raises:
+      ValueError: the key is something else, such as a seed.
+    """
+    key = raw(key)
+    is_array = isinstance(key, jax.Array | np.ndarray)
+    if is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jnp.asarray(key)
+    if is_array and key.dtype == jnp.uint32 and key.ndim:
+        return jax.random.wrap_key_data(jnp.asarray(key))
+    raise ValueError(
+        f"key={key!r}: must be a key, such as jax.random.key(seed), or None for the likeliest token"
+    )
 
 
 def make_draw(temperature: Any, top_k: Any, top_p: Any) -> tuple[Draw, int]:

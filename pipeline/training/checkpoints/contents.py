@@ -358,7 +358,8 @@ def check_same(
         has = said[part] if part == "data" else (said[part] or None)
         if (has is None) != (not value if part == "plain" else value is None):
             raise ValueError(
-                f"{folder} holds no {part}, and {part}= is given: leave it out"
+                f"{folder} holds no {part}, and {part}= is given: leave it out, or give "
+                f"ignore=({part!r},)"
                 if has is None
                 else f"{folder} holds {part}, and none is given: give {part}=, or "
                 f"ignore=({part!r},) to leave it there"

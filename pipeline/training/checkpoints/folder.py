@@ -164,7 +164,7 @@ class Checkpoints:
         tree = read_leaves(state.leaves, state.model)
         try:
             if jax.process_index() == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
+                _remove(temporary)
                 temporary.mkdir()
             response = self._orbax.save(temporary / ARRAYS, tree)
         except Exception as error:
@@ -327,11 +327,11 @@ class Checkpoints:
         manifest.write_manifest(temporary, said)
         final, aside = self._folder / _name(step), self._folder / f".{_name(step)}.old"
         if final.is_dir():  # keep this step's old checkpoint until the new one has its name
-            shutil.rmtree(aside, ignore_errors=True)
+            _remove(aside)
             final.rename(aside)
         temporary.rename(final)
         manifest.sync_folder(self._folder)
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside)
         self._damaged.discard(step)
         self._drop()
 
@@ -345,7 +345,7 @@ class Checkpoints:
             if step in known and step not in kept:
                 gone = self._folder / f".{_name(step)}.gone"
                 (self._folder / _name(step)).rename(gone)  # a checkpoint is never half deleted
-                shutil.rmtree(gone, ignore_errors=True)
+                _remove(gone)
 
     def _best_of(self, known: Mapping[int, Mapping[str, Any]]) -> list[int]:
         """Return the step of the best metric, if ``best`` is set."""
@@ -359,7 +359,7 @@ class Checkpoints:
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
         """Remove a checkpoint that could not be written, and make the error for it."""
         if jax.process_index() == 0:
-            shutil.rmtree(self._folder / f".{_name(step)}.tmp", ignore_errors=True)
+            _remove(self._folder / f".{_name(step)}.tmp")
         kept = self._kept()
         with contextlib.suppress(OSError):
             kept = f"{kept}, {bytes_text(shutil.disk_usage(self._folder).free)} are free"
@@ -398,7 +398,7 @@ class Checkpoints:
             if path.suffix == ".old" and not final.exists():
                 path.rename(final)
             else:
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
 
     # --- reading ---
 
@@ -522,6 +522,14 @@ def _check_folder(folder: Path, *, read_only: bool) -> None:
             f"folder={str(folder)!r} cannot be written to ({error.strerror}); give another, or "
             f"make room there, or read_only=True to restore only",
         ) from error
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder as far as possible; of a link to a folder only the link."""
+    if folder.is_symlink():
+        with contextlib.suppress(OSError):
+            folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_done(texts: list[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -512,6 +513,19 @@ def test_numbers_of_a_draw_that_are_out_of_range_are_refused(name, function):
         with pytest.raises(ValueError) as error:
             generate(pipe, PROMPTS, 2, **options) if pipe else sample(jnp.zeros(4), **options)
         assert str(error.value) == f"{name}={value!r}: must be {RULES[name]}"
+
+
+@pytest.mark.parametrize("key", [0, 1.5, "a", np.int32(3), jnp.zeros((), jnp.uint32)])
+def test_a_seed_is_no_key(key):
+    said = f"key={key!r}: must be a key, such as jax.random.key(seed), or None for the likeliest"
+    assert refusal(make(Own)[0], PROMPTS, 2, key=key) == f"{said} token"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        sample(jnp.zeros(4), key)
+    raw = jax.random.key_data(jax.random.key(3))
+    logits = jnp.arange(4.0)
+    assert (
+        sample(logits, raw) == sample(logits, np.asarray(raw)) == sample(logits, jax.random.key(3))
+    )
 
 
 def test_a_stop_beyond_int32_is_refused():
