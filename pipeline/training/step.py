@@ -44,7 +44,8 @@ from pipeline.training.experts import balance_of
 Tree = Any
 Extras = dict[str, Any] | None
 _COMPILED = jax.disable_jit(False)  # a step is compiled even under `jax.disable_jit()`
-_ACCUMULATING: weakref.WeakSet[Step] = weakref.WeakSet()  # for `warn_within_update`
+# The last step that accumulated for an optimizer, for `warn_within_update`.
+_STEP_OF: weakref.WeakKeyDictionary[Any, weakref.ref[Step]] = weakref.WeakKeyDictionary()
 
 
 class Metrics(NamedTuple):
@@ -276,7 +277,7 @@ class Step:
             self._added(self._leaves_ahead(), self._sums, self._carry, batch, weight)
         )
         self._called += 1
-        _ACCUMULATING.add(self)
+        _STEP_OF[self.optimizer] = weakref.ref(self)
         return None
 
     @_COMPILED
@@ -688,15 +689,16 @@ def global_norm(tree: Tree) -> jax.Array:
 
 def warn_within_update(step: int, optimizer: Any) -> None:
     """Warn of a checkpoint that lacks calls of an update under way."""
-    for one in _ACCUMULATING:
-        if one.pending and one.optimizer is optimizer:
-            calls = f"{one.pending} of {one.accumulate} calls"
-            warnings.warn(
-                f"the checkpoint of step {step} is saved after {calls} of an update of "
-                f"Step(accumulate={one.accumulate}): it lacks the gradients of these calls, and a "
-                f"run that resumes from it loses them; save after a call that returns metrics",
-                stacklevel=3,
-            )
+    reference = None if optimizer is None else _STEP_OF.get(optimizer)
+    accumulating = None if reference is None else reference()
+    if accumulating is not None and accumulating.pending:
+        count = accumulating.accumulate
+        warnings.warn(
+            f"the checkpoint of step {step} is saved after {accumulating.pending} of {count} calls "
+            f"of an update of Step(accumulate={count}): it lacks the gradients of these calls, and "
+            f"a run that resumes from it loses them; save after a call that returns metrics",
+            stacklevel=3,
+        )
 
 
 def _unscaled(grads: Tree, scale: jax.Array) -> Tree:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
@@ -54,7 +55,7 @@ def take(folder: Path) -> Lock | None:
                 return None
             lock = _locks[folder] = Lock()
             _files[folder] = file
-            weakref.finalize(lock, _free, folder)
+            weakref.finalize(lock, _free, folder).atexit = False  # `_close` runs then
         return lock
 
 
@@ -78,12 +79,17 @@ def _free(folder: Path) -> None:
             _files.pop(folder).close()
 
 
-def _close_in_child() -> None:
-    """Close the locked files that a forked process inherits, which would keep the locks."""
+@atexit.register
+def _close() -> None:
     for file in _files.values():
         file.close()
     _files.clear()
     _locks.clear()
+
+
+def _close_in_child() -> None:
+    """Close the locked files that a forked process inherits, which would keep the locks."""
+    _close()
     _guard.release()
 
 
