@@ -148,10 +148,10 @@ class Checkpoints:
                 f"Checkpoints({str(self._folder)!r}, read_only=True) writes nothing; make it "
                 f"without read_only to save"
             )
-        warn_within_update(step, optimizer)
         self.wait()
         with self._claim():
             state = Contents(model, optimizer, shaped)
+            warn_within_update(step, optimizer)
             said = contents.describe(step, state, plain, data, metrics, self._topic("data"))
             self._begin(step, state, said)
         if not (CAN_WAIT_AT_EXIT or self._is_entered):
