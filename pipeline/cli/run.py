@@ -177,7 +177,7 @@ def _open(config: Config, *, resume: bool, measure: bool) -> tuple[Path, Checkpo
         raise RunConfigError("--measure is for pipelines, and the configuration has no [parallel]")
     folder = Path(config.run.folder)
     kept = folder / "config.json"
-    if kept.exists() and not (folder / "checkpoints").exists() and not _is_of_run(kept):
+    if kept.exists() and not (folder / "checkpoints").exists() and not _is_run_config(kept):
         raise RunConfigError(
             f"run.folder={str(folder)!r} holds a config.json of something else, which the run "
             f"would replace: name another folder"
@@ -191,7 +191,7 @@ def _open(config: Config, *, resume: bool, measure: bool) -> tuple[Path, Checkpo
     return folder, checkpoints
 
 
-def _is_of_run(path: Path) -> bool:
+def _is_run_config(path: Path) -> bool:
     """Tell whether a run has written a file."""
     try:
         return "run" in read_json(path)

@@ -188,16 +188,16 @@ def masked(loss_fn: Callable[..., Any]) -> Any:
         pair = rows if isinstance(rows, tuple | list) else (rows, jnp.ones_like(rows))
         if len(pair) != 2 or any(x.ndim != 1 for x in pair):
             return found  # no loss, which the pipeline says
-        of_rows = _OfRows(targets.counts > 0, pair[1])
-        totals = tuple(map(of_rows.sum, pair))
-        return (totals, of_rows.combine(metrics)) if has_metrics else totals
+        counted = _CountedRows(targets.counts > 0, pair[1])
+        totals = tuple(map(counted.sum, pair))
+        return (totals, counted.combine(metrics)) if has_metrics else totals
 
     loss.is_masked = True  # type: ignore[attr-defined]  # for the error of a loss that is not
     loss.has_metrics = getattr(loss_fn, "has_metrics", False)  # type: ignore[attr-defined]
     return loss
 
 
-class _OfRows(NamedTuple):
+class _CountedRows(NamedTuple):
     """Which rows count, [N], and the weights of their losses, [N]."""
 
     counts: jax.Array
@@ -298,9 +298,9 @@ class padded(_Made):  # noqa: N801  called like a function
     def __next__(self) -> Batch:
         batch = as_batch(next(self._source))
         rows = max(self._rows, -(-batch.rows // self._multiple) * self._multiple)
-        found = pad(batch, rows)
+        filled = pad(batch, rows)
         self._rows = rows  # a batch that is refused does not widen later ones
-        return found
+        return filled
 
     def _held(self) -> int:
         return self._rows

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from flax.nnx.traversals import flatten_mapping
 
-from schedules.files.whole import named
+from schedules.files.whole import name_file
 
 Record = Mapping[str, Any]
 
@@ -54,12 +54,12 @@ class JsonLines:
     def write(self, record: Record) -> None:
         """Write a line, with null for NaN and infinity, which JSON lacks."""
         finite = json.loads(json.dumps(record), parse_constant=lambda _: None)
-        with named(self._file.name):
+        with name_file(self._file.name):
             self._file.write(json.dumps(finite) + "\n")
 
     def close(self) -> None:
         """Close the file."""
-        with named(self._file.name):
+        with name_file(self._file.name):
             self._file.close()
 
 

@@ -39,12 +39,12 @@ def replace(text: str, path: Where) -> None:
     Raises:
       OSError: the file cannot be written.
     """
-    with replaced(path) as file:
+    with open_replacement(path) as file:
         file.write(text)
 
 
 @contextlib.contextmanager
-def replaced(path: Where) -> Iterator[TextIO]:
+def open_replacement(path: Where) -> Iterator[TextIO]:
     """Open a file that replaces another when the block succeeds; after an error the old one stays.
 
     Raises:
@@ -68,7 +68,7 @@ def replaced(path: Where) -> Iterator[TextIO]:
 
 
 @contextlib.contextmanager
-def named(path: Where) -> Iterator[None]:
+def name_file(path: Where) -> Iterator[None]:
     """Name the file in an OSError of a read or write, which does not name it."""
     try:
         yield
@@ -98,7 +98,7 @@ def check_output(option: str, path: Where, inputs: Iterable[Where | None]) -> No
     if file.is_dir():
         raise ScheduleError(f"{option} {shown(path)} is a folder; give the path of a file")
     sources = [Path(source) for source in inputs if source is not None]
-    if file.is_file() and any(one.exists() and one.samefile(file) for one in sources):
+    if file.is_file() and any(path.exists() and path.samefile(file) for path in sources):
         raise ScheduleError(
             f"{option} {shown(path)} is a file that the command reads, and it would be lost; give "
             f"another path"

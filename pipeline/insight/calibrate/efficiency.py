@@ -135,8 +135,8 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
     works = [[a - b for a, b in zip(times, idle, strict=True)] for times in of_ranks]
     rank = max(parts, key=lambda rank: statistics.median(works[rank]))
     notes: list[str] = []
-    taken = _settled("step", whole, notes)
-    ideal = _settled("ideal", works[rank], notes)
+    taken = _settle_median("step", whole, notes)
+    ideal = _settle_median("ideal", works[rank], notes)
     efficiency = ideal / taken
     if efficiency > 1:
         notes.append(
@@ -145,8 +145,8 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
         )
         efficiency = math.nan
     each = [_costs(plan, partial, none) for _ in range(OF_ACTIONS)]
-    costs = _middle(each)
-    waits = [efficiency * _idle_over_work(plan, one, rank) for one in (costs, *each)]
+    costs = _take_medians(each)
+    waits = [efficiency * _compute_wait(plan, one, rank) for one in (costs, *each)]
     bubble = waits[0]
     if not math.isnan(efficiency) and not max(waits) - min(waits) <= SPREAD:
         seen = ", ".join(map(_percent, waits[1:]))
@@ -176,7 +176,7 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
     )
 
 
-def _settled(name: str, times: Sequence[float], notes: list[str]) -> float:
+def _settle_median(name: str, times: Sequence[float], notes: list[str]) -> float:
     """Return the median of times; NaN, and a note, if its error is too large."""
     took = spread_of(times)
     if took.median > 0 and error_of_median(took, len(times)) <= UNSURE * took.median:
@@ -189,20 +189,20 @@ def _settled(name: str, times: Sequence[float], notes: list[str]) -> float:
     return math.nan
 
 
-def _idle_over_work(plan: Plan, costs: Costs, rank: int) -> float:
+def _compute_wait(plan: Plan, costs: Costs, rank: int) -> float:
     """Return the time that a rank waits over the time that it works; NaN if it has no work."""
     report = simulate(plan.schedule, **{**plan.clock, "costs": costs})
     work = report.work[rank]
     return report.makespan / work - 1 if work else math.nan
 
 
-def _middle(each: Sequence[Costs]) -> Costs:
+def _take_medians(each: Sequence[Costs]) -> Costs:
     """Return the median of each duration."""
     durations: dict[str, Any] = {}
     for name in ("f", "i", "w", "b"):
-        of_stages = [getattr(costs, name) for costs in each]
-        if isinstance(of_stages[0], tuple):
-            durations[name] = tuple(map(statistics.median, zip(*of_stages, strict=True)))
+        per_stage = [getattr(costs, name) for costs in each]
+        if isinstance(per_stage[0], tuple):
+            durations[name] = tuple(map(statistics.median, zip(*per_stage, strict=True)))
     return Costs(**durations)
 
 

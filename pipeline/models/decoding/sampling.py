@@ -121,7 +121,7 @@ def make_draw(temperature: Any, top_k: Any, top_p: Any) -> tuple[Draw, int]:
     Raises:
       ValueError: a number out of range.
     """
-    if not 0 <= _known(temperature, 1.0) < math.inf:
+    if not 0 <= _read_number(temperature, 1.0) < math.inf:
         raise ValueError(
             f"temperature={temperature!r}: must be one finite number >= 0, the divisor of logits; "
             f"0 takes the likeliest token"
@@ -131,7 +131,7 @@ def make_draw(temperature: Any, top_k: Any, top_p: Any) -> tuple[Draw, int]:
             f"top_k={top_k!r}: must be an integer >= 0, the number of likeliest words that may be "
             f"drawn; 0 for all"
         )
-    if top_p is not None and not 0 < _known(top_p, 1.0) <= 1:
+    if top_p is not None and not 0 < _read_number(top_p, 1.0) <= 1:
         raise ValueError(
             f"top_p={top_p!r}: must be the share of all that may be drawn, > 0 and <= 1, or None "
             f"for all words"
@@ -141,7 +141,7 @@ def make_draw(temperature: Any, top_k: Any, top_p: Any) -> tuple[Draw, int]:
     return arrays, int(top_k or 0)
 
 
-def _known(value: Any, traced: float) -> float:
+def _read_number(value: Any, traced: float) -> float:
     """Return the value of a number or scalar array, NaN for others; ``traced`` under `jax.jit`."""
     if np.ndim(value) == 0 and isinstance(value, jax.core.Tracer):
         return traced

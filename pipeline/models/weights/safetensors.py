@@ -25,7 +25,7 @@ import numpy as np
 
 from pipeline.base.arguments import is_whole
 from pipeline.base.files import faults_of, json_object, shown
-from schedules.files.whole import named
+from schedules.files.whole import name_file
 
 Range = tuple[int, int]
 
@@ -100,7 +100,7 @@ class Tensor:
         run = max(whole - 1, 0)  # the range of this dim and all later dims are contiguous
         offset = sum(r[0] * s for r, s in zip(ranges, strides, strict=True))
         flat = out.reshape([math.prod(shape[:run]), -1]).view(np.uint8)
-        with named(self.file), self.file.open("rb", buffering=0) as file:
+        with name_file(self.file), self.file.open("rb", buffering=0) as file:
             for n, place in enumerate(np.ndindex(*shape[:run])):
                 at = offset + sum(i * s for i, s in zip(place, strides, strict=False))
                 self._into(file, flat[n], self.start + at * dtype.itemsize)

@@ -203,7 +203,7 @@ class _Source:
     def fetch(self, entry: Entry) -> np.ndarray:
         """Fetch a weight to the host."""
         array, rank, shape = self._place(entry.held)
-        with still_there("named_layers", array):
+        with explain_deleted("named_layers", array):
             return self._whole(entry, array, rank, shape)
 
     def _whole(self, entry: Entry, array: Any, rank: Any, shape: tuple[int, ...]) -> np.ndarray:
@@ -234,7 +234,7 @@ class _Source:
 
 
 @contextlib.contextmanager
-def still_there(iterator: str, array: Any) -> Iterator[None]:
+def explain_deleted(iterator: str, array: Any) -> Iterator[None]:
     """Name the cause if an array of the pipeline was deleted since an iterator began."""
     try:
         yield

@@ -25,7 +25,7 @@ from pipeline.core.placement.distribute import distribute
 from pipeline.models.layers.experts.state import ExpertState
 from pipeline.models.weights.checkpoint import listed
 from pipeline.models.weights.names import BLOCKS, EMBED, HEAD, leaves_of
-from pipeline.models.weights.save import gathered, still_there
+from pipeline.models.weights.save import explain_deleted, gathered
 from pipeline.pipeline import Pipeline
 from pipeline.splitting.parts import SplitCut, SplitPart
 from pipeline.splitting.recording import member
@@ -123,7 +123,7 @@ def _arrays(
 ) -> Iterator[tuple[str, str, jax.Array]]:
     """Yield each weight with the sharding of its target."""
     for weight, target in zip(weights, targets, strict=True):
-        with still_there("weights.stream", weight.leaf.cell.value):
+        with explain_deleted("weights.stream", weight.leaf.cell.value):
             array = _moved(weight.leaf.read(), target)
         yield weight.layer, weight.name, array
 
@@ -264,7 +264,7 @@ def _cut_of(pipe: Pipeline) -> SplitCut | None:
 def _names(pipe: Pipeline, paths: Iterable[Path]) -> dict[Path, Name]:
     """Return the names of a pipeline's weights, by their paths in the layer view."""
     cut = _cut_of(pipe)
-    stages = [_structure_of(pipe, k) for k in range(pipe.plan.schedule.num_stages)]
+    stages = [_find_structure(pipe, k) for k in range(pipe.plan.schedule.num_stages)]
     if cut is None:
         return _numbered(paths, lambda _: stages)
     *tables, embed, head = cut.tables
@@ -279,7 +279,7 @@ def _names(pipe: Pipeline, paths: Iterable[Path]) -> dict[Path, Name]:
     return {path: (layer, of_model.get(path, name)) for path, (layer, name) in named.items()}
 
 
-def _structure_of(pipe: Pipeline, k: int) -> Any:
+def _find_structure(pipe: Pipeline, k: int) -> Any:
     """Return a module with the structure of a stage, but with other arrays."""
     rank = next(rank for rank, stages in enumerate(pipe.plan.stages_of) if k in stages)
     chunk = pipe.chunks[pipe.plan.stages_of[rank].index(k)]

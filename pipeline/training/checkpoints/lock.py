@@ -16,7 +16,7 @@ except ImportError:  # no POSIX: no lock is possible
 
 NAME = ".lock"
 _locks: weakref.WeakValueDictionary[Path, Lock] = weakref.WeakValueDictionary()
-_files: dict[Path, IO[bytes]] = {}  # a file outlives its last Lock until `_free` has run
+_files: dict[Path, IO[bytes]] = {}  # a file outlives its last Lock until `_close_unused` has run
 _guard = threading.RLock()  # of both tables; a finalizer may run within `take`
 
 
@@ -49,17 +49,17 @@ def take(folder: Path) -> Lock | None:
     with _guard:
         lock = _locks.get(folder)
         if lock is None:
-            # Taken out of the table, so that `_free` cannot close it meanwhile.
-            file = _files.pop(folder, None) or _locked(folder / NAME)
+            # Taken out of the table, so that `_close_unused` cannot close it meanwhile.
+            file = _files.pop(folder, None) or _lock_file(folder / NAME)
             if file is None:
                 return None
             lock = _locks[folder] = Lock()
             _files[folder] = file
-            weakref.finalize(lock, _free, folder).atexit = False  # `_close` runs then
+            weakref.finalize(lock, _close_unused, folder).atexit = False  # `_close` runs then
         return lock
 
 
-def _locked(path: Path) -> IO[bytes] | None:
+def _lock_file(path: Path) -> IO[bytes] | None:
     file = path.open("ab")
     if fcntl is not None:
         try:
@@ -72,7 +72,7 @@ def _locked(path: Path) -> IO[bytes] | None:
     return file
 
 
-def _free(folder: Path) -> None:
+def _close_unused(folder: Path) -> None:
     """Close the file of a lock without references, unless the folder has been taken again."""
     with _guard:
         if folder not in _locks and folder in _files:
