@@ -18,7 +18,6 @@ from flax import nnx
 
 from pipeline.base.chips import CHIPS
 from pipeline.base.files import read_json
-from pipeline.cli.options import say
 from pipeline.optimizer import make_optimizer
 from pipeline.pipeline import Pipeline
 from pipeline.training.batches import as_batch, masked, padded
@@ -29,6 +28,7 @@ from pipeline.training.generation import continue_prompt
 from pipeline.training.records import JsonLines, Progress, Recorder, TensorBoard
 from pipeline.training.step import DynamicScale, NotFiniteError, Step, mean_like, take_mean
 from pipeline.training.trainer import Trainer, means
+from schedules.cli.text import say
 from schedules.files.whole import replace
 
 PARTS = {"stages", "embed", "head", "loss_fn", "sharding", "ignore", "wrt", "costs", "read"}
@@ -164,9 +164,9 @@ def train(config: Config, *, resume: bool, how: str, measure: bool = False) -> i
         _say(f"stopped by {stop.reason} {done}; {rest}")
         return EXITS.get(stop.reason, EXITS["SIGTERM"])
     if trainer.eval_loss is not None:
-        say(f"held-out loss {trainer.eval_loss:.4f}")
+        _report(f"held-out loss {trainer.eval_loss:.4f}")
     if measure:
-        say(_measured(config, trainer.step.model))
+        _report(_measured(config, trainer.step.model))
     return 0
 
 
@@ -280,6 +280,14 @@ def _data(config: Config, model: Any, batches: Iterable[Any]) -> Iterable[Any]:
     if not config.data.pad:
         return batches
     return padded(batches, model.num_microbatches * model.plan.axes.num_rows)
+
+
+def _report(text: str) -> None:
+    """Print a result of a run that is done, whose exit code no closed or full output changes."""
+    try:
+        say(text)
+    except OSError as error:
+        _say(f"standard output: {error.strerror}")
 
 
 def _say(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
@@ -451,6 +452,18 @@ def test_a_run_that_cannot_be_measured_has_ended_well(error, text, small_path, m
     setting = ["--set", "data.function=tests.training.runnable:once"]
     assert cli.main(["train", "--config", str(small_path), *setting, "--measure"]) == 0
     assert f"not measured: {text}\n" in capsys.readouterr().out
+
+
+def test_a_run_whose_result_cannot_be_printed_has_ended_well(small_path, monkeypatch, capsys):
+    """Issue 67: a full disk behind standard output made the exit code 2 after the last save."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run, "say", full)
+    assert cli.main(["train", "--config", str(small_path)]) == 0
+    assert "standard output: No space left on device\n" in capsys.readouterr().err
+    assert (small_path.parent / "out/checkpoints/step_000000002").is_dir()
 
 
 def test_a_run_does_not_replace_the_config_of_a_model(small_path, capsys):
