@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
@@ -53,6 +55,8 @@ def open_replacement(path: Where) -> Iterator[TextIO]:
     target = Path(os.path.realpath(path))  # the target of a link, as for open()
     is_special = target.exists() and not target.is_file()  # a pipe or device is not replaced
     part = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}")
+    if target.exists() and not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
     try:
         with (target if is_special else part).open("w", encoding="utf-8", newline="") as file:
             yield file
@@ -60,6 +64,8 @@ def open_replacement(path: Where) -> Iterator[TextIO]:
             if not is_special:
                 os.fsync(file.fileno())
         if not is_special:
+            if target.exists():
+                shutil.copymode(target, part)
             part.replace(target)
     except OSError as error:  # a write names no file, and the others the temporary one
         raise OSError(error.errno, error.strerror or str(error), os.fspath(path)) from None
