@@ -106,7 +106,7 @@ def read_bytes(path: Path) -> bytes:
 
 def _text(path: Path) -> str:
     try:
-        return read_bytes(path).decode()
+        return read_bytes(path).decode("utf-8-sig")  # without the mark of some editors
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except OSError as error:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipeline.cli.options import UNFIT_EXIT, Parser, add_command, say, seconds, whole
+from pipeline.cli.options import UNFIT_EXIT, Parser, add_command, number, say, whole
 from pipeline.processes.names import PROCESSES
 
 ABOUT = """Run a configuration: TOML files, of which the later win, and single keys by --set.
@@ -39,7 +39,7 @@ def add(sub: Any, name: str) -> Parser:
     if name == "generate":
         add("--prompt", required=True, metavar="TEXT", help="how the text begins")
         add("--length", type=whole(1), default=100, metavar="N", help="tokens that follow (100)")
-        add("--temperature", type=seconds, default=1.0, metavar="T", help="0: the likeliest (1)")
+        add("--temperature", type=number, default=1.0, metavar="T", help="0: the likeliest (1)")
         add("--seed", type=whole(0), default=0, metavar="N", help="of the draw (0)")
         add("--context", type=whole(1), metavar="N", help="positions that the model sees (all)")
         add("--tokenizer", metavar="PATH", help="package.module:function (bytes)")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.cli.options import Parser, add_command, seconds, whole
+from pipeline.cli.options import Parser, add_command, number, whole
 from pipeline.processes.launch import Job
 from pipeline.processes.launch import run as run_job
 
@@ -37,7 +37,7 @@ def add(sub: Any, name: str) -> Parser:
     add("--devices-per-process", type=whole(1), default=1, metavar="D", help=about)
     add("--port", type=whole(0), default=0, metavar="P", help="of process 0, 0 for a free one (0)")
     about = "seconds from asking a process to end until it is killed (5)"
-    add("--grace", type=seconds, default=5.0, metavar="S", help=about)
+    add("--grace", type=number, default=5.0, metavar="S", help=about)
     return parser
 
 

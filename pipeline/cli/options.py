@@ -53,14 +53,14 @@ def whole(least: int) -> Callable[[str], int]:
     return convert
 
 
-def seconds(text: str) -> float:
-    """Read a finite number of seconds."""
+def number(text: str) -> float:
+    """Read a finite number >= 0."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds >= 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number >= 0")
     return value
 
 

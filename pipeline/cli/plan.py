@@ -10,6 +10,7 @@ from pipeline.cli.options import UNFIT_EXIT, Parser, add_command, say, whole
 from pipeline.planner import CHIPS, MODELS, DoesNotFitError, plan
 from pipeline.planner.clock import CLOCKS
 from pipeline.planner.layout import DISPATCHES
+from schedules.files.whole import check_output
 
 ABOUT = """Find how to train a decoder on chips that need not be there, by arithmetic.
 
@@ -68,6 +69,8 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     wanted += ["dispatch", "imbalance", "offload"]
     try:
         given = {name: getattr(options, name) for name in wanted}
+        if options.out is not None:
+            check_output("--out", options.out, [options.model])
         plans = plan(**given, context=sizes(options.context))
         if options.out is not None:
             plans.write(options.out)

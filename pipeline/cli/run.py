@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 
 from pipeline.base.chips import CHIPS
-from pipeline.cli.options import say
+from pipeline.base.files import read_json
 from pipeline.optimizer import make_optimizer
 from pipeline.pipeline import Pipeline
 from pipeline.training.batches import as_batch, masked, padded
@@ -28,6 +28,8 @@ from pipeline.training.generation import continue_prompt
 from pipeline.training.records import JsonLines, Progress, Recorder, TensorBoard
 from pipeline.training.step import DynamicScale, NotFiniteError, Step, mean_like, take_mean
 from pipeline.training.trainer import Trainer, means
+from schedules.cli.text import say
+from schedules.files.whole import replace
 
 PARTS = {"stages", "embed", "head", "loss_fn", "sharding", "ignore", "wrt", "costs", "read"}
 PARTS |= {"batch", "state", "after_step"}
@@ -133,7 +135,7 @@ def train(config: Config, *, resume: bool, how: str, measure: bool = False) -> i
     def keep(trainer: Trainer, _: Any) -> None:
         """Write the configuration after the first update, in place of the previous one."""
         if len(trainer.losses) == 1:
-            (folder / "config.json").write_text(f"{text}\n")
+            replace(f"{text}\n", folder / "config.json")
 
     recorders: list[Recorder] = [JsonLines(folder / "log.jsonl"), Progress(config.run.steps)]
     if config.run.tensorboard:
@@ -162,9 +164,9 @@ def train(config: Config, *, resume: bool, how: str, measure: bool = False) -> i
         _say(f"stopped by {stop.reason} {done}; {rest}")
         return EXITS.get(stop.reason, EXITS["SIGTERM"])
     if trainer.eval_loss is not None:
-        say(f"held-out loss {trainer.eval_loss:.4f}")
+        _report(f"held-out loss {trainer.eval_loss:.4f}")
     if measure:
-        say(_measured(config, trainer.step.model))
+        _report(_measured(config, trainer.step.model))
     return 0
 
 
@@ -174,6 +176,12 @@ def _open(config: Config, *, resume: bool, measure: bool) -> tuple[Path, Checkpo
     if measure and config.parallel is None:
         raise RunConfigError("--measure is for pipelines, and the configuration has no [parallel]")
     folder = Path(config.run.folder)
+    kept = folder / "config.json"
+    if kept.exists() and not (folder / "checkpoints").exists() and not _is_run_config(kept):
+        raise RunConfigError(
+            f"run.folder={str(folder)!r} holds a config.json of something else, which the run "
+            f"would replace: name another folder"
+        )
     checkpoints = Checkpoints(folder / "checkpoints", config.run.keep, config.run.best)
     if checkpoints.steps and not resume:
         raise RunConfigError(
@@ -183,13 +191,23 @@ def _open(config: Config, *, resume: bool, measure: bool) -> tuple[Path, Checkpo
     return folder, checkpoints
 
 
+def _is_run_config(path: Path) -> bool:
+    """Tell whether a run has written a file."""
+    try:
+        return "run" in read_json(path)
+    except ValueError:
+        return False
+
+
 def _measured(config: Config, model: Any) -> str:
     """Measure a step on the first batch of the data; a failure does not change the exit code."""
     try:
         batch = as_batch(next(iter(_data(config, model, config.data.call()))))
         return str(model.measure(batch.inputs, batch.targets, extras=batch.extras))
-    except (ValueError, StopIteration) as error:
-        return f"not measured: {error or 'the data have no batch'}"
+    except StopIteration:
+        return "not measured: the data have no batch"
+    except Exception as error:  # noqa: BLE001  # of the user's data, the devices, the clock
+        return f"not measured: {str(error) or type(error).__name__}"
 
 
 def evaluate(config: Config) -> float:
@@ -262,6 +280,14 @@ def _data(config: Config, model: Any, batches: Iterable[Any]) -> Iterable[Any]:
     if not config.data.pad:
         return batches
     return padded(batches, model.num_microbatches * model.plan.axes.num_rows)
+
+
+def _report(text: str) -> None:
+    """Print a result of a run that is done, whose exit code no closed or full output changes."""
+    try:
+        say(text)
+    except OSError as error:
+        _say(f"standard output: {error.strerror}")
 
 
 def _say(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def _done(options: argparse.Namespace) -> str:
         counts = import_stages(options.folder, out, **cut, dtype=options.dtype)
         return f"{out}: {len(counts)} stages of {', '.join(map(str, counts))} layers"
     gb = 5.0 if options.shard_gb is None else options.shard_gb
-    if not gb > 0:
-        raise ValueError(f"--shard-gb {gb:g}: must be > 0")
+    if not 0 < gb < math.inf:
+        raise ValueError(f"--shard-gb {gb:g}: must be a finite number > 0")
     export_stages(options.folder, out, dtype=options.dtype, shard_bytes=max(1, int(gb * 1e9)))
     return f"{out}: written"

@@ -29,7 +29,7 @@ DOORS = {
         step.ranks step.run.vocabulary step.stores.device step.stores.loops
     """,
     "pipeline.models.weights": """
-        layers_view.layout layers_view.leaf layers_view.view placement.distribute
-        placement.meshes
+        layers_view.layout layers_view.leaf layers_view.view model.unlike
+        placement.distribute placement.meshes
     """,
 }

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pipeline.base.rows import BatchPart
+from pipeline.base.rows import BatchPart, Padded
 from pipeline.base.stacks import REMEDY
 from pipeline.base.tree import Tree, blank, path_text, shape_text, types_text
 from pipeline.core.model.model import Batch
@@ -53,6 +53,13 @@ def explain_part(rank: Rank, part: str, argument: Tree, error: Exception) -> Non
     """
     _check_static(part, argument, error)
     error.add_note(f"{part} was given {types_text(argument)}")
+    is_masked = getattr(rank.model.loss_fn, "is_masked", False)
+    if part == "loss_fn" and isinstance(argument[1], Padded) and not is_masked:
+        error.add_note(
+            "targets are padded: Pipeline(loss_fn=masked(loss_fn)), with masked from "
+            "pipeline.training.batches, leaves out the rows of padding; or let the loss read "
+            "targets.targets and targets.counts"
+        )
     if isinstance(error, TypeError) and re.search("missing .* argument", str(error)):
         extras = rank.batch.extras
         names = f"extras {', '.join(map(repr, extras))}" if extras else "extras"

@@ -20,6 +20,7 @@ from pipeline.planner.layout import (
     layers_of_stages,
 )
 from pipeline.planner.memory import host_bytes, usable, usable_host
+from schedules.files import whole as files
 
 GB = 10**9
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16"}
@@ -171,7 +172,7 @@ class Plans:
             "[pipeline]",
             *_assigned(_options(layout)),
         ]
-        target.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        files.replace("\n".join(lines) + "\n", target)
         return target
 
     def pipeline_options(

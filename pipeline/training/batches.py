@@ -10,7 +10,6 @@ Letters: N rows of a batch, t positions of a row.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -138,6 +137,8 @@ class _Made:
 class MaskedCrossEntropy(CrossEntropy):
     """A `CrossEntropy` that takes `Padded` targets too."""
 
+    is_masked = True
+
     def tokens(self, targets: Any) -> tuple[jax.Array, jax.Array]:
         """Return words and weights; the weight is 0 in rows of padding."""
         if not isinstance(targets, Padded):
@@ -152,15 +153,15 @@ def masked(loss_fn: Callable[..., Any]) -> Any:
 
     The new loss calls ``loss_fn`` on each row by itself. So it equals ``loss_fn``, to rounding, if
     ``loss_fn`` is a mean over rows, or a sum with its weight. A loss that compares rows, or
-    multiplies over a batch, has another value on single rows.
+    multiplies over a batch, has another value on single rows. The same holds for its metrics.
 
     Args:
-      loss_fn: a function ``loss_fn(outputs, targets)`` that returns a mean or (sum, weight). If it
-        declares ``has_metrics``, its metrics are dropped.
+      loss_fn: a function ``loss_fn(outputs, targets)`` that returns a mean or (sum, weight), or a
+        pair of such a loss and metrics.
 
     Returns:
-      A function that returns (sum, weight) of outputs and `Padded` targets. For other targets it
-        calls loss_fn.
+      A function that returns (sum, weight), and metrics if there are any, of outputs and `Padded`
+        targets. For other targets it calls loss_fn.
 
     Raises:
       ValueError: the loss is a module.
@@ -173,15 +174,6 @@ def masked(loss_fn: Callable[..., Any]) -> Any:
             f"the module look at Padded.counts itself: it returns (sum, weight)"
         )
 
-    if getattr(loss_fn, "has_metrics", False):
-        if not hasattr(loss_fn, "__dataclass_fields__"):
-            raise ValueError(
-                f"masked() was given a {type(loss_fn).__name__} with has_metrics, which is no "
-                f"dataclass, so masked() cannot switch its metrics off; make it a dataclass with a "
-                f"field has_metrics, as pipeline.decoders.MultiTokenLoss is, or set it to False"
-            )
-        loss_fn = dataclasses.replace(loss_fn, has_metrics=False)  # type: ignore[type-var]
-
     def of_row(outputs: Tree, targets: Tree) -> Any:
         one = (jax.tree.map(lambda x: x[None], tree) for tree in (outputs, targets))
         return loss_fn(*one)
@@ -190,18 +182,59 @@ def masked(loss_fn: Callable[..., Any]) -> Any:
         if not isinstance(targets, Padded):
             return loss_fn(outputs, targets)
         found = jax.vmap(of_row)(outputs, targets.targets)
-        total, weight = found if isinstance(found, tuple | list) else (found, jnp.ones_like(found))
-        counts = targets.counts > 0
-        return jnp.sum(jnp.where(counts, total, 0)), jnp.sum(jnp.where(counts, weight, 0))
+        is_two = isinstance(found, tuple | list) and len(found) == 2
+        has_metrics = is_two and not hasattr(found[1], "dtype")
+        rows, metrics = found if has_metrics else (found, None)
+        pair = rows if isinstance(rows, tuple | list) else (rows, jnp.ones_like(rows))
+        if len(pair) != 2 or any(x.ndim != 1 for x in pair):
+            return found  # no loss, which the pipeline says
+        counted = _CountedRows(targets.counts > 0, pair[1])
+        totals = tuple(map(counted.sum, pair))
+        return (totals, counted.combine(metrics)) if has_metrics else totals
 
+    loss.is_masked = True  # type: ignore[attr-defined]  # for the error of a loss that is not
+    loss.has_metrics = getattr(loss_fn, "has_metrics", False)  # type: ignore[attr-defined]
     return loss
+
+
+class _CountedRows(NamedTuple):
+    """Which rows count, [N], and the weights of their losses, [N]."""
+
+    counts: jax.Array
+    weights: jax.Array
+
+    def sum(self, values: jax.Array) -> jax.Array:
+        """Sum [N] over the rows that count; others may be NaN."""
+        return jnp.sum(jnp.where(self.counts, values, jnp.zeros_like(values)))
+
+    def combine(self, metrics: Tree) -> Tree:
+        """Combine the metrics of rows as a pipeline combines those of microbatches."""
+
+        def combine_one(metric: Any) -> Any:
+            if _is_pair(metric):
+                return tuple(map(self.sum, metric))
+            if metric.ndim != 1 or metric.dtype == bool:
+                return metric  # no metric, which the pipeline says
+            if jnp.issubdtype(metric.dtype, jnp.integer):
+                return self.sum(metric)
+            weights = self.weights.astype(metric.dtype)
+            total = self.sum(weights)
+            return self.sum(metric * weights) / jnp.where(total == 0, jnp.ones_like(total), total)
+
+        return jax.tree.map(combine_one, metrics, is_leaf=_is_pair)
+
+
+def _is_pair(metric: Any) -> bool:
+    """Tell whether a metric is (sum, weight)."""
+    is_two = type(metric) in (tuple, list) and len(metric) == 2
+    return is_two and all(getattr(x, "ndim", 0) == 1 for x in metric)
 
 
 def pad(batch: Batch, rows: int) -> Batch:
     """Fill a batch up with copies of its last row, which a `masked` loss ignores.
 
     Raises:
-      ValueError: the batch has more than ``rows`` rows, or no row.
+      ValueError: the batch has more than ``rows`` rows, or no row; or leaves with other rows.
     """
     if not batch.rows:
         raise ValueError("a batch of 0 rows has none to be copied; leave it out")
@@ -210,6 +243,7 @@ def pad(batch: Batch, rows: int) -> Batch:
             f"a batch of {batch.rows} rows cannot be padded to {rows}; give 1 to {rows}"
         )
     more = rows - batch.rows
+    _check_rows(batch, rows)
 
     def padded(x: Any) -> Any:
         # A copy of a real row: no stage divides by zero that does not for the real row.
@@ -221,6 +255,23 @@ def pad(batch: Batch, rows: int) -> Batch:
     counts = np.arange(rows) < batch.rows
     inputs, targets, extras = jax.tree.map(padded, tuple(batch[:3]))
     return Batch(inputs, Padded(targets, counts.astype(np.float32)), extras, batch.weight)
+
+
+def _check_rows(batch: Batch, rows: int) -> None:
+    """Check that leaves have equally many rows, before padding would hide that they have not."""
+    trees = {"inputs": batch.inputs, "targets": batch.targets, "extras": batch.extras or {}}
+    for name, tree in trees.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            size = np.shape(leaf)[:1]
+            # An extra may have no batch axis, but must not look as if it were padded already.
+            is_whole = name == "extras" and size != (rows,)
+            if size != (batch.rows,) and not is_whole:
+                have = f"has {size[0]} rows" if size else "is a scalar"
+                raise ValueError(
+                    f"{name}{jax.tree_util.keystr(path)} {have} in a batch of {batch.rows} rows, "
+                    f"which is to be padded to {rows}: all leaves of a batch have the same rows; "
+                    f"give those of the same examples"
+                )
 
 
 class padded(_Made):  # noqa: N801  called like a function
@@ -246,8 +297,10 @@ class padded(_Made):  # noqa: N801  called like a function
 
     def __next__(self) -> Batch:
         batch = as_batch(next(self._source))
-        self._rows = max(self._rows, -(-batch.rows // self._multiple) * self._multiple)
-        return pad(batch, self._rows)
+        rows = max(self._rows, -(-batch.rows // self._multiple) * self._multiple)
+        filled = pad(batch, rows)
+        self._rows = rows  # a batch that is refused does not widen later ones
+        return filled
 
     def _held(self) -> int:
         return self._rows
@@ -304,38 +357,41 @@ class packed(_Made):  # noqa: N801
         if rows < 1 or length < 1:
             raise ValueError(f"packed(rows={rows}, length={length}): both must be at least 1")
         self._rows, self._length = rows, length
-        self._next: np.ndarray[Any, Any] | None = None
+        self._drawn: list[np.ndarray[Any, Any]] = []  # kept if the source raises
 
     def __next__(self) -> Batch:
         rows: list[list[np.ndarray[Any, Any]]] = [[] for _ in range(self._rows)]
         room = [self._length] * self._rows
+        rest: list[np.ndarray[Any, Any]] = []
         for tokens in self._sequences():
             size = len(tokens) - 1
             row = next((r for r, free in enumerate(room) if free >= size), None)
             if row is None:
-                self._next = tokens
+                rest = [tokens]
                 break
             rows[row].append(tokens)
             room[row] -= size
         if not any(rows):
             raise StopIteration
+        self._drawn = rest
         inputs, words, segments, positions = _laid_out(rows, self._length)
         weights = loss_weights(segments)
         extras = {"segment_ids": segments, "positions": positions}
         return Batch(inputs, PaddedWords(words, weights), extras, float(weights.sum()))
 
     def _sequences(self) -> Iterator[np.ndarray[Any, Any]]:
-        if self._next is not None:
-            tokens, self._next = self._next, None
-            yield tokens
+        yield from self._drawn
         for tokens in self._source:
-            yield _check_sequence(tokens, self._length, "a packed row")
+            self._drawn.append(_check_sequence(tokens, self._length, "a packed row"))
+            yield self._drawn[-1]
 
-    def _held(self) -> list[int] | None:
-        return None if self._next is None else self._next.tolist()
+    def _held(self) -> list[list[int]]:
+        return [tokens.tolist() for tokens in self._drawn]
 
-    def _hold(self, held: list[int] | None) -> None:
-        self._next = None if held is None else np.asarray(held, np.int32)
+    def _hold(self, held: list[Any] | None) -> None:
+        # A position of 0.3 is the one sequence that did not fit, or None.
+        drawn = [held] if held and isinstance(held[0], int) else held or []
+        self._drawn = [np.asarray(tokens, np.int32) for tokens in drawn]
 
 
 def loss_weights(segments: Any, following: Any = None) -> Any:

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pipeline.base.arguments import is_whole
 from pipeline.models.decoding.caches import keeps_caches
 from pipeline.models.decoding.generate import generate
-from pipeline.models.decoding.sampling import sample
+from pipeline.models.decoding.sampling import make_draw, sample
 from pipeline.pipeline import Pipeline
 
 
@@ -46,18 +47,20 @@ def continue_prompt(
     Raises:
       ValueError: numbers out of range.
     """
-    if not len(prompt) or length < 1 or temperature < 0 or (context is not None and context < 1):
+    make_draw(temperature, 0, None)
+    fits = is_whole(length, 1) and (context is None or is_whole(context, 1))
+    if not len(prompt) or not fits or not is_whole(seed, 0):
         raise ValueError(
             f"continue_prompt(prompt of {len(prompt)} tokens, length={length}, context={context}, "
-            f"temperature={temperature}): give a token or more to begin with, a length and a "
-            f"context >= 1, and a temperature >= 0"
+            f"seed={seed}): give a token or more to begin with, a length and a context that are "
+            f"integers >= 1, and a seed that is an integer >= 0"
         )
     text = [int(token) for token in prompt]
     key = None if temperature == 0 else jax.random.key(seed)
     fits = context is None or len(text) + length <= context + 1  # the last token is not an input
     if fits and remembers(model):
         given = np.asarray([text], np.int32)
-        found = generate(model, given, length, key=key, temperature=temperature or 1.0)
+        found = generate(model, given, length, key=key, temperature=temperature)
         return text + np.asarray(found)[0].tolist()
     return _recomputed(model, text, length, context, temperature, key)
 

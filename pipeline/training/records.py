@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 from flax.nnx.traversals import flatten_mapping
 
+from schedules.files.whole import name_file
+
 Record = Mapping[str, Any]
 
 
@@ -41,16 +43,24 @@ class JsonLines:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115  closed below
+        path = Path(path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+        if self._file.seekable() and self._file.tell():
+            with path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # a line that was cut off, by a full disk or a power cut
+                    self._file.write("\n")
 
     def write(self, record: Record) -> None:
         """Write a line, with null for NaN and infinity, which JSON lacks."""
         finite = json.loads(json.dumps(record), parse_constant=lambda _: None)
-        self._file.write(json.dumps(finite) + "\n")
+        with name_file(self._file.name):
+            self._file.write(json.dumps(finite) + "\n")
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with name_file(self._file.name):
+            self._file.close()
 
 
 class TensorBoard:

@@ -17,6 +17,8 @@ import dataclasses
 import functools
 import inspect
 import math
+import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -43,6 +45,8 @@ from pipeline.training.experts import balance_of
 Tree = Any
 Extras = dict[str, Any] | None
 _COMPILED = jax.disable_jit(False)  # a step is compiled even under `jax.disable_jit()`
+# The last step that accumulated for an optimizer, for `warn_within_update`.
+_STEP_OF: weakref.WeakKeyDictionary[Any, weakref.ref[Step]] = weakref.WeakKeyDictionary()
 
 
 class Metrics(NamedTuple):
@@ -134,7 +138,8 @@ class Step:
         weights`` after each update, in float32 or wider. The mean starts at the weights.
       accumulate: the number of calls for one update, which uses the mean over all rows or tokens
         that count. The last call writes the model's state of all calls and runs a pipeline's
-        ``after_step``; until then the model is unchanged since the previous update.
+        ``after_step``; until then the model is unchanged since the previous update, and
+        `Checkpoints.save` warns, because a checkpoint lacks the sums of these calls.
       loss_scale: a number, or a `DynamicScale`, by which the loss is multiplied before
         differentiation; gradients are divided by the scale before any other use.
       has_aux: whether the model's loss is (loss, metrics), and its methods take ``has_aux=True`` if
@@ -274,6 +279,7 @@ class Step:
             self._added(self._leaves_ahead(), self._sums, self._carry, batch, weight)
         )
         self._called += 1
+        _STEP_OF[self.optimizer] = weakref.ref(self)
         return None
 
     @_COMPILED
@@ -693,6 +699,20 @@ def global_norm(tree: Tree) -> jax.Array:
     """Compute the norm of all numbers of all leaves, over every mesh axis, as a float32 scalar."""
     squares = [optax.tree.norm(x.astype(_wide(x)), squared=True) for x in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(s.astype(jnp.float32) for s in squares) + jnp.zeros(()))
+
+
+def warn_within_update(step: int, optimizer: Any) -> None:
+    """Warn of a checkpoint that lacks calls of an update under way."""
+    reference = None if optimizer is None else _STEP_OF.get(optimizer)
+    accumulating = None if reference is None else reference()
+    if accumulating is not None and accumulating.pending:
+        count = accumulating.accumulate
+        warnings.warn(
+            f"the checkpoint of step {step} is saved after {accumulating.pending} of {count} calls "
+            f"of an update of Step(accumulate={count}): it lacks the gradients of these calls, and "
+            f"a run that resumes from it loses them; save after a call that returns metrics",
+            stacklevel=3,
+        )
 
 
 def _unscaled(grads: Tree, scale: jax.Array) -> Tree:

@@ -13,7 +13,8 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -35,6 +36,7 @@ from pipeline.training.step import (
     NotFiniteError,
     Step,
     check_weight,
+    mean_like,
     mean_weighed,
     plus_weighed,
     with_weight,
@@ -147,6 +149,7 @@ class Trainer:
         self.eval_loss: float | None = None
         self.evaluated = self._saved = -1
         self._position: Any = None  # the data position at the start of the current update
+        self._drawn: Batch | None = None  # a batch that no step has used, because one raised
         self._ended = 0.0
         self._shares = timing.predicted(step.model)
         counted = timing.flops_per_token(step.model)
@@ -157,28 +160,40 @@ class Trainer:
 
     # --- the loop
 
-    def resume(self) -> int | None:
+    def resume(self, *, ignore: Collection[Any] = ()) -> int | None:
         """Resume from the newest checkpoint; return its step, or None if there is no checkpoint.
+
+        Args:
+          ignore: the parts of the checkpoint that are not restored, as for `Checkpoints.restore`. A
+            running mean that is not restored starts at the restored weights.
 
         Raises:
           ValueError: no checkpoints to resume from, or data without a position.
         """
         if self._checkpoints is None:
             raise ValueError("resume() has nothing to resume from; give checkpoints=")
-        if not self.is_resumable:
+        if not self.is_resumable and "data" not in ignore:
             raise ValueError(
                 f"resume() cannot say where in the data the run was: {type(self.data).__name__} "
-                f"has no get_state() and set_state(); give an iterator that has, as those of grain"
+                f"has no get_state() and set_state(); give an iterator that has, as those of "
+                f"grain, or ignore=('data',) to begin with its first batch"
             )
         step = self.step
         shaped, plain = step.shaped(), {"step": step.plain()}
         found = self._checkpoints.restore(
-            step.model, step.optimizer, shaped=shaped, plain=plain, data=self.data
+            step.model,
+            step.optimizer,
+            shaped=shaped,
+            plain=plain,
+            data=self.data,
+            **({"ignore": ignore} if ignore else {}),
         )
         if found is not None:
+            if "shaped" in ignore and step.ema is not None:
+                shaped = {"ema": mean_like(nnx.state(step.model, step.optimizer.wrt))}
             step.load(shaped, plain["step"])
             self.done = self._saved = found
-            self.evaluated, self.eval_loss, self._position = -1, None, None
+            self.evaluated, self.eval_loss, self._position, self._drawn = -1, None, None, None
         return found
 
     def run(self) -> bool:
@@ -285,15 +300,18 @@ class Trainer:
         # The data position at which the current update began.
         began = self._position
         place = None if began is None else SimpleNamespace(get_state=lambda: began)
-        self._checkpoints.save(
-            self.done,
-            step.model,
-            step.optimizer,
-            shaped=step.shaped(),
-            plain={"step": step.plain()},
-            data=self.data if self.is_resumable and place is None else place,
-            metrics=unknown if known is None else {"eval_loss": known},
-        )
+        with warnings.catch_warnings():
+            if began is not None:  # a resumed run repeats the calls of the update
+                warnings.filterwarnings("ignore", "the checkpoint of step .* of an update")
+            self._checkpoints.save(
+                self.done,
+                step.model,
+                step.optimizer,
+                shaped=step.shaped(),
+                plain={"step": step.plain()},
+                data=self.data if self.is_resumable and place is None else place,
+                metrics=unknown if known is None else {"eval_loss": known},
+            )
         self._saved = self.done
 
     def close(self) -> None:
@@ -311,8 +329,8 @@ class Trainer:
             self._read(before)  # its seconds must not include the wait for the next batch
             before = None
         waited, tokens, metrics = 0.0, 0, None
-        is_first = self._checkpoints is not None and not self.step.pending
-        if is_first and self.is_resumable:
+        is_first = not self.step.pending and self._drawn is None
+        if is_first and self._checkpoints is not None and self.is_resumable:
             self._position = copy.deepcopy(cast("Resumable", self.data).get_state())
         while metrics is None:
             start = time.perf_counter()
@@ -321,21 +339,34 @@ class Trainer:
             if before is None or _is_ready(before.metrics.loss):
                 waited += time.perf_counter() - start
             tokens += timing.tokens_of(batch)
-            weight = None if self.step.accumulate == 1 else _weight(self.step, batch)
-            metrics = self.step(batch.inputs, batch.targets, extras=batch.extras, weight=weight)
+            metrics = self._use(batch)
         self.done += 1
-        self._position = None
         self._read(before)
         return _Running(self.done, metrics, batch, tokens, waited)
 
-    def _batch(self) -> Batch:
+    def _use(self, batch: Batch) -> Metrics | None:
+        """Call the step on the batch that was drawn; a call without an effect keeps the batch."""
+        weight = None if self.step.accumulate == 1 else _weight(self.step, batch)
+        updates, pending = self.step.updates, self.step.pending
         try:
-            return as_batch(next(self.data))
-        except StopIteration:
-            raise ValueError(
-                f"the data ended after {self.done} of {self.steps} updates; give data that "
-                f"repeats, or fewer steps"
-            ) from None
+            metrics = self.step(batch.inputs, batch.targets, extras=batch.extras, weight=weight)
+        finally:  # an interrupt may come while the devices of a finished call are waited for
+            if self.step.updates > updates:
+                self._drawn = self._position = None
+            elif self.step.pending > pending:
+                self._drawn = None
+        return metrics
+
+    def _batch(self) -> Batch:
+        if self._drawn is None:
+            try:
+                self._drawn = as_batch(next(self.data))
+            except StopIteration:
+                raise ValueError(
+                    f"the data ended after {self.done} of {self.steps} updates; give data that "
+                    f"repeats, or fewer steps"
+                ) from None
+        return self._drawn
 
     def _read(self, running: _Running | None) -> None:
         """Wait for a step and record it; fail after too many steps that are not finite."""

@@ -21,7 +21,7 @@ from schedules.core.action import ScheduleError
 from schedules.core.text import printable
 from schedules.drawing.terminal import render, wants_colour
 from schedules.families.constructions.sizes import OutOfReachError
-from schedules.files.whole import shown
+from schedules.files.whole import check_output, shown
 from schedules.lowering.lower import lower
 from schedules.search.auto import Choice, auto
 from schedules.timing.report import CAUSES, Report
@@ -31,7 +31,7 @@ ILLEGAL = 1  # exit code: a timetable is illegal, or nothing meets the limit
 
 def draw(options: argparse.Namespace) -> int:
     """Draw a timetable on the terminal, or into the named files."""
-    files.check_writable(options.output, files.DRAWINGS)
+    files.check_writable(options, files.DRAWINGS, options.schedules)
     schedules = [given.load(options, name) for name in options.schedules]
     for path in options.output:
         files.draw(options, schedules, path)
@@ -181,7 +181,7 @@ def choose(options: argparse.Namespace) -> int:
         raise given.UsageError(
             "auto chooses slots itself, and without pairs; leave out --pattern and --pair"
         )
-    files.check_writable(options.output, (".csv", *files.DRAWINGS))
+    files.check_writable(options, (".csv", *files.DRAWINGS))
     try:
         choice = auto(
             options.ranks,
@@ -228,6 +228,7 @@ def convert(options: argparse.Namespace) -> int:
     """Convert a timetable: to .csv in torch.distributed.pipelining's format, or to .json."""
     if not given.is_file(options.target):
         raise given.UsageError(f"{options.target}: a timetable is written as .csv or .json")
+    check_output("FILE", options.target, [options.schedule, options.costs])
     schedule = given.load(options, options.schedule)
     files.write(schedule, options.target)
     if options.json:

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from schedules.cli import options as given
 from schedules.cli.records import write_json
 from schedules.drawing.terminal import render
+from schedules.files.whole import check_output, replace
 from schedules.orders.schedule import Schedule
 
 DRAWINGS = (".html", ".png", ".svg", ".txt", ".json")
 
 
-def check_writable(paths: Sequence[str], suffixes: Sequence[str]) -> None:
-    """Check that a file can be written, before any search or simulation.
+def check_writable(
+    options: argparse.Namespace, suffixes: Sequence[str], schedules: Sequence[str] = ()
+) -> None:
+    """Check that the files of --output can be written, before any search or simulation.
+
+    Args:
+      options: the options of the command.
+      suffixes: the suffixes of its formats.
+      schedules: the timetables that it reads, files or names of families.
 
     Raises:
       UsageError: an unknown suffix.
-      FileNotFoundError: a missing folder.
+      ScheduleError: a missing folder, or a file that the command reads.
     """
-    for path in paths:
+    for path in options.output:
         if Path(path).suffix.lower() not in suffixes:
             raise given.UsageError(
                 f"--output {path}: a drawing is .html (interactive), .png, .svg, .txt or .json (a "
                 f"trace for Perfetto)"
             )
-        if not Path(path).parent.is_dir():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        check_output("--output", path, [*schedules, options.costs])
 
 
 def draw(options: argparse.Namespace, schedules: Sequence[Schedule], path: str) -> None:
@@ -55,7 +60,7 @@ def draw(options: argparse.Namespace, schedules: Sequence[Schedule], path: str) 
         save_trace(reports, path)
     else:
         text = "\n\n".join(render(report, colour=False) for report in reports)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        replace(text + "\n", path)
 
 
 def write(schedule: Schedule, path: str) -> None:

@@ -21,6 +21,7 @@ from schedules.drawing.palette import (
     sizes,
     unit_text,
 )
+from schedules.files.whole import open_replacement
 from schedules.timing.report import CAUSES, Cause, Report, Wait
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def save_timeline(
             f"{' or '.join(SUFFIXES)}, so choose one of those suffixes"
         )
     figure = _draw(reports, title, unit)
-    figure.savefig(path, dpi=160, format=suffix[1:], metadata=_METADATA[suffix])
+    with open_replacement(path) as file:
+        figure.savefig(file.buffer, dpi=160, format=suffix[1:], metadata=_METADATA[suffix])
 
 
 _METADATA: dict[str, dict[str, Any]] = {".png": {"Software": None}, ".svg": {"Date": None}}

@@ -38,6 +38,7 @@ from schedules.drawing.palette import (
     kinds,
     sizes,
 )
+from schedules.files.whole import replace
 from schedules.orders.schedule import Schedule
 from schedules.timing.report import CAUSES, Report, Wait
 from schedules.timing.simulate import CLOCKS, simulate
@@ -112,7 +113,7 @@ def save_page(
     entries = _entries(items)
     names = dict.fromkeys(printable(entry.schedule.name) for entry in entries)
     text = render(entries, title if title is not None else f"Timeline of {' and '.join(names)}")
-    Path(path).write_text(text, encoding="utf-8", newline="\n")
+    replace(text, path)
 
 
 def _check_size(items: Sequence[Report | Schedule]) -> None:

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from schedules.core.arguments import is_one_of
 from schedules.core.flat import F, flatten
 from schedules.core.messages import links, senders
 from schedules.drawing.palette import CAUSES, NAMES, TOGETHER, heading, joined, several
+from schedules.files.whole import open_replacement
 from schedules.timing.report import Explanation, Report, held
 
 Event = dict[str, Any]
@@ -60,7 +60,7 @@ def save_trace(
             f"beyond which viewers round; choose a smaller unit"
         )
     flows = itertools.count(1)  # viewers match the ends of arrows by number, across processes
-    with Path(path).open("w", encoding="utf-8", newline="\n") as file:
+    with open_replacement(path) as file:
         file.write('{"displayTimeUnit":"ns","traceEvents":[')
         separator = "\n"
         for process, report in enumerate(reports, start=1):

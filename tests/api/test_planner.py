@@ -425,6 +425,30 @@ def test_the_command_line(tmp_path, capsys):
     assert "no layout fits 2 x v5e: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("where", ["its link", "another folder", "a folder"])
+def test_a_plan_that_cannot_be_written_is_refused_before_the_search(where, tmp_path, capsys):
+    """Issue 67: the plan was written over the model's config.json."""
+    model = tmp_path / "config.json"
+    model.write_text("{}")  # so that a search would fail with other words
+    (tmp_path / "link.toml").symlink_to(model)
+    out = {
+        "its link": tmp_path / "link.toml",
+        "another folder": tmp_path / "no" / "plan.toml",
+        "a folder": tmp_path,
+    }[where]
+    why = {
+        "its link": " is a file that the command reads, and it would be lost; give another path",
+        "another folder": f": there is no folder {out.parent}; make it, or give another path",
+        "a folder": " is a folder; give the path of a file",
+    }[where]
+    sizes = ["--devices", "2", "--batch", "8", "--seq", "32", "--chip", "v5p"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "--model", str(model), *sizes, "--out", str(out)])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"python -m pipeline plan: --out {out}{why}\n"
+    assert model.read_text() == "{}"
+
+
 @pytest.mark.slow
 def test_a_reader_that_stops_early(monkeypatch):
     read, write = os.pipe()

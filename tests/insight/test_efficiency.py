@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -57,11 +58,11 @@ def test_the_parts_of_a_step_add_up_and_nothing_is_written(kind, K, options):
     jax.tree.map(np.testing.assert_array_equal, after, before)
     again = [jax.random.key_data(x) if x.dtype != jnp.uint32 else x for x in streams(pipe)]
     jax.tree.map(np.testing.assert_array_equal, again, counts)
-    assert found.efficiency == found.ideal / found.step
-    assert found.efficiency + found.bubble + found.rest == pytest.approx(1)
+    clear = [x for x in (found.efficiency, found.bubble, found.rest) if not np.isnan(x)]
+    assert len(clear) == 3 or any("noise decides" in note for note in found.notes)
+    assert found.efficiency == pytest.approx(found.ideal / found.step) or len(clear) < 3
+    assert sum(clear) == pytest.approx(1) or len(clear) < 3
     assert len(found.steps) == len(found.works) == 3
-    assert found.step > 0
-    assert found.bubble >= 0
     assert 0 <= found.rank < pipe.schedule.num_ranks
     lines = [line.split()[0] for line in str(found).splitlines()]
     assert lines[:5] == ["step", "ideal", "efficiency", "bubble", "rest"]
@@ -107,6 +108,87 @@ def test_a_busy_machine_and_few_cores_are_said_beside_the_numbers(monkeypatch):
     ]
     monkeypatch.setattr(efficiency.os, "cpu_count", lambda: 4)
     assert efficiency._notes(pipe.plan, {"step": [1.0, 1.01]}, 0.01) == []
+
+
+def measured(monkeypatch, clock, **options: Any) -> efficiency.Efficiency:
+    """Measure two stages by a clock: a function of a run's number of table entries, or None."""
+    pipe = Pipeline(
+        models.build(Hostile, 2), 4, loss_fn=models.squares, mesh=make_mesh(stage=2), **options
+    )
+    monkeypatch.setattr(efficiency, "_busy_elsewhere", lambda: 0.0)
+
+    def fake(run):
+        entries_of_run = getattr(run, "args", None)
+        return clock(None if entries_of_run is None else int(entries_of_run[0].sum()))
+
+    monkeypatch.setattr(efficiency, "seconds", fake)
+    return pipe.measure(X, T, steps=4)
+
+
+def test_figures_of_a_clear_clock_are_those_of_its_durations(monkeypatch):
+    """A step of 1 s and 0.05 s for each of a rank's eight actions, above 0.1 s for nothing."""
+    found = measured(monkeypatch, lambda n: 1.0 if n is None else 0.1 + 0.05 * n)
+    assert [*found.costs.f, *found.costs.b] == pytest.approx([0.05] * 4)
+    assert found.ideal == pytest.approx(0.4)
+    assert found.efficiency == pytest.approx(0.4)
+    assert found.bubble == pytest.approx(0.4 * (10 / 8 - 1))
+    assert found.efficiency + found.bubble + found.rest == pytest.approx(1)
+    assert not any("noise" in note for note in found.notes)
+
+
+REPEAT = "take more steps=, larger microbatches, or a quiet machine"
+NOISE = {
+    "a clock that stands still": (
+        lambda n, turn: 0.0,
+        {"step", "ideal", "efficiency", "bubble", "rest"},
+        (
+            "4 measurements of step have the median 0 ms and differ from it by 0 ms: noise "
+            "decides it, and what is computed from it"
+        ),
+    ),
+    "work that is lost in the noise": (
+        lambda n, turn: 1.0 if n is None else 0.1 + 0.01 * (n > 0) * (turn // 4 % 2),
+        {"ideal", "efficiency", "bubble", "rest"},
+        (
+            "4 measurements of ideal have the median 5 ms and differ from it by 5 ms: noise "
+            "decides it, and what is computed from it"
+        ),
+    ),
+    "work that is longer than the step": (
+        lambda n, turn: 0.2 if n is None else 0.1 + 0.05 * n,
+        {"efficiency", "bubble", "rest"},
+        (
+            "the work of a rank took 400 ms, longer than the whole step: noise decides efficiency, "
+            "bubble and rest"
+        ),
+    ),
+    "actions that take no time": (
+        lambda n, turn: 1.0 if n is None else 0.1 + 0.5 * (n > 4),
+        {"bubble", "rest"},
+        "by 3 measurements of the actions the bubble is -, -, -: noise decides bubble and rest",
+    ),
+    "actions that differ": (
+        lambda n, turn: 1.0 if n is None else 0.1 + 0.06 * n * (1 if n > 4 else turn % 5),
+        {"bubble", "rest"},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NOISE)
+def test_a_figure_that_noise_decides_is_a_dash_with_its_reason(kind, monkeypatch):
+    """Issue 67: "bubble 0.0%" and "efficiency 182%" of durations below the clock's noise."""
+    clock, dashes, reason = NOISE[kind]
+    turns = itertools.count()
+    found = measured(monkeypatch, lambda n: clock(n, next(turns)))
+    names = "step", "ideal", "efficiency", "bubble", "rest"
+    assert {name for name in names if np.isnan(getattr(found, name))} == dashes
+    rows = dict(line.split()[:2] for line in str(found).splitlines()[:5])
+    assert {name for name, value in rows.items() if value == "-"} == dashes
+    if reason is None:
+        assert "noise decides bubble and rest" in found.notes[0]
+    else:
+        assert found.notes[0] == f"{reason}; {REPEAT}"
 
 
 def test_a_step_that_is_traced_is_not_measured():

@@ -233,7 +233,7 @@ EXAMPLE = "python -m pipeline launch --processes 4 -- train.py --steps 100"
         ),
         (
             "launch --processes 2 --grace nan -- x",
-            " launch: argument --grace: 'nan' is not a number of seconds >= 0",
+            " launch: argument --grace: 'nan' is not a number >= 0",
         ),
         (
             "launch --processes 2 x.py",

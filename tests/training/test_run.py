@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -230,9 +232,24 @@ def test_a_continuation_is_that_of_the_whole_model():
     with pytest.raises(ValueError, match="continue_prompt") as caught:
         continue_prompt(pipe, [], length=1)
     assert str(caught.value) == (
-        "continue_prompt(prompt of 0 tokens, length=1, context=None, temperature=1.0): give a "
-        "token or more to begin with, a length and a context >= 1, and a temperature >= 0"
+        "continue_prompt(prompt of 0 tokens, length=1, context=None, seed=0): give a token or more "
+        "to begin with, a length and a context that are integers >= 1, and a seed that is an "
+        "integer >= 0"
     )
+
+
+def test_a_continuation_by_numbers_out_of_range_is_refused():
+    """Issue 67: of a temperature that is nan every token was 0."""
+    for options in {"length": 1.5}, {"length": True}, {"context": 0}, {"seed": 0.5}:
+        with pytest.raises(ValueError, match=r"^continue_prompt\(prompt of 1 tokens, length="):
+            continue_prompt(None, [1], **({"length": 2} | options))
+    for temperature in math.nan, -1:
+        with pytest.raises(ValueError) as error:
+            continue_prompt(None, [1], length=2, temperature=temperature)
+        assert str(error.value) == (
+            f"temperature={temperature}: must be one finite number >= 0, the divisor of logits; 0 "
+            f"takes the likeliest token"
+        )
 
 
 @pytest.mark.slow
@@ -415,3 +432,50 @@ def test_a_run_prints_where_the_time_of_a_step_goes(small_path, capsys):
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     names = [name for name in names if name not in ("held-out", "note:")]
     assert names == ["step", "ideal", "efficiency", "bubble", "rest"]
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(OSError("gone"), "gone"), (RuntimeError(), "RuntimeError"), (KeyError("a"), "'a'")],
+)
+def test_a_run_that_cannot_be_measured_has_ended_well(error, text, small_path, monkeypatch, capsys):
+    """Issue 67: any error of the second call of [data] made the exit code 2."""
+    opened = []
+
+    def once() -> Any:
+        opened.append(1)
+        if len(opened) > 1:
+            raise error
+        return endless_vectors()
+
+    monkeypatch.setattr(runnable, "once", once, raising=False)
+    setting = ["--set", "data.function=tests.training.runnable:once"]
+    assert cli.main(["train", "--config", str(small_path), *setting, "--measure"]) == 0
+    assert f"not measured: {text}\n" in capsys.readouterr().out
+
+
+def test_a_run_whose_result_cannot_be_printed_has_ended_well(small_path, monkeypatch, capsys):
+    """Issue 67: a full disk behind standard output made the exit code 2 after the last save."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run, "say", full)
+    assert cli.main(["train", "--config", str(small_path)]) == 0
+    assert "standard output: No space left on device\n" in capsys.readouterr().err
+    assert (small_path.parent / "out/checkpoints/step_000000002").is_dir()
+
+
+def test_a_run_does_not_replace_the_config_of_a_model(small_path, capsys):
+    """Issue 67: a run in the folder of a model's weights wrote over its config.json."""
+    folder = small_path.parent / "out"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--config", str(small_path)])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "python -m pipeline train: the configuration has 1 fault\n- run.folder='out' holds a "
+        "config.json of something else, which the run would replace: name another folder\n"
+    )
+    assert [path.name for path in folder.iterdir()] == ["config.json"]

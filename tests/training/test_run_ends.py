@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import numpy as np
 import optax
 import pytest
@@ -136,3 +139,69 @@ def test_an_interpreter_ends_once_a_save_is_whole(end, tmp_path) -> None:
     assert ended.returncode == bool("raise" in end), ended.stderr
     assert "cannot schedule" not in ended.stderr
     assert Checkpoints(tmp_path / "run").steps == [1, 2]
+
+
+@pytest.mark.parametrize("ema", [None, 0.5])
+def test_a_run_resumes_with_another_optimizer_as_the_refusal_recommends(ema, tmp_path) -> None:
+    """Issue 67: `resume` gave advice that it could not take."""
+
+    def make(tx: optax.GradientTransformation, **options: Any) -> Trainer:
+        pipe = Pipeline(
+            [nnx.Linear(6, 6, rngs=nnx.Rngs(0))], 2, mesh=make_mesh(stage=1), loss_fn=models.squares
+        )
+        step = Step(pipe, make_optimizer(pipe, tx), **options)
+        return Trainer(step, Rows(), steps=3, checkpoints=Checkpoints(tmp_path))
+
+    first = make(optax.sgd(0.1))
+    assert first.run()
+    first.close()
+    other = make(optax.sgd(0.1, momentum=0.9), ema=ema)
+    with pytest.raises(ValueError, match="of another optimizer: give the optimizer that was saved"):
+        other.resume()
+    if ema is not None:
+        with pytest.raises(ValueError, match=r"ignore=\('shaped',\) to leave it there"):
+            other.resume(ignore=("optimizer",))
+    assert other.resume(ignore=("optimizer", "shaped")) == 3 == other.data.at
+    wanted = jax.tree.leaves(nnx.state(first.step.model, nnx.Param))
+    for found in (
+        nnx.state(other.step.model, nnx.Param),
+        *(() if ema is None else (other.step.ema,)),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(found), wanted)
+    other.steps = 4
+    assert other.run()
+    other.close()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("place", ["before the devices", "while they are waited for"])
+def test_an_interrupted_step_loses_and_repeats_no_batch(
+    place, accumulate, resumed, monkeypatch, tmp_path
+) -> None:
+    """Issue 67: the batch of a step that Ctrl-C ended was gone, or came twice after a resume."""
+    whole = make_trainer(Rows(), accumulate=accumulate)
+    assert whole.run()
+    given = {"accumulate": accumulate, "checkpoints": Checkpoints(tmp_path)}
+    trainer = make_trainer(Rows(), **given)
+    name = "_fused" if place == "before the devices" else "_ended"
+    call, calls = getattr(trainer.step, name), []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(trainer.step.updates)
+        at = 3 if name == "_ended" else 2  # in the third update
+        if calls[-1] == at and calls.count(at) == 1:
+            raise KeyboardInterrupt
+        return call(*arguments)
+
+    monkeypatch.setattr(trainer.step, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    if resumed:
+        trainer.close()
+        trainer = make_trainer(Rows(), **given)
+        assert trainer.resume() == 3 if name == "_ended" else 2
+    assert trainer.run()
+    trainer.close()
+    assert trainer.data.at == 6 * accumulate
+    equal(*(nnx.state(one.step.model, nnx.Param) for one in (trainer, whole)))

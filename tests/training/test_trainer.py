@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -406,6 +407,27 @@ def test_json_lines_are_json(tmp_path):
     assert [json.loads(line) for line in lines] == [wanted, wanted]
 
 
+@pytest.mark.parametrize("text", ["", '{"step": 1}\n', '{"step": 1}\n{"st', "{"])
+def test_a_record_after_a_line_that_was_cut_off_has_a_line_of_its_own(text, tmp_path):
+    """Issue 67: a full disk or a power cut ended the file within a line."""
+    path = tmp_path / "log.jsonl"
+    path.write_text(text)
+    log = JsonLines(path)
+    log.write({"step": 2})
+    log.close()
+    ended = "\n" * (text[-1:] not in ("", "\n"))
+    assert path.read_text() == f'{text}{ended}{{"step": 2}}\n'
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_record_that_does_not_fit_on_the_disk_names_its_file():
+    log = JsonLines("/dev/full")
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        log.write({"step": 1})
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        log.close()
+
+
 def test_event_files_hold_every_number(tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
@@ -531,7 +553,8 @@ def test_data_that_ends_or_has_no_position():
         trainer.resume()
     assert str(caught.value) == (
         "resume() cannot say where in the data the run was: list_iterator has no get_state() and "
-        "set_state(); give an iterator that has, as those of grain"
+        "set_state(); give an iterator that has, as those of grain, or ignore=('data',) to begin "
+        "with its first batch"
     )
     with pytest.raises(ValueError, match="resume") as caught:
         Trainer(make_step(plain=True), Numbered(), steps=3).resume()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +46,54 @@ def test_draw_writes_files(capsys, tmp_path, suffix):
     path = tmp_path / f"drawing.{suffix}"
     assert run(capsys, "draw", "1f1b", "zb_h1", *SIZES, "-o", str(path)) == (0, "", "")
     assert path.stat().st_size > 500
+
+
+@pytest.mark.parametrize("command", ["draw", "convert", "auto", "draw --costs"])
+def test_no_output_is_written_over_an_input(capsys, tmp_path, command):
+    """Issue 67: a timetable was lost to its own drawing, and measured costs to a timetable."""
+    path, link = tmp_path / "mine.json", tmp_path / "link.json"
+    run(capsys, "convert", "1f1b", str(path), *SIZES)
+    if "auto" in command or "--costs" in command:
+        path.write_text(json.dumps({"costs": {"f": 1, "i": 1, "w": 1}}))
+    before = path.read_bytes()
+    link.symlink_to(path)
+    arguments = {
+        "draw": ["draw", "1f1b", str(path), *SIZES, "-o", str(link)],
+        "convert": ["convert", str(link), str(path)],
+        "auto": ["auto", *SIZES, "--costs", str(path), "-o", str(path)],
+        "draw --costs": ["draw", "1f1b", *SIZES, "--costs", str(link), "-o", str(path)],
+    }[command]
+    code, out, err = run(capsys, *arguments)
+    option, target = ("FILE" if command == "convert" else "--output"), arguments[-1]
+    assert (code, out) == (2, "")
+    assert err == (
+        f"python -m schedules: {option} {target} is a file that the command reads, and it would "
+        f"be lost; give another path\n"
+    )
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("suffix", ["txt", "svg", "json", "html"])
+def test_a_drawing_that_does_not_fit_on_the_disk_leaves_the_old_one(
+    capsys, tmp_path, monkeypatch, suffix
+):
+    """Issue 67: every writer names its file, and loses nothing that was there."""
+    if suffix == "svg":
+        pytest.importorskip("matplotlib")
+    path = tmp_path / f"drawing.{suffix}"
+    path.write_text("old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    code, _, err = run(capsys, "draw", "1f1b", *SIZES, "-o", str(path))
+    assert code == 2
+    assert err == (
+        f"python -m schedules: {path}: No space left on device; give a path that can be read and "
+        f"written\n"
+    )
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [(path.name, "old")]
 
 
 def test_table_sums_idle_time_by_cause(capsys):
@@ -333,7 +383,7 @@ def test_check_passes_and_fails(capsys, tmp_path):
         ),
         (
             ["convert", "1f1b", "/nowhere/x.json", *SIZES],
-            "/nowhere/x.json: No such file or directory; give a path that can be read and written",
+            "FILE /nowhere/x.json: there is no folder /nowhere; make it, or give another path",
         ),
         ([], "the following arguments are required: COMMAND"),
         (["auto", "-S", "4"], "the following arguments are required: -M/--microbatches"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -266,6 +267,16 @@ def test_a_failed_write_leaves_the_old_file_alone(path, monkeypatch):
         from_orders(ORDERS).to_csv(path)
     assert path.read_bytes() == b"old"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_that_is_written_again_keeps_its_mode(path, monkeypatch):
+    path.write_bytes(b"old")
+    path.chmod(0o600)
+    from_orders(ORDERS).to_csv(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setattr(os, "access", lambda *_: False)  # of another user
+    with pytest.raises(PermissionError, match=r"Permission denied: .*\.csv"):
+        from_orders(ORDERS).to_csv(path)
 
 
 def test_writing_through_a_link_keeps_the_link(path):

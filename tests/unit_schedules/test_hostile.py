@@ -332,7 +332,7 @@ SIZES = ["-S", "4", "-M", "8"]
         (["auto", *SIZES, "-K", "6"], "-K 6 is not a multiple of -S 4"),
         (["auto", *SIZES, "--budget", "-1"], "budget=-1: must be an integer >= 0"),
         (["auto", *SIZES, "-o", "x.bad"], "--output x.bad: a drawing is .html"),
-        (["auto", *SIZES, "-o", "nowhere/x.csv"], "nowhere/x.csv: No such file or directory"),
+        (["auto", *SIZES, "-o", "nowhere/x.csv"], "--output nowhere/x.csv: there is no folder"),
         (["draw", "1f1c"], "schedule='1f1c' is not a known family; did you mean '1f1b'"),
         (["table", "1f1b", *SIZES, "--f", "1e308"], "Costs(f=1e+308): sums of durations above"),
     ],

@@ -65,6 +65,11 @@ def spread_of(times: Sequence[float]) -> Took:
     return Took(median, statistics.median(abs(t - median) for t in times))
 
 
+def error_of_median(took: Took, count: int) -> float:
+    """Return the standard error of a median of normal numbers, by their median deviation."""
+    return 1.86 / math.sqrt(count) * took.spread
+
+
 def conclude(
     timed: Sequence[Timed], names: Mapping[int, str], idle: Collection[Key] = ()
 ) -> dict[Key, Took]:
@@ -142,12 +147,10 @@ def _check_noise(
     Raises:
       CalibrationError: a time is not large compared with its spread.
     """
-    # The standard error of a median, for normal numbers with a median absolute deviation of 1.
-    error = 1.86 / math.sqrt(rounds)
     drowned = [
         f"{kind} of {names[k]} took {_ms(took.median)} with a spread of {_ms(took.spread)}"
         for (k, kind), took in found.items()
-        if longest[k] <= 0 or error * took.spread > UNSURE * longest[k]
+        if longest[k] <= 0 or error_of_median(took, rounds) > UNSURE * longest[k]
     ]
     if drowned:
         raise CalibrationError(

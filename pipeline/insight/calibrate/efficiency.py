@@ -2,12 +2,14 @@
 
 The step is compiled once more, with the table entries to run as an argument. So one program can run
 all actions of one rank, one kind of action of one stage, or nothing. The time of an action is its
-run minus the run of nothing. Letters: K stages.
+run minus the run of nothing. Noise may hide such a difference: a figure that noise decides is NaN.
+Letters: K stages.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import statistics
 import time
@@ -24,18 +26,23 @@ from pipeline.core.options.plan import Plan
 from pipeline.core.placement import meshes
 from pipeline.core.step import runtime
 from pipeline.core.step.operands import Operands
+from pipeline.insight.calibrate.conclude import UNSURE, error_of_median, spread_of
 from pipeline.insight.calibrate.measure import seconds
 from pipeline.insight.calibrate.one_rank import Runs, entries, partial_step
 from schedules import Costs, simulate
 
-OF_ACTIONS = 3  # runs of each kind of action of each stage
+OF_ACTIONS = 3  # measurements of each kind of action of each stage
+SPREAD = 0.1  # the largest difference of bubbles by these measurements, as a part of the step
 STEADY = 0.1  # the largest interquartile range / median without a note
+REPEAT = "take more steps=, larger microbatches, or a quiet machine"
 OTHERS = 0.1  # the most cores that other programs may keep busy without a note
 
 
 @dataclass(frozen=True)
 class Efficiency:
     """Times of a training step, in seconds, divided into work, waiting and the rest.
+
+    A figure is NaN, printed as "-", if noise decides it; then a note says why.
 
     Attributes:
       step: the median time of a step.
@@ -47,7 +54,7 @@ class Efficiency:
       works: [n] each measurement of the busiest rank's work.
       rank: the busiest rank.
       clock: the clock that predicts the bubble, "event" or "lockstep".
-      costs: measured durations of actions, for `schedules.simulate`.
+      costs: measured durations of actions, for `schedules.simulate`; 0 if noise hides one.
       notes: circumstances that make the numbers unreliable.
     """
 
@@ -78,15 +85,11 @@ class Efficiency:
                 _milliseconds(self.ideal),
                 f"{alone}, {_spread(self.works)}",
             ),
-            ("efficiency", f"{self.efficiency:.1%}", "ideal / step"),
-            (
-                "bubble",
-                f"{self.bubble:.1%}",
-                waits,
-            ),
+            ("efficiency", _percent(self.efficiency), "ideal / step"),
+            ("bubble", _percent(self.bubble), waits),
             (
                 "rest",
-                f"{self.rest:.1%}",
+                _percent(self.rest),
                 "of the step: exchanges, reductions, dispatch, and cores that ranks share",
             ),
         ]
@@ -129,14 +132,35 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
     busy, start = _busy_elsewhere(), time.perf_counter()
     whole, idle, *of_ranks = _in_turn(timed, steps)
     others = (_busy_elsewhere() - busy) / (time.perf_counter() - start)
-    works = [[max(a - b, 0.0) for a, b in zip(times, idle, strict=True)] for times in of_ranks]
+    works = [[a - b for a, b in zip(times, idle, strict=True)] for times in of_ranks]
     rank = max(parts, key=lambda rank: statistics.median(works[rank]))
-    costs = _costs(plan, partial, none)
-    report = simulate(plan.schedule, **{**plan.clock, "costs": costs})
-    taken, ideal = statistics.median(whole), statistics.median(works[rank])
-    share = report.work[rank] / report.makespan if report.makespan else 1.0
+    notes: list[str] = []
+    taken = _settle_median("step", whole, notes)
+    ideal = _settle_median("ideal", works[rank], notes)
     efficiency = ideal / taken
-    bubble = efficiency * (1 / share - 1) if share else 0.0
+    if efficiency > 1:
+        notes.append(
+            f"the work of a rank took {_milliseconds(ideal)}, longer than the whole step: noise "
+            f"decides efficiency, bubble and rest; {REPEAT}"
+        )
+        efficiency = math.nan
+    each = [_costs(plan, partial, none) for _ in range(OF_ACTIONS)]
+    costs = _take_medians(each)
+    waits = [efficiency * _compute_wait(plan, one, rank) for one in (costs, *each)]
+    bubble = waits[0]
+    if not math.isnan(efficiency) and not max(waits) - min(waits) <= SPREAD:
+        seen = ", ".join(map(_percent, waits[1:]))
+        notes.append(
+            f"by {OF_ACTIONS} measurements of the actions the bubble is {seen}: noise decides "
+            f"bubble and rest; {REPEAT}"
+        )
+        bubble = math.nan
+    elif bubble > 1 - efficiency + STEADY:
+        notes.append(
+            f"the actions of a rank and its waits would take {efficiency + bubble:.0%} of the "
+            f"step: noise decides bubble and rest; {REPEAT}"
+        )
+        bubble = math.nan
     return Efficiency(
         step=taken,
         ideal=ideal,
@@ -146,10 +170,40 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
         steps=tuple(whole),
         works=tuple(works[rank]),
         rank=rank,
-        clock=report.clock,
+        clock=simulate(plan.schedule, **{**plan.clock, "costs": costs}).clock,
         costs=costs,
-        notes=tuple(_notes(plan, {"step": whole, "ideal": works[rank]}, others)),
+        notes=(*notes, *_notes(plan, {"step": whole, "ideal": works[rank]}, others)),
     )
+
+
+def _settle_median(name: str, times: Sequence[float], notes: list[str]) -> float:
+    """Return the median of times; NaN, and a note, if its error is too large."""
+    took = spread_of(times)
+    if took.median > 0 and error_of_median(took, len(times)) <= UNSURE * took.median:
+        return took.median
+    notes.append(
+        f"{len(times)} measurements of {name} have the median {_milliseconds(took.median)} and "
+        f"differ from it by {_milliseconds(took.spread)}: noise decides it, and what is computed "
+        f"from it; {REPEAT}"
+    )
+    return math.nan
+
+
+def _compute_wait(plan: Plan, costs: Costs, rank: int) -> float:
+    """Return the time that a rank waits over the time that it works; NaN if it has no work."""
+    report = simulate(plan.schedule, **{**plan.clock, "costs": costs})
+    work = report.work[rank]
+    return report.makespan / work - 1 if work else math.nan
+
+
+def _take_medians(each: Sequence[Costs]) -> Costs:
+    """Return the median of each duration."""
+    durations: dict[str, Any] = {}
+    for name in ("f", "i", "w", "b"):
+        per_stage = [getattr(costs, name) for costs in each]
+        if isinstance(per_stage[0], tuple):
+            durations[name] = tuple(map(statistics.median, zip(*per_stage, strict=True)))
+    return Costs(**durations)
 
 
 def _in_turn(timed: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
@@ -161,7 +215,7 @@ def _in_turn(timed: Sequence[Callable[[], Any]], rounds: int) -> list[list[float
 
 
 def _costs(plan: Plan, partial: Callable[[Any], Any], none: Runs) -> Costs:
-    """Measure [K] durations of each kind of action on a whole microbatch, in seconds."""
+    """Measure once [K] durations of each kind of action on a whole microbatch, in seconds."""
     schedule = plan.schedule
     kinds = sorted({action.kind for order in schedule.orders for action in order})
     keys, runs = [], [none]
@@ -172,11 +226,10 @@ def _costs(plan: Plan, partial: Callable[[Any], Any], none: Runs) -> Costs:
             if marked.any():
                 keys.append((kind, k))
                 runs.append(marked)
-    idle, *times = _in_turn([functools.partial(partial, own) for own in runs], OF_ACTIONS)
+    (idle,), *times = _in_turn([functools.partial(partial, own) for own in runs], 1)
     found = {kind: [0.0] * schedule.num_stages for kind in "FBIW"}
-    for (kind, k), own in zip(keys, times, strict=True):
-        each = statistics.median(own) - statistics.median(idle)
-        found[kind][k] = max(each, 0.0) / schedule.num_microbatches
+    for (kind, k), (own,) in zip(keys, times, strict=True):
+        found[kind][k] = max(own - idle, 0.0) / schedule.num_microbatches
     halves: dict[str, Any] = {"i": found["I"], "w": found["W"]} if "I" in kinds else {}
     whole: dict[str, Any] = {"b": found["B"]} if "B" in kinds else {}
     return Costs(f=found["F"], **halves, **whole)
@@ -229,5 +282,9 @@ def _spread(times: Sequence[float]) -> str:
     return f"half of them {_milliseconds(low)} to {_milliseconds(high)}"
 
 
+def _percent(part: float) -> str:
+    return "-" if math.isnan(part) else f"{part:.1%}"
+
+
 def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+    return "-" if math.isnan(seconds) else f"{1e3 * seconds:.3g} ms"

@@ -43,8 +43,8 @@ def _trips(device: Any, size: int) -> Callable[[], Any]:
     def run(x: jax.Array) -> jax.Array:
         def one(carry: Any, place: jax.Array) -> tuple[Any, None]:
             pool, x = carry
-            pool = jax.lax.dynamic_update_slice(pool, to_host(x[None]), (place, 0))
-            x = to_device(jax.lax.dynamic_slice(pool, (place, 0), (1, count)))
+            pool = jax.lax.dynamic_update_slice(pool, to_host(x[None]), (place, jnp.int32(0)))
+            x = to_device(jax.lax.dynamic_slice(pool, (place, jnp.int32(0)), (1, count)))
             return (pool, x[0] + 1), None
 
         pool = to_host(jnp.zeros((2, count), jnp.float32))

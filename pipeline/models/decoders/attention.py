@@ -146,8 +146,8 @@ class DecoderAttention(nnx.Module):
     def _remember(self, q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array) -> jax.Array:
         """Attend to these positions and to the cached earlier positions."""
         for cache, new in ((self.keys, k), (self.values, v)):
-            cache[...] = jax.lax.dynamic_update_slice(
-                cache[...], new.astype(self.kept_dtype), (0, first, 0, 0)
+            cache[...] = jax.lax.dynamic_update_slice_in_dim(
+                cache[...], new.astype(self.kept_dtype), first, 1
             )
         t = q.shape[1]
         self.seen[...] = first + t

@@ -157,8 +157,8 @@ class LatentAttention(nnx.Module):
         both = jnp.concatenate([latent, turned[:, :, 0]], axis=-1)
         if first is not None:
             kept = both.astype(self.kept_dtype)
-            place = (0, first, 0)
-            self.latents[...] = jax.lax.dynamic_update_slice(self.latents[...], kept, place)
+            cache = self.latents[...]
+            self.latents[...] = jax.lax.dynamic_update_slice_in_dim(cache, kept, first, 1)
             self.seen[...] = first + t
             both = self.latents[...].astype(x.dtype)
         check_segments(segments, q)

@@ -41,7 +41,7 @@ from pipeline.models.decoding.caches import (
 from pipeline.models.decoding.flow import Flow, Kind, Rows
 from pipeline.models.decoding.positions import check_embed
 from pipeline.models.decoding.recompute import evaluating, recompute
-from pipeline.models.decoding.sampling import Choice
+from pipeline.models.decoding.sampling import Choice, as_keys, make_draw
 from schedules.core.timetable import loop_placement
 
 Start = Callable[[Any, int, int], None]
@@ -82,7 +82,7 @@ def generate(
       lengths: [N] the lengths of the prompts, if not all are P: rows are padded on the right.
       key: the key to draw tokens; token i of row n is drawn with fold_in(fold_in(key, n), i). Or
         [N] keys, one for each row, folded with i. None takes the likeliest token.
-      temperature: the divisor of logits before a draw.
+      temperature: the divisor of logits before a draw; 0 takes the likeliest token.
       top_k: the number of likeliest words that may be drawn; 0 for all.
       top_p: among these, only the fewest likeliest words whose probabilities, at this temperature,
         add up to top_p may be drawn; None for all words.
@@ -109,6 +109,9 @@ def generate(
     tokens, lengths = _check_prompts(prompts, lengths)
     rows, width = tokens.shape
     _check_numbers(max_new_tokens=max_new_tokens)
+    draw, top_k = make_draw(temperature, top_k, top_p)
+    if not (is_whole(pad, -(2**31), numpy=True) and pad < 2**31):
+        raise ValueError(f"pad={pad!r}: must be a token, an integer of int32")
     if has_caches and start is None:
         check_embed(pipe, tokens, max_new_tokens)
     prefilled = _prefilled(prefill, lengths, width, able=start is None and takes_many(pipe))
@@ -127,8 +130,7 @@ def generate(
     # Whatever changes the program is static; another temperature, top_p or key compiles nothing.
     words = getattr(pipe.head, "words", None)
     words = words if is_whole(words, 1, numpy=True) else None
-    choice = Choice(max_new_tokens, top_k, top_p is not None, _stops(stop), pad, words)
-    draw = _draw(temperature, top_p)
+    choice = Choice(max_new_tokens, top_k, top_p is not None, _stops(stop), int(pad), words)
     if not has_caches:
         own = None if keys is None else filled(keys)
         text = filled(tokens), filled(lengths), own
@@ -363,7 +365,7 @@ def _stops(stop: Any) -> tuple[int, ...]:
         return ()
     many = isinstance(stop, Sequence | np.ndarray | jax.Array) and np.shape(stop) != ()
     found = list(stop) if many else [stop]
-    if not all(is_whole(token, 0, numpy=True) for token in found):
+    if not all(is_whole(token, 0, numpy=True) and token < 2**31 for token in found):
         raise ValueError(
             f"stop={stop!r}: must be a token, an integer >= 0, or a list of tokens, any of which "
             f"ends a row"
@@ -371,22 +373,10 @@ def _stops(stop: Any) -> tuple[int, ...]:
     return tuple(int(token) for token in found)
 
 
-def _draw(temperature: Any, top_p: Any) -> tuple[jax.Array, jax.Array]:
-    """Return temperature and top_p as arrays, so that other values compile nothing."""
-    if top_p is not None and not isinstance(top_p, jax.Array) and not 0 < top_p <= 1:
-        raise ValueError(
-            f"top_p={top_p!r}: must be the share of all that may be drawn, > 0 and <= 1, or None "
-            f"for all words"
-        )
-    share = 1.0 if top_p is None else top_p
-    return jnp.asarray(temperature, jnp.float32), jnp.asarray(share, jnp.float32)
-
-
 def _row_keys(key: Any, rows: int) -> jax.Array | None:
     if key is None:
         return None
-    if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
-        key = jax.random.wrap_key_data(jnp.asarray(key))
+    key = as_keys(key)
     if key.shape == ():
         found: jax.Array = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
         return found

@@ -7,13 +7,17 @@ that share the words find from a few numbers of each rank.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from collectives import STAGE
+from pipeline.base.arguments import is_number, is_whole
+from pipeline.base.variables import raw
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class _Own(NamedTuple):
 
 
 Draw = tuple[Any, Any]  # the divisor of logits, and the share of probability that may be drawn
+COLDEST = 1e-30  # below it the likeliest word is taken; logits divided by less may be infinite
 
 
 def sample(
@@ -78,14 +83,71 @@ def sample(
     Args:
       logits: the logits of all words.
       key: the key to draw with; None takes the likeliest.
-      temperature: the divisor of logits.
+      temperature: the divisor of logits; 0 takes the likeliest.
       top_k: the number of likeliest words that may be drawn; 0 for all.
       top_p: among these, only the fewest likeliest words whose probabilities, at this temperature,
         add up to top_p may be drawn; None for all words.
+
+    Raises:
+      ValueError: a number out of range; of values under `jax.jit` only the shapes are known.
     """
-    keys = None if key is None else key[None]
-    choice = Choice(1, top_k, top_p is not None)
-    return _best(logits[None], keys, (temperature, top_p), choice)[1][0]
+    keys = None if key is None else as_keys(key)[None]
+    draw, top_k = make_draw(temperature, top_k, top_p)
+    return _best(logits[None], keys, draw, Choice(1, top_k, top_p is not None))[1][0]
+
+
+def as_keys(key: Any) -> jax.Array:
+    """Check one or several keys of `jax.random`, and return them with their type.
+
+    Raises:
+      ValueError: the key is something else, such as a seed.
+    """
+    key = raw(key)
+    is_array = isinstance(key, jax.Array | np.ndarray)
+    if is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jnp.asarray(key)
+    if is_array and key.dtype == jnp.uint32 and key.ndim:
+        return jax.random.wrap_key_data(jnp.asarray(key))
+    raise ValueError(
+        f"key={key!r}: must be a key, such as jax.random.key(seed), or None for the likeliest token"
+    )
+
+
+def make_draw(temperature: Any, top_k: Any, top_p: Any) -> tuple[Draw, int]:
+    """Check the numbers of a draw; return temperature and top_p as arrays, and top_k.
+
+    As arrays, because another temperature or top_p then compiles nothing.
+
+    Raises:
+      ValueError: a number out of range.
+    """
+    if not 0 <= _read_number(temperature, 1.0) < math.inf:
+        raise ValueError(
+            f"temperature={temperature!r}: must be one finite number >= 0, the divisor of logits; "
+            f"0 takes the likeliest token"
+        )
+    if not (top_k is None or is_whole(top_k, 0, numpy=True)):
+        raise ValueError(
+            f"top_k={top_k!r}: must be an integer >= 0, the number of likeliest words that may be "
+            f"drawn; 0 for all"
+        )
+    if top_p is not None and not 0 < _read_number(top_p, 1.0) <= 1:
+        raise ValueError(
+            f"top_p={top_p!r}: must be the share of all that may be drawn, > 0 and <= 1, or None "
+            f"for all words"
+        )
+    share = 1.0 if top_p is None else top_p
+    arrays = jnp.asarray(temperature, jnp.float32), jnp.asarray(share, jnp.float32)
+    return arrays, int(top_k or 0)
+
+
+def _read_number(value: Any, traced: float) -> float:
+    """Return the value of a number or scalar array, NaN for others; ``traced`` under `jax.jit`."""
+    if np.ndim(value) == 0 and isinstance(value, jax.core.Tracer):
+        return traced
+    if np.ndim(value) == 0 and hasattr(value, "dtype"):
+        value = value.item()
+    return float(value) if is_number(value) else math.nan
 
 
 def sample_rows(logits: jax.Array, keys: jax.Array | None, draw: Draw, choice: Choice) -> jax.Array:
@@ -129,10 +191,12 @@ def _best(
     if keys is not None:
         if choice.top_k:
             z = jnp.where(z >= _least(z, choice.top_k, own), z, -jnp.inf)
-        z = z / draw[0]
+        is_cold = draw[0] < COLDEST
+        z = z / jnp.where(is_cold, jnp.ones_like(draw[0]), draw[0])
         if choice.nucleus:
             z = jnp.where(z >= _least_of_nucleus(z, draw[1], own), z, -jnp.inf)
-        z = z + jax.vmap(lambda key: _noise(key, each, own))(keys)
+        noise = jax.vmap(lambda key: _noise(key, each, own))(keys)
+        z = z + jnp.where(is_cold, jnp.zeros_like(noise), noise)
     token = z.argmax(axis=-1).astype(jnp.int32)
     value = jnp.take_along_axis(z, token[:, None], axis=-1)[:, 0]
     return value, token if own is None else token + own.first.astype(jnp.int32)

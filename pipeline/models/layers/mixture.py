@@ -277,7 +277,7 @@ class MixtureOfExperts(nnx.Module):
         parts = tokens, routing.weights, routing.chosen, is_data
         cut = jax.tree.map(lambda part: part.reshape(-1, self.chunk, *part.shape[1:]), parts)
         _, (y, dropped) = jax.lax.scan(some, None, cut)
-        return y.reshape(tokens.shape), dropped.sum()
+        return y.reshape(tokens.shape), dropped.sum(dtype=jnp.int32)
 
     def _shared(self, tokens: jax.Array) -> jax.Array:
         y: jax.Array = self.shared(tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -25,11 +26,15 @@ SHARD_BYTES = 5_000_000_000
 def written(folder: Path) -> Iterator[Path]:
     """Open a temporary folder, renamed to the final one if the block succeeds, else deleted.
 
+    The target of a link is written, and the link stays.
+
     Raises:
       ValueError: the final folder exists and is not empty.
+      OSError: the folder cannot be written; the error names it, and nothing of it is left.
     """
+    asked, folder = folder, Path(os.path.realpath(folder))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there and not empty; give a new folder")
+        raise ValueError(f"{asked} is there and not empty; give a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f"{folder.name}.partial-{uuid.uuid4().hex[:8]}")
     partial.mkdir()
@@ -38,9 +43,14 @@ def written(folder: Path) -> Iterator[Path]:
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)
-    except BaseException:
+    except OSError as error:
+        file = error.filename2 or error.filename
+        if file is not None and not str(file).startswith(str(partial)):
+            raise
+        text = f"{error.strerror}, and nothing was written; make room, or give another folder"
+        raise OSError(error.errno, text, str(asked)) from error
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 Types = Mapping[str, tuple[Any, tuple[int, ...]]]  # dtype and shape, by name
@@ -87,10 +97,10 @@ def write_files(
         try:
             for _ in own:
                 writer.write(*next(tensors))
+            writer.close()
         except BaseException:
             writer.abandon()
             raise
-        writer.close()
     if list(files) != [SINGLE]:
         _write_index(folder, files)
 

@@ -10,6 +10,7 @@ that package.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -24,6 +25,7 @@ import numpy as np
 
 from pipeline.base.arguments import is_whole
 from pipeline.base.files import faults_of, json_object, shown
+from schedules.files.whole import name_file
 
 Range = tuple[int, int]
 
@@ -98,7 +100,7 @@ class Tensor:
         run = max(whole - 1, 0)  # the range of this dim and all later dims are contiguous
         offset = sum(r[0] * s for r, s in zip(ranges, strides, strict=True))
         flat = out.reshape([math.prod(shape[:run]), -1]).view(np.uint8)
-        with self.file.open("rb", buffering=0) as file:
+        with name_file(self.file), self.file.open("rb", buffering=0) as file:
             for n, place in enumerate(np.ndindex(*shape[:run])):
                 at = offset + sum(i * s for i, s in zip(place, strides, strict=False))
                 self._into(file, flat[n], self.start + at * dtype.itemsize)
@@ -246,7 +248,11 @@ class Writer:
         text += b" " * (-len(text) % 8)
         self._left = list(tensors)
         self._file: BinaryIO = path.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        try:
+            self._file.write(len(text).to_bytes(8, "little") + text)
+        except OSError:
+            self.abandon()
+            raise
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Write the next array."""
@@ -264,4 +270,5 @@ class Writer:
 
     def abandon(self) -> None:
         """Close without writing the rest."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # of bytes that do not fit on the disk
+            self._file.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
@@ -202,6 +203,10 @@ class _Source:
     def fetch(self, entry: Entry) -> np.ndarray:
         """Fetch a weight to the host."""
         array, rank, shape = self._place(entry.held)
+        with explain_deleted("named_layers", array):
+            return self._whole(entry, array, rank, shape)
+
+    def _whole(self, entry: Entry, array: Any, rank: Any, shape: tuple[int, ...]) -> np.ndarray:
         if isinstance(entry.held, EndRef):
             whole = gathered(array, None, self.mesh)
             return whole[: shape[0]] if shape else whole
@@ -226,6 +231,21 @@ class _Source:
         if isinstance(held, StateRef) and self.state is not None:
             return self.state, held.ref
         return self.view, held
+
+
+@contextlib.contextmanager
+def explain_deleted(iterator: str, array: Any) -> Iterator[None]:
+    """Name the cause if an array of the pipeline was deleted since an iterator began."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not getattr(array, "is_deleted", lambda: False)():
+            raise
+        raise RuntimeError(
+            f"{iterator}: a step has deleted the weights that were not taken yet, because it "
+            f"donates its arrays: take all of them before the next step, or make the step with "
+            f"Step(..., donate=False)"
+        ) from error
 
 
 def gathered(array: jax.Array, row: int | None, mesh: Any) -> np.ndarray:

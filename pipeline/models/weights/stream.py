@@ -6,8 +6,7 @@ Letters: K stages.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +20,12 @@ from pipeline.base.tree import is_abstract
 from pipeline.base.variables import raw
 from pipeline.core.layers_view.leaf import LayerLeaf, LeafCell
 from pipeline.core.layers_view.view import EndRef, LayerView, layer_view
+from pipeline.core.model.unlike import Overlaid
 from pipeline.core.placement.distribute import distribute
 from pipeline.models.layers.experts.state import ExpertState
 from pipeline.models.weights.checkpoint import listed
 from pipeline.models.weights.names import BLOCKS, EMBED, HEAD, leaves_of
-from pipeline.models.weights.save import gathered
+from pipeline.models.weights.save import explain_deleted, gathered
 from pipeline.pipeline import Pipeline
 from pipeline.splitting.parts import SplitCut, SplitPart
 from pipeline.splitting.recording import member
@@ -55,8 +55,9 @@ def stream(pipe: Pipeline, *, mesh: Mesh | None = None) -> Iterator[tuple[str, s
     """Yield (layer, name, array) of all weights in the order of the model's layers.
 
     A device holds one array at a time in addition to the pipeline's own, if you keep none. Arrays
-    are copies: they do not change when the pipeline trains on. All processes must iterate to the
-    end together.
+    are copies of the weights at this call: they do not change when the pipeline trains on. A step
+    that donates its arrays (`Step`, unless ``donate=False``) deletes the weights that were not
+    taken yet, and the iterator raises. All processes must iterate to the end together.
 
     A layer is "embed", "layers.0", "layers.1", ..., "head". If each stage is a list ``blocks``
     (`pipeline.weights.load`, most models of `pipeline.split`), a layer is one of the blocks; other
@@ -74,6 +75,7 @@ def stream(pipe: Pipeline, *, mesh: Mesh | None = None) -> Iterator[tuple[str, s
     Raises:
       ValueError: the mesh lacks an axis that a layer names, or has one whose size does not divide
         the dim; or the pipeline has types in place of weights.
+      RuntimeError: a step has deleted the weights.
     """
     weights = _weights(pipe)
     if mesh is None:
@@ -100,8 +102,10 @@ def to_plain(pipe: Pipeline, model: nnx.Module) -> None:
     """
     weights = _weights(pipe)
     cut = _cut_of(pipe)
-    variables = {_texts(p): member(model, p) for p, _ in nnx.to_flat_state(nnx.state(model))}
-    names = {path: name for path, (_, name) in _numbered(variables).items()}
+    state = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Any(nnx.RngState, nnx.Cache))))
+    variables = {_texts(path): member(model, path) for path, _ in state}
+    layers = _numbered(variables, lambda name: getattr(model, name))
+    names = {path: name for path, (_, name) in layers.items()}
     if cut is not None:
         names = {path: ".".join(path) for path in variables}
     own = {names[path]: variable for path, variable in variables.items()}
@@ -119,7 +123,9 @@ def _arrays(
 ) -> Iterator[tuple[str, str, jax.Array]]:
     """Yield each weight with the sharding of its target."""
     for weight, target in zip(weights, targets, strict=True):
-        yield weight.layer, weight.name, _moved(weight.leaf.read(), target)
+        with explain_deleted("weights.stream", weight.leaf.cell.value):
+            array = _moved(weight.leaf.read(), target)
+        yield weight.layer, weight.name, array
 
 
 def _moved(array: jax.Array, target: Any) -> jax.Array:
@@ -258,25 +264,36 @@ def _cut_of(pipe: Pipeline) -> SplitCut | None:
 def _names(pipe: Pipeline, paths: Iterable[Path]) -> dict[Path, Name]:
     """Return the names of a pipeline's weights, by their paths in the layer view."""
     cut = _cut_of(pipe)
+    stages = [_find_structure(pipe, k) for k in range(pipe.plan.schedule.num_stages)]
     if cut is None:
-        return _numbered(paths)
-    *stages, embed, head = cut.tables
-    parts: dict[Path, Any] = {("stages", str(k)): table for k, table in enumerate(stages)}
+        return _numbered(paths, lambda _: stages)
+    *tables, embed, head = cut.tables
+    parts: dict[Path, Any] = {("stages", str(k)): table for k, table in enumerate(tables)}
     parts |= {("embed",): embed, ("head",): head}
     of_model = {
         (*part, *_texts(own)): ".".join(_texts(path))
         for part, table in parts.items()
         for own, path in table.items()
     }
-    named = _numbered(paths, is_mixed=True)
+    named = _numbered(paths, lambda _: stages, is_mixed=True)
     return {path: (layer, of_model.get(path, name)) for path, (layer, name) in named.items()}
 
 
-def _numbered(paths: Iterable[Path], *, is_mixed: bool = False) -> dict[Path, Name]:
+def _find_structure(pipe: Pipeline, k: int) -> Any:
+    """Return a module with the structure of a stage, but with other arrays."""
+    rank = next(rank for rank, stages in enumerate(pipe.plan.stages_of) if k in stages)
+    chunk = pipe.chunks[pipe.plan.stages_of[rank].index(k)]
+    return chunk.stages[rank] if isinstance(chunk, Overlaid) else chunk
+
+
+def _numbered(
+    paths: Iterable[Path], stages: Callable[[str], Iterable[Any]], *, is_mixed: bool = False
+) -> dict[Path, Name]:
     """Return names of weights by path, with blocks numbered across stages.
 
     Args:
       paths: the paths of a model with embed, head and one list of layers or of stages.
+      stages: returns the modules of the list of that name; blocks without weights count too.
       is_mixed: whether to number blocks although a stage has weights outside its blocks. If False
         and a stage has such weights, each stage counts as one layer.
     """
@@ -286,9 +303,8 @@ def _numbered(paths: Iterable[Path], *, is_mixed: bool = False) -> dict[Path, Na
         lists = []
     in_blocks = [p for p in lists if len(p) > 4 and p[2] == BLOCKS and p[3].isdecimal()]
     by_block = bool(in_blocks) and (is_mixed or len(in_blocks) == len(lists))
-    counts = Counter({int(k): 0 for _, k, *_ in lists})
-    for k, i in {(int(p[1]), int(p[3])) for p in in_blocks} if by_block else ():
-        counts[k] = max(counts[k], i + 1)
+    modules = stages(lists[0][0]) if by_block else ()
+    counts = [len(getattr(stage, BLOCKS, (stage,))) for stage in modules]
     names: dict[Path, Name] = {}
     numbered = {*lists}
     for path in paths:
@@ -297,7 +313,7 @@ def _numbered(paths: Iterable[Path], *, is_mixed: bool = False) -> dict[Path, Na
             continue
         k, rest = int(path[1]), path[2:]
         if by_block:
-            k = sum(count for stage, count in counts.items() if stage < k)
+            k = sum(counts[:k])
             if rest[0] == BLOCKS:
                 k, rest = k + int(rest[1]), rest[2:]
         names[path] = f"layers.{k}", ".".join((f"layers.{k}", *rest))

@@ -354,13 +354,12 @@ def check_same(
         raise ValueError(f"{folder} {_different(wrong[0], saved, own, more)}")
     for part, value in given.items():
         if part in ignore:
-            if value is not None:
-                raise ValueError(f"{part}= is given, and ignore={ignore!r} leaves it; choose one")
             continue
         has = said[part] if part == "data" else (said[part] or None)
         if (has is None) != (not value if part == "plain" else value is None):
             raise ValueError(
-                f"{folder} holds no {part}, and {part}= is given: leave it out"
+                f"{folder} holds no {part}, and {part}= is given: leave it out, or give "
+                f"ignore=({part!r},)"
                 if has is None
                 else f"{folder} holds {part}, and none is given: give {part}=, or "
                 f"ignore=({part!r},) to leave it there"
@@ -378,13 +377,15 @@ def check_same(
 def _different(name: str, saved: Mapping[str, Any], own: Mapping[str, Any], more: str) -> str:
     """Describe the difference of a leaf, and what to do."""
     part = name.partition(".")[0]
-    remedy = f"it is a checkpoint of another model: give the {part} that was saved"
+    leave = f", or ignore=({part!r},) to leave it there" if part in get_args(Part) else ""
+    remedy = f"give the {part} that was saved{leave}"
     if name not in own:
-        leave = f", or ignore=({part!r},) to leave it there" if part in get_args(Part) else ""
         return (
             f"holds {name}, {_typed(saved[name])}, which has no place in what is restored{more}; "
-            f"give the {part} that was saved{leave}"
+            f"{remedy}"
         )
+    other = "optimizer" if part == "optimizer" else "model"
+    remedy = f"it is a checkpoint of another {other}: {remedy}"
     if name not in saved:
         advice = f"{remedy}{_advice(name, saved)}"
         return f"has nothing for {name}, {_typed(own[name])}{more}; {advice}"

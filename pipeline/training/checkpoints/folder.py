@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import jax
 from flax import nnx
@@ -33,6 +33,7 @@ from pipeline.training.checkpoints.contents import Contents
 from pipeline.training.checkpoints.exits import CAN_WAIT_AT_EXIT, before_exit
 from pipeline.training.checkpoints.manifest import DamagedError
 from pipeline.training.checkpoints.together import everyone, from_first
+from pipeline.training.step import warn_within_update
 from schedules.core.capacity import bytes_text
 
 MARK = "shardpipe-checkpoints.json"  # in every folder of checkpoints; other folders are refused
@@ -90,8 +91,8 @@ class Checkpoints:
         self._folder = self._folder.absolute()
         self._lock: lock.Lock | None = None
         if not read_only:
-            self._claim()
-            self._tidy()
+            with self._claim():
+                self._tidy()
 
     @property
     def folder(self) -> Path:
@@ -148,15 +149,22 @@ class Checkpoints:
                 f"without read_only to save"
             )
         self.wait()
-        self._claim()
-        state = Contents(model, optimizer, shaped)
-        said = contents.describe(step, state, plain, data, metrics, self._topic("data"))
+        with self._claim():
+            state = Contents(model, optimizer, shaped)
+            warn_within_update(step, optimizer)
+            said = contents.describe(step, state, plain, data, metrics, self._topic("data"))
+            self._begin(step, state, said)
+        if not (CAN_WAIT_AT_EXIT or self._is_entered):
+            self.wait()
+
+    def _begin(self, step: int, state: Contents, said: dict[str, Any]) -> None:
+        """Copy the arrays of a checkpoint, and begin to write it in a thread."""
         self._check_room(step, sum(leaf.size for leaf in state.leaves.values()))
         temporary, topic = self._folder / f".{_name(step)}.tmp", self._topic("save")
-        tree = read_leaves(state.leaves, model)
+        tree = read_leaves(state.leaves, state.model)
         try:
             if jax.process_index() == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
+                _remove(temporary)
                 temporary.mkdir()
             response = self._orbax.save(temporary / ARRAYS, tree)
         except Exception as error:
@@ -169,8 +177,6 @@ class Checkpoints:
         self._thread.start()
         if self._lock is not None:
             self._lock.saving = self._thread
-        if not (CAN_WAIT_AT_EXIT or self._is_entered):
-            self.wait()
 
     def wait(self) -> None:
         """Wait until the last save is on disk.
@@ -229,7 +235,7 @@ class Checkpoints:
             data, the number of processes must be the same as at the save.
           step: the step of the checkpoint; by default the newest good checkpoint.
           ignore: the parts of the checkpoint that are not restored, of "optimizer", "shaped",
-            "plain" and "data".
+            "plain" and "data". Given objects of these parts stay as they are.
 
         Returns:
           The step; None if the folder has no checkpoint.
@@ -245,6 +251,12 @@ class Checkpoints:
         if found is None:
             return None
         folder, said = found
+        optimizer, shaped, plain, data = (
+            None if name in ignore else part
+            for name, part in zip(
+                get_args(contents.Part), (optimizer, shaped, plain, data), strict=True
+            )
+        )
         trees = None if shaped is None else dict(shaped)
         state = Contents(model, optimizer, trees)
         given = {"plain": plain, "data": data}
@@ -315,11 +327,11 @@ class Checkpoints:
         manifest.write_manifest(temporary, said)
         final, aside = self._folder / _name(step), self._folder / f".{_name(step)}.old"
         if final.is_dir():  # keep this step's old checkpoint until the new one has its name
-            shutil.rmtree(aside, ignore_errors=True)
+            _remove(aside)
             final.rename(aside)
         temporary.rename(final)
         manifest.sync_folder(self._folder)
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside)
         self._damaged.discard(step)
         self._drop()
 
@@ -333,7 +345,7 @@ class Checkpoints:
             if step in known and step not in kept:
                 gone = self._folder / f".{_name(step)}.gone"
                 (self._folder / _name(step)).rename(gone)  # a checkpoint is never half deleted
-                shutil.rmtree(gone, ignore_errors=True)
+                _remove(gone)
 
     def _best_of(self, known: Mapping[int, Mapping[str, Any]]) -> list[int]:
         """Return the step of the best metric, if ``best`` is set."""
@@ -347,7 +359,7 @@ class Checkpoints:
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
         """Remove a checkpoint that could not be written, and make the error for it."""
         if jax.process_index() == 0:
-            shutil.rmtree(self._folder / f".{_name(step)}.tmp", ignore_errors=True)
+            _remove(self._folder / f".{_name(step)}.tmp")
         kept = self._kept()
         with contextlib.suppress(OSError):
             kept = f"{kept}, {bytes_text(shutil.disk_usage(self._folder).free)} are free"
@@ -362,10 +374,10 @@ class Checkpoints:
         steps = ", ".join(map(str, self.steps))
         return f"those of steps {steps} are there" if steps else "none is there"
 
-    def _claim(self) -> None:
-        """Make process 0 the only writer of the folder, once its earlier saves are on disk."""
+    def _claim(self) -> contextlib.AbstractContextManager[None]:
+        """Make process 0 the only writer of the folder; the block runs after its earlier saves."""
         if jax.process_index():
-            return
+            return contextlib.nullcontext()
         self._lock = lock.take(self._folder)
         if self._lock is None:
             raise CheckpointError(
@@ -373,8 +385,7 @@ class Checkpoints:
                 f"would delete each other's checkpoints: name another folder, or wait until that "
                 f"run has ended; Checkpoints(folder, read_only=True) reads it meanwhile"
             )
-        if self._lock.saving is not None:
-            self._lock.saving.join()
+        return self._lock
 
     def _tidy(self) -> None:
         """Remove the incomplete folders of a run that was killed; other folders stay."""
@@ -387,7 +398,7 @@ class Checkpoints:
             if path.suffix == ".old" and not final.exists():
                 path.rename(final)
             else:
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
 
     # --- reading ---
 
@@ -489,10 +500,12 @@ def _check_folder(folder: Path, *, read_only: bool) -> None:
             f"folder={str(folder)!r} is a file; give a folder, which may not be there yet"
         )
     held = sorted(p.name for p in folder.iterdir()) if folder.exists() else []
-    if held and MARK not in held and any(not name.startswith(f".{MARK}") for name in held):
+    begun = f".{MARK}", lock.NAME  # files of another thread that makes the folder
+    others = [name for name in held if not name.startswith(begun)]
+    if others and MARK not in held:
         raise ValueError(
-            f"folder={str(folder)!r} holds {held[0]!r} and is no folder of checkpoints, which has "
-            f"a file {MARK}; give an empty one, or one that is not there yet"
+            f"folder={str(folder)!r} holds {others[0]!r} and is no folder of checkpoints, which "
+            f"has a file {MARK}; give an empty one, or one that is not there yet"
         )
     if read_only:
         if not held:
@@ -501,7 +514,7 @@ def _check_folder(folder: Path, *, read_only: bool) -> None:
     if jax.process_index():
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.resolve().mkdir(parents=True, exist_ok=True)  # also the target of a link
         manifest.write_durably(folder / MARK, '{"format": 1}\n')
     except OSError as error:
         raise type(error)(
@@ -509,6 +522,14 @@ def _check_folder(folder: Path, *, read_only: bool) -> None:
             f"folder={str(folder)!r} cannot be written to ({error.strerror}); give another, or "
             f"make room there, or read_only=True to restore only",
         ) from error
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder as far as possible; of a link to a folder only the link."""
+    if folder.is_symlink():
+        with contextlib.suppress(OSError):
+            folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_done(texts: list[str]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.files import read_bytes
+from schedules.files.whole import replace
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -54,12 +55,7 @@ def write_manifest(folder: Path, said: Mapping[str, Any]) -> None:
 
 def write_durably(path: Path, text: str) -> None:
     """Write a file atomically: after a power cut the file is the old or the new one."""
-    other = path.with_name(f".{path.name}.tmp")
-    with other.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    other.replace(path)
+    replace(text, path)
     sync_folder(path.parent)
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import collectives
 from pipeline import Pipeline, generate, sample
+from pipeline.decoders import DecoderConfig, LatentConfig, build
 from pipeline.vocabulary import VocabularyEmbedding, VocabularyHead
 from tests.support import split_axes
 from tests.support.grids import effort
@@ -484,6 +487,68 @@ def test_prompts_that_are_none():
     )
 
 
+OUT_OF_RANGE = {
+    "temperature": (-1.0, math.nan, math.inf, True, "1", [1.0], jnp.float32(-1), jnp.ones(2)),
+    "top_k": (-1, 1.5, True, "3", jnp.ones(())),
+    "top_p": (0, 0.0, 1.5, math.nan, True, np.float32(0), jnp.float32(2)),
+    "pad": (1.5, True, None, 2**31),
+}
+RULES = {
+    "temperature": "one finite number >= 0, the divisor of logits; 0 takes the likeliest token",
+    "top_k": "an integer >= 0, the number of likeliest words that may be drawn; 0 for all",
+    "top_p": "the share of all that may be drawn, > 0 and <= 1, or None for all words",
+    "pad": "a token, an integer of int32",
+}
+
+
+@pytest.mark.parametrize("function", ["sample", "generate"])
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_numbers_of_a_draw_that_are_out_of_range_are_refused(name, function):
+    """Issue 67: `sample` took any number, and tokens were then 0 whatever the logits."""
+    if function == "sample" and name == "pad":
+        return
+    pipe = make(Own)[0] if function == "generate" else None
+    for value in OUT_OF_RANGE[name]:
+        options = {"key": jax.random.key(0), name: value}
+        with pytest.raises(ValueError) as error:
+            generate(pipe, PROMPTS, 2, **options) if pipe else sample(jnp.zeros(4), **options)
+        assert str(error.value) == f"{name}={value!r}: must be {RULES[name]}"
+
+
+@pytest.mark.parametrize("key", [0, 1.5, "a", np.int32(3), jnp.zeros((), jnp.uint32)])
+def test_a_seed_is_no_key(key):
+    said = f"key={key!r}: must be a key, such as jax.random.key(seed), or None for the likeliest"
+    assert refusal(make(Own)[0], PROMPTS, 2, key=key) == f"{said} token"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        sample(jnp.zeros(4), key)
+    raw = jax.random.key_data(jax.random.key(3))
+    logits = jnp.arange(4.0)
+    assert (
+        sample(logits, raw) == sample(logits, np.asarray(raw)) == sample(logits, jax.random.key(3))
+    )
+
+
+def test_a_stop_beyond_int32_is_refused():
+    assert refusal(make(Own)[0], PROMPTS, 2, stop=[1, 2**31]).startswith("stop=[1, 2147483648]: ")
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-50, 1e-36, np.float32(0), jnp.float32(0)])
+@pytest.mark.parametrize("traced", [False, True])
+def test_at_temperature_zero_the_likeliest_is_drawn(temperature, traced):
+    """Issue 67: logits / 0 are infinite or NaN, and 0 or an unlikely token was returned."""
+    logits = jnp.array([0.0, 1.0, 9.0, 8.99])
+    for options in {}, {"top_k": 3}, {"top_p": 0.3}, {"top_k": np.int64(2), "top_p": 1}:
+        for n in range(4):
+            draw = functools.partial(sample, logits, jax.random.key(n), **options)
+            assert (jax.jit(draw) if traced else draw)(temperature=temperature) == 2
+
+
+def test_text_at_temperature_zero_is_the_likeliest_in_the_program_of_other_temperatures():
+    pipe, *_ = make(Own)
+    cold = generate(pipe, PROMPTS, NEW, key=jax.random.key(0), temperature=0, top_p=0.9)
+    np.testing.assert_array_equal(cold, generate(pipe, PROMPTS, NEW))
+
+
 class Mixed(Own):
     """A stage with a cache, and experts that are shared out over a row axis."""
 
@@ -504,3 +569,17 @@ def test_rows_over_an_axis_that_stages_have_collectives_over(drawn):
     options = DRAWN if drawn else {}
     found = generate(pipe, PROMPTS, NEW, lengths=LENGTHS, **options)
     np.testing.assert_array_equal(found, plain(model, **options))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("latent", [False, True])
+def test_caches_are_written_under_x64(latent: bool) -> None:
+    """Issue 67: places of a cache were int64 and int32, which jax refuses."""
+    more = {"latent": LatentConfig(None, 4, 4, 2, 4)} if latent else {}
+    sizes = {"vocabulary": WORDS, "width": 8, "layers": 2, "heads": 2, "kv_heads": 2}
+    config = DecoderConfig(**sizes, head_dim=4, hidden=8, **more)
+    stages, embed, head = build(config, [1, 1], nnx.Rngs(0))
+    pipe = Pipeline(stages, 2, embed=embed, head=head)
+    wanted = generate(pipe, PROMPTS, 3)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(generate(pipe, PROMPTS, 3), wanted)

@@ -716,3 +716,75 @@ def test_an_axis_that_batch_forgets_is_told_of_batch_first(axis, batch):
         f"or, each of them holds only its part"
     )
     Pipeline([Stage(0), Stage(1)], 2, batch=batch, **options).loss(x, x)
+
+
+@pytest.mark.parametrize("in_pipeline", [False, True])
+def test_settled_experts_count_drops_anew_as_choices(in_pipeline: bool) -> None:
+    """Issue 67: `drops` stayed, so the part that was dropped was of two passes over one."""
+
+    def make(rngs: nnx.Rngs) -> MixtureOfExperts:
+        more = {"dispatch": "capacity", "capacity_factor": 0.25, "balance": "batch"}
+        return MixtureOfExperts(8, 6, 4, 2, rngs, balance_weight=0.1, counts=True, **more)
+
+    def dropped(passes: int) -> Any:
+        layers = [make(nnx.Rngs(k)) for k in range(2)]
+        model: Any = layers[0]
+        if in_pipeline:
+            model = Pipeline(layers, 2, loss_fn=models.squares, state=ExpertState)
+        for n in range(passes):
+            model.loss(x, x) if in_pipeline else model(x)
+            if n + 1 < passes:
+                settle_experts(model)
+        advance_experts(model)
+        state = nnx.to_flat_state(nnx.state(model, ExpertState))
+        return [leaf[...] for path, leaf in state if path[-1] == "dropped"]
+
+    x = normal(4, 8, 8)
+    once = dropped(1)
+    assert max(float(found.max()) for found in once) > 0.1
+    jax.tree.map(assert_close, dropped(3), once)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("dispatch", ["gather", "capacity"])
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_counters_keep_their_dtype_under_x64(dispatch: str, chunk: int | None) -> None:
+    """Issue 67: sums of int32 are int64 there, and adding them to int32 is to become an error."""
+    with jax.enable_x64(True):
+        x = jnp.ones((4, 4, 8), jnp.float32)
+        options = {"dispatch": dispatch, "chunk": chunk, "bias_rate": 1e-3, "balance": "batch"}
+        moe = MixtureOfExperts(8, 6, 4, 2, nnx.Rngs(0), counts=True, balance_weight=0.1, **options)
+        before = jax.tree.map(lambda v: v.dtype, nnx.state(moe, ExpertState))
+        moe(x)
+        advance_experts(moe)
+        moe(x)
+        assert jax.tree.map(lambda v: v.dtype, nnx.state(moe, ExpertState)) == before
+        assert moe.counts[...].sum() == 4 * 4 * 2
+
+
+def test_experts_of_unlike_stages_are_advanced_as_the_refusal_recommends() -> None:
+    """Issue 67: a pipeline that packs the state of experts ended in a TypeError of None."""
+
+    class Stage(nnx.Module):
+        def __init__(self, k: int) -> None:
+            self.moe = MixtureOfExperts(8, 6, 4, 2, nnx.Rngs(k), counts=True)
+            self.more = nnx.Linear(8, 8, rngs=nnx.Rngs(k)) if k else None
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = self.moe(x)
+            return x if self.more is None else self.more(x)
+
+    def counts(pipe: Pipeline) -> list[float]:
+        state = nnx.to_flat_state(nnx.state(pipe, ExpertState))
+        return [float(jnp.abs(leaf[...]).sum()) for path, leaf in state if path[-1] == "counts"]
+
+    stages, x = [Stage(0), Stage(1)], normal(4, 8, 8)
+    pipe = Pipeline(stages, 2, loss_fn=models.squares, state=ExpertState)
+    pipe.value_and_grad(x, x)
+    with pytest.raises(ValueError, match="advance_experts was given a Pipeline that packs ") as e:
+        advance_experts(pipe)
+    assert str(e.value).endswith("give the pipeline after_step=advance_experts instead")
+    assert sum(counts(pipe)) > 0
+    pipe = pipe.replace(after_step=advance_experts)
+    pipe.value_and_grad(x, x)
+    assert sum(counts(pipe)) == 0

@@ -20,6 +20,10 @@ from pipeline.models.weights.checkpoint import open_checkpoint
 from pipeline.models.weights.tables.families import FAMILIES, family_of
 from pipeline.training.config.config import Config
 from pipeline.training.config.reading import RunConfigError, read_setting
+from schedules import Schedule, build
+from schedules.cli.records import read_json as read_schedule
+from schedules.cli.records import write_json
+from schedules.files.costs import read_costs
 from tests.models.weights import tiny
 from tests.models.weights.test_bad_checkpoints import CONFIG, TENSORS, refused
 from tests.models.weights.test_expert_families import config_of
@@ -64,6 +68,26 @@ def test_toml_that_no_reader_expects(text, fault, tmp_path):
     with pytest.raises(RunConfigError) as refusal:
         Config.from_files([path])
     assert refusal.value.faults == (f"{path} is no TOML: {fault}",)
+
+
+MARK = "\ufeff"  # of byte order, which editors of Windows put first
+
+
+def test_files_may_begin_with_a_byte_order_mark(tmp_path):
+    """Issue 67: of each kind that an editor may have saved."""
+    path = tmp_path / "file"
+    path.write_text(f'{MARK}{{"a": 1}}', encoding="utf-8")
+    assert read_json(path) == {"a": 1}
+    path.write_bytes(f'{MARK}[run]\r\nfolder = "ö"\r\n'.encode())
+    assert read_toml(path) == {"run": {"folder": "ö"}}
+    schedule = build("1f1b", num_ranks=2, num_microbatches=2)
+    for name, write in (("a.csv", schedule.to_csv), ("a.json", lambda p: write_json(schedule, p))):
+        write(tmp_path / name)
+        (tmp_path / name).write_bytes(MARK.encode() + (tmp_path / name).read_bytes())
+    assert Schedule.from_csv(tmp_path / "a.csv").orders == schedule.orders
+    assert read_schedule(tmp_path / "a.json").orders == schedule.orders
+    path.write_text(f'{MARK}{{"costs": {{"f": 1, "i": 2, "w": 3}}}}', encoding="utf-8")
+    assert read_costs(path).i == 2
 
 
 @pytest.mark.parametrize("value", ["9" * DIGITS, "[" * DEEP, "{a = " * DEEP])

@@ -148,7 +148,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["inspect", "HERE", "--fast"], "--fast is not an option; --help lists them"),
         (
             ["export", "HERE", "--out", "HERE/x", "--shard-gb", "0"],
-            "--shard-gb 0: must be > 0",
+            "--shard-gb 0: must be a finite number > 0",
         ),
         (
             ["export", "HERE", "--out", "HERE/x"],
@@ -170,3 +170,46 @@ def test_what_the_command_line_refuses(
     assert caught.value.code == 2
     said = capsys.readouterr().err.replace(str(tmp_path), "HERE")
     assert said.startswith(f"python -m pipeline weights: {message}")
+
+
+def saved(tmp_path: Path, folder: Path) -> None:
+    row = weights.row("up", "d f", ("up.weight", "f d"))
+    sizes = {"d": 4, "f": 6}
+    rows = row, weights.row("extra", "d", ("extra.weight", "d"))
+    own = weights.Family("mine", rows=rows, embed=(), head=(), sizes=lambda _: sizes)
+    weights.save(Pipeline([Stage()], 1), folder, family=own, config={"width": 4})
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_weights_are_saved_to_the_target_of_a_link(is_there: bool, tmp_path: Path) -> None:
+    """Issue 67: all was written beside the link, and removed when the link was no folder."""
+    target, link = tmp_path / "disk" / "large", tmp_path / "out"
+    target.parent.mkdir()
+    if is_there:
+        target.mkdir()
+    link.symlink_to(target)
+    saved(tmp_path, link)
+    assert link.is_symlink()
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors"]
+    with pytest.raises(ValueError, match=f"{link} is there and not empty; give a new folder"):
+        saved(tmp_path, link)
+
+
+@pytest.mark.parametrize("bytes_left", [10, 200])
+def test_weights_that_do_not_fit_on_the_disk_name_their_folder(
+    bytes_left: int, tmp_path: Path
+) -> None:
+    """Issue 67: `[Errno 28] No space left on device` named nothing; config.json has 44 bytes."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            saved(tmp_path, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(error.value) == (
+        f"[Errno 27] File too large, and nothing was written; make room, or give another folder: "
+        f"{str(tmp_path / 'out')!r}"
+    )
+    assert list(tmp_path.iterdir()) == []

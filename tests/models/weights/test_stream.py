@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from typing import Any
 
@@ -18,6 +19,7 @@ from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer, split, weights
 from pipeline.decoders import DecoderConfig, Parts, build, next_token_loss
 from pipeline.models.weights import stream as module
+from tests.models.weights import tiny
 from tests.trainers.models import LAYERS, ROWS, WORDS, Plain, pipelined
 
 CONFIG = DecoderConfig(
@@ -187,6 +189,7 @@ def test_a_device_holds_no_more_than_a_layer_beyond_the_weights(
     move = module._moved
     for array in weights.stream(pipe, mesh=mesh):  # caches of one-off programs
         del array
+    gc.collect()  # what other tests have left
     before = live_bytes()
     monkeypatch.setattr(module, "_moved", watched)
     weights.to_plain(pipe, model)
@@ -218,6 +221,31 @@ def test_arrays_are_copies() -> None:
     np.testing.assert_array_equal(kernel, plain.blocks[2].linear.kernel[...].astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("iterator", ["weights.stream", "named_layers"])
+def test_a_step_that_donates_the_weights_of_an_iterator_is_named(iterator: str) -> None:
+    """Issue 67: the error was JAX's, of a deleted array."""
+    decoder = weights.FAMILIES["llama"].config(tiny.CONFIGS["llama"])
+    stages, embed, head = build(decoder, [2, 1], nnx.Rngs(0))
+    pipe = Pipeline(stages, 1, embed=embed, head=head, loss_fn=next_token_loss)
+    make = {
+        "weights.stream": lambda: weights.stream(pipe),
+        "named_layers": lambda: weights.named_layers(
+            pipe, family="llama", config=tiny.CONFIGS["llama"]
+        ),
+    }[iterator]
+    items = make()
+    next(items)
+    nnx.update(pipe, jax.jit(lambda s: s, donate_argnums=0)(nnx.state(pipe)))
+    with pytest.raises(RuntimeError) as error:
+        list(items)
+    assert str(error.value) == (
+        f"{iterator}: a step has deleted the weights that were not taken yet, because it donates "
+        f"its arrays: take all of them before the next step, or make the step with Step(..., "
+        f"donate=False)"
+    )
+    assert len(list(make())) > 2
+
+
 class Counted(nnx.Module):
     """A stage with state that it writes."""
 
@@ -243,6 +271,73 @@ def test_declared_state_is_with_its_layer() -> None:
 
 
 @pytest.mark.usefixtures("lenient")
+class Bare(nnx.Module):
+    """A block without weights."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nnx.relu(x)
+
+
+class Blocks(nnx.Module):
+    def __init__(self, blocks: list[nnx.Module]) -> None:
+        self.blocks = nnx.List(blocks)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Listed(nnx.Module):
+    """A model without a pipeline, of layers or of stages."""
+
+    def __init__(self, layers: list[nnx.Module]) -> None:
+        self.layers = nnx.List(layers)
+
+
+ENDINGS = {
+    "a function": lambda k: [Bare()],
+    "dropout": lambda k: [nnx.Dropout(0.1, rngs=nnx.Rngs(k))],
+    "nothing": lambda k: [],
+    "unlike": lambda k: [Bare() for _ in range(2 * k)],
+    "a norm": lambda k: [
+        nnx.LayerNorm(4, use_bias=False, use_scale=False, rngs=nnx.Rngs(0)),
+        nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(k + 5)), nnx.relu),
+        Bare(),
+    ],
+}
+
+
+@pytest.mark.filterwarnings("ignore:stages.* differs from stages")
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("way", ["layers", "stages", "split"])
+def test_blocks_without_weights_count_as_layers(ending: str, way: str) -> None:
+    """Issue 67: after blocks that end in modules without weights all layers were "others"."""
+
+    def blocks(seed: int) -> list[list[nnx.Module]]:
+        ends = map(ENDINGS[ending], range(3))
+        return [[nnx.Linear(4, 4, rngs=nnx.Rngs(seed + k)), *end] for k, end in enumerate(ends)]
+
+    def plain(seed: int) -> nnx.Module:
+        layers = [block for stage in blocks(seed) for block in stage]
+        if way == "split":
+            return Blocks(layers)
+        return Listed(list(map(Blocks, blocks(seed))) if way == "stages" else layers)
+
+    pipe = Pipeline(list(map(Blocks, blocks(0))), 1)
+    if way == "split":
+        parts = split(plain(0), 2, jnp.ones((2, 4)))
+        pipe = Pipeline(parts.stages, 1, embed=parts.embed, head=parts.head)
+    model = plain(7)
+    weights.to_plain(pipe, model)
+    assert_same(model, plain(0))
+    ahead = [len(stage) for stage in blocks(0)]
+    wanted = [f"layers.{sum(ahead[:k]) + n}" for k in range(3) for n in (0, 2)[: ahead[k]]]
+    if ending != "a norm":
+        wanted = [f"layers.{sum(ahead[:k])}" for k in range(3)]
+    assert list(dict.fromkeys(layer for layer, _, _ in weights.stream(pipe))) == wanted
+
+
 def test_a_model_of_other_layers() -> None:
     """All differences are named, and nothing is written."""
     pipe, model = pipelined(Plain()), Plain()

@@ -35,7 +35,7 @@ def counts_of(chosen: jax.Array, num_experts: int, is_data: jax.Array | None = N
     hot = jax.nn.one_hot(chosen, num_experts, dtype=jnp.int32)
     if is_data is not None:
         hot = hot * is_data[..., None, None].astype(jnp.int32)
-    return hot.sum((-3, -2))
+    return hot.sum((-3, -2), dtype=jnp.int32)  # under jax_enable_x64 too
 
 
 def joint_balance(counts: jax.Array, shares: jax.Array, earlier: Any) -> tuple[jax.Array, Any]:

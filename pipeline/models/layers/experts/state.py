@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pipeline.base.rows import DataStatistic
+from pipeline.base.variables import Placeholder
 
 
 class ExpertState(DataStatistic):
@@ -35,7 +36,8 @@ def advance_experts(module: nnx.Module) -> None:
     """
     found = False
     for _, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.Module) and hasattr(node, "advance_experts"):
+        is_packed = isinstance(getattr(node, "counts", None), Placeholder)
+        if isinstance(node, nnx.Module) and hasattr(node, "advance_experts") and not is_packed:
             node.advance_experts()
             found = True
     if not found and nnx.to_flat_state(nnx.state(module, ExpertState)):
@@ -47,7 +49,7 @@ def advance_experts(module: nnx.Module) -> None:
 
 
 def settle_experts(module: nnx.Module) -> None:
-    """Turn counts into loads and reset the counts; biases stay.
+    """Turn counts into loads, and reset the counts of choices and of drops; biases stay.
 
     With ``balance="batch"`` the loss reads the loads of the previous step. For the loads of a batch
     itself, run a forward pass before the step: ``pipe.loss(inputs, targets)``, whose targets mark
@@ -59,12 +61,12 @@ def settle_experts(module: nnx.Module) -> None:
     found = dict(nnx.to_flat_state(nnx.state(module, ExpertState)))
     changed = []
     for path, leaf in found.items():
-        if path[-1] != "counts":
+        if path[-1] not in ("counts", "drops"):
             continue
-        counts = leaf[...]
-        changed.append((path, leaf.replace(jnp.zeros_like(counts))))
-        load = (*path[:-1], "load")
-        changed.append((load, found[load].replace(loads(counts))))
+        changed.append((path, leaf.replace(jnp.zeros_like(leaf[...]))))
+        if path[-1] == "counts":
+            load = (*path[:-1], "load")
+            changed.append((load, found[load].replace(loads(leaf[...]))))
     if not changed:
         raise ValueError(
             "settle_experts was given a module without counts of experts: make its layers with "
