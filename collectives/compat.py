@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 # declared whether it may be repeated, these could go.
 from jax._src.callback import IOEffect, OrderedIOEffect  # isort: skip
 from jax._src.debugging import OrderedDebugEffect  # isort: skip
-from jax._src.core import NamedAxisEffect  # isort: skip
+from jax._src.core import NamedAxisEffect, extend_axis_env_nd, to_concrete_value  # isort: skip
 from jax._src.state.types import AccumEffect, ReadEffect, WriteEffect  # isort: skip
 
 # Private, seen from 0.10.2 to 0.12.0: the errors of `checkify` with their own text have no public
@@ -433,17 +433,13 @@ def renamed_errors(
 
 def concrete(x: Any) -> jax.Array | None:
     """Return the array that a tracer of a derivative stands for; None if there is none."""
-    from jax._src import core
-
-    value: jax.Array | None = core.to_concrete_value(x)
+    value: jax.Array | None = to_concrete_value(x)
     return value
 
 
 def axis_of_size(axis: str, size: int) -> AbstractContextManager[None]:
     """A context in which `jax.lax.axis_size` of an axis is ``size``."""
-    from jax._src import core
-
-    context: AbstractContextManager[None] = core.extend_axis_env_nd([(axis, size)])
+    context: AbstractContextManager[None] = extend_axis_env_nd([(axis, size)])
     return context
 
 

@@ -92,7 +92,9 @@ class Pipeline(nnx.Module):
         was_made = hasattr(self, "plan")  # `replace` lays a pipeline out anew
         check_kinds(stages, embed=embed, head=head, loss_fn=loss_fn)
         given_stages, count, lint = stages, count_stages(stages), Lint()
-        _check_nested([stages] if is_stacked(stages) else stages, embed=embed, head=head)
+        checks.check_nested(
+            Pipeline, [stages] if is_stacked(stages) else stages, embed=embed, head=head
+        )
         param_dtype = check_dtype("param_dtype", options.param_dtype)
         dtypes = {
             "compute_dtype": check_dtype("compute_dtype", options.compute_dtype),
@@ -377,9 +379,9 @@ class Pipeline(nnx.Module):
         Leaves of the batch and of the stages may be `jax.ShapeDtypeStruct`: nothing is run. With an
         optimizer the step includes its update, and weights and state are donated.
         """
-        from pipeline.insight.forecast.ahead import lower_step
+        from pipeline.insight.forecast.ahead import check_one_program, lower_step
 
-        _check_one_program(self.plan, "lower()")
+        check_one_program(self.plan, "lower()")
         operands = self._untyped(self._operands(inputs, targets, extras, "lower"))
         if optimizer is not None:
             return lower_step(self, optimizer, inputs, targets, extras)
@@ -519,8 +521,9 @@ class Pipeline(nnx.Module):
           ValueError: arguments that do not fit.
         """
         from pipeline.insight.calibrate.efficiency import measure
+        from pipeline.insight.forecast.ahead import check_one_program
 
-        _check_one_program(self.plan, "measure()")
+        check_one_program(self.plan, "measure()")
         operands = self._operands(inputs, targets, extras, "measure")
         check_arrays("measure", operands)
         return measure(self.plan, self._untyped(operands), steps=steps)
@@ -659,9 +662,10 @@ class Pipeline(nnx.Module):
             number and the remedy); devices without host memory; or an optimizer of other
             parameters.
         """
+        from pipeline.insight.forecast.ahead import check_one_program
         from pipeline.insight.forecast.step_memory import share_within
 
-        _check_one_program(self.plan, "offload_within()")
+        check_one_program(self.plan, "offload_within()")
         operands = self._untyped(self._operands(inputs, targets, extras, "offload_within"))
         return self.replace(offload=share_within(self, budget, optimizer, operands))
 
@@ -722,17 +726,13 @@ class Pipeline(nnx.Module):
           ValueError: ``compiled=True`` or an optimizer without a known batch; or an optimizer of
             other parameters.
         """
-        from pipeline.insight.forecast.describe import describe
+        from pipeline.insight.forecast.describe import check_targets, describe
         from pipeline.insight.forecast.describe_memory import describe_memory
         from pipeline.insight.forecast.step_memory import describe_step
 
         operands = None
         if inputs is not None:
-            if targets is None and self.plan.loss_fn is not None:
-                raise ValueError(
-                    "describe(inputs) describes a training step, whose loss_fn takes targets: give "
-                    "describe(inputs, targets), or describe() for what needs no batch"
-                )
+            check_targets(self.plan, targets)
             operands = self._untyped(self._operands(inputs, targets, extras, "describe"))
         operands = operands or self.plan.facts.last
         if self.plan.engine == "programs" and operands is not None:
@@ -858,21 +858,6 @@ def _entries_of(engine: str) -> Any:
     return programs
 
 
-def _check_one_program(plan: Plan, method: str) -> None:
-    """Check that the engine runs a step as one program, which ``method`` needs.
-
-    Raises:
-      ValueError: the engine runs a step as several programs.
-    """
-    if plan.engine != "scan":
-        also = "" if plan.stage_meshes is None else ", stage_meshes=None, mesh=mesh"
-        raise ValueError(
-            f"{method} looks at the one program of engine='scan', and a step of "
-            f"engine={plan.engine!r} is many: call it on pipe.replace(engine='scan'{also}), which "
-            f"has the same stages and weights"
-        )
-
-
 def _warn_of_memory(
     plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool = False
 ) -> None:
@@ -883,22 +868,6 @@ def _warn_of_memory(
         from pipeline.insight.forecast.limit import warn_of_memory
 
         warn_of_memory(plan, limit, model, operands, want_inputs=want_inputs)
-
-
-def _check_nested(stages: Any, **ends: Any) -> None:
-    """Refuse pipelines within a pipeline's stages, embed or head."""
-    parts = {f"stages[{k}]": stage for k, stage in enumerate(stages)} | ends
-    for name, part in parts.items():
-        if not isinstance(part, nnx.Module):
-            continue
-        for path, node in nnx.iter_modules(part):
-            if isinstance(node, Pipeline):
-                where = ".".join(map(str, (name, *path)))
-                raise ValueError(
-                    f"{where} is a Pipeline, and a pipeline lays itself over devices, so it cannot "
-                    f"be a part of another: put its stages into the outer one's list "
-                    f"(pipe.stages(), pipe.embed, pipe.head)"
-                )
 
 
 def _with_state(module: nnx.Module, change: Callable[..., Tree], *given: Any) -> nnx.Module:

@@ -54,6 +54,22 @@ def warn_of_idle_devices(schedule: Any, mesh: Mesh, num_stages: int) -> None:
     )
 
 
+def check_nested(pipeline: type, stages: Any, **ends: Any) -> None:
+    """Refuse pipelines within a pipeline's stages, embed or head; ``pipeline`` is their class."""
+    parts = {f"stages[{k}]": stage for k, stage in enumerate(stages)} | ends
+    for name, part in parts.items():
+        if not isinstance(part, nnx.Module):
+            continue
+        for path, node in nnx.iter_modules(part):
+            if isinstance(node, pipeline):
+                where = ".".join(map(str, (name, *path)))
+                raise ValueError(
+                    f"{where} is a Pipeline, and a pipeline lays itself over devices, so it cannot "
+                    f"be a part of another: put its stages into the outer one's list "
+                    f"(pipe.stages(), pipe.embed, pipe.head)"
+                )
+
+
 def check_stages(stages: Any) -> None:
     """Refuse stages of a model that qwix quantised whole; warn if all differ only in attributes.
 

@@ -19,6 +19,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from collectives.compat import HOST_MEMORY
 from pipeline.base.axes import LeafSpecs
 from pipeline.base.tree import Tree
+from pipeline.core.options.plan import Plan
+
+
+def check_one_program(plan: Plan, method: str) -> None:
+    """Check that the engine runs a step as one program, which ``method`` needs.
+
+    Raises:
+      ValueError: the engine runs a step as several programs.
+    """
+    if plan.engine != "scan":
+        also = "" if plan.stage_meshes is None else ", stage_meshes=None, mesh=mesh"
+        raise ValueError(
+            f"{method} looks at the one program of engine='scan', and a step of "
+            f"engine={plan.engine!r} is many: call it on pipe.replace(engine='scan'{also}), which "
+            f"has the same stages and weights"
+        )
 
 
 def lower_step(

@@ -81,6 +81,15 @@ def _axes(plan: Plan) -> str:
     return ", ".join(texts)
 
 
+def check_targets(plan: Plan, targets: Any) -> None:
+    """Raise ValueError for inputs that were given to `describe` without targets, with a loss."""
+    if targets is None and plan.loss_fn is not None:
+        raise ValueError(
+            "describe(inputs) describes a training step, whose loss_fn takes targets: give "
+            "describe(inputs, targets), or describe() for what needs no batch"
+        )
+
+
 def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
     """Describe sizes, schedule and its reason, ticks, buffers, bubbles, memory, unlike stages."""
     schedule, unlike = plan.schedule, [] if plan.stage_meshes else _unlike(chunks)
