@@ -555,7 +555,7 @@ class Pipeline(nnx.Module):
 
         # A plan of its own has warned of nothing yet, and has traced nothing.
         plan = self.plan.anew()
-        _kept = plan.programs.make()  # a plan holds it weakly
+        _programs = plan.programs.make()  # keeps it alive: a plan has a weak reference
         ends = {"embed": self.embed, "head": self.head}
         loss_fn = getattr(self.ends, "loss_fn", None) or self.plan.loss_fn
         with warnings.catch_warnings(record=True) as caught:

@@ -192,7 +192,7 @@ def _open(config: Config, *, resume: bool, measure: bool) -> tuple[Path, Checkpo
 
 
 def _is_run_config(path: Path) -> bool:
-    """Tell whether a run has written a file."""
+    """Tell whether a config.json was written by a run."""
     try:
         return "run" in read_json(path)
     except ValueError:
@@ -206,7 +206,7 @@ def _measured(config: Config, model: Any) -> str:
         return str(model.measure(batch.inputs, batch.targets, extras=batch.extras))
     except StopIteration:
         return "not measured: the data have no batch"
-    except Exception as error:  # noqa: BLE001  # of the user's data, the devices, the clock
+    except Exception as error:  # noqa: BLE001  # errors of the user's data, of devices or of the clock
         return f"not measured: {str(error) or type(error).__name__}"
 
 
@@ -283,7 +283,7 @@ def _data(config: Config, model: Any, batches: Iterable[Any]) -> Iterable[Any]:
 
 
 def _report(text: str) -> None:
-    """Print a result of a run that is done, whose exit code no closed or full output changes."""
+    """Print a result after the run; a closed or full output does not change the exit code."""
     try:
         say(text)
     except OSError as error:

@@ -10,6 +10,7 @@ the pipeline's own weights are unchanged.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from flax import nnx
 from pipeline.base.tree import nbytes
 from pipeline.base.variables import raw
 from pipeline.base.warn import warn
-from pipeline.core.model.objects import FUNCTIONS, Attributes, alike
+from pipeline.core.model.objects import Attributes, alike
 from pipeline.core.model.stage import is_stacked
 
 _SMALL = 1 << 24  # the most bytes of modules that are kept alive until the pipeline runs
@@ -81,13 +82,8 @@ class Copies:
             parts.append((stages, "stages", "stages"))
         else:
             parts += [(stage, f"stages[{k}]", k) for k, stage in enumerate(stages)]
-        self._attributes: list[tuple[str, int | str | None, Attributes]]
+        self._attributes: list[tuple[str, int | str, Attributes]]
         self._attributes = [(name, part, Attributes(module)) for module, name, part in parts]
-        self._attributes += [
-            (name, None, Attributes(end))
-            for name, end in ends.items()
-            if hasattr(end, "__dict__") and not isinstance(end, (nnx.Module, *FUNCTIONS))
-        ]
         self._watched = [one for part in parts for one in _watch(*part)] if self._own else []
 
     def returned(self, stages: Sequence[nnx.Module]) -> None:
@@ -140,11 +136,15 @@ class Copies:
 
     def _warn_of_attributes(self, pipe: Any) -> None:
         """Warn, once, of an attribute that is set to another value than the pipeline has."""
+        stages = functools.cache(pipe.stages)
         for name, part, attributes in self._attributes:
             if not (changes := list(attributes.changes())):
                 continue
-            own = {} if part is None else Attributes(_part_of(pipe, part)).values
-            if all(path in own and alike(own[path], new) for path, _, new in changes):
+            # Stacked stages have the attributes of the first.
+            is_end = isinstance(part, str) and part != "stages"
+            own = getattr(pipe.ends, str(part), None) if is_end else stages()[_number(part)]
+            values = {} if own is None else Attributes(own).values
+            if all(path in values and alike(values[path], new) for path, _, new in changes):
                 attributes.renew()  # such as `eval()` of both
                 continue
             change, self._attributes = attributes.change(), []
@@ -181,11 +181,8 @@ class Copies:
         return None
 
 
-def _part_of(pipe: Any, part: int | str) -> Any:
-    """Return a part of a pipeline; stacked stages have the attributes of the first."""
-    if isinstance(part, int) or part == "stages":
-        return pipe.stages()[0 if part == "stages" else part]
-    return getattr(pipe.ends, part, None)
+def _number(part: int | str) -> int:
+    return part if isinstance(part, int) else 0
 
 
 def _values(module: Any) -> dict[tuple[Any, ...], Any]:

@@ -116,14 +116,19 @@ def _check_extras(rank: Rank, k: int, error: Exception) -> None:
     words = re.search(r"(unexpected keyword|missing \d+ required)(.*)", str(error))
     if not isinstance(error, TypeError) or words is None:
         return
-    names: list[str] = []
+    stages: list[Any] = []
 
     def look(module: Any) -> jax.Array:
-        names.extend(inspect.signature(module.__call__).parameters)
+        stages.append(module)
         return jnp.zeros(())
 
     Forward(rank, rank.model.stages[k]).look(look)
-    extras, (_, *takes) = rank.batch.extras, names
+    (_, *parameters) = inspect.signature(stages[0].__call__).parameters.values()
+    # The error may be that of a module within the stage.
+    is_own = str(error).startswith(f"{type(stages[0]).__call__.__qualname__}()")
+    if not is_own or any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return
+    extras, takes = rank.batch.extras, [one.name for one in parameters]
     has = f"extras= has {', '.join(map(repr, extras))}" if extras else "there are no extras="
     for name in re.findall(r"'(\w+)'", words[2]):
         if "unexpected" in words[1] and name in extras and name not in takes:

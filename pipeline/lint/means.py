@@ -38,8 +38,11 @@ _CHECKS = re.compile("(ne|is_finite) takes a sum")  # such as a guard against Na
 
 def warn_of_joined_rows(plan: Plan, rank: Rank, activations: Activations) -> None:
     """Warn, once, of a loss whose trace shows without doubt that it is no mean over rows."""
-    if _calls(plan) == 1 or rank.slices.count > 1 or rank.model.tables.head >= 0:
+    known, warned = "joined rows", plan.compiled.warned
+    is_done = known in warned or _calls(plan) == 1
+    if is_done or rank.slices.count > 1 or rank.model.tables.head >= 0:
         return
+    warned.add(known)
 
     def head() -> Tree:
         y = blank(activations.types[-1], rank.axes)
@@ -69,7 +72,7 @@ def warn_of_joined_rows(plan: Plan, rank: Rank, activations: Activations) -> Non
         return
     else:
         if not grows:
-            _warn(plan, "it divides a sum over rows by a number that does not grow as they do")
+            _warn(plan, "it is a sum over rows that is not divided by the number of rows")
 
 
 def try_on_numbers(plan: Plan, loss_module: Any, targets: Tree) -> None:
@@ -99,6 +102,14 @@ def try_on_numbers(plan: Plan, loss_module: Any, targets: Tree) -> None:
 def _differs(loss_fn: Callable[..., Any], outputs: Tree, targets: Tree) -> str:
     """Describe the difference between a loss of rows and of their halves; "" if they agree."""
     types, rows = jax.tree.leaves(outputs), len(jax.tree.leaves(targets)[0])
+    rounding: list[float] = []
+
+    def told(outputs: Tree, targets: Tree) -> Any:
+        result = loss_fn(outputs, targets)
+        dtype = jax.tree.leaves(result)[0].dtype
+        rounding.append(float(jnp.finfo(dtype).eps))  # type: ignore[no-untyped-call]
+        return result
+
     size = sum(leaf.size // leaf.shape[0] for leaf in types)
     half = min(types[0].shape[0], rows // 2, _LARGEST // size)
     for seed in range(4 if half else 0):
@@ -109,18 +120,20 @@ def _differs(loss_fn: Callable[..., Any], outputs: Tree, targets: Tree) -> str:
             # Rows have unlike sizes, so that a half differs much from the whole.
             each = 10 * random.uniform(size=2 * half) ** 3
             each = each.reshape(-1, *[1] * (leaf.ndim - 1)) if seed % 2 == 0 else 1.0
-            numbers.append((each * draw(size=(2 * half, *leaf.shape[1:]))).astype(leaf.dtype))
+            is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+            dtype = np.float32 if is_narrow else leaf.dtype
+            numbers.append((each * draw(size=(2 * half, *leaf.shape[1:]))).astype(dtype))
         drawn = jax.tree.unflatten(jax.tree.structure(outputs), numbers)
         chosen = random.permutation(rows)[: 2 * half]
         taken = []
         for part in slice(None), slice(half), slice(half, None):
             of_rows = jax.tree.map(lambda x: jnp.asarray(x[part]), drawn)  # noqa: B023
             of_part = jax.tree.map(lambda x: jnp.asarray(x[chosen][part]), targets)  # noqa: B023
-            taken.append(take_loss(loss_fn, of_rows, of_part, has_aux=None))
+            taken.append(take_loss(told, of_rows, of_part, has_aux=None))
         (whole, *halves) = taken
         one = float(whole.total / whole.weight)
         other = float(sum(x.total for x in halves) / sum(x.weight for x in halves))
-        if abs(one - other) > 1e-4 * max(abs(one), abs(other)):
+        if abs(one - other) > max(1e-4, 8 * max(rounding)) * max(abs(one), abs(other)):
             return f"{one:.4g} for {2 * half} rows of this batch, {other:.4g} for their halves"
     return ""
 

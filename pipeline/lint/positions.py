@@ -123,9 +123,9 @@ def follow_positions(
 def find_growth(
     loss: Callable[[Any], Any], types: Sequence[Any], dims: Sequence[int | None], t: int
 ) -> bool:
-    """Tell whether the sum of a loss grows with the number of positions as its weight does.
+    """Tell whether the sum of a loss and its weight grow alike with the number of positions.
 
-    A mean over positions has weight 1, and keeps its size with twice as many.
+    The weight of a mean counts as the number of positions.
 
     Args:
       loss: a function of a list of arrays that returns (sum, weight).
@@ -147,7 +147,10 @@ def find_growth(
         spreads = [varying(x.shape, d) for x, d in zip(longer, dims, strict=True)]
         asked = Sequences(t * times, sums=True)
         facts.append(follow_positions(closed.jaxpr, spreads, asked, closed.consts))
-        if why := next((one.broken for one in facts[-1] if one.broken), ""):
+        total, weight = facts[-1]
+        if not total.broken and weight.broken.startswith(("max ", "min ", "clamp ")):
+            return True  # such as a weight of at least 1
+        if why := total.broken or weight.broken:
             raise MixedPositionsError(why)
     (total, weight), (long_total, long_weight) = facts
     ratio = 2 if t > 1 else 1.5

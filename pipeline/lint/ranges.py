@@ -26,8 +26,11 @@ from pipeline.lint.positions import Sequences, follow_positions, varying
 
 def warn_of_ranges(plan: Plan, rank: Rank, activations: Activations) -> None:
     """Warn, once, of a stage or head that quantises by ranges over rows that data shards split."""
-    if plan.axes.num_rows == 1 or rank.slices.count > 1:
+    searched = "searched for ranges"
+    is_done = searched in plan.compiled.warned or plan.axes.num_rows == 1
+    if is_done or rank.slices.count > 1:
         return
+    plan.compiled.warned.add(searched)
     known = set()
     for k, (position, body) in enumerate(zip(rank.model.stages, activations.bodies, strict=True)):
         if (key := rank.code(position)) in known or not _quantises(body):

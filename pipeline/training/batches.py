@@ -187,7 +187,7 @@ def masked(loss_fn: Callable[..., Any]) -> Any:
         rows, metrics = found if has_metrics else (found, None)
         pair = rows if isinstance(rows, tuple | list) else (rows, jnp.ones_like(rows))
         if len(pair) != 2 or any(x.ndim != 1 for x in pair):
-            return found  # no loss, which the pipeline says
+            return found  # not a loss: the pipeline raises the error
         counted = _CountedRows(targets.counts > 0, pair[1])
         totals = tuple(map(counted.sum, pair))
         return (totals, counted.combine(metrics)) if has_metrics else totals
@@ -214,7 +214,7 @@ class _CountedRows(NamedTuple):
             if _is_pair(metric):
                 return tuple(map(self.sum, metric))
             if metric.ndim != 1 or metric.dtype == bool:
-                return metric  # no metric, which the pipeline says
+                return metric  # not a metric: the pipeline raises the error
             if jnp.issubdtype(metric.dtype, jnp.integer):
                 return self.sum(metric)
             weights = self.weights.astype(metric.dtype)
@@ -270,7 +270,7 @@ def _check_rows(batch: Batch, rows: int) -> None:
                 raise ValueError(
                     f"{name}{jax.tree_util.keystr(path)} {have} in a batch of {batch.rows} rows, "
                     f"which is to be padded to {rows}: all leaves of a batch have the same rows; "
-                    f"give those of the same examples"
+                    f"give inputs, targets and extras of the same examples"
                 )
 
 
@@ -362,18 +362,16 @@ class packed(_Made):  # noqa: N801
     def __next__(self) -> Batch:
         rows: list[list[np.ndarray[Any, Any]]] = [[] for _ in range(self._rows)]
         room = [self._length] * self._rows
-        rest: list[np.ndarray[Any, Any]] = []
         for tokens in self._sequences():
             size = len(tokens) - 1
             row = next((r for r, free in enumerate(room) if free >= size), None)
             if row is None:
-                rest = [tokens]
                 break
             rows[row].append(tokens)
             room[row] -= size
         if not any(rows):
             raise StopIteration
-        self._drawn = rest
+        self._drawn = self._drawn[sum(map(len, rows)) :]
         inputs, words, segments, positions = _laid_out(rows, self._length)
         weights = loss_weights(segments)
         extras = {"segment_ids": segments, "positions": positions}

@@ -178,7 +178,7 @@ class Step:
         self.model, self.optimizer = model, optimizer
         self.clip, self.decay, self.accumulate = clip, ema or 0.0, accumulate
         self.scaling, self.has_aux = loss_scale, has_aux
-        self.weighs, self._attributes = _takes(model, "weighed"), Attributes(model, Pipeline)
+        self.weighs, self._attributes = _takes(model, "weighed"), [Attributes(model, Pipeline)]
         self._variables = _variables((model, optimizer))
         _settle(self._variables, copied=donate)
         self._graph, state = nnx.split((model, optimizer))
@@ -489,12 +489,14 @@ class Step:
     # --- compiled functions
 
     def _merged(self, leaves: Any) -> tuple[Any, Any]:
-        return nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
+        merged = nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
+        self._merged_attributes = Attributes(merged[0], Pipeline)
+        return merged
 
     def _warn_of_attributes(self) -> None:
         """Warn, once, of an attribute of the model that was set after the step was made."""
-        if change := self._attributes.change():
-            self._attributes.renew()
+        if change := next((attributes.change() for attributes in self._attributes), ""):
+            self._attributes = []
             warn(
                 f"the model's attribute {change} was set after the Step was made, which runs with "
                 f"the value that it had then: make another Step, or keep the value in an "
@@ -503,6 +505,7 @@ class Step:
             )
 
     def _split(self, model: Any, optimizer: Any) -> list[Any]:
+        self._merged_attributes.check("the model")
         state = nnx.state((model, optimizer))
         structure: Any = jax.tree.structure(state)
         if structure != self._tree:

@@ -350,6 +350,9 @@ class Trainer:
         updates, pending = self.step.updates, self.step.pending
         try:
             metrics = self.step(batch.inputs, batch.targets, extras=batch.extras, weight=weight)
+        except Exception:
+            self._drawn = None  # a batch that the step refuses is not tried again
+            raise
         finally:  # an interrupt may come while the devices of a finished call are waited for
             if self.step.updates > updates:
                 self._drawn = self._position = None

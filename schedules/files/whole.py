@@ -53,12 +53,13 @@ def open_replacement(path: Where) -> Iterator[TextIO]:
       OSError: the file cannot be written; the error names ``path``.
     """
     target = Path(os.path.realpath(path))  # the target of a link, as for open()
-    is_special = target.exists() and not target.is_file()  # a pipe or device is not replaced
+    given = Path(path)
+    is_special = given.exists() and not given.is_file()  # a pipe or device is not replaced
     part = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}")
     if target.exists() and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
     try:
-        with (target if is_special else part).open("w", encoding="utf-8", newline="") as file:
+        with (given if is_special else part).open("w", encoding="utf-8", newline="") as file:
             yield file
             file.flush()
             if not is_special:

@@ -79,7 +79,7 @@ SLIPS = {
         lambda: make().describe(X),
         (
             "describe(inputs) describes a training step, whose loss_fn takes targets: give "
-            "describe(inputs, targets), or describe() for what needs no batch"
+            "describe(inputs, targets), with () for none, or describe() for what needs no batch"
         ),
     ),
     "an extra of another name": (
@@ -120,6 +120,13 @@ def test_an_error_within_a_stage_is_left_as_it_is():
 
     with pytest.raises(TypeError, match=r"helper\(\) got an unexpected keyword argument 'mask'"):
         make(stages=models.build(Wrong, 2)).loss(X, T, extras={"mask": EXTRA})
+
+    class Inner(Block):
+        def __call__(self, x, mask=None, **more):
+            return Masked.__call__(self, x)
+
+    with pytest.raises(TypeError, match=r"Masked.__call__\(\) missing 1 required positional"):
+        make(stages=models.build(Inner, 2)).loss(X, T, extras={"other": EXTRA})
 
 
 @pytest.mark.parametrize("data_parallel", ["fsdp", "zero1"])

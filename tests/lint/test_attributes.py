@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 
@@ -17,9 +18,9 @@ from pipeline.training.step import Step
 
 X = np.ones((8, 4), np.float32)
 REMEDY = (
-    "when it is called: a pipeline calls a traced copy, so no later call would see the change; "
-    "keep the value in an nnx.Variable of a kind of its own, which Pipeline(..., state=kind) "
-    "declares, or set the attribute before Pipeline(...)"
+    "when it is called: a call is traced once and then runs compiled, so no later call would see "
+    "the change; keep the value in an nnx.Variable of a kind of its own, which Pipeline(..., "
+    "state=kind) declares, or set the attribute before Pipeline(...)"
 )
 
 
@@ -131,16 +132,12 @@ def test_a_model_that_counts_its_calls_is_not_split() -> None:
     assert str(caught.value) == f"the model changes its attribute calls from 0 to 1 {REMEDY}"
 
 
-class Loss:
-    """A callable that is no module."""
-
-    factor = None
-
+class Loss(nnx.Module):
     def __init__(self):
-        self.factor = 1.0
+        self.scale = 1.0
 
     def __call__(self, y, t):
-        return mean_square(y, t) * self.factor
+        return mean_square(y, t) * self.scale
 
 
 @pytest.mark.parametrize(
@@ -149,7 +146,7 @@ class Loss:
         (lambda pipe, given: given["stages"][1], True, "stages[1].scale from 1.0"),
         (lambda pipe, given: given["head"].drop, False, "head.drop.scale from nothing"),
         (lambda pipe, given: pipe.stages()[0], True, "pipe.stages()[0].scale from 1.0"),
-        (lambda pipe, given: given["loss_fn"], False, "loss_fn.scale from nothing"),
+        (lambda pipe, given: given["loss_fn"], False, "loss_fn.scale from 1.0"),
     ],
 )
 def test_an_attribute_set_outside_of_the_pipeline_is_warned_of_once(take, trained, text) -> None:
@@ -196,9 +193,38 @@ def test_an_attribute_set_in_the_pipeline_has_its_effect() -> None:
     assert pipe.loss(X, X) == 1.0
 
 
+@dataclasses.dataclass
+class Config:
+    calls: int = 0
+    names: tuple[str, ...] = ("a", "b")
+
+
+class PlainModel(nnx.Module):
+    """A model without a pipeline, which counts its calls in a record."""
+
+    def __init__(self):
+        self.layer, self.config = Layer(), Config()
+
+    def loss(self, x, t):
+        self.config.calls += 1
+        return mean_square(self.layer(x), t) * self.config.calls
+
+
+def test_a_step_of_a_model_that_counts_its_calls_is_refused() -> None:
+    model = PlainModel()
+    step = Step(model, nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param))
+    with pytest.raises(ValueError, match="changes its attribute") as caught:
+        step(X, X)
+    change = "config from {'calls': 0} to {'calls': 1}"
+    assert str(caught.value) == f"the model changes its attribute {change} {REMEDY}"
+
+
 def test_an_attribute_set_after_the_step_was_made_is_warned_of() -> None:
     pipe = pipeline(head=Layer(2))
     step = Step(pipe, make_optimizer(pipe, optax.sgd(0.0)))
+    step(X, X)
+    pipe.eval()
+    pipe.train()  # as it was
     step(X, X)
     pipe.head.scale = 0.0
     with pytest.warns(UserWarning, match="was set after the Step was made") as caught:

@@ -29,6 +29,18 @@ def make(loss_fn, M=2, data=1, engine="scan"):
     return Pipeline(stages, M, loss_fn=loss_fn, mesh=mesh, engine=engine)
 
 
+class Narrow(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+def narrow_mean(y, t):
+    return jnp.mean((y - t[0]) ** 2).astype(jnp.bfloat16)
+
+
 def unit(x):
     return x / jnp.linalg.norm(x, axis=1, keepdims=True)
 
@@ -112,6 +124,23 @@ MEANS = {
     "a cosine of each row": lambda y, t: 1 - jnp.einsum("bd,bd->b", unit(y), unit(t[0])).mean(),
     "our own": lambda y, t: pipeline.CrossEntropy()(y, t[2]),
 }
+
+
+def test_a_mean_in_bfloat16_is_a_mean():
+    for stages, loss_fn in (
+        (models.build(Narrow, 2), lambda y, t: jnp.mean((y - t[0].astype(y.dtype)) ** 2)),
+        (models.build(Narrow, 2), lambda y, t: MEANS["a mean"](y.astype(jnp.float32), t)),
+        ([nnx.Linear(8, 8, rngs=nnx.Rngs(k)) for k in range(2)], narrow_mean),
+    ):
+        pipe = Pipeline(stages, 2, loss_fn=loss_fn, mesh=make_mesh(stage=2))
+        assert pipe.check(X, (jnp.asarray(T), MASK)) == []
+
+
+def test_a_weight_of_at_least_one_is_not_warned_of():
+    loss_fn = lambda y, t: (((y - t[0]) ** 2).mean(1) @ t[1], jnp.maximum(t[1].sum(), 1.0))  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(loss_fn).loss(X, (T, MASK))
 
 
 @pytest.mark.parametrize("name", MEANS)

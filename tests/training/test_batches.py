@@ -219,7 +219,7 @@ def test_leaves_with_other_rows_are_refused_before_they_are_padded(batch, have):
         next(padded([data], 4))
     assert str(error.value) == (
         f"{have} in a batch of 6 rows, which is to be padded to 8: all leaves of a batch have the "
-        f"same rows; give those of the same examples"
+        f"same rows; give inputs, targets and extras of the same examples"
     )
 
 
@@ -421,6 +421,13 @@ def test_a_position_of_packed_that_an_earlier_release_saved(rest):
     data.set_state({"source": 0, "held": rest})
     words = next(data).inputs
     assert words[0, :3].tolist() == ([7, 0, 0] if rest is None else [5, 5, 7])
+
+
+def test_a_position_of_a_larger_packed_loses_no_sequence():
+    data = packed(iter([np.full(5, 5), np.full(5, 6)]), rows=1, length=8)
+    data._hold([[n] * 5 for n in (1, 2, 3, 4)])
+    documents = [sorted({*np.ravel(batch.inputs).tolist()} - {0}) for batch in data]
+    assert documents == [[1, 2], [3, 4], [5, 6]]
 
 
 def test_a_batch_that_is_refused_does_not_widen_later_ones():

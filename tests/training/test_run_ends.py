@@ -173,6 +173,15 @@ def test_a_run_resumes_with_another_optimizer_as_the_refusal_recommends(ema, tmp
     other.close()
 
 
+def test_a_batch_that_the_step_refuses_is_not_tried_again() -> None:
+    trainer = make_trainer(Rows())
+    batches = iter([np.ones((4, 3), np.float32), *([np.ones((4, 6), np.float32)] * 6)])
+    trainer.data = ((x, x) for x in batches)
+    with pytest.raises(TypeError):
+        trainer.run()
+    assert trainer.run()
+
+
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("place", ["before the devices", "while they are waited for"])

@@ -393,3 +393,14 @@ def test_a_full_standard_output_is_named(command):
         "python -m schedules: standard output: No space left on device; give a path that can be "
         "read and written\n"
     )
+
+
+def test_a_pipe_is_written_and_not_replaced():
+    """As of `--out >(command)`, whose target has no path (issue 67)."""
+    read, write = os.pipe()
+    try:
+        replace("0F0\n", f"/dev/fd/{write}")
+        assert os.read(read, 100) == b"0F0\n"
+    finally:
+        os.close(read)
+        os.close(write)

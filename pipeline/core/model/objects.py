@@ -24,7 +24,7 @@ from pipeline.base.tree import Tree
 from pipeline.base.variables import type_text
 
 _SCALARS = (bool, int, float, complex, str, bytes, Enum, type, type(None))
-FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, types.ModuleType)
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, types.ModuleType)
 NOTHING = "nothing"  # in place of an attribute that does not exist
 _Pairs = frozenset[tuple[int, int]]
 
@@ -124,19 +124,18 @@ def differences(first: nnx.Module, other: nnx.Module) -> Iterator[tuple[str | No
 
 
 class Attributes:
-    """The attributes of a module, or of a callable object, as they are now, without arrays.
+    """A record of the attributes without arrays that a module and its children have.
 
-    Those of modules of the type ``but`` within it do not count.
+    Attributes of modules of the type ``skipped`` are left out, but not those of their children.
     """
 
-    def __init__(self, module: Any, but: type | tuple[()] = ()) -> None:
-        nodes = nnx.iter_graph(module) if isinstance(module, nnx.Module) else [((), module)]
+    def __init__(self, module: Any, skipped: type | tuple[()] = ()) -> None:
         self._nodes = [
             (path, weakref.ref(node))
-            for path, node in nodes
-            if (isinstance(node, nnx.Module) or node is module) and not isinstance(node, but)
+            for path, node in nnx.iter_graph(module)
+            if isinstance(node, nnx.Module) and not isinstance(node, skipped)
         ]
-        self._known: list[tuple[int, dict[str, Any]]] = []
+        self._known: list[_Known] = []
         self.renew()
 
     @property
@@ -148,23 +147,19 @@ class Attributes:
     def values(self) -> dict[tuple[Any, ...], Any]:
         """The recorded values, by path."""
         pairs = zip(self._nodes, self._known, strict=True)
-        return {(*path, name): x for (path, _), (_, of) in pairs for name, x in of.items()}
+        return {(*path, name): x for (path, _), known in pairs for name, x in known.copies.items()}
 
     def renew(self) -> None:
         """Record the attributes as they are now."""
-        nodes = [node() for _, node in self._nodes]
-        self._known = [(0, {}) if x is None else (len(vars(x)), dict(_plain(x))) for x in nodes]
+        self._known = [_Known(node()) for _, node in self._nodes]
 
     def changes(self) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
         """Yield (path, old value, new value) of each attribute that is another one now."""
-        for (path, ref), (size, before) in zip(self._nodes, self._known, strict=True):
-            if (node := ref()) is None:
-                continue
+        for (path, ref), known in zip(self._nodes, self._known, strict=True):
             # Most modules have not changed, and each step looks at all of them.
-            held = vars(node)
-            if len(held) == size and all(held.get(name) is x for name, x in before.items()):
+            if (node := ref()) is None or known.is_same(node):
                 continue
-            now = dict(_plain(node))
+            before, now = known.copies, _Known(node).copies
             for name in {**before, **now}:
                 old, new = before.get(name, NOTHING), now.get(name, NOTHING)
                 if not alike(old, new):
@@ -181,36 +176,56 @@ class Attributes:
         """Raise ValueError if a call of the module ``label`` has changed an attribute."""
         if change := self.change():
             raise ValueError(
-                f"{label} changes its attribute {change} when it is called: a pipeline calls a "
-                f"traced copy, so no later call would see the change; keep the value in an "
-                f"nnx.Variable of a kind of its own, which Pipeline(..., state=kind) declares, or "
-                f"set the attribute before Pipeline(...)"
+                f"{label} changes its attribute {change} when it is called: a call is traced once "
+                f"and then runs compiled, so no later call would see the change; keep the value in "
+                f"an nnx.Variable of a kind of its own, which Pipeline(..., state=kind) declares, "
+                f"or set the attribute before Pipeline(...)"
             )
 
 
-def _plain(node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a node that hold no arrays; containers are copied."""
-    held = getattr(node, "__dict__", {})
-    data = held.get("_pytree__nodes")
-    for name, value in held.items():
+class _Known:
+    """The plain attributes of one module.
+
+    Attributes:
+      values: the values themselves.
+      copies: copies of what a call can change in place; other values as they are.
+    """
+
+    def __init__(self, node: Any) -> None:
+        held = {} if node is None else vars(node)
         # flax lists a module's attributes; cached properties are not in the list.
-        is_static = not isinstance(value, jax.Array) if data is None else not data.get(name, True)
-        if is_static and name != "_pytree__nodes":
-            yield name, _copied(value)
+        listed = held.get("_pytree__nodes", {})
+        names = [n for n in held if not listed.get(n, True) and n != "_pytree__nodes"]
+        self._size = len(held)
+        self.values = {name: held[name] for name in names}
+        self.copies = {name: _copied(x) for name, x in self.values.items()}
+        self._mutable = [name for name in names if self.copies[name] is not self.values[name]]
+
+    def is_same(self, node: Any) -> bool:
+        """True if the module has these values, which have not changed in place."""
+        held = vars(node)
+        if len(held) != self._size or any(held.get(n) is not x for n, x in self.values.items()):
+            return False
+        return all(alike(self.copies[name], _copied(held[name])) for name in self._mutable)
 
 
 def _copied(value: Any) -> Any:
     """Copy what a call can change in place: containers, and the plain values of other objects."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, tuple):
+        copies = tuple(map(_copied, value))
+        is_fixed = all(a is b for a, b in zip(copies, value, strict=True))
+        return value if is_fixed else copies
+    if isinstance(value, list):
         return [*map(_copied, value)]
     if isinstance(value, set):
         return frozenset(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _copied(entry) for key, entry in value.items()}
-    if isinstance(value, (*_SCALARS, *FUNCTIONS)) or not hasattr(value, "__dict__"):
+    record: Any = getattr(type(value), "__dataclass_params__", None)
+    is_fixed = isinstance(value, (*_SCALARS, *_FUNCTIONS)) or (record is not None and record.frozen)
+    if is_fixed or not hasattr(value, "__dict__"):
         return value
-    plain = {n: x for n, x in vars(value).items() if n[:1] != "_" and isinstance(x, _SCALARS)}
-    return [type(value), plain]
+    return {n: x for n, x in vars(value).items() if n[:1] != "_" and isinstance(x, _SCALARS)}
 
 
 def _types(state: Tree) -> Mapping[str, str]:

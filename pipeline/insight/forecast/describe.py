@@ -86,7 +86,7 @@ def check_targets(plan: Plan, targets: Any) -> None:
     if targets is None and plan.loss_fn is not None:
         raise ValueError(
             "describe(inputs) describes a training step, whose loss_fn takes targets: give "
-            "describe(inputs, targets), or describe() for what needs no batch"
+            "describe(inputs, targets), with () for none, or describe() for what needs no batch"
         )
 
 

@@ -68,7 +68,7 @@ class _Own(NamedTuple):
 
 
 Draw = tuple[Any, Any]  # the divisor of logits, and the share of probability that may be drawn
-COLDEST = 1e-30  # below it the likeliest word is taken; logits divided by less may be infinite
+COLDEST = 1e-30  # below it the likeliest word is taken; division by a smaller number may overflow
 
 
 def sample(
