@@ -29,7 +29,7 @@ from pipeline.training.records import JsonLines, Progress, Recorder, TensorBoard
 from pipeline.training.step import DynamicScale, NotFiniteError, Step, mean_like, take_mean
 from pipeline.training.trainer import Trainer, means
 from schedules.cli.text import say
-from schedules.files.whole import replace
+from schedules.files.output import replace
 
 PARTS = {"stages", "embed", "head", "loss_fn", "sharding", "ignore", "wrt", "costs", "read"}
 PARTS |= {"batch", "state", "after_step"}

@@ -31,7 +31,7 @@ from pipeline.lint.positions import MixedPositionsError, find_growth
 _LARGEST = 2**24  # the most numbers of outputs on which a loss is tried
 # Other primitives may join rows in a way that a mean undoes, such as a slice of each second row.
 _CERTAIN = re.compile(
-    r"^(dot_general|cum\w+|add|sub|mul|div|max|min|pow) joins positions|takes a sum"
+    r"^(dot_general|cum\w+|add|sub|mul|div|max|min|pow) joins positions$|takes a sum"
 )
 _CHECKS = re.compile("(ne|is_finite) takes a sum")  # such as a guard against NaN
 

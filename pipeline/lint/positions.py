@@ -318,10 +318,11 @@ def _sum_of_products(eqn: Eqn, operands: list[Followed], contracted: Any) -> Fol
     dims = [one.dim for one in operands if one.dim is not None]
     for a, b in zip(*contracted, strict=True):
         pairs = [(one.dim == n, n in one.varies) for one, n in zip(operands, (a, b), strict=True)]
-        # Each position is multiplied with its own number, or with one that does not vary.
         count = sum(is_dim for is_dim, _ in pairs)
-        if count and count == len(dims) and all(yes or not v for yes, v in pairs):
+        if count == len(dims) == 2:  # each position is multiplied with its own number
             return replace(_whole(eqn.outvars[0]), scales=(1.0,))
+        if count == len(dims) == 1 and all(yes or not varies for yes, varies in pairs):
+            raise UnknownPositionsError(eqn.primitive.name)  # the other factor is not known
     return None
 
 

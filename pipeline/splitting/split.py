@@ -62,6 +62,8 @@ class Parts:
         return "stages", "embed", "head"
 
     def __getitem__(self, name: str) -> Any:
+        if isinstance(name, int):  # as `*parts` asks
+            raise TypeError("parts are given by name: Pipeline(**parts, num_microbatches=M)")
         if name not in self.keys():
             raise KeyError(name)
         return getattr(self, name)

@@ -21,7 +21,8 @@ from schedules.core.action import ScheduleError
 from schedules.core.text import printable
 from schedules.drawing.terminal import render, wants_colour
 from schedules.families.constructions.sizes import OutOfReachError
-from schedules.files.whole import check_output, shown
+from schedules.files.output import check_output
+from schedules.files.whole import shown
 from schedules.lowering.lower import lower
 from schedules.search.auto import Choice, auto
 from schedules.timing.report import CAUSES, Report

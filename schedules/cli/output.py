@@ -9,7 +9,7 @@ from pathlib import Path
 from schedules.cli import options as given
 from schedules.cli.records import write_json
 from schedules.drawing.terminal import render
-from schedules.files.whole import check_output, replace
+from schedules.files.output import check_output, replace
 from schedules.orders.schedule import Schedule
 
 DRAWINGS = (".html", ".png", ".svg", ".txt", ".json")

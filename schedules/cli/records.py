@@ -14,7 +14,8 @@ from schedules.checks.check import check
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.grid import in_cells, steps
 from schedules.files.costs import costs_record
-from schedules.files.whole import read, replace
+from schedules.files.output import replace
+from schedules.files.whole import read
 from schedules.orders.schedule import Schedule, from_orders
 from schedules.timing.report import Report
 

@@ -21,7 +21,7 @@ from schedules.drawing.palette import (
     sizes,
     unit_text,
 )
-from schedules.files.whole import open_replacement
+from schedules.files.output import open_replacement
 from schedules.timing.report import CAUSES, Cause, Report, Wait
 
 if TYPE_CHECKING:

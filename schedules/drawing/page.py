@@ -38,7 +38,7 @@ from schedules.drawing.palette import (
     kinds,
     sizes,
 )
-from schedules.files.whole import replace
+from schedules.files.output import replace
 from schedules.orders.schedule import Schedule
 from schedules.timing.report import CAUSES, Report, Wait
 from schedules.timing.simulate import CLOCKS, simulate

@@ -21,7 +21,7 @@ from schedules.core.arguments import is_one_of
 from schedules.core.flat import F, flatten
 from schedules.core.messages import links, senders
 from schedules.drawing.palette import CAUSES, NAMES, TOGETHER, heading, joined, several
-from schedules.files.whole import open_replacement
+from schedules.files.output import open_replacement
 from schedules.timing.report import Explanation, Report, held
 
 Event = dict[str, Any]

@@ -35,7 +35,7 @@ from schedules.drawing.draw import save_timeline
 from schedules.drawing.page import save_page
 from schedules.drawing.terminal import render
 from schedules.drawing.trace import save_trace
-from schedules.files.whole import replace
+from schedules.files.output import replace
 
 S = build("1f1b", num_ranks=2, num_microbatches=2)
 ONE = ((Action(0, "F", 0),),)

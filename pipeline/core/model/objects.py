@@ -7,12 +7,15 @@ hash, an object with arrays has no `==`, and two initializers made by one functi
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import math
 import reprlib
+import sys
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -54,7 +57,8 @@ def _equal(one: Any, other: Any) -> bool:
         if isinstance(one, (np.ndarray, jax.Array)):
             same = (one.shape, one.dtype) == (other.shape, other.dtype)
             return same and bool(np.array_equal(one, other))
-        return bool(one == other)
+        is_nan = isinstance(one, float) and math.isnan(one) and math.isnan(other)
+        return is_nan or bool(one == other)
     except Exception:  # noqa: BLE001  objects may refuse to be compared in any way
         return False
 
@@ -133,7 +137,7 @@ class Attributes:
         self._nodes = [
             (path, weakref.ref(node))
             for path, node in nnx.iter_graph(module)
-            if isinstance(node, nnx.Module) and not isinstance(node, skipped)
+            if isinstance(node, nnx.Pytree) and not isinstance(node, skipped)
         ]
         self._known: list[_Known] = []
         self.renew()
@@ -172,9 +176,12 @@ class Attributes:
             return f"{'.'.join(map(str, path))} from {old} to {new}"
         return ""
 
-    def check(self, label: str) -> None:
-        """Raise ValueError if a call of the module ``label`` has changed an attribute."""
-        if change := self.change():
+    def check(self, label: str, settles: Callable[[], bool] = lambda: False) -> None:
+        """Raise ValueError if a call of the module ``label`` has changed an attribute.
+
+        A change that ``settles``, because it affects no later call, is allowed.
+        """
+        if (change := self.change()) and not settles():
             raise ValueError(
                 f"{label} changes its attribute {change} when it is called: a call is traced once "
                 f"and then runs compiled, so no later call would see the change; keep the value in "
@@ -209,23 +216,39 @@ class _Known:
         return all(alike(self.copies[name], _copied(held[name])) for name in self._mutable)
 
 
-def _copied(value: Any) -> Any:
-    """Copy what a call can change in place: containers, and the plain values of other objects."""
-    if isinstance(value, tuple):
-        copies = tuple(map(_copied, value))
-        is_fixed = all(a is b for a, b in zip(copies, value, strict=True))
-        return value if is_fixed else copies
-    if isinstance(value, list):
-        return [*map(_copied, value)]
-    if isinstance(value, set):
-        return frozenset(value)
-    if isinstance(value, dict):
-        return {key: _copied(entry) for key, entry in value.items()}
-    record: Any = getattr(type(value), "__dataclass_params__", None)
-    is_fixed = isinstance(value, (*_SCALARS, *_FUNCTIONS)) or (record is not None and record.frozen)
-    if is_fixed or not hasattr(value, "__dict__"):
+def _copied(value: Any, depth: int = 4) -> Any:
+    """Copy what a call can change in place: containers, records and objects of the user's."""
+    if isinstance(value, (*_SCALARS, *_FUNCTIONS)) or depth == 0:
         return value
-    return {n: x for n, x in vars(value).items() if n[:1] != "_" and isinstance(x, _SCALARS)}
+    copy = functools.partial(_copied, depth=depth - 1)
+    copied: Any
+    match value:
+        case tuple():
+            copies = tuple(map(copy, value))
+            is_fixed = all(a is b for a, b in zip(copies, value, strict=True))
+            copied = value if is_fixed else copies
+        case list() | collections.deque():
+            copied = [*map(copy, value)]
+        case set() | bytearray():
+            copied = [*value]
+        case dict():
+            copied = {key: copy(entry) for key, entry in value.items()}
+        case _:
+            copied = {name: copy(getattr(value, name, None)) for name in _names_in(value)} or value
+    return copied
+
+
+def _names_in(value: Any) -> list[str]:
+    """List the attributes that a call may set in a record or an object of the user's."""
+    record: Any = getattr(type(value), "__dataclass_params__", None)
+    if record is not None:
+        return [] if record.frozen else [entry.name for entry in dataclasses.fields(value)]
+    # Objects of libraries change by themselves: caches, loggers.
+    root = type(value).__module__.partition(".")[0]
+    is_library = root in sys.stdlib_module_names or root in ("flax", "jax", "jaxlib", "numpy")
+    if is_library and not isinstance(value, types.SimpleNamespace):
+        return []
+    return [name for name in getattr(value, "__dict__", ()) if name[:1] != "_"]
 
 
 def _types(state: Tree) -> Mapping[str, str]:

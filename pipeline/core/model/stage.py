@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -87,7 +88,9 @@ class Definition:
         attributes = Attributes(module)
         result = method(module, *args)
         after = nnx.state(module)
-        attributes.check(self.label)
+        attributes.check(
+            self.label, lambda: self._settles(method, params, rest, args, nnx.graphdef(module))
+        )
         self._check_nothing_is_written(method, params, rest, args, after)
         had, now = _flat(rest), dict(nnx.to_flat_state(after)) if paths else {}
         for path in paths:
@@ -99,6 +102,28 @@ class Definition:
                     f"its shape and dtype; cast what is written"
                 )
         return result, [jax.tree.leaves(now[path]) for path in paths]
+
+    def _settles(
+        self, method: Callable[..., Any], params: Tree, rest: Tree, args: Any, after: Any
+    ) -> bool:
+        """Tell whether attributes that a call has set change no later call: they are a cache."""
+
+        def trace(graphdef: Any) -> tuple[str, str]:
+            made: list[tuple[Any, Attributes]] = []
+
+            def run(params: Tree, rest: Tree, args: Any) -> Any:
+                module = with_arrays(nnx.merge(graphdef, params, rest, copy=True))
+                made.append((module, Attributes(module)))
+                return method(module, *args)
+
+            closed = jax.make_jaxpr(run)(params, rest, args)
+            return re.sub("0x[0-9a-f]+", "", str(closed)), made[0][1].change()
+
+        try:
+            (first, _), (second, change) = trace(self.graphdef), trace(after)
+        except Exception:  # noqa: BLE001  such as a call that works once
+            return False
+        return first == second and not change
 
     def _merged(self, params: Tree, rest: Tree) -> Any:
         return with_arrays(nnx.merge(self.graphdef, params, rest, copy=True))
@@ -286,7 +311,7 @@ def count_stages(stages: Any) -> int:
     if isinstance(stages, _LISTS) and len(stages):
         for index, stage in enumerate(stages):
             if not isinstance(stage, nnx.Module):
-                if remedy := linen_remedy(stage) or class_remedy(stage):
+                if remedy := linen_remedy(stage) or class_remedy(stage) or _parts_remedy(stage):
                     raise ValueError(f"stages[{index}] is {remedy}")
                 raise ValueError(
                     f"stages[{index}] is of type {type(stage).__name__}; every stage is an "
@@ -295,14 +320,21 @@ def count_stages(stages: Any) -> int:
         return len(stages)
     if remedy := linen_remedy(stages) or class_remedy(stages):
         raise ValueError(f"stages is {remedy}, and give a list of K such modules")
-    if hasattr(stages, "keys") and "stages" in stages.keys():  # noqa: SIM118  such as `Parts`
-        raise ValueError(
-            f"stages is a {type(stages).__name__} of all parts, such as pipeline.split returns: "
-            f"give each by its name, Pipeline(**parts, num_microbatches=M)"
-        )
+    if remedy := _parts_remedy(stages):
+        raise ValueError(f"stages is {remedy}")
     raise ValueError(
         f"stages is {reprlib.repr(stages)}; give a non-empty list of nnx modules, or one module "
         f"stacked on a leading axis of length K"
+    )
+
+
+def _parts_remedy(value: Any) -> str:
+    """Explain how to give all parts of a model by name; "" for any other value."""
+    if not (hasattr(value, "keys") and "stages" in value.keys()):  # noqa: SIM118  such as `Parts`
+        return ""
+    return (
+        f"a {type(value).__name__} of all parts, such as pipeline.split returns: give each by its "
+        f"name, Pipeline(**parts, num_microbatches=M)"
     )
 
 

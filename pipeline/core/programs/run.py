@@ -129,16 +129,13 @@ class StepPrograms:
             functions = dict(zip(lowered, compiled, strict=True))
         return {name: functions[key] for name, key in key_of.items()}
 
+    @jax.disable_jit(False)  # its functions are compiled
     def __call__(self, weights: Weights, batch: Batch, given: StepInputs) -> Any:
         """Run the step. Each program waits for its data; this call waits for no result.
 
         With several processes, a program also waits for earlier messages (`dispatch_order`). On
         CPUs the call then waits for programs of several processes (`collectives.transfer.waits`).
         """
-        with jax.disable_jit(False):  # a compiled program is called, also under `jax.disable_jit`
-            return self._run_all(weights, batch, given)
-
-    def _run_all(self, weights: Weights, batch: Batch, given: StepInputs) -> Any:
         if self.ratio is not None:
             given = replace(given, ratio=self.ratio(weights, batch, StepInputs()))
         meshes, numbers = self.meshes, self._numbers

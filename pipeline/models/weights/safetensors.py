@@ -25,7 +25,7 @@ import numpy as np
 
 from pipeline.base.arguments import is_whole
 from pipeline.base.files import faults_of, json_object, shown
-from schedules.files.whole import name_file
+from schedules.files.output import name_file
 
 Range = tuple[int, int]
 
