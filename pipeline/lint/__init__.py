@@ -108,7 +108,7 @@ class Lint:
         """Refuse `ppermute`; check idle axes, padding in statistics, and unread parameters."""
         from pipeline.lint import statistics
         from pipeline.lint import unread as parameters
-        from pipeline.lint.effects import check_meetings, check_stage_axis
+        from pipeline.lint.effects import check_derivatives, check_meetings, check_stage_axis
 
         rank, warned = traced.rank, plan.compiled.warned
         bodies = traced.activations.bodies
@@ -116,6 +116,8 @@ class Lint:
         if traced.ends_body is None:
             return
         check_stage_axis("embed, head or loss_fn", traced.ends_body)
+        if training:
+            check_derivatives(rank, traced.activations, traced.ends_body)
         check_meetings(plan, [traced.ends_body])
         parameters.warn_of_idle_axes(rank, [*bodies, traced.ends_body], plan.axes, warned)
         adding = {f"stages[{k}]": one for k, one in enumerate(traced.activations.adding)}

@@ -6,18 +6,20 @@ writes must not be repeated, because no error would show the repetition.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from collectives import STAGE
 from collectives.compat import is_ordered, may_not_repeat
-from pipeline.base.tree import Leaves, at, blank
+from pipeline.base.tree import Leaves, Tree, at, blank, combine, partition
 from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of
+from pipeline.core.model.stage import StagePosition
 from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls import ends
 from pipeline.core.step.calls.activations import Activations
+from pipeline.core.step.calls.forward import Forward
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.calls.rank import Rank
 from pipeline.lint.shards import axes_of
@@ -50,6 +52,77 @@ def _over_stage(jaxpr: Any) -> Iterator[str]:
             yield eqn.primitive.name.removesuffix("_invariant")
         for body in jaxprs_of(eqn):
             yield from _over_stage(body)
+
+
+def check_derivatives(rank: Rank, activations: Activations, ends_body: Any) -> None:
+    """Refuse collectives over ``stage`` in derivatives that a part defines (`jax.custom_vjp`)."""
+    known = set()
+    for k, (position, body) in enumerate(zip(rank.model.stages, activations.bodies, strict=True)):
+        if (key := rank.code(position)) in known or not _has_own_derivative(body):
+            continue
+        known.add(key)
+        functions = functions_of_stage(rank, position)
+        _check_pullback(f"the derivative of stages[{k}]", *functions, activations.types[k])
+    if not _has_own_derivative(ends_body):
+        return
+
+    def embed(weights: Leaves, inputs: Tree) -> Tree:
+        return ends.embed(rank, weights, inputs, 0).value
+
+    def last(weights: Leaves, y: Tree) -> Tree:
+        return ends.finish(rank, weights, y, 0).value
+
+    name, inputs = "the derivative of embed, head or loss_fn", at(rank.batch.inputs, 0)
+    _check_pullback(name, embed, lambda: rank.ends, jax.eval_shape(lambda: inputs))
+    _check_pullback(name, last, lambda: rank.ends, activations.types[-1])
+
+
+def functions_of_stage(
+    rank: Rank, position: StagePosition
+) -> tuple[Callable[[Leaves, Tree], Tree], Callable[[], Leaves]]:
+    """Return a stage as a function of its weights and its input, and a function for its weights."""
+    stage = Forward(rank, position)
+
+    def call(weights: Leaves, x: Tree) -> Tree:
+        _, fixed, side = stage.stage_arguments(stage.home, 0)
+        return stage.stage(weights, fixed, side, x).value
+
+    return call, lambda: stage.stage_arguments(stage.home, 0)[0]
+
+
+def _has_own_derivative(jaxpr: Any) -> bool:
+    return any(
+        eqn.primitive.name == "custom_vjp_call" or any(map(_has_own_derivative, jaxprs_of(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _check_pullback(name: str, call: Any, weights: Callable[[], Leaves], x: Tree) -> None:
+    try:
+        closed, _ = trace_pullback(call, weights, x)
+    except Exception:  # noqa: BLE001  the step itself says why
+        return
+    check_stage_axis(name, closed.jaxpr)
+
+
+def trace_pullback(
+    call: Callable[[Leaves, Tree], Tree], weights: Callable[[], Leaves], x: Tree
+) -> tuple[Any, Leaves]:
+    """Trace a part and its pullback; return the closed jaxpr, and the types of its inputs.
+
+    Args:
+      call: the part, as a function of its weights and its input.
+      weights: a function that returns the weights.
+      x: the types of the input.
+    """
+    floats, others = partition(x)
+
+    def pullback(floats: Leaves, others: Leaves) -> Any:
+        run = lambda weights, floats: partition(call(weights, combine(x, floats, others)))[0]  # noqa: E731
+        y, back = jax.vjp(run, weights(), floats)
+        return y, back(y)
+
+    return jax.make_jaxpr(pullback)(floats, others), [*floats, *others]
 
 
 def check_forward_ends(rank: Rank, activations: Activations) -> None:

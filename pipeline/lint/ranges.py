@@ -13,14 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pipeline.base.tree import Leaves, Tree, blank, combine, partition
+from pipeline.base.tree import Leaves, Tree, blank
 from pipeline.base.warn import warn_once
 from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of
 from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.ends import finish
-from pipeline.core.step.calls.forward import Forward
 from pipeline.core.step.calls.rank import Rank
+from pipeline.lint.effects import functions_of_stage, trace_pullback
 from pipeline.lint.positions import Sequences, follow_positions, varying
 
 
@@ -36,16 +36,8 @@ def warn_of_ranges(plan: Plan, rank: Rank, activations: Activations) -> None:
         if (key := rank.code(position)) in known or not _quantises(body):
             continue
         known.add(key)
-        stage = Forward(rank, position)
-
-        def call(weights: Leaves, x: Tree, stage: Forward = stage) -> Tree:
-            _, fixed, side = stage.stage_arguments(stage.home, 0)
-            return stage.stage(weights, fixed, side, x).value
-
-        def weights(stage: Forward = stage) -> Leaves:
-            return stage.stage_arguments(stage.home, 0)[0]
-
-        if _has_range_over_rows(call, weights, activations.types[k]):
+        functions = functions_of_stage(rank, position)
+        if _has_range_over_rows(*functions, activations.types[k]):
             _warn(plan, f"stages[{k}]")
     y = activations.types[-1]
     if rank.model.has_head and rank.model.tables.head < 0:
@@ -88,17 +80,10 @@ def _has_range_over_rows(
     call: Callable[[Leaves, Tree], Tree], weights: Callable[[], Leaves], x: Tree
 ) -> bool:
     """Tell whether a part, or its pullback, takes a maximum over rows of an input of type x."""
-    floats, others = partition(x)
-
-    def pullback(floats: Leaves, others: Leaves) -> Any:
-        run = lambda weights, floats: partition(call(weights, combine(x, floats, others)))[0]  # noqa: E731
-        y, back = jax.vjp(run, weights(), floats)
-        return y, back(y)
-
     try:
-        closed = jax.make_jaxpr(pullback)(floats, others)
-        facts = [varying(leaf.shape, 0) for leaf in (*floats, *others)]
-        asked = Sequences(floats[0].shape[0], sums=True)
+        closed, inputs = trace_pullback(call, weights, x)
+        facts = [varying(leaf.shape, 0) for leaf in inputs]
+        asked = Sequences(inputs[0].shape[0], sums=True)
         found = follow_positions(closed.jaxpr, facts, asked, closed.consts)
     except Exception:  # noqa: BLE001  an unknown primitive
         return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import pytest
 from jax.experimental import io_callback
@@ -147,6 +149,42 @@ def test_a_part_that_meets_other_stages_is_refused(part, name, call, label, engi
         f"meanwhile, and results may not depend on the rank of a stage: leave it out, give a stage "
         f"its number when you make it, or sum over an axis of the batch, such as 'data'"
     )
+
+
+@jax.custom_vjp
+def by_rank(x):
+    return x
+
+
+by_rank.defvjp(
+    lambda x: (x, None),
+    lambda _, ct: (ct * jax.lax.axis_index("stage").astype(ct.dtype),),
+)
+
+
+@pytest.mark.parametrize("engine", ["scan", "programs"])
+@pytest.mark.parametrize(
+    ("part", "label"), [("stages", "stages[1]"), ("loss_fn", "embed, head or loss_fn")]
+)
+def test_a_derivative_that_asks_for_its_rank_is_refused(part, label, engine):
+    """Gradients would differ between the engines, and collectives would hang (issue 67)."""
+
+    class Using(Block):
+        def __call__(self, x):
+            return by_rank(super().__call__(x))
+
+    last = models.build(Using if part == "stages" else Block, 1, seed=1)
+    loss_fn = models.squares if part == "stages" else lambda y, t: models.squares(by_rank(y), t)
+    pipe = Pipeline(
+        [*models.build(Block, 1), *last],
+        2,
+        mesh=make_mesh(stage=2),
+        loss_fn=loss_fn,
+        engine=engine,
+    )
+    message = rf"^the derivative of {re.escape(label)} calls jax.lax.axis_index over the axis"
+    with pytest.raises(ValueError, match=message):
+        pipe.value_and_grad(X, T)
 
 
 @pytest.mark.parametrize("part", ["stages", "loss_fn"])
