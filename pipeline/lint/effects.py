@@ -56,13 +56,8 @@ def _over_stage(jaxpr: Any) -> Iterator[str]:
 
 def check_derivatives(rank: Rank, activations: Activations, ends_body: Any) -> None:
     """Refuse collectives over ``stage`` in derivatives that a part defines (`jax.custom_vjp`)."""
-    known = set()
-    for k, (position, body) in enumerate(zip(rank.model.stages, activations.bodies, strict=True)):
-        if (key := rank.code(position)) in known or not _has_own_derivative(body):
-            continue
-        known.add(key)
-        functions = functions_of_stage(rank, position)
-        _check_pullback(f"the derivative of stages[{k}]", *functions, activations.types[k])
+    for k, call, weights in distinct_stages(rank, activations, _has_own_derivative):
+        _check_pullback(f"the derivative of stages[{k}]", call, weights, activations.types[k])
     if not _has_own_derivative(ends_body):
         return
 
@@ -77,10 +72,23 @@ def check_derivatives(rank: Rank, activations: Activations, ends_body: Any) -> N
     _check_pullback(name, last, lambda: rank.ends, activations.types[-1])
 
 
-def functions_of_stage(
+def distinct_stages(
+    rank: Rank, activations: Activations, has: Callable[[Any], bool]
+) -> Iterator[tuple[int, Callable[[Leaves, Tree], Tree], Callable[[], Leaves]]]:
+    """Yield one stage of each code whose jaxpr passes the test ``has``.
+
+    Each is its number, a function of its weights and its input, and a function for its weights.
+    """
+    known = set()
+    for k, (position, body) in enumerate(zip(rank.model.stages, activations.bodies, strict=True)):
+        if (key := rank.code(position)) not in known and has(body):
+            known.add(key)
+            yield k, *_functions_of_stage(rank, position)
+
+
+def _functions_of_stage(
     rank: Rank, position: StagePosition
 ) -> tuple[Callable[[Leaves, Tree], Tree], Callable[[], Leaves]]:
-    """Return a stage as a function of its weights and its input, and a function for its weights."""
     stage = Forward(rank, position)
 
     def call(weights: Leaves, x: Tree) -> Tree:

@@ -20,7 +20,7 @@ from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.ends import finish
 from pipeline.core.step.calls.rank import Rank
-from pipeline.lint.effects import functions_of_stage, trace_pullback
+from pipeline.lint.effects import distinct_stages, trace_pullback
 from pipeline.lint.positions import Sequences, follow_positions, varying
 
 
@@ -31,13 +31,8 @@ def warn_of_ranges(plan: Plan, rank: Rank, activations: Activations) -> None:
     if is_done or rank.slices.count > 1:
         return
     plan.compiled.warned.add(searched)
-    known = set()
-    for k, (position, body) in enumerate(zip(rank.model.stages, activations.bodies, strict=True)):
-        if (key := rank.code(position)) in known or not _quantises(body):
-            continue
-        known.add(key)
-        functions = functions_of_stage(rank, position)
-        if _has_range_over_rows(*functions, activations.types[k]):
+    for k, call, weights in distinct_stages(rank, activations, _quantises):
+        if _has_range_over_rows(call, weights, activations.types[k]):
             _warn(plan, f"stages[{k}]")
     y = activations.types[-1]
     if rank.model.has_head and rank.model.tables.head < 0:
