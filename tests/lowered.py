@@ -16,7 +16,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-_LOCATION = re.compile(r' loc\((?:"(?:[^"\\]|\\.)*"(?:\(#loc\d*\))?|#loc\d*|unknown)\)')
+_ATOM = r'[^()"]|"(?:[^"\\]|\\.)*"'
+_LOCATION = re.compile(rf" loc\((?:{_ATOM}|\((?:{_ATOM}|\([^()]*\))*\))*\)")
 _NAME = re.compile(r"jax_ir\d+_(.*)_compile\.mlir")
 
 

@@ -41,15 +41,8 @@ class ModelChecks(Protocol):
     def parts(self, plan: Any, rank: Any, activations: Any, *, take_loss: bool) -> None:
         """Check stages, embed, head and loss one by one, before the loss is traced."""
 
-    def whole(self, plan: Any, traced: Any, *, training: bool, unread: bool = False) -> None:
-        """Check the whole model, after its trace.
-
-        Args:
-          plan: the options of the pipeline.
-          traced: the traced model.
-          training: whether the step is a training step.
-          unread: whether to check for parameters that no part reads.
-        """
+    def whole(self, step: Any) -> None:
+        """Check the whole model of a step, after its trace."""
 
     def ends(self, rank: Any, activations: Any) -> None:
         """Check embed and head, where no loss is computed."""

@@ -12,15 +12,15 @@ DOORS = {
         autodiff.accumulate autodiff.jaxpr.evaluate autodiff.jaxpr.primitives
         autodiff.jaxpr.scopes layers_view.replace model.microbatch model.model model.objects
         model.stage model.trained model.unlike options.checks options.plan placement.meshes
-        placement.placement programs.operands programs.run programs.runtime programs.traced
-        step.operands step.runtime
+        placement.placement programs.run programs.runtime programs.traced
+        step.opened step.operands step.runtime
     """,
     "pipeline.lint": """
         autodiff.jaxpr.primitives autodiff.outcome model.ignored model.loss model.model
         model.objects model.randomness model.stage model.trained model.trained_filters
         options.choose options.plan placement.meshes placement.paths step.calls.activations
         step.calls.declared step.calls.ends step.calls.forward
-        step.calls.local_model step.calls.rank step.calls.slices step.inspect
+        step.calls.local_model step.calls.rank step.calls.slices step.opened
     """,
     "pipeline.models.decoding": """
         autodiff.outcome layers_view.replace model.model model.overlay model.stage

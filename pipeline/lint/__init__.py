@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.core.step.calls.forward import Forward
     from pipeline.core.step.calls.local_model import LocalModel
     from pipeline.core.step.calls.rank import Rank
-    from pipeline.core.step.inspect import Inspected
+    from pipeline.core.step.opened import OpenedStep
 
 
 class Lint:
@@ -104,26 +104,26 @@ class Lint:
             of_plan = plan.axes, plan.compiled.warned
             warn_of_split_positions(rank, activations, *of_plan, take_loss=take_loss)
 
-    def whole(self, plan: Plan, traced: Inspected, *, training: bool, unread: bool = False) -> None:
+    def whole(self, step: OpenedStep) -> None:
         """Refuse `ppermute`; check idle axes, padding in statistics, and unread parameters."""
         from pipeline.lint import statistics
         from pipeline.lint import unread as parameters
         from pipeline.lint.effects import check_derivatives, check_meetings, check_stage_axis
 
-        rank, warned = traced.rank, plan.compiled.warned
-        bodies = traced.activations.bodies
-        statistics.warn_of_state(traced, plan, training=training)
-        if traced.ends_body is None:
+        plan, rank, ends, request = step.plan, step.rank, step.ends_body, step.request
+        warned, bodies = plan.compiled.warned, step.activations.bodies
+        statistics.warn_of_state(step)
+        if ends is None:
             return
-        check_stage_axis("embed, head or loss_fn", traced.ends_body)
-        if training:
-            check_derivatives(rank, traced.activations, traced.ends_body)
-        check_meetings(plan, [traced.ends_body])
-        parameters.warn_of_idle_axes(rank, [*bodies, traced.ends_body], plan.axes, warned)
-        adding = {f"stages[{k}]": one for k, one in enumerate(traced.activations.adding)}
-        statistics.warn_of_losses_of_padding(adding | dict(traced.adding), warned)
-        if unread:
-            parameters.warn_of_parameters_that_nobody_reads(rank, bodies, traced.ends_body, warned)
+        check_stage_axis("embed, head or loss_fn", ends)
+        if request.counts:
+            check_derivatives(rank, step.activations, ends)
+        check_meetings(plan, [ends])
+        parameters.warn_of_idle_axes(rank, [*bodies, ends], plan.axes, warned)
+        adding = {f"stages[{k}]": one for k, one in enumerate(step.activations.adding)}
+        statistics.warn_of_losses_of_padding(adding | dict(step.adding), warned)
+        if request.training and request.normalise:
+            parameters.warn_of_parameters_that_nobody_reads(rank, bodies, ends, warned)
 
     def ends(self, rank: Rank, activations: Activations) -> None:
         """Refuse collectives over ``stage`` in embed and head, where no loss is computed."""

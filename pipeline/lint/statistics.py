@@ -22,8 +22,7 @@ from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.calls.rank import Rank
 
 if TYPE_CHECKING:
-    from pipeline.core.options.plan import Plan
-    from pipeline.core.step.inspect import Inspected
+    from pipeline.core.step.opened import OpenedStep
 
 _REMEDY = (
     "the batch has padding (pipeline.training.batches), which it may count: leave out what "
@@ -98,24 +97,23 @@ def _any_of(written: Iterator[bool], variable: Any) -> bool:
     return any(leaves)
 
 
-def warn_of_state(traced: Inspected, plan: Plan, *, training: bool) -> None:
+def warn_of_state(step: OpenedStep) -> None:
     """Warn of state that padding changes too, and of state that no function updates after a step.
 
     Args:
-      traced: the traced model.
-      plan: the options of the pipeline.
-      training: whether the step is a training step.
+      step: the step, with the traces of its model.
     """
-    variables = [one for _, kind, usage in traced.usage for one in of_stages(kind, usage)]
-    if traced.usage_of_ends is not None:
-        variables += of_ends(traced.rank, traced.usage_of_ends)
-    warned, has_padding = plan.compiled.warned, traced.rank.batch_part.sequences is not None
+    plan, rank = step.plan, step.rank
+    variables = [one for _, kind, usage in step.usage for one in of_stages(kind, usage)]
+    if step.usage_of_ends is not None:
+        variables += of_ends(rank, step.usage_of_ends)
+    warned, has_padding = plan.compiled.warned, rank.batch_part.sequences is not None
     counting: dict[str, list[str]] = {}  # texts by part
     for one in variables:
         kind, is_of_stage = type(one.variable), one.part.startswith("stages")
         if one.is_written and not one.reads_mask and not issubclass(kind, DataStatistic):
             counting.setdefault(one.part, []).append(f"{one.path} ({kind.__name__})")
-        function = metadata(one.variable).get("after_step") if training else None
+        function = metadata(one.variable).get("after_step") if step.request.counts else None
         if function and not is_of_stage:
             warn_once(
                 f"{one.path} of {one.part} changes after a step only, and after_step= runs on "

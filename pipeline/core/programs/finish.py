@@ -184,10 +184,10 @@ def lower_finish(
     operands, plan = traced.operands, traced.options.plan
 
     def finish(leaves: list[Any], given: Any, factors: Any) -> Any:
-        weights, batch, _ = operands.of(leaves)
-        step = traced.opened(weights, batch, drop_device_axis(factors))
-        step.put(entering(given, sums))
-        return results.of(plan, step.inspected.local(), step.sums, weights)
+        weights, batch, inputs = operands.of(leaves)
+        program = traced.open(weights, batch, inputs, drop_device_axis(factors))
+        program.put(entering(given, sums))
+        return results.of(plan, program.step.local, program.sums, weights)
 
     of_values = operands.meshes.value_specs((sums, traced.factors))
     run = operands.sharded(finish, (operands.manual, *of_values), results.specs, mesh)

@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 from collectives.transfer import typed
 from pipeline.base.axes import axes_in
-from pipeline.base.masks import Needs
 from pipeline.base.tree import Leaves
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement.zero import kernel_spec
 from pipeline.core.programs.meshes import RankMeshes
+from pipeline.core.step.opened import StepInputs
 from pipeline.core.step.ranks import gradient_specs, manual, weight_specs
 from pipeline.core.step.run.places import StepRequest
 from schedules.lowering.program import Op
@@ -32,27 +32,17 @@ class StepOptions:
     Attributes:
       plan, model: the plan and the model of the pipeline.
       request: the wanted results.
-      counts: whether the step counts as a training step.
-      normalise: the argument of `pipeline.core.step.runtime.train`.
     """
 
     plan: Plan
     model: Model
     request: StepRequest
-    counts: bool = False
-    normalise: bool = True
 
     @property
     def schedule(self) -> Schedule:
         """The orders of the ranks."""
         whole = self.plan.orders or self.plan.schedule
         return whole if self.request.training else whole.forward()
-
-    @property
-    def needs(self) -> Needs:
-        """[K] the gradients that each stage's backward computes."""
-        training, want_inputs = self.request.training, self.request.want_inputs
-        return self.model.trained.needs_gradients(want_inputs=want_inputs, backward=training)
 
     @property
     def keeps_residuals(self) -> bool:
@@ -63,22 +53,6 @@ class StepOptions:
         """Make the `Op` of an action of a stage."""
         last = self.plan.schedule.num_stages - 1
         return Op(kind, self.plan.schedule.chunk_of[stage], stage == 0, stage == last)
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """The inputs of a step in addition to weights and batch.
-
-    Attributes:
-      scale: the argument of `pipeline.core.step.runtime.train`.
-      ratio: share and mean of a loss whose weight depends on outputs; needed only for such a loss.
-    """
-
-    scale: Any = None
-    ratio: Any = None
-
-
-jax.tree_util.register_dataclass(StepInputs)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,6 @@ compiles it for the devices of each rank.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from collectives.transfer import typed
 from pipeline.base.tree import Tree, blank, vary_like
 from pipeline.core.programs.meshes import add_device_axis, drop_device_axis
 from pipeline.core.programs.operands import Operands
-from pipeline.core.programs.traced import OpenStep, Traced, first_loss, whole_loss
+from pipeline.core.programs.traced import Traced
 from pipeline.core.step.stores.store import ActionValues
 from schedules.clocks.dispatch import Work
 from schedules.lowering.kinds import VALUE_KINDS
@@ -100,17 +99,14 @@ def begin_program(traced: Traced, names: Sequence[str]) -> RankProgram:
       traced: the model.
       names: the names of the rank's sums, which start as zeros, and of its declared state.
     """
-    operands, options, meshes = traced.operands, traced.options, traced.operands.meshes
+    operands, meshes = traced.operands, traced.operands.meshes
     sums = {name: traced.sums[name] for name in names}
 
     def begin(leaves: list[Any]) -> Any:
         weights, batch, given = operands.of(leaves)
-        inspected = traced.on_rank(weights, batch, first_loss(options, given))
-        loss, _ = whole_loss(options, inspected, given)
-        factors = {name: getattr(loss, name) for name in traced.factors}
-        rank = dataclasses.replace(inspected.rank, loss=loss)
-        step = OpenStep(options, dataclasses.replace(inspected, rank=rank))
-        return leaving(step.get(sums), factors, sums, traced.factors)
+        program = traced.open(weights, batch, given)
+        factors = {name: getattr(program.step.rank.loss, name) for name in traced.factors}
+        return leaving(program.get(sums), factors, sums, traced.factors)
 
     out_specs = meshes.value_specs((sums, traced.factors))
     results = operands.sum_specs(sums), out_specs[1]
@@ -141,17 +137,16 @@ def action_program(
     sums = {name: traced.sums[name] for name in names}
 
     def act(of_sums: Any, values: Any, microbatch: Any, leaves: list[Any], factors: Any) -> Any:
-        weights, batch, _ = operands.of(leaves)
-        step = traced.opened(weights, batch, drop_device_axis(factors))
-        step.put(entering(of_sums, sums))
+        program = traced.open(*operands.of(leaves), drop_device_axis(factors))
+        program.put(entering(of_sums, sums))
         no_gradient = blank(types.gradient, traced.options.plan.axes.varying)
         stores = ActionValues({"gradient": no_gradient, **drop_device_axis(values)})
-        actions = step.actions(stage, stores, op.kind)
+        actions = program.actions(stage, stores, op.kind)
         row = {"microbatch": vary(microbatch, actions.local.axes), **_PLACES}
         sent = actions.run_op(op, row)
         results = {"operand": sent, "gradient": sent, **stores.written}
         results = {kind: results[kind] for kind in writes}
-        return leaving(step.get(sums), results, sums, writes)
+        return leaving(program.get(sums), results, sums, writes)
 
     act.__name__ = op.label
     number = jax.ShapeDtypeStruct((), jnp.int32)

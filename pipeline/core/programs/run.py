@@ -20,9 +20,10 @@ from pipeline.base.tree import real
 from pipeline.core.model.model import Batch, Weights
 from pipeline.core.programs.finish import FinishByRank, JoinedFinish, Results
 from pipeline.core.programs.messages import lower_message
-from pipeline.core.programs.operands import StepInputs, StepOptions
+from pipeline.core.programs.operands import StepOptions
 from pipeline.core.programs.program import RankProgram, action_program, begin_program
 from pipeline.core.programs.traced import trace_ranks, work_of
+from pipeline.core.step.opened import StepInputs
 from pipeline.core.step.run.places import StepRequest
 from pipeline.core.step.share import share_of
 from schedules.clocks.dispatch import Send, Value, Work, calls_of

@@ -5,7 +5,6 @@ Letters: S ranks, M microbatches, N = M * b * D rows of the batch on D data shar
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -22,10 +21,11 @@ from pipeline.core.options.plan import Plan
 from pipeline.core.placement.meshes import check_no_mesh_for_programs
 from pipeline.core.placement.zero import constrain
 from pipeline.core.programs.finish import Results
-from pipeline.core.programs.operands import StepInputs, StepOptions
+from pipeline.core.programs.operands import StepOptions
 from pipeline.core.programs.run import StepPrograms
 from pipeline.core.programs.traced import Traced, trace_ranks
 from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.opened import StepInputs
 from pipeline.core.step.ranks import gradient_specs, input_specs, manual
 from pipeline.core.step.results import (
     Gradients,
@@ -35,7 +35,7 @@ from pipeline.core.step.results import (
     state_after,
     training_results,
 )
-from pipeline.core.step.run.places import StepRequest
+from pipeline.core.step.run.places import StepRequest, training_request
 from pipeline.core.step.stores.totals import StepSums
 
 __all__ = "evaluate", "logprobs", "narrows_train", "outputs", "trace_train", "train"
@@ -94,8 +94,8 @@ def training_options(
     plan: Plan, model: Model, *, want_inputs: bool = False, normalise: bool = True
 ) -> StepOptions:
     """Make the static arguments of a training step."""
-    request = StepRequest(training=True, take_loss=True, want_inputs=want_inputs)
-    return StepOptions(plan, model, request, counts=True, normalise=normalise)
+    request = training_request(want_inputs=want_inputs, normalise=normalise)
+    return StepOptions(plan, model, request)
 
 
 def trace_train(
@@ -115,12 +115,12 @@ def evaluate(
     plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_share: bool = False
 ) -> tuple[Any, StateLeaves]:
     """Evaluate a batch, as `pipeline.core.step.runtime.evaluate` does."""
-    request = StepRequest(training=False, take_loss=True)
+    request = StepRequest(training=False, take_loss=True, counts=want_share)
 
     def results(plan: Plan, local: LocalModel, sums: StepSums) -> Any:
         return evaluation_results(local, plan, sums, want_share=want_share)
 
-    return _infer(plan, model, weights, batch, request, results, P(), counts=want_share)
+    return _infer(plan, model, weights, batch, request, results, P())
 
 
 def outputs(
@@ -146,14 +146,13 @@ def _infer(
     request: StepRequest,
     results: Callable[..., Any],
     spec: P,
-    *,
-    counts: bool = False,
 ) -> Any:
     """Run forward actions; return their results, and declared state."""
-    options = StepOptions(plan, model, request, counts=counts, normalise=False)
+    options = StepOptions(plan, model, request)
 
     def whole(plan: Plan, local: Any, sums: Any, weights: Weights) -> Any:
-        return results(plan, local, sums), state_after(local, weights, plan, training=counts)
+        state = state_after(local, weights, plan, training=request.counts)
+        return results(plan, local, sums), state
 
     given, specs = StepInputs(), (spec, manual(plan, model.state_specs))
     stages = len(model.stages) - 1, _stages_of_state(weights, model)
@@ -183,7 +182,7 @@ def _programs(
     check_no_mesh_for_programs()
     depends_on = {
         "types": signature(operands),
-        "kind": (*dataclasses.astuple(options.request), options.counts, options.normalise),
+        "request": options.request,
         "context": trace_context(),
     }
     key = FunctionKey(options.plan, name, options.model, frozenset(depends_on.items()))

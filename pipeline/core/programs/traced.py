@@ -20,17 +20,15 @@ from pipeline.base.warn import warn_once
 from pipeline.core.autodiff.jaxpr.evaluate import narrows
 from pipeline.core.model.ends import stages_of_ends
 from pipeline.core.model.model import Batch, Weights
-from pipeline.core.programs.operands import Operands, StepInputs, StepOptions, find_operands
+from pipeline.core.programs.operands import Operands, StepOptions, find_operands
 from pipeline.core.step.calls.groups import StageGroup
 from pipeline.core.step.calls.local_model import LocalModel
-from pipeline.core.step.calls.rank import LossScale
-from pipeline.core.step.inspect import Inspected, inspect
-from pipeline.core.step.ranks import make_rank
+from pipeline.core.step.open import open_step
+from pipeline.core.step.opened import OpenedStep, StepInputs
 from pipeline.core.step.run.actions import Actions, sums_of_action
 from pipeline.core.step.run.grouped import own_totals
 from pipeline.core.step.run.places import StepPlaces, make_sums
-from pipeline.core.step.runtime import NOTHING_TO_GATHER, loss_scale
-from pipeline.core.step.share import find_share
+from pipeline.core.step.runtime import NOTHING_TO_GATHER
 from pipeline.core.step.stores.device import check_no_host
 from pipeline.core.step.stores.slices import WholeSequences
 from pipeline.core.step.stores.store import ActionValues
@@ -68,11 +66,11 @@ class Traced:
 
     Attributes:
       operands: the types of the step's operands.
-      inspected: the facts, without arrays. Its rank has those factors of losses that are Python
+      known: the facts, without arrays. Its rank has those factors of losses that are Python
         numbers.
       factors: the types of the other factors of losses, which are arrays.
       sums: the types of all sums of a rank, and of declared state, by name.
-      stages_of_sums: with ``stage_meshes`` the result of `OpenStep.stages_of_sums`; else empty.
+      stages_of_sums: with ``stage_meshes`` the result of `find_stages_of_sums`; else empty.
       is_narrow: whether the model computes in floats in which gradients may vanish or overflow.
       needs_ratio: whether the step needs `StepInputs.ratio` and got none.
       stages: [K] the types of each stage's values.
@@ -80,7 +78,7 @@ class Traced:
     """
 
     operands: Operands
-    inspected: Inspected
+    known: OpenedStep
     factors: dict[str, Any]
     sums: dict[str, Leaves]
     stages_of_sums: dict[str, int]
@@ -107,39 +105,45 @@ class Traced:
         """List the names of sums and of state that a rank's action may change."""
         names = [name for name, types in self.sums_on(rank).items() if types]
         training = self.options.request.training
-        return sums_of_action(op, names, self.inspected.rank.facts, training=training)
+        return sums_of_action(op, names, self.known.rank.facts, training=training)
 
-    def on_rank(self, weights: Weights, batch: Batch, loss: LossScale) -> Inspected:
-        """Apply the facts to a rank's arrays, in another trace."""
-        rank = make_rank(self.options.plan, self.options.model, weights, batch)
-        return self.inspected.on(dataclasses.replace(rank, loss=loss))
+    def open(
+        self, weights: Weights, batch: Batch, inputs: StepInputs, factors: Any = None
+    ) -> ProgramStep:
+        """Open the step on a rank's arrays in another trace.
 
-    def opened(self, weights: Weights, batch: Batch, factors: Mapping[str, Any]) -> OpenStep:
-        """Open the step on a rank's arrays, in another trace; ``factors``: array factors."""
-        loss = dataclasses.replace(self.inspected.rank.loss, **factors)
-        return OpenStep(self.options, self.on_rank(weights, batch, loss))
+        Args:
+          weights: the rank's state.
+          batch: the rank's part of the batch.
+          inputs: the other inputs of the step.
+          factors: the factors of losses that an earlier program has computed; None to compute them.
+        """
+        options, known = self.options, {"known": self.known, "factors": factors}
+        arrays = weights, batch, inputs
+        of_outputs = lambda _: inputs.ratio  # noqa: E731
+        step = open_step(
+            options.plan, options.model, options.request, *arrays, **known, run_forwards=of_outputs
+        )
+        return ProgramStep(options, step)
 
 
-class OpenStep:
-    """A step of a rank within one trace: its model, and refs of its sums.
+class ProgramStep:
+    """A step of a rank within one program, with refs of its sums.
 
     Args:
       options: the options of the step.
-      inspected: the model on the rank.
+      step: the step on the rank.
 
     Attributes:
-      inspected: the model, with the storage of declared state if the step writes any.
       sums: the sums of all actions.
       refs: the refs of the sums and of declared state, by name.
     """
 
-    def __init__(self, options: StepOptions, inspected: Inspected) -> None:
-        self.options = options
-        declared = inspected.make_declared_state(options.plan, training=options.counts)
-        rank = dataclasses.replace(inspected.rank, declared=declared)
-        self.inspected = dataclasses.replace(inspected, rank=rank)
+    def __init__(self, options: StepOptions, step: OpenedStep) -> None:
+        self.options, self.step = options, step
         units = options.plan.schedule.num_units
-        self.sums: StepSums = make_sums(self.inspected.local(), options.request, units)
+        self.sums: StepSums = make_sums(step.local, options.request, units)
+        declared = step.rank.declared
         self.refs = dict(self.sums.refs)
         for n, (_, ref) in enumerate(declared.refs if declared else ()):
             self.refs[f"state{n}"] = [ref]
@@ -149,7 +153,7 @@ class OpenStep:
 
         Each chunk is one stage here. Every rank contributes to the sums that are not listed.
         """
-        model, rank = self.options.model, self.inspected.rank
+        model, rank = self.options.model, self.step.rank
         last = len(model.stages) - 1
         stages = {"inputs": 0} | dict.fromkeys(("results", "metrics", "loss", "weight"), last)
         stages |= {f"chunk{v}": v for v in range(last + 1)}
@@ -172,9 +176,9 @@ class OpenStep:
 
     def actions(self, stage: int, stores: ActionValues, kinds: Collection[str]) -> Actions:
         """Make a stage's actions of these kinds; ``stores`` has the values that they read."""
-        options, inspected, sums = self.options, self.inspected, self.sums
-        rank, types = inspected.rank, inspected.activations.types
-        position, need = rank.model.stages[stage], inspected.needs[stage]
+        options, step, sums = self.options, self.step, self.sums
+        rank, types = step.rank, step.activations.types
+        position, need = rank.model.stages[stage], step.needs[stage]
         x, y = types[stage], types[stage + 1]
         local = LocalModel(rank, position, x, y, need, x, adds=rank.facts.adding_stages[stage])
         sums = dataclasses.replace(sums, keep=local.keep)
@@ -220,85 +224,56 @@ def _trace_on_device(
     """Trace the model within a rank's shard_map."""
     options = operands.options
     plan, request = options.plan, options.request
-    rank = make_rank(plan, options.model, weights, batch)
-    rank = dataclasses.replace(rank, loss=first_loss(options, given))
-    reaches = request.want_inputs or options.model.trained.embed or not request.training
-    taking = {"take_loss": request.take_loss, "reaches": reaches}
-    inspected = inspect(plan, rank, options.needs, **taking)
-    if inspected.rank.facts.has_checks:
+    missing = []
+
+    def of_outputs(_: OpenedStep) -> Any:
+        missing.append(given.ratio is None)
+        return given.ratio or (1.0, 1.0)
+
+    of_step = plan, options.model, request, weights, batch, given
+    step = open_step(*of_step, run_forwards=of_outputs)
+    if step.rank.facts.has_checks:
         raise ValueError(
             "engine='programs': a stage has a check (checkify.check), whose error JAX carries from "
             "one program to the next only within one; leave the check out, or use engine='scan'"
         )
-    if not (request.take_loss or request.logprobs):
-        plan.lint.outputs(inspected.local())
-    plan.lint.whole(
-        plan, inspected, training=options.counts, unread=options.counts and options.normalise
-    )
-    loss, needs_ratio = whole_loss(options, inspected, given)
-    rank = dataclasses.replace(inspected.rank, loss=loss)
-    step = OpenStep(options, dataclasses.replace(inspected, rank=rank))
-    if needs_ratio or (request.training and plan.keep == "input"):
-        plan.lint.effects(step.inspected.local())
+    if any(missing) or (request.training and plan.keep == "input"):
+        plan.lint.effects(step.local)
+    program, loss = ProgramStep(options, step), step.rank.loss
     # A factor that is a number is a constant of a program; an array is an argument.
     fields = {f.name: getattr(loss, f.name) for f in dataclasses.fields(loss)}
     factors = {name: jax.typeof(x) for name, x in fields.items() if isinstance(x, jax.core.Tracer)}
     unknown: Any = dict.fromkeys(factors)
     numbers = dataclasses.replace(loss, **unknown)
-    sums = {name: list(map(jax.typeof, of)) for name, of in step.get(step.refs).items()}
-    stages, unsplit = _stages(step)
-    bodies = [*inspected.activations.bodies, *([inspected.ends_body] * request.take_loss)]
+    sums = {name: list(map(jax.typeof, of)) for name, of in program.get(program.refs).items()}
+    stages, unsplit = _stages(program)
+    bodies = [*step.activations.bodies, *([step.ends_body] * request.take_loss)]
     return Traced(
         operands=operands,
-        inspected=step.inspected.without_arrays(numbers),
+        known=step.without_arrays(numbers),
         factors=factors,
         sums=sums,
-        stages_of_sums=step.stages_of_sums() if plan.orders else {},
+        stages_of_sums=program.stages_of_sums() if plan.orders else {},
         is_narrow=any(map(narrows, bodies)),
-        needs_ratio=needs_ratio,
+        needs_ratio=any(missing),
         stages=stages,
         unsplit=unsplit,
     )
 
 
-def first_loss(options: StepOptions, given: StepInputs) -> LossScale:
-    """Compute the factors of losses that do not depend on a weight."""
-    if options.request.training:
-        return loss_scale(options.plan, given.scale)
-    return LossScale(counts=options.request.take_loss)
-
-
-def whole_loss(
-    options: StepOptions, inspected: Inspected, given: StepInputs
-) -> tuple[LossScale, bool]:
-    """Compute all factors of losses; tell whether the step needs a ratio that it lacks."""
-    missing = []
-
-    def ratio(*_: Any) -> Any:
-        if given.ratio is None:
-            missing.append(True)
-            return 1.0, 1.0
-        return given.ratio
-
-    if not options.request.training:
-        return inspected.rank.loss, False
-    loss = find_share(options.plan, inspected, normalise=options.normalise, run_forwards=ratio)
-    return loss, bool(missing)
-
-
-def _stages(step: OpenStep) -> tuple[list[StageTypes], tuple[str, ...]]:
+def _stages(program: ProgramStep) -> tuple[list[StageTypes], tuple[str, ...]]:
     """Return [K] the types of stages, by one trace for equal stages; also list failed splits."""
-    options, inspected = step.options, step.inspected
-    rank, types = inspected.rank, inspected.activations.types
+    options, step = program.options, program.step
+    rank, types = step.rank, step.activations.types
     kinds = {action.kind for order in options.schedule.orders for action in order}
     known: dict[Any, StageTypes] = {}
     stages, unsplit, gathers = [], list[str](), False
     for k, position in enumerate(options.model.stages):
         ends = k == 0, k == len(options.model.stages) - 1
-        need, adds = inspected.needs[k], rank.facts.adding_stages[k]
+        need, adds = step.needs[k], rank.facts.adding_stages[k]
         code = rank.code(position), position.chunk, ends, need, adds, signature(types[k : k + 2])
         if code not in known:
-            actions = step.actions(k, ActionValues({}), kinds)
+            actions = program.actions(k, ActionValues({}), kinds)
             work = {name for name in kinds if actions.does_anything(options.op(name, k))}
             forward = options.op("F", k)
             if actions.leaves_nothing(forward) and not actions.writes_in_embed(forward):

@@ -17,7 +17,7 @@ from collectives import STAGE, vary
 from pipeline.base.axes import axes_in
 from pipeline.base.masks import Mask, chosen
 from pipeline.base.rows import BatchPart
-from pipeline.base.tree import Leaves, Tree, is_float
+from pipeline.base.tree import Tree, is_float
 from pipeline.core.model.microbatch import cut, dealt
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
@@ -144,27 +144,10 @@ def make_rank(
     With ``num_microbatches`` the run does not use the schedule, and sequences are whole.
     """
     layout, rests = model.layout, (_squeeze(weights.chunks_rest), weights.ends_rest)
-
-    def whole(tree: Tree, spreads: Any, lead: int) -> Tree:
-        leaves, treedef = jax.tree.flatten(tree)
-        return jax.tree.unflatten(treedef, gather(leaves, spreads, lead=lead))
-
-    # Weights are gathered before the first tick, unless actions gather them.
-    chunks = _squeeze(weights.chunks)
-    before: tuple[Leaves, ...] = ()
-    # The shards before the gather are kept: `cast_once` gathers them in a narrow dtype. If nothing
-    # was gathered, `before` stays empty.
-    if plan.gather == "step":
-        stored = tuple(map(jax.tree.leaves, chunks))
-        chunks = tuple(
-            whole(c, spreads, 1) for c, spreads in zip(chunks, layout.chunks, strict=True)
-        )
-        pairs = zip(stored, map(jax.tree.leaves, chunks), strict=True)
-        if any(part is not leaf for pair in pairs for part, leaf in zip(*pair, strict=True)):
-            before = stored
-    chunks = tuple(map(defer_reduction, chunks, layout.chunks))
-    ends = defer_reduction(whole(weights.ends, layout.ends, 0), layout.ends)
-    local = Weights(chunks, ends, *rests)
+    chunks = tuple(map(defer_reduction, _squeeze(weights.chunks), layout.chunks))
+    leaves, treedef = jax.tree.flatten(weights.ends)
+    ends = jax.tree.unflatten(treedef, gather(leaves, layout.ends))
+    local = Weights(chunks, defer_reduction(ends, layout.ends), *rests)
 
     # The batch, cut into units.
     slices = Slices() if num_microbatches else Slices(plan.schedule.num_slices)
@@ -182,8 +165,7 @@ def make_rank(
     # agree in their axes. If types are not tracked, `vary` does nothing.
     axes = plan.axes.varying
     local, batch = vary(local, axes), vary(batch.map_rows(split, lambda x: x), axes)
-    gathers = plan.gather != "step"
-    store = ChunkWeights(local.chunks, layout.chunks, gathers, before)
+    store = ChunkWeights(list(map(jax.tree.leaves, local.chunks)), layout.chunks)
     rank = Rank(
         model,
         local,

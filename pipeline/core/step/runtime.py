@@ -8,37 +8,33 @@ points are `train`, `evaluate`, `outputs` and `logprobs`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE
-from pipeline.base.tree import Leaves, Tree, partition, real
+from pipeline.base.tree import Leaves, Tree, partition
 from pipeline.base.warn import warn_once
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement.zero import constrain
 from pipeline.core.step.calls.groups import GroupedModel
-from pipeline.core.step.calls.local_model import LocalModel
-from pipeline.core.step.calls.rank import LossScale
-from pipeline.core.step.inspect import inspect
 from pipeline.core.step.jitted import PerPlan
+from pipeline.core.step.open import find_needs, open_step
+from pipeline.core.step.opened import OpenedStep, StepInputs
 from pipeline.core.step.ranks import (
     gradient_specs,
     in_order,
     input_specs,
-    make_rank,
     manual,
     run_on_ranks,
 )
 from pipeline.core.step.results import (
     Gradients,
     StateLeaves,
-    calls_of,
     evaluation_results,
     outputs_of,
     own_logits_of,
@@ -46,9 +42,8 @@ from pipeline.core.step.results import (
     training_results,
 )
 from pipeline.core.step.run.grouped import make_actions
-from pipeline.core.step.run.places import StepRequest
+from pipeline.core.step.run.places import StepRequest, training_request
 from pipeline.core.step.run.ticks import run_ticks
-from pipeline.core.step.share import find_share
 from pipeline.core.step.stores.store import Row
 from pipeline.core.step.stores.totals import StepSums
 from schedules.lowering.needs import without
@@ -94,32 +89,20 @@ def train(
       ``weights.chunks`` and ``weights.ends``; gradients [N, ...] for the inputs' float leaves; and
       the declared state after the step.
     """
+    request = training_request(want_inputs=want_inputs, normalise=normalise)
     # The trained parameters decide which gradients each backward computes, and so which messages
     # are sent. All of this is static.
-    needs = model.trained.needs_gradients(want_inputs=want_inputs)
-    if plan.schedule.num_slices > 1:  # one pullback returns gradients of carries and of the input
-        needs = tuple(dataclasses.replace(need, x=True) for need in needs)
+    needs = find_needs(plan, model, request)
     program = without(plan.training, [need.x for need in needs])
     of_inputs = input_specs(batch) if want_inputs else []
 
-    def body(tables: Row, weights: Weights, batch: Batch, scale: Any) -> Any:
-        # Before the ticks: the rank's arrays, a trace of its model, and the factor of its losses.
-        rank = make_rank(plan, model, weights, batch)
-        rank = dataclasses.replace(rank, loss=loss_scale(plan, scale))
-        traced = inspect(plan, rank, needs, reaches=want_inputs or model.trained.embed)
-        loss = find_share(plan, traced, normalise=normalise)
-        plan.lint.whole(plan, traced, training=True, unread=normalise)
-        declared = traced.make_declared_state(plan, training=True)
-        local = traced.local(loss=loss, declared=declared)
-        # The ticks, and after them all reductions over mesh axes.
-        step = StepRequest(training=True, take_loss=True, want_inputs=want_inputs)
-        sums = _train(local, plan, program, tables, step, by_table=runs is not None)
-        return training_results(local, plan, sums, weights, of_inputs, normalise=normalise)
+    def results(step: OpenedStep, sums: StepSums, weights: Weights) -> Any:
+        return training_results(step.local, plan, sums, weights, of_inputs, normalise=normalise)
 
     specs = gradient_specs(model)
     out_specs = P(), manual(plan, specs), of_inputs, manual(plan, model.state_specs)
-    run = run_on_ranks(plan, model, program, body, out_specs, runs)
-    loss, grads, inputs, state = run(weights, batch, scale)
+    run = _run(plan, model, request, program, results, out_specs, runs)
+    loss, grads, inputs, state = run(weights, batch, StepInputs(scale))
     # The kernel's specs lack the axes that are left to the compiler: constrain the gradients'
     # sharding over these axes here.
     if plan.auto_axes:
@@ -127,11 +110,49 @@ def train(
     return loss, grads, _ordered_inputs(plan, inputs, of_inputs, batch), state
 
 
-def loss_scale(plan: Plan, scale: Any) -> LossScale:
-    """Compute those factors of losses that are known before the total weight of the losses is."""
-    of_caller, of_added = scale if isinstance(scale, tuple) else (scale, scale)
-    added = 1 if of_added is None else of_added.astype(real())
-    return LossScale(of_caller=of_caller, of_added=added / calls_of(plan))
+def _run(
+    plan: Plan,
+    model: Model,
+    request: StepRequest,
+    program: Program,
+    results: Callable[[OpenedStep, StepSums, Weights], Any],
+    out_specs: Any,
+    runs: jax.Array | None = None,
+) -> Any:
+    """Make the function that runs a step on every rank, and computes its results from the sums."""
+
+    def body(tables: Row, weights: Weights, batch: Batch, inputs: StepInputs) -> Any:
+        step = open_step(plan, model, request, weights, batch, inputs)
+        sums = _run_actions(step, program, tables, by_table=runs is not None)
+        # After the ticks all reductions over mesh axes.
+        return results(step, sums, weights)
+
+    return run_on_ranks(plan, model, program, body, out_specs, runs)
+
+
+def _run_actions(step: OpenedStep, program: Program, tables: Row, *, by_table: bool) -> StepSums:
+    """Run the actions of a step; return its sums."""
+    plan, request, local = step.plan, step.request, step.local
+    if request.training:
+        # A rank that needs no timetable runs one loop (`Straight`), unless entries of a table are
+        # timed (`runs`).
+        is_alike = not isinstance(local, GroupedModel)
+        plan.facts.straight = plan.is_straight and is_alike and local.rank.declared is None
+        if plan.facts.straight and not by_table:
+            from pipeline.core.step.run.straight import Straight
+
+            straight = Straight(local, plan.schedule.num_microbatches, request)
+            straight.run()
+            return straight.sums
+        if plan.keep == "input":
+            plan.lint.effects(local)
+    actions = make_actions(plan, local, program, request)
+    if request.training:
+        if plan.remat == "gathered" and not actions.saved.residuals.gathers:
+            warn_once(NOTHING_TO_GATHER, plan.compiled.warned, "gathered")
+        plan.facts.unsplit = tuple(actions.halves.whole) if actions.halves else ()
+    run_ticks(actions, program, tables)
+    return actions.sums
 
 
 def _ordered_inputs(plan: Plan, gradients: Leaves, specs: list[P], batch: Batch) -> Leaves:
@@ -155,40 +176,39 @@ def evaluate(
     and the step counts as a training step.
     """
 
-    def results(local: LocalModel, sums: StepSums) -> Any:
-        return evaluation_results(local, plan, sums, want_share=want_share)
+    def results(step: OpenedStep, sums: StepSums) -> Any:
+        return evaluation_results(step.local, plan, sums, want_share=want_share)
 
-    step = StepRequest(training=False, take_loss=True)
-    return _infer(plan, model, weights, batch, step, results, P(), training=want_share)
+    request = StepRequest(training=False, take_loss=True, counts=want_share)
+    return _infer(plan, model, weights, batch, request, results, P())
 
 
 @PerPlan
 def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, StateLeaves]:
     """Run forward actions; return [N, ...] outputs on every rank, and declared state."""
-    arguments, lie = (plan, model, weights, batch), plan.axes.output_spec
-    step = StepRequest(training=False, take_loss=False)
-    if "head" in plan.shared:  # every rank has its words' logits of each row
-        logits_of = lambda _, sums: own_logits_of(sums, plan)  # noqa: E731
-        values, state = _infer(*arguments, step, logits_of, P(STAGE, *lie))
-        values = jnp.moveaxis(values, 0, -1)[..., : model.tables.head_words]
-        return in_order(plan, values, lie, back=True), state
-    values = _infer(*arguments, step, lambda _, sums: outputs_of(sums, plan), lie)
-    return _ordered_outputs(values, plan)
+    arguments, request = (plan, model, weights, batch), StepRequest(training=False, take_loss=False)
+    if "head" not in plan.shared:
+        return _outputs(*arguments, request)
+    spec = plan.axes.output_spec  # every rank has its words' logits of each row
+    logits_of = lambda _, sums: own_logits_of(sums, plan)  # noqa: E731
+    values, state = _infer(*arguments, request, logits_of, P(STAGE, *spec))
+    values = jnp.moveaxis(values, 0, -1)[..., : model.tables.head_words]
+    return in_order(plan, values, spec, back=True), state
 
 
 @PerPlan
 def logprobs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, StateLeaves]:
     """Run forward actions; return [N, ...] float32 log-probabilities of targets, and state."""
-    arguments, lie = (plan, model, weights, batch), plan.axes.output_spec
-    step = StepRequest(training=False, take_loss=False, logprobs=True)
-    results = _infer(*arguments, step, lambda _, sums: outputs_of(sums, plan), lie)
-    return _ordered_outputs(results, plan)
+    request = StepRequest(training=False, take_loss=False, logprobs=True)
+    return _outputs(plan, model, weights, batch, request)
 
 
-def _ordered_outputs(results: tuple[Tree, StateLeaves], plan: Plan) -> tuple[Tree, StateLeaves]:
+def _outputs(
+    plan: Plan, model: Model, weights: Weights, batch: Batch, request: StepRequest
+) -> tuple[Tree, StateLeaves]:
     """Return outputs with their positions in order, and declared state."""
-    values, state = results
-    spec = plan.axes.output_spec
+    spec, results = plan.axes.output_spec, lambda _, sums: outputs_of(sums, plan)
+    values, state = _infer(plan, model, weights, batch, request, results, spec)
     return jax.tree.map(lambda x: in_order(plan, x, spec, back=True), values), state
 
 
@@ -197,73 +217,17 @@ def _infer(
     model: Model,
     weights: Weights,
     batch: Batch,
-    step: StepRequest,
-    results: Callable[[LocalModel, StepSums], Any],
+    request: StepRequest,
+    results: Callable[[OpenedStep, StepSums], Any],
     spec: P,
-    *,
-    training: bool = False,
 ) -> tuple[Any, StateLeaves]:
-    """Run forward actions; return their results, and declared state.
+    """Run forward actions; return their results, which have this spec, and declared state."""
 
-    Args:
-      plan: the options of the pipeline.
-      model: the user's model.
-      weights: [S, ...] leaves of chunks, and leaves of the ends.
-      batch: [N, ...] leaves.
-      step: the request: whether a loss or log-probabilities are wanted.
-      results: a function that makes the results from the rank's model and sums.
-      spec: the spec of the results.
-      training: whether the step counts as a training step.
-    """
-    needs = model.trained.needs_gradients(want_inputs=False, backward=False)
-
-    def body(tables: Row, weights: Weights, batch: Batch, _: None) -> tuple[Any, StateLeaves]:
-        rank = make_rank(plan, model, weights, batch)
-        rank = dataclasses.replace(rank, loss=LossScale(counts=step.take_loss))
-        # There is no backward, but the traces are those of training, so that calls of stages agree.
-        traced = inspect(plan, rank, needs, take_loss=step.take_loss)
-        if not (step.take_loss or step.logprobs):
-            plan.lint.outputs(traced.local())
-        plan.lint.whole(plan, traced, training=training)
-        local = traced.local(declared=traced.make_declared_state(plan, training=training))
-        actions = make_actions(plan, local, plan.forward, step)
-        run_ticks(actions, plan.forward, tables)
-        state = state_after(local, weights, plan, training=training)
-        return results(local, actions.sums), state
+    def with_state(step: OpenedStep, sums: StepSums, weights: Weights) -> tuple[Any, StateLeaves]:
+        state = state_after(step.local, weights, plan, training=request.counts)
+        return results(step, sums), state
 
     out_specs = spec, manual(plan, model.state_specs)
-    return cast(
-        "tuple[Any, StateLeaves]",
-        run_on_ranks(plan, model, plan.forward, body, out_specs)(weights, batch),
-    )
-
-
-def _train(
-    local: LocalModel,
-    plan: Plan,
-    program: Program,
-    tables: Row,
-    step: StepRequest,
-    *,
-    by_table: bool,
-) -> StepSums:
-    """Run the forward and backward actions of a step; return its sums."""
-    # A rank that needs no timetable runs one loop (`Straight`), unless entries of a table are
-    # timed (`runs`).
-    is_alike = not isinstance(local, GroupedModel)
-    plan.facts.straight = plan.is_straight and is_alike and local.rank.declared is None
-    if plan.facts.straight and not by_table:
-        from pipeline.core.step.run.straight import Straight
-
-        straight = Straight(local, plan.schedule.num_microbatches, step)
-        straight.run()
-        return straight.sums
-    if plan.keep == "input":
-        plan.lint.effects(local)
-    actions = make_actions(plan, local, program, step)
-    if plan.remat == "gathered" and not actions.saved.residuals.gathers:
-        warn_once(NOTHING_TO_GATHER, plan.compiled.warned, "gathered")
-    halves = actions.halves
-    plan.facts.unsplit = tuple(halves.whole) if halves else ()
-    run_ticks(actions, program, tables)
-    return actions.sums
+    run = _run(plan, model, request, plan.forward, with_state, out_specs)
+    found: tuple[Any, StateLeaves] = run(weights, batch, StepInputs())
+    return found

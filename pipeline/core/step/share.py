@@ -12,7 +12,6 @@ not need W divides the gradients of S by W once, after the last action.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,31 +23,20 @@ from pipeline.core.model.loss import mean_of
 from pipeline.core.model.model import Model
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement.zero import total_over
-from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.calls.rank import LossScale
-from pipeline.core.step.inspect import Inspected
+from pipeline.core.step.opened import OpenedStep, RunForwards
 from pipeline.core.step.results import calls_of, totals_of
 from pipeline.core.step.run.grouped import make_actions
 from pipeline.core.step.run.places import StepRequest
 from pipeline.core.step.run.ticks import run_ticks
 from pipeline.core.step.stores.totals import StepSums
 
-RunForwards = Callable[[LocalModel, Plan], tuple[jax.Array, jax.Array]]
 
-
-def find_share(
-    plan: Plan,
-    traced: Inspected,
-    *,
-    normalise: bool,
-    run_forwards: RunForwards | None = None,
-) -> LossScale:
+def find_share(step: OpenedStep, run_forwards: RunForwards | None = None) -> LossScale:
     """Compute the factors of losses that are known, or must be known, before the ticks run.
 
     Args:
-      plan: the options of the pipeline.
-      traced: the rank, with the caller's scale of its losses.
-      normalise: whether to compute gradients of the step's loss; else gradients of a sum.
+      step: the step, with the caller's scale of its losses.
       run_forwards: a function that computes share and loss if they depend on outputs; `of_outputs`
         by default.
 
@@ -56,36 +44,35 @@ def find_share(
       ValueError: the step will be added to other steps, and its gradient needs the loss of all
         these steps; or the step needs its loss before it runs, and writes state.
     """
-    scale = traced.rank.loss
-    share, mean = _share_and_mean(plan, traced, run_forwards or of_outputs)
+    scale = step.rank.loss
+    share, mean = _share_and_mean(step, run_forwards or of_outputs)
     # All forwards have run once to compute the loss. In the step they would run again, and write
     # state a second time.
-    if mean is not None and traced.writes_state(plan, training=True):
+    if mean is not None and step.writes_state:
         raise ValueError(
             "stages write declared state, and loss_fn's weight follows from their outputs: where "
             "it has a gradient, or stages call add_loss, a step then knows it too late; let the "
             "weight follow from targets, as the number of those that count, or declare no state"
         )
     # If the share is known, gradients of the mean are summed, else gradients of the sum.
-    share = share if normalise else None
+    share = share if step.request.normalise else None
     of_loss = 1.0 if share is None else share
     if scale.of_caller is not None:
         of_loss = scale.of_caller.astype(real()) * of_loss
     return dataclasses.replace(scale, share=share, of_loss=of_loss, mean=mean)
 
 
-def _share_and_mean(plan: Plan, traced: Inspected, run_forwards: RunForwards) -> tuple[Any, Any]:
+def _share_and_mean(step: OpenedStep, run_forwards: RunForwards) -> tuple[Any, Any]:
     """Return a microbatch's share and the step's loss; None for a value known only later."""
     # A mean has a known share. For other losses, a share is needed before the ticks only if the
     # weight has a gradient, the caller gives a scale, or stages add losses.
-    scale = traced.rank.loss
+    scale, plan, local = step.rank.loss, step.plan, step.local
     if scale.is_mean:
         return 1 / calls_of(plan), None
-    local = traced.local()
     # d(S / W) = (dS - S / W dW) / W.
     if "head" not in plan.shared and local.weight_has_gradient():
         _check_that_it_is_all(local.model)
-        return run_forwards(local, plan)
+        return run_forwards(step)
     # A scale is chosen for gradients of the mean; gradients of a sum might overflow with it. Losses
     # that stages add are not divided by the loss's weight, and a joint gradient cannot be divided
     # in part after the step.
@@ -94,13 +81,14 @@ def _share_and_mean(plan: Plan, traced: Inspected, run_forwards: RunForwards) ->
         return None, None
     weight = local.weight_of_targets()
     if weight is None:
-        return run_forwards(local, plan) if adds else (None, None)
+        return run_forwards(step) if adds else (None, None)
     total = total_over(weight, plan.axes.split)
     return mean_of(jnp.zeros_like(weight), total)[1], None
 
 
-def of_outputs(local: LocalModel, plan: Plan) -> tuple[jax.Array, jax.Array]:
+def of_outputs(step: OpenedStep) -> tuple[jax.Array, jax.Array]:
     """Run all forward actions, to compute a share and a loss that depend on outputs."""
+    plan, local = step.plan, step.local
     program, rank = plan.forward, jax.lax.axis_index(STAGE)
     tables: dict[str, Any] = {}
     # This runs within the shard_map of the step, whose operands are the tables of another program.

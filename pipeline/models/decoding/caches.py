@@ -130,7 +130,7 @@ def make_decoder(rank: Rank, cache: Any, start: Callable[[Any], None]) -> Decode
     for v, rest in enumerate(weights.chunks_rest):
         own = [position for position in model.stages if position.chunk == v]
         if own[0].views is None:
-            one = _ready(own[0].definition, weights.chunks[v], rest, is_cache, start)
+            one = _ready(own[0].definition, rank.params(v), rest, is_cache, start)
             parts.append(
                 ([replace(stage, definition=one.definition) for stage in own], one.cells, one.begin)
             )

@@ -169,11 +169,12 @@ def _decode(
 
     def body(_: Any, weights: Weights, batch: Batch, draw: tuple[Any, Any]) -> jax.Array:
         rank = make_rank(plan, model, weights, batch, M)
+        rank = replace(rank, chunks=rank.chunks.make_ready(gathers=plan.gather == "step"))
         prompts, (lengths, data) = rank.batch.inputs, rank.batch.targets
         keys = None if data is None else jax.random.wrap_key_data(data, impl=impl)
         length = prompts.shape[2] + choice.max_new_tokens - 1
         begin = start or functools.partial(start_decoding, dtype=plan.compute_dtype)
-        ready = functools.partial(_begin, begin, prompts.shape[1], length)
+        ready = lambda module: begin(module, prompts.shape[1], length)  # noqa: E731
         decoder = make_decoder(rank, cache, ready)
         rank = replace(rank, model=decoder.model, weights=decoder.weights(rank.weights))
         rows = Rows(prompts, lengths, keys, draw, choice, rank.axes)
@@ -192,10 +193,6 @@ def _decode(
         return out.reshape(-1, choice.max_new_tokens)
 
     return run_on_ranks(plan, model, plan.forward, body, plan.axes.row_spec)(weights, batch, draw)
-
-
-def _begin(begin: Start, rows: int, length: int, module: Any) -> None:
-    begin(module, rows, length)
 
 
 def _phases(prefill: int, calls: int, length: int) -> list[tuple[int, int, int]]:

@@ -224,14 +224,12 @@ class DeclaredState:
             if len(ranks) < schedule.num_ranks:
                 mine = jnp.asarray(np.isin(np.arange(schedule.num_ranks), ranks))[rank]
             rest_leaves = self.leaves(stage.chunk, 0, now=True)
-            chunk = self._rank.chunks.whole[stage.chunk]
             if stage.views is None:
-                weights = self._rank.weights
-                params = jax.tree.unflatten(jax.tree.structure(weights.chunks[stage.chunk]), chunk)
-                rest = jax.tree.unflatten(
-                    jax.tree.structure(weights.chunks_rest[stage.chunk]), rest_leaves
-                )
+                params = self._rank.params(stage.chunk)
+                structure = jax.tree.structure(self._rank.weights.chunks_rest[stage.chunk])
+                rest = jax.tree.unflatten(structure, rest_leaves)
             else:
+                chunk = self._rank.chunks.whole[stage.chunk]
                 params, rest = stage.views.params.tree(chunk), stage.views.rest.tree(rest_leaves)
             paths = state_paths(rest, stage.definition.state)
             _, values = stage.definition.update(hook, params, rest, paths=paths)

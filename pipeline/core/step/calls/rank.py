@@ -56,7 +56,7 @@ class Slices:
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """Facts that a trace of a model's parts shows (`pipeline.core.step.inspect`).
+    """Facts that a trace of a model's parts shows (`pipeline.core.step.open`).
 
     Attributes:
       embed_axes: axes on which each rank has its own part of embed's output.
@@ -122,8 +122,8 @@ class Rank:
 
     Attributes:
       model: the static half of the user's model.
-      weights: this rank's state; leaves of chunks have no leading axis.
-      chunks: the parameters of the rank's chunks, gathered or to be gathered. They are made from
+      weights: this rank's state; leaves of chunks have no leading axis, and are sharded as stored.
+      chunks: the parameters of the rank's chunks, as actions read them. They are made from
         ``weights``, so replace both together.
       batch: this data shard's microbatches; with slices, its units: each unit is one slice of a
         microbatch.
@@ -180,6 +180,11 @@ class Rank:
             return dataclasses.replace(self, slices=slices, batch=batch)
 
         return [of_slice(*numbered) for numbered in enumerate(lengths)]
+
+    def params(self, chunk: int) -> Tree:
+        """Return the whole parameters of a chunk, in the stored dtypes."""
+        structure = jax.tree.structure(self.weights.chunks[chunk])
+        return jax.tree.unflatten(structure, self.chunks.whole[chunk])
 
     def mask(self, unit: Any) -> jax.Array | None:
         """Return the mask of a unit (one slice of a microbatch): True for data, not padding."""
@@ -270,13 +275,7 @@ class Rank:
 
     def without_arrays(self) -> Rank:
         """Copy the rank without arrays, so that its facts can be kept after the trace."""
-        gone: Any = {
-            "weights": None,
-            "chunks": None,
-            "batch": None,
-            "batches": (),
-            "declared": None,
-        }
+        gone: Any = dict.fromkeys(("weights", "chunks", "batch", "declared")) | {"batches": ()}
         return dataclasses.replace(self, batch_part=BatchPart(), loss=LossScale(), **gone)
 
     def with_facts(self, **facts: Any) -> Rank:

@@ -24,7 +24,7 @@ from schedules.lowering.program import Program
 from schedules.lowering.windows import Windows
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class StepRequest:
     """The results that a step must return; the program does not determine them.
 
@@ -33,12 +33,22 @@ class StepRequest:
       take_loss: whether the step computes losses; else outputs.
       want_inputs: whether gradients for the inputs' float leaves are kept.
       logprobs: whether a forward's results are the log-probabilities of targets.
+      counts: whether the step counts as a training step.
+      normalise: whether gradients are those of the step's loss; else those of the sum of losses.
     """
 
     training: bool
     take_loss: bool
     want_inputs: bool = False
     logprobs: bool = False
+    counts: bool = False
+    normalise: bool = False
+
+
+def training_request(*, want_inputs: bool = False, normalise: bool = True) -> StepRequest:
+    """Make the request of a training step."""
+    wanted = {"want_inputs": want_inputs, "normalise": normalise}
+    return StepRequest(training=True, take_loss=True, counts=True, **wanted)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,12 +2,13 @@
 
 Letters: V chunks. With FSDP each data shard stores a part of a chunk's weights. The weights are
 gathered once for the step, or by every action, or for a run of actions in a window
-(`WeightWindows`). A leaf that stages read only in a narrower dtype has a narrow copy
-(`pipeline.core.step.casts`).
+(`WeightWindows`). A leaf that stages read only in a narrower dtype is read from a narrow copy
+(`pipeline.core.step.open`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 
 import jax
 
-from pipeline.base.tree import Leaves, Tree, vary_like
+from pipeline.base.tree import Leaves, vary_like
 from pipeline.core.autodiff.jaxpr import scopes
 from pipeline.core.autodiff.jaxpr.primitives import barrier
 from pipeline.core.placement.placement import Spread
@@ -44,66 +45,74 @@ class ChunkWeights:
     its types, before the first tick, when no window is open: it gathers, and XLA drops the result.
 
     Attributes:
-      params: [V] trees of parameters, or of their shards if actions gather them.
+      shards: [V] the leaves as this device stores them.
       spreads: [V] the placement of each leaf.
-      gathers: whether actions gather weights, except weights that a window holds whole.
-      before_step: [V] the shards, if the leaves were gathered for the step; else empty.
-      narrow: [V] the narrow copy of each leaf, or None; a copy is sharded if actions gather leaves.
-        Empty if no leaf has a copy.
+      ready: [V] the leaves made once a step (`make_ready`), from which actions read; before that
+        empty.
+      is_whole: whether leaves of ``ready`` are whole; else actions gather them, except weights that
+        a window holds whole.
       windows: places for whole weights, open while a program with windows runs.
     """
 
-    params: Sequence[Tree]
+    shards: Sequence[Leaves]
     spreads: Sequence[Sequence[Spread]]
-    gathers: bool = False
-    before_step: Sequence[Leaves] = ()
-    narrow: Sequence[Leaves] = ()
+    ready: Sequence[Leaves] = ()
+    is_whole: bool = False
     windows: WeightWindows = field(default_factory=WeightWindows)
 
-    @functools.cached_property
-    def shards(self) -> list[Leaves]:
-        """[V] the leaves of `params`."""
-        return [jax.tree.leaves(params) for params in self.params]
+    def make_ready(
+        self, *, gathers: bool, dtypes: Sequence[Sequence[Any]] | None = None
+    ) -> ChunkWeights:
+        """Make what is made of weights once a step.
+
+        Args:
+          gathers: whether to gather leaves here, not in each action.
+          dtypes: [V] for each leaf the narrower dtype in which it is read, or None.
+        """
+        ready = self.shards
+        if dtypes is not None:
+            with jax.named_scope(scopes.CASTS):
+                ready = [
+                    [x if dtype is None else x.astype(dtype) for x, dtype in zip(*of, strict=True)]
+                    for of in zip(self.shards, dtypes, strict=True)
+                ]
+        if gathers:  # after the cast: half the bytes on the wire, and half the memory
+            pairs = zip(ready, self.spreads, strict=True)
+            ready = [gather(leaves, spreads, lead=1) for leaves, spreads in pairs]
+        return dataclasses.replace(self, ready=ready, is_whole=gathers)
 
     @functools.cached_property
     def whole(self) -> Sequence[Leaves]:
         """[V] the whole leaves, in the stored dtype."""
-        shards = self.shards
-        if not self.gathers:
-            return shards
-        return Lazy(len(shards), lambda chunk: self._gathered(shards[chunk], chunk, 0))
+
+        def of_chunk(chunk: int) -> Leaves:
+            wide = gather(self.shards[chunk], self.spreads[chunk], lead=1)
+            pairs = zip(self.to_gather(chunk), wide, strict=True)
+            return [x if self.is_whole and x.dtype == w.dtype else w for x, w in pairs]
+
+        return Lazy(len(self.shards), of_chunk)
 
     def read(self, chunk: int, microbatch: Any) -> tuple[Leaves, Leaves]:
         """Return a chunk's whole leaves for an action, and the narrow copy of each leaf or None."""
-        shards = self.shards[chunk]
-        narrow = self.narrow[chunk] if self.narrow else [None] * len(shards)
-        if self.gathers:
+        stored, leaves = self.shards[chunk], self.to_gather(chunk)
+        if not self.is_whole:
             # With a Python integer the call is traced for its types, and no window may be open.
             in_window = self.windows.are_open and not isinstance(microbatch, int)
-            whole = self.windows.read(chunk) if in_window else self.gathered(chunk, microbatch)
-            narrow = [None if n is None else x for n, x in zip(narrow, whole, strict=True)]
-        elif self.before_step:
-            whole = self.to_gather(chunk)
-        else:
-            return shards, narrow
+            leaves = self.windows.read(chunk) if in_window else self.gathered(chunk, microbatch)
+        pairs = list(zip(leaves, stored, strict=True))
         # A stage is a function of wide leaves and has gradients for them. If a leaf has a copy, the
         # stage reads the copy, so compilers drop this cast back to the wide dtype.
         with jax.named_scope(scopes.UNREAD):
-            return [x.astype(w.dtype) for x, w in zip(whole, shards, strict=True)], narrow
+            wide = [w if x.shape == w.shape else x.astype(w.dtype) for x, w in pairs]
+        return wide, [x if x.dtype != w.dtype else None for x, w in pairs]
 
     def to_gather(self, chunk: int) -> Leaves:
-        """Return a chunk's leaves before the gather: for each leaf its narrow copy, if any."""
-        shards = self.shards[chunk]
-        if not self.narrow:
-            return shards
-        pairs = zip(shards, self.narrow[chunk], strict=True)
-        return [w if n is None else n for w, n in pairs]
+        """Return the leaves from which actions read, before they gather any."""
+        return (self.ready or self.shards)[chunk]
 
     def gathered(self, chunk: int, microbatch: Any) -> Leaves:
         """Gather a chunk's leaves; the result has the dtype of the gather."""
-        return self._gathered(self.to_gather(chunk), chunk, microbatch)
-
-    def _gathered(self, shards: Leaves, chunk: int, microbatch: Any) -> Leaves:
+        shards = self.to_gather(chunk)
         if not isinstance(microbatch, int):
             # The operands of the gather are equal in every tick, so XLA would move it out of the
             # loop and keep the result. A barrier makes it depend on the microbatch of the tick.

@@ -1,0 +1,200 @@
+"""A step is opened once: a rank's arrays, a trace of its model, and what is computed once a step.
+
+`open_step` serves training, evaluation, outputs and log-probabilities, and both engines. The engine
+"scan" opens a step before its first tick. The engine "programs" opens it in a first trace, whose
+facts are `known` to the trace of each program, and in `begin`, which computes what later programs
+receive.
+
+Parts of the model are traced on the types of one microbatch, whose index is the Python integer 0.
+In an action the index is an array, so the code can distinguish the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline.base.masks import Needs
+from pipeline.base.tree import real
+from pipeline.core.autodiff.jaxpr.narrow import is_narrower, read_in
+from pipeline.core.autodiff.jaxpr.primitives import makes_ref
+from pipeline.core.model.model import Batch, Model, Weights
+from pipeline.core.options.plan import Plan
+from pipeline.core.step.calls.activations import follow
+from pipeline.core.step.calls.declared import DeclaredState
+from pipeline.core.step.calls.ends import ends_usage
+from pipeline.core.step.calls.rank import LossScale, Rank
+from pipeline.core.step.opened import OpenedStep, RunForwards, StepInputs
+from pipeline.core.step.ranks import make_rank
+from pipeline.core.step.results import calls_of
+from pipeline.core.step.run.places import StepRequest
+from pipeline.core.step.share import find_share
+
+
+def open_step(
+    plan: Plan,
+    model: Model,
+    request: StepRequest,
+    weights: Weights,
+    batch: Batch,
+    inputs: StepInputs,
+    *,
+    known: OpenedStep | None = None,
+    factors: Mapping[str, Any] | None = None,
+    run_forwards: RunForwards | None = None,
+) -> OpenedStep:
+    """Open a step on a rank's arrays, within the shard_map.
+
+    Args:
+      plan: the options of the pipeline.
+      model: the user's model.
+      request: the wanted results.
+      weights: the rank's state.
+      batch: the rank's part of the batch.
+      inputs: the other inputs of the step.
+      known: the facts of an earlier trace; then no part of the model is traced or checked again.
+      factors: the factors of losses, if an earlier program has computed them.
+      run_forwards: a function that computes share and mean of a loss that depend on outputs; by
+        default all forward actions run once.
+
+    Raises:
+      ValueError: a model that the checks of `pipeline.lint` refuse; losses that are added by a head
+        that all ranks share, or by an embed without a gradient; or as `find_share`.
+    """
+    rank = make_rank(plan, model, weights, batch)
+    if known is None:
+        rank = dataclasses.replace(rank, loss=_first_factors(plan, request, inputs))
+        step = _inspect(plan, request, rank)
+        if not (request.take_loss or request.logprobs):
+            plan.lint.outputs(step.local)
+        plan.lint.whole(step)
+    else:
+        first = _first_factors(plan, request, inputs) if factors is None else known.rank.loss
+        loss = dataclasses.replace(first, is_mean=known.rank.loss.is_mean)
+        step = _prepared(known, dataclasses.replace(rank, facts=known.rank.facts, loss=loss))
+    if factors is not None:
+        step = step.with_rank(loss=dataclasses.replace(step.rank.loss, **factors))
+    elif request.training:
+        step = step.with_rank(loss=find_share(step, run_forwards))
+    return step.with_rank(declared=_declared_state(step))
+
+
+def _first_factors(plan: Plan, request: StepRequest, inputs: StepInputs) -> LossScale:
+    """Compute those factors of losses that are known before the total weight of the losses is."""
+    if not request.training:
+        return LossScale(counts=request.take_loss)
+    scale = inputs.scale
+    of_caller, of_added = scale if isinstance(scale, tuple) else (scale, scale)
+    added = 1 if of_added is None else of_added.astype(real())
+    return LossScale(of_caller=of_caller, of_added=added / calls_of(plan))
+
+
+def find_needs(plan: Plan, model: Model, request: StepRequest) -> Needs:
+    """Find [K] the gradients that each stage's backward computes."""
+    training, want_inputs = request.training, request.want_inputs
+    needs = model.trained.needs_gradients(want_inputs=want_inputs, backward=training)
+    if training and plan.schedule.num_slices > 1:
+        # One pullback returns gradients of carries and of the input.
+        needs = tuple(dataclasses.replace(need, x=True) for need in needs)
+    return needs
+
+
+def _inspect(plan: Plan, request: StepRequest, rank: Rank) -> OpenedStep:
+    """Trace the parts of a rank's model."""
+    # Each trace needs the facts of the earlier ones: types of activations, then the casts in the
+    # bodies of stages, then head and loss on the last activation, then state.
+    rank, activations = follow(rank)
+    plan.lint.parts(plan, rank, activations, take_loss=request.take_loss)
+    needs = find_needs(plan, rank.model, request)
+    step = _prepared(OpenedStep(plan, request, rank, needs, activations), rank)
+    if request.take_loss:
+        step = _with_ends(step)
+    else:
+        plan.lint.ends(rank, activations)
+    return _with_usage(step) if rank.model.declared.is_anything else step
+
+
+def _prepared(step: OpenedStep, rank: Rank) -> OpenedStep:
+    """Put the step on a rank; add the values that all actions share."""
+    dtypes = narrow_dtypes(rank, step.activations.bodies)
+    chunks = rank.chunks.make_ready(gathers=step.plan.gather == "step", dtypes=dtypes)
+    rank = dataclasses.replace(rank, chunks=chunks)
+    # The batch is cut once here; otherwise each model of the rank would cut it again.
+    rank = dataclasses.replace(rank, batches=tuple(one.batch for one in rank.by_slice))
+    return dataclasses.replace(step, rank=rank)
+
+
+def narrow_dtypes(rank: Rank, bodies: Sequence[Any]) -> list[list[Any]] | None:
+    """Find [V] for each leaf the one narrower dtype in which all stages read it, or None.
+
+    A stage with float32 weights that computes in bfloat16 casts them in every action. ``bodies`` is
+    [K] the jaxpr of each stage as a function of its weights. The result is None if no leaf is
+    narrow.
+    """
+    if rank.facts.has_refs or rank.facts.has_checks:
+        return None
+    # All stages of a chunk read its leaves, and a shared cell may hold different weights of them.
+    # A leaf is narrow only if all stages cast it to one dtype.
+    found: list[list[set[Any]]] = [[set() for _ in leaves] for leaves in rank.chunks.shards]
+    reads = {key: read_in(body) for key, body in {id(body): body for body in bodies}.items()}
+    for position, body in zip(rank.model.stages, bodies, strict=True):
+        spots = position.views.params.spots if position.views else None
+        for n, dtypes in enumerate(reads[id(body)]):
+            found[position.chunk][spots[n].cell if spots else n] |= dtypes
+
+    def narrow(dtypes: set[Any], leaf: Any) -> Any:
+        dtype = next(iter(dtypes), None) if len(dtypes) == 1 else None
+        return dtype if dtype is not None and is_narrower(dtype, leaf.dtype) else None
+
+    pairs = zip(found, rank.chunks.shards, strict=True)
+    of_chunks = [list(map(narrow, *of)) for of in pairs]
+    return of_chunks if any(dtype is not None for of in of_chunks for dtype in of) else None
+
+
+def _with_ends(step: OpenedStep) -> OpenedStep:
+    """Trace embed, head and loss, to find whether the loss is a mean and which losses are added."""
+    is_mean, body, of_embed, of_head = step.local.loss_is_mean()
+    if of_head.is_used and "head" in step.plan.shared:
+        raise ValueError(
+            "the head calls add_loss, and all ranks share it (vocabulary='stage'), so that no one "
+            "of them runs it; add the loss in the last stage, or use vocabulary='ends'"
+        )
+    reaches = step.request.want_inputs or step.rank.model.trained.embed
+    if of_embed.is_used and step.request.training and not reaches:
+        raise ValueError(
+            "embed calls add_loss, and wrt= trains nothing in it, so that no gradient goes back to "
+            "it; train embed too, or let it add nothing"
+        )
+    # Facts change how a part is called: refs become values, and a call that adds losses returns
+    # their sum. So the rank gets the facts before it makes the functions that run.
+    rank = step.rank.with_facts(
+        has_refs=step.rank.facts.has_refs or makes_ref(body),
+        adding_ends=of_embed.is_used or of_head.is_used,
+        adding_embed=of_embed.is_used,
+    )
+    rank = dataclasses.replace(rank, loss=dataclasses.replace(rank.loss, is_mean=is_mean))
+    adding = {"embed": of_embed, "the head": of_head}
+    return dataclasses.replace(step, rank=rank, ends_body=body, adding=adding)
+
+
+def _with_usage(step: OpenedStep) -> OpenedStep:
+    """Trace which declared state each part writes, and which state affects its results."""
+    local = step.local
+    # The use of state decides which values the step keeps. One trace serves a kind of stage.
+    usage = [(stages, kind, kind.stage_usage()) for stages, kind in local.kinds]
+    of_ends = ends_usage(local.rank, local.output, take_loss=step.request.take_loss)
+    return dataclasses.replace(step, usage=usage, usage_of_ends=of_ends)
+
+
+def _declared_state(step: OpenedStep) -> DeclaredState | None:
+    """Make the storage of declared state; None if the step writes no state."""
+    if step.usage_of_ends is None or not step.writes_state:
+        return None
+    model, plan = step.rank.model, step.plan
+    plan.compiled.writes.add((model.stages, model.ends))
+    # By stage, since a chunk may hold stages of several kinds.
+    usage_of = {k: usage for stages, _, usage in step.usage for k in stages}
+    usages = [usage_of[k] for k in range(len(usage_of))]
+    count, again = plan.schedule.num_units, step.request.counts
+    return DeclaredState(step.rank, usages, step.usage_of_ends, count, again=again)

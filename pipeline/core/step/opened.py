@@ -1,0 +1,92 @@
+"""An opened step: a rank's arrays, and the facts that a trace of its model has shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from pipeline.base.added import Adding
+from pipeline.base.masks import Needs
+from pipeline.core.options.plan import Plan
+from pipeline.core.step.calls.activations import Activations
+from pipeline.core.step.calls.declared import Usage
+from pipeline.core.step.calls.groups import make_local_model
+from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.rank import LossScale, Rank
+from pipeline.core.step.run.places import StepRequest
+
+RunForwards = Callable[["OpenedStep"], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The inputs of a step in addition to weights and batch.
+
+    Attributes:
+      scale: the argument of `pipeline.core.step.runtime.train`.
+      ratio: share and mean of a loss whose weight depends on outputs, if programs have computed
+        them before the step.
+    """
+
+    scale: Any = None
+    ratio: Any = None
+
+
+jax.tree_util.register_dataclass(StepInputs)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedStep:
+    """A step on a rank, within one trace.
+
+    Attributes:
+      plan: the options of the pipeline.
+      request: the wanted results.
+      rank: the rank, with all facts of the trace, the factors of losses, and storage for declared
+        state if the step writes any.
+      needs: [K] the gradients that each stage's backward computes.
+      activations: the types between stages.
+      ends_body: the jaxpr of embed, head and loss; None if no loss is computed.
+      adding: the losses that embed and head add, by name.
+      usage: for each kind of stage, the use of declared state.
+      usage_of_ends: the use of declared state in embed, head and loss; None without such state.
+    """
+
+    plan: Plan
+    request: StepRequest
+    rank: Rank
+    needs: Needs
+    activations: Activations
+    ends_body: Any = None
+    adding: Mapping[str, Adding] = field(default_factory=dict)
+    usage: Sequence[tuple[Sequence[int], LocalModel, Usage]] = ()
+    usage_of_ends: Usage | None = None
+
+    @functools.cached_property
+    def local(self) -> LocalModel:
+        """The rank's part of the model."""
+        return make_local_model(self.rank, self.activations, self.needs)
+
+    @property
+    def writes_state(self) -> bool:
+        """True if a call of a part, or the user's hook after the step, writes state."""
+        if self.usage_of_ends is None:
+            return False
+        hook = self.plan.after_step is not None and self.request.counts
+        calls = any(self.usage_of_ends[0]) or any(any(usage[0]) for _, _, usage in self.usage)
+        return hook or calls
+
+    def with_rank(self, **changes: Any) -> OpenedStep:
+        """Copy the step with other fields of its rank."""
+        return dataclasses.replace(self, rank=dataclasses.replace(self.rank, **changes))
+
+    def without_arrays(self, loss: LossScale) -> OpenedStep:
+        """Copy the facts without arrays, with other factors of losses."""
+        rank = dataclasses.replace(self.rank.without_arrays(), loss=loss)
+        usage: Any = [(stages, None, usage) for stages, _, usage in self.usage]
+        return dataclasses.replace(self, rank=rank, usage=usage, ends_body=None)
