@@ -177,7 +177,7 @@ class Step:
         compiler_options: CompilerOptions = "default",
     ) -> None:
         _check_options(clip=clip, ema=ema, accumulate=accumulate, loss_scale=loss_scale)
-        _check_model(model, scaled=loss_scale is not None, has_aux=has_aux)
+        _check_model(model, optimizer, scaled=loss_scale is not None, has_aux=has_aux)
         self.model, self.optimizer = model, optimizer
         self.clip, self.decay, self.accumulate = clip, ema or 0.0, accumulate
         self.scaling, self.has_aux = loss_scale, has_aux
@@ -942,7 +942,12 @@ def _name(path: Any) -> str:
     return "".join(f"[{n}]" if n.isdecimal() else f".{n}" for n in names).removeprefix(".")
 
 
-def _check_model(model: Any, *, scaled: bool, has_aux: bool) -> None:
+def _check_model(model: Any, optimizer: Any, *, scaled: bool, has_aux: bool) -> None:
+    if isinstance(optimizer, optax.GradientTransformation):
+        raise ValueError(
+            "optimizer is an optax transformation; give make_optimizer(pipe, tx), or, if the model "
+            "is no Pipeline, nnx.Optimizer(model, tx, wrt=nnx.Param)"
+        )
     methods = [name for name in ("value_and_grad", "loss") if hasattr(model, name)]
     if not methods:
         raise ValueError(
