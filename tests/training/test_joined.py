@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline, add_loss, make_optimizer
+from pipeline.layers import ExpertState, MixtureOfExperts, advance_experts
+from pipeline.training.batches import Padded, masked
 from pipeline.training.step import DynamicScale, Step
 from tests.support.close import assert_close
 
@@ -197,3 +199,32 @@ def test_calls_with_weights_of_their_own_are_warned_of_once():
         assert [str(one.message) for one in caught] == [text]
         assert step(*last, **weight) is not None
         step(*first, **weight)
+
+
+@pytest.mark.slow
+def test_routers_count_the_choices_of_all_calls():
+    """On ranks of experts and of data, with rows of padding."""
+    mesh, found = make_mesh(stage=2, expert=2, data=2), []
+    long = lambda rows: np.stack([rows, -rows, rows / 2], 1)  # noqa: E731  three positions
+    calls = [(long(x), Padded(long(t), counts)) for x, (t, counts) in batches()]
+    whole = jax.tree.map(lambda *rows: by_shard(4, *rows), *calls)
+    for microbatches, given in (2, calls), (2 * CALLS, [whole]):
+        stages = [
+            MixtureOfExperts(WIDTH, 8, 4, 2, nnx.Rngs(k), balance_weight=0.5, counts=True)
+            for k in range(2)
+        ]
+        pipe = Pipeline(
+            stages,
+            microbatches,
+            loss_fn=masked(lambda y, t: ((y - t) ** 2).mean()),
+            mesh=mesh,
+            batch=P(("data", "expert")),
+            state=ExpertState,
+            after_step=advance_experts,
+        )
+        step = make_step(pipe, len(given))
+        for _ in range(2):
+            metrics = [step(*batch) for batch in given][-1]
+        state = pipe.to_layers(nnx.state(pipe, (nnx.Param, ExpertState)))
+        found.append((metrics, jax.tree.leaves(state)))
+    assert_close(found[0], found[1])
