@@ -227,7 +227,7 @@ class Pipeline(nnx.Module):
           num_microbatches: M of this call; by default the pipeline's M. An evaluation batch may
             have another size than a training batch. Each M is compiled separately.
         """
-        plan = self._plan_of(num_microbatches)
+        plan = with_microbatches(self.plan, num_microbatches)
         operands = self._operands(inputs, (), extras, plan=plan)
         with self._step("pipe", operands) as (model, *arrays):
             found, kept = differentiable.outputs(plan, model, _warn_of_memory, *arrays)
@@ -260,7 +260,7 @@ class Pipeline(nnx.Module):
         Raises:
           ValueError: targets of another shape; or the call is differentiated.
         """
-        plan = self._plan_of(num_microbatches)
+        plan = with_microbatches(self.plan, num_microbatches)
         operands = self._operands(inputs, targets, extras, plan=plan)
         what = "logprobs() was differentiated, and it has no gradient: differentiate loss()"
         with self._step("logprobs", operands) as (model, *arrays):
@@ -297,7 +297,7 @@ class Pipeline(nnx.Module):
           weighed: as of `value_and_grad`; weights have no gradient.
           num_microbatches: M of this call, if not the pipeline's.
         """
-        plan = self._plan_of(num_microbatches)
+        plan = with_microbatches(self.plan, num_microbatches)
         operands = self._operands(
             inputs, targets, extras, "loss", has_aux=has_aux, weighed=weighed, plan=plan
         )
@@ -549,6 +549,7 @@ class Pipeline(nnx.Module):
         Raises:
           ValueError: a batch or a model that cannot run, as for `value_and_grad`; or no loss.
         """
+        from pipeline.lint.added import trace_step
         from pipeline.lint.means import try_on_numbers
         from pipeline.lint.outside import warn_of_parameters_read_from_outside
         from pipeline.lint.sharding import warn_of_undivided_weights
@@ -573,10 +574,7 @@ class Pipeline(nnx.Module):
             with self._entered():
                 weights, batch = meshes.untyped(types(arrays), plan.mesh)
                 _warn_of_memory(plan, model, weights, batch)
-                if plan.engine == "scan":
-                    runtime.train.trace(plan, model, weights, batch)
-                else:
-                    plan.entries.trace_train(plan, model, weights, batch)
+                trace_step(plan, model, weights, batch)
             try_on_numbers(plan, loss_fn, targets)
         for one in caught:
             if not issubclass(one.category, ModelWarning):
@@ -773,24 +771,6 @@ class Pipeline(nnx.Module):
         """The operands as the kernel takes them: copies, where the weights have types."""
         model, weights, batch = operands
         return model, meshes.untyped(weights, self.plan.mesh), batch
-
-    def _plan_of(self, num_microbatches: int | None) -> Plan:
-        """The plan of a call, which may have another M."""
-        if num_microbatches is None or num_microbatches == self.num_microbatches:
-            return self.plan
-        known = self.plan.compiled.plans
-        if num_microbatches not in known:
-            plan = with_microbatches(self.plan, num_microbatches)
-            if plan.schedule.stages_of != self.schedule.stages_of:
-                raise ValueError(
-                    f"num_microbatches={num_microbatches} of a call: the schedule that is chosen "
-                    f"for it, {plan.schedule.name!r}, places stages otherwise; name a schedule, or "
-                    f"use pipe.replace(num_microbatches={num_microbatches})"
-                )
-            if plan.state is not None:
-                check_order(plan.schedule)
-            known[num_microbatches] = plan
-        return known[num_microbatches]
 
     def _operands(
         self,

@@ -168,6 +168,18 @@ def build(
     return merge_halves(schedule, costs)
 
 
+def rebuilt(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """Build a family's schedule for another M; return any other schedule as it is."""
+    if schedule.name not in (*FAMILIES, *SLICED):
+        return schedule
+    sizes: dict[str, Any] = {"num_ranks": schedule.num_ranks, "num_stages": schedule.num_stages}
+    if schedule.name in SLICED:
+        sizes["num_slices"] = schedule.num_slices
+    family = functools.partial(build, schedule.name, **sizes)
+    is_of_family = family(num_microbatches=schedule.num_microbatches) == schedule
+    return family(num_microbatches=num_microbatches) if is_of_family else schedule
+
+
 def _check_merge(name: str, merge: bool) -> None:
     """Check that ``merge`` is set only for a family with halves of backwards.
 

@@ -20,7 +20,7 @@ DOORS = {
         model.objects model.randomness model.stage model.trained model.trained_filters
         options.choose options.plan placement.meshes placement.paths step.calls.activations
         step.calls.declared step.calls.ends step.calls.forward
-        step.calls.local_model step.calls.rank step.calls.slices step.opened
+        step.calls.local_model step.calls.rank step.calls.slices step.opened step.operands
     """,
     "pipeline.models.decoding": """
         autodiff.outcome layers_view.replace model.model model.overlay model.stage

@@ -20,6 +20,7 @@ from pipeline.core.model.loss import Weighed
 from pipeline.core.model.microbatch import as_arrays
 from pipeline.core.model.objects import Attributes
 from pipeline.core.options.options import Options
+from pipeline.core.options.resolve import with_microbatches
 from pipeline.core.placement.meshes import entered
 
 __all__ = [
@@ -41,4 +42,5 @@ __all__ = [
     "replicated",  # a global array of a value that every process has
     "shaped_leaves",  # the leaves of a tree shaped like a pipeline's parameters, in layer order
     "tree_leaves",  # the leaves of any tree
+    "with_microbatches",  # a pipeline's plan for another number of microbatches
 ]

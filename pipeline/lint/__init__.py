@@ -33,10 +33,13 @@ class Lint:
       ignored: the user's values of attributes that ``ignore=`` names, until the first trace has
         compared them.
       outputs_types: the types of a microbatch's outputs on one data shard, from the last trace.
+      adds_to_a_sum: whether the last traced training step adds losses (`add_loss`) to a loss (sum,
+        weight); None before the first trace.
     """
 
     ignored: Ignored | None = None
     outputs_types: Tree = None
+    adds_to_a_sum: bool | None = None
 
     def run(
         self, entry: Any, plan: Plan, *operands: Any, takes_loss: bool = True, **options: Any
@@ -117,6 +120,7 @@ class Lint:
             return
         check_stage_axis("embed, head or loss_fn", ends)
         if request.counts:
+            self.adds_to_a_sum = rank.facts.adds and not rank.loss.is_mean
             check_derivatives(rank, step.activations, ends)
         check_meetings(plan, [ends])
         parameters.warn_of_idle_axes(rank, [*bodies, ends], plan.axes, warned)

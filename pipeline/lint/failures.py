@@ -89,7 +89,7 @@ def explain_stage(
             f"stages[{k}] cannot run on {types_text(before[k])} ({first}); stages is one "
             f"module whose arrays all have a leading axis of {rank.model.stack}: {REMEDY}"
         ) from error
-    _check_extras(rank, k, error)
+    _check_call(rank, k, error)
     _note_what_is_tracked(error, rank.axes)
     taken = None
     if k > 0 and isinstance(error, _REFUSALS):
@@ -107,13 +107,14 @@ def explain_stage(
     ) from error
 
 
-def _check_extras(rank: Rank, k: int, error: Exception) -> None:
-    """Replace Python's error about an argument of a stage by one that names ``extras=``.
+def _check_call(rank: Rank, k: int, error: Exception) -> None:
+    """Replace Python's error about a stage's call by one that names ``extras=`` or ``__call__``.
 
     Raises:
-      TypeError: ``extras=`` has an argument that stage k does not take, or lacks one that it takes.
+      TypeError: stage k has no ``__call__``; or ``extras=`` has an argument that stage k does not
+        take, or lacks one that it takes.
     """
-    words = re.search(r"(unexpected keyword|missing \d+ required)(.*)", str(error))
+    words = re.search(r"(not callable|unexpected keyword|missing \d+ required)(.*)", str(error))
     if not isinstance(error, TypeError) or words is None:
         return
     stages: list[Any] = []
@@ -123,6 +124,11 @@ def _check_extras(rank: Rank, k: int, error: Exception) -> None:
         return jnp.zeros(())
 
     Forward(rank, rank.model.stages[k]).look(look)
+    if not callable(stages[0]):
+        raise TypeError(
+            f"stages[{k}] is a {type(stages[0]).__name__}, which has no __call__: define "
+            f"__call__(self, x) that returns the input of the next stage"
+        ) from error
     (_, *parameters) = inspect.signature(stages[0].__call__).parameters.values()
     # The error may be that of a module within the stage.
     is_own = str(error).startswith(f"{type(stages[0]).__call__.__qualname__}()")

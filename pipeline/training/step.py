@@ -41,6 +41,7 @@ from pipeline.pipeline import Pipeline
 from pipeline.training.compiling import Given as CompilerOptions
 from pipeline.training.compiling import resolve_compiler_options
 from pipeline.training.experts import balance_of
+from pipeline.training.joined import JoinedCalls, joined_calls, warn_of_weights
 
 Tree = Any
 Extras = dict[str, Any] | None
@@ -137,9 +138,11 @@ class Step:
       ema: the decay of a running mean of the trained parameters, ``decay * mean + (1 - decay) *
         weights`` after each update, in float32 or wider. The mean starts at the weights.
       accumulate: the number of calls for one update, which uses the mean over all rows or tokens
-        that count. The last call writes the model's state of all calls and runs a pipeline's
-        ``after_step``; until then the model is unchanged since the previous update, and
-        `Checkpoints.save` warns, because a checkpoint lacks the sums of these calls.
+        that count. Losses that stages add count once per microbatch: if the loss is (sum, weight),
+        a pipeline runs all calls as one step (`pipeline.training.joined`). The last call writes the
+        model's state of all calls and runs a pipeline's ``after_step``; until then the model is
+        unchanged since the previous update, and `Checkpoints.save` warns, because a checkpoint
+        lacks the sums of these calls.
       loss_scale: a number, or a `DynamicScale`, by which the loss is multiplied before
         differentiation; gradients are divided by the scale before any other use.
       has_aux: whether the model's loss is (loss, metrics), and its methods take ``has_aux=True`` if
@@ -174,7 +177,7 @@ class Step:
         compiler_options: CompilerOptions = "default",
     ) -> None:
         _check_options(clip=clip, ema=ema, accumulate=accumulate, loss_scale=loss_scale)
-        _check_model(model, scaled=loss_scale is not None, has_aux=has_aux)
+        _check_model(model, optimizer, scaled=loss_scale is not None, has_aux=has_aux)
         self.model, self.optimizer = model, optimizer
         self.clip, self.decay, self.accumulate = clip, ema or 0.0, accumulate
         self.scaling, self.has_aux = loss_scale, has_aux
@@ -201,8 +204,8 @@ class Step:
         self._places = [v.get_raw_value().sharding for v in self._variables]
         self._sums: Tree = None
         self._ahead: dict[int, jax.Array] = {}  # leaves written by earlier calls of this update
-        self._called = self.updates = 0
-        self._writing = False
+        self._joined: JoinedCalls | None = None  # of this update, if all its calls are one step
+        self._called, self.updates, self._writing = 0, 0, False
 
         mine = [d for d in places if d.process_index == jax.process_index()] or [*places]
         compiler = resolve_compiler_options(compiler_options, min(mine, key=lambda d: d.id))
@@ -259,25 +262,39 @@ class Step:
             number of tokens. A call of weight 0 adds nothing, even if its loss is NaN. By default
             the weight that the model returns with its loss: for a pipeline the sum of the weights
             of a loss (sum, weight), or the number of rows for a mean loss. Calls of a model without
-            such a weight have equal weights.
+            such a weight have equal weights. Losses that stages add have a given weight too.
 
         Raises:
-          ValueError: the weight is no number >= 0.
+          ValueError: the weight is no number >= 0; or calls of one update do not fit, if all of
+            them run as one step.
         """
         batch = as_arrays(inputs, targets, extras)
         check_weight(weight)
         self._warn_of_attributes()
         if self.accumulate == 1:
             return self._run_fused(batch, None, None)
-        if weight is not None or not self.weighs:
-            weight = jnp.asarray(1.0 if weight is None else weight, jnp.float32)
-        if self._called + 1 == self.accumulate:
-            return self._run_fused(batch, self._sums, weight)
-        if self._sums is None and not self._in_parts:
-            self._sums = self._zeros(self._metrics_of(batch, weight))
-        self._ahead, self._sums = self._ended(
-            self._added(self._leaves_ahead(), self._sums, self._carry, batch, weight)
-        )
+        is_last = self._called + 1 == self.accumulate
+        if not self._called and weight is None:
+            self._joined = joined_calls(self.model, batch, self.accumulate, has_aux=self.has_aux)
+        if self._joined is not None:
+            self._joined.check(batch, weight)
+            if is_last:
+                batch = self._ended(self._joined.with_last(batch))
+                return self._run_fused(batch, None, None)
+            self._joined.keep(batch)
+        else:
+            is_weighed = weight is not None or self.weighs
+            if weight is not None or not self.weighs:
+                weight = jnp.asarray(1.0 if weight is None else weight, jnp.float32)
+            if is_last:
+                return self._run_fused(batch, self._sums, weight)
+            if self._sums is None and not self._in_parts:
+                self._sums = self._zeros(self._metrics_of(batch, weight))
+            self._ahead, self._sums = self._ended(
+                self._added(self._leaves_ahead(), self._sums, self._carry, batch, weight)
+            )
+            if is_weighed and not (self.updates or self._called):
+                warn_of_weights(self.model)
         self._called += 1
         _STEP_OF[self.optimizer] = weakref.ref(self)
         return None
@@ -435,7 +452,7 @@ class Step:
         return [self._ahead.get(n, leaf) for n, leaf in enumerate(self._leaves())]
 
     def _begin_update(self) -> None:
-        self._sums, self._ahead, self._called = None, {}, 0
+        self._sums, self._ahead, self._joined, self._called = None, {}, None, 0
 
     def _run_fused(self, batch: Tree, sums: Tree, weight: Any) -> Metrics:
         done = self._fused(self._leaves_ahead(), self.ema, self._carry, sums, batch, weight)
@@ -593,6 +610,8 @@ class Step:
         """Return leaves before an update, and loss, metrics and gradients of all its calls."""
         model, optimizer = merged
         if sums is None:
+            if self._joined is not None:
+                model.plan = self._joined.plan
             return leaves, *self._loss_and_grads(model, carry, batch)
         found = self._weighed(model, carry, batch, weight)
         leaves = self._left(leaves, model, optimizer, found[0].mean, found[2])
@@ -923,7 +942,12 @@ def _name(path: Any) -> str:
     return "".join(f"[{n}]" if n.isdecimal() else f".{n}" for n in names).removeprefix(".")
 
 
-def _check_model(model: Any, *, scaled: bool, has_aux: bool) -> None:
+def _check_model(model: Any, optimizer: Any, *, scaled: bool, has_aux: bool) -> None:
+    if isinstance(optimizer, optax.GradientTransformation):
+        raise ValueError(
+            "optimizer is an optax transformation; give make_optimizer(pipe, tx), or, if the model "
+            "is no Pipeline, nnx.Optimizer(model, tx, wrt=nnx.Param)"
+        )
     methods = [name for name in ("value_and_grad", "loss") if hasattr(model, name)]
     if not methods:
         raise ValueError(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from collectives import make_mesh
 from pipeline import CrossEntropy, Pipeline, split
+from pipeline.training.step import Step
 from tests.support import models
 from tests.support.models import Block
 
@@ -39,6 +41,14 @@ class Masked(Block):
 class Unmasked(Block):
     def __call__(self, x, *, scale=1.0):
         return super().__call__(x) * scale
+
+
+class NotCalled(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def forward(self, x):
+        return self.linear(x)
 
 
 SLIPS = {
@@ -97,6 +107,20 @@ SLIPS = {
         (
             "stages[0] takes 'mask' after its input, and there are no extras=: give extras="
             "{'mask': array} with leaves [N, ...], or give the argument a default"
+        ),
+    ),
+    "a stage without a call": (
+        lambda: make(stages=[*models.build(Block, 1), NotCalled(nnx.Rngs(0))])(X),
+        (
+            "stages[1] is a NotCalled, which has no __call__: define __call__(self, x) that "
+            "returns the input of the next stage"
+        ),
+    ),
+    "an optax transformation as optimizer": (
+        lambda: Step(make(), optax.sgd(0.1)),
+        (
+            "optimizer is an optax transformation; give make_optimizer(pipe, tx), or, if the model "
+            "is no Pipeline, nnx.Optimizer(model, tx, wrt=nnx.Param)"
         ),
     ),
 }

@@ -14,6 +14,7 @@ from pipeline import Pipeline
 from pipeline.base.arguments import described
 from pipeline.core.options.options import Arguments, ModelParts, Options
 from pipeline.core.options.plan import Plan
+from pipeline.core.options.resolve import with_microbatches
 from pipeline.training.config import PipelineOptions
 from tests.support import models
 from tests.support.close import assert_close
@@ -105,4 +106,5 @@ def test_another_number_of_microbatches_needs_no_second_pipeline(monkeypatch) ->
     monkeypatch.setattr(Pipeline, "__init__", None)
     found = pipe.loss(x, x, num_microbatches=4)
     assert_close(found, wanted)
-    assert pipe._plan_of(4).schedule.num_microbatches == pipe._plan_of(4).num_microbatches == 4
+    plan = with_microbatches(pipe.plan, 4)
+    assert plan.schedule.num_microbatches == plan.num_microbatches == 4

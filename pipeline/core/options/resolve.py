@@ -15,6 +15,7 @@ from pipeline.base.precision import check_dtype
 from pipeline.core.autodiff.accumulate import check_grad_dtype
 from pipeline.core.model.ends import choose_shared
 from pipeline.core.model.loss import LossFn, LossModule
+from pipeline.core.model.trained_state import check_order
 from pipeline.core.options.checks import (
     check_axes_of,
     check_costs,
@@ -32,6 +33,7 @@ from pipeline.core.options.options import Options
 from pipeline.core.options.plan import Plan, own_costs
 from pipeline.core.placement.meshes import default_mesh, with_types_in_force, without_types
 from pipeline.core.placement.stage_meshes import axes_of, first_of
+from schedules.build import rebuilt
 from schedules.clocks.shared import Shared
 from schedules.core.costs import Costs
 from schedules.orders.schedule import Schedule
@@ -134,19 +136,36 @@ def _check_programs(options: Options, num_slices: int, shared: Shared) -> None:
             )
 
 
-def with_microbatches(plan: Plan, num_microbatches: int) -> Plan:
-    """Return the plan of a pipeline for another M: only the timetable is chosen again.
+def with_microbatches(plan: Plan, num_microbatches: int | None) -> Plan:
+    """Return a pipeline's plan for another M, with a timetable of its own; None keeps the plan.
 
     Raises:
-      ValueError: M is no integer >= 1; or the user's timetable is for another M.
+      ValueError: M is no integer >= 1; or the user's timetable is for another M, and no family's;
+        or the timetable for M places stages otherwise.
     """
+    if num_microbatches is None or num_microbatches == plan.options.num_microbatches:
+        return plan
+    known: dict[int, Plan] = plan.compiled.plans
+    if num_microbatches in known:
+        return known[num_microbatches]
     options = dataclasses.replace(plan.options, num_microbatches=num_microbatches)
     names = "mesh", "partners", "costs", "shared"
     chosen: dict[str, Any] = {name: getattr(plan, name) for name in names}
-    schedule_and_origin = read(options.schedule)
-    timetable, why = _timetable(options, plan.schedule.num_stages, schedule_and_origin, **chosen)
+    schedule, origin = read(options.schedule)
+    if isinstance(schedule, Schedule):
+        schedule = rebuilt(schedule, options.num_microbatches)
+    timetable, why = _timetable(options, plan.schedule.num_stages, (schedule, origin), **chosen)
+    if timetable.stages_of != plan.schedule.stages_of:
+        raise ValueError(
+            f"num_microbatches={num_microbatches} of a call: the schedule that is chosen "
+            f"for it, {timetable.name!r}, places stages otherwise; name a schedule, or "
+            f"use pipe.replace(num_microbatches={num_microbatches})"
+        )
+    if plan.state is not None:
+        check_order(timetable)
     sizes: dict[str, Any] = {"num_microbatches": options.num_microbatches, "options": options}
-    return dataclasses.replace(plan, schedule=timetable, why=why, **sizes)
+    known[num_microbatches] = dataclasses.replace(plan, schedule=timetable, why=why, **sizes)
+    return known[num_microbatches]
 
 
 def _timetable(

@@ -46,17 +46,10 @@ def open_step(
 ) -> OpenedStep:
     """Open a step on a rank's arrays, within the shard_map.
 
-    Args:
-      plan: the options of the pipeline.
-      model: the user's model.
-      request: the wanted results.
-      weights: the rank's state.
-      batch: the rank's part of the batch.
-      inputs: the other inputs of the step.
-      known: the facts of an earlier trace; then no part of the model is traced or checked again.
-      factors: the factors of losses, if an earlier program has computed them.
-      run_forwards: a function that computes share and mean of a loss that depend on outputs; by
-        default all forward actions run once.
+    With ``known``, the facts of an earlier trace, no part of the model is traced or checked again.
+    With ``factors``, those factors of losses are taken that an earlier program has computed.
+    ``run_forwards`` computes share and mean of a loss that depend on outputs; by default all
+    forward actions run once.
 
     Raises:
       ValueError: a model that the checks of `pipeline.lint` refuse; losses that are added by a head

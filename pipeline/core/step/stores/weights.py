@@ -63,12 +63,7 @@ class ChunkWeights:
     def make_ready(
         self, *, gathers: bool, dtypes: Sequence[Sequence[Any]] | None = None
     ) -> ChunkWeights:
-        """Make what is made of weights once a step.
-
-        Args:
-          gathers: whether to gather leaves here, not in each action.
-          dtypes: [V] for each leaf the narrower dtype in which it is read, or None.
-        """
+        """Cast leaves once a step to the ``dtypes`` that are not None, and gather them or not."""
         ready = self.shards
         if dtypes is not None:
             with jax.named_scope(scopes.CASTS):
