@@ -156,7 +156,8 @@ def check_data_parallel(data_parallel: Any, gather: Any) -> None:
             f"data_parallel={data_parallel!r}: must be 'replicated', 'zero1' (gradients and "
             f"optimizer state sharded over 'data') or 'fsdp' (weights too)"
         )
-    if gather not in get_args(Gather) or (gather != "step" and data_parallel != "fsdp"):
+    most = get_args(Gather) if data_parallel == "fsdp" else ("step",)
+    if gather is not None and gather not in most:
         raise ValueError(
             f"gather={gather!r} with data_parallel={data_parallel!r}: must be 'step', or with "
             f"data_parallel='fsdp' also 'repeat' (a chunk's weights are gathered when a rank comes "

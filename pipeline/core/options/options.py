@@ -112,7 +112,8 @@ class Options:
       data_parallel: the arrays sharded over ``data``: none ("replicated"); gradients and the
         optimizer's state ("zero1", see `make_optimizer`); or also weights ("fsdp").
       gather: with "fsdp", how often weights are gathered: once per "step"; once per "repeat", when
-        the rank begins a run of microbatches on a chunk; or once per "action".
+        the rank begins a run of microbatches on a chunk; or once per "action". None is "step" with
+        ``engine="scan"`` and "action", with the least memory, with ``engine="programs"``.
       param_dtype: the dtype in which parameters are stored; None keeps the model's dtypes.
       compute_dtype: the dtype to which parameters and activations are cast before use, such as
         jnp.bfloat16 with float32 parameters; None casts nothing. Constants and extras are not cast.
@@ -163,7 +164,7 @@ class Options:
     memory_limit: int | None = None
     offload: float | Literal["stash", "crossings"] | None = None
     data_parallel: DataParallel = "replicated"
-    gather: Gather = "step"
+    gather: Gather | None = None
     # Dtypes.
     param_dtype: Any = None
     compute_dtype: Any = None

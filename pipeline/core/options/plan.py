@@ -15,6 +15,7 @@ from collectives import STAGE
 from pipeline.base.axes import Axes
 from pipeline.base.checks import ModelChecks
 from pipeline.core.model.loss import Loss
+from pipeline.core.options.checks import Gather
 from pipeline.core.options.compiled import Compiled, Programs, StepFacts
 from pipeline.core.options.options import Options
 from pipeline.core.placement.stage_meshes import axes_of
@@ -77,6 +78,7 @@ class Plan(Options):
     lint: ModelChecks = field(repr=False)
     entries: Any = field(repr=False)
     stage_meshes: tuple[Mesh, ...] | None = None
+    gather: Gather = "step"
     orders: Schedule | None = None
     stack: int = 0
     programs: Programs = field(default_factory=Programs, repr=False)

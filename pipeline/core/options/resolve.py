@@ -111,6 +111,9 @@ def make_plan(
         "stack": stack,
         "options": options,
     }
+    if options.gather is None:
+        gathers = options.engine == "programs" and options.data_parallel == "fsdp"
+        chosen["gather"] = "action" if gathers else "step"
     if options.engine == "programs":
         _check_programs(options, timetable.num_slices, shared)
     check_host(options.offload, mesh, timetable)

@@ -67,13 +67,12 @@ class JoinedFinish:
         self,
         operands: Mapping[int | None, Leaves],
         sums: Mapping[int, Tree],
-        factors: Mapping[int, Tree],
+        shared: Mapping[int, Tree],
     ) -> Any:
-        """Compute the results of the step, on the pipeline's mesh."""
         join = self._operands.meshes.join
         if self._waits:  # so that the launch of this program finds no program in flight
             jax.block_until_ready(sums)
-        results = self._run(operands[None], join(sums.values()), join(factors.values()))
+        results = self._run(operands[None], join(sums.values()), join(shared.values()))
         return jax.block_until_ready(results) if self._waits else results
 
 
@@ -148,9 +147,8 @@ class FinishByRank:
         self,
         operands: Mapping[int | None, Leaves],
         sums: Mapping[int, dict[str, Leaves]],
-        factors: Mapping[int, Tree],
+        shared: Mapping[int, Tree],
     ) -> Any:
-        """Compute the results of the step, each on the mesh of its rank."""
         last = self._placement[-1]
         common: dict[str, Leaves] = {name: sums[last][name] for name in self._of_last}
         if self._common:
@@ -159,7 +157,7 @@ class FinishByRank:
         # All sums are sent before the first finish, because a finish reuses the memory of its sums.
         given = {rank: of | self._sent(common, rank) for rank, of in sums.items()}
         found = [
-            finish(operands[rank], given[rank], factors[rank])
+            finish(operands[rank], given[rank], shared[rank])
             for rank, finish in self._finish.items()
         ]
         return jax.tree.map(lambda owner, *of: of[owner], self._owners, *found)
@@ -183,14 +181,14 @@ def lower_finish(
     """
     operands, plan = traced.operands, traced.options.plan
 
-    def finish(leaves: list[Any], given: Any, factors: Any) -> Any:
+    def finish(leaves: list[Any], given: Any, shared: Any) -> Any:
         weights, batch, inputs = operands.of(leaves)
-        program = traced.open(weights, batch, inputs, drop_device_axis(factors))
+        program = traced.open(weights, batch, inputs, drop_device_axis(shared))
         program.put(entering(given, sums))
         return results.of(plan, program.step.local, program.sums, weights)
 
-    of_values = operands.meshes.value_specs((sums, traced.factors))
+    of_values = operands.meshes.value_specs((sums, traced.shared))
     run = operands.sharded(finish, (operands.manual, *of_values), results.specs, mesh)
-    factors = operands.meshes.value_types(traced.factors, mesh)
-    types = operands.whole_types(mesh), operands.sum_types(sums, mesh), factors
+    shared = operands.meshes.value_types(traced.shared, mesh)
+    types = operands.whole_types(mesh), operands.sum_types(sums, mesh), shared
     return without_warnings_of_donation(jax.jit(run, donate_argnums=1).trace(*types).lower)

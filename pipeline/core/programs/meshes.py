@@ -51,7 +51,6 @@ class RankMeshes:
         self.sharding = functools.cache(lambda rank, spec: NamedSharding(self.ranks[rank], spec))
 
     def devices(self, rank: int) -> tuple[Any, ...]:
-        """List the devices of a rank, in the order of its mesh."""
         return tuple(self.ranks[rank].devices.flat)
 
     # --- state and batch: arrays of the pipeline's mesh ---
@@ -119,11 +118,9 @@ class RankMeshes:
         return jax.tree.map(value_type, types)
 
     def value_shardings(self, rank: int, types: Tree) -> Tree:
-        """Return the shardings of values between programs on the devices of a rank."""
         return self.shardings(rank, self.value_specs(types))
 
     def shardings(self, rank: int, specs: Tree) -> Tree:
-        """Return the shardings of specs on the devices of a rank."""
         return jax.tree.map(functools.partial(self.sharding, rank), specs)
 
     def join(self, trees: Iterable[Tree]) -> Tree:

@@ -63,7 +63,6 @@ class Copy:
             self._target_of = dict(pairs)
 
     def __call__(self, value: Tree | None) -> Tree | None:
-        """Send a value, as `Message` describes."""
         if self._is_addressable:
             return jax.device_put(value, self._shardings)
         return jax.tree.map(self._copied, value, self._shardings)

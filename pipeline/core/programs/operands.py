@@ -40,7 +40,6 @@ class StepOptions:
 
     @property
     def schedule(self) -> Schedule:
-        """The orders of the ranks."""
         whole = self.plan.orders or self.plan.schedule
         return whole if self.request.training else whole.forward()
 
@@ -50,7 +49,6 @@ class StepOptions:
         return self.request.training and self.plan.keep == "residuals"
 
     def op(self, kind: Any, stage: int) -> Op:
-        """Make the `Op` of an action of a stage."""
         last = self.plan.schedule.num_stages - 1
         return Op(kind, self.plan.schedule.chunk_of[stage], stage == 0, stage == last)
 
@@ -80,12 +78,11 @@ class Operands:
 
     @property
     def manual(self) -> list[P]:
-        """The specs within a shard_map."""
         specs: list[P] = manual(self.options.plan, self.specs)
         return specs
 
     def sum_specs(self, sums: dict[str, Leaves]) -> dict[str, list[P]]:
-        """Return the specs of sums between programs.
+        """Return the specs of sums, and of weights made once, between programs.
 
         If the compiler divides a weight (`auto_axes`), it divides the weight's gradient too, so no
         device has the whole sum. The compiler's axes come after the axes of the shard_map, because
@@ -96,12 +93,18 @@ class Operands:
         """
         plan, model = self.options.plan, self.options.model
         specs: dict[str, list[P]] = self.meshes.value_specs(sums)
-        if not (plan.auto_axes and self.options.request.training):
+        if not plan.auto_axes:
             return specs
-        chunks, ends = gradient_specs(model)
-        # A chunk's leaf has a leading rank axis; its sum has none.
-        of = {f"chunk{v}": [P(*spec[1:]) for spec in chunk] for v, chunk in enumerate(chunks)}
-        of |= {f"ends{n}": [spec] for n, spec in enumerate(ends)}
+        # A chunk's leaf has a leading rank axis; its sum and a weight made once have none.
+        of = {
+            f"ready{v}.{n}": [P(*spread.stored[1:])]
+            for v, chunk in enumerate(model.layout.chunks)
+            for n, spread in enumerate(chunk)
+        }
+        if self.options.request.training:
+            chunks, ends = gradient_specs(model)
+            of |= {f"chunk{v}": [P(*spec[1:]) for spec in chunk] for v, chunk in enumerate(chunks)}
+            of |= {f"ends{n}": [spec] for n, spec in enumerate(ends)}
         for name in specs.keys() & of:
             parts = [kernel_spec(spec, frozenset(plan.auto_axes)) for spec in of[name]]
             pairs = zip(specs[name], parts, strict=True)
@@ -156,7 +159,6 @@ class Operands:
 def find_operands(
     options: StepOptions, weights: Weights, batch: Batch, given: StepInputs
 ) -> Operands:
-    """Find the types and specs of a step's operands."""
     meshes = RankMeshes(options.plan)
     leaves, tree = jax.tree.flatten((weights, batch, given))
     everywhere = jax.tree.map(lambda _: P(), given)

@@ -6,6 +6,7 @@ compiles it for the devices of each rank.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -93,23 +94,26 @@ def without_warnings_of_donation(lower: Callable[[], Any]) -> Any:
 
 
 def begin_program(traced: Traced, names: Sequence[str]) -> RankProgram:
-    """Make the program before a rank's first action, from operands to (sums, factors of losses).
+    """Make the program before a rank's first action, from operands to (sums, `Traced.shared`).
+
+    The sums also have, by name, the weights that the step makes once.
 
     Args:
       traced: the model.
       names: the names of the rank's sums, which start as zeros, and of its declared state.
     """
     operands, meshes = traced.operands, traced.operands.meshes
-    sums = {name: traced.sums[name] for name in names}
+    sums, made = {name: traced.sums[name] for name in names}, traced.once.weights or {}
+    types = sums | made
 
     def begin(leaves: list[Any]) -> Any:
-        weights, batch, given = operands.of(leaves)
-        program = traced.open(weights, batch, given)
-        factors = {name: getattr(program.step.rank.loss, name) for name in traced.factors}
-        return leaving(program.get(sums), factors, sums, traced.factors)
+        program = traced.open(*operands.of(leaves))
+        once = program.step.once
+        results = program.get(sums) | (once.weights or {})
+        return leaving(results, dataclasses.replace(once, weights=None), types, traced.shared)
 
-    out_specs = meshes.value_specs((sums, traced.factors))
-    results = operands.sum_specs(sums), out_specs[1]
+    out_specs = meshes.value_specs((types, traced.shared))
+    results = operands.sum_specs(types), out_specs[1]
     return RankProgram(operands, begin, (operands.manual,), (operands.types,), out_specs, results)
 
 
@@ -118,8 +122,9 @@ def action_program(
 ) -> RankProgram:
     """Make the program of an action; equal stages share the program.
 
-    It maps ``(sums, values, microbatch, operands, factors)`` to ``(sums, values)``. It adds to the
-    sums in their memory. The values are dicts, by kind, of the values that it reads and writes.
+    It maps ``(sums, values, microbatch, operands, shared, made)`` to ``(sums, values)``. It adds to
+    the sums in their memory. The values are dicts, by kind, of the values that it reads and writes;
+    ``shared`` and ``made`` are what the step has computed once.
 
     Args:
       traced: the model.
@@ -134,10 +139,12 @@ def action_program(
     given = types_of | {"operand": types.operand, "gradient": types.gradient}
     reads = {kind: given[kind] for kind in work.reads(op.kind, stage)}
     writes = {kind: types_of.get(kind, message) for kind in work.writes(op.kind, stage)}
-    sums = {name: traced.sums[name] for name in names}
+    sums, made = {name: traced.sums[name] for name in names}, traced.made_of(op.chunk)
 
-    def act(of_sums: Any, values: Any, microbatch: Any, leaves: list[Any], factors: Any) -> Any:
-        program = traced.open(*operands.of(leaves), drop_device_axis(factors))
+    def act(of_sums: Any, values: Any, microbatch: Any, leaves: list[Any], *once: Any) -> Any:
+        shared, weights = drop_device_axis(once[0]), entering(once[1], made)
+        shared = dataclasses.replace(shared, weights=weights)
+        program = traced.open(*operands.of(leaves), shared)
         program.put(entering(of_sums, sums))
         no_gradient = blank(types.gradient, traced.options.plan.axes.varying)
         stores = ActionValues({"gradient": no_gradient, **drop_device_axis(values)})
@@ -150,13 +157,19 @@ def action_program(
 
     act.__name__ = op.label
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    of_values, others = meshes.value_specs((sums, reads)), meshes.value_specs(traced.factors)
-    in_specs = *of_values, P(), operands.manual, others
-    of_sums = operands.sum_specs(sums)
-    of_rank = meshes.types(number, P()), operands.types, meshes.value_types(traced.factors)
-    in_types = operands.sum_types(sums), meshes.value_types(reads), *of_rank
-    out_specs = meshes.value_specs((sums, writes))
-    results = of_sums, out_specs[1]
+    specs_of = meshes.value_specs
+    once = specs_of((traced.shared, made))
+    in_specs = *specs_of((sums, reads)), P(), operands.manual, *once
+    in_types = (
+        operands.sum_types(sums),
+        meshes.value_types(reads),
+        meshes.types(number, P()),
+        operands.types,
+        meshes.value_types(traced.shared),
+        operands.sum_types(made),
+    )
+    out_specs = specs_of((sums, writes))
+    results = operands.sum_specs(sums), out_specs[1]
     # A backward is the last reader of its values, so it may reuse their memory.
     donated = (0,) if op.kind == "F" else (0, 1)
     return RankProgram(operands, act, in_specs, in_types, out_specs, results, donated)

@@ -77,6 +77,7 @@ class StepPrograms:
         self.order = [one for one in calls if local & set(one.ranks)]
         # By kind and stage of an action, the names of the sums to which it adds.
         self._sums: dict[tuple[str, int], tuple[str, ...]] = {}
+        self._made: dict[tuple[str, int], tuple[str, ...]] = {}  # weights made once that it reads
         self.compiled = self._compile(work)
         finish = JoinedFinish if options.plan.stage_meshes is None else FinishByRank
         self._finish: JoinedFinish | FinishByRank = finish(self.ranks, results, self.compiled)
@@ -115,6 +116,7 @@ class StepPrograms:
             if (kind, stage) not in key_of:
                 traced, op = self.ranks[one.rank], self.ranks[one.rank].options.op(kind, stage)
                 names = self._sums[kind, stage] = traced.sums_of(op, one.rank)
+                self._made[kind, stage] = tuple(traced.made_of(op.chunk))
                 like = traced.stages[stage].representative
                 key = traced, op, like, names
                 add((kind, stage), one.rank, key, action_program, *key, work)
@@ -141,9 +143,11 @@ class StepPrograms:
             given = replace(given, ratio=self.ratio(weights, batch, StepInputs()))
         meshes, numbers = self.meshes, self._numbers
         operands = self._finish.place(jax.tree.leaves((weights, batch, given)))
-        sums, factors = {}, {}
+        sums, shared, made = {}, {}, {}
         for rank in meshes.local_ranks:
-            sums[rank], factors[rank] = self._run(("begin", rank), rank, operands[rank])
+            sums[rank], shared[rank] = self._run(("begin", rank), rank, operands[rank])
+            names = self.ranks[rank].once.weights or {}
+            made[rank] = {name: sums[rank].pop(name) for name in names}
         values: dict[Value, Any] = {}
         for one in self.order:
             if isinstance(one, Send):
@@ -157,14 +161,14 @@ class StepPrograms:
                 for name, (value, is_last) in one.reads.items()
             }
             added = {name: sums[rank][name] for name in self._sums[kind, stage]}
-            of_rank = numbers[rank][microbatch], operands[rank], factors[rank]
+            of_stage = {name: made[rank][name] for name in self._made[kind, stage]}
+            of_rank = numbers[rank][microbatch], operands[rank], shared[rank], of_stage
             added, left = self._run((kind, stage), rank, added, reads, *of_rank)
             sums[rank] |= added
             values |= {value: left[name] for name, value in one.writes.items()}
-        return self._finish(operands, sums, factors)
+        return self._finish(operands, sums, shared)
 
     def _run(self, name: tuple[str, int], rank: int, *given: Any) -> Any:
-        """Call a program of a rank."""
         results = self.compiled[name](*given)
         return jax.block_until_ready(results) if self._waits[rank] else results
 

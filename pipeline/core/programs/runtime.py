@@ -93,7 +93,6 @@ def training_programs(
 def training_options(
     plan: Plan, model: Model, *, want_inputs: bool = False, normalise: bool = True
 ) -> StepOptions:
-    """Make the static arguments of a training step."""
     request = training_request(want_inputs=want_inputs, normalise=normalise)
     return StepOptions(plan, model, request)
 
@@ -133,7 +132,6 @@ def outputs(
 
 
 def logprobs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, StateLeaves]:
-    """Compute log-probabilities, as `pipeline.core.step.runtime.logprobs` does."""
     results: tuple[Tree, StateLeaves] = outputs(plan, model, weights, batch, logprobs=True)
     return results
 

@@ -24,7 +24,7 @@ from pipeline.core.programs.operands import Operands, StepOptions, find_operands
 from pipeline.core.step.calls.groups import StageGroup
 from pipeline.core.step.calls.local_model import LocalModel
 from pipeline.core.step.open import open_step
-from pipeline.core.step.opened import OpenedStep, StepInputs
+from pipeline.core.step.opened import Once, OpenedStep, StepInputs
 from pipeline.core.step.run.actions import Actions, sums_of_action
 from pipeline.core.step.run.grouped import own_totals
 from pipeline.core.step.run.places import StepPlaces, make_sums
@@ -68,7 +68,7 @@ class Traced:
       operands: the types of the step's operands.
       known: the facts, without arrays. Its rank has those factors of losses that are Python
         numbers.
-      factors: the types of the other factors of losses, which are arrays.
+      once: the types of the arrays that the step computes once.
       sums: the types of all sums of a rank, and of declared state, by name.
       stages_of_sums: with ``stage_meshes`` the result of `find_stages_of_sums`; else empty.
       is_narrow: whether the model computes in floats in which gradients may vanish or overflow.
@@ -79,7 +79,7 @@ class Traced:
 
     operands: Operands
     known: OpenedStep
-    factors: dict[str, Any]
+    once: Once
     sums: dict[str, Leaves]
     stages_of_sums: dict[str, int]
     is_narrow: bool
@@ -89,8 +89,17 @@ class Traced:
 
     @property
     def options(self) -> StepOptions:
-        """The options of the step."""
         return self.operands.options
+
+    @property
+    def shared(self) -> Once:
+        """The types of `once` that every later program takes: all but weights."""
+        return dataclasses.replace(self.once, weights=None)
+
+    def made_of(self, chunk: int) -> dict[str, Leaves]:
+        """Return the types of the weights of a chunk that the step makes once, by name."""
+        made = self.once.weights or {}
+        return {name: of for name, of in made.items() if name.startswith(f"ready{chunk}.")}
 
     def sums_on(self, rank: int) -> dict[str, Leaves]:
         """Return the types of the sums that a rank has, by name."""
@@ -108,7 +117,7 @@ class Traced:
         return sums_of_action(op, names, self.known.rank.facts, training=training)
 
     def open(
-        self, weights: Weights, batch: Batch, inputs: StepInputs, factors: Any = None
+        self, weights: Weights, batch: Batch, inputs: StepInputs, once: Once | None = None
     ) -> ProgramStep:
         """Open the step on a rank's arrays in another trace.
 
@@ -116,14 +125,11 @@ class Traced:
           weights: the rank's state.
           batch: the rank's part of the batch.
           inputs: the other inputs of the step.
-          factors: the factors of losses that an earlier program has computed; None to compute them.
+          once: the arrays that an earlier program has computed; None to compute them.
         """
-        options, known = self.options, {"known": self.known, "factors": factors}
-        arrays = weights, batch, inputs
-        of_outputs = lambda _: inputs.ratio  # noqa: E731
-        step = open_step(
-            options.plan, options.model, options.request, *arrays, **known, run_forwards=of_outputs
-        )
+        options, of_outputs = self.options, lambda _: inputs.ratio
+        arguments = options.plan, options.model, options.request, weights, batch, inputs
+        step = open_step(*arguments, known=self.known, once=once, run_forwards=of_outputs)
         return ProgramStep(options, step)
 
 
@@ -171,7 +177,6 @@ class ProgramStep:
                 ref[...] = array
 
     def get(self, names: Collection[str]) -> dict[str, Leaves]:
-        """Read the sums with these names."""
         return {name: [ref[...] for ref in self.refs[name]] for name in names}
 
     def actions(self, stage: int, stores: ActionValues, kinds: Collection[str]) -> Actions:
@@ -208,7 +213,6 @@ def trace_ranks(
 
 
 def _trace(operands: Operands) -> Traced:
-    """Trace the model on the devices of a rank."""
     results = []
 
     def body(leaves: list[Any]) -> None:
@@ -239,19 +243,18 @@ def _trace_on_device(
         )
     if any(missing) or (request.training and plan.keep == "input"):
         plan.lint.effects(step.local)
-    program, loss = ProgramStep(options, step), step.rank.loss
+    program = ProgramStep(options, step)
     # A factor that is a number is a constant of a program; an array is an argument.
-    fields = {f.name: getattr(loss, f.name) for f in dataclasses.fields(loss)}
-    factors = {name: jax.typeof(x) for name, x in fields.items() if isinstance(x, jax.core.Tracer)}
-    unknown: Any = dict.fromkeys(factors)
-    numbers = dataclasses.replace(loss, **unknown)
+    once: Once = jax.tree.map(jax.typeof, step.once)
+    unknown: Any = dict.fromkeys(once.factors)
+    numbers = dataclasses.replace(step.rank.loss, **unknown)
     sums = {name: list(map(jax.typeof, of)) for name, of in program.get(program.refs).items()}
     stages, unsplit = _stages(program)
     bodies = [*step.activations.bodies, *([step.ends_body] * request.take_loss)]
     return Traced(
         operands=operands,
         known=step.without_arrays(numbers),
-        factors=factors,
+        once=once,
         sums=sums,
         stages_of_sums=program.stages_of_sums() if plan.orders else {},
         is_narrow=any(map(narrows, bodies)),

@@ -35,7 +35,6 @@ class PerPlan:
         runs: Any = None,
         **options: Any,
     ) -> Any:
-        """Call the function, as `jax.jit` does."""
         # Trailing operands that are None are left out, so that a plain call has the signature of
         # `trace` and `lower`, and JAX reuses their trace.
         extra: tuple[Any, ...] = scale, runs

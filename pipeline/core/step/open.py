@@ -12,11 +12,11 @@ In an action the index is an array, so the code can distinguish the two.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pipeline.base.masks import Needs
-from pipeline.base.tree import real
+from pipeline.base.tree import Leaves, real
 from pipeline.core.autodiff.jaxpr.narrow import is_narrower, read_in
 from pipeline.core.autodiff.jaxpr.primitives import makes_ref
 from pipeline.core.model.model import Batch, Model, Weights
@@ -25,7 +25,7 @@ from pipeline.core.step.calls.activations import follow
 from pipeline.core.step.calls.declared import DeclaredState
 from pipeline.core.step.calls.ends import ends_usage
 from pipeline.core.step.calls.rank import LossScale, Rank
-from pipeline.core.step.opened import OpenedStep, RunForwards, StepInputs
+from pipeline.core.step.opened import Once, OpenedStep, RunForwards, StepInputs
 from pipeline.core.step.ranks import make_rank
 from pipeline.core.step.results import calls_of
 from pipeline.core.step.run.places import StepRequest
@@ -41,13 +41,13 @@ def open_step(
     inputs: StepInputs,
     *,
     known: OpenedStep | None = None,
-    factors: Mapping[str, Any] | None = None,
+    once: Once | None = None,
     run_forwards: RunForwards | None = None,
 ) -> OpenedStep:
     """Open a step on a rank's arrays, within the shard_map.
 
     With ``known``, the facts of an earlier trace, no part of the model is traced or checked again.
-    With ``factors``, those factors of losses are taken that an earlier program has computed.
+    With ``once``, nothing is computed that an earlier program has computed.
     ``run_forwards`` computes share and mean of a loss that depend on outputs; by default all
     forward actions run once.
 
@@ -55,7 +55,7 @@ def open_step(
       ValueError: a model that the checks of `pipeline.lint` refuse; losses that are added by a head
         that all ranks share, or by an embed without a gradient; or as `find_share`.
     """
-    rank = make_rank(plan, model, weights, batch)
+    rank = make_rank(plan, model, weights, batch, counts=None if once is None else once.counts)
     if known is None:
         rank = dataclasses.replace(rank, loss=_first_factors(plan, request, inputs))
         step = _inspect(plan, request, rank)
@@ -63,11 +63,12 @@ def open_step(
             plan.lint.outputs(step.local)
         plan.lint.whole(step)
     else:
-        first = _first_factors(plan, request, inputs) if factors is None else known.rank.loss
+        first = _first_factors(plan, request, inputs) if once is None else known.rank.loss
         loss = dataclasses.replace(first, is_mean=known.rank.loss.is_mean)
-        step = _prepared(known, dataclasses.replace(rank, facts=known.rank.facts, loss=loss))
-    if factors is not None:
-        step = step.with_rank(loss=dataclasses.replace(step.rank.loss, **factors))
+        rank = dataclasses.replace(rank, facts=known.rank.facts, loss=loss)
+        step = _prepared(known, rank, None if once is None else once.weights)
+    if once is not None:
+        step = step.with_rank(loss=dataclasses.replace(step.rank.loss, **once.factors))
     elif request.training:
         step = step.with_rank(loss=find_share(step, run_forwards))
     return step.with_rank(declared=_declared_state(step))
@@ -94,7 +95,6 @@ def find_needs(plan: Plan, model: Model, request: StepRequest) -> Needs:
 
 
 def _inspect(plan: Plan, request: StepRequest, rank: Rank) -> OpenedStep:
-    """Trace the parts of a rank's model."""
     # Each trace needs the facts of the earlier ones: types of activations, then the casts in the
     # bodies of stages, then head and loss on the last activation, then state.
     rank, activations = follow(rank)
@@ -108,10 +108,14 @@ def _inspect(plan: Plan, request: StepRequest, rank: Rank) -> OpenedStep:
     return _with_usage(step) if rank.model.declared.is_anything else step
 
 
-def _prepared(step: OpenedStep, rank: Rank) -> OpenedStep:
+def _prepared(step: OpenedStep, rank: Rank, made: dict[str, Leaves] | None = None) -> OpenedStep:
     """Put the step on a rank; add the values that all actions share."""
-    dtypes = narrow_dtypes(rank, step.activations.bodies)
-    chunks = rank.chunks.make_ready(gathers=step.plan.gather == "step", dtypes=dtypes)
+    gathers = step.plan.gather == "step"
+    if made is None:
+        dtypes = narrow_dtypes(rank, step.activations.bodies)
+        chunks = rank.chunks.make_ready(gathers=gathers, dtypes=dtypes)
+    else:
+        chunks = rank.chunks.with_made(made, is_whole=gathers)
     rank = dataclasses.replace(rank, chunks=chunks)
     # The batch is cut once here; otherwise each model of the rank would cut it again.
     rank = dataclasses.replace(rank, batches=tuple(one.batch for one in rank.by_slice))

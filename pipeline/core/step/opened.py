@@ -12,6 +12,7 @@ import jax
 
 from pipeline.base.added import Adding
 from pipeline.base.masks import Needs
+from pipeline.base.tree import Leaves
 from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.declared import Usage
@@ -38,6 +39,22 @@ class StepInputs:
 
 
 jax.tree_util.register_dataclass(StepInputs)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Once:
+    """The arrays that a step computes once, as a program gives them to later programs.
+
+    Attributes:
+      factors: the factors of losses that are arrays, by field of `LossScale`.
+      counts: the counts of padding, by field of `BatchPart`; empty if the batch has none.
+      weights: the weights made narrow or whole (`ChunkWeights.made`); None to make them again.
+    """
+
+    factors: dict[str, Any]
+    counts: dict[str, Any]
+    weights: dict[str, Leaves] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +86,6 @@ class OpenedStep:
 
     @functools.cached_property
     def local(self) -> LocalModel:
-        """The rank's part of the model."""
         return make_local_model(self.rank, self.activations, self.needs)
 
     @property
@@ -81,8 +97,15 @@ class OpenedStep:
         calls = any(self.usage_of_ends[0]) or any(any(usage[0]) for _, _, usage in self.usage)
         return hook or calls
 
+    @property
+    def once(self) -> Once:
+        loss, part = self.rank.loss, self.rank.batch_part
+        factors = {field.name: getattr(loss, field.name) for field in dataclasses.fields(loss)}
+        factors = {name: x for name, x in factors.items() if isinstance(x, jax.core.Tracer)}
+        counts = {name: x for name, x in vars(part).items() if isinstance(x, jax.core.Tracer)}
+        return Once(factors, counts, self.rank.chunks.made)
+
     def with_rank(self, **changes: Any) -> OpenedStep:
-        """Copy the step with other fields of its rank."""
         return dataclasses.replace(self, rank=dataclasses.replace(self.rank, **changes))
 
     def without_arrays(self, loss: LossScale) -> OpenedStep:

@@ -82,7 +82,6 @@ def make_operands(
 def _model_and_weights(
     plan: Plan, chunks: Sequence[nnx.Module], ends: Ends, wrt: Any
 ) -> tuple[Model, Weights]:
-    """Split the modules into static half and state."""
     # Modules are split in every call, since their arrays may have changed. The trained parameters
     # and the declared state are cached by the structure of the modules' state.
     stages_of = plan.stages_of
@@ -111,7 +110,6 @@ def _model_and_weights(
 
 
 def _declared(plan: Plan, chunks: Sequence[nnx.Module], ends: Ends, structure: Any) -> Declared:
-    """Return the declared state; cached, like the trained parameters."""
     cache = plan.compiled.states
     if structure not in cache:
         cache[structure] = find_state(plan.state, chunks, ends, plan.stages_of)

@@ -5,7 +5,8 @@ Letters: S ranks, M microbatches, N = M * b * D rows of the batch on D data shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,7 +77,6 @@ def run_on_ranks(
 
 
 def weight_specs(model: Model, weights: Weights) -> Weights:
-    """Return a pipeline's state with each leaf replaced by its spec."""
     layout, rests = model.layout, (weights.chunks_rest, weights.ends_rest)
     params = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends)
     others = _state_specs(*rests, layout.chunks_rest, layout.ends_rest)
@@ -102,8 +102,6 @@ def in_order(plan: Plan, leaf: Any, spec: P | None, *, back: bool = False) -> An
 
 
 def _state_specs(chunks: Tree, ends: Tree, of_chunks: Any, of_ends: Any) -> Any:
-    """Return the state of chunks and of ends with each leaf replaced by its spec."""
-
     def specs_of(state: Tree, spreads: Any) -> Tree:
         specs = [spread.stored for spread in spreads]
         return jax.tree.unflatten(jax.tree.structure(state), specs)
@@ -138,10 +136,12 @@ def make_rank(
     weights: Weights,
     batch: Batch,
     num_microbatches: int | None = None,
+    counts: Mapping[str, Any] | None = None,
 ) -> Rank:
     """Make the `Rank` from the rank's shards, within the shard_map.
 
-    With ``num_microbatches`` the run does not use the schedule, and sequences are whole.
+    With ``num_microbatches`` the run does not use the schedule, and sequences are whole. With
+    ``counts`` an earlier program has counted padding.
     """
     layout, rests = model.layout, (_squeeze(weights.chunks_rest), weights.ends_rest)
     chunks = tuple(map(defer_reduction, _squeeze(weights.chunks), layout.chunks))
@@ -176,6 +176,9 @@ def make_rank(
         slices,
         BatchPart(plan.axes.rows, plan.axes.positions, slices.count),
     )
+    if counts is not None:
+        part = dataclasses.replace(rank.batch_part, **counts)
+        return dataclasses.replace(rank, batch_part=part)
     units = num_microbatches * slices.count
     return rank.with_padding(units, units * plan.axes.num_parts)
 

@@ -51,7 +51,6 @@ class Totals:
 
 
 def totals_of(sums: StepSums, plan: Plan) -> Totals:
-    """Sum loss, weight and metrics over all ranks."""
     names = "loss", "weight", "metrics"
     scalars = [x for name in names for x in sums.scalars[name].all()]
     loss, weight, *measured = total_over(scalars, plan.axes.varying)
@@ -152,7 +151,6 @@ def step_loss(sums: StepSums, totals: Totals, scale: LossScale, *, normalise: bo
 
 
 def divide(sums: StepSums, factor: jax.Array) -> None:
-    """Multiply all gradients by a factor, in place."""
     totals = (*sums.chunk_grads, sums.ends_grads)
     for refs in (*(total.results for total in totals), sums.input_grads.refs):
         scale_in_place(refs, factor)
@@ -204,7 +202,6 @@ def own_logits_of(sums: StepSums, plan: Plan) -> jax.Array:
 
 
 def state_after(local: LocalModel, weights: Weights, plan: Plan, *, training: bool) -> StateLeaves:
-    """Return the declared state after a step."""
     # A step that writes no state returns its old state, so that the results always have one type.
     state, declared = local.rank.declared, local.model.declared
     if state is not None:

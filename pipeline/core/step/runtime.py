@@ -131,7 +131,6 @@ def _run(
 
 
 def _run_actions(step: OpenedStep, program: Program, tables: Row, *, by_table: bool) -> StepSums:
-    """Run the actions of a step; return its sums."""
     plan, request, local = step.plan, step.request, step.local
     if request.training:
         # A rank that needs no timetable runs one loop (`Straight`), unless entries of a table are

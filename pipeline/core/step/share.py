@@ -104,7 +104,6 @@ def of_outputs(step: OpenedStep) -> tuple[jax.Array, jax.Array]:
 
 
 def share_of(sums: StepSums, plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """Return the share and the mean loss, from the sums of all forward actions."""
     totals = totals_of(sums, plan)
     mean, share = mean_of(totals.loss, totals.weight)
     return share, mean

@@ -36,7 +36,8 @@ class RankBytes:
     """Bytes of a rank, on each device of the rank.
 
     Attributes:
-      weights: bytes of arguments: the rank's parameters and all other state.
+      weights: the rank's parameters and all other state, and weights that a step makes once: in a
+        narrower dtype, or gathered.
       batch: bytes of arguments: inputs, targets and extras of the data shard.
       sums: arrays that actions add to: gradients, loss, results.
       values: the most bytes of values that the rank holds between two actions.
@@ -78,12 +79,16 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
     models = runtime.trace_train(plan, model, weights, batch)
     ranks = []
     for rank, of in enumerate(models):
-        operands, factors = of.operands, of.operands.meshes.value_types(of.factors)
+        operands, shared = of.operands, of.operands.meshes.value_types(of.shared)
         given, rows, _ = operands.of(operands.types)
         if plan.stage_meshes is not None:
             given, rows = _on_rank(plan, rank, weights, given, rows)
-        added = operands.sum_types(of.sums_on(rank)), factors
-        of_weights, of_batch, of_sums = map(_bytes_on_device, (given, rows, added))
+        added, made = (
+            operands.sum_types(of.sums_on(rank)),
+            operands.sum_types(of.once.weights or {}),
+        )
+        parts = (given, made), rows, (added, shared)
+        of_weights, of_batch, of_sums = map(_bytes_on_device, parts)
         ranks.append(RankBytes(of_weights, of_batch, of_sums))
     for one, held in held_before_calls(models):
         for rank, values in held.items():

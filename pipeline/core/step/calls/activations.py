@@ -106,7 +106,6 @@ def follow(rank: Rank) -> tuple[Rank, Activations]:
 
 
 def _first_type(rank: Rank) -> Tree:
-    """Return the type of activation 0."""
     inputs = at(rank.batch.inputs, 0)
     return jax.eval_shape(lambda: embed(rank, rank.ends, inputs, 0).value)
 

@@ -117,7 +117,6 @@ def finish(
 def _outputs(
     rank: Rank, weights: Leaves, y: Tree, microbatch: Any, values: Values | None = None
 ) -> Outcome:
-    """Call the head on the last stage's output."""
     if not rank.model.has_head:
         return Outcome(y)
     own, paths = own_axes(y, rank.axes), _paths(rank, values)
@@ -276,13 +275,11 @@ def ends_paths(rank: Rank) -> list[Any]:
 
 
 def ends_values(rank: Rank) -> Values:
-    """List the values of the ends' declared variables before a step."""
     flat = dict(nnx.to_flat_state(rank.ends_streams[1]))
     return [jax.tree.leaves(flat[path]) for path in ends_paths(rank)]
 
 
 def _writes(rank: Rank) -> bool:
-    """Tell whether embed, head or loss writes any declared state."""
     return rank.declared is not None and rank.declared.writes_ends
 
 
@@ -349,22 +346,18 @@ _PART_OF = {"headed": "head", "featured": "head", "lost": "loss_fn"}  # by metho
 
 
 def embedded(ends: Any, inputs: Tree) -> Tree:
-    """Call embed on inputs."""
     return ends.embed(inputs)
 
 
 def headed(ends: Any, y: Tree) -> Tree:
-    """Call the head on the last stage's output."""
     return ends.head(y)
 
 
 def lost(ends: Any, pair: tuple[Tree, Tree]) -> Any:
-    """Call a loss that is a module on outputs and targets."""
     return ends.loss_fn(*pair)
 
 
 def featured(ends: Any, y: Tree) -> Tree:
-    """Call the method of a shared head that computes the features for its logits."""
     return ends.head.features(y)
 
 

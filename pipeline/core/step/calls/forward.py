@@ -164,7 +164,6 @@ class Forward:
 
     @property
     def definition(self) -> Any:
-        """The static half of a stage of this kind."""
         return self._position.definition
 
     @property
@@ -216,12 +215,10 @@ class Forward:
 
     @property
     def writes(self) -> bool:
-        """True if a stage's forward writes any declared state."""
         declared = self.rank.declared
         return declared is not None and declared.writes[self._position.rank, self._position.chunk]
 
     def stage_usage(self) -> Usage:
-        """Find the declared state that a stage reads and writes."""
         weights, (fixed, narrow), side = self.stage_arguments(self.home, 0)
         paths, flat = self.state_paths, dict(nnx.to_flat_state(fixed))
 
@@ -270,7 +267,6 @@ class StageCheckError(CheckError):
 
     @classmethod
     def tree_unflatten(cls, _: None, payload: Any) -> StageCheckError:
-        """Undo `tree_flatten`."""
         return cls(*payload)
 
     def __str__(self) -> str:

@@ -105,11 +105,9 @@ class GroupedModel(LocalModel):
         return sum(addends[1:], addends[0]) if len(addends) == len(weights) else None
 
     def residuals(self) -> Any:
-        """Make the residuals of all groups."""
         return SharedResiduals(self)
 
     def split_backward(self, residuals: Any) -> Any:
-        """Split the backwards of all groups into two halves."""
         return SharedHalves(self, residuals)
 
 
@@ -138,19 +136,16 @@ class WithOutput:
         self.gathers = residuals.gathers
 
     def forward(self, *arguments: Any) -> tuple[Outcome, Leaves]:
-        """Call the stage; return its outcome, and the values to stash."""
         outcome, stash = self._residuals.forward(*arguments)
         return outcome, [*stash, *jax.tree.leaves(outcome.value)]
 
     def backward(
         self, weights: Leaves, fixed: Tree, side: Tree, stash: Leaves, earlier: Tree = ()
     ) -> Pullback:
-        """Make the stage's pullback from its stash."""
         stashed = stash[: len(self._residuals.stashed)]
         return self._residuals.backward(weights, fixed, side, stashed, earlier)
 
     def output(self, stash: Leaves) -> Tree:
-        """Read the stage's output from its stash."""
         return jax.tree.unflatten(self._y_tree, stash[len(self._residuals.stashed) :])
 
 

@@ -170,7 +170,6 @@ class LocalModel(Forward):
     def _weight(
         self, weights: Leaves, y: Tree, microbatch: int, *, targets: Tree = None
     ) -> jax.Array:
-        """Compute the weight of a microbatch's loss."""
         outputs = ends.finish(self.rank, weights, y, microbatch, take_loss=False).value
         taken, _ = ends.take_loss_of(self.rank, weights, outputs, microbatch, targets=targets)
         return taken.weight
@@ -220,7 +219,6 @@ class LocalModel(Forward):
 
     @property
     def _options(self) -> dict[str, Any]:
-        """The options for differentiating a stage."""
         adding: MakeAdding | None = self.rank.adding if self.adds else None
         return {"grad_dtype": self.model.grad_dtype, "need": self.need, "adding": adding}
 

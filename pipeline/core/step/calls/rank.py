@@ -83,7 +83,6 @@ class Facts:
 
     @property
     def adds(self) -> bool:
-        """True if any part of the model calls `add_loss`."""
         return self.adding_ends or any(self.adding_stages)
 
 
@@ -155,7 +154,6 @@ class Rank:
 
     @property
     def num_chunks(self) -> int:
-        """The number of chunks V."""
         return len(self.weights.chunks)
 
     @property
@@ -245,7 +243,6 @@ class Rank:
 
     @functools.cached_property
     def ends(self) -> Leaves:
-        """The leaves of the parameters of embed and head."""
         return jax.tree.leaves(self.weights.ends)
 
     @functools.cached_property
@@ -279,5 +276,4 @@ class Rank:
         return dataclasses.replace(self, batch_part=BatchPart(), loss=LossScale(), **gone)
 
     def with_facts(self, **facts: Any) -> Rank:
-        """Copy the rank with further facts."""
         return dataclasses.replace(self, facts=dataclasses.replace(self.facts, **facts))

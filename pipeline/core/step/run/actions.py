@@ -118,7 +118,6 @@ class Actions:
         return unwritten(self.local.wire, self.local.axes)
 
     def sent(self, y: Tree) -> Tree:
-        """Convert an output to a message."""
         return y
 
     # --- the four bodies ---
@@ -194,7 +193,6 @@ class Actions:
         return op.kind == "F" or op.last or self._wants_x(op) or self.local.sums_weights
 
     def writes_in_embed(self, op: Op) -> bool:
-        """Tell whether a forward runs an embed that may write state."""
         return op.first and self.local.rank.declared is not None
 
     def leaves_nothing(self, op: Op) -> bool:
@@ -209,7 +207,6 @@ class Actions:
         )
 
     def _wants_x(self, op: Op) -> bool:
-        """Tell whether the gradient for a stage's input is needed."""
         return self.local.need.x and (not op.first or self.wants_upstream)
 
     def _wants_given(self, op: Op) -> bool:
@@ -278,7 +275,6 @@ class Actions:
         return self.slices.cotangent(row, dy)
 
     def _gradients(self, op: Op) -> Leaves:
-        """Return the refs to which a stage's pullback adds."""
         refs: Leaves = self.sums.chunk_grads[op.chunk].targets
         return refs
 

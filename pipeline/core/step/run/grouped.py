@@ -39,7 +39,6 @@ from schedules.lowering.program import Op, Program, Slot
 
 
 def make_actions(plan: Plan, local: LocalModel, program: Program, step: StepRequest) -> Actions:
-    """Make the actions of a rank, in one group or in several."""
     places = make_places(plan, local, program, step)
     slices = make_carries(local, program, training=step.training)
     if isinstance(local, GroupedModel):
@@ -65,7 +64,6 @@ class GroupedActions(Actions):
         ]
 
     def run_slot(self, slot: Slot, row: Row, message: Tree) -> Tree:
-        """Run the slot's action, if this rank has one; return its message, or else ``message``."""
         for actions in self.groups:
             # Each group gets the slot with only its own ops. At most one group has this rank's
             # action, and the other groups return the message unchanged.
@@ -131,12 +129,10 @@ class GroupActions(Actions):
         return part, {**row, "op": chosen_op}
 
     def sent(self, y: Tree) -> Tree:
-        """Convert an output to a message."""
         # The model's last output may fit no message; it is not sent.
         return self._message(y, self.group.y_view)
 
     def as_message(self, floats: Leaves) -> Tree:
-        """Convert a gradient for the input to a message."""
         return self._message(super().as_message(floats), self.group.x_view)
 
     def _message(self, value: Tree, view: View | None) -> Tree:

@@ -46,7 +46,6 @@ class StepRequest:
 
 
 def training_request(*, want_inputs: bool = False, normalise: bool = True) -> StepRequest:
-    """Make the request of a training step."""
     wanted = {"want_inputs": want_inputs, "normalise": normalise}
     return StepRequest(training=True, take_loss=True, counts=True, **wanted)
 

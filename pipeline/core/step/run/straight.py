@@ -39,8 +39,6 @@ class Straight(Actions):
         self._num_microbatches = num_microbatches
 
     def run(self) -> None:
-        """Run all microbatches."""
-
         def body(carry: None, microbatch: jax.Array) -> tuple[None, None]:
             self._microbatch(vary(microbatch, self.local.axes))
             return carry, None

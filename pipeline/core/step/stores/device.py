@@ -70,12 +70,10 @@ class Pool:
         return PoolView(self, view, types, axes)
 
     def all(self) -> Tree:
-        """Read all places: a tree with leaves [places, ...]."""
         return jax.tree.unflatten(self._treedef, [ref[...] for ref in self.refs])
 
 
 def check_no_host(types: Leaves, name: str) -> None:
-    """Raise ValueError if a type is in host memory."""
     for t in types:
         if is_on_host(t):
             raise ValueError(

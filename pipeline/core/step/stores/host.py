@@ -105,8 +105,6 @@ class HostArrays:
             pool.arrays = own
 
     def at_most_once(self, wanted: Any, action: Callable[[], Tree], otherwise: Tree) -> Tree:
-        """Run an action, which may use the pools, if ``wanted``; else return ``otherwise``."""
-
         # The loop carries the arrays of all pools. Its carry has the current arrays in the trace of
         # its body. After the loop its results are the current arrays: tracers of the body must not
         # be used outside.
@@ -144,7 +142,6 @@ def _pool(like: Any, places: int, axes: tuple[str, ...]) -> Any:
 
 @functools.partial(jax.jit, inline=True)
 def _written(pool: Any, leaf: Any, place: Any) -> Any:
-    """Write a leaf into a place of a pool; return the pool."""
     # The leaf is moved to the host first, so that the update runs in host memory.
     starts = [place, *(jnp.zeros_like(place) for _ in leaf.shape)]
     value = _in_host_memory.bind(to_host(jax.lax.expand_dims(leaf, (0,))))
@@ -153,7 +150,6 @@ def _written(pool: Any, leaf: Any, place: Any) -> Any:
 
 @functools.partial(jax.jit, inline=True)
 def _read(pool: Any, place: Any) -> Any:
-    """Read a place of a pool into device memory."""
     starts, sizes = [place, *(jnp.zeros_like(place) for _ in pool.shape[1:])], (1, *pool.shape[1:])
     # The slice is taken in host memory, so that only one place is transferred.
     row = jax.lax.dynamic_slice(pool, starts, sizes, allow_negative_indices=False)

@@ -31,7 +31,6 @@ class WholeSequences:
         return x
 
     def earlier(self, row: Any) -> Tree:  # noqa: ARG002
-        """Return the carries of earlier slices: none."""
         return ()
 
     def keep(self, row: Any, carry: Tree) -> None:
@@ -88,7 +87,6 @@ class Carries(WholeSequences):
         return SlicedInput(x, jax.tree.unflatten(jax.tree.structure(self.types), leaves))
 
     def earlier(self, row: Any) -> Tree:
-        """Return the carries of earlier slices."""
         return self.input(row, ()).earlier
 
     def keep(self, row: Any, carry: Tree) -> None:

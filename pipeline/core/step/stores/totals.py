@@ -54,7 +54,6 @@ class Total:
         return self
 
     def add(self, values: Leaves) -> None:
-        """Add one value to each of `targets`."""
         for ref, value in zip(self.targets, values, strict=True):
             ref[...] += value.astype(ref.dtype)
 
@@ -65,7 +64,6 @@ class Total:
         return totals
 
     def all(self) -> Leaves:
-        """Read all totals."""
         return [ref[...] for ref in self.results]
 
     def reduced(self, spreads: Sequence[Spread], axes: tuple[str, ...], *, lead: int = 0) -> Leaves:

@@ -8,9 +8,10 @@ gathered once for the step, or by every action, or for a run of actions in a win
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,17 +65,35 @@ class ChunkWeights:
         self, *, gathers: bool, dtypes: Sequence[Sequence[Any]] | None = None
     ) -> ChunkWeights:
         """Cast leaves once a step to the ``dtypes`` that are not None, and gather them or not."""
-        ready = self.shards
-        if dtypes is not None:
-            with jax.named_scope(scopes.CASTS):
-                ready = [
-                    [x if dtype is None else x.astype(dtype) for x, dtype in zip(*of, strict=True)]
-                    for of in zip(self.shards, dtypes, strict=True)
-                ]
-        if gathers:  # after the cast: half the bytes on the wire, and half the memory
-            pairs = zip(ready, self.spreads, strict=True)
-            ready = [gather(leaves, spreads, lead=1) for leaves, spreads in pairs]
+
+        def make(leaf: Any, spread: Spread, dtype: Any) -> Any:
+            narrow = contextlib.nullcontext() if dtype is None else jax.named_scope(scopes.CASTS)
+            with narrow:  # cast before the gather: half the bytes on the wire
+                leaf = leaf if dtype is None else leaf.astype(dtype)
+                return gather([leaf], [spread], lead=1)[0] if gathers else leaf
+
+        dtypes = dtypes or [[None] * len(leaves) for leaves in self.shards]
+        of_chunks = zip(self.shards, self.spreads, dtypes, strict=True)
+        ready = [list(map(make, *of)) for of in of_chunks]
         return dataclasses.replace(self, ready=ready, is_whole=gathers)
+
+    @property
+    def made(self) -> dict[str, Leaves]:
+        """The leaves of ``ready`` that are not those that the device stores, by chunk and leaf."""
+        return {
+            f"ready{v}.{n}": [made]
+            for v, of in enumerate(zip(self.ready, self.shards, strict=True))
+            for n, (made, stored) in enumerate(zip(*of, strict=True))
+            if made is not stored
+        }
+
+    def with_made(self, made: Mapping[str, Leaves], *, is_whole: bool) -> ChunkWeights:
+        """Copy with leaves that another program has made (`made`)."""
+        ready = [
+            [made.get(f"ready{v}.{n}", [leaf])[0] for n, leaf in enumerate(leaves)]
+            for v, leaves in enumerate(self.shards)
+        ]
+        return dataclasses.replace(self, ready=ready, is_whole=is_whole)
 
     @functools.cached_property
     def whole(self) -> Sequence[Leaves]:

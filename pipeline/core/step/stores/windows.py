@@ -63,13 +63,11 @@ class WeightWindows:
         self._weights, self._refs = None, []
 
     def read(self, chunk: Any) -> Leaves:
-        """Read the weights of a chunk from its window."""
         # Every data shard stores a leaf whole that the shards cannot share; it is in no window.
         pairs = zip(self._refs[chunk], self._weights.to_gather(chunk), strict=True)
         return [leaf if ref is None else tiled(ref[...]) for ref, leaf in pairs]
 
     def write(self, chunk: int, weights: Leaves) -> None:
-        """Write the weights of a chunk to its window."""
         for ref, leaf in zip(self._refs[chunk], weights, strict=True):
             if ref is not None:
                 ref[...] = tiled(leaf)
@@ -109,7 +107,6 @@ class WindowTotal(Total):
 
     @property
     def results(self) -> Leaves:
-        """The refs of each device's part."""
         return self._results
 
     def shared_out(self, is_there: Any = True) -> Leaves:
