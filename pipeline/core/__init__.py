@@ -24,7 +24,7 @@ DOORS = {
     """,
     "pipeline.models.decoding": """
         autodiff.outcome layers_view.replace model.model model.overlay model.stage
-        model.unlike options.plan placement.meshes step.calls.activations step.calls.declared
+        options.plan placement.meshes step.calls.activations step.calls.declared
         step.calls.ends step.calls.local_model step.calls.rank step.jitted step.operands
         step.ranks step.run.vocabulary step.stores.device step.stores.loops
     """,

@@ -244,9 +244,8 @@ class _Search:
             jax.tree.map(lambda x: x[position.rank], tree[position.chunk])
             for tree in (weights.chunks, weights.chunks_rest)
         )
-        if position.views is not None:
-            params = position.views.params.tree(jax.tree.leaves(params))
-            rest = position.views.rest.tree(jax.tree.leaves(rest))
+        params = position.views.params.part_of(params)
+        rest = position.views.rest.part_of(rest)
         run = self._caller(position.definition, rest, on_whole)
         call = lambda p, x, batch, m: run(p, m, x, batch.extras)[0]  # noqa: E731
         return _NamedPart(f"stages[{k}]", call, params)

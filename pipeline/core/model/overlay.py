@@ -112,14 +112,34 @@ class Part:
 
 @dataclass(frozen=True)
 class View:
-    """A tree whose leaves are stored in cells."""
+    """A tree whose leaves are stored in cells; by default its leaves are the cells, in order."""
 
-    treedef: Any
-    spots: tuple[Spot, ...]
+    treedef: Any = None
+    spots: Any = None
+
+    def places(self, cells: Sequence[Any]) -> Sequence[Spot]:
+        """List the places of the tree's leaves in the list of all cells."""
+        whole = [Spot(n, None, cell.shape) for n, cell in enumerate(cells)]
+        return whole if self.spots is None else self.spots
+
+    def cells(self, count: int) -> Sequence[int]:
+        """List the cells of the tree's leaves, which are some of ``count`` cells."""
+        return range(count) if self.spots is None else [spot.cell for spot in self.spots]
+
+    def structure(self, state: Tree) -> Any:
+        """Return the structure of the tree, whose cells are the leaves of ``state``."""
+        return jax.tree.structure(state) if self.treedef is None else self.treedef
+
+    def part_of(self, state: Tree) -> Tree:
+        """Read the tree from the state whose leaves are the cells."""
+        return state if self.spots is None else self.tree(jax.tree.leaves(state))
 
     def leaves(self, cells: Sequence[Any]) -> Leaves:
-        """Read the tree's leaves from the list of all cells."""
-        return [spot.read(cells[spot.cell]) for spot in self.spots]
+        """Read the tree's leaves from the list of all cells, of which some may be None."""
+        if self.spots is None:
+            return list(cells)
+        pairs = [(spot, cells[spot.cell]) for spot in self.spots]
+        return [None if cell is None else spot.read(cell) for spot, cell in pairs]
 
     def tree(self, cells: Sequence[Any]) -> Tree:
         """Read the tree from the list of all cells."""

@@ -229,14 +229,13 @@ class StagePosition:
     Attributes:
       definition: the static half of the stage.
       rank, chunk: the rank that runs the stage, and the stage's chunk on this rank.
-      views: the places of the stage's values in the chunk's state; None if the stage has the whole
-        state.
+      views: the places of the stage's values in the chunk's state; by default all of it.
     """
 
     definition: Definition
     rank: int
     chunk: int
-    views: Views | None
+    views: Views = Views()  # noqa: RUF009  frozen
 
 
 def stage_positions(
@@ -256,7 +255,7 @@ def stage_positions(
     positions: dict[int, StagePosition] = {}
     for rank, stages in enumerate(stages_of):
         for v, k in enumerate(stages):
-            chunk, definition, views = chunks[v], definitions[v], None
+            chunk, definition, views = chunks[v], definitions[v], Views()
             if isinstance(chunk, Overlaid):
                 definition, _, _ = define(chunk.stages[rank], definition.label)
                 views = chunk.views[rank]

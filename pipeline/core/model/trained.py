@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -34,7 +33,7 @@ class Trained:
     num_embed: int
 
     def restrict(
-        self, chunks: tuple[Mask, ...], ends: Mask, cells: Sequence[tuple[int, Any]]
+        self, chunks: tuple[Mask, ...], ends: Mask, cells: Sequence[tuple[int, Sequence[int]]]
     ) -> Trained:
         """Restrict to the arrays whose gradients are wanted.
 
@@ -42,15 +41,13 @@ class Trained:
           chunks: [V] masks of each chunk's parameters.
           ends: the mask of the ends' parameters.
           cells: [K] for each stage its chunk, and the indices of the chunk's leaves that store the
-            stage's leaves; None if the stage has all leaves of the chunk.
+            stage's leaves.
         """
 
         def both(mask: Mask, other: Sequence[bool]) -> Mask:
             return tuple(a and b for a, b in zip(mask, other, strict=True))
 
-        of_stages = [
-            chunks[v] if own is None else [chunks[v][cell] for cell in own] for v, own in cells
-        ]
+        of_stages = [[chunks[v][cell] for cell in own] for v, own in cells]
         return Trained(
             tuple(map(both, self.stages, of_stages)),
             tuple(map(both, self.chunks, chunks)),

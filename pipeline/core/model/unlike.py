@@ -53,8 +53,8 @@ class Views:
       rest: the stage's other state within the other state of the chunk.
     """
 
-    params: View
-    rest: View
+    params: View = View()  # noqa: RUF009  frozen
+    rest: View = View()  # noqa: RUF009
 
 
 class Overlaid(nnx.Module):

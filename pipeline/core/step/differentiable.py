@@ -304,8 +304,7 @@ def _restrict(model: Model, weights: Any) -> Model:
     )
     ends = mask(weights.ends, trained.ends, "ends")
     cells = [
-        (stage.chunk, [spot.cell for spot in stage.views.params.spots] if stage.views else None)
-        for stage in model.stages
+        (stage.chunk, stage.views.params.cells(len(chunks[stage.chunk]))) for stage in model.stages
     ]
     return dataclasses.replace(model, trained=trained.restrict(chunks, ends, cells))
 

@@ -110,12 +110,9 @@ def _inspect(plan: Plan, request: StepRequest, rank: Rank) -> OpenedStep:
 
 def _prepared(step: OpenedStep, rank: Rank, made: dict[str, Leaves] | None = None) -> OpenedStep:
     """Put the step on a rank; add the values that all actions share."""
+    dtypes = narrow_dtypes(rank, step.activations.bodies) if made is None else None
     gathers = step.plan.gather == "step"
-    if made is None:
-        dtypes = narrow_dtypes(rank, step.activations.bodies)
-        chunks = rank.chunks.make_ready(gathers=gathers, dtypes=dtypes)
-    else:
-        chunks = rank.chunks.with_made(made, is_whole=gathers)
+    chunks = rank.chunks.make_ready(gathers=gathers, dtypes=dtypes, made=made)
     rank = dataclasses.replace(rank, chunks=chunks)
     # The batch is cut once here; otherwise each model of the rank would cut it again.
     rank = dataclasses.replace(rank, batches=tuple(one.batch for one in rank.by_slice))
@@ -136,9 +133,9 @@ def narrow_dtypes(rank: Rank, bodies: Sequence[Any]) -> list[list[Any]] | None:
     found: list[list[set[Any]]] = [[set() for _ in leaves] for leaves in rank.chunks.shards]
     reads = {key: read_in(body) for key, body in {id(body): body for body in bodies}.items()}
     for position, body in zip(rank.model.stages, bodies, strict=True):
-        spots = position.views.params.spots if position.views else None
-        for n, dtypes in enumerate(reads[id(body)]):
-            found[position.chunk][spots[n].cell if spots else n] |= dtypes
+        cells = position.views.params.cells(len(found[position.chunk]))
+        for cell, dtypes in zip(cells, reads[id(body)], strict=True):
+            found[position.chunk][cell] |= dtypes
 
     def narrow(dtypes: set[Any], leaf: Any) -> Any:
         dtype = next(iter(dtypes), None) if len(dtypes) == 1 else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ from pipeline.core.autodiff.outcome import Outcome
 from pipeline.core.model.model import Declared, Model, Weights
 from pipeline.core.model.overlay import Leaf, Spot, View, overlay
 from pipeline.core.model.stage import Definition, StagePosition
-from pipeline.core.model.unlike import Views
 from pipeline.core.step.calls.declared import state_spots
 from pipeline.core.step.calls.ends import embed, ends_values, finish
 from pipeline.core.step.calls.local_model import LocalModel
@@ -129,7 +128,7 @@ def make_decoder(rank: Rank, cache: Any, start: Callable[[Any], None]) -> Decode
     parts: list[tuple[list[StagePosition], Cells, Begin]] = []
     for v, rest in enumerate(weights.chunks_rest):
         own = [position for position in model.stages if position.chunk == v]
-        if own[0].views is None:
+        if own[0].views.rest.spots is None:
             one = _ready(own[0].definition, rank.params(v), rest, is_cache, start)
             parts.append(
                 ([replace(stage, definition=one.definition) for stage in own], one.cells, one.begin)
@@ -223,7 +222,7 @@ def _ready_unlike(
     cells = jax.tree.leaves(rank.weights.chunks_rest[v])
     ready, lists, known = [], [], []
     for stage in stages:
-        views: Any = stage.views
+        views = stage.views
         params = jax.eval_shape(lambda views=views: views.params.tree(rank.chunks.whole[v]))
         rest = views.rest.tree(cells)
         one = _ready(stage.definition, params, rest, is_cache, start)
@@ -247,7 +246,7 @@ def _ready_unlike(
     for stage, one, now, added in zip(stages, ready, known, spots_of, strict=True):
         more = iter(replace(spot, cell=spot.cell + len(cells)) for spot in added)
         spots = tuple(spot if isinstance(spot, Spot) else next(more) for spot in now.values())
-        views = replace(cast("Views", stage.views), rest=View(jax.tree.structure(one.types), spots))
+        views = replace(stage.views, rest=View(jax.tree.structure(one.types), spots))
         moved.append(replace(stage, definition=one.definition, views=views))
 
     def begin(rest: Tree) -> Tree:
@@ -255,9 +254,8 @@ def _ready_unlike(
         now = [jnp.zeros(cell.shape, cell.group[1]) for cell in made]
         index = jax.lax.axis_index(STAGE)
         for stage, one, old in zip(moved, ready, stages, strict=True):
-            views: Any = stage.views
-            own = one.begin(cast("Any", old.views).rest.tree(had))
-            filled = views.rest.fill([*had, *map(jnp.zeros_like, now)], own)[len(had) :]
+            own = one.begin(old.views.rest.tree(had))
+            filled = stage.views.rest.fill([*had, *map(jnp.zeros_like, now)], own)[len(had) :]
             mine = index == stage.rank
             now = [jnp.where(mine, x, y) for x, y in zip(filled, now, strict=True)]
         return nnx.State({n: nnx.Variable(x) for n, x in enumerate([*had, *now])})

@@ -224,13 +224,9 @@ class DeclaredState:
             if len(ranks) < schedule.num_ranks:
                 mine = jnp.asarray(np.isin(np.arange(schedule.num_ranks), ranks))[rank]
             rest_leaves = self.leaves(stage.chunk, 0, now=True)
-            if stage.views is None:
-                params = self._rank.params(stage.chunk)
-                structure = jax.tree.structure(self._rank.weights.chunks_rest[stage.chunk])
-                rest = jax.tree.unflatten(structure, rest_leaves)
-            else:
-                chunk = self._rank.chunks.whole[stage.chunk]
-                params, rest = stage.views.params.tree(chunk), stage.views.rest.tree(rest_leaves)
+            params = stage.views.params.part_of(self._rank.params(stage.chunk))
+            structure = jax.tree.structure(self._rank.weights.chunks_rest[stage.chunk])
+            rest = stage.views.rest.part_of(jax.tree.unflatten(structure, rest_leaves))
             paths = state_paths(rest, stage.definition.state)
             _, values = stage.definition.update(hook, params, rest, paths=paths)
             self.write(stage, stage.chunk, 0, values, wanted=mine)
@@ -238,13 +234,9 @@ class DeclaredState:
 
 def state_spots(rank: Rank, stage: Any) -> list[Spot]:
     """List the places of the leaves of a stage's declared variables, in the order of its state."""
-    rest = rank.weights.chunks_rest[stage.chunk]
-    if stage.views is None:
-        spots = [Spot(n, None, x.shape) for n, x in enumerate(jax.tree.leaves(rest))]
-        numbers = jax.tree.unflatten(jax.tree.structure(rest), range(len(spots)))
-    else:
-        spots = list(stage.views.rest.spots)
-        numbers = jax.tree.unflatten(stage.views.rest.treedef, range(len(spots)))
+    rest, view = rank.weights.chunks_rest[stage.chunk], stage.views.rest
+    spots = view.places(jax.tree.leaves(rest))
+    numbers = jax.tree.unflatten(view.structure(rest), range(len(spots)))
     flat = nnx.to_flat_state(numbers)
     declared = [of for path, of in flat if path in stage.definition.state]
     return [spots[n] for of in declared for n in jax.tree.leaves(of)]

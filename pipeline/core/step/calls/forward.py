@@ -76,23 +76,13 @@ class Forward:
         self.carry, self.earlier = carry, carry if earlier is None else earlier
         self.ends_weights = rank.ends
         # Equal stages have the chunk's arrays as they are; other stages read theirs from cells.
-        self.weights: Sequence[Leaves]
-        self.streams: Sequence[Tree]
-        self.fixed: Sequence[Tree]
-        self.params_tree: Any
-        if position.views is None:
-            self.params_tree = jax.tree.structure(rank.weights.chunks[position.chunk])
-            self.weights = rank.chunks.whole
-            self.streams = [streams for streams, _ in rank.streams]
-            self.fixed = [fixed for _, fixed in rank.streams]
-            return
         # `Lazy` reads cells on access, and so within the branch of an action of such a stage.
         params, rest = position.views.params, position.views.rest
 
         def others(chunk: int) -> tuple[Tree, Tree]:
-            return split_streams(rest.tree(jax.tree.leaves(rank.weights.chunks_rest[chunk])))
+            return split_streams(rest.part_of(rank.weights.chunks_rest[chunk]))
 
-        self.params_tree = params.treedef
+        self.params_tree = params.structure(rank.weights.chunks[position.chunk])
         self.weights = Lazy(self.num_chunks, lambda chunk: params.leaves(rank.chunks.whole[chunk]))
         self.streams = Lazy(self.num_chunks, lambda chunk: others(chunk)[0])
         self.fixed = Lazy(self.num_chunks, lambda chunk: others(chunk)[1])
@@ -184,15 +174,11 @@ class Forward:
         extras = self.batch.extras_of(microbatch)
         side = streams, extras, part, batch_part, *self._where(chunk, microbatch)
         states = self.fixed if self.rank.declared is None else self._declared(microbatch, now)
-        fixed, views = states[chunk], self._position.views
         # Weights are read here, within the action: from arrays, from a window, or by a gather.
-        whole, narrow = self.rank.chunks.read(chunk, microbatch)
-        if views is None:
-            return whole, (fixed, narrow), side
-        cells = [narrow[spot.cell] for spot in views.params.spots]
-        pairs = zip(views.params.spots, cells, strict=True)
-        copies = [None if cell is None else spot.read(cell) for spot, cell in pairs]
-        return views.params.leaves(whole), (fixed, copies), side
+        whole, narrow = map(
+            self._position.views.params.leaves, self.rank.chunks.read(chunk, microbatch)
+        )
+        return whole, (states[chunk], narrow), side
 
     def _where(self, chunk: int, microbatch: Any) -> list[tuple[jax.Array, jax.Array]]:
         """Return [(stage number, microbatch)] for errors of checks; [] if no stage has checks."""
@@ -241,10 +227,9 @@ class Forward:
 
         def others(chunk: int) -> Tree:
             leaves = self.rank.declared.leaves(chunk, microbatch, now=now)
-            if self._position.views is not None:
-                return split_streams(self._position.views.rest.tree(leaves))[1]
             structure = jax.tree.structure(self.rank.weights.chunks_rest[chunk])
-            return split_streams(jax.tree.unflatten(structure, leaves))[1]
+            rest = self._position.views.rest.part_of(jax.tree.unflatten(structure, leaves))
+            return split_streams(rest)[1]
 
         return Lazy(self.num_chunks, others)
 

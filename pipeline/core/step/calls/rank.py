@@ -237,11 +237,6 @@ class Rank:
         return Adding(share, vary(jnp.zeros((), real()), self.axes), weight=self.slices.share)
 
     @functools.cached_property
-    def streams(self) -> list[tuple[Tree, Tree]]:
-        """[V] each chunk's other state, split into random streams and the rest."""
-        return [split_streams(rest) for rest in self.weights.chunks_rest]
-
-    @functools.cached_property
     def ends(self) -> Leaves:
         return jax.tree.leaves(self.weights.ends)
 

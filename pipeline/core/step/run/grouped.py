@@ -19,7 +19,7 @@ from collectives import STAGE
 from pipeline.base.masks import chosen
 from pipeline.base.tree import Leaves, Tree
 from pipeline.core.autodiff.jaxpr import scopes
-from pipeline.core.model.overlay import Spot, View
+from pipeline.core.model.overlay import View
 from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.groups import (
     GroupedModel,
@@ -165,21 +165,17 @@ def _places_of(places: StepPlaces, index: int, group: StageGroup, step: StepRequ
 
 def own_totals(sums: StepSums, group: StageGroup) -> list[Any]:
     """Select a group's sums from its chunk's sums, which cover every group."""
-    chunk, views, trained = group.position.chunk, group.position.views, group.local.trained
-    summed = group.local.model.trained.chunks[chunk]
+    chunk, trained, rank = group.position.chunk, group.local.trained, group.local.rank
     totals, total = list(sums.chunk_grads), sums.chunk_grads[chunk]
     added = sums.added.refs if group.local.adds else []
     # Refs exist for leaves that any stage of the chunk trains. A group whose leaves fill all refs
     # adds to the refs directly; other groups need a map from leaves to refs.
-    if views is None and trained == summed:
+    cells = np.flatnonzero(rank.model.trained.chunks[chunk]).tolist()
+    place = {cell: n for n, cell in enumerate(cells)}
+    spots = chosen(group.position.views.params.places(rank.chunks.shards[chunk]), trained)
+    mine = [dataclasses.replace(spot, cell=place[spot.cell]) for spot in spots]
+    if [(spot.cell, spot.part) for spot in mine] == [(n, None) for n in range(len(cells))]:
         totals[chunk] = total.beside(added)
         return totals
-    place = {cell: n for n, cell in enumerate(np.flatnonzero(summed).tolist())}
-    if views is None:
-        refs = {n: total.refs[place[n]] for n in np.flatnonzero(trained).tolist()}
-        mine = [Spot(place[n], None, ref.shape) for n, ref in refs.items()]
-    else:
-        spots = chosen(views.params.spots, trained)
-        mine = [dataclasses.replace(spot, cell=place[spot.cell]) for spot in spots]
     totals[chunk] = TotalView(total, tuple(mine), added)
     return totals

@@ -62,19 +62,27 @@ class ChunkWeights:
     windows: WeightWindows = field(default_factory=WeightWindows)
 
     def make_ready(
-        self, *, gathers: bool, dtypes: Sequence[Sequence[Any]] | None = None
+        self,
+        *,
+        gathers: bool,
+        dtypes: Sequence[Sequence[Any]] | None = None,
+        made: Mapping[str, Leaves] | None = None,
     ) -> ChunkWeights:
-        """Cast leaves once a step to the ``dtypes`` that are not None, and gather them or not."""
+        """Cast leaves once a step to the ``dtypes`` that are not None, and gather them or not.
 
-        def make(leaf: Any, spread: Spread, dtype: Any) -> Any:
+        If an earlier program has done this, ``made`` has its results.
+        """
+
+        def make(v: int, n: int) -> Any:
+            leaf, dtype = self.shards[v][n], None if dtypes is None else dtypes[v][n]
+            if made is not None:
+                return made.get(f"ready{v}.{n}", [leaf])[0]
             narrow = contextlib.nullcontext() if dtype is None else jax.named_scope(scopes.CASTS)
             with narrow:  # cast before the gather: half the bytes on the wire
                 leaf = leaf if dtype is None else leaf.astype(dtype)
-                return gather([leaf], [spread], lead=1)[0] if gathers else leaf
+                return gather([leaf], [self.spreads[v][n]], lead=1)[0] if gathers else leaf
 
-        dtypes = dtypes or [[None] * len(leaves) for leaves in self.shards]
-        of_chunks = zip(self.shards, self.spreads, dtypes, strict=True)
-        ready = [list(map(make, *of)) for of in of_chunks]
+        ready = [[make(v, n) for n in range(len(of))] for v, of in enumerate(self.shards)]
         return dataclasses.replace(self, ready=ready, is_whole=gathers)
 
     @property
@@ -86,14 +94,6 @@ class ChunkWeights:
             for n, (made, stored) in enumerate(zip(*of, strict=True))
             if made is not stored
         }
-
-    def with_made(self, made: Mapping[str, Leaves], *, is_whole: bool) -> ChunkWeights:
-        """Copy with leaves that another program has made (`made`)."""
-        ready = [
-            [made.get(f"ready{v}.{n}", [leaf])[0] for n, leaf in enumerate(leaves)]
-            for v, leaves in enumerate(self.shards)
-        ]
-        return dataclasses.replace(self, ready=ready, is_whole=is_whole)
 
     @functools.cached_property
     def whole(self) -> Sequence[Leaves]:
