@@ -39,6 +39,8 @@ def programs(folder: Path) -> Counter[tuple[str, str]]:
 def main(before: str, after: str) -> int:
     """Print the differences; return how many programs they are."""
     old, new = programs(Path(before)), programs(Path(after))
+    if not (old and new):
+        raise SystemExit(f"{before if not old else after} holds no lowered program")
     for sign, more in (("-", old - new), ("+", new - old)):
         for (name, code), count in sorted(more.items()):
             print(sign, name, code, f"x {count}" if count > 1 else "")

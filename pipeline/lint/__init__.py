@@ -33,13 +33,15 @@ class Lint:
       ignored: the user's values of attributes that ``ignore=`` names, until the first trace has
         compared them.
       outputs_types: the types of a microbatch's outputs on one data shard, from the last trace.
-      adds_to_a_sum: whether the last traced training step adds losses (`add_loss`) to a loss (sum,
-        weight); None before the first trace.
+      adds_to_a_sum: for each traced training step, by model and structure of the batch, whether it
+        adds losses (`add_loss`) to a loss (sum, weight).
     """
 
     ignored: Ignored | None = None
     outputs_types: Tree = None
-    adds_to_a_sum: bool | None = None
+
+    def __init__(self) -> None:
+        self.adds_to_a_sum: dict[Any, bool] = {}
 
     def run(
         self, entry: Any, plan: Plan, *operands: Any, takes_loss: bool = True, **options: Any
@@ -120,7 +122,8 @@ class Lint:
             return
         check_stage_axis("embed, head or loss_fn", ends)
         if request.counts:
-            self.adds_to_a_sum = rank.facts.adds and not rank.loss.is_mean
+            of_step = rank.model, jax.tree.structure(rank.batch)
+            self.adds_to_a_sum[of_step] = rank.facts.adds and not rank.loss.is_mean
             check_derivatives(rank, step.activations, ends)
         check_meetings(plan, [ends])
         parameters.warn_of_idle_axes(rank, [*bodies, ends], plan.axes, warned)

@@ -24,17 +24,16 @@ def adds_to_a_sum(pipe: Any, batch: Tree, *, has_aux: bool) -> bool:
     Raises:
       ValueError: as `Pipeline.value_and_grad`.
     """
-    plan = pipe.plan
-    if plan.lint.adds_to_a_sum is False:
-        return False
+    plan, known = pipe.plan, pipe.plan.lint.adds_to_a_sum
     inputs, targets, extras = jax.eval_shape(lambda: batch)
     given: Any = {"wrt": plan.wrt, "has_aux": has_aux, "weighed": True}
     of_batch = inputs, targets, extras, "value_and_grad"
     model, *arrays = make_operands(plan, pipe.chunks, pipe.ends, *of_batch, **given)
-    if plan.lint.adds_to_a_sum is None:
+    of_step = model, jax.tree.structure(arrays[1])
+    if of_step not in known:
         with entered(plan.mesh, plan.home):
             trace_step(plan, model, *untyped(types(arrays), plan.mesh))
-    return bool(plan.lint.adds_to_a_sum)
+    return bool(known[of_step])
 
 
 def trace_step(plan: Plan, model: Model, weights: Weights, batch: Batch) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 
 from pipeline.base.axes import PARTS
+from pipeline.base.tree import shape_text
 from pipeline.base.warn import warn
 from pipeline.facade import with_microbatches
 from pipeline.lint.added import adds_to_a_sum
@@ -29,7 +30,7 @@ _WHY = (
     "stages add losses (add_loss) and the loss is (sum, weight), so that Step(accumulate=) runs "
     "all calls of an update as one step"
 )
-_REMEDY = "give every call a weight=, which its added losses then have too"
+_REMEDY = "give every call a weight= (a Trainer: every Batch), which its added losses then have too"
 
 
 class JoinedCalls:
@@ -51,7 +52,9 @@ class JoinedCalls:
           ValueError: a weight; other types of leaves, or other values of leaves without a batch
             axis.
         """
-        first, call = [*self.batches, batch][0], len(self.batches) + 1
+        if not self.batches:
+            return
+        first, call = self.batches[0], len(self.batches) + 1
         if weight is not None:
             raise ValueError(
                 f"weight={weight} in call {call} of an update whose call 1 had none: {_WHY}; give "
@@ -60,9 +63,10 @@ class JoinedCalls:
         now, then = map(self._named, (batch, first))
         for name in now | then:
             (leaf, spec), (kept, _) = (leaves.get(name, (None, None)) for leaves in (now, then))
-            texts = ["missing" if x is None else str(jax.typeof(x)) for x in (leaf, kept)]
+            texts = ["missing" if x is None else shape_text(x) for x in (leaf, kept)]
             fault = "" if texts[0] == texts[1] else f"is {texts[0]} in call {call} and {texts[1]}"
-            if not fault and spec is None and not jnp.array_equal(leaf, kept):
+            has_nan = leaf is not None and jnp.issubdtype(leaf.dtype, jnp.inexact)
+            if not fault and spec is None and not jnp.array_equal(leaf, kept, equal_nan=has_nan):
                 fault = f"has no batch axis, and other values in call {call} than"
             if fault:
                 raise ValueError(f"{name} {fault} in call 1 of an update: {_WHY}; {_REMEDY}")
@@ -112,7 +116,9 @@ def joined_calls(
         return JoinedCalls(with_microbatches(model.plan, count))
     except ValueError as error:
         raise ValueError(
-            f"{_WHY} of {count} microbatches, and there is no such timetable: {error}; {_REMEDY}"
+            f"{_WHY} of {count} microbatches, and the pipeline's schedule has no timetable for "
+            f"them with the same stages on each rank: name one that has (schedule=), or "
+            f"{_REMEDY}"
         ) from error
 
 
@@ -126,7 +132,9 @@ def _interleaved(shards: int, rows: Sequence[Any]) -> Any:
 def warn_of_weights(model: nnx.Module) -> None:
     """Warn if stages add losses to a loss (sum, weight), and calls have weights."""
     parts = (part for _, part in nnx.iter_modules(model))
-    if any(isinstance(part, Pipeline) and part.plan.lint.adds_to_a_sum for part in parts):
+    if any(
+        isinstance(part, Pipeline) and any(part.plan.lint.adds_to_a_sum.values()) for part in parts
+    ):
         warn(
             "stages add losses (add_loss), and Step(accumulate=) gives the losses that they add in "
             "a call the weight of this call; so that each microbatch counts once, give the Step a "

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline, add_loss, make_optimizer
-from pipeline.layers import ExpertState, MixtureOfExperts, advance_experts
+from pipeline.layers import ExpertState, MixtureOfExperts, advance_experts, data_mask
 from pipeline.training.batches import Padded, masked
 from pipeline.training.step import DynamicScale, Step
 from tests.support.close import assert_close
@@ -21,7 +21,7 @@ from tests.support.close import assert_close
 N, WIDTH, CALLS = 8, 6, 2
 SHARED = "stages add losses (add_loss) and the loss is (sum, weight), so that Step(accumulate=) "
 SHARED += "runs all calls of an update as one step"
-REMEDY = "give every call a weight=, which its added losses then have too"
+REMEDY = "give every call a weight= (a Trainer: every Batch), which its added losses then have too"
 
 
 class Seen(nnx.Variable):
@@ -161,15 +161,35 @@ def test_a_call_that_does_not_fit_is_refused_and_the_update_goes_on():
 
 def test_a_family_is_built_for_all_microbatches_and_another_timetable_is_refused():
     own = schedules.build("zb_h1", num_ranks=2, num_microbatches=2)
-    assert run(make_step(make(schedule=own)), batches()) is not None
+    found = run(make_step(make(schedule=own)), batches())
+    assert_close(found.loss, plain_loss(1, 2))
     own = schedules.from_orders(own.orders, name="mine")
-    with pytest.raises(ValueError, match="'mine'") as caught:
+    with pytest.raises(ValueError, match="name one that has") as caught:
         make_step(make(schedule=own))(*batches()[0])
     assert str(caught.value) == (
-        f"{SHARED} of 4 microbatches, and there is no such timetable: schedule 'mine' does not "
-        f"fit: num_microbatches=2 against the pipeline's 4; build it for the pipeline's sizes, or "
-        f"change stages, num_microbatches or mesh; {REMEDY}"
+        f"{SHARED} of 4 microbatches, and the pipeline's schedule has no timetable for them with "
+        f"the same stages on each rank: name one that has (schedule=), or {REMEDY}"
     )
+
+
+class Masking(Stage):
+    """Asks for the mask of padding, so that nothing warns that the stage counts padding."""
+
+    def __call__(self, x):
+        data_mask()
+        return super().__call__(x)
+
+
+def test_what_was_traced_before_does_not_decide_for_other_targets():
+    """`masked` returns a mean for plain targets, and (sum, weight) for padded ones."""
+    loss_fn, stages = masked(lambda y, t: ((y - t) ** 2).mean()), [Masking(k) for k in range(2)]
+    pipe = Pipeline(stages, 2, state=Seen, loss_fn=loss_fn, mesh=make_mesh(stage=2))
+    (x, (t, counts)), (x2, (t2, counts2)) = batches()
+    pipe.check(x, t)
+    step = make_step(pipe)
+    step(jnp.asarray(x), Padded(jnp.asarray(t), jnp.asarray(counts)))
+    found = step(jnp.asarray(x2), Padded(jnp.asarray(t2), jnp.asarray(counts2)))
+    assert_close(found.loss, plain_loss(1, 2))
 
 
 class Holds(nnx.Module):

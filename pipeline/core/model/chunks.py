@@ -204,7 +204,9 @@ def stack_rows(leaves: list[Any], sharding: NamedSharding) -> Any:
     if isinstance(leaves[0], jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, leaves[0].dtype, sharding=sharding)
     if is_key(leaves[0]):
-        return _stack_keys(leaves, sharding)
+        # By their data: no callback can make keys, and no process can send them.
+        data = stack_rows([jax.random.key_data(key) for key in leaves], sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaves[0]))
 
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):  # made under jit
         return constrained(jax.numpy.stack(leaves), sharding)
@@ -213,9 +215,3 @@ def stack_rows(leaves: list[Any], sharding: NamedSharding) -> Any:
         return np.stack([np.asarray(leaf)[index[1:]] for leaf in leaves[index[0]]])
 
     return jax.make_array_from_callback(shape, sharding, rows)
-
-
-def _stack_keys(keys: list[Any], sharding: NamedSharding) -> Any:
-    """Stack typed keys by their data: no callback can make keys, and no process can send them."""
-    data = stack_rows([jax.random.key_data(key) for key in keys], sharding)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys[0]))

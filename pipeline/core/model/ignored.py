@@ -92,17 +92,14 @@ def _attributes(stage: nnx.Module, k: int, names: Sequence[str]) -> Iterator[tup
             if name not in vars(node):
                 continue
             value = vars(node)[name]
-            if isinstance(value, (nnx.Module, nnx.Variable)) or _has_arrays(value):
+            has_arrays = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
+            if has_arrays or isinstance(value, (nnx.Module, nnx.Variable)):
                 where = ".".join([f"stages[{k}]", *map(str, path), name])
                 raise ValueError(
                     f"ignore={tuple(names)!r}: {where} is of type {type(value).__name__}; only "
                     f"what holds no array can be ignored: leave out {name!r}"
                 )
             yield path, name, value
-
-
-def _has_arrays(value: Any) -> bool:
-    return any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
 
 
 def _with_values(stage: nnx.Module, values: Sequence[tuple[Any, str, Any]]) -> nnx.Module:

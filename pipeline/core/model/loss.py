@@ -120,7 +120,8 @@ def take_loss(
     loss, metrics = result, None
     if _is_with_aux(result) and _may_be_metrics(result[1], has_aux):
         loss, metrics = result
-    if has_aux and (metrics is None or _is_one_metric(metrics)):
+    # One value without a name could also be the weight of a sum.
+    if has_aux and (metrics is None or _is_array(metrics) or _is_pair(metrics)):
         raise ValueError(
             f"loss_fn returned {_describe(result)}, and has_aux=True takes (loss, metrics): a "
             f"loss, which is a float scalar or a pair (sum, weight), and a dict of metrics; return "
@@ -257,13 +258,6 @@ def _is_scalar(x: Any) -> bool:
     return _is_array(x) and jnp.shape(x) == ()
 
 
-def _is_number(x: Any) -> bool:
-    if not _is_scalar(x):
-        return False
-    dtype = jnp.result_type(x)
-    return _is_float(x) or bool(jnp.issubdtype(dtype, jnp.integer))
-
-
 def _is_pair(x: Any) -> bool:
     """Tell whether a value is a pair of scalars; a named tuple is not."""
     return type(x) in (tuple, list) and len(x) == 2 and all(map(_is_scalar, x))
@@ -282,9 +276,9 @@ def _may_be_metrics(value: Any, has_aux: bool | None) -> bool:
     return has_aux or isinstance(value, Mapping)
 
 
-def _is_one_metric(metrics: Any) -> bool:
-    """Tell whether metrics are one value without a name, which could also be a sum's weight."""
-    return _is_array(metrics) or _is_pair(metrics)
+def _is_number(x: Any) -> bool:
+    kinds = jnp.floating, jnp.integer
+    return _is_scalar(x) and any(jnp.issubdtype(jnp.result_type(x), kind) for kind in kinds)
 
 
 def _is_float(x: Any) -> bool:

@@ -320,7 +320,8 @@ def cut(x: jax.Array, num_slices: int, lengths: Sequence[int] = ()) -> jax.Array
     if not rest or rest[0] == 1:
         return jnp.repeat(x, num_slices, axis=0)
     if lengths:
-        own = local_lengths(lengths, rest[0])
+        # All positions, or one rank's part of them.
+        own = [length * rest[0] // sum(lengths) for length in lengths]
         parts = jnp.split(x, np.cumsum(own)[:-1].tolist(), axis=2)
         sizes = [(0, 0)] * (x.ndim - 3)
         most = max(own)
@@ -329,11 +330,6 @@ def cut(x: jax.Array, num_slices: int, lengths: Sequence[int] = ()) -> jax.Array
     else:
         x = jnp.moveaxis(x.reshape(M, b, num_slices, rest[0] // num_slices, *rest[1:]), 2, 1)
     return x.reshape(M * num_slices, b, *x.shape[3:])
-
-
-def local_lengths(lengths: Sequence[int], size: int) -> list[int]:
-    """Compute the [N] lengths of slices for ``size`` positions: all, or one rank's part of them."""
-    return [length * size // sum(lengths) for length in lengths]
 
 
 def dealt(

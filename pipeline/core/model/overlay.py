@@ -142,7 +142,6 @@ class View:
         return [None if cell is None else spot.read(cell) for spot, cell in pairs]
 
     def tree(self, cells: Sequence[Any]) -> Tree:
-        """Read the tree from the list of all cells."""
         return jax.tree.unflatten(self.treedef, self.leaves(cells))
 
     def fill(self, cells: Sequence[Any], tree: Tree) -> list[Any]:

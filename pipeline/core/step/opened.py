@@ -94,8 +94,7 @@ class OpenedStep:
         if self.usage_of_ends is None:
             return False
         hook = self.plan.after_step is not None and self.request.counts
-        calls = any(self.usage_of_ends[0]) or any(any(usage[0]) for _, _, usage in self.usage)
-        return hook or calls
+        return hook or any(self.usage_of_ends[0]) or any(any(of[0]) for _, _, of in self.usage)
 
     @property
     def once(self) -> Once:

@@ -100,9 +100,10 @@ class ChunkWeights:
         """[V] the whole leaves, in the stored dtype."""
 
         def of_chunk(chunk: int) -> Leaves:
-            wide = gather(self.shards[chunk], self.spreads[chunk], lead=1)
-            pairs = zip(self.to_gather(chunk), wide, strict=True)
-            return [x if self.is_whole and x.dtype == w.dtype else w for x, w in pairs]
+            stored, ready = self.shards[chunk], self.to_gather(chunk)
+            if self.is_whole and [x.dtype for x in ready] == [x.dtype for x in stored]:
+                return ready
+            return gather(stored, self.spreads[chunk], lead=1)
 
         return Lazy(len(self.shards), of_chunk)
 
