@@ -119,8 +119,7 @@ def generate(
     if num_microbatches is None:
         num_microbatches = min(plan.mesh.shape[STAGE], -(-rows // plan.axes.num_rows))
     _check_numbers(num_microbatches=num_microbatches)
-    unit = num_microbatches * plan.axes.num_rows
-    more = -rows % unit
+    more = -rows % (num_microbatches * plan.axes.num_rows)
     keys = _row_keys(key, rows)
 
     def filled(x: jax.Array) -> jax.Array:
@@ -169,7 +168,8 @@ def _decode(
 
     def body(_: Any, weights: Weights, batch: Batch, draw: tuple[Any, Any]) -> jax.Array:
         rank = make_rank(plan, model, weights, batch, M)
-        rank = replace(rank, chunks=rank.chunks.make_ready(gathers=plan.gather == "step"))
+        gathers = plan.options.gather in (None, "step")
+        rank = replace(rank, chunks=rank.chunks.make_ready(gathers=gathers))
         prompts, (lengths, data) = rank.batch.inputs, rank.batch.targets
         keys = None if data is None else jax.random.wrap_key_data(data, impl=impl)
         length = prompts.shape[2] + choice.max_new_tokens - 1
