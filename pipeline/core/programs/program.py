@@ -26,7 +26,7 @@ from pipeline.core.programs.meshes import add_device_axis, drop_device_axis
 from pipeline.core.programs.operands import Operands
 from pipeline.core.programs.traced import Traced
 from pipeline.core.step.stores.store import ActionValues
-from schedules.clocks.dispatch import Work
+from schedules.lowering.dispatch import Work
 from schedules.lowering.kinds import VALUE_KINDS
 from schedules.lowering.program import Op
 

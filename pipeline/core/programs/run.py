@@ -26,7 +26,7 @@ from pipeline.core.programs.traced import trace_ranks, work_of
 from pipeline.core.step.opened import StepInputs
 from pipeline.core.step.run.places import StepRequest
 from pipeline.core.step.share import share_of
-from schedules.clocks.dispatch import Send, Value, Work, calls_of
+from schedules.lowering.dispatch import Send, Value, Work, calls_of
 
 
 class StepPrograms:

@@ -33,7 +33,7 @@ from pipeline.core.step.stores.device import check_no_host
 from pipeline.core.step.stores.slices import WholeSequences
 from pipeline.core.step.stores.store import ActionValues
 from pipeline.core.step.stores.totals import StepSums
-from schedules.clocks.dispatch import Work
+from schedules.lowering.dispatch import Work
 from schedules.lowering.program import Op
 
 
