@@ -154,10 +154,6 @@ def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
 
     The order is that of `dispatch_order`. An action that computes nothing is left out: a W of a
     frozen stage, or the last stage's F if its backward repeats F.
-
-    Args:
-      schedule: a legal schedule.
-      work: the work of the schedule's stages.
     """
     calls = [
         call
