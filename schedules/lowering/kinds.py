@@ -1,12 +1,17 @@
 """The kinds of values that ranks keep between slots, and the actions that write and read each.
 
-A new kind is one row here, its lifetimes in `schedules.lowering.places`, and the action that reads
-it in `schedules.lowering.check_values`. Tables, placement and checks follow from the row.
+A new kind is one row here, for a message its sender in `schedules.lowering.places`, and the action
+that reads it in `schedules.lowering.check_values`. Tables, places, proof and programs follow.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+import numpy as np
+
+from schedules.core.action import KINDS
+from schedules.core.flat import Mask
 
 
 class ValueKind(NamedTuple):
@@ -56,3 +61,20 @@ HOSTABLE = tuple(kind.name for kind in VALUE_KINDS if kind.can_be_on_host)
 def kinds_of(num_slices: int) -> tuple[ValueKind, ...]:
     """Return the kinds of values of a schedule; only a schedule with slices has carries."""
     return tuple(kind for kind in VALUE_KINDS if num_slices > 1 or not kind.per_slice)
+
+
+def touches(kind: ValueKind, keep: str, stashes: Mask, shared: tuple[str, ...]) -> Mask:
+    """Tell [4, K, U] whether each action in `KINDS` reads or writes its stage's value of a kind.
+
+    ``stashes`` [K, U] tells whether F keeps a stash. Values of several slices are taken together.
+    """
+    does: Mask = np.isin(KINDS, [*kind.reads, *kind.writes])[:, None, None] & np.ones_like(stashes)
+    if kind.name == "operand":
+        # The first stage makes its input from the batch, unless all ranks make it together. A
+        # backward reads the stash instead, if there is one.
+        does[:, 0] &= "embed" in shared
+        does[1:] &= ~stashes
+    if kind.name == "gradient":
+        # The last stage's backward computes the loss from residuals and the stage's own output.
+        does[:, -1] &= keep == "residuals" or "head" in shared
+    return does & stashes if kind.name == "stash" else does

@@ -15,9 +15,9 @@ import numpy as np
 from schedules.clocks.shared import Shared
 from schedules.clocks.ticks import Ticks
 from schedules.core.action import KINDS
-from schedules.core.flat import B, F, I, Ints, Mask, W, flatten
+from schedules.core.flat import B, F, I, Ints, Mask, flatten
 from schedules.lowering.hosted import Hosted, Keep
-from schedules.lowering.kinds import ValueKind, kinds_of
+from schedules.lowering.kinds import ValueKind, kinds_of, touches
 
 
 class Values(NamedTuple):
@@ -68,56 +68,37 @@ class Places(NamedTuple):
 
 
 def values(ticks: Ticks, keep: Keep, shared: Shared, hosted: Hosted) -> dict[ValueKind, Values]:
-    """Collect all values of a layout, by kind."""
+    """Collect all values of a layout, by kind; an action with the time -1 does not run."""
     schedule, flat = ticks.schedule, flatten(ticks.schedule)
     N, shape = schedule.num_slices, (schedule.num_stages, schedule.num_units)
     when = np.full((len(KINDS), *shape), -1)
     when[flat.kind, flat.stage, flat.microbatch] = ticks.times
     forward, backward = when[F], np.maximum(when[B], when[I])
-    is_trained: Mask = np.asarray(when[[B, I, W]].max(axis=0) >= 0)
-    with_residuals = np.full(shape, keep == "residuals")
-    home = np.array(schedule.placement, np.int64)
-    nobody = np.full(len(home), -1)
+    home, nobody = np.array(schedule.placement, np.int64), np.full(schedule.num_stages, -1)
 
-    # When a value exists, and the rank that sends it. Inputs come from the stage before. An
+    # The rank that sends a value, and when it exists. Inputs come from the stage before. An
     # embedding that all ranks make together is made just before it is read, and is not sent.
-    has_input = np.ones(shape, bool)
-    has_input[0] = "embed" in shared
     before, sent = np.roll(home, 1), np.roll(forward, 1, axis=0)
     sent[before != home] += ticks.delayed
     before[0], sent[0] = -1, forward[0] - 1
-    # Gradients come from the stage after. The last stage's backward computes the loss and its
-    # gradient; with residuals it starts from the stage's own output. If all ranks share the head,
-    # they make the gradient in the slot of that output.
-    has_gradient = is_trained & (with_residuals | ("head" in shared))
-    has_gradient[:-1] = is_trained[:-1]
+    # Gradients come from the stage after; the last stage's F, or the shared head, makes its own.
     after = np.append(home[1:], home[-1])
     returned = np.concatenate([backward[1:], forward[-1:]])
     returned[after != home] += ticks.delayed
-    # Slice N-1 keeps no carry, because no slice follows. Its backward writes the other gradients.
-    is_earlier = np.broadcast_to(np.arange(shape[1]) % N < N - 1, shape)
-    of_last = np.repeat(backward[:, N - 1 :: N], N, axis=1)
-
-    # A stash in place of an input is a copy that F writes.
-    facts = {
-        "operand": (has_input, before, sent),
-        "gradient": (has_gradient, after, returned),
-        "stash": (is_trained & with_residuals | hosted.stash, nobody, forward),
-        "crossing": (when[W] >= 0, nobody, when[I]),
-        "carry": (is_earlier, nobody, forward),
-        "carry_gradient": (is_earlier & is_trained, nobody, of_last),
-    }
-    on_host = hosted._asdict()
+    origins = {"operand": (before, sent), "gradient": (after, returned)}
+    # The backward of slice N-1 writes the gradients of all carries.
+    origins["carry_gradient"] = nobody, np.repeat(backward[:, N - 1 :: N], N, axis=1)
+    stashes, on_host = hosted.stash | (keep == "residuals"), hosted._asdict()
     live: dict[ValueKind, Values] = {}
     for kind in kinds_of(N):
-        there, source, born = facts[kind.name]
-        # The actions on the value's rank that write or read it.
-        touches = np.array([letter in kind.writes + kind.reads for letter in KINDS])
-        times = np.where(touches[:, None, None], when, -1)
-        if kind.name == "operand":  # a backward reads the stash instead, if there is one
-            times[1:, with_residuals | hosted.stash] = -1
+        # All other values exist after the action that writes them.
+        written = when[[letter in kind.writes for letter in KINDS]].max(axis=0, initial=-1)
+        source, born = origins.get(kind.name, (nobody, written))
+        times = np.where(touches(kind, keep, stashes, shared), when, -1)
         if kind.per_slice:
-            times = _of_later_slices(times, N, by_own_backward=kind.name == "carry_gradient")
+            times = _of_later_slices(times, N, kind.writes)
+        # A value that no action reads after it exists is left out.
+        there = times.max(axis=0) > np.maximum(born, -1)
         stage, unit = np.nonzero(there)
         live[kind] = Values(
             home[stage],
@@ -130,20 +111,17 @@ def values(ticks: Ticks, keep: Keep, shared: Shared, hosted: Hosted) -> dict[Val
     return live
 
 
-def _of_later_slices(times: Ints, num_slices: int, *, by_own_backward: bool) -> Ints:
+def _of_later_slices(times: Ints, num_slices: int, writes: str) -> Ints:
     """Return [4 N, K, U] the times of actions that touch a carry, in its own and later slices.
 
-    Args:
-      times: [4, K, U] the time of each action, -1 if it touches no carry.
-      num_slices: N.
-      by_own_backward: whether the backward of the carry's own slice touches the carry, as its F
-        always does.
+    ``times`` [4, K, U] has the time of each action, -1 if it touches no carry. In the carry's own
+    slice only the kinds of actions in ``writes`` touch it.
     """
     reader, part = np.arange(num_slices)[:, None], np.arange(num_slices)
-    own = np.array([kind == F or by_own_backward for kind in range(len(KINDS))])[:, None, None]
-    touches = (reader > part) | ((reader == part) & own)
+    own = np.array([letter in writes for letter in KINDS])[:, None, None]
+    does = (reader > part) | ((reader == part) & own)
     grid = times.reshape(*times.shape[:2], -1, num_slices, 1)
-    touched = np.where(touches[:, None, None], grid, -1)
+    touched = np.where(does[:, None, None], grid, -1)
     return np.moveaxis(touched, 3, 1).reshape(-1, *times.shape[1:])
 
 

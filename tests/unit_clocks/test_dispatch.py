@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 import schedules
 from schedules import build
-from schedules.clocks.dispatch import Call, dispatch_order
 from schedules.core.messages import links
+from schedules.lowering.dispatch import Call, dispatch_order
 from tests.support.sizes import is_legal
 
 

@@ -2,7 +2,7 @@
 
 Between devices of one process, a message is a copy, which this process starts without the others. A
 message between processes is a collective of the devices of both ranks. All processes call their
-collectives in one order (`collectives.transfer.Exchange`, `schedules.clocks.dispatch`).
+collectives in one order (`collectives.transfer.Exchange`, `schedules.lowering.dispatch`).
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ from pipeline.core.programs.meshes import add_device_axis, drop_device_axis
 from pipeline.core.programs.operands import Operands
 from pipeline.core.programs.traced import Traced
 from pipeline.core.step.stores.store import ActionValues
-from schedules.clocks.dispatch import Work
 from schedules.lowering.kinds import VALUE_KINDS
 from schedules.lowering.program import Op
 
+Names = Sequence[str]
 _PLACES = {kind.name: 0 for kind in VALUE_KINDS}  # a program has one value of each kind
 
 
@@ -93,7 +93,7 @@ def without_warnings_of_donation(lower: Callable[[], Any]) -> Any:
         return lower()
 
 
-def begin_program(traced: Traced, names: Sequence[str]) -> RankProgram:
+def begin_program(traced: Traced, names: Names) -> RankProgram:
     """Make the program before a rank's first action, from operands to (sums, `Traced.shared`).
 
     The sums also have, by name, the weights that the step makes once.
@@ -118,7 +118,7 @@ def begin_program(traced: Traced, names: Sequence[str]) -> RankProgram:
 
 
 def action_program(
-    traced: Traced, op: Op, stage: int, names: Sequence[str], work: Work
+    traced: Traced, op: Op, stage: int, names: Names, read: Names, written: Names
 ) -> RankProgram:
     """Make the program of an action; equal stages share the program.
 
@@ -131,14 +131,15 @@ def action_program(
       op: the action.
       stage: the stage of the action.
       names: the sums to which the action adds.
-      work: the work of the step.
+      read: the kinds of values that the action reads.
+      written: the kinds of values that the action writes.
     """
     operands, types, meshes = traced.operands, traced.stages[stage], traced.operands.meshes
     message = types.gradient if op.kind == "F" else types.operand
     types_of = {"stash": types.stash, "crossing": types.crossing}
     given = types_of | {"operand": types.operand, "gradient": types.gradient}
-    reads = {kind: given[kind] for kind in work.reads(op.kind, stage)}
-    writes = {kind: types_of.get(kind, message) for kind in work.writes(op.kind, stage)}
+    reads = {kind: given[kind] for kind in read}
+    writes = {kind: types_of.get(kind, message) for kind in written}
     sums, made = {name: traced.sums[name] for name in names}, traced.made_of(op.chunk)
 
     def act(of_sums: Any, values: Any, microbatch: Any, leaves: list[Any], *once: Any) -> Any:

@@ -26,7 +26,7 @@ from pipeline.core.programs.traced import trace_ranks, work_of
 from pipeline.core.step.opened import StepInputs
 from pipeline.core.step.run.places import StepRequest
 from pipeline.core.step.share import share_of
-from schedules.clocks.dispatch import Send, Value, Work, calls_of
+from schedules.lowering.dispatch import Send, Value, calls_of
 
 
 class StepPrograms:
@@ -72,20 +72,19 @@ class StepPrograms:
         self.schedule = options.schedule
         self.meshes = self.ranks[0].operands.meshes
         local = set(self.meshes.local_ranks)
-        work = work_of(self.ranks)
-        calls = calls_of(self.schedule, work)
+        calls = calls_of(self.schedule, work_of(self.ranks))
         self.order = [one for one in calls if local & set(one.ranks)]
         # By kind and stage of an action, the names of the sums to which it adds.
         self._sums: dict[tuple[str, int], tuple[str, ...]] = {}
         self._made: dict[tuple[str, int], tuple[str, ...]] = {}  # weights made once that it reads
-        self.compiled = self._compile(work)
+        self.compiled = self._compile()
         finish = JoinedFinish if options.plan.stage_meshes is None else FinishByRank
         self._finish: JoinedFinish | FinishByRank = finish(self.ranks, results, self.compiled)
         numbers = list(np.arange(options.plan.schedule.num_units, dtype=np.int32))
         self._numbers = {rank: self.meshes.replicate(rank, numbers) for rank in local}
         self._waits = {rank: waits(self.meshes.ranks[rank]) for rank in local}
 
-    def _compile(self, work: Work) -> dict[tuple[str, int], Any]:
+    def _compile(self) -> dict[tuple[str, int], Any]:
         """Compile the functions of this process's ranks, with one thread per core."""
         programs: dict[Any, RankProgram] = {}
         lowered: dict[Any, Callable[[], Any]] = {}
@@ -118,8 +117,8 @@ class StepPrograms:
                 names = self._sums[kind, stage] = traced.sums_of(op, one.rank)
                 self._made[kind, stage] = tuple(traced.made_of(op.chunk))
                 like = traced.stages[stage].representative
-                key = traced, op, like, names
-                add((kind, stage), one.rank, key, action_program, *key, work)
+                key = traced, op, like, names, tuple(one.reads), tuple(one.writes)
+                add((kind, stage), one.rank, key, action_program, *key)
         # Other threads do not see a context of this one.
         is_logged = jax.config.jax_log_compiles  # type: ignore[attr-defined]
 

@@ -33,7 +33,7 @@ from pipeline.core.step.stores.device import check_no_host
 from pipeline.core.step.stores.slices import WholeSequences
 from pipeline.core.step.stores.store import ActionValues
 from pipeline.core.step.stores.totals import StepSums
-from schedules.clocks.dispatch import Work
+from schedules.lowering.dispatch import Work
 from schedules.lowering.program import Op
 
 
@@ -305,5 +305,5 @@ def work_of(ranks: Sequence[Traced]) -> Work:
     """Describe the work of a step; each stage's entry comes from the trace of its rank."""
     options = ranks[0].options
     stages = [ranks[rank].stages[k] for k, rank in enumerate(options.schedule.placement)]
-    kinds = [stage.actions for stage in stages]
-    return Work(kinds, [stage.sends for stage in stages], options.keeps_residuals)
+    kinds, sends = [stage.actions for stage in stages], [stage.sends for stage in stages]
+    return Work(kinds, sends, options.plan.keep)

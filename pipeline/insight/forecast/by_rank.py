@@ -26,7 +26,7 @@ from pipeline.core.programs.traced import Traced, work_of
 from pipeline.insight.forecast.ahead import check_optimizer
 from pipeline.insight.forecast.bytes import plural
 from pipeline.lint.placed import placed
-from schedules.clocks.dispatch import Dispatch, Send, Value, calls_of
+from schedules.lowering.dispatch import Dispatch, Send, Value, calls_of
 
 _NAMES = {"operand": "message", "gradient": "message"}  # other kinds keep their names
 

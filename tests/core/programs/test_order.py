@@ -18,7 +18,7 @@ from collectives.compat import lower_without_devices
 from pipeline import Pipeline
 from pipeline.core.programs import program
 from pipeline.insight.forecast.by_rank import predict
-from schedules.clocks.dispatch import Dispatch, Send
+from schedules.lowering.dispatch import Dispatch, Send
 from tests.support import models
 from tests.support.sizes import CHUNKS
 

@@ -2,9 +2,8 @@
 
 A message between two processes is a call that both make, and it ends for both only after both have
 made it. So two processes that make their calls in different orders may wait for each other for
-ever. `calls_of` adds the values that each call reads and writes. Letters are those of
-`schedules.core.action`, A is that of `schedules.core.flat`, kinds of values are those of
-`schedules.lowering.kinds`.
+ever. `calls_of` adds the values that each call reads and writes, by `schedules.lowering.places`.
+Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -16,11 +15,14 @@ from typing import NamedTuple
 import numpy as np
 
 from schedules.checks.check import check
+from schedules.clocks.ticks import Ticks
 from schedules.core.action import Action
 from schedules.core.costs import Costs
 from schedules.core.events import run
 from schedules.core.flat import flatten
 from schedules.core.messages import links
+from schedules.lowering.hosted import Keep, hosted
+from schedules.lowering.places import values
 from schedules.orders.schedule import Schedule
 
 
@@ -74,43 +76,17 @@ Value = tuple[str, int, int]  # kind, reading stage, microbatch
 
 @dataclass(frozen=True)
 class Work:
-    """The kinds of actions that each stage runs, and the values that pass between them.
+    """The facts of a step that its orders do not show.
 
     Attributes:
       kinds: [K] the kinds of actions that compute anything.
       sends: [K] whether the stage's backward has a gradient for the stage before.
-      keeps_residuals: whether F keeps residuals for its backward; otherwise the backward repeats F.
+      keep: the values that F keeps for its backward.
     """
 
     kinds: Sequence[frozenset[str]]
     sends: Sequence[bool]
-    keeps_residuals: bool
-
-    def reads(self, kind: str, stage: int) -> tuple[str, ...]:
-        """Return the kinds of values that an action of a stage reads."""
-        if kind == "W":
-            return ("crossing",)
-        operand = ("operand",) if stage > 0 else ()
-        if kind == "F":
-            return operand
-        # The last stage's backward starts from the output that F has left. A stage that adds
-        # losses has a backward even if it gets no gradient from the next stage.
-        is_last = stage + 1 == len(self.sends)
-        has_message = self.keeps_residuals if is_last else self.sends[stage + 1]
-        gradient = ("gradient",) if has_message else ()
-        return (*(("stash",) if self.keeps_residuals else operand), *gradient)
-
-    def writes(self, kind: str, stage: int) -> dict[str, int]:
-        """Return the kinds of values that an action of a stage writes, and their reading stages."""
-        if kind == "W":
-            return {}
-        if kind == "F":
-            kept = {"stash": stage} if self.keeps_residuals else {}
-            if stage + 1 < len(self.sends):
-                return {"operand": stage + 1} | kept
-            return {"gradient": stage} | kept if self.keeps_residuals else {}
-        message = {"gradient": stage - 1} if self.sends[stage] else {}
-        return message | ({"crossing": stage} if kind == "I" else {})
+    keep: Keep
 
 
 @dataclass(frozen=True)
@@ -154,33 +130,36 @@ def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
 
     The order is that of `dispatch_order`. An action that computes nothing is left out: a W of a
     frozen stage, or the last stage's F if its backward repeats F.
-
-    Args:
-      schedule: a legal schedule.
-      work: the work of the schedule's stages.
     """
     calls = [
         call
         for call in dispatch_order(schedule)
         if call.action.kind in work.kinds[call.action.stage]
     ]
-
-    def read_by(action: Action) -> dict[str, Value]:
-        stage, kind, microbatch = action
-        return {name: (name, stage, microbatch) for name in work.reads(kind, stage)}
-
-    # The last reader of a value releases it. A value without a reader is dropped.
-    readers = ((n, call.action) for n, call in enumerate(calls) if call.target is None)
-    last = {value: n for n, action in readers for value in read_by(action).values()}
+    # The same calls as a layout of one action a tick: lowering says who reads and writes a value.
+    number = {call.action: n for n, call in enumerate(calls) if call.target is None}
+    times = np.array([number.get(action, -1) for order in schedule.orders for action in order])
+    on_device = hosted(schedule, work.keep, None)
+    live = values(Ticks(schedule, "single", times), work.keep, (), on_device)
+    has_gradient = [*work.sends[1:], True]  # only the last stage needs no message
+    reads: list[dict[str, tuple[Value, bool]]] = [{} for _ in calls]
+    writes: list[dict[str, Value]] = [{} for _ in calls]
+    for kind, of in live.items():
+        for born, touched in zip(of.born.tolist(), of.touched.T.tolist(), strict=True):
+            stage, _, microbatch = calls[last := max(touched)].action
+            # A stage that adds losses has a backward even if the next stage has no gradient for it.
+            if kind.name == "gradient" and not has_gradient[stage]:
+                continue
+            writes[born][kind.name] = value = kind.name, stage, microbatch
+            for n in touched:
+                if n > born:
+                    reads[n][kind.name] = value, n == last
     results: list[Dispatch | Send] = []
     for n, (action, rank, target) in enumerate(calls):
-        stage, kind, microbatch = action
-        written = {name: (name, to, microbatch) for name, to in work.writes(kind, stage).items()}
-        writes = {name: value for name, value in written.items() if value in last}
         if target is None:
-            reads = {name: (value, last[value] == n) for name, value in read_by(action).items()}
-            results.append(Dispatch(action, rank, reads, writes))
+            results.append(Dispatch(action, rank, reads[n], writes[n]))
             continue
-        crossing = (value for value in writes.values() if schedule.placement[value[1]] == target)
+        sent = writes[number[action]].values()
+        crossing = (value for value in sent if schedule.placement[value[1]] == target)
         results += (Send((rank, target), value) for value in crossing)
     return results
