@@ -103,8 +103,8 @@ def begin_program(traced: Traced, names: Names) -> RankProgram:
       names: the names of the rank's sums, which start as zeros, and of its declared state.
     """
     operands, meshes = traced.operands, traced.operands.meshes
-    sums, made = {name: traced.sums[name] for name in names}, traced.once.weights or {}
-    types = sums | made
+    sums = {name: traced.sums[name] for name in names}
+    types = sums | traced.made
 
     def begin(leaves: list[Any]) -> Any:
         program = traced.open(*operands.of(leaves))
@@ -143,8 +143,7 @@ def action_program(
     sums, made = {name: traced.sums[name] for name in names}, traced.made_of(op.chunk)
 
     def act(of_sums: Any, values: Any, microbatch: Any, leaves: list[Any], *once: Any) -> Any:
-        shared, weights = drop_device_axis(once[0]), entering(once[1], made)
-        shared = dataclasses.replace(shared, weights=weights)
+        shared = dataclasses.replace(drop_device_axis(once[0]), weights=entering(once[1], made))
         program = traced.open(*operands.of(leaves), shared)
         program.put(entering(of_sums, sums))
         no_gradient = blank(types.gradient, traced.options.plan.axes.varying)

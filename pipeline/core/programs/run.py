@@ -145,8 +145,7 @@ class StepPrograms:
         sums, shared, made = {}, {}, {}
         for rank in meshes.local_ranks:
             sums[rank], shared[rank] = self._run(("begin", rank), rank, operands[rank])
-            names = self.ranks[rank].once.weights or {}
-            made[rank] = {name: sums[rank].pop(name) for name in names}
+            made[rank] = {name: sums[rank].pop(name) for name in self.ranks[rank].made}
         values: dict[Value, Any] = {}
         for one in self.order:
             if isinstance(one, Send):

@@ -70,7 +70,7 @@ class Traced:
         numbers.
       once: the types of the arrays that the step computes once.
       sums: the types of all sums of a rank, and of declared state, by name.
-      stages_of_sums: with ``stage_meshes`` the result of `find_stages_of_sums`; else empty.
+      stages_of_sums: with ``stage_meshes`` `ProgramStep.stages_of_sums`; else empty.
       is_narrow: whether the model computes in floats in which gradients may vanish or overflow.
       needs_ratio: whether the step needs `StepInputs.ratio` and got none.
       stages: [K] the types of each stage's values.
@@ -96,10 +96,13 @@ class Traced:
         """The types of `once` that every later program takes: all but weights."""
         return dataclasses.replace(self.once, weights=None)
 
+    @property
+    def made(self) -> dict[str, Leaves]:
+        """The types of the weights that the step makes once, by name."""
+        return self.once.weights or {}
+
     def made_of(self, chunk: int) -> dict[str, Leaves]:
-        """Return the types of the weights of a chunk that the step makes once, by name."""
-        made = self.once.weights or {}
-        return {name: of for name, of in made.items() if name.startswith(f"ready{chunk}.")}
+        return {name: of for name, of in self.made.items() if name.startswith(f"ready{chunk}.")}
 
     def sums_on(self, rank: int) -> dict[str, Leaves]:
         """Return the types of the sums that a rank has, by name."""

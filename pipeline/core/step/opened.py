@@ -24,6 +24,7 @@ from pipeline.core.step.run.places import StepRequest
 RunForwards = Callable[["OpenedStep"], tuple[Any, Any]]
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepInputs:
     """The inputs of a step in addition to weights and batch.
@@ -36,9 +37,6 @@ class StepInputs:
 
     scale: Any = None
     ratio: Any = None
-
-
-jax.tree_util.register_dataclass(StepInputs)
 
 
 @jax.tree_util.register_dataclass

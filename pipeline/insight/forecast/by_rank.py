@@ -85,7 +85,7 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
             given, rows = _on_rank(plan, rank, weights, given, rows)
         added, made = (
             operands.sum_types(of.sums_on(rank)),
-            operands.sum_types(of.once.weights or {}),
+            operands.sum_types(of.made),
         )
         parts = (given, made), rows, (added, shared)
         of_weights, of_batch, of_sums = map(_bytes_on_device, parts)
