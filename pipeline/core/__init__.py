@@ -13,19 +13,19 @@ DOORS = {
         autodiff.jaxpr.scopes layers_view.replace model.microbatch model.model model.objects
         model.stage model.trained model.unlike options.checks options.plan placement.meshes
         placement.placement programs.run programs.runtime programs.traced
-        step.opened step.operands step.runtime
+        step.calls.opened step.operands step.runtime
     """,
     "pipeline.lint": """
         autodiff.jaxpr.primitives autodiff.outcome model.ignored model.loss model.model
         model.objects model.randomness model.stage model.trained model.trained_filters
         options.choose options.plan placement.meshes placement.paths step.calls.activations
-        step.calls.declared step.calls.ends step.calls.forward
-        step.calls.local_model step.calls.rank step.calls.slices step.opened step.operands
+        step.calls.declared step.calls.ends step.calls.kind step.calls.rank
+        step.calls.slices step.calls.opened step.operands
     """,
     "pipeline.models.decoding": """
         autodiff.outcome layers_view.replace model.model model.overlay model.stage
         options.plan placement.meshes step.calls.activations step.calls.declared
-        step.calls.ends step.calls.local_model step.calls.rank step.jitted step.operands
+        step.calls.ends step.calls.kind step.calls.rank step.jitted step.operands
         step.ranks step.run.vocabulary step.stores.device step.stores.loops
     """,
     "pipeline.models.weights": """

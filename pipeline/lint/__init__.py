@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from pipeline.core.model.ignored import Ignored
     from pipeline.core.options.plan import Plan
     from pipeline.core.step.calls.activations import Activations
-    from pipeline.core.step.calls.forward import Forward
-    from pipeline.core.step.calls.local_model import LocalModel
+    from pipeline.core.step.calls.opened import OpenedStep
     from pipeline.core.step.calls.rank import Rank
-    from pipeline.core.step.opened import OpenedStep
 
 
 class Lint:
@@ -138,14 +136,14 @@ class Lint:
 
         check_forward_ends(rank, activations)
 
-    def outputs(self, last: Forward) -> None:
+    def outputs(self, step: OpenedStep) -> None:
         """Check that the leading axis of outputs is the batch."""
         from pipeline.lint.outputs import check_outputs
 
-        check_outputs(last)
+        check_outputs(step)
 
-    def effects(self, local: LocalModel) -> None:
+    def effects(self, step: OpenedStep) -> None:
         """Refuse side effects of stages that run more than once for each microbatch."""
         from pipeline.lint.effects import check_effects
 
-        check_effects(local)
+        check_effects(step)

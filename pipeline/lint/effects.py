@@ -19,8 +19,8 @@ from pipeline.core.model.stage import StagePosition
 from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls import ends
 from pipeline.core.step.calls.activations import Activations
-from pipeline.core.step.calls.forward import Forward
-from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.kind import StageKind
+from pipeline.core.step.calls.opened import OpenedStep
 from pipeline.core.step.calls.rank import Rank
 from pipeline.lint.shards import axes_of
 
@@ -89,13 +89,13 @@ def distinct_stages(
 def _functions_of_stage(
     rank: Rank, position: StagePosition
 ) -> tuple[Callable[[Leaves, Tree], Tree], Callable[[], Leaves]]:
-    stage = Forward(rank, position)
+    stage = StageKind(rank, position)
 
     def call(weights: Leaves, x: Tree) -> Tree:
-        _, fixed, side = stage.stage_arguments(stage.home, 0)
+        _, fixed, side = stage.example()
         return stage.stage(weights, fixed, side, x).value
 
-    return call, lambda: stage.stage_arguments(stage.home, 0)[0]
+    return call, lambda: stage.example()[0]
 
 
 def _has_own_derivative(jaxpr: Any) -> bool:
@@ -248,17 +248,14 @@ def _of_constraint(stage: str) -> ValueError:
     )
 
 
-def check_effects(local: LocalModel) -> None:
+def check_effects(step: OpenedStep) -> None:
     """Refuse a stage with side effects whose forward runs again in the backward.
-
-    Args:
-      local: a rank's part of the model.
 
     Raises:
       ValueError: the stage calls back to the host.
     """
-    for _, kind in local.kinds:
-        arguments = *kind.stage_arguments(kind.home, 0), kind.blank
+    for kind in step.kinds:
+        arguments = *kind.example(), kind.blank
         effects = jax.make_jaxpr(kind.stage)(*arguments).effects
         if may_not_repeat(effects):
             raise ValueError(

@@ -19,7 +19,7 @@ from pipeline.base.rows import BatchPart, Padded
 from pipeline.base.stacks import REMEDY
 from pipeline.base.tree import Tree, blank, path_text, shape_text, types_text
 from pipeline.core.model.model import Batch
-from pipeline.core.step.calls.forward import Forward
+from pipeline.core.step.calls.kind import StageKind
 from pipeline.core.step.calls.rank import Rank
 from pipeline.lint.effects import check_constraint_error
 
@@ -93,8 +93,8 @@ def explain_stage(
     _note_what_is_tracked(error, rank.axes)
     taken = None
     if k > 0 and isinstance(error, _REFUSALS):
-        stage = Forward(rank, rank.model.stages[k])
-        weights = jax.eval_shape(lambda: stage.weights[stage.home])
+        stage = StageKind(rank, rank.model.stages[k])
+        weights = jax.eval_shape(lambda: stage.example()[0])
         taken = _taken(run, [*before[k - 1 :: -1], *_changes(before[k], weights)])
     if taken is None:
         source = f"what stages[{k - 1}] returns: " if k else ""
@@ -123,7 +123,7 @@ def _check_call(rank: Rank, k: int, error: Exception) -> None:
         stages.append(module)
         return jnp.zeros(())
 
-    Forward(rank, rank.model.stages[k]).look(look)
+    StageKind(rank, rank.model.stages[k]).look(look)
     if not callable(stages[0]):
         raise TypeError(
             f"stages[{k}] is a {type(stages[0]).__name__}, which has no __call__: define "
@@ -188,7 +188,7 @@ def check_that_it_is_a_stack(rank: Rank, types: list[Tree]) -> None:
         rows, and from arrays with a number of rows that is no multiple of K.
     """
     K = rank.model.stack
-    stage, rows = Forward(rank, rank.model.stages[0]), 2 * K + 1
+    stage, rows = StageKind(rank, rank.model.stages[0]), 2 * K + 1
 
     def whole(leaf: Any) -> Any:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -198,7 +198,7 @@ def check_that_it_is_a_stack(rank: Rank, types: list[Tree]) -> None:
         return jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype)
 
     def run() -> Tree:
-        weights, fixed, (streams, extras, part, _, *where) = stage.stage_arguments(stage.home, 0)
+        weights, fixed, (streams, extras, part, _, *where) = stage.example()
         batch = Batch((), (), extras, rank.batch.specs and ((), (), rank.batch.specs[2]))
         extras = batch.map_rows(resized, lambda leaf: leaf).extras
         side = streams, extras, part, BatchPart(), *where

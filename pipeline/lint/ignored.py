@@ -22,7 +22,7 @@ from pipeline.base.warn import warn
 from pipeline.core.model.ignored import Ignored
 from pipeline.core.model.objects import alike
 from pipeline.core.step.calls.activations import Activations
-from pipeline.core.step.calls.forward import Forward
+from pipeline.core.step.calls.kind import StageKind
 from pipeline.core.step.calls.rank import Rank
 from pipeline.core.step.calls.slices import blank_input
 from schedules.core.action import shorten
@@ -79,12 +79,12 @@ def _tracer(
             graphdefs.append(nnx.split(ignored.give_back(nnx.clone(module), k, names))[0])
             return jnp.zeros(())
 
-        Forward(rank, position).look(look)
+        StageKind(rank, position).look(look)
         definition = replace(position.definition, graphdef=graphdefs[0])
-        stage = Forward(rank, replace(position, definition=definition))
+        stage = StageKind(rank, replace(position, definition=definition))
 
         def call() -> Any:
-            arguments = stage.stage_arguments(stage.home, 0)
+            arguments = stage.example()
             return stage.stage(*arguments, blank_input(rank, x, carry, ()))
 
         try:

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 
 from pipeline.base.tree import Tree, at, blank, shape_text
 from pipeline.core.model.loss import same_over_others
-from pipeline.core.step.calls.activations import follow
+from pipeline.core.step.calls.activations import Activations, follow
 from pipeline.core.step.calls.ends import finish
-from pipeline.core.step.calls.forward import Forward
+from pipeline.core.step.calls.opened import OpenedStep
 from pipeline.core.step.calls.rank import Rank
 
 
-def check_outputs(last: Forward) -> None:
+def check_outputs(step: OpenedStep) -> None:
     """Check that the leading axis of all outputs is the batch.
 
     An axis may have the size b by chance (if b is 1, or equals the number of words or heads). So
@@ -28,10 +28,10 @@ def check_outputs(last: Forward) -> None:
     Raises:
       ValueError: an output lacks the batch axis, or differs between ranks of another axis.
     """
-    rank = last.rank
+    rank = step.rank
     who = "head" if rank.model.has_head else "the last stage"
     rows = jax.tree.leaves(at(rank.batch.inputs, 0))[0].shape[0]
-    outputs = same_over_others(who, _outputs(last), last.axes)
+    outputs = same_over_others(who, _outputs(rank, step.activations), rank.axes)
     bad = [leaf for leaf in jax.tree.leaves(outputs) if leaf.shape[:1] != (rows,)]
     bad = bad or _unlike_with_another_row(outputs, rank)
     if bad:
@@ -43,9 +43,8 @@ def check_outputs(last: Forward) -> None:
         )
 
 
-def _outputs(last: Forward) -> Tree:
-    y = blank(last.output, last.axes)
-    arguments = last.rank, last.ends_weights, y, 0
+def _outputs(rank: Rank, activations: Activations) -> Tree:
+    arguments = rank, rank.ends, blank(activations.types[-1], rank.axes), 0
     return jax.eval_shape(lambda: finish(*arguments, take_loss=False).value)
 
 
@@ -59,8 +58,7 @@ def _unlike_with_another_row(outputs: Tree, rank: Rank) -> list[Any]:
         rank, activations = follow(
             dataclasses.replace(rank, batch=rank.batch.map_rows(grown, lambda x: x), batches=())
         )
-        position = rank.model.stages[-1]
-        more = _outputs(Forward(rank, position, *activations.types[-2:]))
+        more = _outputs(rank, activations)
     except Exception:  # noqa: BLE001  a model may accept this number of rows only
         return []
     pairs = zip(jax.tree.leaves(outputs), jax.tree.leaves(more), strict=True)

@@ -19,7 +19,7 @@ from pipeline.base.tree import Tree, at, blank
 from pipeline.base.warn import warn_once
 from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.ends import embed, finish, take_loss_of
-from pipeline.core.step.calls.forward import Forward
+from pipeline.core.step.calls.kind import StageKind
 from pipeline.core.step.calls.rank import Rank
 from pipeline.core.step.calls.slices import CALL_SLICE
 from pipeline.lint.positions import (
@@ -73,13 +73,13 @@ def check_slices(
     check = _Check(t, rank.slices.count, rank.slices.lengths, warned, captured)
     done = set()
     for k, position in enumerate(rank.model.stages):
-        stage = Forward(rank, position)
+        stage = StageKind(rank, position)
         if (key := rank.code(position)) in done or knows_slices(stage):
             continue
         done.add(key)
 
-        def run(x: Tree, extras: Tree, stage: Forward = stage) -> Tree:
-            weights, fixed, (streams, _, *rest) = stage.stage_arguments(stage.home, 0)
+        def run(x: Tree, extras: Tree, stage: StageKind = stage) -> Tree:
+            weights, fixed, (streams, _, *rest) = stage.example()
             return stage.stage(weights, fixed, (streams, extras, *rest), x).value
 
         check.part(f"stages[{k}]", run, (activations.types[k], extras), _STAGE)
@@ -103,7 +103,7 @@ def check_slices(
         check.part("loss_fn", loss, (outputs, targets), _LOSS, sums=True)
 
 
-def knows_slices(stage: Forward) -> bool:
+def knows_slices(stage: StageKind) -> bool:
     """Tell whether a stage has a method for slices."""
     found: list[bool] = []
     stage.look(lambda module: _look(module, found))

@@ -21,7 +21,7 @@ from pipeline.base.warn import warn_once
 from pipeline.core.autodiff.outcome import SlicedInput
 from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.ends import embed, finish, take_loss_of
-from pipeline.core.step.calls.forward import Forward
+from pipeline.core.step.calls.kind import StageKind
 from pipeline.core.step.calls.rank import Rank
 from pipeline.core.step.calls.slices import blank_input
 from pipeline.lint.positions import NOT_FOLLOWED, find_growth, varying
@@ -158,10 +158,10 @@ class _SplitSearch:
     def _stage(self, k: int) -> Callable[..., Tree]:
         """Return a stage as a function of its input and extras."""
         rank, activations = self._rank, self._activations
-        stage = Forward(rank, rank.model.stages[k])
+        stage = StageKind(rank, rank.model.stages[k])
 
         def run(x: Tree, extras: Tree) -> Tree:
-            weights, fixed, (streams, _, *rest) = stage.stage_arguments(stage.home, 0)
+            weights, fixed, (streams, _, *rest) = stage.example()
             if rank.slices.count > 1:
                 zeros = blank_input(rank, activations.types[k], activations.carries[k], ())
                 x = SlicedInput(x, zeros.earlier)

@@ -18,11 +18,11 @@ from pipeline.base.variables import metadata
 from pipeline.base.warn import warn_once
 from pipeline.core.step.calls.declared import Usage
 from pipeline.core.step.calls.ends import ends_paths
-from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.kind import StageKind
 from pipeline.core.step.calls.rank import Rank
 
 if TYPE_CHECKING:
-    from pipeline.core.step.opened import OpenedStep
+    from pipeline.core.step.calls.opened import OpenedStep
 
 _REMEDY = (
     "the batch has padding (pipeline.training.batches), which it may count: leave out what "
@@ -62,9 +62,9 @@ class DeclaredVariable:
     reads_mask: bool
 
 
-def of_stages(stage: LocalModel, usage: Usage) -> list[DeclaredVariable]:
+def of_stages(stage: StageKind, usage: Usage) -> list[DeclaredVariable]:
     """Return the declared state of the stages of one kind."""
-    flat, written = dict(nnx.to_flat_state(stage.fixed[stage.home])), iter(usage[0])
+    flat, written = dict(nnx.to_flat_state(stage.fixed)), iter(usage[0])
     return [
         DeclaredVariable(
             stage.part_name,

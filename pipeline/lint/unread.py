@@ -19,7 +19,7 @@ from collectives.places.sizes import CONTEXT, DATA, EXPERT, TENSOR
 from pipeline.base.axes import Axes, axes_in, spec_over
 from pipeline.base.warn import warn_once
 from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of
-from pipeline.core.step.calls.forward import Forward
+from pipeline.core.step.calls.kind import StageKind
 from pipeline.core.step.calls.rank import Rank
 from pipeline.lint.shards import axes_of
 
@@ -103,7 +103,7 @@ def _unread_in_stages(rank: Rank, bodies: Sequence[Any]) -> list[str]:
     for k, (position, body) in enumerate(zip(rank.model.stages, bodies, strict=True)):
         if id(body) not in used:
             used[id(body)] = _used(body)
-        for path, is_read in _paths(Forward(rank, position).params_tree, used[id(body)]):
+        for path, is_read in _paths(StageKind(rank, position).params_tree, used[id(body)]):
             had.setdefault(path, []).append(k)
             read |= {path} if is_read else set()
     return [

@@ -14,7 +14,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline, add_loss, make_optimizer
-from pipeline.core.step import share
+from pipeline.core.step import runtime
 from pipeline.training.step import Step
 from tests.support.close import assert_close
 
@@ -171,7 +171,7 @@ def test_a_weight_without_a_gradient_is_as_fast_as_before(name, monkeypatch):
     def refuse(*_):
         raise AssertionError("forward actions run first")
 
-    monkeypatch.setattr(share, "of_outputs", refuse)
+    monkeypatch.setattr(runtime, "run_forwards", refuse)
     x, t = batch()
     pipe = make(COUNTS[name])
 

@@ -12,7 +12,7 @@ from flax import nnx
 from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.core.model.unlike import Overlaid
-from pipeline.core.step.run import grouped
+from pipeline.core.step.run.rank_actions import RankActions
 from tests.support import mixed, models
 from tests.support.close import assert_close, distance
 from tests.support.models import Block, Hostile
@@ -107,14 +107,14 @@ def test_a_chunk_of_equal_stages_is_as_ever():
 
 def test_equal_stages_know_nothing_of_this(monkeypatch):
     def refuse(*_, **__):
-        raise AssertionError("equal stages need no groups")
+        raise AssertionError("equal stages are one kind")
 
-    monkeypatch.setattr(grouped.GroupedActions, "__init__", refuse)
+    monkeypatch.setattr(RankActions, "_share", refuse)
     x = models.rows(4)
     pipe = make(models.build(Block, 4), S=2)
     assert not any(isinstance(chunk, Overlaid) for chunk in pipe.chunks)
     pipe.value_and_grad(x, x)
-    with pytest.raises(AssertionError, match="no groups"):
+    with pytest.raises(AssertionError, match="one kind"):
         make([Hostile(nnx.Rngs(0)), *models.build(Block, 1)]).value_and_grad(x, x)
 
 

@@ -13,9 +13,7 @@ from typing import Any
 
 import jax
 
-from collectives import vary
-from collectives.compat import varying_in
-from pipeline.base.tree import zeros
+from pipeline.base.tree import vary_like, zeros
 from pipeline.core.autodiff.halves import Halve, Mask, NameFacts, Pieces, facts_inside
 from pipeline.core.autodiff.jaxpr.steps import (
     Atom,
@@ -101,7 +99,9 @@ def _switch(
             inputs = {n: read(outer, atom) for n, atom in atoms.items()}
             env = run(branch.steps, branch.block.constants | inputs)
             pairs = itertools.zip_longest(branch.outs, makes)
-            return tuple(_blank(n) if a is None else read(env, a) for a, n in pairs)
+            return tuple(
+                vary_like(zeros(n.aval), n.aval) if a is None else read(env, a) for a, n in pairs
+            )
 
         return call
 
@@ -118,8 +118,3 @@ def _switch(
         label=step.label,
         effect=any(s.effect for s in inside),
     )
-
-
-def _blank(name: Name) -> jax.Array:
-    """Make a placeholder value."""
-    return vary(zeros(name.aval), varying_in(name.aval))

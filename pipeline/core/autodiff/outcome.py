@@ -91,7 +91,10 @@ def outcome_and_pullback(
 
     def g(weights: Leaves, x: Leaves) -> tuple[Leaves, tuple[Leaves, Outcome]]:
         nonlocal like
-        with _adding(adding, weights[count:]):
+        context: Any = contextlib.nullcontext()
+        if adding is not None:  # `add_loss` adds its values to the probe
+            context = adding_losses(dataclasses.replace(adding(), probe=weights[count]))
+        with context:
             outcome = f(weights[:count], x)
         both = outcome.value, outcome.carry
         like = jax.tree.map(jax.typeof, both)
@@ -104,13 +107,3 @@ def outcome_and_pullback(
     )
     value, carry = combine(like, floats, others)
     return dataclasses.replace(rest, value=value, carry=carry), pullback
-
-
-def _adding(
-    make: MakeAdding | None, probes: Leaves
-) -> contextlib.AbstractContextManager[Adding | None]:
-    """Make a context in which `add_loss` adds its values to a probe, if there is one."""
-    if make is None:
-        return contextlib.nullcontext()
-    (probe,) = probes
-    return adding_losses(dataclasses.replace(make(), probe=probe))

@@ -70,14 +70,12 @@ class Residuals:
       adding: the argument of `outcome_and_pullback`.
       gathers: whether the backward may repeat the forward's all-gathers.
       part: the name of the part of the model (`Pullback.part`).
+      holds_output: whether the stash also has the stage's output, which `output` reads.
 
     Attributes:
       stashed: the types of the stash for one microbatch.
       gathers: whether the backward repeats any all-gather.
-      holds_output: whether the stash also has the stage's output, which `output` reads.
     """
-
-    holds_output = False
 
     def __init__(
         self,
@@ -92,8 +90,9 @@ class Residuals:
         adding: MakeAdding | None = None,
         gathers: bool = False,
         part: str = "",
+        holds_output: bool = False,
     ) -> None:
-        self._part = part
+        self._part, self.holds_output = part, holds_output
 
         def linearized(*arguments: Any) -> Any:
             options: Any = {"grad_dtype": grad_dtype, "need": need, "adding": adding}
@@ -108,6 +107,8 @@ class Residuals:
         self._jaxpr = jaxpr = closed.jaxpr
         self._constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._outcome_tree = jax.tree.structure(outcome)
+        self._output_tree = jax.tree.structure(outcome.value)
+        output = jax.tree.leaves(outcome.value) if holds_output else []
         count = len(jax.tree.leaves(outcome))
         self._outcome, self._residuals = jaxpr.outvars[:count], jaxpr.outvars[count:]
         same = jaxpr.invars[: len(jax.tree.leaves((weights, fixed)))]
@@ -126,7 +127,7 @@ class Residuals:
             return [v for v in operands(eqn) if v not in free]
 
         self._cut = smallest_cut(wanted, before)
-        self.stashed = [v.aval for v in self._cut]
+        self.stashed = [*(v.aval for v in self._cut), *output]
         again = _between(self._cut, wanted, before) if gathers else ()
         self.gathers = any(_gathers(made_by[v]) for v in again)
 
@@ -136,7 +137,13 @@ class Residuals:
         values = self._constants | dict(zip(self._jaxpr.invars, arguments, strict=True))
         results = evaluate(self._jaxpr, values, [*self._outcome, *self._cut], effects=True)
         count = len(self._outcome)
-        return jax.tree.unflatten(self._outcome_tree, results[:count]), results[count:]
+        outcome = jax.tree.unflatten(self._outcome_tree, results[:count])
+        output = jax.tree.leaves(outcome.value) if self.holds_output else []
+        return outcome, [*results[count:], *output]
+
+    def output(self, stash: Leaves) -> Tree:
+        """Return the stage's output from a stash that holds it."""
+        return jax.tree.unflatten(self._output_tree, stash[len(self._cut) :])
 
     def backward(
         self, weights: Leaves, fixed: Tree, side: Tree, stash: Leaves, earlier: Tree = ()
@@ -144,7 +151,7 @@ class Residuals:
         """Make the stage's pullback; ``earlier`` is `SlicedInput.earlier` for a slice, else ()."""
         arguments = jax.tree.leaves((weights, fixed, side, earlier))
         values = self._constants | dict(zip(self._again, arguments, strict=True))
-        values |= dict(zip(self._cut, stash, strict=True))
+        values |= dict(zip(self._cut, stash[: len(self._cut)], strict=True))
         residuals = evaluate(self._jaxpr, values, self._residuals)
         return Pullback(jax.tree.unflatten(self._treedef, residuals), self._by_value, self._part)
 

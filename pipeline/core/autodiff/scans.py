@@ -74,7 +74,8 @@ def split_loop(
         shared=dict.fromkeys(consts, loop.params["length"]),
     )
     halves = halve(body, early, late, inside)
-    stacked = {n: Name(_stacked(n.aval, loop)) for n in halves.crossing if n not in consts | xs}
+    length, made = loop.params["length"], [n for n in halves.crossing if n not in consts | xs]
+    stacked = {n: Name(n.aval.update(shape=(length, *n.aval.shape))) for n in made}
     tail = list(zip(body.outs, step.makes, strict=True))[loop.num_carry :]
 
     def part(steps: Sequence[JaxprStep], mask: Mask, **extra: Any) -> JaxprStep | None:
@@ -85,10 +86,6 @@ def split_loop(
     first = part(halves.first, early, ys_more=list(stacked.items()))
     second = part(halves.second, late, xs_more=stacked)
     return Pieces(first, second, tuple(f"in a scan: {text}" for text in halves.whole))
-
-
-def _stacked(aval: Any, loop: JaxprLoop) -> Any:
-    return aval.update(shape=(loop.params["length"], *aval.shape))
 
 
 def _loop_step(

@@ -66,6 +66,7 @@ def _equal(one: Any, other: Any) -> bool:
 def _parts(value: Any) -> Any:
     """List the parts of a value in a fixed order; None if the parts are unknown."""
     parts: Any = None
+    equals: Any = type(value).__eq__
     match value:
         case list() | tuple():
             parts = value
@@ -81,28 +82,17 @@ def _parts(value: Any) -> Any:
             parts = value.func, value.args, value.keywords
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             parts = [getattr(value, entry.name, None) for entry in dataclasses.fields(value)]
-        case _ if _compares_by_identity(value) and hasattr(value, "__dict__"):
-            parts = [part for item in sorted(vars(value).items(), key=_name) for part in item]
+        case _ if equals is object.__eq__ and hasattr(value, "__dict__"):
+            items = sorted(vars(value).items(), key=lambda item: item[0])
+            parts = [part for item in items for part in item]
     return parts
-
-
-def _compares_by_identity(value: Any) -> bool:
-    method: Any = type(value).__eq__
-    return method is object.__eq__
-
-
-def _name(item: tuple[str, Any]) -> str:
-    return item[0]
 
 
 def digest(graphdef: Any) -> int:
     """Hash a graphdef, so that graphdefs that are `alike` have equal hashes."""
-    attributes = ((key, _digest(getattr(kind, "value", kind))) for key, kind in graphdef.attributes)
-    return hash((len(graphdef.nodes), tuple(attributes)))
-
-
-def _digest(value: Any) -> Any:
-    return (type(value), value) if isinstance(value, _SCALARS) else type(value)
+    values = [(key, getattr(kind, "value", kind)) for key, kind in graphdef.attributes]
+    known = [(key, type(x), x if isinstance(x, _SCALARS) else None) for key, x in values]
+    return hash((len(graphdef.nodes), tuple(known)))
 
 
 def difference(first: nnx.Module, other: nnx.Module) -> str:

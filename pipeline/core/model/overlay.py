@@ -18,7 +18,7 @@ large as the longest list, and lists that are equal or prefixes of each other be
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +101,7 @@ class Part:
 
     def __getitem__(self, _: Any) -> Any:
         if 0 in self.shape:  # jax 0.12 refuses to index an empty array
-            return jnp.zeros(self.shape, self._ref.dtype)
+            return vary(jnp.zeros(self.shape, self._ref.dtype), varying_in(self._ref))
         return self._spot.shaped(read(self._ref, *self._lead, part=self._spot.part))
 
     def __setitem__(self, _: Any, value: Any) -> None:
@@ -112,10 +112,19 @@ class Part:
 
 @dataclass(frozen=True)
 class View:
-    """A tree whose leaves are stored in cells; by default its leaves are the cells, in order."""
+    """A tree whose leaves are stored in cells; by default its leaves are the cells, in order.
+
+    Attributes:
+      treedef: the structure of the tree; None if it is that of the cells.
+      spots: the places of the leaves; () if the tree is not stored.
+    """
 
     treedef: Any = None
     spots: Any = None
+
+    @property
+    def is_stored(self) -> bool:
+        return self.spots != ()
 
     def places(self, cells: Sequence[Any]) -> Sequence[Spot]:
         """List the places of the tree's leaves in the list of all cells."""
@@ -144,10 +153,12 @@ class View:
     def tree(self, cells: Sequence[Any]) -> Tree:
         return jax.tree.unflatten(self.treedef, self.leaves(cells))
 
-    def fill(self, cells: Sequence[Any], tree: Tree) -> list[Any]:
-        """Return a copy of the list of cells, with the tree written into the cells."""
-        filled = list(cells)
-        for spot, leaf in zip(self.spots, jax.tree.leaves(tree), strict=True):
+    def fill(self, cells: Callable[[], Sequence[Any]], tree: Tree) -> Tree:
+        """Return the cells with the tree written into them; ``cells`` makes the other values."""
+        if self.spots is None:
+            return tree
+        filled = list(cells())
+        for spot, leaf in zip(self.spots, jax.tree.leaves(tree), strict=self.is_stored):
             filled[spot.cell] = spot.fill(filled[spot.cell], leaf)
         return filled
 
@@ -231,8 +242,13 @@ def unnamed(types: Sequence[Any]) -> list[Leaf]:
     return leaves
 
 
-def overlay_trees(trees: Sequence[Tree]) -> tuple[list[Any], list[View]]:
-    """Choose the cells for several trees of types; return the cells' types and each tree's view."""
+def overlay_trees(trees: Sequence[Tree]) -> tuple[Tree, list[View]]:
+    """Choose the cells for several trees of types; return the cells' types and each tree's view.
+
+    The cells of one tree are the tree itself.
+    """
+    if len(trees) == 1:
+        return trees[0], [View()]
     treedefs = map(jax.tree.structure, trees)
     cells, spots = overlay([unnamed(jax.tree.leaves(tree)) for tree in trees])
     return list(map(_type, cells)), list(map(View, treedefs, spots))

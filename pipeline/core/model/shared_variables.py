@@ -74,12 +74,7 @@ def _with_own_streams(module: Any, owners: Owners, number: int) -> Any:
     if not shared or any(_is_abstract(v) for _, v in graph if isinstance(v, nnx.RngKey)):
         return module
     graphdef, state = nnx.split(module)
-    flat = [
-        (path, _folded(variable, number) if path in shared else variable)
-        for path, variable in nnx.to_flat_state(state)
-    ]
+    flat = dict(nnx.to_flat_state(state))
+    for path in shared:
+        flat[path] = flat[path].replace(jax.random.fold_in(flat[path].get_value(), number))
     return nnx.merge(graphdef, nnx.from_flat_state(flat), copy=True)
-
-
-def _folded(key: Any, number: int) -> Any:
-    return key.replace(jax.random.fold_in(key.get_value(), number))

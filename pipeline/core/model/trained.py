@@ -65,7 +65,7 @@ class Trained:
         """True if any parameter is trained."""
         return any(map(any, (*self.chunks, self.ends)))
 
-    def needs_gradients(self, *, want_inputs: bool, backward: bool = True) -> Needs:
+    def needs_gradients(self, *, want_inputs: bool) -> Needs:
         """Find the gradients that each of the K stages' backward computes.
 
         For its input, stage 0 gets the flag of stage 1, so that the two can share code. The code
@@ -73,10 +73,7 @@ class Trained:
 
         Args:
           want_inputs: whether inputs have gradients.
-          backward: whether there is any backward; if not, all masks are True.
         """
-        if not backward:
-            return tuple(NeedsGradient((True,) * len(mask), x=True) for mask in self.stages)
         before = want_inputs or self.embed
         return tuple(
             NeedsGradient(mask, x=before or any(map(any, self.stages[: max(k, 1)])))

@@ -17,12 +17,11 @@ from jax.sharding import Mesh
 from collectives.transfer import waits
 from pipeline.base.tree import Leaves, Tree
 from pipeline.core.model.model import Weights
-from pipeline.core.options.plan import Plan
 from pipeline.core.placement.distribute import placed_on
 from pipeline.core.programs.meshes import drop_device_axis
 from pipeline.core.programs.program import entering, without_warnings_of_donation
 from pipeline.core.programs.traced import Traced
-from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.opened import OpenedStep
 from pipeline.core.step.stores.totals import StepSums
 from schedules.core.action import KINDS
 
@@ -32,13 +31,13 @@ class Results:
     """The results of a step.
 
     Attributes:
-      of: a function of (plan, model, sums, state of a rank) that computes the results.
+      of: a function of (step, sums, state of a rank) that computes the results.
       specs: the specs of the results.
       stages: for each result the stage whose rank holds the result, as a prefix of the result tree;
         used only with ``stage_meshes``.
     """
 
-    of: Callable[[Plan, LocalModel, StepSums, Weights], Any]
+    of: Callable[[OpenedStep, StepSums, Weights], Any]
     specs: Any
     stages: Any
 
@@ -179,13 +178,13 @@ def lower_finish(
       sums: the types of the sums that the program takes.
       results: the results of the step.
     """
-    operands, plan = traced.operands, traced.options.plan
+    operands = traced.operands
 
     def finish(leaves: list[Any], given: Any, shared: Any) -> Any:
         weights, batch, inputs = operands.of(leaves)
         program = traced.open(weights, batch, inputs, drop_device_axis(shared))
         program.put(entering(given, sums))
-        return results.of(plan, program.step.local, program.sums, weights)
+        return results.of(program.step, program.sums, weights)
 
     of_values = operands.meshes.value_specs((sums, traced.shared))
     run = operands.sharded(finish, (operands.manual, *of_values), results.specs, mesh)

@@ -149,7 +149,7 @@ def action_program(
         no_gradient = blank(types.gradient, traced.options.plan.axes.varying)
         stores = ActionValues({"gradient": no_gradient, **drop_device_axis(values)})
         actions = program.actions(stage, stores, op.kind)
-        row = {"microbatch": vary(microbatch, actions.local.axes), **_PLACES}
+        row = {"microbatch": vary(microbatch, actions.rank.axes), **_PLACES}
         sent = actions.run_op(op, row)
         results = {"operand": sent, "gradient": sent, **stores.written}
         results = {kind: results[kind] for kind in writes}

@@ -23,8 +23,7 @@ from pipeline.core.programs.messages import lower_message
 from pipeline.core.programs.operands import StepOptions
 from pipeline.core.programs.program import RankProgram, action_program, begin_program
 from pipeline.core.programs.traced import trace_ranks, work_of
-from pipeline.core.step.opened import StepInputs
-from pipeline.core.step.run.places import StepRequest
+from pipeline.core.step.calls.opened import StepInputs, StepRequest
 from pipeline.core.step.share import share_of
 from schedules.lowering.dispatch import Send, Value, calls_of
 
@@ -175,7 +174,7 @@ def _of_outputs(options: StepOptions, weights: Weights, batch: Batch) -> StepPro
     """Make a step of only forward actions, for a microbatch's share of the loss and the mean."""
     model = replace(options.model, has_aux=options.model.has_aux and None)
     forward = StepOptions(options.plan, model, StepRequest(training=False, take_loss=True))
-    results = lambda plan, _, sums, __: share_of(sums, plan)  # noqa: E731
+    results = lambda step, sums, _: share_of(sums, step.plan)  # noqa: E731
     last = options.plan.schedule.num_stages - 1
     of_loss = Results(results, (P(), P()), (last, last))
     return StepPrograms(forward, weights, batch, StepInputs(), of_loss)

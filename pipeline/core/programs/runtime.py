@@ -24,8 +24,7 @@ from pipeline.core.programs.finish import Results
 from pipeline.core.programs.operands import StepOptions
 from pipeline.core.programs.run import StepPrograms
 from pipeline.core.programs.traced import Traced, trace_ranks
-from pipeline.core.step.calls.local_model import LocalModel
-from pipeline.core.step.opened import StepInputs
+from pipeline.core.step.calls.opened import OpenedStep, StepInputs, StepRequest, training_request
 from pipeline.core.step.ranks import gradient_specs, input_specs, manual
 from pipeline.core.step.results import (
     Gradients,
@@ -35,7 +34,6 @@ from pipeline.core.step.results import (
     state_after,
     training_results,
 )
-from pipeline.core.step.run.places import StepRequest, training_request
 from pipeline.core.step.stores.totals import StepSums
 
 __all__ = "evaluate", "logprobs", "narrows_train", "outputs", "trace_train", "train"
@@ -78,8 +76,8 @@ def training_programs(
     options = training_options(plan, model, want_inputs=want_inputs, normalise=normalise)
     of_inputs = input_specs(batch) if want_inputs else []
 
-    def results(plan: Plan, local: Any, sums: Any, weights: Weights) -> Any:
-        return training_results(local, plan, sums, weights, of_inputs, normalise=normalise)
+    def results(step: OpenedStep, sums: StepSums, weights: Weights) -> Any:
+        return training_results(step, sums, weights, of_inputs)
 
     specs = manual(plan, gradient_specs(model)), of_inputs, manual(plan, model.state_specs)
     last = len(model.stages) - 1
@@ -115,11 +113,7 @@ def evaluate(
 ) -> tuple[Any, StateLeaves]:
     """Evaluate a batch, as `pipeline.core.step.runtime.evaluate` does."""
     request = StepRequest(training=False, take_loss=True, counts=want_share)
-
-    def results(plan: Plan, local: LocalModel, sums: StepSums) -> Any:
-        return evaluation_results(local, plan, sums, want_share=want_share)
-
-    return _infer(plan, model, weights, batch, request, results, P())
+    return _infer(plan, model, weights, batch, request, evaluation_results, P())
 
 
 def outputs(
@@ -127,7 +121,7 @@ def outputs(
 ) -> Any:
     """Compute outputs, as `pipeline.core.step.runtime.outputs` does, or log-probabilities."""
     request = StepRequest(training=False, take_loss=False, logprobs=logprobs)
-    results = lambda plan, _, sums: outputs_of(sums, plan)  # noqa: E731
+    results = lambda step, sums: outputs_of(sums, step.plan)  # noqa: E731
     return _infer(plan, model, weights, batch, request, results, plan.axes.output_spec)
 
 
@@ -148,9 +142,8 @@ def _infer(
     """Run forward actions; return their results, and declared state."""
     options = StepOptions(plan, model, request)
 
-    def whole(plan: Plan, local: Any, sums: Any, weights: Weights) -> Any:
-        state = state_after(local, weights, plan, training=request.counts)
-        return results(plan, local, sums), state
+    def whole(step: OpenedStep, sums: StepSums, weights: Weights) -> Any:
+        return results(step, sums), state_after(step, weights)
 
     given, specs = StepInputs(), (spec, manual(plan, model.state_specs))
     stages = len(model.stages) - 1, _stages_of_state(weights, model)

@@ -21,13 +21,11 @@ from pipeline.core.autodiff.jaxpr.evaluate import narrows
 from pipeline.core.model.ends import stages_of_ends
 from pipeline.core.model.model import Batch, Weights
 from pipeline.core.programs.operands import Operands, StepOptions, find_operands
-from pipeline.core.step.calls.groups import StageGroup
-from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.kind import StageKind
+from pipeline.core.step.calls.opened import Once, OpenedStep, StepInputs
 from pipeline.core.step.open import open_step
-from pipeline.core.step.opened import Once, OpenedStep, StepInputs
 from pipeline.core.step.run.actions import Actions, sums_of_action
-from pipeline.core.step.run.grouped import own_totals
-from pipeline.core.step.run.places import StepPlaces, make_sums
+from pipeline.core.step.run.places import StepPlaces, make_sums, sums_of_kind
 from pipeline.core.step.runtime import NOTHING_TO_GATHER
 from pipeline.core.step.stores.device import check_no_host
 from pipeline.core.step.stores.slices import WholeSequences
@@ -150,8 +148,7 @@ class ProgramStep:
 
     def __init__(self, options: StepOptions, step: OpenedStep) -> None:
         self.options, self.step = options, step
-        units = options.plan.schedule.num_units
-        self.sums: StepSums = make_sums(step.local, options.request, units)
+        self.sums: StepSums = make_sums(step)
         declared = step.rank.declared
         self.refs = dict(self.sums.refs)
         for n, (_, ref) in enumerate(declared.refs if declared else ()):
@@ -184,21 +181,23 @@ class ProgramStep:
 
     def actions(self, stage: int, stores: ActionValues, kinds: Collection[str]) -> Actions:
         """Make a stage's actions of these kinds; ``stores`` has the values that they read."""
-        options, step, sums = self.options, self.step, self.sums
-        rank, types = step.rank, step.activations.types
-        position, need = rank.model.stages[stage], step.needs[stage]
-        x, y = types[stage], types[stage + 1]
-        local = LocalModel(rank, position, x, y, need, x, adds=rank.facts.adding_stages[stage])
-        sums = dataclasses.replace(sums, keep=local.keep)
-        residuals = halves = None
-        if options.request.training:
-            totals = own_totals(sums, StageGroup((stage,), position, local, None, None))
-            sums = dataclasses.replace(sums, chunk_grads=totals)
-            residuals = local.residuals() if options.keeps_residuals else None
-            if {"I", "W"} & set(kinds):
-                halves = local.split_backward(residuals)
-        places = StepPlaces(sums, stores, residuals, halves)
-        return Actions(local, options.request, places, WholeSequences())
+        options, step = self.options, self.step
+        x, y = step.activations.types[stage : stage + 2]
+        kind = StageKind(
+            step.rank,
+            step.rank.model.stages[stage],
+            stages=(stage,),
+            x=x,
+            y=y,
+            need=step.needs[stage],
+            wire=x,
+            adds=step.rank.facts.adding_stages[stage],
+        )
+        residuals = kind.residuals() if options.keeps_residuals else None
+        splits = options.request.training and bool({"I", "W"} & set(kinds))
+        halves = kind.split_backward(residuals) if splits else None
+        places = StepPlaces(sums_of_kind(self.sums, kind), stores, residuals, halves)
+        return Actions(kind, options.request, places, WholeSequences())
 
 
 def trace_ranks(
@@ -245,7 +244,7 @@ def _trace_on_device(
             "one program to the next only within one; leave the check out, or use engine='scan'"
         )
     if any(missing) or (request.training and plan.keep == "input"):
-        plan.lint.effects(step.local)
+        plan.lint.effects(step)
     program = ProgramStep(options, step)
     # A factor that is a number is a constant of a program; an array is an argument.
     once: Once = jax.tree.map(jax.typeof, step.once)

@@ -5,8 +5,7 @@
 facts are `known` to the trace of each program, and in `begin`, which computes what later programs
 receive.
 
-Parts of the model are traced on the types of one microbatch, whose index is the Python integer 0.
-In an action the index is an array, so the code can distinguish the two.
+Parts of the model are traced on the types of one microbatch.
 """
 
 from __future__ import annotations
@@ -15,20 +14,22 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.base.masks import Needs
-from pipeline.base.tree import Leaves, real
+import jax
+
+from pipeline.base.added import Adding, adding_losses
+from pipeline.base.masks import Needs, NeedsGradient
+from pipeline.base.tree import Leaves, at, blank, real
 from pipeline.core.autodiff.jaxpr.narrow import is_narrower, read_in
 from pipeline.core.autodiff.jaxpr.primitives import makes_ref
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
+from pipeline.core.step.calls import ends
 from pipeline.core.step.calls.activations import follow
 from pipeline.core.step.calls.declared import DeclaredState
-from pipeline.core.step.calls.ends import ends_usage
+from pipeline.core.step.calls.opened import Once, OpenedStep, RunForwards, StepInputs, StepRequest
 from pipeline.core.step.calls.rank import LossScale, Rank
-from pipeline.core.step.opened import Once, OpenedStep, RunForwards, StepInputs
 from pipeline.core.step.ranks import make_rank
 from pipeline.core.step.results import calls_of
-from pipeline.core.step.run.places import StepRequest
 from pipeline.core.step.share import find_share
 
 
@@ -40,16 +41,16 @@ def open_step(
     batch: Batch,
     inputs: StepInputs,
     *,
+    run_forwards: RunForwards,
     known: OpenedStep | None = None,
     once: Once | None = None,
-    run_forwards: RunForwards | None = None,
 ) -> OpenedStep:
     """Open a step on a rank's arrays, within the shard_map.
 
     With ``known``, the facts of an earlier trace, no part of the model is traced or checked again.
     With ``once``, nothing is computed that an earlier program has computed.
-    ``run_forwards`` computes share and mean of a loss that depend on outputs; by default all
-    forward actions run once.
+    ``run_forwards`` computes share and mean of a loss that depend on outputs, by running all
+    forward actions once.
 
     Raises:
       ValueError: a model that the checks of `pipeline.lint` refuse; losses that are added by a head
@@ -60,7 +61,7 @@ def open_step(
         rank = dataclasses.replace(rank, loss=_first_factors(plan, request, inputs))
         step = _inspect(plan, request, rank)
         if not (request.take_loss or request.logprobs):
-            plan.lint.outputs(step.local)
+            plan.lint.outputs(step)
         plan.lint.whole(step)
     else:
         first = _first_factors(plan, request, inputs) if once is None else known.rank.loss
@@ -86,9 +87,11 @@ def _first_factors(plan: Plan, request: StepRequest, inputs: StepInputs) -> Loss
 
 def find_needs(plan: Plan, model: Model, request: StepRequest) -> Needs:
     """Find [K] the gradients that each stage's backward computes."""
-    training, want_inputs = request.training, request.want_inputs
-    needs = model.trained.needs_gradients(want_inputs=want_inputs, backward=training)
-    if training and plan.schedule.num_slices > 1:
+    if not request.training:
+        masks = [(False,) * len(mask) for mask in model.trained.stages]
+        return tuple(NeedsGradient(mask, x=False) for mask in masks)
+    needs = model.trained.needs_gradients(want_inputs=request.want_inputs)
+    if plan.schedule.num_slices > 1:
         # One pullback returns gradients of carries and of the input.
         needs = tuple(dataclasses.replace(need, x=True) for need in needs)
     return needs
@@ -148,7 +151,7 @@ def narrow_dtypes(rank: Rank, bodies: Sequence[Any]) -> list[list[Any]] | None:
 
 def _with_ends(step: OpenedStep) -> OpenedStep:
     """Trace embed, head and loss, to find whether the loss is a mean and which losses are added."""
-    is_mean, body, of_embed, of_head = step.local.loss_is_mean()
+    is_mean, body, of_embed, of_head = _trace_ends(step)
     if of_head.is_used and "head" in step.plan.shared:
         raise ValueError(
             "the head calls add_loss, and all ranks share it (vocabulary='stage'), so that no one "
@@ -172,12 +175,47 @@ def _with_ends(step: OpenedStep) -> OpenedStep:
     return dataclasses.replace(step, rank=rank, ends_body=body, adding=adding)
 
 
+def _trace_ends(step: OpenedStep) -> tuple[bool, Any, Adding, Adding]:
+    """Tell whether every microbatch's loss is a mean; return also what the trace shows of the ends.
+
+    That is the jaxpr of embed, head and loss as a function of their weights, and a record of added
+    losses for embed, and one for the head.
+
+    Raises:
+      ValueError: loss_fn calls `add_loss`.
+    """
+    # One trace of all parts: the jaxpr shows which weights are read, and records show the parts
+    # that call `add_loss`. Embed and head have separate records, because their added losses are
+    # treated differently.
+    rank, results = step.rank, list[Any]()
+
+    def probe(weights: Leaves) -> Any:
+        y = blank(step.activations.types[-1], rank.axes)
+        with adding_losses(Adding()) as of_head:
+            outputs = ends.finish(rank, weights, y, 0, take_loss=False).value
+        with adding_losses(Adding()) as of_loss:
+            taken, _ = ends.take_loss_of(rank, weights, outputs, 0)
+        if of_loss.is_used:
+            raise ValueError(
+                "loss_fn called add_loss, which is for values that loss_fn does not receive; "
+                "add the value to the result of loss_fn"
+            )
+        with adding_losses(Adding()) as of_embed:
+            embedded = ends.embed(rank, weights, at(rank.batch.inputs, 0), 0).value
+        results.extend([taken.is_mean, of_embed, of_head])
+        return embedded, taken.total, taken.weight
+
+    body = jax.make_jaxpr(probe)(rank.ends).jaxpr
+    is_mean, of_embed, of_head = results
+    return is_mean, body, of_embed, of_head
+
+
 def _with_usage(step: OpenedStep) -> OpenedStep:
     """Trace which declared state each part writes, and which state affects its results."""
-    local = step.local
     # The use of state decides which values the step keeps. One trace serves a kind of stage.
-    usage = [(stages, kind, kind.stage_usage()) for stages, kind in local.kinds]
-    of_ends = ends_usage(local.rank, local.output, take_loss=step.request.take_loss)
+    usage = [(kind.stages, kind, kind.usage()) for kind in step.kinds]
+    y = step.activations.types[-1]
+    of_ends = ends.ends_usage(step.rank, y, take_loss=step.request.take_loss)
     return dataclasses.replace(step, usage=usage, usage_of_ends=of_ends)
 
 

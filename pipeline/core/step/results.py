@@ -22,7 +22,7 @@ from pipeline.core.model.loss import Weighed, mean_of
 from pipeline.core.model.model import Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement.zero import total_over, totals_over
-from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.opened import OpenedStep
 from pipeline.core.step.calls.rank import LossScale
 from pipeline.core.step.stores.loops import scale_in_place
 from pipeline.core.step.stores.totals import StepSums, Total
@@ -58,69 +58,55 @@ def totals_of(sums: StepSums, plan: Plan) -> Totals:
 
 
 def training_results(
-    local: LocalModel,
-    plan: Plan,
-    sums: StepSums,
-    weights: Weights,
-    of_inputs: Sequence[PartitionSpec],
-    *,
-    normalise: bool,
+    step: OpenedStep, sums: StepSums, weights: Weights, of_inputs: Sequence[PartitionSpec]
 ) -> tuple[Any, Gradients, Leaves, StateLeaves]:
     """Compute the results of a training step, as `pipeline.core.step.runtime.train` returns them.
 
     Args:
-      local: the rank's part of the model, with the factors of its losses.
-      plan: the options of the pipeline.
+      step: the step, with the factors of its losses.
       sums: the sums of this rank.
       weights: the state of this rank.
       of_inputs: the specs of the inputs' float leaves.
-      normalise: whether to divide by the total weight of the loss.
     """
-    totals = totals_of(sums, plan)
-    value = step_loss(sums, totals, local.rank.loss, normalise=normalise)
-    grads = gradients_of(sums, local.model, weights, plan)
-    inputs = input_gradients(sums, plan, of_inputs)
-    value = loss_and_metrics(local, plan, sums, totals, value)
-    return value, grads, inputs, state_after(local, weights, plan, training=True)
+    totals = totals_of(sums, step.plan)
+    value = step_loss(sums, totals, step.rank.loss, normalise=step.request.normalise)
+    grads = gradients_of(sums, step.rank.model, weights, step.plan)
+    inputs = input_gradients(sums, step.plan, of_inputs)
+    value = loss_and_metrics(step, sums, totals, value)
+    return value, grads, inputs, state_after(step, weights)
 
 
-def evaluation_results(local: LocalModel, plan: Plan, sums: StepSums, *, want_share: bool) -> Any:
+def evaluation_results(step: OpenedStep, sums: StepSums) -> Any:
     """Compute the loss of an evaluation, as `pipeline.core.step.runtime.evaluate` returns it."""
-    totals = totals_of(sums, plan)
+    totals = totals_of(sums, step.plan)
     value, share = mean_of(totals.loss, totals.weight)
-    loss = loss_and_metrics(local, plan, sums, totals, value)
-    return (loss, share) if want_share else loss
+    loss = loss_and_metrics(step, sums, totals, value)
+    return (loss, share) if step.request.counts else loss
 
 
-def loss_and_metrics(
-    local: LocalModel,
-    plan: Plan,
-    sums: StepSums,
-    totals: Totals,
-    value: jax.Array,
-) -> Any:
+def loss_and_metrics(step: OpenedStep, sums: StepSums, totals: Totals, value: jax.Array) -> Any:
     """Return the caller's loss, with the losses that stages add, and perhaps metrics.
 
     Args:
-      local: the rank's part of the model.
-      plan: the options of the pipeline.
+      step: the step.
       sums: the sums of this rank.
       totals: the sums of all ranks.
       value: the loss without added losses.
     """
+    plan, rank = step.plan, step.rank
     # Added losses are means over all calls; the weight of the loss does not affect them.
     for added in total_over(sums.added.all(), plan.axes.varying):
         value += added.astype(value.dtype) / calls_of(plan)
     loss: Any = value
-    counted, (_, metrics) = None, local.metrics
-    if local.model.weighed:
-        batch = local.batch
+    counted, (_, metrics) = None, step.metrics
+    if rank.model.weighed:
+        batch = rank.batch
         # In an average over batches, a loss that is a mean is weighted by its rows, any other loss
         # by its weight.
         rows = jax.tree.leaves((batch.inputs, batch.targets))[0].shape[1]  # of a microbatch
         # Every call had weight 1, also the call for each slice and for each part of the positions.
         share = rows / (plan.axes.num_positions * plan.schedule.num_slices)
-        counted = totals.weight * share if local.rank.loss.is_mean else totals.weight
+        counted = totals.weight * share if rank.loss.is_mean else totals.weight
         loss = Weighed(value, counted)
     if metrics is None:
         return loss
@@ -201,11 +187,11 @@ def own_logits_of(sums: StepSums, plan: Plan) -> jax.Array:
     return jnp.moveaxis(_joined(sums.results.all(), plan), -1, 0)
 
 
-def state_after(local: LocalModel, weights: Weights, plan: Plan, *, training: bool) -> StateLeaves:
+def state_after(step: OpenedStep, weights: Weights) -> StateLeaves:
     # A step that writes no state returns its old state, so that the results always have one type.
-    state, declared = local.rank.declared, local.model.declared
+    plan, state, declared = step.plan, step.rank.declared, step.rank.model.declared
     if state is not None:
-        hook = plan.after_step if training else None
+        hook = plan.after_step if step.request.counts else None
         chunks, ends = state.finish(plan.schedule, plan.axes.split, hook)
         return [[x[None] for x in of] for of in chunks], ends
     rests, ends = map(jax.tree.leaves, weights.chunks_rest), jax.tree.leaves(weights.ends_rest)

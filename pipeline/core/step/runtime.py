@@ -8,6 +8,7 @@ points are `train`, `evaluate`, `outputs` and `logprobs`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +22,9 @@ from pipeline.base.warn import warn_once
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement.zero import constrain
-from pipeline.core.step.calls.groups import GroupedModel
+from pipeline.core.step.calls.opened import OpenedStep, StepInputs, StepRequest, training_request
 from pipeline.core.step.jitted import PerPlan
 from pipeline.core.step.open import find_needs, open_step
-from pipeline.core.step.opened import OpenedStep, StepInputs
 from pipeline.core.step.ranks import (
     gradient_specs,
     in_order,
@@ -41,9 +41,9 @@ from pipeline.core.step.results import (
     state_after,
     training_results,
 )
-from pipeline.core.step.run.grouped import make_actions
-from pipeline.core.step.run.places import StepRequest, training_request
+from pipeline.core.step.run.rank_actions import RankActions
 from pipeline.core.step.run.ticks import run_ticks
+from pipeline.core.step.share import share_of
 from pipeline.core.step.stores.store import Row
 from pipeline.core.step.stores.totals import StepSums
 from schedules.lowering.needs import without
@@ -97,7 +97,7 @@ def train(
     of_inputs = input_specs(batch) if want_inputs else []
 
     def results(step: OpenedStep, sums: StepSums, weights: Weights) -> Any:
-        return training_results(step.local, plan, sums, weights, of_inputs, normalise=normalise)
+        return training_results(step, sums, weights, of_inputs)
 
     specs = gradient_specs(model)
     out_specs = P(), manual(plan, specs), of_inputs, manual(plan, model.state_specs)
@@ -120,9 +120,10 @@ def _run(
     runs: jax.Array | None = None,
 ) -> Any:
     """Make the function that runs a step on every rank, and computes its results from the sums."""
+    of_step = plan, model, request
 
     def body(tables: Row, weights: Weights, batch: Batch, inputs: StepInputs) -> Any:
-        step = open_step(plan, model, request, weights, batch, inputs)
+        step = open_step(*of_step, weights, batch, inputs, run_forwards=run_forwards)
         sums = _run_actions(step, program, tables, by_table=runs is not None)
         # After the ticks all reductions over mesh axes.
         return results(step, sums, weights)
@@ -131,27 +132,45 @@ def _run(
 
 
 def _run_actions(step: OpenedStep, program: Program, tables: Row, *, by_table: bool) -> StepSums:
-    plan, request, local = step.plan, step.request, step.local
+    plan, request = step.plan, step.request
     if request.training:
         # A rank that needs no timetable runs one loop (`Straight`), unless entries of a table are
         # timed (`runs`).
-        is_alike = not isinstance(local, GroupedModel)
-        plan.facts.straight = plan.is_straight and is_alike and local.rank.declared is None
+        is_one = len(step.kinds) == 1 and step.rank.declared is None
+        plan.facts.straight = plan.is_straight and is_one
         if plan.facts.straight and not by_table:
             from pipeline.core.step.run.straight import Straight
 
-            straight = Straight(local, plan.schedule.num_microbatches, request)
+            straight = Straight(step)
             straight.run()
             return straight.sums
         if plan.keep == "input":
-            plan.lint.effects(local)
-    actions = make_actions(plan, local, program, request)
+            plan.lint.effects(step)
+    actions = RankActions(step, program)
     if request.training:
-        if plan.remat == "gathered" and not actions.saved.residuals.gathers:
+        if plan.remat == "gathered" and not actions.gathers:
             warn_once(NOTHING_TO_GATHER, plan.compiled.warned, "gathered")
-        plan.facts.unsplit = tuple(actions.halves.whole) if actions.halves else ()
-    run_ticks(actions, program, tables)
+        plan.facts.unsplit = actions.unsplit
+    run_ticks(actions, tables)
     return actions.sums
+
+
+def run_forwards(step: OpenedStep) -> tuple[jax.Array, jax.Array]:
+    """Run all forward actions, to compute a share and a loss that depend on outputs."""
+    plan = step.plan
+    program, rank = plan.forward, jax.lax.axis_index(STAGE)
+    tables: dict[str, Any] = {}
+    # This runs within the shard_map of the step, whose operands are the tables of another program.
+    # So each rank takes its own column of the tables of this program.
+    for name, table in program.rank_tables.items():
+        tables[name] = jnp.moveaxis(jnp.asarray(table), 2, 0)[rank][None]
+    if program.shared:
+        tables |= {name: jnp.asarray(table) for name, table in program.common._asdict().items()}
+    plan.lint.effects(step)
+    request = StepRequest(training=False, take_loss=True)
+    actions = RankActions(dataclasses.replace(step, request=request), program)
+    run_ticks(actions, tables)
+    return share_of(actions.sums, plan)
 
 
 def _ordered_inputs(plan: Plan, gradients: Leaves, specs: list[P], batch: Batch) -> Leaves:
@@ -174,12 +193,8 @@ def evaluate(
     With ``want_share`` the loss comes with a microbatch's share, the factor for gradients of sums,
     and the step counts as a training step.
     """
-
-    def results(step: OpenedStep, sums: StepSums) -> Any:
-        return evaluation_results(step.local, plan, sums, want_share=want_share)
-
     request = StepRequest(training=False, take_loss=True, counts=want_share)
-    return _infer(plan, model, weights, batch, request, results, P())
+    return _infer(plan, model, weights, batch, request, evaluation_results, P())
 
 
 @PerPlan
@@ -223,8 +238,7 @@ def _infer(
     """Run forward actions; return their results, which have this spec, and declared state."""
 
     def with_state(step: OpenedStep, sums: StepSums, weights: Weights) -> tuple[Any, StateLeaves]:
-        state = state_after(step.local, weights, plan, training=request.counts)
-        return results(step, sums), state
+        return results(step, sums), state_after(step, weights)
 
     out_specs = spec, manual(plan, model.state_specs)
     run = _run(plan, model, request, plan.forward, with_state, out_specs)

@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.core.options.plan import Plan
 from pipeline.core.programs.run import StepPrograms
 from pipeline.core.programs.runtime import training_programs
-from pipeline.core.step.opened import StepInputs
+from pipeline.core.step.calls.opened import StepInputs
 from pipeline.core.step.operands import Operands
 from pipeline.insight.profile.read import Instruction
 from pipeline.insight.profile.timeline import Interval, Key, report_runs

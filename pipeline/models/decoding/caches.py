@@ -23,7 +23,7 @@ from pipeline.core.model.overlay import Leaf, Spot, View, overlay
 from pipeline.core.model.stage import Definition, StagePosition
 from pipeline.core.step.calls.declared import state_spots
 from pipeline.core.step.calls.ends import embed, ends_values, finish
-from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.kind import StageKind
 from pipeline.core.step.calls.rank import Rank
 
 Cells = tuple[int, ...]  # indices of leaves
@@ -155,14 +155,12 @@ def make_decoder(rank: Rank, cache: Any, start: Callable[[Any], None]) -> Decode
     return Decoder(decoding, (*(begin for _, _, begin in parts), ends.begin))
 
 
-def with_types_of_writes(
-    rank: Rank, kinds: Sequence[tuple[StagePosition, LocalModel]]
-) -> Weights | None:
+def with_types_of_writes(rank: Rank, kinds: Sequence[StageKind]) -> Weights | None:
     """Make a rank's caches vary over all mesh axes of the values written to them.
 
     Args:
       rank: the rank's model and weights, with caches.
-      kinds: for each kind of stage, its model and the position of one stage.
+      kinds: the kinds of stages of each chunk.
 
     Returns:
       The weights; None if the caches vary over these axes already.
@@ -171,11 +169,11 @@ def with_types_of_writes(
     chunks = [jax.tree.leaves(rest) for rest in weights.chunks_rest]
     ends = jax.tree.leaves(weights.ends_rest)
     before = [*map(varying_in, (*itertools.chain(*chunks), *ends))]
-    for position, local in kinds:
-        spots, v = state_spots(rank, position), position.chunk
-        for spot, written in zip(spots, _stage_writes(local), strict=True):
+    for kind in kinds:
+        spots, v = state_spots(rank, kind.position), kind.position.chunk
+        for spot, written in zip(spots, _stage_writes(kind), strict=True):
             chunks[v][spot.cell] = vary_like(chunks[v][spot.cell], written)
-    for leaves in _ends_writes(kinds[0][1]) if declared.ends_cells else ():
+    for leaves in _ends_writes(rank, kinds[0].y) if declared.ends_cells else ():
         for n, written in zip(declared.ends_cells, leaves, strict=True):
             ends[n] = vary_like(ends[n], written)
     if before == [*map(varying_in, (*itertools.chain(*chunks), *ends))]:
@@ -187,25 +185,24 @@ def with_types_of_writes(
     )
 
 
-def _stage_writes(local: LocalModel) -> Leaves:
+def _stage_writes(kind: StageKind) -> Leaves:
     """Return the types that a stage writes to its declared state, in the state's order."""
 
     def run() -> Tree:
-        arguments = *local.stage_arguments(local.home, 0), blank(local.activation, ())
-        return local.stage(*arguments, paths=local.state_paths).state
+        return kind.stage(*kind.example(), blank(kind.x, ()), paths=kind.state_paths).state
 
     return jax.tree.leaves(jax.eval_shape(run))
 
 
-def _ends_writes(local: LocalModel) -> list[Leaves]:
+def _ends_writes(rank: Rank, y: Tree) -> list[Leaves]:
     """Return the types that embed and head write to the ends' declared state, in state order."""
-    rank, values = local.rank, ends_values(local.rank)
+    values = ends_values(rank)
     found: list[Callable[[], Outcome]] = []
-    if local.model.has_embed:
-        inputs = at(local.batch.inputs, 0)
+    if rank.model.has_embed:
+        inputs = at(rank.batch.inputs, 0)
         found.append(lambda: embed(rank, rank.ends, inputs, 0, now=True, values=values))
-    if local.model.has_head:
-        given = rank, rank.ends, blank(local.output, local.axes), 0
+    if rank.model.has_head:
+        given = rank, rank.ends, blank(y, rank.axes), 0
         found.append(lambda: finish(*given, take_loss=False, values=values))
     return [jax.tree.leaves(jax.eval_shape(run).state) for run in found]
 
@@ -255,7 +252,8 @@ def _ready_unlike(
         index = jax.lax.axis_index(STAGE)
         for stage, one, old in zip(moved, ready, stages, strict=True):
             own = one.begin(old.views.rest.tree(had))
-            filled = stage.views.rest.fill([*had, *map(jnp.zeros_like, now)], own)[len(had) :]
+            zeros = [*had, *map(jnp.zeros_like, now)]
+            filled = stage.views.rest.fill(zeros.copy, own)[len(had) :]
             mine = index == stage.rank
             now = [jnp.where(mine, x, y) for x, y in zip(filled, now, strict=True)]
         return nnx.State({n: nnx.Variable(x) for n, x in enumerate([*had, *now])})

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,7 +26,7 @@ from collectives import STAGE, exchange, vary
 from collectives.compat import varying_axes
 from pipeline.base.tree import Tree, at
 from pipeline.core.step.calls import ends
-from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.kind import StageKind
 from pipeline.core.step.run.vocabulary import look_up, own_logits
 from pipeline.core.step.stores.device import Pool, unwritten
 from pipeline.core.step.stores.loops import at_most_once
@@ -108,26 +107,11 @@ class Rows:
         return jax.lax.psum(left, self.axes) == 0  # ranks of other axes have the same rows
 
 
-@dataclass(frozen=True, eq=False)
-class Kind:
-    """Stages of one chunk that are one computation.
-
-    Attributes:
-      local: a rank's model with such a stage, for calls of one width.
-      chunk: the chunk of these stages.
-      ranks: the ranks of these stages.
-    """
-
-    local: LocalModel
-    chunk: int
-    ranks: tuple[int, ...]
-
-
 class Flow:
     """A phase of decoding, in which every call sees equally many tokens of a row.
 
     Args:
-      kinds: all stages, for calls of this width.
+      kinds: the kinds of stages of each chunk, for calls of this width.
       rows: the sequences.
       tokens: a ref [m + 1, b], the tokens that the first rank feeds next; the last place is never
         read.
@@ -137,19 +121,27 @@ class Flow:
     """
 
     def __init__(
-        self, kinds: Sequence[Kind], rows: Rows, tokens: Any, *, width: int, start: int, steps: int
+        self,
+        kinds: Sequence[StageKind],
+        rows: Rows,
+        tokens: Any,
+        *,
+        width: int,
+        start: int,
+        steps: int,
     ) -> None:
         self.kinds, self.rows, self.tokens = kinds, rows, tokens
-        self.local = local = kinds[0].local  # other kinds differ only in the stage
+        self.rank, self.wire = kinds[0].rank, kinds[0].wire
         self.width, self.start, self.steps = width, start, steps
-        self.num_ranks = len(local.model.stages) // local.num_chunks
+        model, self.num_chunks = self.rank.model, self.rank.num_chunks
+        self.num_ranks = len(model.stages) // self.num_chunks
         self.num_microbatches = rows.prompts.shape[0]
         self.lanes = max(self.num_microbatches, self.num_ranks)
-        self.period = local.num_chunks * self.lanes
-        self.rank = jax.lax.axis_index(STAGE)
-        self.acts = Pool(local.wire, self.lanes, local.axes, "messages")
+        self.period = self.num_chunks * self.lanes
+        self.number = jax.lax.axis_index(STAGE)
+        self.acts = Pool(self.wire, self.lanes, self.rank.axes, "messages")
         self.ring = tuple((r, (r + 1) % self.num_ranks) for r in range(self.num_ranks))
-        self.shared = local.model.tables
+        self.shared = model.tables
 
     def run(self) -> None:
         """Run all calls, or stop when every row has ended."""
@@ -174,58 +166,62 @@ class Flow:
         return real, step, within // self.lanes, lane
 
     def _tick(self, i: Any, _: None) -> None:
-        local, last = self.local, self.local.num_chunks - 1
+        axes, last = self.rank.axes, self.num_chunks - 1
         if self.shared.embed >= 0:
             self._look_up(i)
-        real, step, chunk, lane = self._item(i - self.rank)
+        real, step, chunk, lane = self._item(i - self.number)
         microbatch = jnp.minimum(lane, self.num_microbatches - 1)
         b = self.rows.prompts.shape[1]
-        message = unwritten(local.wire, local.axes), vary(jnp.zeros(b, jnp.int32), local.axes)
+        message = unwritten(self.wire, axes), vary(jnp.zeros(b, jnp.int32), axes)
         for kind in self.kinds:
             work = functools.partial(self._work, kind, lane, microbatch, step)
-            wanted = real & (chunk == kind.chunk)
-            if len(kind.ranks) < self.num_ranks:
-                wanted &= jnp.asarray(np.isin(np.arange(self.num_ranks), kind.ranks))[self.rank]
+            wanted = real & (chunk == kind.position.chunk)
+            if len(ranks := self._ranks_of(kind)) < self.num_ranks:
+                wanted &= jnp.asarray(np.isin(np.arange(self.num_ranks), ranks))[self.number]
             message = at_most_once(wanted, work, message)
         if self.shared.head >= 0:
             self._head(i, message[0])
         if self.num_ranks > 1:
             message = exchange(message, self.ring, STAGE)
-        sent, _, of, place = self._item(i - (self.rank - 1) % self.num_ranks)
+        sent, _, of, place = self._item(i - (self.number - 1) % self.num_ranks)
         self.acts[place] = message[0]
         if self.shared.head < 0:
-            here = sent & (of == last) & (self.rank == 0)
+            here = sent & (of == last) & (self.number == 0)
             self.tokens[jnp.where(here, place, self.lanes)] = message[1]
 
-    def _work(self, kind: Kind, lane: Any, microbatch: Any, step: Any) -> tuple[Tree, jax.Array]:
-        local, v, b = kind.local, kind.chunk, self.rows.prompts.shape[1]
-        x, token = self.acts[lane], vary(jnp.zeros(b, jnp.int32), local.axes)
-        if v == 0 and 0 in kind.ranks and self.shared.embed < 0:
+    def _ranks_of(self, kind: StageKind) -> list[int]:
+        return [self.rank.model.stages[k].rank for k in kind.stages]
+
+    def _work(
+        self, kind: StageKind, lane: Any, microbatch: Any, step: Any
+    ) -> tuple[Tree, jax.Array]:
+        v, ranks, b = kind.position.chunk, self._ranks_of(kind), self.rows.prompts.shape[1]
+        x, token = self.acts[lane], vary(jnp.zeros(b, jnp.int32), self.rank.axes)
+        if v == 0 and 0 in ranks and self.shared.embed < 0:
             embed = functools.partial(self._embed, lane, microbatch, step)
-            x = at_most_once(self.rank == 0, embed, x)
-        outcome = local.stage(*local.stage_arguments(v, microbatch, now=True), x)
-        local.keep(outcome.state, v, microbatch)
+            x = at_most_once(self.number == 0, embed, x)
+        outcome = kind.stage(*kind.arguments(v, microbatch, now=True), x)
+        kind.keep(outcome.state, v, microbatch)
         y = outcome.value
-        is_last = v == local.num_chunks - 1 and self.num_ranks - 1 in kind.ranks
+        is_last = v == self.num_chunks - 1 and self.num_ranks - 1 in ranks
         if is_last and self.shared.head < 0:
             choose = functools.partial(self._choose, y, microbatch, step)
-            token = at_most_once(self.rank == self.num_ranks - 1, choose, token)
+            token = at_most_once(self.number == self.num_ranks - 1, choose, token)
         return y, token
 
     def _look_up(self, i: Any) -> None:
         """Embed, on all ranks, the first rank's next tokens."""
-        local = self.local
         real, step, chunk, lane = self._item(i)
         microbatch = jnp.minimum(lane, self.num_microbatches - 1)
 
         def work() -> None:
             ids = self._fed(lane, microbatch, step)
             if self.shared.head < 0:  # only the first rank has the ids
-                ids = jax.lax.psum(jnp.where(self.rank == 0, ids, 0), STAGE)
-            x = look_up(local, local.ends_weights[self.shared.embed], ids)
-            found = jax.tree.unflatten(jax.tree.structure(local.wire), [x])
+                ids = jax.lax.psum(jnp.where(self.number == 0, ids, 0), STAGE)
+            x = look_up(self.rank, self.wire, self.rank.ends[self.shared.embed], ids)
+            found = jax.tree.unflatten(jax.tree.structure(self.wire), [x])
             kept = jax.tree.map(
-                lambda new, old: jnp.where(self.rank == 0, new, old), found, self.acts[lane]
+                lambda new, old: jnp.where(self.number == 0, new, old), found, self.acts[lane]
             )
             self.acts[lane] = kept
 
@@ -233,21 +229,21 @@ class Flow:
 
     def _head(self, i: Any, y: Tree) -> None:
         """Choose, on all ranks together, the tokens after the last rank's newest output."""
-        local = self.local
+        rank = self.rank
         real, step, chunk, lane = self._item(i - (self.num_ranks - 1))
         microbatch = jnp.minimum(lane, self.num_microbatches - 1)
 
         def work() -> None:
             (last,) = jax.tree.leaves(last_of(y, self.width))
-            mine = jnp.where(self.rank == self.num_ranks - 1, last, jnp.zeros_like(last))
+            mine = jnp.where(self.number == self.num_ranks - 1, last, jnp.zeros_like(last))
             y_of_all = jax.lax.psum(mine, STAGE)
-            h = ends.features(local.rank, local.ends_weights, y_of_all, microbatch)
-            z = own_logits(local, h, local.ends_weights[self.shared.head])[:, -1]
+            h = ends.features(rank, rank.ends, y_of_all, microbatch)
+            z = own_logits(rank, h, rank.ends[self.shared.head])[:, -1]
             position = self._first(step) + self.width - 1
             words = self.shared.head_words
             self.tokens[lane] = self.rows.choose(z, microbatch, position, words, (STAGE,))
 
-        at_most_once(real & (chunk == local.num_chunks - 1), work, None)
+        at_most_once(real & (chunk == self.num_chunks - 1), work, None)
 
     def _fed(self, lane: Any, microbatch: Any, step: Any) -> jax.Array:
         """Return [b, width] the tokens of a microbatch that the first stage reads in a call."""
@@ -261,19 +257,19 @@ class Flow:
         return self.start + step * self.width
 
     def _embed(self, lane: Any, microbatch: Any, step: Any) -> Tree:
-        local, inputs = self.local, self._fed(lane, microbatch, step)
-        outcome = ends.embed(local.rank, local.ends_weights, inputs, microbatch, now=True)
-        local.keep(outcome.state, 0, microbatch)
+        rank, inputs = self.rank, self._fed(lane, microbatch, step)
+        outcome = ends.embed(rank, rank.ends, inputs, microbatch, now=True)
+        self.kinds[0].keep(outcome.state, 0, microbatch)
         return outcome.value
 
     def _choose(self, y: Tree, microbatch: Any, step: Any) -> jax.Array:
         """Choose [b] the tokens after the tokens of a call."""
-        local, given = self.local, (last_of(y, self.width), microbatch)
-        outcome = ends.finish(local.rank, local.ends_weights, *given, take_loss=False)
-        local.keep(outcome.state, 0, microbatch)
+        rank, given = self.rank, (last_of(y, self.width), microbatch)
+        outcome = ends.finish(rank, rank.ends, *given, take_loss=False)
+        self.kinds[0].keep(outcome.state, 0, microbatch)
         position = self._first(step) + self.width - 1
         logits = outcome.value[:, -1]
-        axes = tuple(sorted(varying_axes(logits) - set(local.axes)))
+        axes = tuple(sorted(varying_axes(logits) - set(rank.axes)))
         words = logits.shape[-1] * math.prod(map(jax.lax.axis_size, axes))
         if words > logits.shape[-1]:  # over axes of size 1, a rank has all words
             _check_parts(axes, logits.shape[-1], words, self.rows.choice.words)

@@ -26,7 +26,7 @@ from pipeline.core.placement import meshes
 from pipeline.core.step.calls.activations import follow
 from pipeline.core.step.calls.declared import DeclaredState
 from pipeline.core.step.calls.ends import ends_usage
-from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.kind import StageKind
 from pipeline.core.step.calls.rank import Rank
 from pipeline.core.step.jitted import PerPlan
 from pipeline.core.step.operands import check_arrays, make_operands
@@ -38,7 +38,7 @@ from pipeline.models.decoding.caches import (
     takes_many,
     with_types_of_writes,
 )
-from pipeline.models.decoding.flow import Flow, Kind, Rows
+from pipeline.models.decoding.flow import Flow, Rows
 from pipeline.models.decoding.positions import check_embed
 from pipeline.models.decoding.recompute import evaluating, recompute
 from pipeline.models.decoding.sampling import Choice, as_keys, make_draw
@@ -240,9 +240,7 @@ def _with_cache_types(rank: Rank, inputs: Tree) -> Rank:
     may feed another, so this is repeated until nothing changes.
     """
     while True:
-        found, made = _local_models(rank, inputs)
-        stages = found.model.stages
-        wider = with_types_of_writes(found, [(stages[own[0]], local) for own, local in made])
+        wider = with_types_of_writes(*_trace_kinds(rank, inputs))
         if wider is None:
             return rank
         rank = replace(rank, weights=wider)
@@ -250,23 +248,19 @@ def _with_cache_types(rank: Rank, inputs: Tree) -> Rank:
 
 def _kinds(
     rank: Rank, inputs: Tree, declared: DeclaredState | None, M: int
-) -> tuple[DeclaredState, list[Kind]]:
-    """Return a rank's model for calls of one width; ``declared`` has the caches' earlier values."""
-    rank, made = _local_models(rank, inputs)
-    stages = rank.model.stages
+) -> tuple[DeclaredState, list[StageKind]]:
+    """Return the stages for calls of one width; ``declared`` has the caches' earlier values."""
+    rank, kinds = _trace_kinds(rank, inputs)
     if declared is None:
-        usage = {k: local.stage_usage() for own, local in made for k in own[:1]}
-        usages = [usage[own[0]] for k in range(len(stages)) for own, _ in made if k in own]
-        usage_of_ends = ends_usage(rank, made[0][1].output, take_loss=False)
+        usage_of = {k: usage for kind in kinds for usage in [kind.usage()] for k in kind.stages}
+        usages = [usage_of[k] for k in range(len(usage_of))]
+        usage_of_ends = ends_usage(rank, kinds[0].y, take_loss=False)
         declared = DeclaredState(rank, usages, usage_of_ends, M, again=False, each=True)
-    kinds = []
-    for own, local in _local_models(replace(rank, declared=declared), inputs)[1]:
-        kinds.append(Kind(local, stages[own[0]].chunk, tuple(stages[k].rank for k in own)))
-    return declared, kinds
+    return declared, _trace_kinds(replace(rank, declared=declared), inputs)[1]
 
 
-def _local_models(rank: Rank, inputs: Tree) -> tuple[Rank, list[tuple[list[int], LocalModel]]]:
-    """Return the rank's traced state, and its model and stage numbers for each kind of stage."""
+def _trace_kinds(rank: Rank, inputs: Tree) -> tuple[Rank, list[StageKind]]:
+    """Return the rank with the facts of a trace, and the kinds of stages of each chunk."""
     rank, activations = follow(replace(rank, batch=Batch(inputs, (), {})))
     rank.lint.ends(rank, activations)
     x, *others = activations.types
@@ -276,12 +270,9 @@ def _local_models(rank: Rank, inputs: Tree) -> tuple[Rank, list[tuple[list[int],
             "and these are not; make them so (what only the first or the last has belongs to "
             "embed= or head=)"
         )
-    stages = rank.model.stages
-    needs_gradients = rank.model.trained.needs_gradients(want_inputs=False, backward=False)
-
     return rank, [
-        (own, LocalModel(rank, stages[own[0]], x, x, needs_gradients[own[0]], x))
-        for own in rank.same_stages().values()
+        StageKind(rank, rank.model.stages[stages[0]], stages=stages, x=x, y=x, wire=x)
+        for stages in rank.same_stages().values()
     ]
 
 

@@ -21,8 +21,9 @@ from collectives.compat import without_refs
 from pipeline.base.added import adding_losses, counted
 from pipeline.base.precision import as_computed
 from pipeline.base.rows import batch_part_of
-from pipeline.base.tree import Leaves, Tree, at, blank, path_text
-from pipeline.core.autodiff.outcome import Outcome
+from pipeline.base.tree import Leaves, Tree, at, blank, combine, partition, path_text
+from pipeline.core.autodiff.accumulate import Pullback
+from pipeline.core.autodiff.outcome import Outcome, outcome_and_pullback
 from pipeline.core.model.loss import (
     LossFn,
     LossMetrics,
@@ -264,6 +265,37 @@ def _call(
     if asking.read_mask:
         rank.facts.mask_readers.add(_PART_OF.get(method.__name__, "embed"))
     return result, vary(after, rank.axes)
+
+
+# --- pullbacks ---
+
+
+def embed_pullback(rank: Rank, microbatch: Any) -> tuple[Outcome, Pullback]:
+    """Call embed; return its outcome, and its pullback for the ends' weights and the inputs."""
+    inputs = at(rank.batch.inputs, microbatch)
+    call = lambda weights, inputs: embed(rank, weights, inputs, microbatch)  # noqa: E731
+    return _pullback(rank, call, inputs, "embed")
+
+
+def loss_pullback(rank: Rank, y: Tree, microbatch: Any) -> tuple[Outcome, Pullback]:
+    """Call `finish`; return its outcome, and its pullback for the ends' weights and ``y``."""
+    call = lambda weights, y: finish(rank, weights, y, microbatch)  # noqa: E731
+    return _pullback(rank, call, y, "head, or loss_fn," if rank.model.has_head else "loss_fn")
+
+
+def _pullback(
+    rank: Rank, call: Callable[[Leaves, Tree], Outcome], x: Tree, part: str
+) -> tuple[Outcome, Pullback]:
+    floats, others = partition(x)
+    return outcome_and_pullback(
+        lambda weights, leaves: call(weights, combine(x, leaves, others)),
+        rank.ends,
+        floats,
+        grad_dtype=rank.model.grad_dtype,
+        trained=rank.model.trained.ends,
+        adding=rank.adding if rank.facts.adding_ends else None,
+        part=part,
+    )
 
 
 # --- declared state ---

@@ -13,7 +13,6 @@ stash.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -26,46 +25,40 @@ from pipeline.base.tree import Leaves, Tree, at, blank, combine, partition
 from pipeline.core.autodiff.outcome import Outcome
 from pipeline.core.model.loss import logprobs_of
 from pipeline.core.step.calls import ends
-from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.kind import StageKind
+from pipeline.core.step.calls.opened import StepRequest
 from pipeline.core.step.calls.rank import Facts
-from pipeline.core.step.run.places import StepPlaces, StepRequest
-from pipeline.core.step.run.saved import SavedInput, SavedResiduals
+from pipeline.core.step.run.places import StepPlaces
+from pipeline.core.step.run.saved import Saved
 from pipeline.core.step.stores.device import unwritten
 from pipeline.core.step.stores.slices import WholeSequences
 from pipeline.core.step.stores.store import Row
-from pipeline.core.step.stores.totals import TotalView
-from pipeline.core.step.stores.windows import in_windows, start_job
+from pipeline.core.step.stores.windows import start_job
 from schedules.core.costs import is_last_forward_free
-from schedules.lowering.program import Op, Program, Slot
+from schedules.lowering.program import Op, Slot
 
 
 class Actions:
-    """The actions of a rank during a step.
+    """The actions of a rank's stages of one kind during a step.
 
     Args:
-      local: the rank's part of the model.
-      step: the wanted results.
+      kind: the stages.
+      request: the wanted results.
       places: the storage that actions read, write and add to.
       slices: the carries between slices of sequences.
     """
 
     def __init__(
-        self, local: LocalModel, step: StepRequest, places: StepPlaces, slices: WholeSequences
+        self, kind: StageKind, request: StepRequest, places: StepPlaces, slices: WholeSequences
     ) -> None:
-        self.local, self.step, self.slices = local, step, slices
+        self.kind, self.rank, self.request, self.slices = kind, kind.rank, request, slices
         self.sums, self.stores, self.halves = places.sums, places.stores, places.halves
-        residuals, seen = places.residuals, (local, self.stores, slices, self.operand)
-        self.saved = SavedInput(*seen) if residuals is None else SavedResiduals(residuals, *seen)
-
-    def opened(self, program: Program) -> contextlib.AbstractContextManager[None]:
-        """Make the context that opens the windows of a program's weights."""
-        rank = self.local.rank
-        return in_windows(rank.chunks, self.sums.chunk_grads, rank.axes, program)
+        self.saved = Saved(kind, places.residuals, self.stores, slices, self.operand)
 
     @property
     def wants_upstream(self) -> bool:
         """True if the gradient for stage 0's input is needed."""
-        return self.step.want_inputs or self.local.model.trained.embed
+        return self.request.want_inputs or self.rank.model.trained.embed
 
     def run_slot(self, slot: Slot, row: Row, message: Tree) -> Tree:
         """Run the slot's action, if this rank has one; return its message, or else ``message``."""
@@ -84,21 +77,18 @@ class Actions:
 
     def run_op(self, op: Op, row: Row) -> Tree:
         """Run an action and its jobs; return the action's message."""
-        # Gradients in a cell that other stages share are first summed in refs of this action. F
-        # adds no gradients, and I only the gradients that could not be split off for W.
-        total = self.sums.chunk_grads[op.chunk] if op.kind != "F" else None
-        if not isinstance(total, TotalView):
+        if op.kind == "F":
             return self._with_jobs(op, row)
-        total.begin()
-        message = self._with_jobs(op, row)
-        total.end(changed=op.kind != "I" or bool(self.halves.whole))
-        return message
+        # I adds only those gradients of weights that could not be split off for W.
+        changed = op.kind != "I" or bool(self.halves.whole)
+        with self.sums.chunk_grads[op.chunk].of_action(changed=changed):
+            return self._with_jobs(op, row)
 
     def _with_jobs(self, op: Op, row: Row) -> Tree:
         # Jobs serve other actions: they gather weights or reduce gradients of another chunk. They
         # start before this action and end after it. Job and action read no result of each other, so
         # the compiler may overlap them.
-        chunks, totals = self.local.rank.chunks, self.sums.chunk_grads
+        chunks, totals = self.rank.chunks, self.sums.chunk_grads
         ends_of_jobs = [start_job(job, chunks, totals, row["microbatch"]) for job in op.jobs]
         message = self._act(op, row) if self.does_anything(op) else self.no_message()
         for end in ends_of_jobs:
@@ -115,15 +105,11 @@ class Actions:
 
     def no_message(self) -> Tree:
         """Make a placeholder for ranks or actions that send no message; receivers discard it."""
-        return unwritten(self.local.wire, self.local.axes)
-
-    def sent(self, y: Tree) -> Tree:
-        return y
+        return unwritten(self.kind.wire, self.rank.axes)
 
     # --- the four bodies ---
 
     def _forward(self, op: Op, row: Row) -> Tree:
-        microbatch = row["microbatch"]
         # This comes first, even if this F computes nothing: with `offload` the input's place is
         # free after F, and the backward reads the copy.
         self.saved.begin(op, row)
@@ -137,13 +123,14 @@ class Actions:
         # read.
         x = self.slices.input(row, self.operand(op, row, now=True))
         outcome = self.saved.forward(op, row, x)
-        self.sums.take(outcome, microbatch, op.chunk)
+        self.take(outcome, row["microbatch"], op.chunk)
         self.slices.keep(row, outcome.carry)
         # In a training step the backward computes the loss, since it needs the pullback of head and
         # loss too.
-        if op.last and not self.step.training:
-            self._finish(outcome.value, microbatch)
-        return self.sent(outcome.value)
+        if op.last and not self.request.training:
+            self._finish(outcome.value, row["microbatch"])
+        # The model's last output may fit no message; then it is not sent.
+        return self.kind.y_view.fill(self.no_message, outcome.value)
 
     def _backward(self, op: Op, row: Row) -> Tree:
         # The pullback is rebuilt from residuals, or by a second forward. It is applied to the
@@ -157,24 +144,27 @@ class Actions:
         return self._upstream(op, row, self.slices.back(row, dx))
 
     def _input_half(self, op: Op, row: Row) -> Tree:
-        arguments = self.local.stage_arguments(op.chunk, row["microbatch"])
-        saved = self.saved.read(op, row)
+        arguments = self.kind.arguments(op.chunk, row["microbatch"])
+        start = self.saved.start(op, row)
+        output = functools.partial(self.saved.output, row, start, arguments)
         if not self.goes_on:  # no part before the head is trained: run only head and loss
-            self._loss_gradient(self.saved.output(row, saved, arguments), row["microbatch"])
+            self._loss_gradient(output(), row["microbatch"])
             return self.no_message()
-        # The last stage's I computes the loss, and needs the stage's output for it. Other stages
-        # receive the gradient by message, and do not compute the output.
-        take = functools.partial(self._output_gradient, op, row)
-        operands = *arguments, *self.saved.of_half(op, row, saved, take)
+        # The last stage's I computes the loss, and needs the stage's output for it. If I runs the
+        # stage again, it computes this output itself, and calls the function of it; that saves a
+        # forward. Other stages receive the gradient by message, and do not compute the output.
+        dy: Any = functools.partial(self._output_gradient, op, row)
+        if not (op.last and self.saved.residuals is None):
+            dy = dy(output() if op.last else None)
         dx, crossing = self.halves.input_half(
-            *operands, self._gradients(op), want_x=self._wants_given(op)
+            *arguments, start, dy, self._gradients(op), want_x=self._wants_given(op)
         )
         self.stores.write("crossing", op, row, crossing)
         return self._upstream(op, row, self.slices.back(row, dx))
 
     def _weight_half(self, op: Op, row: Row) -> Tree:
         # W reads no operand, no stash and no message: their places are free after I.
-        arguments = self.local.stage_arguments(op.chunk, row["microbatch"])
+        arguments = self.kind.arguments(op.chunk, row["microbatch"])
         crossing = self.stores.read("crossing", op, row)
         self.halves.weight_half(*arguments, crossing, self._gradients(op))
         return self.no_message()
@@ -184,30 +174,31 @@ class Actions:
     @property
     def goes_on(self) -> bool:
         """True if the gradient for a stage's output is needed."""
-        return self.local.goes_back
+        return self.kind.goes_back
 
     def does_anything(self, op: Op) -> bool:
         """Tell whether an action computes anything; the last stage's backward computes the loss."""
         if op.kind == "W":
-            return self.local.sums_weights
-        return op.kind == "F" or op.last or self._wants_x(op) or self.local.sums_weights
+            return self.kind.sums_weights
+        return op.kind == "F" or op.last or self._wants_x(op) or self.kind.sums_weights
 
     def writes_in_embed(self, op: Op) -> bool:
-        return op.first and self.local.rank.declared is not None
+        return op.first and self.rank.declared is not None
 
     def leaves_nothing(self, op: Op) -> bool:
         """Tell whether the next action is this forward's backward, which repeats the forward."""
         # The repetition in the backward keeps only the value of a call. State, sums and carries
         # come from F, so a stage with any of them must run its F.
-        leaves = self.local.writes or bool(self.local.rank.facts.stage_sums)
+        leaves = self.kind.writes or bool(self.rank.facts.stage_sums)
         leaves = leaves or self.slices.has_carries
         # If all ranks share the head, no op is last: the head's input is a message.
-        return self.step.training and is_last_forward_free(
-            recomputes=self.saved.recomputes, shares_head=not op.last, writes=leaves
+        recomputes = self.saved.residuals is None
+        return self.request.training and is_last_forward_free(
+            recomputes=recomputes, shares_head=not op.last, writes=leaves
         )
 
     def _wants_x(self, op: Op) -> bool:
-        return self.local.need.x and (not op.first or self.wants_upstream)
+        return self.kind.need.x and (not op.first or self.wants_upstream)
 
     def _wants_given(self, op: Op) -> bool:
         """Tell whether a pullback returns gradients for the stage's input and earlier carries."""
@@ -229,22 +220,22 @@ class Actions:
         # A backward that runs embed again must neither add its sums nor write its state a second
         # time.
         if now:
-            self.sums.take(outcome, row["microbatch"])
+            self.take(outcome, row["microbatch"])
         return outcome.value
 
     def embed(self, microbatch: Any, *, now: bool = False) -> Outcome:
         """Return the outcome of embed; ``now`` is True in a forward, which may write state."""
-        rank = self.local.rank
+        rank = self.rank
         return ends.embed(rank, rank.ends, at(rank.batch.inputs, microbatch), microbatch, now=now)
 
     def _finish(self, y: Tree, microbatch: Any) -> None:
         """Run head and loss after the last forward; without a loss, keep the user's outputs."""
-        rank, take_loss = self.local.rank, self.step.take_loss
+        rank, take_loss = self.rank, self.request.take_loss
         outcome = ends.finish(rank, rank.ends, y, microbatch, take_loss=take_loss)
         value = outcome.value
-        if self.step.logprobs:
+        if self.request.logprobs:
             value = logprobs_of(value, at(rank.batch.targets, microbatch))
-        self.sums.take(outcome, microbatch)
+        self.take(outcome, microbatch)
         if not take_loss:
             self.sums.results[microbatch] = value
 
@@ -253,13 +244,13 @@ class Actions:
         if not op.first:
             # If no earlier part is trained, the gradient is not read:
             # `schedules.lowering.needs.without` has dropped its exchange from the program.
-            return self.as_message(dx) if self.local.need.x else self.no_message()
+            return self.as_message(dx) if self.kind.need.x else self.no_message()
         # Stage 0's input came from embed on this rank. Embed stashes nothing: its pullback is made
         # again and applied here, and no message is sent.
         if self.wants_upstream:
-            _, embed = self.local.embed_pullback(row["microbatch"])
-            of_inputs = embed(dx, self.sums.ends_grads.targets, want_x=self.step.want_inputs)
-            if self.step.want_inputs:
+            _, embed = ends.embed_pullback(self.rank, row["microbatch"])
+            of_inputs = embed(dx, self.sums.ends_grads.targets, want_x=self.request.want_inputs)
+            if self.request.want_inputs:
                 self.sums.input_grads[row["microbatch"]] = of_inputs
         return self.no_message()
 
@@ -280,17 +271,22 @@ class Actions:
 
     def _loss_gradient(self, y: Tree, microbatch: Any) -> Leaves:
         """Compute the gradient for the last stage's output; add the loss to the step's sums."""
-        outcome, pullback = self.local.loss_pullback(y, microbatch)
-        self.sums.take(outcome, microbatch)
+        outcome, pullback = ends.loss_pullback(self.rank, y, microbatch)
+        self.take(outcome, microbatch)
         # A cotangent has the type of its value, and the loss varies over all axes of the rank.
-        cotangent = vary(jnp.full((), self.local.rank.loss.of_loss), self.local.axes)
+        cotangent = vary(jnp.full((), self.rank.loss.of_loss), self.rank.axes)
         return pullback([cotangent], self.sums.ends_grads.targets, want_x=self.goes_on)
 
     def as_message(self, floats: Leaves) -> Tree:
-        """Convert a gradient to the type of an activation; leaves without a gradient are zeros."""
-        types, axes = self.local.activation, self.local.axes
-        _, others = partition(types)
-        return combine(types, floats, blank(others, axes))
+        """Make the gradient of a stage's input a message; leaves without a gradient are zeros."""
+        _, others = partition(self.kind.x)
+        gradient = combine(self.kind.x, floats, blank(others, self.rank.axes))
+        return self.kind.x_view.fill(self.no_message, gradient)
+
+    def take(self, outcome: Outcome, microbatch: Any, chunk: int | None = None) -> None:
+        """Add the sums of an outcome, and keep its state; ``chunk`` is the chunk of a stage."""
+        self.sums.take(outcome)
+        self.kind.keep(outcome.state, chunk, microbatch)
 
 
 def sums_of_action(

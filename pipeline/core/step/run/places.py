@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pipeline.base.masks import Mask, chosen
 from pipeline.base.tree import Leaves, Tree, at, blank, partition, real, zeros
 from pipeline.core.autodiff.accumulate import as_summed
 from pipeline.core.autodiff.jaxpr.scopes import HOST_POOLS
-from pipeline.core.options.plan import Plan
+from pipeline.core.model.overlay import View, overlay_trees
 from pipeline.core.step.calls.ends import finish
-from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.kind import StageKind
+from pipeline.core.step.calls.opened import OpenedStep
 from pipeline.core.step.stores.device import Pool
 from pipeline.core.step.stores.host import HostPool
 from pipeline.core.step.stores.store import Stores
@@ -24,35 +27,9 @@ from schedules.lowering.program import Program
 from schedules.lowering.windows import Windows
 
 
-@dataclass(frozen=True)
-class StepRequest:
-    """The results that a step must return; the program does not determine them.
-
-    Attributes:
-      training: whether backwards run.
-      take_loss: whether the step computes losses; else outputs.
-      want_inputs: whether gradients for the inputs' float leaves are kept.
-      logprobs: whether a forward's results are the log-probabilities of targets.
-      counts: whether the step counts as a training step.
-      normalise: whether gradients are those of the step's loss; else those of the sum of losses.
-    """
-
-    training: bool
-    take_loss: bool
-    want_inputs: bool = False
-    logprobs: bool = False
-    counts: bool = False
-    normalise: bool = False
-
-
-def training_request(*, want_inputs: bool = False, normalise: bool = True) -> StepRequest:
-    wanted = {"want_inputs": want_inputs, "normalise": normalise}
-    return StepRequest(training=True, take_loss=True, counts=True, **wanted)
-
-
 @dataclass(frozen=True, eq=False)
 class StepPlaces:
-    """The storage that actions read, write and add to.
+    """The storage that the actions of one kind of stages read, write and add to.
 
     Attributes:
       sums: the sums of the step, and values kept for its results.
@@ -67,101 +44,121 @@ class StepPlaces:
     halves: Any = None
 
 
-def make_places(
-    plan: Plan,  # noqa: ARG001  a store whose option is read here: CONTRIBUTING.md
-    local: LocalModel,
-    program: Program,
-    step: StepRequest,
-) -> StepPlaces:
+def make_places(step: OpenedStep, program: Program) -> tuple[StepSums, Stores, list[StepPlaces]]:
     """Make the storage for the actions of a program.
 
-    Args:
-      plan: the options of the pipeline.
-      local: the rank's part of the model.
-      program: the program that runs.
-      step: the wanted results.
+    Returns:
+      The sums; the stores, with places that fit the values of any kind of stages; and the storage
+      of each kind.
     """
     # A program with windows sums a chunk's gradients in a window; without windows they stay whole
     # for the step.
-    units, axes, values = program.schedule.num_units, local.axes, program.values
-    sums = make_sums(local, step, units, program.windows)
-    # A trace of a stage shows the types of its residuals, which the stash places need.
-    residuals: Any = None
-    if step.training and program.keep == "residuals":
-        residuals = local.residuals()
+    kinds, axes, values = step.kinds, step.rank.axes, program.values
+    sums = make_sums(step, program.windows)
+    # A trace of a stage shows the types of its residuals and crossing values, which places need.
+    # Splitting a backward needs a trace, so it is done only for a program with I and W.
+    keeps = step.request.training and program.keep == "residuals"
+    splits = any(op.kind in "IW" for slot in program.slots for op in slot.ops)
+    residuals = [kind.residuals() if keeps else None for kind in kinds]
+    pairs = list(zip(kinds, residuals, strict=True))
+    halves = [kind.split_backward(of) if splits else None for kind, of in pairs]
+    # The values of all kinds share places. Without residuals, a stash in host memory holds the
+    # stage's input, in the form of a message.
+    wire, x_views = kinds[0].wire, [kind.x_view for kind in kinds]
+    stash, stash_views = overlay_trees([of.stashed if of else [] for of in residuals])
+    crossing, crossing_views = overlay_trees([of.crossing if of else [] for of in halves])
+    types = {"stash": stash if keeps else wire, "crossing": crossing}
+    views = {
+        "operand": x_views,
+        "gradient": [kind.y_view for kind in kinds],
+        "stash": stash_views if keeps else x_views,
+        "crossing": crossing_views,
+    }
     # Messages of both directions share one pool (`ValueKind.pool`). The additional place is the
     # discard place: a rank stores received messages that it does not need there, without a branch.
-    messages = Pool(local.wire, values["operand"].device + 1, axes, "messages")
+    messages = Pool(wire, values["operand"].device + 1, axes, "messages")
     device = {"operand": messages, "gradient": messages}
-    places = values["stash"].device
-    stashed = residuals.stashed if residuals and places else []
-    device["stash"] = Pool(stashed, places, axes, "stashes", cleared=False)
-    halves: Any = None
-    # Splitting a backward needs a trace, so it is done only for a program with I and W.
-    if any(op.kind in "IW" for slot in program.slots for op in slot.ops):
-        halves = local.split_backward(residuals)
-    places = values["crossing"].device
-    crossing = halves.crossing if halves and places else []
-    device["crossing"] = Pool(crossing, places, axes, "crossings", cleared=False)
-    # Without residuals, a stash in host memory holds the stage's input, in the form of a message.
-    stash = local.wire if residuals is None else residuals.stashed
-    types = {"stash": stash, "crossing": halves.crossing if halves else []}
+    for kind, of, name in ("stash", stash, "stashes"), ("crossing", crossing, "crossings"):
+        places = values[kind].device
+        device[kind] = Pool(of if places else [], places, axes, name, cleared=False)
     host = {
         kind: HostPool(of, values[kind].host, values[kind].device, axes, HOST_POOLS[n])
         for n, (kind, of) in enumerate(types.items())
         if values[kind].host
     }
-    return StepPlaces(sums, Stores(device, host), residuals, halves)
+    stores = Stores(device, host)
+    return (
+        sums,
+        stores,
+        [
+            StepPlaces(
+                sums_of_kind(sums, kind),
+                stores.viewed({name: of[n] for name, of in views.items()}),
+                residuals[n],
+                halves[n],
+            )
+            for n, kind in enumerate(kinds)
+        ],
+    )
 
 
-def make_sums(
-    local: LocalModel,
-    step: StepRequest,
-    num_microbatches: int,
-    windows: Windows | None = None,
-) -> StepSums:
-    """Make the sums of a step, and the storage of its inputs' gradients.
+def make_sums(step: OpenedStep, windows: Windows | None = None) -> StepSums:
+    """Make the sums of a step, and the storage of its inputs' gradients and of its outputs.
 
-    Args:
-      local: the rank's part of the model.
-      step: the wanted results.
-      num_microbatches: M; with slices the number of units.
-      windows: the program's windows of weights and gradients, if it has any.
+    ``windows`` are the program's windows of weights and gradients, if it has any.
     """
-    axes, model = local.axes, local.model
-    types = dict(local.rank.facts.stage_sums)
-    if step.take_loss:
+    rank, request, units = step.rank, step.request, step.plan.schedule.num_units
+    axes, model = rank.axes, rank.model
+    types = dict(rank.facts.stage_sums)
+    if request.take_loss:
         scalar = jnp.zeros(())
-        types |= {"loss": [scalar], "weight": [scalar], "metrics": local.metrics[0]}
+        types |= {"loss": [scalar], "weight": [scalar], "metrics": step.metrics[0]}
     scalars = {name: Total(list(map(zeros, of)), axes) for name, of in types.items()}
-    added = Total([jnp.zeros((), real())] if local.rank.facts.adds else [], axes)
+    added = Total([jnp.zeros((), real())] if rank.facts.adds else [], axes)
 
     def summed(weights: Leaves, mask: Mask) -> Leaves:
-        return as_summed(chosen(weights, mask), model.grad_dtype) if step.training else []
+        return as_summed(chosen(weights, mask), model.grad_dtype) if request.training else []
 
-    trained, of_chunks = model.trained, added.refs if local.adds else []
     # Only the types of whole weights are used; nothing is gathered here.
-    chunks = local.rank.chunks.whole
+    trained, chunks = model.trained, rank.chunks.whole
     like = jax.eval_shape(lambda: list(map(summed, chunks, trained.chunks)))
     spreads = [chosen(*of) for of in zip(model.layout.chunks, trained.chunks, strict=True)]
-    windows = windows if step.training else None
-    chunk_grads = chunk_totals(like, axes, of_chunks, windows, spreads)
+    chunk_grads = chunk_totals(like, axes, windows if request.training else None, spreads)
     # A pullback returns the sum of added losses after the gradients of weights, so the ref of this
     # sum is the last target.
-    of_ends = added.refs if local.rank.facts.adding_ends else []
-    ends_grads = Total(summed(local.ends_weights, trained.ends), axes, of_ends)
-    floats, _ = partition(at(local.batch.inputs, 0))
-    input_grads = Pool(floats if step.want_inputs else [], num_microbatches, axes, "kept")
+    ends_grads = Total(summed(rank.ends, trained.ends), axes)
+    ends_grads = ends_grads.viewed(View(), added.refs if rank.facts.adding_ends else [])
+    floats, _ = partition(at(rank.batch.inputs, 0))
     # Outputs have a place for each microbatch, since all of them leave the step.
-    outputs = [] if step.take_loss else _output_types(local, logprobs=step.logprobs)
-    results = Pool(outputs, num_microbatches, axes, "kept")
-    return StepSums(local.keep, scalars, added, chunk_grads, ends_grads, input_grads, results)
+    outputs = [] if request.take_loss else _output_types(step)
+    kept = {"pads": bool(rank.slices.lengths)}
+    input_grads = Pool(floats if request.want_inputs else [], units, axes, "kept", **kept)
+    results = Pool(outputs, units, axes, "kept", **kept)
+    return StepSums(scalars, added, chunk_grads, ends_grads, input_grads, results)
 
 
-def _output_types(local: LocalModel, *, logprobs: bool) -> Tree:
-    if logprobs:
-        targets = at(local.batch.targets, 0)
+def sums_of_kind(sums: StepSums, kind: StageKind) -> StepSums:
+    """Select the sums of one kind of stages from the sums of chunks, which cover all kinds."""
+    rank, totals = kind.rank, list(sums.chunk_grads)
+    added, params = sums.added.refs if kind.adds else [], kind.position.views.params
+    for chunk in {rank.model.stages[k].chunk for k in kind.stages}:
+        view = View()
+        # Refs exist for leaves that any stage of the chunk trains. A kind whose leaves fill all
+        # refs adds to the refs directly; other kinds need a map from leaves to refs.
+        cells = np.flatnonzero(rank.model.trained.chunks[chunk]).tolist()
+        number = {cell: n for n, cell in enumerate(cells)}
+        spots = chosen(params.places(rank.chunks.shards[chunk]), kind.need.weights)
+        if [(spot.cell, spot.part) for spot in spots] != [(cell, None) for cell in cells]:
+            of = tuple(dataclasses.replace(spot, cell=number[spot.cell]) for spot in spots)
+            view = View(None, of)
+        totals[chunk] = totals[chunk].viewed(view, added)
+    return dataclasses.replace(sums, chunk_grads=totals)
+
+
+def _output_types(step: OpenedStep) -> Tree:
+    if step.request.logprobs:
+        targets = at(step.rank.batch.targets, 0)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), targets)
-    arguments = local.rank, local.ends_weights, blank(local.output, local.axes), 0
+    y = blank(step.activations.types[-1], step.rank.axes)
     # `pipeline.lint.outputs` checks their shapes.
-    return jax.eval_shape(lambda: finish(*arguments, take_loss=False).value)
+    return jax.eval_shape(lambda: finish(step.rank, step.rank.ends, y, 0, take_loss=False).value)

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from collectives import vary
-from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls import ends
+from pipeline.core.step.calls.opened import OpenedStep
 from pipeline.core.step.run.actions import Actions
-from pipeline.core.step.run.places import StepPlaces, StepRequest, make_sums
+from pipeline.core.step.run.places import StepPlaces, make_sums, sums_of_kind
 from pipeline.core.step.stores.slices import WholeSequences
 from pipeline.core.step.stores.store import Stores
 
@@ -28,19 +29,18 @@ class Straight(Actions):
     It keeps only the totals between microbatches.
 
     Args:
-      local: the rank's part of the model, whose stages are alike.
-      num_microbatches: M.
-      step: the wanted results.
+      step: the step, whose stages are of one kind.
     """
 
-    def __init__(self, local: LocalModel, num_microbatches: int, step: StepRequest) -> None:
-        places = StepPlaces(make_sums(local, step, num_microbatches), Stores({}, {}))
-        super().__init__(local, step, places, WholeSequences())
-        self._num_microbatches = num_microbatches
+    def __init__(self, step: OpenedStep) -> None:
+        (kind,) = step.kinds
+        places = StepPlaces(sums_of_kind(make_sums(step), kind), Stores({}, {}))
+        super().__init__(kind, step.request, places, WholeSequences())
+        self._num_microbatches = step.plan.schedule.num_microbatches
 
     def run(self) -> None:
         def body(carry: None, microbatch: jax.Array) -> tuple[None, None]:
-            self._microbatch(vary(microbatch, self.local.axes))
+            self._microbatch(vary(microbatch, self.rank.axes))
             return carry, None
 
         # A scan, so that a microbatch is compiled once. Its body closes over refs, to which all
@@ -48,28 +48,28 @@ class Straight(Actions):
         jax.lax.scan(body, None, jnp.arange(self._num_microbatches))
 
     def _microbatch(self, microbatch: jax.Array) -> None:
-        local, embed = self.local, None
+        kind, embed = self.kind, None
         if self.wants_upstream:
-            outcome, embed = local.embed_pullback(microbatch)
+            outcome, embed = ends.embed_pullback(self.rank, microbatch)
         else:
             outcome = self.embed(microbatch)
-        self.sums.take(outcome, microbatch)
+        self.take(outcome, microbatch)
         # Forward through all chunks. Gradients of weights are added late (`late`): XLA's CPU
         # backend would otherwise compute them before the input's gradient, which the next pullback
         # needs.
         pullbacks = []
-        for chunk in range(local.num_chunks):
-            x = outcome.value
-            outcome, pullback = local.stage_pullback(chunk, microbatch, x, late=True)
-            self.sums.take(outcome, microbatch, chunk)
+        for chunk in range(self.rank.num_chunks):
+            arguments = *kind.arguments(chunk, microbatch), outcome.value
+            outcome, pullback = kind.linearize(*arguments, late=True)
+            self.take(outcome, microbatch, chunk)
             pullbacks.append(pullback)
         # Back through all chunks, and then through embed if it or the inputs have gradients.
         dx = self._loss_gradient(outcome.value, microbatch)
         for chunk, pullback in reversed(list(enumerate(pullbacks))) if self.goes_on else ():
-            want_x = local.need.x and (chunk > 0 or self.wants_upstream)
+            want_x = kind.need.x and (chunk > 0 or self.wants_upstream)
             dx = pullback(dx, self.sums.chunk_grads[chunk].targets, want_x=want_x)
         if embed is not None:
             refs = self.sums.ends_grads.targets
-            gradients = embed(dx, refs, want_x=self.step.want_inputs)
-            if self.step.want_inputs:
+            gradients = embed(dx, refs, want_x=self.request.want_inputs)
+            if self.request.want_inputs:
                 self.sums.input_grads[microbatch] = gradients

@@ -26,20 +26,20 @@ import numpy as np
 from collectives import STAGE, exchange
 from pipeline.base.tree import Tree
 from pipeline.core.autodiff.jaxpr import scopes
-from pipeline.core.step.run.actions import Actions
+from pipeline.core.step.run.rank_actions import RankActions
 from pipeline.core.step.stores.loops import run_once
 from pipeline.core.step.stores.store import Row
 from schedules.lowering.needs import WORK, busy_in, needed, segments
 from schedules.lowering.program import COMMON, Program
 
 
-def run_ticks(actions: Actions, program: Program, tables: Row) -> None:
+def run_ticks(actions: RankActions, tables: Row) -> None:
     """Run every tick; the results are in the sums of ``actions``."""
-    with actions.opened(program):
-        _scan_ticks(actions, program, tables)
+    with actions.opened():
+        _scan_ticks(actions, actions.program, tables)
 
 
-def _scan_ticks(actions: Actions, program: Program, tables: Row) -> None:
+def _scan_ticks(actions: RankActions, program: Program, tables: Row) -> None:
     """Run every tick; the windows of weights are open."""
     delayed = program.delayed
     # Operands and gradients share one pool: all arriving messages are stored there.
@@ -48,7 +48,7 @@ def _scan_ticks(actions: Actions, program: Program, tables: Row) -> None:
     if program.shared:
         from pipeline.core.step.run.vocabulary import VocabularyParallel
 
-        common = VocabularyParallel(actions, program)
+        common = VocabularyParallel(actions)
 
     def tick(
         part: tuple[int, int], uses: tuple[int, ...], busy: Any, carry: tuple[Tree, Any], rows: Row

@@ -42,11 +42,10 @@ from pipeline.core.autodiff.accumulate import Pullback
 from pipeline.core.autodiff.outcome import Outcome, outcome_and_pullback
 from pipeline.core.placement.zero import total_over
 from pipeline.core.step.calls import ends
-from pipeline.core.step.calls.local_model import LocalModel
-from pipeline.core.step.run.actions import Actions
+from pipeline.core.step.calls.rank import Rank
+from pipeline.core.step.run.rank_actions import RankActions
 from pipeline.core.step.stores.loops import updated
 from pipeline.core.step.stores.store import Row
-from schedules.lowering.program import Program
 
 
 class VocabularyParallel:
@@ -54,18 +53,18 @@ class VocabularyParallel:
 
     Args:
       actions: the actions of the rank, with its storage.
-      program: the program that runs.
     """
 
-    def __init__(self, actions: Actions, program: Program) -> None:
-        self.actions, self.local = actions, actions.local
-        self.tables = actions.local.model.tables
+    def __init__(self, actions: RankActions) -> None:
+        self.actions, self.rank, self.request = actions, actions.step.rank, actions.step.request
+        self.wire = actions.step.kinds[0].wire  # all activations have this type
+        self.tables, program = self.rank.model.tables, actions.program
         placement = program.schedule.placement
         self.first, self.last = placement[0], placement[-1]
         # Every rank gets the embedding, but only the rank of the first stage reads it. Other ranks
         # store it in the discard place.
         self.discard = program.values["operand"].discard
-        self.rank = jax.lax.axis_index(STAGE)
+        self.number = jax.lax.axis_index(STAGE)
 
     def before(self, row: Row, busy: Mapping[str, bool]) -> None:
         """Do the shared work before a slot; ``busy`` names the tables with entries in the slot."""
@@ -90,10 +89,9 @@ class VocabularyParallel:
     # --- embedding ---
 
     def _look_up(self, row: Row, microbatch: Any) -> None:
-        local, index = self.local, self.tables.embed
-        table = local.ends_weights[index]
-        x = look_up(local, table, self._ids(microbatch))
-        place = jnp.where(self.rank == self.first, row["operand"], self.discard)
+        table = self.rank.ends[self.tables.embed]
+        x = look_up(self.rank, self.wire, table, self._ids(microbatch))
+        place = jnp.where(self.number == self.first, row["operand"], self.discard)
         self.actions.stores.device["operand"][place] = self._as_message(x)
 
     def _scatter(self, message: Tree, microbatch: Any) -> None:
@@ -109,26 +107,26 @@ class VocabularyParallel:
         # A select, not a product with 0: messages of other ranks are placeholders, which may be
         # NaN.
         x = _only(message)
-        return total_over(jnp.where(self.rank == rank, x, jnp.zeros_like(x)), (STAGE,))
+        return total_over(jnp.where(self.number == rank, x, jnp.zeros_like(x)), (STAGE,))
 
     def _ids(self, microbatch: Any) -> jax.Array:
-        ids = _only(at(self.local.batch.inputs, microbatch)).astype(jnp.int32)
+        ids = _only(at(self.rank.batch.inputs, microbatch)).astype(jnp.int32)
         return _own_part(ids, parts=self.tables.embed_parts)
 
     # --- head ---
 
     def _head(self, message: Tree, microbatch: Any) -> Tree:
-        local, actions, index = self.local, self.actions, self.tables.head
-        here = self.rank == self.last
+        rank, request, actions = self.rank, self.request, self.actions
+        here = self.number == self.last
         # The last stage's output is sent to all ranks, and each computes the logits of its words.
-        y = vary(self._from(self.last, message), local.axes)
+        y = vary(self._from(self.last, message), rank.axes)
         h, pullback = self._features(y, microbatch)
-        table = local.ends_weights[index]
-        z = own_logits(local, h, table)
+        table = rank.ends[self.tables.head]
+        z = own_logits(rank, h, table)
         # An inference without a loss ends here, with log-probabilities of targets or with the
         # logits of this rank's words.
-        if actions.step.logprobs:
-            ids = _only(at(local.batch.targets, microbatch)).astype(jnp.int32)
+        if request.logprobs:
+            ids = _only(at(rank.batch.targets, microbatch)).astype(jnp.int32)
             ids = _own_part(ids, parts=self.tables.head_parts)
             lost = losses_of(*_whole(z, self._place(ids, z)))
             logprobs = self._joined(-mask_losses(lost, ids, self.tables.head_words, IGNORED), -1)
@@ -136,16 +134,16 @@ class VocabularyParallel:
             results = actions.sums.results
             results[microbatch] = jnp.where(here, logprobs, results[microbatch])
             return message
-        if not actions.step.take_loss:
+        if not request.take_loss:
             actions.sums.results[microbatch] = self._joined(z, -2)
             return message
         lost, weight, dz = self._loss(z, microbatch)
         # Every rank has the loss, and losses are summed over ranks, so only one rank adds it.
         for name, value in (("loss", lost), ("weight", weight)):
             actions.sums.scalars[name].add([jnp.where(here, value, jnp.zeros_like(value))])
-        if not actions.step.training:
+        if not request.training:
             return message
-        share = self.local.rank.loss.of_loss
+        share = rank.loss.of_loss
         # This loss is a (sum, weight), so the factor is the number 1 unless the caller scales the
         # loss or the weight was summed before the step.
         if isinstance(share, jax.Array):
@@ -153,7 +151,7 @@ class VocabularyParallel:
         dh = self._accumulate(dz.astype(h.dtype), h, table)
         # All ranks have an equal gradient, and all run the pullback of the features below. Its
         # gradients are summed over ranks, so it starts from zeros on all ranks but one.
-        dh = vary(jnp.where(here, dh, jnp.zeros_like(dh)), local.axes)
+        dh = vary(jnp.where(here, dh, jnp.zeros_like(dh)), rank.axes)
         dy = self._pull(pullback, dh)
         # The rank of the last stage stores this as the gradient of its output (a channel of shift
         # 0). Other ranks keep their message.
@@ -161,17 +159,17 @@ class VocabularyParallel:
 
     def _features(self, y: jax.Array, microbatch: Any) -> tuple[jax.Array, Pullback]:
         """Compute the features for the logits, and the pullback for all weights but tables."""
-        weights, tables = self.local.ends_weights, self.tables
+        weights, tables = self.rank.ends, self.tables
 
         def f(others: Leaves, leaves: Leaves) -> Outcome:
             rest = iter(others)
             whole = [w if n in tables else next(rest) for n, w in enumerate(weights)]
-            return Outcome(ends.features(self.local.rank, whole, leaves[0], microbatch))
+            return Outcome(ends.features(self.rank, whole, leaves[0], microbatch))
 
         # `_accumulate` and `_scatter` compute the gradients of tables; the pullback computes the
         # other gradients.
         others = [w for n, w in enumerate(weights) if n not in tables]
-        model = self.local.model
+        model = self.rank.model
         mask = tuple(yes for n, yes in enumerate(model.trained.ends) if n not in tables)
         outcome, pullback = outcome_and_pullback(
             f, others, [y], grad_dtype=model.grad_dtype, trained=mask, part="head"
@@ -184,13 +182,13 @@ class VocabularyParallel:
 
     def _place(self, ids: jax.Array, z: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Find the columns of words in this rank's logits, with a mask of the words found."""
-        row_of, mine = find_rows(ids, z.shape[-1], first=self.rank * z.shape[-1])
+        row_of, mine = find_rows(ids, z.shape[-1], first=self.number * z.shape[-1])
         return row_of, mine & (ids < self.tables.head_words)  # rows after the last word are padding
 
     def _loss(self, z: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Compute sum and weight of the loss, and the gradient for this rank's logits."""
-        loss_fn = cast("CrossEntropy", self.local.model.loss_fn)
-        of_tokens = loss_fn.tokens(at(self.local.batch.targets, microbatch))
+        loss_fn = cast("CrossEntropy", self.rank.model.loss_fn)
+        of_tokens = loss_fn.tokens(at(self.rank.batch.targets, microbatch))
         ids, weights = (_own_part(x, parts=self.tables.head_parts) for x in of_tokens)
         place = self._place(ids, z)
         top, total, picked = _whole(z, place)
@@ -215,7 +213,7 @@ class VocabularyParallel:
         """Return the gradient for the last stage's output; add the head's weight gradients."""
         refs = [
             self._total(n)
-            for n, yes in enumerate(self.local.model.trained.ends)
+            for n, yes in enumerate(self.rank.model.trained.ends)
             if yes and n not in self.tables
         ]
         (dy,) = pullback([dh], refs, want_x=True)
@@ -223,31 +221,32 @@ class VocabularyParallel:
 
     def _total(self, index: int) -> Any:
         """Return the gradient total of a leaf of the ends; None if the leaf is not trained."""
-        mask = self.local.model.trained.ends
+        mask = self.rank.model.trained.ends
         return self.actions.sums.ends_grads.refs[sum(mask[:index])] if mask[index] else None
 
     def _as_message(self, x: jax.Array) -> Tree:
-        return jax.tree.unflatten(jax.tree.structure(self.local.wire), [x])
+        return jax.tree.unflatten(jax.tree.structure(self.wire), [x])
 
 
-def look_up(local: LocalModel, table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Look up the vectors of words in a table whose rows are split; all ranks get the result."""
+def look_up(rank: Rank, x: Tree, table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Look up the vectors of words in a table whose rows are split; all ranks get the result.
+
+    The vectors are an activation of the type ``x``.
+    """
     row_of, is_mine = _mine(ids, table)
-    dtype = jax.tree.leaves(local.activation)[0].dtype
+    dtype = jax.tree.leaves(x)[0].dtype
     rows = table[row_of].astype(dtype)
     part = jnp.where(is_mine[..., None], rows, jnp.zeros_like(rows))
     x = total_over(part, (STAGE,))
     # An integer that is no word gives NaN, not silently a vector of zeros.
-    is_word = (ids >= 0) & (ids < local.model.tables.embed_words)
-    vectors: jax.Array = local.rank.varied(
-        jnp.where(is_word[..., None], x, jnp.full_like(x, jnp.nan))
-    )
+    is_word = (ids >= 0) & (ids < rank.model.tables.embed_words)
+    vectors: jax.Array = rank.varied(jnp.where(is_word[..., None], x, jnp.full_like(x, jnp.nan)))
     return vectors
 
 
-def own_logits(local: LocalModel, h: jax.Array, table: jax.Array) -> jax.Array:
+def own_logits(rank: Rank, h: jax.Array, table: jax.Array) -> jax.Array:
     """Compute the [R, n] logits of this rank's words; the logits of padding are -inf."""
-    z, words, each = logits(h, table), local.model.tables.head_words, table.shape[0]
+    z, words, each = logits(h, table), rank.model.tables.head_words, table.shape[0]
     if axis_size(STAGE) * each == words:
         return z
     # The table is padded so that all ranks have n rows; padding must not count in the softmax.

@@ -10,6 +10,7 @@ its place and moves it to device memory.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from collectives.compat import is_gpu, platform, to_device, to_host, varying_in
 from pipeline.base.tree import Leaves, Tree, is_key, zeros
 from pipeline.core.autodiff.jaxpr.refs import tiled
 from pipeline.core.model.overlay import View
-from pipeline.core.step.stores.device import Pool, WholeView
+from pipeline.core.step.stores.device import Pool, unwritten
 from pipeline.core.step.stores.loops import updated
 
 Arrays = list[Leaves]
@@ -44,27 +45,30 @@ class HostPool:
     def __init__(
         self, types: Tree, places: int, first: int, axes: tuple[str, ...], name: str
     ) -> None:
-        self.types, self._axes, self._first = types, axes, first
-        leaves, self._treedef = jax.tree.flatten(types)
+        self._types, self._axes, self._first, self._view = types, axes, first, View()
+        leaves = jax.tree.leaves(types)
         with jax.named_scope(name):
             self.arrays = [_pool(t, places, varying_in(t, otherwise=axes)) for t in leaves]
 
     def __setitem__(self, place: Any, value: Tree) -> None:
+        # A place is transferred whole, so parts of it that this value lacks get placeholders.
+        others = lambda: jax.tree.leaves(unwritten(self._types, self._axes))  # noqa: E731
+        value = self._stored(self._view.fill(others, value))
         # The places of a kind have one numbering: first on the device, then in host memory.
-        leaves, place = jax.tree.leaves(self._stored(value)), place - self._first
-        self.arrays = [
+        leaves, place = jax.tree.leaves(value), place - self._first
+        self.arrays[:] = [
             _written(pool, tiled(_plain(leaf)), place) if leaf.size else pool
             for pool, leaf in zip(self.arrays, leaves, strict=True)
         ]
 
     def __getitem__(self, place: Any) -> Tree:
         place = place - self._first
-        types = jax.tree.leaves(self.types)
+        types, structure = jax.tree.flatten(self._types)
         leaves = [
             _shaped(tiled(_read(pool, place)), t) if pool.size else zeros(t)
             for pool, t in zip(self.arrays, types, strict=True)
         ]
-        return jax.tree.unflatten(self._treedef, leaves)
+        return self._view.part_of(jax.tree.unflatten(structure, leaves))
 
     def _stored(self, value: Tree) -> Tree:
         """Return the value; on CPU, write it to a place on the device first and read it back.
@@ -76,13 +80,15 @@ class HostPool:
         if platform() != "cpu":
             return value
         # Two places, though only one is used: XLA would drop the write to a pool with one place.
-        between = Pool(self.types, 2, self._axes, "between")
+        between = Pool(self._types, 2, self._axes, "between")
         between[0] = value
-        return jax.tree.unflatten(jax.tree.structure(value), jax.tree.leaves(between[0]))
+        return between[0]
 
-    def seen(self, view: View | None, types: Tree, axes: tuple[str, ...]) -> WholeView:
-        """Make a view of these places for one of several kinds of values that share them."""
-        return WholeView(self, view, types, axes)
+    def viewed(self, view: View) -> HostPool:
+        """Copy this pool, with the same list of arrays, for trees that are stored in its values."""
+        pool = copy.copy(self)
+        pool._view = view  # noqa: SLF001  an attribute of this class
+        return pool
 
 
 class HostArrays:
@@ -97,12 +103,12 @@ class HostArrays:
 
     def get(self) -> Arrays:
         """Return the current arrays, to be carried into a loop."""
-        return [pool.arrays for pool in self._pools]
+        return [list(pool.arrays) for pool in self._pools]
 
     def put(self, arrays: Arrays) -> None:
         """Replace the current arrays by arrays that a loop carries or has returned."""
         for pool, own in zip(self._pools, arrays, strict=True):
-            pool.arrays = own
+            pool.arrays[:] = own
 
     def at_most_once(self, wanted: Any, action: Callable[[], Tree], otherwise: Tree) -> Tree:
         # The loop carries the arrays of all pools. Its carry has the current arrays in the trace of

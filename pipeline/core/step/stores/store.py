@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from pipeline.base.tree import Tree
+from pipeline.core.model.overlay import View
 from pipeline.core.step.stores.host import HostArrays
 from pipeline.core.step.stores.loops import at_most_once
 from schedules.lowering.program import Op
@@ -28,8 +29,8 @@ class Store(Protocol):
     def __setitem__(self, place: Any, value: Tree) -> None:
         """Write a value to a place."""
 
-    def seen(self, view: Any, types: Tree, axes: tuple[str, ...]) -> Store:
-        """Make a view of these places for one of several kinds of values that share them."""
+    def viewed(self, view: View) -> Store:
+        """Return this store for trees that are stored in its values, with the same places."""
 
 
 class Stores:
@@ -69,16 +70,13 @@ class Stores:
         # host memory.
         return "stash" in op.host
 
-    def viewed(self, views: Mapping[str, tuple[Any, Tree]], axes: tuple[str, ...]) -> Stores:
-        """Make views of these places for the values of one group of stages.
-
-        Args:
-          views: for each kind, the position of a value's leaves in a place, and the value's types.
-          axes: the mesh axes over which values vary.
-        """
-        device = {kind: self.device[kind].seen(*of, axes) for kind, of in views.items()}
-        host = {kind: pool.seen(*views[kind], axes) for kind, pool in self.host.items()}
-        # Groups share the pools, so they share the record of their current arrays too.
+    def viewed(self, views: Mapping[str, View]) -> Stores:
+        """Return these stores for the values of one kind of stage, which have these views."""
+        device, host = (
+            {kind: store.viewed(views[kind]) for kind, store in of.items()}
+            for of in (self.device, self.host)
+        )
+        # Kinds of stages share the pools, so they share the record of their current arrays too.
         return Stores(device, host, self.carried)
 
     def at_most_once(

@@ -5,8 +5,9 @@ Letters: V chunks, D data shards, M microbatches, b rows of a microbatch on one 
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from collectives import vary
 from collectives.compat import varying_in
 from pipeline.base.tree import Leaves, vary_like
 from pipeline.core.autodiff.outcome import Outcome
-from pipeline.core.model.overlay import Part, Spot
+from pipeline.core.model.overlay import Part, View
 from pipeline.core.placement.placement import Spread
 from pipeline.core.placement.zero import reduce_gradients
 
@@ -28,40 +29,60 @@ class Total:
     Args:
       like: an example value for each sum.
       axes: the mesh axes over which values vary.
-      added: refs of the total of added losses, if the pullback that returns these gradients also
-        returns the sum of its added losses; else empty.
     """
 
-    def __init__(self, like: Leaves, axes: tuple[str, ...], added: Sequence[Any] = ()) -> None:
-        self._added = list(added)
+    def __init__(self, like: Leaves, axes: tuple[str, ...]) -> None:
         with jax.named_scope("totals"):
             # Each rank has its own sums; they are reduced over ranks once, after the last tick.
             self.refs = [jax.new_ref(vary_like(vary(jnp.zeros_like(x), axes), x)) for x in like]
+        self._view, self._added, self._own = View(), list[Any](), dict[int, Any]()
+
+    def viewed(self, view: View, added: Sequence[Any]) -> Total:
+        """Copy the totals, with the same refs, for the gradients of one kind of stage.
+
+        Args:
+          view: the places of the gradients in the refs.
+          added: refs of the total of added losses, if the pullback that returns these gradients
+            also returns the sum of its added losses; else empty.
+        """
+        totals = copy.copy(self)
+        totals._view, totals._added, totals._own = view, list(added), {}  # noqa: SLF001
+        return totals
 
     @property
     def targets(self) -> Leaves:
         """The refs to which a pullback adds."""
-        return [*self.refs, *self._added]
+        refs = [self._own.get(n, self.refs[cell]) for n, cell in enumerate(self._cells)]
+        return [*refs, *self._added]
+
+    @property
+    def _cells(self) -> Sequence[int]:
+        return self._view.cells(len(self.refs))
+
+    @contextlib.contextmanager
+    def of_action(self, *, changed: bool) -> Iterator[None]:
+        """Make the targets of one action; ``changed`` tells whether the action adds to any."""
+        # A gradient that fills a ref is added in place. A gradient that is a part of a ref is first
+        # summed in a ref of its own: a pullback adds to refs, and a `Part` of a ref is no ref.
+        spots = enumerate(self._view.spots or ())
+        parts = {n: Part(self.refs[s.cell], s) for n, s in spots if s.part is not None}
+        for n, part in parts.items():
+            ref = self.refs[self._cells[n]]
+            self._own[n] = jax.new_ref(vary(jnp.zeros(part.shape, ref.dtype), varying_in(ref)))
+        yield
+        for n, part in parts.items():
+            if changed:
+                part[...] += self._own[n][...]
+        self._own.clear()
 
     @property
     def results(self) -> Leaves:
         """The refs that hold the totals after the last action."""
         return self.refs
 
-    @property
-    def of_chunk(self) -> Total:
-        """The total of the whole chunk: this total (a `TotalView` has only a part of it)."""
-        return self
-
     def add(self, values: Leaves) -> None:
-        for ref, value in zip(self.targets, values, strict=True):
+        for ref, value in zip(self.refs, values, strict=True):
             ref[...] += value.astype(ref.dtype)
-
-    def beside(self, added: Leaves) -> Total:
-        """Copy the totals, with the same refs but other refs for added losses."""
-        totals = copy.copy(self)
-        totals._added = added  # noqa: SLF001  an attribute of this class
-        return totals
 
     def all(self) -> Leaves:
         return [ref[...] for ref in self.results]
@@ -71,47 +92,11 @@ class Total:
         return reduce_gradients(self.all(), spreads, axes, lead=lead)
 
 
-class TotalView:
-    """Totals of one stage's gradients, in refs that stages of several groups share.
-
-    A gradient that fills a ref is added in place. A gradient that is a part of a ref is first
-    summed in a ref of its own, from `begin` to `end`. `Total` explains ``added``.
-    """
-
-    def __init__(self, total: Total, spots: tuple[Spot, ...], added: Leaves) -> None:
-        self._added, self.of_chunk = added, total
-        # A pullback adds to refs (`with_refs`), and a `Part` of a ref is no ref.
-        self._parts = [Part(total.refs[spot.cell], spot) for spot in spots]
-        self._is_whole = [spot.part is None for spot in spots]
-        self._refs = [total.refs[spot.cell] for spot in spots]
-        self.refs: Leaves = []
-
-    def begin(self) -> None:
-        """Make the `refs` for the gradients of one action."""
-        self.refs = [
-            ref if whole else jax.new_ref(vary(jnp.zeros(part.shape, ref.dtype), varying_in(ref)))
-            for ref, part, whole in zip(self._refs, self._parts, self._is_whole, strict=True)
-        ]
-
-    def end(self, *, changed: bool) -> None:
-        """Add the action's sums to the shared refs, if the action has ``changed`` any."""
-        for ref, part, whole in zip(self.refs, self._parts, self._is_whole, strict=True):
-            if changed and not whole:
-                part[...] += ref[...]
-        self.refs = []
-
-    @property
-    def targets(self) -> Leaves:
-        """The refs to which a pullback adds."""
-        return [*self.refs, *self._added]
-
-
 @dataclass(frozen=True, eq=False)
 class StepSums:
     """The sums of a step, and the values that actions keep for its results.
 
     Attributes:
-      keep: the method `Forward.keep` of the stages that the actions run.
       scalars: by name, totals of the sums of outcomes: the loss, its weight, the sums for metrics,
         and the sums of stages.
       added: the total of losses that stages and ends add; empty if there are none.
@@ -121,7 +106,6 @@ class StepSums:
       results: [M, b, ...] outputs of an inference; [M N, ...] with slices.
     """
 
-    keep: Callable[..., None]
     scalars: dict[str, Total]
     added: Total
     chunk_grads: list[Any]
@@ -138,10 +122,9 @@ class StepSums:
         ends = {f"ends{n}": [ref] for n, ref in enumerate(self.ends_grads.refs)}
         return chunks | scalars | kept | ends | {"added": self.added.refs}
 
-    def take(self, outcome: Outcome, microbatch: Any, chunk: int | None = None) -> None:
-        """Add the sums of an outcome, and keep its state; ``chunk`` is the chunk of a stage."""
+    def take(self, outcome: Outcome) -> None:
+        """Add the sums of an outcome."""
         if outcome.added:
             self.added.add(outcome.added)
         for name, values in outcome.sums.items():
             self.scalars[name].add(values)
-        self.keep(outcome.state, chunk, microbatch)

@@ -42,8 +42,8 @@ class Lazy(Sequence[Any]):
 class ChunkWeights:
     """The parameters of a rank's chunks.
 
-    In a tick the index of a microbatch is an array. A call with a Python integer is only traced for
-    its types, before the first tick, when no window is open: it gathers, and XLA drops the result.
+    A trace of a stage outside of all actions has no microbatch. No window is open for it: it
+    gathers, and XLA drops the result.
 
     Attributes:
       shards: [V] the leaves as this device stores them.
@@ -111,8 +111,7 @@ class ChunkWeights:
         """Return a chunk's whole leaves for an action, and the narrow copy of each leaf or None."""
         stored, leaves = self.shards[chunk], self.to_gather(chunk)
         if not self.is_whole:
-            # With a Python integer the call is traced for its types, and no window may be open.
-            in_window = self.windows.are_open and not isinstance(microbatch, int)
+            in_window = self.windows.are_open and microbatch is not None
             leaves = self.windows.read(chunk) if in_window else self.gathered(chunk, microbatch)
         pairs = list(zip(leaves, stored, strict=True))
         # A stage is a function of wide leaves and has gradients for them. If a leaf has a copy, the
@@ -128,7 +127,7 @@ class ChunkWeights:
     def gathered(self, chunk: int, microbatch: Any) -> Leaves:
         """Gather a chunk's leaves; the result has the dtype of the gather."""
         shards = self.to_gather(chunk)
-        if not isinstance(microbatch, int):
+        if microbatch is not None:
             # The operands of the gather are equal in every tick, so XLA would move it out of the
             # loop and keep the result. A barrier makes it depend on the microbatch of the tick.
             ties = [vary_like(microbatch, shard) for shard in shards]

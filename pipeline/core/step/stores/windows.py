@@ -50,11 +50,11 @@ class WeightWindows:
         # Chunk 0 is gathered before the first tick, since a job can only serve a later action. The
         # other windows start uninitialised: a gather writes them before they are read.
         self._weights, chunks = weights, range(len(places))
-        types = [jax.eval_shape(lambda v=v: weights.gathered(v, 0)) for v in chunks]
+        types = [jax.eval_shape(lambda v=v: weights.gathered(v, None)) for v in chunks]
         shared = [list(map(shares_weight, weights.spreads[v])) for v in chunks]
 
         def first(chunk: int) -> Leaves:
-            return weights.gathered(0, 0) if chunk == 0 else unwritten(types[chunk], axes)
+            return weights.gathered(0, None) if chunk == 0 else unwritten(types[chunk], axes)
 
         self._refs = refs_in_windows(places, types, shared, first)
 
@@ -86,7 +86,6 @@ class WindowTotal(Total):
       spreads: the sharding of each gradient.
       windows: for each gradient that data shards share its ref in the window; None for other
         gradients.
-      added: the argument of `Total`.
     """
 
     def __init__(
@@ -95,12 +94,11 @@ class WindowTotal(Total):
         axes: tuple[str, ...],
         spreads: Sequence[Spread],
         windows: Leaves,
-        added: Sequence[Any] = (),
     ) -> None:
         self._spreads = spreads
         # A trace finds the types of the parts.
         parts = jax.eval_shape(lambda: scatter([vary(x, axes) for x in like], spreads, lead=1))
-        super().__init__(parts, axes, added)
+        super().__init__(parts, axes)
         self._results = self.refs
         pairs = zip(self.refs, windows, strict=True)
         self.refs = [result if window is None else window for result, window in pairs]
@@ -157,7 +155,6 @@ class WindowTotal(Total):
 def chunk_totals(
     chunks: Sequence[Leaves],
     axes: tuple[str, ...],
-    added: Sequence[Any],
     windows: Windows | None,
     spreads: Sequence[Sequence[Spread]],
 ) -> list[Total]:
@@ -166,13 +163,12 @@ def chunk_totals(
     Args:
       chunks: [V] an example gradient for each trained weight.
       axes: the mesh axes over which values vary.
-      added: the argument of `Total`.
       windows: the program's windows, if it has any. Chunks of one window have separate refs if
         their gradients differ in type.
       spreads: [V] the sharding of each gradient.
     """
     if windows is None:
-        return [Total(like, axes, added) for like in chunks]
+        return [Total(like, axes) for like in chunks]
 
     def cleared(chunk: int) -> Leaves:
         return [vary_like(vary(jnp.zeros_like(x), axes), x) for x in chunks[chunk]]
@@ -180,7 +176,7 @@ def chunk_totals(
     shared = [list(map(shares_gradient, of)) for of in spreads]
     refs = refs_in_windows(windows.gradients, chunks, shared, cleared)
     triples = zip(chunks, spreads, refs, strict=True)
-    return [WindowTotal(like, axes, of, ref, added) for like, of, ref in triples]
+    return [WindowTotal(like, axes, of, ref) for like, of, ref in triples]
 
 
 def refs_in_windows(
@@ -219,7 +215,7 @@ def start_job(job: Job, weights: Any, totals: Sequence[Any], microbatch: Any) ->
     if job.name == "gather":
         whole = weights.gathered(job.chunk, microbatch)
         return lambda: weights.windows.write(job.chunk, whole)
-    total = totals[job.chunk].of_chunk
+    total = totals[job.chunk]
     parts = total.shared_out()
 
     def end() -> None:

@@ -13,15 +13,41 @@ import jax
 from pipeline.base.added import Adding
 from pipeline.base.masks import Needs
 from pipeline.base.tree import Leaves
+from pipeline.core.model.loss import LossMetrics
 from pipeline.core.options.plan import Plan
-from pipeline.core.step.calls.activations import Activations
+from pipeline.core.step.calls.activations import Activations, make_kinds
 from pipeline.core.step.calls.declared import Usage
-from pipeline.core.step.calls.groups import make_local_model
-from pipeline.core.step.calls.local_model import LocalModel
+from pipeline.core.step.calls.ends import metrics_of
+from pipeline.core.step.calls.kind import StageKind
 from pipeline.core.step.calls.rank import LossScale, Rank
-from pipeline.core.step.run.places import StepRequest
 
 RunForwards = Callable[["OpenedStep"], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """The results that a step must return; the program does not determine them.
+
+    Attributes:
+      training: whether backwards run.
+      take_loss: whether the step computes losses; else outputs.
+      want_inputs: whether gradients for the inputs' float leaves are kept.
+      logprobs: whether a forward's results are the log-probabilities of targets.
+      counts: whether the step counts as a training step.
+      normalise: whether gradients are those of the step's loss; else those of the sum of losses.
+    """
+
+    training: bool
+    take_loss: bool
+    want_inputs: bool = False
+    logprobs: bool = False
+    counts: bool = False
+    normalise: bool = False
+
+
+def training_request(*, want_inputs: bool = False, normalise: bool = True) -> StepRequest:
+    wanted = {"want_inputs": want_inputs, "normalise": normalise}
+    return StepRequest(training=True, take_loss=True, counts=True, **wanted)
 
 
 @jax.tree_util.register_dataclass
@@ -79,12 +105,24 @@ class OpenedStep:
     activations: Activations
     ends_body: Any = None
     adding: Mapping[str, Adding] = field(default_factory=dict)
-    usage: Sequence[tuple[Sequence[int], LocalModel, Usage]] = ()
+    usage: Sequence[tuple[Sequence[int], StageKind, Usage]] = ()
     usage_of_ends: Usage | None = None
 
     @functools.cached_property
-    def local(self) -> LocalModel:
-        return make_local_model(self.rank, self.activations, self.needs)
+    def kinds(self) -> tuple[StageKind, ...]:
+        """The kinds of the stages."""
+        return make_kinds(self.rank, self.activations, self.needs)
+
+    @functools.cached_property
+    def metrics(self) -> tuple[Leaves, LossMetrics | None]:
+        """The types of the sums for metrics, and the function from the sums to metrics."""
+        return metrics_of(self.rank, self.activations.types[-1])
+
+    @property
+    def by_slice(self) -> list[tuple[Rank, Activations]]:
+        """The rank and activations of each slice, if slices differ in length; else one pair."""
+        pairs = list(zip(self.rank.by_slice, self.activations.by_slice, strict=True))
+        return pairs or [(self.rank, self.activations)]
 
     @property
     def writes_state(self) -> bool:
