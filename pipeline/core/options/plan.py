@@ -21,7 +21,7 @@ from pipeline.core.options.options import Options
 from pipeline.core.placement.stage_meshes import axes_of
 from schedules.clocks.shared import Shared
 from schedules.core.costs import Costs, is_last_forward_free
-from schedules.families.accumulation import accumulation, is_accumulation
+from schedules.families.accumulation import is_accumulation
 from schedules.lowering.hosted import Keep
 from schedules.lowering.lower import lower
 from schedules.lowering.program import Program
@@ -58,7 +58,6 @@ class Plan(Options):
       entries: the module of the engine's entry points.
       stage_meshes: [S] a mesh for each rank, all with the same axes; ``mesh`` is then the mesh of
         the last stage's rank, which has losses and outputs.
-      orders: in the plan of one rank (`of_ranks`) the timetable of all ranks; else None.
       stack: K if the stages were given as one module that does not show that it is a stack; else 0.
       programs: the reference to the pipeline's compiled functions.
     """
@@ -79,7 +78,6 @@ class Plan(Options):
     entries: Any = field(repr=False)
     stage_meshes: tuple[Mesh, ...] | None = None
     gather: Gather = "step"
-    orders: Schedule | None = None
     stack: int = 0
     programs: Programs = field(default_factory=Programs, repr=False)
 
@@ -156,16 +154,14 @@ class Plan(Options):
     def of_ranks(self) -> tuple[Plan, ...]:
         """[S] one plan for each rank.
 
-        With ``stage_meshes`` rank r's plan has its mesh and all K stages, so that the whole model
-        is traced on that mesh; otherwise all entries are this plan.
+        With ``stage_meshes`` rank r's plan has its mesh, on which the whole model is traced;
+        otherwise all entries are this plan.
         """
         if self.stage_meshes is None:
             return (self,) * self.schedule.num_ranks
-        given = self.schedule.num_stages, self.schedule.num_microbatches
-        one: dict[str, Any] = {"schedule": accumulation(*given), "orders": self.schedule}
         axes = axes_of(self.axes, self.stage_meshes)
         return tuple(
-            dataclasses.replace(self, mesh=mesh, home=mesh, axes=own, **one)
+            dataclasses.replace(self, mesh=mesh, home=mesh, axes=own)
             for mesh, own in zip(self.stage_meshes, axes, strict=True)
         )
 

@@ -39,8 +39,8 @@ class StepOptions:
 
     @property
     def schedule(self) -> Schedule:
-        whole = self.plan.orders or self.plan.schedule
-        return whole if self.request.training else whole.forward()
+        schedule = self.plan.schedule
+        return schedule if self.request.training else schedule.forward()
 
     @property
     def keeps_residuals(self) -> bool:
@@ -48,8 +48,8 @@ class StepOptions:
         return self.request.training and self.plan.keep == "residuals"
 
     def op(self, kind: Any, stage: int) -> Op:
-        last = self.plan.schedule.num_stages - 1
-        return Op(kind, self.plan.schedule.chunk_of[stage], stage == 0, stage == last)
+        stages = self.model.stages
+        return Op(kind, stages[stage].chunk, stage == 0, stage == len(stages) - 1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -258,7 +258,7 @@ def _trace_on_device(
         known=step.without_arrays(numbers),
         once=once,
         sums=sums,
-        stages_of_sums=program.stages_of_sums() if plan.orders else {},
+        stages_of_sums=program.stages_of_sums() if plan.stage_meshes else {},
         is_narrow=any(map(narrows, bodies)),
         needs_ratio=any(missing),
         stages=stages,

@@ -192,7 +192,7 @@ def state_after(step: OpenedStep, weights: Weights) -> StateLeaves:
     plan, state, declared = step.plan, step.rank.declared, step.rank.model.declared
     if state is not None:
         hook = plan.after_step if step.request.counts else None
-        chunks, ends = state.finish(plan.schedule, plan.axes.split, hook)
+        chunks, ends = state.finish(plan.axes.split, hook)
         return [[x[None] for x in of] for of in chunks], ends
     rests, ends = map(jax.tree.leaves, weights.chunks_rest), jax.tree.leaves(weights.ends_rest)
     chunks = [[of[n] for n in n_of] for of, n_of in zip(rests, declared.chunk_cells, strict=False)]

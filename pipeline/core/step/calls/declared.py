@@ -160,7 +160,7 @@ class DeclaredState:
         part[...] = leaf if wanted is True else jnp.where(wanted, leaf, before)
 
     def finish(
-        self, schedule: Any, axes: tuple[str, ...], hook: Callable[..., Any] | None
+        self, axes: tuple[str, ...], hook: Callable[..., Any] | None
     ) -> tuple[list[Leaves], Leaves]:
         """Return the state of each chunk and of the ends after the step.
 
@@ -169,7 +169,6 @@ class DeclaredState:
         value before the step plus the changes of all ranks.
 
         Args:
-          schedule: the timetable.
           axes: row and position axes.
           hook: a function that is called with every stage, or None.
         """
@@ -192,15 +191,15 @@ class DeclaredState:
         # New refs, because a ref's type is fixed and the results do not vary over these axes.
         self._now = {place: jax.new_ref(over_parts(place)) for place in self._now}
         if hook is not None:
-            self._run(hook, schedule)
-        first, last = schedule.placement[0], schedule.placement[-1]
+            self._run(hook)
+        stages = self._model.stages
         # Ends are replicated over `stage`, but only the first rank writes embed's state, and only
         # the last rank writes the state of head and loss: these ranks send it to all.
         rank, owners = jax.lax.axis_index(STAGE), parts_of(self._rank.weights.ends_rest)
 
         def everywhere(n: int) -> jax.Array:
             value = self._now[None, n][...]
-            mine = rank == (first if owners[n] == "embed" else last)
+            mine = rank == stages[0 if owners[n] == "embed" else -1].rank
             numbers = value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
             sent = jnp.where(mine, numbers, jnp.zeros_like(numbers))
             return total_over(sent, (STAGE,)).astype(value.dtype)
@@ -210,19 +209,19 @@ class DeclaredState:
         ]
         return chunks, [everywhere(n) for n in declared.ends_cells]
 
-    def _run(self, hook: Callable[..., Any], schedule: Any) -> None:
+    def _run(self, hook: Callable[..., Any]) -> None:
         """Call the user's function once with every stage that has state."""
-        rank = jax.lax.axis_index(STAGE)
+        rank, stages = jax.lax.axis_index(STAGE), self._model.stages
         for members in self._rank.same_stages().values():
             # One call serves all stages of one computation: each rank runs it on its own stage.
             # Ranks without such a stage drop the result.
-            stage = self._model.stages[members[0]]
+            stage = stages[members[0]]
             if not stage.definition.state:
                 continue
-            ranks = sorted(schedule.placement[k] for k in members)
+            ranks, num_ranks = [stages[k].rank for k in members], self._rank.num_ranks
             mine: Any = True
-            if len(ranks) < schedule.num_ranks:
-                mine = jnp.asarray(np.isin(np.arange(schedule.num_ranks), ranks))[rank]
+            if len(ranks) < num_ranks:
+                mine = jnp.asarray(np.isin(np.arange(num_ranks), ranks))[rank]
             rest_leaves = self.leaves(stage.chunk, 0, now=True)
             params = stage.views.params.part_of(self._rank.params(stage.chunk))
             structure = jax.tree.structure(self._rank.weights.chunks_rest[stage.chunk])

@@ -157,6 +157,11 @@ class Rank:
         return len(self.weights.chunks)
 
     @property
+    def num_ranks(self) -> int:
+        """The number of ranks of ``stage`` that have stages: 1 with ``stage_meshes``."""
+        return 1 + max(position.rank for position in self.model.stages)
+
+    @property
     def by_slice(self) -> list[Rank]:
         """[N] for each slice a rank with units of that length; empty if lengths are equal."""
         lengths = self.slices.lengths
@@ -191,7 +196,7 @@ class Rank:
     def with_ranks(self) -> AbstractContextManager[None]:
         """A context for a call of the user's code, in which ``stage`` has S ranks."""
         # A program of `engine="programs"` runs on a mesh with one rank.
-        return axis_of_size(STAGE, 1 + max(position.rank for position in self.model.stages))
+        return axis_of_size(STAGE, self.num_ranks)
 
     def part_of(self, unit: Any) -> BatchPart:
         """Return the `BatchPart` for the call on a unit: a microbatch, or one slice of it."""
