@@ -18,7 +18,7 @@ def poison(monkeypatch):
     def spoilt(x):
         return jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    zeros, scan_ticks, exchange = device.zeros, ticks._scan_ticks, ticks.exchange
+    zeros, make_tick, exchange = device.zeros, ticks._make_tick, ticks.exchange
     sends: list[bool] = []  # whether a run has several ranks
     counted = {"memory": 0, "messages": 0, "edges": 0}
 
@@ -26,7 +26,7 @@ def poison(monkeypatch):
         counted["memory"] += 1
         return spoilt(zeros(leaf, lead=lead))
 
-    def nan_ticks(actions, *given):
+    def nan_tick(actions):
         run = actions.run_slot
         sends.append(jax.lax.axis_size(STAGE) > 1)
 
@@ -35,7 +35,7 @@ def poison(monkeypatch):
             return run(slot, row, jax.tree.map(spoilt, message))
 
         actions.run_slot = spoiling
-        scan_ticks(actions, *given)
+        return make_tick(actions)
 
     def nan_exchange(tree, edges, axis):
         counted["edges"] += 1
@@ -44,7 +44,7 @@ def poison(monkeypatch):
         return jax.tree.map(lambda x: jnp.where(arrives, x, spoilt(x)), exchange(tree, edges, axis))
 
     monkeypatch.setattr(device, "zeros", nan_memory)
-    monkeypatch.setattr(ticks, "_scan_ticks", nan_ticks)
+    monkeypatch.setattr(ticks, "_make_tick", nan_tick)
     monkeypatch.setattr(ticks, "exchange", nan_exchange)
     yield
     if not any(sends):  # a rank by itself sends nothing

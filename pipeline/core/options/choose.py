@@ -157,17 +157,22 @@ def choose_schedule(
         search = auto(**sizes, costs=costs, **clock)
         return replace(search.schedule, name=schedule), f"the fastest found: {search.won}"
     if isinstance(schedule, str):
-        measure: dict[str, Any] = {"costs": costs} if "costs" in options(schedule) else {}
-        if takes_slices(schedule):
-            measure = {"num_slices": slices}
-        try:
-            return build(schedule, **sizes, **measure), "asked for by name"
-        except StagesPerRankError as error:
-            raise ScheduleError(f"{error}; {_other_mesh(num_stages, error.count)}") from None
+        return _build(schedule, sizes, costs, slices), "asked for by name"
     raise ScheduleError(
         f"schedule={schedule!r} is of type {type(schedule).__name__}; give a name out of "
         f"{', '.join(names())}, a Schedule, or the path of a CSV timetable"
     )
+
+
+def _build(name: str, sizes: dict[str, Any], costs: Costs | None, slices: int | None) -> Schedule:
+    more: dict[str, Any] = {"costs": costs} if "costs" in options(name) else {}
+    if takes_slices(name):
+        more = {"num_slices": slices}
+    try:
+        return build(name, **sizes, **more)
+    except StagesPerRankError as error:
+        advice = _other_mesh(sizes["num_stages"], error.count)
+        raise ScheduleError(f"{error}; {advice}") from None
 
 
 def _check_slices(schedule: Any, slices: int | None) -> None:
@@ -211,14 +216,9 @@ def _default(
     from schedules.timing.simulate import simulate
 
     eager, frugal = build(barriers, **sizes), build(joined, **sizes)
-    if clock["clock"] == "event":
-        spans = [simulate(timetable, costs, **clock).makespan for timetable in (frugal, eager)]
-        where = "where an action waits for its data alone"
-        if spans[0] <= spans[1] * SAME:
-            return frugal, f"the default: no slower than {eager.name} {where}, and holds less"
-        return eager, f"the default: faster than {frugal.name} {where}"
-    slots = [clock]
-    if not clock["partners"] and clock["pattern"] is None:
+    slots, is_event = [clock], clock["clock"] == "event"
+    are_barriers = not is_event and not clock["partners"]
+    if are_barriers and clock["pattern"] is None:
         # Compare only in patterns that all ranks share. In partner ticks the frugal schedule is no
         # slower on two ranks, but the default must not depend on the number of ranks.
         slots = [clock | {"pattern": name} for name in ("single", "paired")]
@@ -226,15 +226,18 @@ def _default(
         min(simulate(timetable, costs, **of_tick).makespan for of_tick in slots)
         for timetable in (frugal, eager)
     ]
-    if not clock["partners"]:
+    if are_barriers:
         if spans[1] <= spans[0]:
             why = "its paired ticks lose nothing where every exchange is a barrier"
             return eager, f"the default: {why}"
         return frugal, f"the default: faster than {eager.name}, though every exchange is a barrier"
-    where = "where an exchange keeps only those ranks that it joins"
+    here, where = "", "where an action waits for its data alone"
+    if not is_event:
+        here = "in ticks of this kind, also "
+        where = "where an exchange keeps only those ranks that it joins"
     if spans[0] <= spans[1] * SAME:
         return frugal, f"the default: no slower than {eager.name} {where}, and holds less"
-    return eager, f"the default: faster than {frugal.name} in ticks of this kind, also {where}"
+    return eager, f"the default: faster than {frugal.name} {here}{where}"
 
 
 def is_path(schedule: Any) -> bool:

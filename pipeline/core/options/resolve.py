@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 
 from collectives import STAGE
 from pipeline.base.axes import find_axes
-from pipeline.base.checks import ModelChecks
 from pipeline.base.precision import check_dtype
 from pipeline.core.autodiff.accumulate import check_grad_dtype
 from pipeline.core.model.ends import choose_shared
@@ -47,11 +46,7 @@ def make_plan(
     head: Any,
     loss_fn: LossFn | None,
     costs: Costs | None,
-    costs_from: str,
-    signature: Any,
-    lint: ModelChecks,
-    entries: Any,
-    stack: int = 0,
+    **others: Any,
 ) -> Plan:
     """Make the plan of a pipeline with K stages.
 
@@ -62,11 +57,8 @@ def make_plan(
       head: the user's head, or its types.
       loss_fn: the user's loss, or its types.
       costs: the durations in ``options.costs``, which may be the result of a calibration.
-      costs_from: the origin of the costs, in a few words.
-      signature: the signature of the model, for measured costs.
-      lint: the checks of the model.
-      entries: the module of the engine's entry points.
-      stack: K if the stages are one module that does not show that it is a stack; else 0.
+      others: the fields of `Plan` that say where the model and the engine come from: costs_from,
+        signature, lint, entries, stack.
 
     Raises:
       ValueError: options that do not fit the mesh or the stages.
@@ -74,29 +66,23 @@ def make_plan(
     costs = check_costs(costs, num_stages)
     # The mesh first: the rest depends on its ranks and on how they exchange messages.
     schedule_and_origin = read(options.schedule)
-    if options.stage_meshes is None:
-        mesh = default_mesh() if options.mesh is None else options.mesh
-        mesh = without_types(choose_mesh(mesh, num_stages, schedule_and_origin[0]))
-    else:
-        mesh = first_of(options.stage_meshes, num_stages)
+    mesh = _mesh(options, num_stages, schedule_and_origin[0])
     partners = not exchanges_are_barriers(mesh)
     axes = find_axes(mesh, options.batch, check_axes_of(mesh, tuple(options.auto_axes)))
     if options.engine == "scan":
         check_compiler_axes(mesh, axes.auto)
     shared = choose_shared(options.vocabulary, embed, head, loss_fn)
-    if _num_ranks(options, mesh) == 1:  # one rank holds the whole vocabulary
+    ranks = len(options.stage_meshes or range(mesh.shape[STAGE]))
+    if ranks == 1:  # one rank holds the whole vocabulary
         shared = ()
-    chosen: dict[str, Any] = {
-        "mesh": mesh,
-        "partners": partners,
-        "costs": costs,
-        "shared": shared,
-    }
-    timetable, why = _timetable(options, num_stages, schedule_and_origin, **chosen)
+    chosen: dict[str, Any] = {"partners": partners, "costs": costs, "shared": shared}
+    timetable, why = _timetable(options, ranks, num_stages, schedule_and_origin, **chosen)
+    gathers = options.engine == "programs" and options.data_parallel == "fsdp"
     if options.stage_meshes is not None:
-        mesh = chosen["mesh"] = options.stage_meshes[timetable.placement[-1]]
+        mesh = options.stage_meshes[timetable.placement[-1]]
         axes = axes_of(axes, options.stage_meshes)[timetable.placement[-1]]
     chosen |= {
+        "mesh": mesh,
         "schedule": timetable,
         "why": why,
         "home": with_types_in_force(mesh),
@@ -104,22 +90,29 @@ def make_plan(
         "compute_dtype": check_dtype("compute_dtype", options.compute_dtype),
         "grad_dtype": check_grad_dtype(options.grad_dtype),
         "loss_fn": LossModule() if isinstance(loss_fn, nnx.Module) else loss_fn,
-        "costs_from": costs_from,
-        "signature": signature,
-        "lint": lint,
-        "entries": entries,
-        "stack": stack,
+        "gather": options.gather or ("action" if gathers else "step"),
         "options": options,
     }
-    if options.gather is None:
-        gathers = options.engine == "programs" and options.data_parallel == "fsdp"
-        chosen["gather"] = "action" if gathers else "step"
-    if options.engine == "programs":
-        _check_programs(options, timetable.num_slices, shared)
-    check_host(options.offload, mesh, timetable)
-    also: dict[str, Any] = {"offload": options.offload, "vocabulary": options.vocabulary}
-    check_sliced(timetable.num_slices, options.slices, **also)
-    return Plan(**(options.to_dict() | chosen))
+    plan = Plan(**(options.to_dict() | chosen | others))
+    _check_timetable(plan)
+    return plan
+
+
+def _mesh(options: Options, num_stages: int, schedule: Any) -> Mesh:
+    """Return the user's mesh or the chosen one; with ``stage_meshes`` that of the first rank."""
+    if options.stage_meshes is not None:
+        return first_of(options.stage_meshes, num_stages)
+    mesh = default_mesh() if options.mesh is None else options.mesh
+    return without_types(choose_mesh(mesh, num_stages, schedule))
+
+
+def _check_timetable(plan: Plan) -> None:
+    """Raise ValueError for options that the timetable or the engine does not support."""
+    num_slices = plan.schedule.num_slices
+    if plan.engine == "programs":
+        _check_programs(plan.options, num_slices, plan.shared)
+    check_host(plan.offload, plan.mesh, plan.schedule)
+    check_sliced(num_slices, plan.slices, offload=plan.offload, vocabulary=plan.vocabulary)
 
 
 def _check_programs(options: Options, num_slices: int, shared: Shared) -> None:
@@ -152,12 +145,13 @@ def with_microbatches(plan: Plan, num_microbatches: int | None) -> Plan:
     if num_microbatches in known:
         return known[num_microbatches]
     options = dataclasses.replace(plan.options, num_microbatches=num_microbatches)
-    names = "mesh", "partners", "costs", "shared"
+    names = "partners", "costs", "shared"
     chosen: dict[str, Any] = {name: getattr(plan, name) for name in names}
     schedule, origin = read(options.schedule)
     if isinstance(schedule, Schedule):
         schedule = rebuilt(schedule, options.num_microbatches)
-    timetable, why = _timetable(options, plan.schedule.num_stages, (schedule, origin), **chosen)
+    of_model = plan.schedule.num_ranks, plan.schedule.num_stages
+    timetable, why = _timetable(options, *of_model, (schedule, origin), **chosen)
     if timetable.stages_of != plan.schedule.stages_of:
         raise ValueError(
             f"num_microbatches={num_microbatches} of a call: the schedule that is chosen "
@@ -173,10 +167,10 @@ def with_microbatches(plan: Plan, num_microbatches: int | None) -> Plan:
 
 def _timetable(
     options: Options,
+    num_ranks: int,
     num_stages: int,
     schedule_and_origin: tuple[Any, str],
     *,
-    mesh: Mesh,
     partners: bool,
     costs: Costs | None,
     shared: Shared,
@@ -186,22 +180,15 @@ def _timetable(
     slices: Any = options.slices
     return choose_schedule(
         schedule,
-        num_ranks=_num_ranks(options, mesh),
+        num_ranks=num_ranks,
         num_stages=num_stages,
         num_microbatches=options.num_microbatches,
         engine=options.engine,
         partners=partners,
         delayed=options.delayed,
         pattern=options.pattern,
-        costs=own_costs(num_stages, options.remat, shared, options.state)
-        if costs is None
-        else costs,
+        costs=costs or own_costs(num_stages, options.remat, shared, options.state),
         shared=shared,
         slices=len(slices) if isinstance(slices, tuple) else slices,
         origin=origin,
     )
-
-
-def _num_ranks(options: Options, mesh: Mesh) -> int:
-    """Return the number of ranks S."""
-    return mesh.shape[STAGE] if options.stage_meshes is None else len(options.stage_meshes)

@@ -18,7 +18,8 @@ from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement.zero import kernel_spec
 from pipeline.core.programs.meshes import RankMeshes
-from pipeline.core.step.calls.opened import StepInputs, StepRequest
+from pipeline.core.step.calls.opened import StepInputs
+from pipeline.core.step.calls.rank import StepRequest
 from pipeline.core.step.ranks import gradient_specs, manual, weight_specs
 from schedules.lowering.program import Op
 from schedules.orders.schedule import Schedule

@@ -23,7 +23,8 @@ from pipeline.core.programs.messages import lower_message
 from pipeline.core.programs.operands import StepOptions
 from pipeline.core.programs.program import RankProgram, action_program, begin_program
 from pipeline.core.programs.traced import trace_ranks, work_of
-from pipeline.core.step.calls.opened import StepInputs, StepRequest
+from pipeline.core.step.calls.opened import StepInputs
+from pipeline.core.step.calls.rank import StepRequest
 from pipeline.core.step.share import share_of
 from schedules.lowering.dispatch import Send, Value, calls_of
 

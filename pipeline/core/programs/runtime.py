@@ -24,7 +24,8 @@ from pipeline.core.programs.finish import Results
 from pipeline.core.programs.operands import StepOptions
 from pipeline.core.programs.run import StepPrograms
 from pipeline.core.programs.traced import Traced, trace_ranks
-from pipeline.core.step.calls.opened import OpenedStep, StepInputs, StepRequest, training_request
+from pipeline.core.step.calls.opened import OpenedStep, StepInputs
+from pipeline.core.step.calls.rank import StepRequest, training_request
 from pipeline.core.step.ranks import gradient_specs, input_specs, manual
 from pipeline.core.step.results import (
     Gradients,

@@ -25,10 +25,9 @@ from pipeline.core.step.calls.kind import StageKind
 from pipeline.core.step.calls.opened import Once, OpenedStep, StepInputs
 from pipeline.core.step.open import open_step
 from pipeline.core.step.run.actions import Actions, sums_of_action
-from pipeline.core.step.run.places import StepPlaces, make_sums, sums_of_kind
+from pipeline.core.step.run.places import make_sums, sums_of_kind
 from pipeline.core.step.runtime import NOTHING_TO_GATHER
 from pipeline.core.step.stores.device import check_no_host
-from pipeline.core.step.stores.slices import WholeSequences
 from pipeline.core.step.stores.store import ActionValues
 from pipeline.core.step.stores.totals import StepSums
 from schedules.lowering.dispatch import Work
@@ -183,21 +182,15 @@ class ProgramStep:
         """Make a stage's actions of these kinds; ``stores`` has the values that they read."""
         options, step = self.options, self.step
         x, y = step.activations.types[stage : stage + 2]
-        kind = StageKind(
-            step.rank,
-            step.rank.model.stages[stage],
-            stages=(stage,),
-            x=x,
-            y=y,
-            need=step.needs[stage],
-            wire=x,
-            adds=step.rank.facts.adding_stages[stage],
-        )
+        position, need = step.rank.model.stages[stage], step.needs[stage]
+        adds = step.rank.facts.adding_stages[stage]
+        kind = StageKind(step.rank, position, (stage,), x, y, need, wire=x, adds=adds)
         residuals = kind.residuals() if options.keeps_residuals else None
         splits = options.request.training and bool({"I", "W"} & set(kinds))
         halves = kind.split_backward(residuals) if splits else None
-        places = StepPlaces(sums_of_kind(self.sums, kind), stores, residuals, halves)
-        return Actions(kind, options.request, places, WholeSequences())
+        parts: Any = {"residuals": residuals, "halves": halves}
+        sums = sums_of_kind(self.sums, kind)
+        return Actions(kind, options.request, sums=sums, stores=stores, **parts)
 
 
 def trace_ranks(

@@ -26,8 +26,8 @@ from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls import ends
 from pipeline.core.step.calls.activations import follow
 from pipeline.core.step.calls.declared import DeclaredState
-from pipeline.core.step.calls.opened import Once, OpenedStep, RunForwards, StepInputs, StepRequest
-from pipeline.core.step.calls.rank import LossScale, Rank
+from pipeline.core.step.calls.opened import Once, OpenedStep, RunForwards, StepInputs
+from pipeline.core.step.calls.rank import LossScale, Rank, StepRequest
 from pipeline.core.step.ranks import make_rank
 from pipeline.core.step.results import calls_of
 from pipeline.core.step.share import find_share

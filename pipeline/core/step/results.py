@@ -7,7 +7,6 @@ all ranks, after the last tick, and reduces over mesh axes once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -28,6 +27,7 @@ from pipeline.core.step.stores.loops import scale_in_place
 from pipeline.core.step.stores.totals import StepSums, Total
 
 StateLeaves = tuple[list[Leaves], Leaves]  # declared state: of each chunk, and of the ends
+Totals = tuple[jax.Array, jax.Array, Leaves]  # loss and weight, scalars; scalars of the metrics
 Gradients = tuple[tuple[Leaves, ...], Leaves]  # of each chunk, and of the ends
 
 
@@ -36,25 +36,12 @@ def calls_of(plan: Plan) -> int:
     return plan.schedule.num_units * plan.axes.num_parts
 
 
-@dataclass(frozen=True, eq=False)
-class Totals:
-    """The sums of a loss over all calls of a step.
-
-    Attributes:
-      loss, weight: float scalars.
-      measured: the summed scalars of the metrics.
-    """
-
-    loss: jax.Array
-    weight: jax.Array
-    measured: Leaves
-
-
 def totals_of(sums: StepSums, plan: Plan) -> Totals:
+    """Sum loss, weight and the scalars of the metrics over all calls of a step."""
     names = "loss", "weight", "metrics"
     scalars = [x for name in names for x in sums.scalars[name].all()]
     loss, weight, *measured = total_over(scalars, plan.axes.varying)
-    return Totals(loss, weight, measured)
+    return loss, weight, measured
 
 
 def training_results(
@@ -79,7 +66,7 @@ def training_results(
 def evaluation_results(step: OpenedStep, sums: StepSums) -> Any:
     """Compute the loss of an evaluation, as `pipeline.core.step.runtime.evaluate` returns it."""
     totals = totals_of(sums, step.plan)
-    value, share = mean_of(totals.loss, totals.weight)
+    value, share = mean_of(*totals[:2])
     loss = loss_and_metrics(step, sums, totals, value)
     return (loss, share) if step.request.counts else loss
 
@@ -93,7 +80,7 @@ def loss_and_metrics(step: OpenedStep, sums: StepSums, totals: Totals, value: ja
       totals: the sums of all ranks.
       value: the loss without added losses.
     """
-    plan, rank = step.plan, step.rank
+    plan, rank, (_, weight, measured) = step.plan, step.rank, totals
     # Added losses are means over all calls; the weight of the loss does not affect them.
     for added in total_over(sums.added.all(), plan.axes.varying):
         value += added.astype(value.dtype) / calls_of(plan)
@@ -106,11 +93,11 @@ def loss_and_metrics(step: OpenedStep, sums: StepSums, totals: Totals, value: ja
         rows = jax.tree.leaves((batch.inputs, batch.targets))[0].shape[1]  # of a microbatch
         # Every call had weight 1, also the call for each slice and for each part of the positions.
         share = rows / (plan.axes.num_positions * plan.schedule.num_slices)
-        counted = totals.weight * share if rank.loss.is_mean else totals.weight
+        counted = weight * share if rank.loss.is_mean else weight
         loss = Weighed(value, counted)
     if metrics is None:
         return loss
-    return loss, metrics.of(totals.measured, totals.weight, counted)
+    return loss, metrics.of(measured, weight, counted)
 
 
 def step_loss(sums: StepSums, totals: Totals, scale: LossScale, *, normalise: bool) -> jax.Array:
@@ -122,7 +109,7 @@ def step_loss(sums: StepSums, totals: Totals, scale: LossScale, *, normalise: bo
       scale: the factors of losses.
       normalise: whether the loss is a mean over the step; else it is a sum.
     """
-    loss, weight = totals.loss, totals.weight
+    loss, weight, _ = totals
     # The gradients are already gradients of the mean. With a caller's scale, or a weight that may
     # be 0, the loss is divided by `mean_of`, as the share was.
     if scale.share is not None:

@@ -22,7 +22,8 @@ from pipeline.base.warn import warn_once
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement.zero import constrain
-from pipeline.core.step.calls.opened import OpenedStep, StepInputs, StepRequest, training_request
+from pipeline.core.step.calls.opened import OpenedStep, StepInputs
+from pipeline.core.step.calls.rank import StepRequest, training_request
 from pipeline.core.step.jitted import PerPlan
 from pipeline.core.step.open import find_needs, open_step
 from pipeline.core.step.ranks import (

@@ -145,8 +145,7 @@ def _weight(rank: Rank, weights: Leaves, y: Tree, *, targets: Tree = None) -> ja
 
 
 def share_of(sums: StepSums, plan: Plan) -> tuple[jax.Array, jax.Array]:
-    totals = totals_of(sums, plan)
-    mean, share = mean_of(totals.loss, totals.weight)
+    mean, share = mean_of(*totals_of(sums, plan)[:2])
     return share, mean
 
 

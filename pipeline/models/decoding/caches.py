@@ -220,7 +220,7 @@ def _ready_unlike(
     ready, lists, known = [], [], []
     for stage in stages:
         views = stage.views
-        params = jax.eval_shape(lambda views=views: views.params.tree(rank.chunks.whole[v]))
+        params = jax.eval_shape(lambda views=views: views.params.tree(rank.chunks.whole(v)))
         rest = views.rest.tree(cells)
         one = _ready(stage.definition, params, rest, is_cache, start)
         spots = jax.tree.unflatten(views.rest.treedef, range(len(views.rest.spots)))

@@ -19,35 +19,9 @@ from pipeline.core.step.calls.activations import Activations, make_kinds
 from pipeline.core.step.calls.declared import Usage
 from pipeline.core.step.calls.ends import metrics_of
 from pipeline.core.step.calls.kind import StageKind
-from pipeline.core.step.calls.rank import LossScale, Rank
+from pipeline.core.step.calls.rank import LossScale, Rank, StepRequest
 
 RunForwards = Callable[["OpenedStep"], tuple[Any, Any]]
-
-
-@dataclass(frozen=True)
-class StepRequest:
-    """The results that a step must return; the program does not determine them.
-
-    Attributes:
-      training: whether backwards run.
-      take_loss: whether the step computes losses; else outputs.
-      want_inputs: whether gradients for the inputs' float leaves are kept.
-      logprobs: whether a forward's results are the log-probabilities of targets.
-      counts: whether the step counts as a training step.
-      normalise: whether gradients are those of the step's loss; else those of the sum of losses.
-    """
-
-    training: bool
-    take_loss: bool
-    want_inputs: bool = False
-    logprobs: bool = False
-    counts: bool = False
-    normalise: bool = False
-
-
-def training_request(*, want_inputs: bool = False, normalise: bool = True) -> StepRequest:
-    wanted = {"want_inputs": want_inputs, "normalise": normalise}
-    return StepRequest(training=True, take_loss=True, counts=True, **wanted)
 
 
 @jax.tree_util.register_dataclass

@@ -1,4 +1,4 @@
-"""One rank: its arrays, the facts that a trace of its model shows, and the scale of its losses.
+"""One rank: the results that a step requests, its arrays, facts about its model, factors of losses.
 
 Letters: V chunks per rank, M microbatches, N slices, b rows of a microbatch on one data shard. All
 code here runs inside `jax.shard_map`: every array is local to a rank and varies over all axes that
@@ -29,6 +29,32 @@ from pipeline.core.model.randomness import split_streams
 from pipeline.core.model.stage import StagePosition
 from pipeline.core.placement.zero import total_over
 from pipeline.core.step.stores.weights import ChunkWeights
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """The results that a step must return; the program does not determine them.
+
+    Attributes:
+      training: whether backwards run.
+      take_loss: whether the step computes losses; else outputs.
+      want_inputs: whether gradients for the inputs' float leaves are kept.
+      logprobs: whether a forward's results are the log-probabilities of targets.
+      counts: whether the step counts as a training step.
+      normalise: whether gradients are those of the step's loss; else those of the sum of losses.
+    """
+
+    training: bool
+    take_loss: bool
+    want_inputs: bool = False
+    logprobs: bool = False
+    counts: bool = False
+    normalise: bool = False
+
+
+def training_request(*, want_inputs: bool = False, normalise: bool = True) -> StepRequest:
+    wanted = {"want_inputs": want_inputs, "normalise": normalise}
+    return StepRequest(training=True, take_loss=True, counts=True, **wanted)
 
 
 @dataclass(frozen=True)
@@ -187,7 +213,7 @@ class Rank:
     def params(self, chunk: int) -> Tree:
         """Return the whole parameters of a chunk, in the stored dtypes."""
         structure = jax.tree.structure(self.weights.chunks[chunk])
-        return jax.tree.unflatten(structure, self.chunks.whole[chunk])
+        return jax.tree.unflatten(structure, self.chunks.whole(chunk))
 
     def mask(self, unit: Any) -> jax.Array | None:
         """Return the mask of a unit (one slice of a microbatch): True for data, not padding."""

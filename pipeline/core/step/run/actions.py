@@ -23,16 +23,16 @@ import jax.numpy as jnp
 from collectives import vary
 from pipeline.base.tree import Leaves, Tree, at, blank, combine, partition
 from pipeline.core.autodiff.outcome import Outcome
+from pipeline.core.autodiff.residuals import Residuals
 from pipeline.core.model.loss import logprobs_of
 from pipeline.core.step.calls import ends
 from pipeline.core.step.calls.kind import StageKind
-from pipeline.core.step.calls.opened import StepRequest
-from pipeline.core.step.calls.rank import Facts
-from pipeline.core.step.run.places import StepPlaces
+from pipeline.core.step.calls.rank import Facts, StepRequest
 from pipeline.core.step.run.saved import Saved
 from pipeline.core.step.stores.device import unwritten
-from pipeline.core.step.stores.slices import WholeSequences
-from pipeline.core.step.stores.store import Row
+from pipeline.core.step.stores.slices import Carries
+from pipeline.core.step.stores.store import Row, Stores
+from pipeline.core.step.stores.totals import StepSums
 from pipeline.core.step.stores.windows import start_job
 from schedules.core.costs import is_last_forward_free
 from schedules.lowering.program import Op, Slot
@@ -44,16 +44,27 @@ class Actions:
     Args:
       kind: the stages.
       request: the wanted results.
-      places: the storage that actions read, write and add to.
+      sums: the sums to which actions add, and values kept for the results of the step.
+      stores: the values between actions.
       slices: the carries between slices of sequences.
+      residuals: a stage's pullback, split into forward and backward, if forwards stash residuals.
+      halves: a stage's backward in two halves, if the program has I and W.
     """
 
     def __init__(
-        self, kind: StageKind, request: StepRequest, places: StepPlaces, slices: WholeSequences
+        self,
+        kind: StageKind,
+        request: StepRequest,
+        *,
+        sums: StepSums,
+        stores: Stores,
+        slices: Carries = Carries(),  # noqa: B008  frozen
+        residuals: Residuals | None = None,
+        halves: Any = None,
     ) -> None:
         self.kind, self.rank, self.request, self.slices = kind, kind.rank, request, slices
-        self.sums, self.stores, self.halves = places.sums, places.stores, places.halves
-        self.saved = Saved(kind, places.residuals, self.stores, slices, self.operand)
+        self.sums, self.stores, self.halves = sums, stores, halves
+        self.saved = Saved(kind, residuals, stores, slices, self.operand)
 
     @property
     def wants_upstream(self) -> bool:

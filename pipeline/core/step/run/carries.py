@@ -13,15 +13,15 @@ from pipeline.core.model.overlay import overlay_trees
 from pipeline.core.step.calls.kind import StageKind
 from pipeline.core.step.calls.opened import OpenedStep
 from pipeline.core.step.stores.device import Pool
-from pipeline.core.step.stores.slices import Carries, WholeSequences
+from pipeline.core.step.stores.slices import Carries
 from schedules.lowering.program import Program
 
 
-def make_carries(step: OpenedStep, program: Program) -> list[WholeSequences]:
+def make_carries(step: OpenedStep, program: Program) -> list[Carries]:
     """Make the carries of each kind of stages."""
     N, axes = program.schedule.num_slices, step.rank.axes
     if N == 1:
-        return [WholeSequences() for _ in step.kinds]
+        return [Carries() for _ in step.kinds]
     # If slices differ in length, all carries have the shape of the longest slice's carry, so that a
     # place fits every carry.
     types = [kind.earlier for kind in step.kinds]

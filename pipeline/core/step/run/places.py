@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,29 +26,14 @@ from schedules.lowering.program import Program
 from schedules.lowering.windows import Windows
 
 
-@dataclass(frozen=True, eq=False)
-class StepPlaces:
-    """The storage that the actions of one kind of stages read, write and add to.
-
-    Attributes:
-      sums: the sums of the step, and values kept for its results.
-      stores: the values between actions.
-      residuals: a stage's pullback, split into forward and backward, if forwards stash residuals.
-      halves: a stage's backward in two halves, if the program has I and W.
-    """
-
-    sums: StepSums
-    stores: Stores
-    residuals: Any = None
-    halves: Any = None
-
-
-def make_places(step: OpenedStep, program: Program) -> tuple[StepSums, Stores, list[StepPlaces]]:
+def make_places(
+    step: OpenedStep, program: Program
+) -> tuple[StepSums, Stores, list[dict[str, Any]]]:
     """Make the storage for the actions of a program.
 
     Returns:
-      The sums; the stores, with places that fit the values of any kind of stages; and the storage
-      of each kind.
+      The sums; the stores, with places that fit the values of any kind of stages; and for each kind
+      the arguments of `Actions` that are its part of both.
     """
     # A program with windows sums a chunk's gradients in a window; without windows they stay whole
     # for the step.
@@ -87,19 +71,16 @@ def make_places(step: OpenedStep, program: Program) -> tuple[StepSums, Stores, l
         if values[kind].host
     }
     stores = Stores(device, host)
-    return (
-        sums,
-        stores,
-        [
-            StepPlaces(
-                sums_of_kind(sums, kind),
-                stores.viewed({name: of[n] for name, of in views.items()}),
-                residuals[n],
-                halves[n],
-            )
-            for n, kind in enumerate(kinds)
-        ],
-    )
+    parts = [
+        {
+            "sums": sums_of_kind(sums, kind),
+            "stores": stores.viewed({name: of[n] for name, of in views.items()}),
+            "residuals": residuals[n],
+            "halves": halves[n],
+        }
+        for n, kind in enumerate(kinds)
+    ]
+    return sums, stores, parts
 
 
 def make_sums(step: OpenedStep, windows: Windows | None = None) -> StepSums:
@@ -120,8 +101,8 @@ def make_sums(step: OpenedStep, windows: Windows | None = None) -> StepSums:
         return as_summed(chosen(weights, mask), model.grad_dtype) if request.training else []
 
     # Only the types of whole weights are used; nothing is gathered here.
-    trained, chunks = model.trained, rank.chunks.whole
-    like = jax.eval_shape(lambda: list(map(summed, chunks, trained.chunks)))
+    trained, whole = model.trained, rank.chunks.whole
+    like = jax.eval_shape(lambda: [summed(whole(v), of) for v, of in enumerate(trained.chunks)])
     spreads = [chosen(*of) for of in zip(model.layout.chunks, trained.chunks, strict=True)]
     chunk_grads = chunk_totals(like, axes, windows if request.training else None, spreads)
     # A pullback returns the sum of added losses after the gradients of weights, so the ref of this

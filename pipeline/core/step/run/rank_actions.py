@@ -7,6 +7,8 @@ whose action the rank runs.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from pipeline.core.step.run.actions import Actions
 from pipeline.core.step.run.carries import make_carries
 from pipeline.core.step.run.places import make_places
 from pipeline.core.step.stores.store import Row
-from pipeline.core.step.stores.windows import in_windows
+from schedules.lowering.needs import last_in_windows
 from schedules.lowering.program import Op, Program, Slot
 
 
@@ -40,8 +42,8 @@ class RankActions:
     def __init__(self, step: OpenedStep, program: Program) -> None:
         self.step, self.program = step, program
         self.sums, self.stores, places = make_places(step, program)
-        triples = zip(step.kinds, places, make_carries(step, program), strict=True)
-        self.kinds = [Actions(kind, step.request, own, of) for kind, own, of in triples]
+        triples = zip(step.kinds, make_carries(step, program), places, strict=True)
+        self.kinds = [Actions(kind, step.request, slices=own, **of) for kind, own, of in triples]
         self.no_message = self.kinds[0].no_message
 
     @property
@@ -56,10 +58,25 @@ class RankActions:
         of_kinds = [actions.saved.residuals for actions in self.kinds]
         return any(residuals is not None and residuals.gathers for residuals in of_kinds)
 
-    def opened(self) -> contextlib.AbstractContextManager[None]:
-        """Make the context that opens the windows of the program's weights."""
-        rank = self.step.rank
-        return in_windows(rank.chunks, self.sums.chunk_grads, rank.axes, self.program)
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Open the program's windows for its ticks; then reduce the gradients still in them."""
+        weights, windows = self.step.rank.chunks, self.program.windows
+        if windows is None:
+            yield
+            return
+        weights.windows.open(weights, self.step.rank.axes, windows.weights)
+        try:
+            yield
+        finally:
+            weights.windows.close()
+        # Ranks end with gradients of different chunks in their windows. All ranks run this
+        # reduction, outside of branches: a rank whose windows have no gradients of the chunk adds
+        # zeros.
+        rank, totals = jax.lax.axis_index(STAGE), self.sums.chunk_grads
+        for chunk, on_ranks in last_in_windows(self.program).items():
+            is_there: Any = True if all(on_ranks) else jnp.asarray(on_ranks)[rank]
+            totals[chunk].add_parts(totals[chunk].shared_out(is_there))
 
     def run_slot(self, slot: Slot, row: Row, message: Tree) -> Tree:
         """Run the slot's action, if this rank has one; return its message, or else ``message``."""

@@ -17,7 +17,7 @@ from pipeline.core.autodiff.accumulate import Pullback
 from pipeline.core.autodiff.outcome import Outcome
 from pipeline.core.autodiff.residuals import Residuals
 from pipeline.core.step.calls.kind import StageKind
-from pipeline.core.step.stores.slices import WholeSequences
+from pipeline.core.step.stores.slices import Carries
 from pipeline.core.step.stores.store import Row, Stores
 from schedules.lowering.program import Op
 
@@ -38,7 +38,7 @@ class Saved:
     kind: StageKind
     residuals: Residuals | None
     stores: Stores
-    slices: WholeSequences
+    slices: Carries
     operand: Callable[[Op, Row], Tree]
 
     def begin(self, op: Op, row: Row) -> None:

@@ -18,8 +18,7 @@ from collectives import vary
 from pipeline.core.step.calls import ends
 from pipeline.core.step.calls.opened import OpenedStep
 from pipeline.core.step.run.actions import Actions
-from pipeline.core.step.run.places import StepPlaces, make_sums, sums_of_kind
-from pipeline.core.step.stores.slices import WholeSequences
+from pipeline.core.step.run.places import make_sums, sums_of_kind
 from pipeline.core.step.stores.store import Stores
 
 
@@ -34,8 +33,8 @@ class Straight(Actions):
 
     def __init__(self, step: OpenedStep) -> None:
         (kind,) = step.kinds
-        places = StepPlaces(sums_of_kind(make_sums(step), kind), Stores({}, {}))
-        super().__init__(kind, step.request, places, WholeSequences())
+        sums = sums_of_kind(make_sums(step), kind)
+        super().__init__(kind, step.request, sums=sums, stores=Stores({}, {}))
         self._num_microbatches = step.plan.schedule.num_microbatches
 
     def run(self) -> None:

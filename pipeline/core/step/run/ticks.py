@@ -17,6 +17,7 @@ only in the directions of its messages.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,17 +31,44 @@ from pipeline.core.step.run.rank_actions import RankActions
 from pipeline.core.step.stores.loops import run_once
 from pipeline.core.step.stores.store import Row
 from schedules.lowering.needs import WORK, busy_in, needed, segments
-from schedules.lowering.program import COMMON, Program
+from schedules.lowering.program import COMMON
 
 
 def run_ticks(actions: RankActions, tables: Row) -> None:
-    """Run every tick; the results are in the sums of ``actions``."""
+    """Run every tick, with the windows of weights open; the results are in the sums of actions."""
     with actions.opened():
-        _scan_ticks(actions, actions.program, tables)
+        program, carried = actions.program, actions.stores.carried
+        tick = _make_tick(actions)
+        # The shard_map gives a rank its column of most tables, with a leading axis of length 1.
+        # Tables of work that all ranks share have no such axis.
+        local = {name: table if name in COMMON else table[0] for name, table in tables.items()}
+        # The scan carries the message that is exchanged in the next slot, and the arrays in host
+        # memory, because JAX would copy a ref in host memory whole to the device
+        # (`pipeline.core.step.stores.host`). All other values are in refs, which the scan closes
+        # over.
+        carry = actions.no_message() if program.delayed else None, carried.get()
+        # One scan for each segment of ticks with equal kinds of work (see above).
+        for start, stop, uses in segments(program):
+            body = functools.partial(tick, (start, stop), uses, busy_in(program, start, stop))
+            with jax.named_scope(scopes.of_ticks(start, stop)):
+                # A scan of one trip would be inlined, and XLA would copy the stashes that it
+                # updates (`run_once`).
+                if stop - start == 1:
+                    row = {name: table[start] for name, table in local.items()}
+                    carry = _once(body, carry, row)
+                    continue
+                rows = {name: table[start:stop] for name, table in local.items()}
+                carry, _ = jax.lax.scan(body, carry, rows)
+        carried.put(carry[1])
 
 
-def _scan_ticks(actions: RankActions, program: Program, tables: Row) -> None:
-    """Run every tick; the windows of weights are open."""
+def _make_tick(actions: RankActions) -> Callable[..., tuple[tuple[Tree, Any], None]]:
+    """Make the function of one tick of a loop.
+
+    Its arguments are the first and last tick of the loop, the use of each slot, the tables with
+    entries in each slot, the carry and the tick's rows. It returns the carry.
+    """
+    program = actions.program
     delayed = program.delayed
     # Operands and gradients share one pool: all arriving messages are stored there.
     messages, carried = actions.stores.device["operand"], actions.stores.carried
@@ -87,26 +115,7 @@ def _scan_ticks(actions: RankActions, program: Program, tables: Row) -> None:
             delayed_message, exchanged = (message, delayed_message) if delayed else (None, message)
         return (delayed_message, carried.get()), None
 
-    # The shard_map gives a rank its column of most tables, with a leading axis of length 1. Tables
-    # of work that all ranks share have no such axis.
-    local = {name: table if name in COMMON else table[0] for name, table in tables.items()}
-    # The scan carries the message that is exchanged in the next slot, and the arrays in host
-    # memory, because JAX would copy a ref in host memory whole to the device
-    # (`pipeline.core.step.stores.host`). All other values are in refs, which the scan closes over.
-    carry = actions.no_message() if delayed else None, carried.get()
-    # One scan for each segment of ticks with equal kinds of work (see above).
-    for start, stop, uses in segments(program):
-        body = functools.partial(tick, (start, stop), uses, busy_in(program, start, stop))
-        with jax.named_scope(scopes.of_ticks(start, stop)):
-            # A scan of one trip would be inlined, and XLA would copy the stashes that it updates
-            # (`run_once`).
-            if stop - start == 1:
-                row = {name: table[start] for name, table in local.items()}
-                carry = _once(body, carry, row)
-                continue
-            rows = {name: table[start:stop] for name, table in local.items()}
-            carry, _ = jax.lax.scan(body, carry, rows)
-    carried.put(carry[1])
+    return tick
 
 
 def _once(body: Any, carry: tuple[Tree, Any], row: Row) -> tuple[Tree, Any]:

@@ -21,33 +21,9 @@ from pipeline.base.tree import Leaves, Tree, cropped, padded, partition, zeros
 from pipeline.core.autodiff.outcome import SlicedInput
 
 
-class WholeSequences:
-    """No slices: a stage reads only its activation, and returns no carry."""
-
-    has_carries = False
-
-    def input(self, row: Any, x: Tree) -> Tree:  # noqa: ARG002
-        """Return the input of a stage: the activation."""
-        return x
-
-    def earlier(self, row: Any) -> Tree:  # noqa: ARG002
-        return ()
-
-    def keep(self, row: Any, carry: Tree) -> None:
-        """Do nothing: a whole sequence has no carry to store."""
-
-    def cotangent(self, row: Any, dy: Leaves) -> Leaves:  # noqa: ARG002
-        """Return the gradients for all results of a stage: its output."""
-        return dy
-
-    def back(self, row: Any, dx: Leaves) -> Leaves:  # noqa: ARG002
-        """Select the activation's gradients from the gradients for all inputs of a stage."""
-        return dx
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class Carries(WholeSequences):
-    """The carries that stages of one kind read and write.
+class Carries:
+    """The carries that stages of one kind read and write; by default sequences are whole: no carry.
 
     Attributes:
       types: the types of a carry of the longest slice.
@@ -58,18 +34,22 @@ class Carries(WholeSequences):
       values, gradients: the places of carries, and of gradients for their float leaves.
     """
 
-    types: Tree
-    own: Tree
-    part: int | None
-    axes: tuple[str, ...]
-    num_slices: int
-    values: Any
-    gradients: Any
+    types: Tree = ()
+    own: Tree = ()
+    part: int | None = None
+    axes: tuple[str, ...] = ()
+    num_slices: int = 1
+    values: Any = None
+    gradients: Any = None
 
-    has_carries = True
+    @property
+    def has_carries(self) -> bool:
+        return self.num_slices > 1
 
-    def input(self, row: Any, x: Tree) -> SlicedInput:
-        """Return the input of a stage: an activation, and the carries of earlier slices."""
+    def input(self, row: Any, x: Tree) -> Tree:
+        """Return the input of a stage: an activation; with slices also earlier slices' carries."""
+        if not self.has_carries:
+            return x
         part, N = self._part(row), self.num_slices
         # Slices that differ in length have separate traces, which read exactly the carries of
         # earlier slices. Equal slices share one trace, which reads N - 1 places and masks the
@@ -87,14 +67,17 @@ class Carries(WholeSequences):
         return SlicedInput(x, jax.tree.unflatten(jax.tree.structure(self.types), leaves))
 
     def earlier(self, row: Any) -> Tree:
-        return self.input(row, ()).earlier
+        return self.input(row, ()).earlier if self.has_carries else ()
 
     def keep(self, row: Any, carry: Tree) -> None:
         """Store the carry of a slice in its place."""
-        self.values[row["carry"][self._part(row)]] = padded(carry, self.types)
+        if self.has_carries:
+            self.values[row["carry"][self._part(row)]] = padded(carry, self.types)
 
     def cotangent(self, row: Any, dy: Leaves) -> Leaves:
         """Return the gradients for output and carry; the carry's is the sum over later slices."""
+        if not self.has_carries:
+            return dy
         part = self._part(row)
         gradients = self.gradients[row["carry_gradient"][part]]
         floats, _ = partition(self.own)
@@ -110,6 +93,8 @@ class Carries(WholeSequences):
 
     def back(self, row: Any, dx: Leaves) -> Leaves:
         """Return the activation's gradients; add gradients for earlier carries, [N, ...] each."""
+        if not self.has_carries:
+            return dx
         count = len(dx) - len(partition(self.types)[0])
         dx, gradients = dx[:count], dx[count:]
         # Backwards run from the last slice to the first. The last slice's backward overwrites the

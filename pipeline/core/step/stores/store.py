@@ -1,15 +1,19 @@
-"""The storage interface: a `Store` has numbered places for one kind of value, `Stores` all kinds.
+"""The storage interface: a store has numbered places for one kind of value, `Stores` all kinds.
 
 `schedules.lowering.kinds` lists the kinds. The program determines the place and the memory of each
-value, so F, B, I and W only name a kind. A new store is a class with the methods of `Store`, and a
-line of `pipeline.core.step.run.places` that makes it. Channels, and the vocabulary that all ranks
-share, write to places by number.
+value, so F, B, I and W only name a kind. Channels, and the vocabulary that all ranks share, write
+to places by number.
+
+A new store is a line of `pipeline.core.step.run.places` that makes it, and a class with the methods
+of `pipeline.core.step.stores.device.Pool`: ``store[place]`` reads and writes a place (the value is
+arbitrary in an unwritten place and in the discard place); ``viewed(view)`` returns the store for
+trees that are stored in its values, with the same places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from pipeline.base.tree import Tree
 from pipeline.core.model.overlay import View
@@ -18,19 +22,6 @@ from pipeline.core.step.stores.loops import at_most_once
 from schedules.lowering.program import Op
 
 Row = Mapping[str, Any]  # a rank's entries of the program's tables for one slot
-
-
-class Store(Protocol):
-    """Numbered places for values of one kind."""
-
-    def __getitem__(self, place: Any) -> Tree:
-        """Read a place; the value is arbitrary in an unwritten place and in the discard place."""
-
-    def __setitem__(self, place: Any, value: Tree) -> None:
-        """Write a value to a place."""
-
-    def viewed(self, view: View) -> Store:
-        """Return this store for trees that are stored in its values, with the same places."""
 
 
 class Stores:
@@ -59,10 +50,9 @@ class Stores:
         """Write a value of a kind to the place that the action's row names."""
         self._store(kind, op)[row[kind]] = value
 
-    def _store(self, kind: str, op: Op) -> Store:
+    def _store(self, kind: str, op: Op) -> Any:
         # The op determines the memory, so it is static; the row has the place.
-        store: Store = (self.host if kind in op.host else self.device)[kind]
-        return store
+        return (self.host if kind in op.host else self.device)[kind]
 
     def stashes_input(self, op: Op) -> bool:
         """Tell whether F copies its input into a stash, so that the input's place is free."""

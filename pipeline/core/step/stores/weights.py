@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,19 +22,6 @@ from pipeline.core.autodiff.jaxpr.primitives import barrier
 from pipeline.core.placement.placement import Spread
 from pipeline.core.placement.zero import gather
 from pipeline.core.step.stores.windows import WeightWindows
-
-
-class Lazy(Sequence[Any]):
-    """A list whose elements are made on access, and so within the branch that reads them."""
-
-    def __init__(self, length: int, make: Callable[[int], Any]) -> None:
-        self._length, self._make = length, make
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._make(index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,17 +81,12 @@ class ChunkWeights:
             if made is not stored
         }
 
-    @functools.cached_property
-    def whole(self) -> Sequence[Leaves]:
-        """[V] the whole leaves, in the stored dtype."""
-
-        def of_chunk(chunk: int) -> Leaves:
-            stored, ready = self.shards[chunk], self.to_gather(chunk)
-            if self.is_whole and [x.dtype for x in ready] == [x.dtype for x in stored]:
-                return ready
-            return gather(stored, self.spreads[chunk], lead=1)
-
-        return Lazy(len(self.shards), of_chunk)
+    def whole(self, chunk: int) -> Leaves:
+        """Return a chunk's whole leaves, in the stored dtype."""
+        stored, ready = self.shards[chunk], self.to_gather(chunk)
+        if self.is_whole and [x.dtype for x in ready] == [x.dtype for x in stored]:
+            return ready
+        return gather(stored, self.spreads[chunk], lead=1)
 
     def read(self, chunk: int, microbatch: Any) -> tuple[Leaves, Leaves]:
         """Return a chunk's whole leaves for an action, and the narrow copy of each leaf or None."""

@@ -8,14 +8,13 @@ chunk.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from collectives import STAGE, vary
+from collectives import vary
 from collectives.compat import varying_in
 from pipeline.base.tree import Leaves, vary_like
 from pipeline.core.autodiff.jaxpr.primitives import barrier
@@ -24,8 +23,7 @@ from pipeline.core.placement.placement import Spread
 from pipeline.core.placement.zero import reduce_parts, scatter, shares_gradient, shares_weight
 from pipeline.core.step.stores.device import unwritten
 from pipeline.core.step.stores.totals import Total
-from schedules.lowering.needs import last_in_windows
-from schedules.lowering.program import Job, Program
+from schedules.lowering.program import Job
 from schedules.lowering.windows import Windows
 
 
@@ -223,24 +221,3 @@ def start_job(job: Job, weights: Any, totals: Sequence[Any], microbatch: Any) ->
         total.clear()
 
     return end
-
-
-@contextlib.contextmanager
-def in_windows(
-    weights: Any, totals: Sequence[Any], axes: tuple[str, ...], program: Program
-) -> Iterator[None]:
-    """Open a program's windows for its ticks; then reduce the gradients that are still in them."""
-    if program.windows is None:
-        yield
-        return
-    weights.windows.open(weights, axes, program.windows.weights)
-    try:
-        yield
-    finally:
-        weights.windows.close()
-    # Ranks end with gradients of different chunks in their windows. All ranks run this reduction,
-    # outside of branches: a rank whose windows have no gradients of the chunk adds zeros.
-    rank = jax.lax.axis_index(STAGE)
-    for chunk, on_ranks in last_in_windows(program).items():
-        is_there: Any = True if all(on_ranks) else jnp.asarray(on_ranks)[rank]
-        totals[chunk].add_parts(totals[chunk].shared_out(is_there))
