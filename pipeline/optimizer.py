@@ -2,8 +2,8 @@
 
 An optimizer is written for layers: it uses a weight's norm, number of axes and name. A pipeline
 holds S layers in one array, which has another norm, number of axes and name. So an optimizer here
-receives the layer view (`pipeline.core.layers_view.view`), and its equal operations on S layers are
-run as one, on the ranks that hold the layers (`pipeline.core.layers_view.reroll`).
+receives the layer view (`pipeline.layers_view.view`), and its equal operations on S layers are
+run as one, on the ranks that hold the layers (`pipeline.layers_view.reroll`).
 
 Its state is sharded over ``stage`` like weights, and, for ZeRO-1 and FSDP, over ``data`` like
 gradients: each of D data shards keeps a D-th of the state, computes the update of this part, and
@@ -28,16 +28,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from collectives.compat import HOST_MEMORY, has_host_memory, on_device, put_on_host
 from pipeline.base.tree import Tree, is_abstract, is_key
 from pipeline.base.variables import metadata
-from pipeline.core.layers_view.by_mesh import ByMesh
-from pipeline.core.layers_view.layout import Layout, check_layout
-from pipeline.core.layers_view.reroll import Rerolled
-from pipeline.core.layers_view.rows import Cut, LeafRow
-from pipeline.core.layers_view.state import Lay, StatePlan, key_name, plan_state
-from pipeline.core.layers_view.view import EndRef, LayerView, Ref, layer_view, value_at
 from pipeline.core.model.trained_filters import Parts, trained_parts
 from pipeline.core.placement import meshes
 from pipeline.core.placement.distribute import distribute
 from pipeline.core.placement.placement import LAYERS
+from pipeline.layers_view.by_mesh import ByMesh
+from pipeline.layers_view.layout import Layout, check_layout
+from pipeline.layers_view.reroll import Rerolled
+from pipeline.layers_view.rows import Cut, LeafRow
+from pipeline.layers_view.state import Lay, StatePlan, key_name, plan_state
+from pipeline.layers_view.view import EndRef, LayerView, Ref, layer_view, value_at
 from pipeline.pipeline import Pipeline
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.traversals import flatten_mapping
 
-from pipeline.facade import layer_view
 from pipeline.layers import ExpertState
+from pipeline.layers_view.view import layer_view
 from pipeline.pipeline import Pipeline
 
 LOAD, DROPPED = "load", "dropped"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from pipeline.core.layers_view.view import LayerView, Ref, layer_view
+from pipeline.layers_view.view import LayerView, Ref, layer_view
 from pipeline.models.layers.experts.state import ExpertState
 from pipeline.models.weights.names import leaves_of
 from pipeline.models.weights.tables.patterns import Range, Read

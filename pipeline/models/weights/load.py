@@ -20,9 +20,9 @@ from jax.sharding import Mesh
 
 from collectives import STAGE
 from pipeline.base.agreed.vocabulary import CrossEntropy
-from pipeline.core.layers_view.layout import Mark
-from pipeline.core.layers_view.view import EndRef, LayerView, Ref, Slot, layer_view
 from pipeline.core.placement.distribute import distribute
+from pipeline.layers_view.layout import Mark
+from pipeline.layers_view.view import EndRef, LayerView, Ref, Slot, layer_view
 from pipeline.models.decoders.config import DecoderConfig, as_float, with_options
 from pipeline.models.decoders.decoder import build, next_token_loss
 from pipeline.models.decoders.multi_token import MultiTokenLoss

@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pipeline.core.layers_view.view import EndRef, LayerView, layer_view
 from pipeline.core.placement import meshes
+from pipeline.layers_view.view import EndRef, LayerView, layer_view
 from pipeline.models.layers.experts.state import ExpertState
 from pipeline.models.weights.biases import StateRef, state_view, with_biases
 from pipeline.models.weights.checkpoint import CONFIG

@@ -18,10 +18,10 @@ from collectives import STAGE
 from pipeline.base.axes import axes_in
 from pipeline.base.tree import is_abstract
 from pipeline.base.variables import raw
-from pipeline.core.layers_view.leaf import LayerLeaf, LeafCell
-from pipeline.core.layers_view.view import EndRef, LayerView, layer_view
 from pipeline.core.model.unlike import Overlaid
 from pipeline.core.placement.distribute import distribute
+from pipeline.layers_view.leaf import LayerLeaf, LeafCell
+from pipeline.layers_view.view import EndRef, LayerView, layer_view
 from pipeline.models.layers.experts.state import ExpertState
 from pipeline.models.weights.checkpoint import listed
 from pipeline.models.weights.names import BLOCKS, EMBED, HEAD, leaves_of

@@ -27,8 +27,8 @@ import numpy as np
 
 from pipeline.base.tree import shape_text
 from pipeline.core.autodiff.jaxpr.evaluate import bind
-from pipeline.core.layers_view.rows import Cut, Op, Program, Template, Value, Wide, is_of
 from pipeline.core.model.overlay import Spot
+from pipeline.layers_view.rows import Cut, Op, Program, Template, Value, Wide, is_of
 
 
 class MixedError(ValueError):

@@ -23,10 +23,10 @@ from jax.sharding import PartitionSpec as P
 from collectives import STAGE
 from collectives.compat import HOST_MEMORY
 from pipeline.base.tree import is_key, nbytes
-from pipeline.core.layers_view.view import Path
 from pipeline.core.model.overlay import Spot
 from pipeline.core.placement.distribute import distribute
 from pipeline.core.placement.meshes import without_types
+from pipeline.layers_view.view import Path
 
 Put = Callable[[Any], None]
 

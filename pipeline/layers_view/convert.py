@@ -14,8 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from collectives import STAGE
 from pipeline.base.tree import Tree, row_of, shape_text
 from pipeline.base.variables import metadata, raw
-from pipeline.core.layers_view.layout import drop_marks, layout_name
-from pipeline.core.layers_view.view import (
+from pipeline.core.model.chunks import stack_rows
+from pipeline.core.placement.distribute import distribute
+from pipeline.core.placement.placement import LAYERS, spread_of
+from pipeline.layers_view.layout import drop_marks, layout_name
+from pipeline.layers_view.view import (
     EndRef,
     Layers,
     LayerView,
@@ -26,9 +29,6 @@ from pipeline.core.layers_view.view import (
     layer_view,
     value_at,
 )
-from pipeline.core.model.chunks import stack_rows
-from pipeline.core.placement.distribute import distribute
-from pipeline.core.placement.placement import LAYERS, spread_of
 
 
 def to_layers(pipe: Any, tree: Tree) -> Layers:

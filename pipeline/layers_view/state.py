@@ -25,10 +25,10 @@ from jax.sharding import PartitionSpec
 
 from collectives import STAGE
 from pipeline.base.tree import Tree
-from pipeline.core.layers_view.reroll import Rerolled
-from pipeline.core.layers_view.rows import Cut, LeafRow
-from pipeline.core.layers_view.view import End, LayerView, Name, Path, Slot, Stack, value_at
 from pipeline.core.placement.placement import Spread
+from pipeline.layers_view.reroll import Rerolled
+from pipeline.layers_view.rows import Cut, LeafRow
+from pipeline.layers_view.view import End, LayerView, Name, Path, Slot, Stack, value_at
 
 Add = Callable[[Any, Cut | None], int]  # from a stack to its index among a program's stacks
 Lay = Callable[[Any, PartitionSpec, Path], Any]  # shards an array, given its path in the state

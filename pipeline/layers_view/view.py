@@ -27,13 +27,13 @@ from flax.nnx.traversals import unflatten_mapping
 from collectives import STAGE
 from pipeline.base.tree import Tree
 from pipeline.base.variables import filled, raw, type_text
-from pipeline.core.layers_view.reroll import Rerolled
-from pipeline.core.layers_view.rows import Cut
 from pipeline.core.model.ends import find_tables
 from pipeline.core.model.overlay import Spot
 from pipeline.core.model.trained_state import find_state
 from pipeline.core.model.unlike import Overlaid
 from pipeline.core.placement.placement import Spread, spread_of
+from pipeline.layers_view.reroll import Rerolled
+from pipeline.layers_view.rows import Cut
 
 Path = tuple[Any, ...]
 Layers = dict[str, Any]  # "stages", "embed", "head"

@@ -1,6 +1,6 @@
 """The leaves of a model's whole state in layer order.
 
-Letters: K stages, V chunks. `pipeline.core.layers_view.convert` converts all layers of a tree at
+Letters: K stages, V chunks. `pipeline.layers_view.convert` converts all layers of a tree at
 once. A checkpoint needs the leaves of weights, other state and optimizer one by one. Each is a
 `LayerLeaf` with its path in the model without a pipeline, such as ``stages.3.up`` or
 ``head.kernel``, for every S, V and placement.
@@ -17,11 +17,11 @@ from flax import nnx
 
 from pipeline.base.tree import Tree
 from pipeline.base.variables import filled, raw
-from pipeline.core.layers_view.layout import Mark
-from pipeline.core.layers_view.leaf import LayerLeaf, LeafCell, Put
-from pipeline.core.layers_view.state import StatePlan, key_name
-from pipeline.core.layers_view.view import LayerView, Path, layer_view
 from pipeline.core.model.unlike import Overlaid
+from pipeline.layers_view.layout import Mark
+from pipeline.layers_view.leaf import LayerLeaf, LeafCell, Put
+from pipeline.layers_view.state import StatePlan, key_name
+from pipeline.layers_view.view import LayerView, Path, layer_view
 
 
 def _cells(

@@ -3,7 +3,7 @@
 An optimizer's program repeats its equations for each of K layers. This module reads the program
 once. A value that is computed from one row gets this row, and its *template*: the stack of which it
 is a row. Equal equations on rows of one stack have one template, for any number of repetitions.
-`pipeline.core.layers_view.reroll` runs the templates.
+`pipeline.layers_view.reroll` runs the templates.
 """
 
 from __future__ import annotations
