@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,23 +18,20 @@ from pipeline.core.placement.distribute import distribute
 from pipeline.core.placement.placement import LAYERS, spread_of
 from pipeline.layers_view.layout import drop_marks, layout_name
 from pipeline.layers_view.view import (
-    EndRef,
-    Layers,
+    LayersArray,
     LayerView,
+    LeafPlace,
     Path,
-    Ref,
-    Slot,
-    Stack,
     layer_view,
     value_at,
 )
 
 
-def to_layers(pipe: Any, tree: Tree) -> Layers:
+def to_layers(pipe: Any, tree: Tree) -> dict[str, Any]:
     """Convert a tree of the pipeline to layers, for `Pipeline.to_layers`."""
     order, view = layout_name(pipe.plan.stages_of), layer_view(pipe)
-    if not _has_all(tree, _stored(view)):
-        view = _other_view(pipe, lambda v: _has_all(tree, _stored(v)))
+    if not _has_all(tree, view.arrays):
+        view = _other_view(pipe, lambda view: _has_all(tree, view.arrays))
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
     for other in {metadata(x).get(LAYERS, order) for x in leaves} - {order}:
         raise ValueError(
@@ -43,68 +39,52 @@ def to_layers(pipe: Any, tree: Tree) -> Layers:
             f"as {order}; call the method of the pipeline whose tree it is"
         )
 
-    def value_of(ref: Ref | EndRef) -> Any:
-        if isinstance(ref, EndRef):
-            end = view.ends[ref.end]
-            leaf = value_at(tree, ("ends", *end.path))
-            return end.cut(leaf) if getattr(leaf, "shape", None) == end.stored else leaf
-        stack = view.stacks[ref.stack]
-        slot, leaf = stack.slots[ref.slot], value_at(tree, stack.path)
-        if not hasattr(leaf, "shape"):  # a label for all leaves of the stack
+    def value_of(place: LeafPlace) -> Any:
+        leaf, shape = value_at(tree, place.path), view.arrays[place.path].shape
+        if not hasattr(leaf, "shape"):  # a label for all leaves of the array
             return leaf
-        shape = tuple(leaf.shape)
-        if shape[:1] != (view.ranks,) or (slot.spot is not None and shape[1:] != stack.row):
-            wanted = view.ranks, *(stack.row if slot.spot is not None else ("...",))
+        if place.row is None:
+            return place.read(leaf) if leaf.shape == shape else leaf
+        if leaf.shape[:1] != shape[:1] or (place.part is not None and leaf.shape != shape):
+            wanted = shape if place.part is not None else (*shape[:1], "...")
             raise ValueError(
-                f"to_layers: {_text(stack.path)} has the shape {shape}; an array at this place "
-                f"holds the layers of {view.ranks} ranks: ({', '.join(map(str, wanted))})"
+                f"to_layers: {_text(place.path)} has the shape {tuple(leaf.shape)}; an array at "
+                f"this place holds the layers of {shape[0]} ranks: "
+                f"({', '.join(map(str, wanted))})"
             )
-        part = row_of(leaf, ref.rank)
-        if slot.spot is None:
-            return part
-        if isinstance(part, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(slot.shape, part.dtype)
-        return slot.spot.read(part)
+        return place.read(row_of(leaf, place.row))
 
     return jax.tree.map(value_of, view.tree)
 
 
-def from_layers(pipe: Any, layers: Layers) -> nnx.State[Any, Any]:
+def from_layers(pipe: Any, layers: dict[str, Any]) -> nnx.State[Any, Any]:
     """Convert layers to a tree of the pipeline, for `Pipeline.from_layers`."""
     view = layer_view(pipe)
     _check_layers(view, layers)
-    stages = dict(enumerate(layers["stages"]))
-
-    def fits(view: LayerView) -> bool:
-        names = [(k, *p) for x in view.stacks for slot in x.slots for _, (k, p) in slot.names]
-        return _has_all(stages, names) and _has_all(layers, [end.path for end in view.ends])
-
-    if not fits(view):
-        view = _other_view(pipe, fits)
+    numbered = {**layers, "stages": dict(enumerate(layers["stages"]))}
+    if not _has_all(numbered, view.places):
+        view = _other_view(pipe, lambda view: _has_all(numbered, view.places))
     variables, foreign = dict(nnx.to_flat_state(nnx.state(pipe))), _foreign(pipe)
     variables |= foreign
     drop_marks(pipe.layout, pipe.plan.stages_of, foreign)
     arrays = []
-    for stack in view.stacks:
-        if stack.path in foreign:
-            variable = foreign[stack.path]
-            spread = spread_of(variable, (STAGE,))
-            stack = replace(stack, row=tuple(raw(variable).shape[1:]), spread=spread)  # noqa: PLW2901
-        leaves = {
-            (rank, slot): value_at(layers["stages"][k], path)
-            for slot in stack.slots
-            for rank, (k, path) in slot.names
-        }
-        arrays.append((stack.path, _joined(pipe.plan.home_at(stack.path), view, stack, leaves)))
-    for end in view.ends:
-        leaf, path = value_at(layers, end.path), ("ends", *end.path)
-        if getattr(leaf, "shape", None) == end.shape:
-            sharding = NamedSharding(pipe.plan.home_at(path), end.spread.stored)
-            leaf = _placed(end.fill(leaf), sharding)
-        arrays.append((path, leaf))
-    return nnx.from_flat_state(
-        [(p, variables[p].replace(x) if hasattr(x, "shape") else x) for p, x in arrays]
-    )
+    for path, places in view.by_array.items():
+        array, home = view.arrays[path], pipe.plan.home_at(path)
+        leaves = {place: value_at(numbered, name) for name, place in places.items()}
+        if path[0] == "ends":
+            ((place, leaf),) = leaves.items()
+            if getattr(leaf, "shape", None) == place.shape:
+                sharding = NamedSharding(home, array.spread.stored)
+                whole = place.write(jax.ShapeDtypeStruct(array.shape, leaf.dtype), leaf)
+                leaf = _placed(whole, sharding)
+        else:
+            if path in foreign:
+                like = foreign[path]
+                array = LayersArray(path, tuple(raw(like).shape), spread_of(like, (STAGE,)))
+            leaf = _joined(home, array, leaves)
+        variable = variables[path]
+        arrays.append((path, variable.replace(leaf) if hasattr(leaf, "shape") else leaf))
+    return nnx.from_flat_state(arrays)
 
 
 def _foreign(pipe: Any) -> dict[Path, Any]:
@@ -119,11 +99,6 @@ def _foreign(pipe: Any) -> dict[Path, Any]:
         if metadata(variable).get(LAYERS, order) != order or shape[:1] != (ranks,):
             types[path] = original
     return types
-
-
-def _stored(view: LayerView) -> list[Path]:
-    """List the paths of a view's arrays in the pipeline's state."""
-    return [s.path for s in view.stacks] + [("ends", *e.path) for e in view.ends]
 
 
 def _other_view(pipe: Any, fits: Callable[[LayerView], bool]) -> LayerView:
@@ -161,45 +136,41 @@ def _check_layers(view: LayerView, layers: Any) -> None:
         )
 
 
-def _joined(
-    mesh: Any, view: LayerView, stack: Stack, leaves: Mapping[tuple[int, Slot], Any]
-) -> Any:
-    """Join the leaves of a stack's layers to the stack's array."""
+def _joined(mesh: Any, array: LayersArray, leaves: Mapping[LeafPlace, Any]) -> Any:
+    """Join the leaves of stages to their array."""
     values = list(leaves.values())
     if not any(hasattr(leaf, "shape") for leaf in values):
         if any(leaf != values[0] for leaf in values):
             raise ValueError(
-                f"from_layers: {_text(stack.path)} is one array for layers of which some have "
+                f"from_layers: {_text(array.path)} is one array for layers of which some have "
                 f"{values[0]!r} and others {next(x for x in values if x != values[0])!r}; give "
                 f"what differs between layers to make_optimizer, whose masks and labels are trees "
                 f"of layers"
             )
         return values[0]
-    rows: list[Any] = [None] * view.ranks
-    for (rank, slot), leaf in leaves.items():
-        if slot.spot is not None and tuple(leaf.shape) != slot.shape:
+    of_rank: dict[int | None, Any] = {}
+    for place, leaf in leaves.items():
+        if place.part is not None and tuple(leaf.shape) != place.shape:
             raise ValueError(
-                f"from_layers: a layer's leaf of {_text(stack.path)} has the shape "
-                f"{tuple(leaf.shape)}, its parameter {slot.shape}; stages that are not alike share "
-                f"storage, in which there is room for leaves of the parameters' shapes"
+                f"from_layers: a layer's leaf of {_text(array.path)} has the shape "
+                f"{tuple(leaf.shape)}, its parameter {place.shape}; stages that are not alike "
+                f"share storage, in which there is room for leaves of the parameters' shapes"
             )
-        if slot.spot is None:
-            rows[rank] = leaf
-        elif isinstance(leaf, jax.ShapeDtypeStruct):
-            rows[rank] = jax.ShapeDtypeStruct(stack.row, leaf.dtype)
-        else:
-            before = jnp.zeros(stack.row, leaf.dtype) if rows[rank] is None else rows[rank]
-            rows[rank] = slot.spot.fill(before, leaf)
-    like = next(row for row in rows if row is not None)
-    rows = [jnp.zeros(like.shape, like.dtype) if row is None else row for row in rows]
+        row = of_rank.get(place.row, jax.ShapeDtypeStruct(array.shape[1:], leaf.dtype))
+        of_rank[place.row] = place.write(row, leaf)
+    like = next(iter(of_rank.values()))
+    rows = [
+        of_rank[rank] if rank in of_rank else jnp.zeros(like.shape, like.dtype)
+        for rank in range(array.shape[0])
+    ]
     if len({(tuple(row.shape), row.dtype) for row in rows}) > 1:
         texts = dict.fromkeys(map(shape_text, rows))
         raise ValueError(
-            f"from_layers: {_text(stack.path)} is one array, its layers have {', '.join(texts)}; "
+            f"from_layers: {_text(array.path)} is one array, its layers have {', '.join(texts)}; "
             f"give leaves of one shape and dtype"
         )
-    is_like = tuple(like.shape) == stack.row
-    spec = stack.spread.stored if is_like else PartitionSpec(STAGE)
+    is_like = tuple(like.shape) == array.shape[1:]
+    spec = array.spread.stored if is_like else PartitionSpec(STAGE)
     return stack_rows(rows, NamedSharding(mesh, spec))
 
 

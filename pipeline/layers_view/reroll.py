@@ -17,7 +17,7 @@ The results equal those of the program as written, and ranks exchange only scala
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,8 @@ import numpy as np
 from pipeline.base.tree import shape_text
 from pipeline.core.autodiff.jaxpr.evaluate import bind
 from pipeline.core.model.overlay import Spot
-from pipeline.layers_view.rows import Cut, Op, Program, Template, Value, Wide, is_of
+from pipeline.layers_view.rows import Op, Program, Template, Value, Wide, is_of
+from pipeline.layers_view.view import LeafPlace
 
 
 class MixedError(ValueError):
@@ -59,13 +60,11 @@ class Rerolled:
     Args:
       closed: the program, a closed jaxpr.
       inputs: for each input of the program a `LeafRow`, or an array.
-      stacks: [S, ...] the stacks.
-      cuts: for each stack its origin, if it is a part of a larger array; else None.
       rows: S.
       replicate: a function that replicates a small array on all devices.
 
     Attributes:
-      outputs: the program's results, which `stack` and `value` compute.
+      outputs: the program's results, which `array` and `value` compute.
 
     Raises:
       MixedError: an equation needs weights of several layers at once.
@@ -75,14 +74,12 @@ class Rerolled:
         self,
         closed: Any,
         inputs: Sequence[Any],
-        stacks: Sequence[Any],
-        cuts: Sequence[Cut | None],
         rows: int,
         replicate: Callable[[Any], Any],
     ) -> None:
-        self._stacks, self._rows, self._replicate = stacks, rows, replicate
+        self._rows, self._replicate = rows, replicate
         self._results: dict[Any, Any] = {}
-        program = Program(closed, inputs, cuts)
+        program = Program(closed, inputs)
         self.outputs = program.outputs
         for op in program.effects:
             self._need(op)
@@ -91,28 +88,37 @@ class Rerolled:
         """Compute a result that belongs to no stack."""
         return self._need(value)
 
-    def stack(self, pack: Pack) -> Any:
-        """Compute a stack [S, ...] from results that are its rows; for None a row is arbitrary."""
-        return self._repeated(*self._need(pack))
+    def array(self, results: Sequence[tuple[LeafPlace, Value]], shape: tuple[int, ...]) -> Any:
+        """Compute an array [S, ...] from results, which are leaves of layers, and their places.
 
-    def cell(self, parts: Sequence[tuple[Spot, int, Value]], shape: tuple[int, ...]) -> Any:
-        """Compute a cell [S, ...] if one elementwise program makes all its parts; else return None.
-
-        A cell is an array that stores several leaves (`pipeline.core.model.overlay`).
-
-        Args:
-          parts: for each part its place in a row, the rank that has the row, and the result.
-          shape: the shape of the cell.
+        Rows of the array in which no leaf has a place are arbitrary; parts of rows are zero, unless
+        one elementwise program makes all leaves from the leaves at their places.
         """
-        values = [value for _, _, value in parts]
-        numbers = {value.repeats for value in values}
+        of_part: dict[Any, dict[Any, Value]] = {}
+        for place, value in results:
+            of_part.setdefault(place.part, {})[place.row] = value
+        if None in of_part:
+            return self._stack(of_part[None])
+        values = [value for _, value in results]
+        numbers, wides = {value.repeats for value in values}, {value.wide for value in values}
+        dtype = values[0].aval.dtype
         if None not in numbers and len(numbers) == 1:
-            return jnp.full(shape, self._need(numbers.pop()), values[0].aval.dtype)
-        wides = {value.wide for value in values}
-        is_here = all(v.row == rank and v.spot == spot for spot, rank, v in parts)
-        return (
-            self._need(wides.pop()) if is_here and len(wides) == 1 and None not in wides else None
-        )
+            return jnp.full(shape, self._need(numbers.pop()), dtype)
+        is_here = all(v.row == place.row and v.part == place.part for place, v in results)
+        if is_here and len(wides) == 1 and None not in wides:
+            return self._need(wides.pop())
+        array = jnp.zeros(shape, dtype)
+        for part, of_row in of_part.items():
+            rows = jax.vmap(part.fill)(array, self._stack(of_row))
+            array = _at_rows({*of_row}, rows, array)
+        return array
+
+    def _stack(self, of_row: Mapping[int, Value]) -> Any:
+        """Compute a stack [S, ...] from values of its rows; rows without a value are arbitrary."""
+        return self._repeated(*self._need(tuple(map(of_row.get, range(self._rows)))))
+
+    def _repeated(self, value: Any, is_stack: bool) -> Any:
+        return value if is_stack else jnp.broadcast_to(value, (self._rows, *jnp.shape(value)))
 
     def _need(self, key: Any) -> Any:
         """Run a task after its dependencies, without recursion."""
@@ -174,10 +180,10 @@ class Rerolled:
     def _all_rows(self, template: Template) -> Task:
         """Compute [S, ...] an equation's results for all rows."""
         if template.op is None:
-            return [self._stacks[template.stack]]
+            return [jax.vmap(template.leaf.place.read)(template.leaf.array)]
         if (number := _sums(template.op)) is not None:
             cell = yield number.wide
-            return [_sum_of_part(cell, number.spot)]
+            return [_sum_of_part(cell, number.part)]
         inputs, axes = [], []
         for value in template.op.operands:
             is_row = is_of(value, template.row)
@@ -233,9 +239,6 @@ class Rerolled:
             return run(*inputs), False
         return jax.vmap(run, tuple(axes))(*inputs), True
 
-    def _repeated(self, value: Any, is_stack: bool) -> Any:
-        return value if is_stack else jnp.broadcast_to(value, (self._rows, *jnp.shape(value)))
-
 
 Task = Generator[Any, Any, Any]  # yields a key, is sent its result; returns the task's result
 
@@ -254,12 +257,12 @@ def _sums(op: Op) -> Value | None:
     return value if is_sum and value.wide is not None else None
 
 
-def _sum_of_part(cell: Any, spot: Spot | None) -> Any:
+def _sum_of_part(cell: Any, part: Spot | None) -> Any:
     """Sum a part of each row of a cell to [S], by a mask, as the cell may be sharded."""
     axes = tuple(range(1, cell.ndim))
-    if spot is not None and spot.part is not None:
+    if part is not None and part.part is not None:
         place = jax.lax.broadcasted_iota(np.int32, cell.shape, 1)
-        inside = (place >= spot.part[0]) & (place < spot.part[1])
+        inside = (place >= part.part[0]) & (place < part.part[1])
         cell = jnp.where(inside, cell, jnp.zeros_like(cell))
     return cell.sum(axes)
 

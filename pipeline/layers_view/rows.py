@@ -22,34 +22,28 @@ from collectives.compat import loop_sizes
 from pipeline.core.autodiff.jaxpr.evaluate import follow
 from pipeline.core.autodiff.jaxpr.primitives import callee, traits
 from pipeline.core.model.overlay import Spot
+from pipeline.layers_view.view import LeafPlace
 
 _UNROLLED = 64  # the longest loop over several layers that is unrolled
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LeafRow:
-    """An input that is a row of a stack.
+    """An input that is a layer's leaf, in a row of an array [S, ...].
 
     Attributes:
-      stack: the index of the stack; rows of one stack have one type.
-      row: the index of the row.
+      array: the array.
+      place: the place of the leaf. Leaves of one array whose places differ only in the row are
+        rows of one stack.
     """
 
-    stack: int
-    row: int
+    array: Any
+    place: LeafPlace
 
-
-@dataclass(frozen=True)
-class Cut:
-    """The origin of a stack whose rows are parts of the rows of a larger array.
-
-    Attributes:
-      cell: [S, ...] the larger array.
-      spot: the place of the part in each row of the larger array.
-    """
-
-    cell: Any
-    spot: Spot
+    @property
+    def type(self) -> Any:
+        """The type of the leaf."""
+        return jax.ShapeDtypeStruct(self.place.shape, self.array.dtype)
 
 
 @dataclass(eq=False)
@@ -67,7 +61,7 @@ class Value:
       is_constant: whether the value is a constant.
       wide: if the value is computed elementwise from parts of cells, the result of the equal
         program on the whole cells.
-      spot: the part of ``wide`` that the value is.
+      part: the part of each row of ``wide`` that the value is.
     """
 
     aval: Any
@@ -78,7 +72,7 @@ class Value:
     array: Any = None
     is_constant: bool = False
     wide: Wide | None = None
-    spot: Spot | None = None
+    part: Spot | None = None
 
     @property
     def is_number(self) -> bool:
@@ -128,12 +122,12 @@ class Template:
     Attributes:
       op: the equation of one row, as an example for all; None for an input.
       row: the row of ``op``; -1 for an input.
-      stack: the index of the input stack; -1 for results of equations.
+      leaf: an input of one row, as an example for all; None for results of equations.
     """
 
     op: Op | None = None
     row: int = -1
-    stack: int = -1
+    leaf: Any = None
 
 
 @dataclass(eq=False)
@@ -157,15 +151,13 @@ class Program:
     Args:
       closed: the program, a closed jaxpr.
       inputs: for each input of the program a `LeafRow`, or an array.
-      cuts: for each stack its origin, if it is a part of a larger array; else None.
 
     Attributes:
       outputs: the program's results.
       effects: the equations that have effects.
     """
 
-    def __init__(self, closed: Any, inputs: Sequence[Any], cuts: Sequence[Cut | None]) -> None:
-        self._cuts = cuts
+    def __init__(self, closed: Any, inputs: Sequence[Any]) -> None:
         self._wides: dict[Any, Wide] = {}
         self._constants: dict[Any, Value] = {}
         self._values: dict[Any, list[Value]] = {}
@@ -178,11 +170,11 @@ class Program:
     def _input(self, aval: Any, source: Any) -> Value:
         if not isinstance(source, LeafRow):
             return Value(aval, array=source)
-        template = self._templates.setdefault(source.stack, Template(stack=source.stack))
-        value, cut = Value(aval, row=source.row, template=template), self._cuts[source.stack]
-        if cut is not None:
-            value.spot = cut.spot
-            value.wide = self._wides.setdefault(id(cut.cell), Wide(cut.cell))
+        array, place = source.array, source.place
+        template = self._templates.setdefault((id(array), place.part), Template(leaf=source))
+        value = Value(aval, row=place.row, template=template, part=place.part)
+        if place.part is not None:
+            value.wide = self._wides.setdefault(id(array), Wide(array))
         return value
 
     def _constant(self, aval: Any, array: Any) -> Value:
@@ -230,15 +222,15 @@ class Program:
 
     def _widen(self, value: Value, op: Op) -> None:
         """Check whether a value is computed elementwise from equally placed parts of cells."""
-        spots = {v.spot for v in op.operands if v.wide is not None}
-        if not traits(op.eqn).elementwise or len(spots) != 1:
+        places = {v.part for v in op.operands if v.wide is not None}
+        if not traits(op.eqn).elementwise or len(places) != 1:
             return
         parts = tuple(v.wide or v.repeats or v for v in op.operands)
         if any(isinstance(v, Value) and not (v.is_number and v.row is None) for v in parts):
             return
         key = op.eqn.primitive, _static(op.eqn.params), *parts
         value.wide = self._wides.setdefault(key, Wide(None, op.eqn, parts))
-        value.spot = spots.pop()
+        value.part = places.pop()
 
     def _both(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         """Run all branches of a conditional that reads several layers, and select the results."""

@@ -1,4 +1,4 @@
-"""An optimizer's state over layers, stored in stacks like the pipeline's parameters.
+"""An optimizer's state over layers, stored in arrays like the pipeline's parameters.
 
 An optimizer for a tree of layers keeps trees of layers: moments, factors of moments, or norms for
 each leaf. For each ``{"stages": ..., "embed": ..., "head": ...}`` in its state, the pipeline's
@@ -13,9 +13,8 @@ If only some layers have a leaf (a rule for some layers), the rows of the other 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,64 +26,63 @@ from collectives import STAGE
 from pipeline.base.tree import Tree
 from pipeline.core.placement.placement import Spread
 from pipeline.layers_view.reroll import Rerolled
-from pipeline.layers_view.rows import Cut, LeafRow
-from pipeline.layers_view.view import End, LayerView, Name, Path, Slot, Stack, value_at
+from pipeline.layers_view.rows import LeafRow
+from pipeline.layers_view.view import (
+    LayersArray,
+    LayerView,
+    LeafPlace,
+    Path,
+    by_path,
+    key_name,
+    value_at,
+)
 
-Add = Callable[[Any, Cut | None], int]  # from a stack to its index among a program's stacks
 Lay = Callable[[Any, PartitionSpec, Path], Any]  # shards an array, given its path in the state
+_EVERYWHERE = Spread(PartitionSpec(), PartitionSpec())
+_BY_RANK = Spread(PartitionSpec(STAGE), PartitionSpec(STAGE))
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A tree of layers in an optimizer's state.
+def read_layers(view: LayerView, stored: Tree, lay: Lay | None = None) -> Tree:
+    """Make a tree of layers from stored arrays: of `LeafRow`, and of arrays of embed and head.
 
-    Attributes:
-      treedef: the structure of the tree.
-      stacks: the stacks that store its stages.
-      rows: [stack][slot] a map from each rank to the index of the tree's leaf in that rank's row.
-      ends: for each leaf of embed and head its index in the tree, and the array that stores it.
+    Args:
+      view: the places of the layers.
+      stored: the arrays, by path.
+      lay: a function with which each array is first sharded like its gradient, if given.
     """
+    arrays = {path: value_at(stored, path) for path in view.arrays}
+    if lay is not None:
+        specs = {path: array.spread.gradient for path, array in view.arrays.items()}
+        arrays = {path: lay(array, specs[path], path) for path, array in arrays.items()}
 
-    treedef: Any
-    stacks: tuple[Stack, ...]
-    rows: tuple[tuple[dict[int, int], ...], ...]
-    ends: tuple[tuple[int, End], ...]
+    def leaf(place: LeafPlace) -> Any:
+        array = arrays[place.path]
+        return place.read(array) if place.row is None else LeafRow(array, place)
 
-    def read(self, stored: Tree, add: Add) -> Tree:
-        """Make the tree of layers: its leaves are rows, and arrays of embed and head."""
-        leaves: list[Any] = [None] * self.treedef.num_leaves
-        for stack, rows in zip(self.stacks, self.rows, strict=True):
-            array = value_at(stored, stack.path)
-            for entry, of_rank in zip(stack.inputs(array), rows, strict=True):
-                index = add(*entry)
-                for rank, n in of_rank.items():
-                    leaves[n] = LeafRow(index, rank)
-        for n, end in self.ends:
-            leaves[n] = end.cut(value_at(stored, end.path))
-        return jax.tree.unflatten(self.treedef, leaves)
+    return jax.tree.map(leaf, view.tree)
 
-    def write(self, tree: Tree, program: Rerolled, ranks: int, lay: Lay) -> Tree:
-        """Write the stored tree from a program's results."""
-        leaves, treedef = jax.tree.flatten(tree)
-        if treedef != self.treedef:
-            raise ValueError(
-                f"an update changed the structure of the optimizer's state from {self.treedef} to "
-                f"{treedef}; a transformation keeps what its init() made, as under jax.jit"
-            )
-        arrays = {}
-        for stack, rows in zip(self.stacks, self.rows, strict=True):
-            results = [{rank: leaves[n] for rank, n in of.items()} for of in rows]
-            array = stack.collect(program, results, ranks)
-            arrays[stack.path] = lay(array, stack.spread.gradient, stack.path)
-        for n, end in self.ends:
-            array = end.fill(program.value(leaves[n]))
-            arrays[end.path] = lay(array, end.spread.gradient, end.path)
-        return nnx.State(unflatten_mapping(arrays))
 
-    def specs(self) -> dict[Path, PartitionSpec]:
-        """Return the spec of each array, by path."""
-        places: list[Stack | End] = [*self.stacks, *(end for _, end in self.ends)]
-        return {place.path: place.spread.gradient for place in places}
+def write_layers(
+    view: LayerView, tree: Tree, program: Rerolled, lay: Callable[[Any, LayersArray], Any]
+) -> dict[Path, Any]:
+    """Make the arrays of a tree of layers, whose leaves are results of a program.
+
+    Args:
+      view: the places of the layers.
+      tree: the results, in the structure of the view's tree.
+      program: the program.
+      lay: a function that shards an array.
+    """
+    result_of = dict(zip(view.places.values(), jax.tree.leaves(tree), strict=True))
+    arrays = {}
+    for path, array in view.arrays.items():
+        results = [(place, result_of[place]) for place in view.by_array[path].values()]
+        place, result = results[0]
+        if place.row is None:
+            arrays[path] = lay(place.write(array, program.value(result)), array)
+        else:
+            arrays[path] = lay(program.array(results, array.shape), array)
+    return arrays
 
 
 @dataclass(frozen=True)
@@ -93,37 +91,53 @@ class StatePlan:
 
     Attributes:
       treedef: the structure of the state, in which a tree of layers is one leaf.
-      parts: for each leaf the storage of its tree of layers; None for a single array.
-      ranks: S.
+      views: for each leaf, by path, the view of its tree of layers; None for a single array.
     """
 
     treedef: Any
-    parts: tuple[_Part | None, ...]
-    ranks: int
+    views: Mapping[Path, LayerView | None]
 
-    def read(self, stored: Tree, add: Add) -> Tree:
+    def read(self, stored: Tree) -> Tree:
         """Make the optimizer's state over layers, of rows and arrays.
 
         Raises:
           ValueError: the stored state is another optimizer's state.
         """
-        items = self.treedef.flatten_up_to(stored)
-        trees = [
-            item if part is None else part.read(item, add)
-            for part, item in zip(self.parts, items, strict=True)
-        ]
+        pairs = zip(self.views.values(), self.treedef.flatten_up_to(stored), strict=True)
+        trees = [item if view is None else read_layers(view, item) for view, item in pairs]
         return jax.tree.unflatten(self.treedef, trees)
 
     def write(self, tree: Tree, program: Rerolled, lay: Lay) -> Tree:
         """Write the stored state from a program's results."""
-        items = self.treedef.flatten_up_to(tree)
-        trees = [
-            lay(program.value(item), PartitionSpec(), ())
-            if part is None
-            else part.write(item, program, self.ranks, lay)
-            for part, item in zip(self.parts, items, strict=True)
-        ]
+
+        def lay_array(value: Any, array: LayersArray) -> Any:
+            return lay(value, array.spread.gradient, array.path)
+
+        trees = []
+        pairs = zip(self.views.values(), self.treedef.flatten_up_to(tree), strict=True)
+        for view, item in pairs:
+            if view is None:
+                trees.append(lay(program.value(item), PartitionSpec(), ()))
+                continue
+            found: Any = jax.tree.structure(item)
+            planned: Any = jax.tree.structure(view.tree)
+            if found != planned:
+                raise ValueError(
+                    f"an update changed the structure of the optimizer's state from {planned} to "
+                    f"{found}; a transformation keeps what its init() made, as under jax.jit"
+                )
+            arrays = write_layers(view, item, program, lay_array)
+            trees.append(nnx.State(unflatten_mapping(arrays)))
         return jax.tree.unflatten(self.treedef, trees)
+
+    @property
+    def arrays(self) -> dict[Path, LayersArray]:
+        """The arrays of layers, by their paths in the state."""
+        return {
+            (*prefix, *path): array
+            for prefix, view in self.views.items()
+            for path, array in (view.arrays.items() if view else ())
+        }
 
     def labelled(self, stored: Tree, variables: Mapping[Path, Any]) -> Tree:
         """Make variables for stored arrays, with the metadata of the parameters.
@@ -131,40 +145,20 @@ class StatePlan:
         For an array with another shape than its parameter, the metadata names ``stage`` if the
         array is sharded over ``stage``.
         """
+        arrays = self.arrays
 
-        def label(specs: Mapping[Path, PartitionSpec], path: Any, leaf: Any) -> Any:
-            names = tuple(map(key_name, path))
-            variable = variables.get(names)
+        def label(keys: Any, leaf: Any) -> Any:
+            array = arrays.get(tuple(map(key_name, keys)))
+            if array is None:
+                return leaf
+            variable, spec = variables.get(array.path), array.spread.gradient
             if variable is not None and variable.shape == leaf.shape:
                 return variable.replace(leaf)
-            if not any(specs[names]):
+            if not any(spec):
                 return leaf
-            return nnx.Variable(leaf, out_sharding=tuple(specs[names]), eager_sharding=False)
+            return nnx.Variable(leaf, out_sharding=tuple(spec), eager_sharding=False)
 
-        items = self.treedef.flatten_up_to(stored)
-        trees = [
-            item
-            if part is None
-            else jax.tree_util.tree_map_with_path(functools.partial(label, part.specs()), item)
-            for part, item in zip(self.parts, items, strict=True)
-        ]
-        return jax.tree.unflatten(self.treedef, trees)
-
-    def layered(self) -> Tree:
-        """Replace each stored array by a flag: True for an array of a tree of layers."""
-        flags: list[Any] = [
-            part is not None and nnx.State(unflatten_mapping(dict.fromkeys(part.specs(), True)))
-            for part in self.parts
-        ]
-        return jax.tree.unflatten(self.treedef, flags)
-
-    def specs(self) -> Tree:
-        """Replace each stored array by its spec."""
-        results = [
-            PartitionSpec() if part is None else nnx.State(unflatten_mapping(part.specs()))
-            for part in self.parts
-        ]
-        return jax.tree.unflatten(self.treedef, results)
+        return jax.tree_util.tree_map_with_path(label, stored)
 
 
 def plan_state(view: LayerView, types: Tree) -> StatePlan:
@@ -180,70 +174,39 @@ def plan_state(view: LayerView, types: Tree) -> StatePlan:
         is_tree = isinstance(node, dict) and node.keys() == view.tree.keys()
         return is_tree and isinstance(node["stages"], list) and len(node["stages"]) == num_stages
 
-    items, treedef = jax.tree.flatten(types, is_leaf=is_layers)
-    parts = tuple(_part(view, item) if is_layers(item) else None for item in items)
-    return StatePlan(treedef, parts, view.ranks)
+    items, treedef = by_path(types, is_layers)
+    views = {path: _state_view(view, x) if is_layers(x) else None for path, x in items.items()}
+    return StatePlan(treedef, views)
 
 
-def _part(view: LayerView, tree: Tree) -> _Part:
-    """Plan the storage of a tree of layers."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    stages: dict[Name, tuple[int, Any]] = {}
-    ends = []
-    end_of = {end.path: end for end in view.ends}
-    for n, (keys, leaf) in enumerate(leaves):
-        first, *rest = map(key_name, keys)
-        path = tuple(rest)
-        if first == "stages":
-            stages[path[0], path[1:]] = n, leaf
-            continue
-        end = end_of.get((first, *path))
-        if end is None or end.shape != leaf.shape:
-            end = End((first, *path), leaf.shape, leaf.shape, _EVERYWHERE)
-        ends.append((n, replace(end, path=("ends", *end.path))))
-    stacks: list[Stack] = []
-    rows: list[tuple[dict[int, int], ...]] = []
-    for stack in view.stacks:
-        parts = [
-            {
-                rank: name
-                for rank, name in slot.names
-                if name in stages and stages[name][1].shape == slot.shape
-            }
-            for slot in stack.slots
-        ]
-        names = [name for part in parts for name in part.values()]
-        if len({stages[name][1].dtype for name in names}) == 1:
-            stacks.append(stack)
-            rows.append(tuple({r: stages[name][0] for r, name in part.items()} for part in parts))
-            for name in names:
-                del stages[name]
-    groups: dict[Any, dict[int, int]] = {}
-    for (k, path), (n, leaf) in stages.items():
-        rank, chunk = view.places[k]
-        groups.setdefault((chunk, path, leaf.shape, leaf.dtype), {})[rank] = n
-    for (chunk, name, shape, _), of_rank in groups.items():
-        stored: Path = ("chunks", chunk, *name)
-        if any(_clash(stored, other.path) for other in stacks):
-            stored = ("more", len(stacks), *stored)
-        slot = Slot(None, shape, ())
-        stacks.append(Stack(stored, shape, (slot,), _BY_RANK))
-        rows.append((of_rank,))
-    return _Part(treedef, tuple(stacks), tuple(rows), tuple(ends))
+def _state_view(view: LayerView, tree: Tree) -> LayerView:
+    """Choose the places of a tree of layers: those of the parameters, where shapes are equal."""
+    leaves, treedef = by_path(tree)
+    dtypes: dict[Path, set[Any]] = {}
+    for name, own in view.places.items():
+        if name in leaves and leaves[name].shape == own.shape:
+            dtypes.setdefault(own.path, set()).add(leaves[name].dtype)
+    arrays = {path: x for path, x in view.arrays.items() if len(dtypes.get(path, ())) == 1}
+    places: list[LeafPlace] = []
+    paths: dict[Any, Path] = {}
+    for name, leaf in leaves.items():
+        place, row = view.places.get(name), None
+        if place is None or place.shape != leaf.shape or place.path not in arrays:
+            array = LayersArray(("ends", *name), leaf.shape, _EVERYWHERE)
+            if name[0] == "stages":
+                row, numbers = next(x for x in enumerate(view.stages_of) if name[1] in x[1])
+                chunk = list(numbers).index(name[1])
+                key = chunk, name[2:], leaf.shape, leaf.dtype
+                path = paths.setdefault(key, _free_path(("chunks", chunk, *name[2:]), arrays))
+                array = LayersArray(path, (len(view.stages_of), *leaf.shape), _BY_RANK)
+            arrays[array.path] = array
+            place = LeafPlace(array.path, leaf.shape, row)
+        places.append(place)
+    return LayerView(view.stages_of, arrays, jax.tree.unflatten(treedef, places))
 
 
-_EVERYWHERE = Spread(PartitionSpec(), PartitionSpec())
-_BY_RANK = Spread(PartitionSpec(STAGE), PartitionSpec(STAGE))
-
-
-def _clash(one: Path, other: Path) -> bool:
-    """Tell whether one path equals, or is a prefix of, the other."""
-    return one[: len(other)] == other[: len(one)]
-
-
-def key_name(key: Any) -> Any:
-    """Return the value of a key in a pytree's path: an index, a dictionary key or a field name."""
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return getattr(key, attribute)
-    return str(key)
+def _free_path(path: Path, arrays: Mapping[Path, Any]) -> Path:
+    """Return a path that equals no path of an array, and that is no prefix of one."""
+    taken = [other for other in arrays if other[0] != "ends"]
+    is_free = all(path[: len(other)] != other[: len(path)] for other in taken)
+    return path if is_free else ("more", len(taken), *path)

@@ -1,4 +1,4 @@
-"""Trees of layers, and the stacks in which a pipeline stores them.
+"""The layer view: trees of layers, whose leaves are places in a pipeline's arrays.
 
 Letters: S ranks, K stages, V = K // S chunks. A model without a pipeline is a tree of layers. The
 *layer view* is this tree, for every S, V and placement::
@@ -6,186 +6,117 @@ Letters: S ranks, K stages, V = K // S chunks. A model without a pipeline is a t
     {"stages": [K trees], "embed": tree, "head": tree}
 
 Stages are in layer order. Each tree is a dictionary by attribute, like `nnx.state` of the module. A
-pipeline stores the leaves of S layers in one array [S, ...], sharded over ``stage``, and leaves of
-stages that are not alike in cells (`pipeline.core.model.unlike`). Both are a `Stack` here. Code
+pipeline stores the leaves of S layers as rows of one array [S, ...], sharded over ``stage``, and
+leaves of stages that are not alike as parts of such rows (`pipeline.core.model.unlike`). Code
 outside of this package uses only the layer view, for labels, masks, an optimizer's rules and
 weights to load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.nnx.traversals import unflatten_mapping
 
 from collectives import STAGE
-from pipeline.base.tree import Tree
+from pipeline.base.tree import Tree, padded, zeros
 from pipeline.base.variables import filled, raw, type_text
 from pipeline.core.model.ends import find_tables
 from pipeline.core.model.overlay import Spot
 from pipeline.core.model.trained_state import find_state
 from pipeline.core.model.unlike import Overlaid
 from pipeline.core.placement.placement import Spread, spread_of
-from pipeline.layers_view.reroll import Rerolled
-from pipeline.layers_view.rows import Cut
 
 Path = tuple[Any, ...]
-Layers = dict[str, Any]  # "stages", "embed", "head"
-Name = tuple[int, Path]  # of a layer's leaf: its stage, and its path in the stage
 
 
 @dataclass(frozen=True)
-class Ref:
-    """A reference to a leaf of a stage's tree.
-
-    Attributes:
-      stack, slot: the index of the stack, and of the slot in the stack.
-      rank: the index of the row.
-    """
-
-    stack: int
-    slot: int
-    rank: int
-
-
-@dataclass(frozen=True)
-class EndRef:
-    """A reference to a leaf of embed or head, by its index."""
-
-    end: int
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A place in the rows of a stack, with one leaf of each rank or of some ranks.
-
-    Attributes:
-      spot: the part of a row; None for the whole row.
-      shape: the shape of a leaf.
-      names: pairs of a rank and the name of its leaf.
-    """
-
-    spot: Spot | None
-    shape: tuple[int, ...]
-    names: tuple[tuple[int, Name], ...]
-
-    def read(self, stack: Any) -> Any:
-        """Read [S, ...] the leaves of all ranks; a rank without a leaf has an arbitrary row."""
-        return stack if self.spot is None else jax.vmap(self.spot.read)(stack)
-
-    def fill(self, cell: Any, stack: Any) -> Any:
-        """Write leaves into the rows of all ranks of a cell [S, ...]; return the cell."""
-        return stack if self.spot is None else jax.vmap(self.spot.fill)(cell, stack)
-
-
-@dataclass(frozen=True)
-class Stack:
-    """One array of a pipeline's parameters, or of an optimizer's state, for S layers.
+class LeafPlace:
+    """The place of a layer's leaf in an array of a pipeline, or of an optimizer's state.
 
     Attributes:
       path: the path of the array.
-      row: the shape of a rank's part.
-      slots: the places of leaves in its rows.
-      spread: the sharding of the array, of its gradient, and of its state in an optimizer.
-    """
-
-    path: Path
-    row: tuple[int, ...]
-    slots: tuple[Slot, ...]
-    spread: Spread
-
-    def inputs(self, array: Any) -> list[tuple[Any, Cut | None]]:
-        """List for each slot its leaves [S, ...], and their origin."""
-        return [
-            (slot.read(array), None if slot.spot is None else Cut(array, slot.spot))
-            for slot in self.slots
-        ]
-
-    def collect(self, program: Rerolled, results: Sequence[Mapping[int, Any]], ranks: int) -> Any:
-        """Make the array from a program's results.
-
-        Args:
-          program: the program.
-          results: for each slot its results, by rank.
-          ranks: S.
-        """
-        if self.slots[0].spot is None:
-            return program.stack(tuple(results[0].get(rank) for rank in range(ranks)))
-        parts = [
-            (slot.spot, rank, value)
-            for slot, of_rank in zip(self.slots, results, strict=True)
-            for rank, value in of_rank.items()
-            if slot.spot is not None
-        ]
-        shape = ranks, *self.row
-        cell = program.cell(parts, shape)
-        if cell is not None:
-            return cell
-        cell = jnp.zeros(shape, parts[0][2].aval.dtype)
-        for slot, of_rank in zip(self.slots, results, strict=True):
-            stack = program.stack(tuple(of_rank.get(rank) for rank in range(ranks)))
-            is_present = np.isin(np.arange(ranks), list(of_rank))
-            mask = jax.lax.broadcast_in_dim(is_present, shape, (0,))
-            cell = jnp.where(mask, slot.fill(cell, stack), cell)
-        return cell
-
-
-@dataclass(frozen=True)
-class End:
-    """An array of embed or head.
-
-    Attributes:
-      path: the array's path in the layer view.
-      shape: the array's shape without padding.
-      stored: the stored shape: a table that all ranks share has rows of zeros after its last row.
-      spread: the array's sharding.
+      shape: the shape of the leaf.
+      row: the row of the array [S, ...] that has the leaf, which is the rank of its stage; None for
+        a leaf of embed or head, which is no row.
+      part: the part of the row, or of the array of embed or head, that the leaf fills; None if the
+        leaf is all of it.
     """
 
     path: Path
     shape: tuple[int, ...]
-    stored: tuple[int, ...]
+    row: int | None = None
+    part: Spot | None = None
+
+    def read(self, row: Any) -> Any:
+        """Read the leaf from its row, or the leaf's type from the row's type."""
+        if self.part is None:
+            return row
+        if isinstance(row, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(self.shape, row.dtype)
+        return self.part.read(row)
+
+    def write(self, row: Any, leaf: Any) -> Any:
+        """Write the leaf into its row, or into a type, which gives zeros; return the row.
+
+        For a leaf's type, return the row's type.
+        """
+        if self.part is None:
+            return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(row.shape, leaf.dtype)
+        if self.row is None:  # after the leaf, an array of embed or head has only zeros
+            return padded(leaf, row)
+        return self.part.fill(zeros(row) if isinstance(row, jax.ShapeDtypeStruct) else row, leaf)
+
+
+@dataclass(frozen=True)
+class LayersArray:
+    """An array of a pipeline, or of an optimizer's state, with leaves of layers.
+
+    Attributes:
+      path: the path of the array.
+      shape: its shape, [S, ...] for an array of stages.
+      spread: its sharding, and that of its gradient and of its state in an optimizer.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
     spread: Spread
-
-    def cut(self, array: Any) -> Any:
-        """Return the array without the padding rows."""
-        if self.stored == self.shape:
-            return array
-        if isinstance(array, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(self.shape, array.dtype)
-        return array[: self.shape[0]]
-
-    def fill(self, array: Any) -> Any:
-        """Return the array with the padding rows."""
-        if self.stored == self.shape:
-            return array
-        if isinstance(array, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(self.stored, array.dtype)
-        return jnp.pad(array, [(0, b - a) for a, b in zip(self.shape, self.stored, strict=True)])
 
 
 @dataclass(frozen=True)
 class LayerView:
-    """The places of all leaves of all layers.
+    """The places of all leaves of a tree of layers.
 
     Attributes:
-      ranks: S.
-      stacks: the arrays of the stages.
-      ends: the arrays of embed and head.
-      tree: the layers; leaves are `Ref` and `EndRef`.
-      places: [K] the rank and the chunk of each stage.
+      stages_of: [S] lists of the V stages on each rank.
+      arrays: the arrays of stages, then those of embed and head, by path.
+      tree: the layers; leaves are `LeafPlace`.
     """
 
-    ranks: int
-    stacks: tuple[Stack, ...]
-    ends: tuple[End, ...]
-    tree: Layers
-    places: tuple[tuple[int, int], ...]
+    stages_of: Sequence[Sequence[int]]
+    arrays: Mapping[Path, LayersArray]
+    tree: Any
+
+    @functools.cached_property
+    def places(self) -> dict[Path, LeafPlace]:
+        """The place of each leaf by its path in the tree, such as ``("stages", 3, "kernel")``."""
+        return by_path(self.tree)[0]
+
+    @functools.cached_property
+    def by_array(self) -> dict[Path, dict[Path, LeafPlace]]:
+        """The places of each array's leaves: `places`, grouped by the path of the array."""
+        groups: dict[Path, dict[Path, LeafPlace]] = {path: {} for path in self.arrays}
+        for name, place in self.places.items():
+            groups[place.path][name] = place
+        return groups
 
 
 def layer_view(pipe: Any, *, trained: bool = False, state: Any = False) -> LayerView:
@@ -197,116 +128,90 @@ def layer_view(pipe: Any, *, trained: bool = False, state: Any = False) -> Layer
       state: True to view the declared state in place of the parameters, or a filter to view the
         state that it finds.
     """
-    stages_of, masks = pipe.plan.stages_of, pipe.trained
-    wanted = (pipe.plan.state if state is True else state) if state else None
+    stages_of, masks, is_state = pipe.plan.stages_of, pipe.trained, bool(state)
+    wanted = (pipe.plan.state if state is True else state) if is_state else None
     declared = find_state(wanted, pipe.chunks, pipe.ends, stages_of)
-    state = bool(state)
-    stacks: list[Stack] = []
+    arrays: list[LayersArray] = []
+    stages: list[Any] = [None] * sum(map(len, stages_of))
     for v, chunk in enumerate(pipe.chunks):
-        numbers = [row[v] for row in stages_of]
-        flat = _arrays(_half(chunk, state=state))
-        of_rank = [masks.stages[k] if trained else None for k in numbers]
-        slots = _slots(chunk, numbers, flat, of_rank, declared.stages if state else None)
-        stacks += [
-            Stack(("chunks", v, *path), tuple(x.shape[1:]), here, spread_of(x, (STAGE,)))
-            for (path, x), here in zip(flat, slots, strict=True)
-            if here
-        ]
-    stages: list[dict[Path, Ref]] = [{} for _ in range(sum(map(len, stages_of)))]
-    for n, stack in enumerate(stacks):
-        for m, slot in enumerate(stack.slots):
-            for rank, (k, path) in slot.names:
-                stages[k][path] = Ref(n, m, rank)
-    if state:
-        variables = _arrays(_half(pipe.ends, state=True))
-        shapes = {path: tuple(x.shape) for path, x in variables if path in declared.ends}
-        spreads = {path: spread_of(x, ()) for path, x in variables}
-        ends = tuple(End(tuple(p), shape, shape, spreads[p]) for p, shape in shapes.items())
-    else:
-        ends = _ends(pipe, masks.ends if trained else None)
-    tree = {"embed": {}, "head": {}} | unflatten_mapping(
-        {e.path: EndRef(n) for n, e in enumerate(ends)}
-    )
-    places = {k: (rank, v) for rank, numbers in enumerate(stages_of) for v, k in enumerate(numbers)}
-    return LayerView(
-        len(stages_of),
-        tuple(stacks),
-        ends,
-        {"stages": [*map(unflatten_mapping, stages)]} | tree,
-        tuple(places[k] for k in range(len(places))),
-    )
+        flat = _arrays(("chunks", v), chunk, len(stages_of), is_state=is_state)
+        arrays += flat
+        for rank, numbers in enumerate(stages_of):
+            k = numbers[v]
+            places = stage_places(chunk, rank, [(x.path, x.shape) for x in flat], is_state=is_state)
+            if is_state:
+                places = [(path, place) for path, place in places if path in declared.stages[k]]
+            elif trained:
+                places = [*compress(places, masks.stages[k])]
+            stages[k] = unflatten_mapping(dict(places))
+    flat = _arrays(("ends",), pipe.ends, None, is_state=is_state)
+    tables = find_tables(nnx.state(pipe.ends, nnx.Param), pipe.ends, pipe.plan.shared)
+    words = {tables.embed: tables.embed_words, tables.head: tables.head_words}
+    words = {} if is_state else words
+    ends: dict[Path, LeafPlace] = {}
+    for n, array in enumerate(flat):
+        path, shape, part = array.path[1:], array.shape, None
+        if n in words and words[n] != shape[0]:
+            shape = words[n], *shape[1:]
+            part = Spot(0, (0, words[n]), shape)
+        if path in declared.ends if is_state else not trained or masks.ends[n]:
+            ends[path] = LeafPlace(array.path, shape, part=part)
+    tree = {"stages": stages, "embed": {}, "head": {}} | unflatten_mapping(ends)
+    used = {place.path for place in by_path(tree)[0].values()}
+    return LayerView(stages_of, {x.path: x for x in [*arrays, *flat] if x.path in used}, tree)
 
 
-def _half(module: nnx.Module, *, state: bool) -> Any:
-    """Return a module's parameters, or all its other state."""
-    parts: Any = nnx.split(module, nnx.Param, ...)
-    return parts[2 if state else 1]
+def _arrays(
+    prefix: Path, module: nnx.Module, ranks: int | None, *, is_state: bool
+) -> list[LayersArray]:
+    """List the arrays of a module's parameters, or of all its other state.
 
-
-def _arrays(state: Any) -> list[tuple[Path, Any]]:
-    """List the paths and variables of a state; each variable must hold one array.
+    Args:
+      prefix: the path of the module in the pipeline.
+      module: a chunk, or embed and head.
+      ranks: S for a chunk, else None. A chunk that was given another pipeline's state has other
+        rows.
+      is_state: whether to list all state that is no parameter.
 
     Raises:
       ValueError: a variable holds a tree of arrays.
     """
-    arrays = filled(state)
-    for path, variable in arrays:
+    halves: Any = nnx.split(module, nnx.Param, ...)
+    arrays = []
+    for path, variable in filled(halves[2 if is_state else 1]):
         if not hasattr(raw(variable), "shape"):
             raise ValueError(
                 f"{'.'.join(map(str, path))} is a {type_text(variable)}: the layer view has one "
                 f"array for each variable; give each array a variable of its own"
             )
+        shape = tuple(variable.shape) if ranks is None else (ranks, *variable.shape[1:])
+        spread = spread_of(variable, () if ranks is None else (STAGE,))
+        arrays.append(LayersArray((*prefix, *path), shape, spread))
     return arrays
 
 
-def _ends(pipe: Any, mask: Sequence[bool] | None) -> tuple[End, ...]:
-    """Return the arrays of embed and head that a mask selects; if the mask is None, all arrays."""
-    params = nnx.state(pipe.ends, nnx.Param)
-    tables = find_tables(params, pipe.ends, pipe.plan.shared)
-    words = {tables.embed: tables.embed_words, tables.head: tables.head_words}
-    ends = []
-    for n, (path, variable) in enumerate(_arrays(params)):
-        shape = tuple(variable.shape)
-        own_shape = (words[n], *shape[1:]) if n in words else shape
-        if mask is None or mask[n]:
-            ends.append(End(tuple(path), own_shape, shape, spread_of(variable, ())))
-    return tuple(ends)
-
-
-def _slots(
+def stage_places(
     chunk: nnx.Module,
-    numbers_of_stages: Sequence[int],
-    flat: Sequence[tuple[Path, Any]],
-    masks: Sequence[Sequence[bool] | None],
-    declared: Sequence[frozenset[Path]] | None = None,
-) -> list[tuple[Slot, ...]]:
-    """Map each array of a chunk to the layers' leaves in it.
+    rank: int,
+    arrays: Sequence[tuple[Path, tuple[int, ...]]],
+    *,
+    is_state: bool,
+) -> list[tuple[Path, LeafPlace]]:
+    """List the leaves of a rank's stage: their paths in the stage, and their places.
 
     Args:
-      chunk: the chunk.
-      numbers_of_stages: [S] the stage of each rank.
-      flat: paths and variables of the arrays.
-      masks: [S] the masks of the stages' leaves to include; None for all leaves.
-      declared: [K] the paths to include, if the view is of state; None for parameters.
+      chunk: the chunk of the stage.
+      rank: the rank.
+      arrays: paths (``("chunks", v, ...)``) and shapes of the chunk's arrays.
+      is_state: whether these are the arrays of all state that is no parameter.
     """
-    names_of: list[dict[Spot | None, list[tuple[int, Name]]]] = [{} for _ in flat]
-    for rank, (k, mask) in enumerate(zip(numbers_of_stages, masks, strict=True)):
-        spots: Sequence[Spot | None] = [None] * len(flat)
-        cells, paths = list(range(len(flat))), [tuple(path) for path, _ in flat]
-        if isinstance(chunk, Overlaid):
-            view = chunk.views[rank].params if declared is None else chunk.views[rank].rest
-            numbers: Any = jax.tree.unflatten(view.treedef, range(view.treedef.num_leaves))
-            leaves = filled(numbers)
-            spots = here = [view.spots[raw(number)] for _, number in leaves]
-            cells, paths = [spot.cell for spot in here], [tuple(path) for path, _ in leaves]
-        for n, (cell, spot, path) in enumerate(zip(cells, spots, paths, strict=True)):
-            counts = mask is None or mask[n]
-            if counts and (declared is None or path in declared[k]):
-                names_of[cell].setdefault(spot, []).append((rank, (k, path)))
-    shapes = [tuple(variable.shape[1:]) for _, variable in flat]
+    if not isinstance(chunk, Overlaid):
+        return [(path[2:], LeafPlace(path, shape[1:], rank)) for path, shape in arrays]
+    view = chunk.views[rank].rest if is_state else chunk.views[rank].params
     return [
-        tuple(Slot(s, shape if s is None else s.shape, tuple(names)) for s, names in cell.items())
-        for shape, cell in zip(shapes, names_of, strict=True)
+        (path, LeafPlace(arrays[spot.cell][0], spot.shape, rank, spot))
+        for path, spots in view.by_path(None).items()
+        for spot in spots
     ]
 
 
@@ -326,3 +231,19 @@ def value_at(tree: Tree, path: Path) -> Any:
             )
         node = raw(node[names[0]])
     return node
+
+
+def key_name(key: Any) -> Any:
+    """Return the value of a key in a pytree's path: an index, a dictionary key or a field name."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return str(key)
+
+
+def by_path(
+    tree: Tree, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[dict[Path, Any], Any]:
+    """Flatten a tree: return its leaves by path, and its structure."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
+    return {tuple(map(key_name, keys)): leaf for keys, leaf in flat}, treedef

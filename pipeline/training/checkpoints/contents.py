@@ -163,7 +163,7 @@ def _model_leaves(model: Any) -> Iterator[LayerLeaf]:
         parts |= {(name,): model[name] for name in SEVERAL[1:] if model.get(name) is not None}
         for prefix, module in parts.items():
             for leaf in plain_leaves(module):
-                yield LayerLeaf((*prefix, *leaf.path), leaf.cell, leaf.shape)
+                yield LayerLeaf((*prefix, *leaf.path), leaf.cell, leaf.place)
     else:
         raise ValueError(
             f"model is of type {type(model).__name__}; give a Pipeline, an nnx.Module, or a "
