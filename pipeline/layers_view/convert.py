@@ -75,8 +75,9 @@ def from_layers(pipe: Any, layers: dict[str, Any]) -> nnx.State[Any, Any]:
             ((place, leaf),) = leaves.items()
             if getattr(leaf, "shape", None) == place.shape:
                 sharding = NamedSharding(home, array.spread.stored)
-                whole = place.write(jax.ShapeDtypeStruct(array.shape, leaf.dtype), leaf)
-                leaf = _placed(whole, sharding)
+                whole = place.write(array, leaf)
+                is_type = isinstance(whole, jax.ShapeDtypeStruct)
+                leaf = whole.update(sharding=sharding) if is_type else distribute(whole, sharding)
         else:
             if path in foreign:
                 like = foreign[path]
@@ -172,14 +173,6 @@ def _joined(mesh: Any, array: LayersArray, leaves: Mapping[LeafPlace, Any]) -> A
     is_like = tuple(like.shape) == array.shape[1:]
     spec = array.spread.stored if is_like else PartitionSpec(STAGE)
     return stack_rows(rows, NamedSharding(mesh, spec))
-
-
-def _placed(array: Any, sharding: NamedSharding) -> Any:
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-    if isinstance(array, jax.core.Tracer):
-        return jax.lax.with_sharding_constraint(array, sharding)
-    return distribute(array, sharding)
 
 
 def _text(path: Path) -> str:

@@ -163,7 +163,8 @@ def _row_of(stack: jax.Array, rank: int) -> jax.Array:
     data = {shard.device: shard.data for shard in stack.addressable_shards}
     spec = NamedSharding(mesh, P(*tuple(sharding.spec)[1:]))
     shape = stack.shape[1:]
-    rows = [_reshaped(data[device], data[device].shape[1:]) for device in _devices(spec, shape)]
+    devices = spec.addressable_devices_indices_map(shape)
+    rows = [_reshaped(data[device], data[device].shape[1:]) for device in devices]
     return jax.make_array_from_single_device_arrays(shape, spec, rows)
 
 
@@ -173,12 +174,9 @@ def _with_row(stack: jax.Array, row: jax.Array) -> jax.Array:
     for shard in row.addressable_shards:
         place = SingleDeviceSharding(shard.device, memory_kind=stack.sharding.memory_kind)
         data[shard.device] = jax.device_put(_reshaped(shard.data, (1, *shard.data.shape)), place)
-    rows = [data[device] for device in _devices(stack.sharding, stack.shape)]
+    devices = stack.sharding.addressable_devices_indices_map(stack.shape)
+    rows = [data[device] for device in devices]
     return jax.make_array_from_single_device_arrays(stack.shape, stack.sharding, rows)
-
-
-def _devices(sharding: Any, shape: tuple[int, ...]) -> list[Any]:
-    return list(sharding.addressable_devices_indices_map(shape))
 
 
 def _reshaped(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:

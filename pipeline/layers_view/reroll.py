@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -34,21 +33,6 @@ from pipeline.layers_view.view import LeafPlace
 
 class MixedError(ValueError):
     """An error: a program needs weights of several layers on one rank."""
-
-
-@dataclass(frozen=True)
-class _Numbers:
-    """A request for one number of each row."""
-
-    template: Any
-    index: int
-
-
-@dataclass(frozen=True)
-class _Ops:
-    """Equal equations, one for each row; None for a row without a wanted result."""
-
-    of_rows: tuple[Op | None, ...]
 
 
 Pack = tuple[Value | None, ...]  # one value for each row; None for a row without a wanted value
@@ -82,11 +66,11 @@ class Rerolled:
         program = Program(closed, inputs)
         self.outputs = program.outputs
         for op in program.effects:
-            self._need(op)
+            self._need((self._run, op))
 
     def value(self, value: Value) -> Any:
         """Compute a result that belongs to no stack."""
-        return self._need(value)
+        return self._need((self._value, value))
 
     def array(self, results: Sequence[tuple[LeafPlace, Value]], shape: tuple[int, ...]) -> Any:
         """Compute an array [S, ...] from results, which are leaves of layers, and their places.
@@ -100,13 +84,14 @@ class Rerolled:
         if None in of_part:
             return self._stack(of_part[None])
         values = [value for _, value in results]
-        numbers, wides = {value.repeats for value in values}, {value.wide for value in values}
+        numbers: set[Any] = {value.repeats for value in values}
+        wides = {value.wide for value in values}
         dtype = values[0].aval.dtype
         if None not in numbers and len(numbers) == 1:
-            return jnp.full(shape, self._need(numbers.pop()), dtype)
+            return jnp.full(shape, self.value(numbers.pop()), dtype)
         is_here = all(v.row == place.row and v.part == place.part for place, v in results)
         if is_here and len(wides) == 1 and None not in wides:
-            return self._need(wides.pop())
+            return self._need((self._all_cells, wides.pop()))
         array = jnp.zeros(shape, dtype)
         for part, of_row in of_part.items():
             rows = jax.vmap(part.fill)(array, self._stack(of_row))
@@ -115,56 +100,48 @@ class Rerolled:
 
     def _stack(self, of_row: Mapping[int, Value]) -> Any:
         """Compute a stack [S, ...] from values of its rows; rows without a value are arbitrary."""
-        return self._repeated(*self._need(tuple(map(of_row.get, range(self._rows)))))
+        pack = tuple(map(of_row.get, range(self._rows)))
+        return self._repeated(*self._need((self._packed, pack)))
 
     def _repeated(self, value: Any, is_stack: bool) -> Any:
         return value if is_stack else jnp.broadcast_to(value, (self._rows, *jnp.shape(value)))
 
-    def _need(self, key: Any) -> Any:
-        """Run a task after its dependencies, without recursion."""
-        if key in self._results:
-            return self._results[key]
-        tasks = [(key, self._task(key))]
+    def _need(self, call: Call) -> Any:
+        """Call a method once, after the calls that it yields, without recursion."""
+        if call in self._results:
+            return self._results[call]
+        running = [(call, call[0](call[1]))]
         result: Any = None
-        while tasks:
-            key, task = tasks[-1]
+        while running:
+            call, task = running[-1]
             try:
                 wanted = task.send(result)
             except StopIteration as end:
-                result = self._results[key] = end.value
-                tasks.pop()
+                result = self._results[call] = end.value
+                running.pop()
                 continue
             result = self._results.get(wanted)
             if result is None:
-                tasks.append((wanted, self._task(wanted)))
+                method, argument = wanted
+                running.append((wanted, method(argument)))
         return result
-
-    def _task(self, key: Any) -> Task:
-        tasks: dict[Any, Callable[[Any], Task]] = {
-            Value: self._value,
-            Op: self._run,
-            Template: self._all_rows,
-            Wide: self._all_cells,
-            _Numbers: self._numbers,
-            _Ops: self._merged,
-        }
-        return tasks.get(type(key), self._packed)(key)
 
     def _value(self, value: Value) -> Task:
         """Compute a value on all devices."""
         if value.array is not None:
             return value.array
         if value.row is None or value.is_spread:
-            return (yield value.op)[value.index]
+            return (yield self._run, value.op)[value.index]
         if self._rows == 1:
-            return (yield value.template)[value.index][0]
+            return (yield self._all_rows, value.template)[value.index][0]
         if not value.is_number:
             raise _mixed(f"what has no layer of its own is {shape_text(value.aval)} of one")
-        return (yield _Numbers(value.template, value.index))[value.row]
+        return (yield self._numbers, (value.template, value.index))[value.row]
 
-    def _numbers(self, numbers: _Numbers) -> Task:
+    def _numbers(self, source: tuple[Template, int]) -> Task:
         """Compute one number of each row, on all devices."""
-        return self._replicate((yield numbers.template)[numbers.index])
+        template, index = source
+        return self._replicate((yield self._all_rows, template)[index])
 
     def _run(self, op: Op) -> Task:
         """Run an equation unchanged."""
@@ -174,7 +151,7 @@ class Rerolled:
                 raise _mixed(f"its {op.eqn.primitive.name} reads {_texts(op.operands)}")
         inputs = []
         for value in op.operands:
-            inputs.append((yield value))  # noqa: PERF401  a comprehension cannot be sent values
+            inputs.append((yield self._value, value))  # noqa: PERF401  a comprehension cannot be sent values
         return bind(op.eqn, *inputs)
 
     def _all_rows(self, template: Template) -> Task:
@@ -182,14 +159,16 @@ class Rerolled:
         if template.op is None:
             return [jax.vmap(template.leaf.place.read)(template.leaf.array)]
         if (number := _sums(template.op)) is not None:
-            cell = yield number.wide
+            cell = yield self._all_cells, number.wide
             return [_sum_of_part(cell, number.part)]
-        inputs, axes = [], []
+        inputs, axes = [], list[int | None]()
         for value in template.op.operands:
-            is_row = is_of(value, template.row)
-            source = yield value.template if is_row else value
-            inputs.append(source[value.index] if is_row else source)
-            axes.append(0 if is_row else None)
+            if is_of(value, template.row):
+                inputs.append((yield self._all_rows, value.template)[value.index])
+                axes.append(0)
+            else:
+                inputs.append((yield self._value, value))
+                axes.append(None)
         return jax.vmap(functools.partial(bind, template.op.eqn), tuple(axes))(*inputs)
 
     def _all_cells(self, wide: Wide) -> Task:
@@ -198,7 +177,8 @@ class Rerolled:
             return wide.cell
         inputs = []
         for part in wide.operands:
-            inputs.append((yield part))  # noqa: PERF401  a comprehension cannot be sent values
+            method = self._all_cells if isinstance(part, Wide) else self._value
+            inputs.append((yield method, part))
         shape = jnp.broadcast_shapes(*map(jnp.shape, inputs))
         inputs = [jnp.broadcast_to(x, shape) for x in inputs]
         return bind(wide.eqn, *inputs)[0]
@@ -208,30 +188,33 @@ class Rerolled:
         pairs = [(row, v) for row, v in enumerate(pack) if v is not None]
         _, first = pairs[0]
         if all(v is first for _, v in pairs) and (first.row is None or first.row != pairs[0][0]):
-            return (yield first), False
+            return (yield self._value, first), False
         is_own = [v.row == row for row, v in pairs]
         if all(is_own) and len({(v.template, v.index) for _, v in pairs}) == 1:
-            return (yield first.template)[first.index], True
+            return (yield self._all_rows, first.template)[first.index], True
         kinds = [_kind(row, v) for row, v in pairs]
         if first.op is not None and len(set(kinds)) == 1:
-            ops = _Ops(tuple(None if v is None else v.op for v in pack))
-            outs, is_stack = yield ops
+            ops = tuple(None if v is None else v.op for v in pack)
+            outs, is_stack = yield self._merged, ops
             return outs[first.index], is_stack
         chosen = None
         for kind in dict.fromkeys(kinds):
             rows = {row for (row, _), other in zip(pairs, kinds, strict=True) if other == kind}
             part = tuple(v if row in rows else None for row, v in enumerate(pack))
-            stack = self._repeated(*(yield part))
+            stack = self._repeated(*(yield self._packed, part))
             chosen = stack if chosen is None else _at_rows(rows, stack, chosen)
         return chosen, True
 
-    def _merged(self, merged: _Ops) -> Task:
-        """Run equal equations as one, over the rows of operands that differ between rows."""
-        ops = merged.of_rows
+    def _merged(self, ops: tuple[Op | None, ...]) -> Task:
+        """Run equal equations as one, over the rows of operands that differ between rows.
+
+        An equation is None for a row without a wanted result.
+        """
         first = next(op for op in ops if op is not None)
         inputs, axes = [], []
         for n in range(len(first.operands)):
-            value, is_stack = yield tuple(None if op is None else op.operands[n] for op in ops)
+            pack = tuple(None if op is None else op.operands[n] for op in ops)
+            value, is_stack = yield self._packed, pack
             inputs.append(value)
             axes.append(0 if is_stack else None)
         run = functools.partial(bind, first.eqn)
@@ -240,7 +223,8 @@ class Rerolled:
         return jax.vmap(run, tuple(axes))(*inputs), True
 
 
-Task = Generator[Any, Any, Any]  # yields a key, is sent its result; returns the task's result
+Call = tuple[Callable[[Any], Any], Any]  # a method that returns a `Task`, and its argument
+Task = Generator[Call, Any, Any]  # yields calls, is sent their results; returns its own result
 
 
 def _kind(row: int, value: Value) -> Any:

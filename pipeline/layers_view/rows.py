@@ -249,10 +249,13 @@ class Program:
         xs = operands[num_consts + num_carry :]
         stacks: list[Any] = [None] * length
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-            parts = [self._called(functools.partial(_part, i), x) for x in xs]
+            part = functools.partial(jax.lax.index_in_dim, index=i, keepdims=False)
+            parts = [self._called(part, x) for x in xs]
             results = self._inline(closed.jaxpr, closed.consts, [*consts, *carry, *parts])
             carry, stacks[i] = results[:num_carry], results[num_carry:]
-        return carry + [self._called(_stacked, *ys) for ys in zip(*stacks, strict=True)]
+        return carry + [
+            self._called(lambda *xs: jnp.stack(xs), *ys) for ys in zip(*stacks, strict=True)
+        ]
 
     def _called(self, function: Callable[..., Any], *values: Value) -> Value:
         types = [jax.ShapeDtypeStruct(*v.type) for v in values]
@@ -277,14 +280,6 @@ def _is_array(value: Value) -> bool:
 def is_of(value: Value, row: int | None) -> bool:
     """Tell whether a value is computed from the row with index ``row``."""
     return row is not None and value.row == row
-
-
-def _part(index: int, x: Any) -> Any:
-    return jax.lax.index_in_dim(x, index, keepdims=False)
-
-
-def _stacked(*parts: Any) -> Any:
-    return jnp.stack(parts)
 
 
 def _static(params: Any) -> Any:
