@@ -95,7 +95,6 @@ class LayerLeaf:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The leaf's shape."""
         return self.place.shape
 
     @property
@@ -122,10 +121,11 @@ class LayerLeaf:
         if row is not None and not value.sharding.is_fully_addressable:
             # One program at a time: many programs on all devices at once could block each other,
             # since virtual CPU devices share threads.
-            sent = _sent_row(_on_device(value), np.int32(row), part=part, out=out)
-            return jax.block_until_ready(sent)
+            return jax.block_until_ready(
+                _read(_on_device(value), np.int32(row), part=part, out=out)
+            )
         whole = value if row is None else _row_of(value, row)
-        return whole if part is None else _read(_on_device(whole), part=part, out=out)
+        return whole if part is None else _read(_on_device(whole), None, part=part, out=out)
 
     def write(self, leaf: jax.Array) -> None:
         """Write a leaf into its array."""
@@ -136,11 +136,11 @@ class LayerLeaf:
         elif value.sharding.is_fully_addressable:
             if part is not None:
                 whole = _row_of(value, row)
-                leaf = _written(whole, leaf, part=part, out=whole.sharding)
+                leaf = _written(whole, leaf, None, part=part, out=whole.sharding)
             self.cell.value = _with_row(value, leaf)
         else:
             value = _on_device(value)
-            value = _with_sent_row(value, leaf, np.int32(row), part=part, out=value.sharding)
+            value = _written(value, leaf, np.int32(row), part=part, out=value.sharding)
             self.cell.value = jax.block_until_ready(value)  # as in `read`
 
 
@@ -202,16 +202,6 @@ def _is_hosted(value: Any) -> bool:
     return getattr(getattr(value, "sharding", None), "memory_kind", None) == HOST_MEMORY
 
 
-@functools.partial(jax.jit, static_argnames=("part", "out"))
-def _read(row: Any, *, part: Spot, out: Any) -> jax.Array:
-    return jax.lax.with_sharding_constraint(part.read(row), out)
-
-
-@functools.partial(jax.jit, static_argnames=("part", "out"))
-def _written(row: Any, leaf: Any, *, part: Spot, out: Any) -> jax.Array:
-    return jax.lax.with_sharding_constraint(part.fill(row, leaf), out)
-
-
 @functools.partial(jax.jit, static_argnames=("shape", "out"))
 def _padded(table: Any, *, shape: tuple[int, ...], out: Any) -> jax.Array:
     whole = padded(table, jax.ShapeDtypeStruct(shape, table.dtype))
@@ -252,20 +242,27 @@ def _is_row(stack: jax.Array, rank: Any) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("part", "out"))
-def _sent_row(stack: Any, rank: Any, *, part: Spot | None, out: Any) -> jax.Array:
-    """Send one rank's leaf by a masked sum, because an index would gather all rows."""
-    masked = jnp.where(_is_row(stack, rank), _bits(stack), jnp.zeros((), _bits(stack).dtype))
-    row = _of_bits(masked.sum(axis=0, dtype=masked.dtype), stack.dtype)
-    return jax.lax.with_sharding_constraint(row if part is None else part.read(row), out)
+def _read(array: Any, rank: Any, *, part: Spot | None, out: Any) -> jax.Array:
+    """Read a leaf from its row, or from a rank's row of a stack.
+
+    A row of a stack is sent by a masked sum, because an index would gather all rows.
+    """
+    if rank is not None:
+        bits = _bits(array)
+        masked = jnp.where(_is_row(array, rank), bits, jnp.zeros((), bits.dtype))
+        array = _of_bits(masked.sum(axis=0, dtype=masked.dtype), array.dtype)
+    return jax.lax.with_sharding_constraint(array if part is None else part.read(array), out)
 
 
 @functools.partial(jax.jit, static_argnames=("part", "out"))
-def _with_sent_row(stack: Any, leaf: Any, rank: Any, *, part: Spot | None, out: Any) -> jax.Array:
-    """Write a leaf into a rank's row of a stack; return the stack."""
+def _written(array: Any, leaf: Any, rank: Any, *, part: Spot | None, out: Any) -> jax.Array:
+    """Write a leaf into its row, or into a rank's row of a stack; return the row or the stack."""
+    if part is not None and rank is None:
+        return jax.lax.with_sharding_constraint(part.fill(array, leaf), out)
     names = () if part is not None else tuple(out.spec)[1:]
     leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(out.mesh, P(*names)))
-    rows = leaf[None] if part is None else jax.vmap(part.fill, (0, None))(stack, leaf)
-    return jax.lax.with_sharding_constraint(jnp.where(_is_row(stack, rank), rows, stack), out)
+    rows = leaf[None] if part is None else jax.vmap(part.fill, (0, None))(array, leaf)
+    return jax.lax.with_sharding_constraint(jnp.where(_is_row(array, rank), rows, array), out)
 
 
 def replicated(value: Any, mesh: Any) -> jax.Array:

@@ -27,7 +27,7 @@ import numpy as np
 from pipeline.base.tree import shape_text
 from pipeline.core.autodiff.jaxpr.evaluate import bind
 from pipeline.core.model.overlay import Spot
-from pipeline.layers_view.rows import Op, Program, Template, Value, Wide, is_of
+from pipeline.layers_view.rows import LeafRow, Op, Program, Value, Wide, is_of
 from pipeline.layers_view.view import LeafPlace
 
 
@@ -138,13 +138,12 @@ class Rerolled:
             raise _mixed(f"what has no layer of its own is {shape_text(value.aval)} of one")
         return (yield self._numbers, (value.template, value.index))[value.row]
 
-    def _numbers(self, source: tuple[Template, int]) -> Task:
+    def _numbers(self, source: tuple[LeafRow | Op, int]) -> Task:
         """Compute one number of each row, on all devices."""
         template, index = source
         return self._replicate((yield self._all_rows, template)[index])
 
     def _run(self, op: Op) -> Task:
-        """Run an equation unchanged."""
         for value in op.operands:
             is_weight = value.row is not None and not (value.is_number or value.is_spread)
             if is_weight and self._rows > 1:
@@ -154,22 +153,22 @@ class Rerolled:
             inputs.append((yield self._value, value))  # noqa: PERF401  a comprehension cannot be sent values
         return bind(op.eqn, *inputs)
 
-    def _all_rows(self, template: Template) -> Task:
+    def _all_rows(self, template: LeafRow | Op) -> Task:
         """Compute [S, ...] an equation's results for all rows."""
-        if template.op is None:
-            return [jax.vmap(template.leaf.place.read)(template.leaf.array)]
-        if (number := _sums(template.op)) is not None:
+        if isinstance(template, LeafRow):
+            return [jax.vmap(template.place.read)(template.array)]
+        if (number := _sums(template)) is not None:
             cell = yield self._all_cells, number.wide
             return [_sum_of_part(cell, number.part)]
         inputs, axes = [], list[int | None]()
-        for value in template.op.operands:
+        for value in template.operands:
             if is_of(value, template.row):
                 inputs.append((yield self._all_rows, value.template)[value.index])
                 axes.append(0)
             else:
                 inputs.append((yield self._value, value))
                 axes.append(None)
-        return jax.vmap(functools.partial(bind, template.op.eqn), tuple(axes))(*inputs)
+        return jax.vmap(functools.partial(bind, template.eqn), tuple(axes))(*inputs)
 
     def _all_cells(self, wide: Wide) -> Task:
         """Compute [S, ...] an equation's results for whole cells."""

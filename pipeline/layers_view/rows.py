@@ -42,7 +42,6 @@ class LeafRow:
 
     @property
     def type(self) -> Any:
-        """The type of the leaf."""
         return jax.ShapeDtypeStruct(self.place.shape, self.array.dtype)
 
 
@@ -56,7 +55,8 @@ class Value:
       index: the value's index among the results of the equation.
       row: the row from which the value is computed; None if it is computed from several rows or
         none.
-      template: the stack of which the value is a row.
+      template: the stack of which the value is a row, by one of its rows: an input, or an equation,
+        whose results for all rows are stacks.
       array: the array of a constant, or of an input that is no row.
       is_constant: whether the value is a constant.
       wide: if the value is computed elementwise from parts of cells, the result of the equal
@@ -68,7 +68,7 @@ class Value:
     op: Op | None = None
     index: int = 0
     row: int | None = None
-    template: Template | None = None
+    template: LeafRow | Op | None = None
     array: Any = None
     is_constant: bool = False
     wide: Wide | None = None
@@ -76,7 +76,6 @@ class Value:
 
     @property
     def is_number(self) -> bool:
-        """True if the value is one number."""
         return math.prod(self.aval.shape) == 1
 
     @property
@@ -86,7 +85,6 @@ class Value:
 
     @property
     def is_spread(self) -> bool:
-        """True if the value is one number, repeated."""
         return self.repeats is not None
 
     @property
@@ -104,30 +102,23 @@ class Value:
 
 @dataclass(eq=False)
 class Op:
-    """An equation of the program: its operands, and a key shared by equal equations."""
+    """An equation of the program.
+
+    Attributes:
+      eqn: the equation.
+      key: a key shared by equal equations.
+      operands: its operands.
+      row: the row from which its results are computed, or None.
+    """
 
     eqn: Any
     key: Any
     operands: tuple[Value, ...]
+    row: int | None = None
     is_mixed: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_mixed = any(v.is_mixed or v.row is not None for v in self.operands)
-
-
-@dataclass(eq=False)
-class Template:
-    """A stack: an input, or the results of equal equations, one for each row.
-
-    Attributes:
-      op: the equation of one row, as an example for all; None for an input.
-      row: the row of ``op``; -1 for an input.
-      leaf: an input of one row, as an example for all; None for results of equations.
-    """
-
-    op: Op | None = None
-    row: int = -1
-    leaf: Any = None
 
 
 @dataclass(eq=False)
@@ -161,7 +152,7 @@ class Program:
         self._wides: dict[Any, Wide] = {}
         self._constants: dict[Any, Value] = {}
         self._values: dict[Any, list[Value]] = {}
-        self._templates: dict[Any, Template] = {}
+        self._templates: dict[Any, LeafRow | Op] = {}
         self.effects: list[Op] = []
         invars = closed.jaxpr.invars
         values = [self._input(var.aval, x) for var, x in zip(invars, inputs, strict=True)]
@@ -171,7 +162,7 @@ class Program:
         if not isinstance(source, LeafRow):
             return Value(aval, array=source)
         array, place = source.array, source.place
-        template = self._templates.setdefault((id(array), place.part), Template(leaf=source))
+        template = self._templates.setdefault((id(array), place.part), source)
         value = Value(aval, row=place.row, template=template, part=place.part)
         if place.part is not None:
             value.wide = self._wides.setdefault(id(array), Wide(array))
@@ -211,9 +202,8 @@ class Program:
         key = eqn.primitive, _static(eqn.params), tuple(v.type for v in operands)
         common = (*key, *((v.template, v.index) if is_of(v, row) else v for v in operands))
         if (common, row) not in self._values:
-            op, template = Op(eqn, key, operands), None
-            if row is not None:
-                template = self._templates.setdefault(common, Template(op, row))
+            op = Op(eqn, key, operands, row)
+            template = None if row is None else self._templates.setdefault(common, op)
             self._values[common, row] = [
                 Value(var.aval, op, n, row, template) for n, var in enumerate(eqn.outvars)
             ]
