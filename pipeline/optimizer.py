@@ -2,8 +2,8 @@
 
 An optimizer is written for layers: it uses a weight's norm, number of axes and name. A pipeline
 holds S layers in one array, which has another norm, number of axes and name. So an optimizer here
-receives the layer view (`pipeline.core.layers_view.view`), and its equal operations on S layers are
-run as one, on the ranks that hold the layers (`pipeline.core.layers_view.reroll`).
+receives the layer view (`pipeline.layers_view.view`), and its equal operations on S layers are
+run as one, on the ranks that hold the layers (`pipeline.layers_view.reroll`).
 
 Its state is sharded over ``stage`` like weights, and, for ZeRO-1 and FSDP, over ``data`` like
 gradients: each of D data shards keeps a D-th of the state, computes the update of this part, and
@@ -28,16 +28,24 @@ from jax.sharding import NamedSharding, PartitionSpec
 from collectives.compat import HOST_MEMORY, has_host_memory, on_device, put_on_host
 from pipeline.base.tree import Tree, is_abstract, is_key
 from pipeline.base.variables import metadata
-from pipeline.core.layers_view.by_mesh import ByMesh
-from pipeline.core.layers_view.layout import Layout, check_layout
-from pipeline.core.layers_view.reroll import Rerolled
-from pipeline.core.layers_view.rows import Cut, LeafRow
-from pipeline.core.layers_view.state import Lay, StatePlan, key_name, plan_state
-from pipeline.core.layers_view.view import EndRef, LayerView, Ref, layer_view, value_at
 from pipeline.core.model.trained_filters import Parts, trained_parts
 from pipeline.core.placement import meshes
 from pipeline.core.placement.distribute import distribute
-from pipeline.core.placement.placement import LAYERS
+from pipeline.core.placement.placement import LAYERS, Spread
+from pipeline.layers_view.by_mesh import ByMesh
+from pipeline.layers_view.layout import Layout, check_layout
+from pipeline.layers_view.reroll import Rerolled
+from pipeline.layers_view.rows import LeafRow
+from pipeline.layers_view.state import StatePlan, plan_state, read_layers, write_layers
+from pipeline.layers_view.view import (
+    LayersArray,
+    LeafPlace,
+    Path,
+    by_path,
+    key_name,
+    layer_view,
+    value_at,
+)
 from pipeline.pipeline import Pipeline
 
 
@@ -86,14 +94,16 @@ def make_optimizer(
         return optimizer
     optimizer = nnx.eval_shape(make, pipe)
     plan = sharded.plan(nnx.as_pure(nnx.state(pipe, wrt)))
-    places, layered = _by_path(plan.specs()), _by_path(plan.layered())
+    arrays = plan.arrays
 
     def typed(path: Any, leaf: Any) -> Any:
-        names = tuple(map(key_name, path))
-        place = NamedSharding(pipe.plan.home_at(names), places.get(names, PartitionSpec()))
-        if offload and layered.get(names, False):
-            place = place.with_memory_kind(HOST_MEMORY)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+        _, *names = map(key_name, path)  # "opt_state", and the path in the state
+        array = arrays.get(tuple(names))
+        spec = PartitionSpec() if array is None else array.spread.gradient
+        sharding = NamedSharding(pipe.plan.home_at(names), spec)
+        if offload and array is not None:
+            sharding = sharding.with_memory_kind(HOST_MEMORY)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     state = nnx.as_pure(nnx.state(optimizer))
     nnx.update(optimizer, jax.tree_util.tree_map_with_path(typed, state))
@@ -163,12 +173,6 @@ def _check_offload(offload: Any, pipe: Pipeline) -> None:
         )
 
 
-def _by_path(tree: Tree) -> dict[tuple[Any, ...], Any]:
-    """Return the leaves of a tree like an optimizer's state, by their paths in the optimizer."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {("opt_state", *map(key_name, path)): leaf for path, leaf in flat}
-
-
 class PipelineOptimizer(nnx.Optimizer[Pipeline]):
     """The optimizer of `make_optimizer`: an `nnx.Optimizer` that knows the layers of its state."""
 
@@ -219,10 +223,10 @@ class PipelineOptimizer(nnx.Optimizer[Pipeline]):
 
     def _put_away(self, model: Pipeline) -> None:
         """Put the state of layers into host memory."""
-        layered = _by_path(self.state_plan(model).layered())
+        arrays = self.state_plan(model).arrays
         for path, variable in nnx.to_flat_state(nnx.state(self)):
             value = variable.get_raw_value()
-            if layered.get(tuple(path), False) and not is_key(value):
+            if path[1:] in arrays and not is_key(value):
                 variable.set_raw_value(put_on_host(value))
 
     def state_plan(self, model: Pipeline) -> StatePlan:
@@ -263,13 +267,14 @@ class _Layered:
             )
         with meshes.entered(self._mesh, self._home):
             state = self._jitted[1](meshes.untyped(params, self._mesh))
-        state = self._with_types(state, lambda: self.plan(params).specs())
+        plan = self.plan(params)
+        state = self._with_types(state, lambda: plan.arrays)
         variables = {
             tuple(path): variable
             for path, variable in nnx.to_flat_state(nnx.State(params))
             if isinstance(variable, nnx.Variable)
         }
-        return self.plan(params).labelled(state, variables) if variables else state
+        return plan.labelled(state, variables) if variables else state
 
     def update(
         self, grads: Tree, state: Tree, params: Tree = None, **extra: Any
@@ -287,160 +292,98 @@ class _Layered:
             updates, state = self._jitted[0](*given)
         like = grads if params is None else params
         return (
-            self._with_types(updates, lambda: self._stored_specs(updates)),
-            self._with_types(state, lambda: self.plan(like).specs()),
+            self._with_types(updates, lambda: self._view.arrays, lambda spread: spread.stored),
+            self._with_types(state, lambda: self.plan(like).arrays),
         )
 
-    def _with_types(self, tree: Tree, specs: Callable[[], Tree]) -> Tree:
+    def _with_types(
+        self,
+        tree: Tree,
+        arrays: Callable[[], Mapping[Path, LayersArray]],
+        spec_of: Callable[[Spread], PartitionSpec] = lambda spread: spread.gradient,
+    ) -> Tree:
         """Give results the types of the pipeline's state, if the state has types."""
-        home = self._home
-        if not home.explicit_axes:
+        if not self._home.explicit_axes:
             return tree
-        return meshes.typed(tree, home, jax.tree.leaves(specs()))
-
-    def _stored_specs(self, updates: Tree) -> Tree:
-        """Return the specs of updates, which are the specs of the weights."""
-        view = self._view
-        specs = {stack.path: stack.spread.stored for stack in view.stacks}
-        specs |= {("ends", *end.path): end.spread.stored for end in view.ends}
-        return jax.tree_util.tree_map_with_path(lambda path, _: _at(specs, path), updates)
+        known = arrays()
+        found = [known.get(path, known.get(path[:-1])) for path in by_path(tree)[0]]
+        specs = [PartitionSpec() if array is None else spec_of(array.spread) for array in found]
+        return meshes.typed(tree, self._home, specs)
 
     def plan(self, params: Tree) -> StatePlan:
         """Plan the storage of the state for parameters of these types."""
-        view = self._view
 
-        def one(ref: Ref | EndRef) -> Any:
-            if isinstance(ref, Ref):
-                stack = view.stacks[ref.stack]
-                return value_at(params, stack.path).dtype, stack.slots[ref.slot].shape
-            end = view.ends[ref.end]
-            return value_at(params, ("ends", *end.path)).dtype, end.shape
+        def type_of(place: LeafPlace) -> Any:
+            return jax.ShapeDtypeStruct(place.shape, value_at(params, place.path).dtype)
 
-        types = jax.tree.map(lambda ref: jax.ShapeDtypeStruct(*reversed(one(ref))), view.tree)
+        types = jax.tree.map(type_of, self._view.tree)
         key = tuple(leaf.dtype for leaf in jax.tree.leaves(types))
         if key not in self._plans:
-            self._plans[key] = plan_state(view, jax.eval_shape(self._tx.init, types))
+            self._plans[key] = plan_state(self._view, jax.eval_shape(self._tx.init, types))
         return self._plans[key]
 
     def _init(self, params: Tree) -> Tree:
-        plan, inputs = self.plan(params), _LayerInputs(self._view)
-        program, state = self._run(self._tx.init, inputs, inputs.layers(params))
-        return plan.write(state, program, self._lay)
+        program, state = self._run(self._tx.init, read_layers(self._view, params))
+        return self.plan(params).write(state, program, self._lay)
 
     def _update(self, grads: Tree, state: Tree, params: Tree, extra: Any) -> tuple[Tree, Tree]:
         def update(grads: Tree, state: Tree, params: Tree, extra: Any) -> Any:
             return self._tx.update(grads, state, params, **extra)
 
-        plan, inputs = self.plan(grads if params is None else params), _LayerInputs(self._view)
+        view, plan = self._view, self.plan(grads if params is None else params)
         state = on_device(state)  # of arrays that a program is given, where they lie is part of it
         program, (updates, state) = self._run(
             update,
-            inputs,
-            inputs.layers(grads, self._lay),
-            plan.read(state, inputs.add),
-            None if params is None else inputs.layers(params),
+            read_layers(view, grads, self._lay),
+            plan.read(state),
+            None if params is None else read_layers(view, params),
             {
-                name: inputs.layers(value) if _is_like_parameters(value) else value
+                name: read_layers(view, value) if _is_like_parameters(value) else value
                 for name, value in extra.items()
             },
         )
         return self._stored(updates, program, grads), plan.write(state, program, self._lay)
 
-    def _run(self, function: Any, inputs: _LayerInputs, *args: Tree) -> tuple[Rerolled, Tree]:
+    def _run(self, function: Any, *args: Tree) -> tuple[Rerolled, Tree]:
         """Make a program that works on layers; return it and its results."""
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*inputs.types(args))
+        types = jax.tree.map(lambda x: x.type if isinstance(x, LeafRow) else jax.typeof(x), args)
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*types)
         program = Rerolled(
             closed,
             jax.tree.leaves(args),
-            inputs.stacks,
-            inputs.cuts,
-            self._view.ranks,
+            len(self._view.stages_of),
             lambda numbers: self._lay(numbers, PartitionSpec(), ()),
         )
         return program, jax.tree.unflatten(jax.tree.structure(shapes), program.outputs)
 
     def _stored(self, updates: Tree, program: Rerolled, like: Tree) -> Tree:
         """Return updates in the structure of the gradients, sharded like the weights."""
-        view, (leaves, treedef) = self._view, jax.tree.flatten(updates)
-        wanted: Any = jax.tree.structure(view.tree)
-        if treedef != wanted:
+        found: Any = jax.tree.structure(updates)
+        wanted: Any = jax.tree.structure(self._view.tree)
+        if found != wanted:
             raise ValueError(
-                f"the updates have the structure {treedef}, the gradients {wanted}; a "
+                f"the updates have the structure {found}, the gradients {wanted}; a "
                 f"transformation returns updates that can be added to the parameters"
             )
-        value = dict(zip(jax.tree.leaves(view.tree), leaves, strict=True))
-        found = {}
-        for n, stack in enumerate(view.stacks):
-            results = [
-                {rank: value[Ref(n, m, rank)] for rank, _ in slot.names}
-                for m, slot in enumerate(stack.slots)
-            ]
-            array = stack.collect(program, results, view.ranks)
-            found[stack.path] = self._lay(array, stack.spread.stored, stack.path)
-        for n, end in enumerate(view.ends):
-            array, path = end.fill(program.value(value[EndRef(n)])), ("ends", *end.path)
-            found[path] = self._lay(array, end.spread.stored, path)
 
-        return jax.tree_util.tree_map_with_path(lambda path, _: _at(found, path), like)
+        def lay(value: Any, array: LayersArray) -> Any:
+            return self._lay(value, array.spread.stored, array.path)
+
+        arrays = write_layers(self._view, updates, program, lay)
+
+        def updates_at(keys: Any, _: Any) -> Any:
+            names = tuple(map(key_name, keys))  # the value of a variable may have a key of its own
+            return arrays[names if names in arrays else names[:-1]]
+
+        return jax.tree_util.tree_map_with_path(updates_at, like)
 
     def _lay(self, array: Any, spec: PartitionSpec, path: Any) -> Any:
         sharding = NamedSharding(self._mesh_at(path), spec)
         return jax.lax.with_sharding_constraint(array, sharding)
 
 
-class _LayerInputs:
-    """The arrays that a program reads, collected from inputs that are rows of them."""
-
-    def __init__(self, view: LayerView) -> None:
-        self.view = view
-        self.stacks: list[Any] = []
-        self.cuts: list[Cut | None] = []
-
-    def add(self, stack: Any, cut: Cut | None) -> int:
-        """Return the index of a stacked array, which may be a part of a storage array."""
-        self.stacks.append(stack)
-        self.cuts.append(cut)
-        return len(self.stacks) - 1
-
-    def layers(self, tree: Tree, lay: Lay | None = None) -> Tree:
-        """Return layers of rows and arrays, first laid out like gradients if needed."""
-        view = self.view
-        indices = []
-        for stack in view.stacks:
-            array = value_at(tree, stack.path)
-            array = array if lay is None else lay(array, stack.spread.gradient, stack.path)
-            indices.append([self.add(*given) for given in stack.inputs(array)])
-
-        def one(ref: Ref | EndRef) -> Any:
-            if isinstance(ref, Ref):
-                return LeafRow(indices[ref.stack][ref.slot], ref.rank)
-            end = view.ends[ref.end]
-            path = ("ends", *end.path)
-            array = value_at(tree, path)
-            return end.cut(array if lay is None else lay(array, end.spread.gradient, path))
-
-        return jax.tree.map(one, view.tree)
-
-    def types(self, tree: Tree) -> Tree:
-        """Return the types of a program's inputs."""
-
-        def one(leaf: Any) -> Any:
-            if not isinstance(leaf, LeafRow):
-                return jax.typeof(leaf)
-            stack = self.stacks[leaf.stack]
-            return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
-
-        return jax.tree.map(one, tree)
-
-
 def _is_like_parameters(tree: Tree) -> bool:
     return isinstance(tree, Mapping) and bool(tree) and tree.keys() <= {"chunks", "ends"}
-
-
-def _at(found: Mapping[tuple[Any, ...], Any], path: Any) -> Any:
-    """Find the value for a leaf by its path; the value of a variable may have a key of its own."""
-    names = tuple(map(key_name, path))
-    return found[names if names in found else names[:-1]]
 
 
 def _leaving_frozen(

@@ -21,7 +21,6 @@ from pipeline.base.precision import check_dtype, keep_params_in
 from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
 from pipeline.base.warn import ModelWarning
-from pipeline.core.layers_view.layout import Layout, PipelineOrigin, check_layout, mark, types_of
 from pipeline.core.model.chunks import make_chunks, make_ends, variables_of
 from pipeline.core.model.ignored import ignoring
 from pipeline.core.model.loss import check_has_aux
@@ -44,6 +43,7 @@ from pipeline.core.placement.placement import Placement
 from pipeline.core.step import differentiable, runtime
 from pipeline.core.step.operands import Operands, check_arrays, device_limit, make_operands, types
 from pipeline.core.step.results import StateLeaves
+from pipeline.layers_view.layout import Layout, PipelineOrigin, check_layout, mark, types_of
 from pipeline.lint import Lint
 from pipeline.processes.replicas import check_replicas
 from schedules.core.arguments import need
@@ -155,7 +155,7 @@ class Pipeline(nnx.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _ARGUMENTS:
-            from pipeline.core.layers_view.replace import refusal
+            from pipeline.layers_view.replace import refusal
 
             raise AttributeError(refusal(name))
         super().__setattr__(name, value)
@@ -628,7 +628,7 @@ class Pipeline(nnx.Module):
           TypeError: ``stages``, or an unknown option.
           ValueError: as the constructor.
         """
-        from pipeline.core.layers_view.replace import check_changes, replaced
+        from pipeline.layers_view.replace import check_changes, replaced
 
         check_changes(options)
         return replaced(self, options, Pipeline.__init__)
@@ -682,7 +682,7 @@ class Pipeline(nnx.Module):
         Raises:
           ValueError: a tree of another shape.
         """
-        from pipeline.core.layers_view.convert import to_layers
+        from pipeline.layers_view.convert import to_layers
 
         with self._entered():
             layers = to_layers(self, meshes.untyped(tree, self.plan.mesh))
@@ -699,7 +699,7 @@ class Pipeline(nnx.Module):
         Raises:
           ValueError: other layers, or labels that differ between layers that share an array.
         """
-        from pipeline.core.layers_view.convert import from_layers
+        from pipeline.layers_view.convert import from_layers
 
         with self._entered():
             return from_layers(self, meshes.untyped(layers, self.plan.mesh))

@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.traversals import flatten_mapping
 
-from pipeline.facade import layer_view
 from pipeline.layers import ExpertState
+from pipeline.layers_view.view import layer_view
 from pipeline.pipeline import Pipeline
 
 LOAD, DROPPED = "load", "dropped"
@@ -49,11 +48,9 @@ def _of_layers(model: Any) -> Iterator[tuple[tuple[Any, ...], jax.Array]]:
         yield from ((path, leaf[...]) for path, leaf in state.items())
         return
     view = layer_view(model, state=ExpertState)
-    for k, stage in enumerate(view.tree["stages"]):
-        for path, ref in sorted(flatten_mapping(stage).items(), key=_in_order):
-            stack = view.stacks[ref.stack]
-            row, slot = state[stack.path][...][ref.rank], stack.slots[ref.slot]
-            yield (k, *path), row if slot.spot is None else slot.spot.read(row)
+    for path, place in sorted(view.places.items(), key=_in_order):
+        if path[0] == "stages":
+            yield path[1:], place.read(state[place.path][...][place.row])
 
 
 def _in_order(item: tuple[tuple[Any, ...], Any]) -> list[Any]:

@@ -36,7 +36,8 @@ from pipeline.base.precision import MOST, TINY
 from pipeline.base.tree import shape_text, times
 from pipeline.base.variables import Placeholder
 from pipeline.base.warn import warn
-from pipeline.facade import Attributes, ByMesh, Weighed, as_arrays
+from pipeline.facade import Attributes, Weighed, as_arrays
+from pipeline.layers_view.by_mesh import ByMesh
 from pipeline.pipeline import Pipeline
 from pipeline.training.compiling import Given as CompilerOptions
 from pipeline.training.compiling import resolve_compiler_options

@@ -26,7 +26,7 @@ DOCSTRINGS = "docstrings"
 ROOMS = (
     *("pipeline/core/step", "pipeline/core/programs", "pipeline/core/model"),
     *("pipeline/core/autodiff", "pipeline/core/options", "pipeline/core/placement"),
-    *("pipeline/core/layers_view", "pipeline/core", "pipeline/models", "pipeline/training"),
+    *("pipeline/layers_view", "pipeline/core", "pipeline/models", "pipeline/training"),
     *("pipeline/cli", "pipeline/processes", "pipeline/insight", "pipeline/lint"),
     *("pipeline/planner", "pipeline/splitting", "pipeline/base", "pipeline", "schedules"),
     "collectives",

@@ -24,12 +24,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
 from collectives import vary
 from collectives.compat import varying_in
 from pipeline.base.tree import Leaves, Tree, zeros
 from pipeline.core.autodiff.jaxpr.refs import read, write
 
+Path = tuple[Any, ...]
 Shape = tuple[int, ...]
 Column = tuple[tuple[Hashable, ...], Shape | None]  # the name and the trailing axes
 
@@ -72,7 +75,11 @@ class Spot:
 
     def read(self, cell: Any) -> Any:
         """Read the leaf from its cell."""
-        return cell if self.part is None else self.shaped(jax.lax.slice_in_dim(cell, *self.part))
+        if self.part is None:
+            return cell
+        if isinstance(cell, np.ndarray):  # stays in host memory
+            return self.shaped(cell[slice(*self.part)])
+        return self.shaped(jax.lax.slice_in_dim(cell, *self.part))
 
     def shaped(self, part: Any) -> Any:
         """Give a part of a flat cell the leaf's shape; a part of a column already has it."""
@@ -82,7 +89,7 @@ class Spot:
         """Write a leaf into its cell, and return the cell."""
         if self.part is None:
             return leaf
-        part = leaf if leaf.ndim == cell.ndim else leaf.reshape(-1)
+        part = leaf if leaf.ndim == cell.ndim else leaf.reshape(-1, *cell.shape[1:])
         if part.shape == cell.shape:
             return part
         return jax.lax.dynamic_update_slice_in_dim(cell, part, self.part[0], 0)
@@ -134,6 +141,13 @@ class View:
     def cells(self, count: int) -> Sequence[int]:
         """List the cells of the tree's leaves, which are some of ``count`` cells."""
         return range(count) if self.spots is None else [spot.cell for spot in self.spots]
+
+    def by_path(self, state: Tree) -> dict[Path, list[Spot]]:
+        """Map the path of each variable of the tree to the places of its arrays in ``state``."""
+        spots = self.places(jax.tree.leaves(state))
+        numbers = jax.tree.unflatten(self.structure(state), range(len(spots)))
+        flat = nnx.to_flat_state(numbers)
+        return {path: [spots[n] for n in jax.tree.leaves(of)] for path, of in flat}
 
     def structure(self, state: Tree) -> Any:
         """Return the structure of the tree, whose cells are the leaves of ``state``."""

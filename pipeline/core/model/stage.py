@@ -26,7 +26,7 @@ from pipeline.base.variables import kind_text, raw, with_arrays
 from pipeline.core.autodiff.jaxpr.evaluate import forwarded
 from pipeline.core.model.objects import Attributes, alike, digest
 from pipeline.core.model.randomness import with_streams_of
-from pipeline.core.model.unlike import Overlaid, Views
+from pipeline.core.model.unlike import Overlaid, Views, views_of
 from pipeline.core.placement.placement import as_before
 
 
@@ -255,13 +255,12 @@ def stage_positions(
     positions: dict[int, StagePosition] = {}
     for rank, stages in enumerate(stages_of):
         for v, k in enumerate(stages):
-            chunk, definition, views = chunks[v], definitions[v], Views()
+            chunk, definition = chunks[v], definitions[v]
             if isinstance(chunk, Overlaid):
                 definition, _, _ = define(chunk.stages[rank], definition.label)
-                views = chunk.views[rank]
             if state and state[k]:
                 definition = replace(definition, state=state[k])
-            positions[k] = StagePosition(definition, rank, v, views)
+            positions[k] = StagePosition(definition, rank, v, views_of(chunk, rank))
     return tuple(positions[k] for k in range(len(positions)))
 
 

@@ -8,7 +8,6 @@ equivalent filter for the pipeline's own state, whose arrays several stages shar
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,12 +17,12 @@ import numpy as np
 from flax import nnx
 
 from pipeline.base.masks import Mask
-from pipeline.base.tree import Tree, is_float
+from pipeline.base.tree import is_float
 from pipeline.base.variables import type_text
 from pipeline.core.model.overlay import Spot
 from pipeline.core.model.stage import define
 from pipeline.core.model.trained import Trained
-from pipeline.core.model.unlike import Overlaid
+from pipeline.core.model.unlike import views_of
 from pipeline.core.placement.paths import ModelPath
 from pipeline.core.placement.placement import as_before
 
@@ -54,9 +53,8 @@ def find_trained(
     unions = []
     for v, chunk in enumerate(chunks):
         union = [False] * len(_leaves(chunk))
-        view = view_of(chunk)
         for rank, numbers in enumerate(stages):
-            masks[numbers[v]] = asks.mask(("stages", numbers[v]), *view(rank))
+            masks[numbers[v]] = asks.mask(("stages", numbers[v]), *types_of_stage(chunk, rank))
             for spot, yes in zip(spots_of(chunk, rank), masks[numbers[v]], strict=True):
                 union[spot.cell] |= yes
         unions.append(tuple(union))
@@ -183,29 +181,16 @@ class _Asks:
         )
 
 
-def view_of(chunk: nnx.Module) -> Callable[[int], tuple[Flat, Flat]]:
-    """Make a function of a rank that returns the types of its stage by path: (params, other)."""
-    if isinstance(chunk, Overlaid):
-        return functools.partial(_overlaid, chunk)
-
-    def row(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-
-    params, rest = (
-        [(path, jax.tree.map(row, variable)) for path, variable in half]
-        for half in halves_of(chunk)
-    )
-    return lambda _: (params, rest)
-
-
-def _overlaid(chunk: Overlaid, rank: int) -> tuple[Flat, Flat]:
-    views, parts = chunk.views[rank], tuple(nnx.split(chunk, nnx.Param, ...))[1:]
-
-    def flat(view: Any, half: Tree) -> Flat:
-        rows = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(half)]
-        return nnx.to_flat_state(jax.eval_shape(view.tree, rows))
-
-    return flat(views.params, parts[0]), flat(views.rest, parts[1])
+def types_of_stage(chunk: nnx.Module, rank: int) -> tuple[Flat, Flat]:
+    """Return the types of a rank's stage by path: its `nnx.Param` state, and all other state."""
+    views, halves = views_of(chunk, rank), tuple(nnx.split(chunk, nnx.Param, ...))[1:]
+    types = [
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), as_before(half))
+        for half in halves
+    ]
+    params = jax.eval_shape(views.params.part_of, types[0])
+    rest = jax.eval_shape(views.rest.part_of, types[1])
+    return nnx.to_flat_state(params), nnx.to_flat_state(rest)
 
 
 def halves_of(module: nnx.Module) -> tuple[Flat, Flat]:
@@ -238,9 +223,8 @@ def _leaves(module: nnx.Module) -> list[Any]:
 
 def spots_of(chunk: nnx.Module, rank: int) -> Sequence[Spot]:
     """Find the place of each leaf of a rank's stage in its chunk's parameters."""
-    if isinstance(chunk, Overlaid):
-        return chunk.views[rank].params.spots
-    return [Spot(n, None, leaf.shape[1:]) for n, leaf in enumerate(_leaves(chunk))]
+    rows = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in _leaves(chunk)]
+    return views_of(chunk, rank).params.places(rows)
 
 
 # --- arrays that are trained in part ---

@@ -14,8 +14,9 @@ from flax import nnx
 
 from pipeline.base.variables import type_text
 from pipeline.core.model.model import Declared
-from pipeline.core.model.trained_filters import Flat, Path, Places, halves_of, view_of
-from pipeline.core.model.unlike import Overlaid
+from pipeline.core.model.overlay import View
+from pipeline.core.model.trained_filters import Flat, Path, Places, halves_of, types_of_stage
+from pipeline.core.model.unlike import Overlaid, views_of
 from pipeline.core.placement.paths import ModelPath
 from schedules.orders.schedule import Schedule
 
@@ -49,32 +50,29 @@ def find_state(
     paths_of: dict[int, frozenset[Path]] = {}
     cells = []
     for v, chunk in enumerate(chunks):
-        view, of_chunk = view_of(chunk), set()
+        parts: Any = nnx.split(chunk, nnx.Param, ...)
+        of_chunk = set()
         for rank, of_rank in enumerate(stages):
-            params, rest = view(rank)
             k = of_rank[v]
-            paths = _paths(state, predicate, ("stages", k), params, rest)
+            paths = _paths(state, predicate, ("stages", k), *types_of_stage(chunk, rank))
             paths_of[k] = frozenset(paths)
-            numbers = _leaf_numbers(rest)
-            spots = chunk.views[rank].rest.spots if isinstance(chunk, Overlaid) else None
-            for path in paths:
-                of_chunk |= {n if spots is None else spots[n].cell for n in numbers[path]}
+            spots = views_of(chunk, rank).rest.by_path(parts[2])
+            of_chunk |= {spot.cell for path in paths for spot in spots[path]}
         cells.append(tuple(sorted(of_chunk)))
         _check_alike(state, chunk, {of_rank[v]: paths_of[of_rank[v]] for of_rank in stages})
     params, rest = halves_of(ends)
     of_ends = _paths(state, predicate, (), params, rest)
-    numbers = _leaf_numbers(rest)
+    spots = View().by_path(nnx.from_flat_state(rest))
     declared = Declared(
         tuple(paths_of[k] for k in range(len(paths_of))),
         frozenset(of_ends),
         tuple(cells),
-        tuple(n for path in of_ends for n in numbers[path]),
+        tuple(spot.cell for path in of_ends for spot in spots[path]),
     )
     # A filter that finds nothing is a mistake, and the message lists what it could have found.
     if not declared.is_anything:
-        seen = [f"{type_text(variable)}" for _, variable in rest] + [
-            f"{type_text(variable)}" for chunk in chunks for _, variable in view_of(chunk)(0)[1]
-        ]
+        of_stages = (pair for chunk in chunks for pair in types_of_stage(chunk, 0)[1])
+        seen = [type_text(variable) for _, variable in (*rest, *of_stages)]
         has = f"it has {', '.join(dict.fromkeys(seen))}" if seen else "it has none"
         raise ValueError(
             f"state={state!r} finds no variable of the model that is not a parameter ({has}); "
@@ -122,15 +120,13 @@ def keep_state(
     for module, numbers, of_module in zip(modules, cells, values, strict=True):
         if not numbers:
             continue
-        of_leaf = dict(zip(numbers, of_module, strict=True))
         parts: Any = nnx.split(module, nnx.Param, ...)
-        n, changed = 0, []
-        for path, variable in nnx.to_flat_state(parts[2]):
-            leaves, treedef = jax.tree.flatten(variable)
-            now = [of_leaf.get(n + i, leaf) for i, leaf in enumerate(leaves)]
-            if any(n + i in of_leaf for i in range(len(leaves))):
-                changed.append((path, jax.tree.unflatten(treedef, now)))
-            n += len(leaves)
+        leaves, treedef = jax.tree.flatten(parts[2])
+        for n, value in zip(numbers, of_module, strict=True):
+            leaves[n] = value
+        spots = View().by_path(parts[2])
+        flat = nnx.to_flat_state(jax.tree.unflatten(treedef, leaves))
+        changed = [pair for pair in flat if any(spot.cell in numbers for spot in spots[pair[0]])]
         nnx.update(module, nnx.from_flat_state(changed))
 
 
@@ -170,16 +166,6 @@ def _paths(
                 )
             paths.append(path)
     return paths
-
-
-def _leaf_numbers(flat: Flat) -> dict[Path, list[int]]:
-    """Number the leaves of each variable of a state."""
-    numbers, n = {}, 0
-    for path, variable in flat:
-        count = len(jax.tree.leaves(variable))
-        numbers[path] = list(range(n, n + count))
-        n += count
-    return numbers
 
 
 def _check_alike(state: Any, chunk: nnx.Module, paths_of: dict[int, frozenset[Path]]) -> None:

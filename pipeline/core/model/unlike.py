@@ -122,6 +122,11 @@ class Overlaid(nnx.Module):
         return with_arrays(nnx.merge(graphdef, *parts))
 
 
+def views_of(chunk: nnx.Module, rank: int) -> Views:
+    """Return the places of a rank's stage in its chunk; whole rows if stages are alike."""
+    return chunk.views[rank] if isinstance(chunk, Overlaid) else Views()
+
+
 def _leaf(path: ModelPath, variable: Any, placement: Placement, why: str) -> Leaf:
     """Return a variable's keys: its path for a column, its type for a flat cell."""
     if not hasattr(raw(variable), "shape"):

@@ -43,7 +43,7 @@ Sharding = Callable[[Any, Any], Sequence[Any] | None]  # (path, variable) -> Nam
 _OWN = "own_sharding"  # metadata: the variable's sharding metadata before its placement
 # Metadata: axes over which the gradient is summed once a step.
 DEFERRED = "gradient_over"
-# Metadata: the order of layers in a pipeline's stacks (`pipeline.core.layers_view.layout`).
+# Metadata: the order of layers in a pipeline's stacks.
 LAYERS = "layers"
 _ZERO = "zero_over"  # metadata: row axes of ZeRO or FSDP, if they are not just `data`
 _REMEDIES = {

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from collectives import STAGE
 from pipeline.base.tree import Tree, signature
-from pipeline.core.layers_view.replace import ends_of
 from pipeline.core.model.stage import define, take_stage
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement import meshes
 from pipeline.core.step import runtime
 from pipeline.core.step.operands import Operands, make_operands
+from pipeline.layers_view.replace import ends_of
 from schedules import Program, Schedule, from_orders
 
 Runs = NDArray[np.bool_]  # [T, slots, S] which entries of a program's table run

@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec
 from collectives import STAGE, vary
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree, signature
-from pipeline.core.layers_view.replace import typed, with_weights_of
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement import meshes
@@ -31,6 +30,7 @@ from pipeline.core.step.calls.rank import Rank
 from pipeline.core.step.jitted import PerPlan
 from pipeline.core.step.operands import check_arrays, make_operands
 from pipeline.core.step.ranks import make_rank, run_on_ranks
+from pipeline.layers_view.replace import typed, with_weights_of
 from pipeline.models.decoding.caches import (
     make_decoder,
     may_have_caches,

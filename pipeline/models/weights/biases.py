@@ -1,7 +1,6 @@
 """Experts' state in checkpoints: biases of the router's choice, which are not parameters.
 
-A layer view contains either parameters or declared state. Here one tree contains both, and a leaf
-of state is a `StateRef`.
+A layer view contains either parameters or declared state. Here one tree contains both.
 """
 
 from __future__ import annotations
@@ -13,23 +12,11 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from pipeline.core.layers_view.view import LayerView, Ref, layer_view
+from pipeline.layers_view.view import LayerView, LeafPlace, layer_view
 from pipeline.models.layers.experts.state import ExpertState
-from pipeline.models.weights.names import leaves_of
 from pipeline.models.weights.tables.patterns import Range, Read
 
 BIAS, LOAD = "bias", "load"
-
-
-@dataclass(frozen=True)
-class StateRef:
-    """A leaf of state in a view of state.
-
-    Attributes:
-      ref: the place of the leaf.
-    """
-
-    ref: Ref
 
 
 @dataclass(frozen=True)
@@ -79,19 +66,17 @@ def with_biases(tree: Mapping[str, Any], view: LayerView | None) -> Mapping[str,
     return {**tree, "stages": stages}
 
 
-def constants(view: LayerView) -> dict[Ref, Constant]:
+def constants(view: LayerView) -> dict[LeafPlace, Constant]:
     """Make plans for state that no file holds.
 
     The state ``load``, each expert's part of all choices, starts as 1 / (number of experts). All
     other arrays start as zeros.
     """
-    found = {}
-    for stage in view.tree["stages"]:
-        for path, ref in leaves_of(stage):
-            shape = view.stacks[ref.stack].slots[ref.slot].shape
-            value = 1 / shape[0] if path[-1] == LOAD else 0.0
-            found[ref] = Constant(value, shape)
-    return found
+    return {
+        place: Constant(1 / place.shape[0] if path[-1] == LOAD else 0.0, place.shape)
+        for path, place in view.places.items()
+        if path[0] == "stages"
+    }
 
 
 def _merged(params: Mapping[Any, Any], state: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -101,5 +86,5 @@ def _merged(params: Mapping[Any, Any], state: Mapping[Any, Any]) -> dict[Any, An
             if held := _merged(params.get(name, {}), below):
                 found[name] = held
         elif name == BIAS:
-            found[name] = StateRef(below)
+            found[name] = below
     return found

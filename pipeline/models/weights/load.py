@@ -20,14 +20,14 @@ from jax.sharding import Mesh
 
 from collectives import STAGE
 from pipeline.base.agreed.vocabulary import CrossEntropy
-from pipeline.core.layers_view.layout import Mark
-from pipeline.core.layers_view.view import EndRef, LayerView, Ref, Slot, layer_view
 from pipeline.core.placement.distribute import distribute
+from pipeline.layers_view.layout import Mark
+from pipeline.layers_view.view import LayerView, LeafPlace, layer_view
 from pipeline.models.decoders.config import DecoderConfig, as_float, with_options
 from pipeline.models.decoders.decoder import build, next_token_loss
 from pipeline.models.decoders.multi_token import MultiTokenLoss
 from pipeline.models.layers.attending.order import WHOLE, Context
-from pipeline.models.weights.biases import Constant, StateRef, constants, state_view, with_biases
+from pipeline.models.weights.biases import Constant, constants, state_view, with_biases
 from pipeline.models.weights.checkpoint import Checkpoint, open_checkpoint
 from pipeline.models.weights.modules import fit_modules, spare_names
 from pipeline.models.weights.names import (
@@ -285,29 +285,19 @@ def _read(pipe: Pipeline, checkpoint: Checkpoint, family: Family) -> None:
     prefix = family.prefix_of(list(checkpoint.tensors))
     found = entries_of(with_biases(view.tree, state), family, checkpoint.config, prefix)
     entries = with_tied_head(found, checkpoint, family, prefix)
-    check_shapes(entries, lambda held: _shape(view, state, held))
+    check_shapes(entries)
     spare = spare_names(entries, checkpoint, family)
     if is_native(checkpoint):
         entries = native_entries(entries)
         check_tensors(entries, checkpoint, NATIVE, spare)
     else:
         check_tensors(entries, checkpoint, family, spare)
-    plans: dict[Any, Any] = {entry.held: entry.plan for entry in entries}
+    plans: dict[Any, Any] = {entry.place: entry.plan for entry in entries}
     _Reading(pipe, view, checkpoint, plans).run()
     if state is not None:
-        held = {one.ref: plan for one, plan in plans.items() if isinstance(one, StateRef)}
-        _Reading(pipe, state, checkpoint, {**constants(state), **held}).run()
+        _Reading(pipe, state, checkpoint, {**constants(state), **plans}).run()
     text = json.dumps(checkpoint.config, indent=2)
     pipe.loaded_from = LoadedFrom(family, text)
-
-
-def _shape(view: LayerView, state: LayerView | None, held: Any) -> tuple[int, ...]:
-    if isinstance(held, StateRef) and state is not None:
-        return _shape(state, None, held.ref)
-    if isinstance(held, EndRef):
-        return view.ends[held.end].shape
-    stack = view.stacks[held.stack]
-    return stack.slots[held.slot].shape
 
 
 @dataclass(frozen=True)
@@ -329,33 +319,32 @@ class _Reading:
     def run(self) -> None:
         """Fill all arrays."""
         variables = dict(nnx.to_flat_state(nnx.state(self.pipe)))
-        for n, stack in enumerate(self.view.stacks):
-            self._put(variables[stack.path], functools.partial(self._stack, n))
-        for n, end in enumerate(self.view.ends):
-            path = ("ends", *end.path)
-            self._put(variables[path], functools.partial(self._end, n))
+        for path, places in self.view.by_array.items():
+            variable, fill = variables[path], functools.partial(self._array, [*places.values()])
+            old = variable.get_raw_value()
+            variable.set_raw_value(made_of_parts(old.shape, old.dtype, old.sharding, fill))
         for variable in variables.values():
             value = variable.get_raw_value()
             if isinstance(variable, Mark) and isinstance(value, jax.ShapeDtypeStruct):
                 made = distribute(np.zeros(value.shape, value.dtype), value.sharding)
                 variable.set_raw_value(made)
 
-    def _put(self, variable: Any, fill: Callable[[np.ndarray, Ranges], None]) -> None:
-        old = variable.get_raw_value()
-        variable.set_raw_value(made_of_parts(old.shape, old.dtype, old.sharding, fill))
+    def _array(self, places: Sequence[LeafPlace], out: np.ndarray, at: Ranges) -> None:
+        """Read a device's part of an array."""
+        for place in places:
+            plan = self.plans.get(place)
+            if plan is None:
+                continue
+            if place.row is None:
+                self._leaf(plan, place, out, at)
+            elif at[0][0] <= place.row < at[0][1]:
+                self._leaf(plan, place, out[place.row - at[0][0]], at[1:])
 
-    def _stack(self, n: int, out: np.ndarray, at: Ranges) -> None:
-        """Read a device's part of [S, ...]."""
-        (first, last), rest = at[0], at[1:]
-        for m, slot in enumerate(self.view.stacks[n].slots):
-            for rank, _ in slot.names:
-                plan = self.plans.get(Ref(n, m, rank))
-                if first <= rank < last and plan is not None:
-                    self._slot(plan, slot, out[rank - first], rest)
-
-    def _slot(self, plan: TensorPlan | Constant, slot: Slot, out: np.ndarray, at: Ranges) -> None:
-        """Read a layer's leaf into a device's part of its row."""
-        part = None if slot.spot is None else slot.spot.part
+    def _leaf(
+        self, plan: TensorPlan | Constant, place: LeafPlace, out: np.ndarray, at: Ranges
+    ) -> None:
+        """Read a leaf into a device's part of its row; the rest of the row stays zero."""
+        part = None if place.part is None else place.part.part
         if part is None:
             self._fill(plan, at, out)
             return
@@ -363,21 +352,11 @@ class _Reading:
         if low >= high:
             return
         dest, inner = out[low - at[0][0] : high - at[0][0]], (low - part[0], high - part[0])
-        if len(slot.shape) == len(at):  # the cell is a column of leaves
+        if len(place.shape) == len(at):  # the leaf has a part of the row's first dim
             self._fill(plan, (inner, *at[1:]), dest)
         else:
             whole = plan.read(self._tensor, out.dtype)
             dest[...] = whole.reshape(-1)[slice(*inner)]
-
-    def _end(self, n: int, out: np.ndarray, at: Ranges) -> None:
-        """Read a device's part of a weight of embed or head; rows after the last word stay zero."""
-        end = self.view.ends[n]
-        held = tuple(
-            (min(a, size), min(b, size)) for (a, b), size in zip(at, end.shape, strict=True)
-        )
-        if all(a < b for a, b in held):
-            place = tuple(slice(0, b - a) for a, b in held)
-            self._fill(self.plans[EndRef(n)], held, out[place])
 
     def _fill(self, plan: TensorPlan | Constant, at: Ranges, out: np.ndarray) -> None:
         plan.fill(out, at, self._tensor)

@@ -5,7 +5,7 @@ Letters: K stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,13 +25,12 @@ class Entry:
     Attributes:
       layer: the layer's number, or "embed" or "head".
       plan: the composition of the weight; parts have the names of tensors.
-      held: the weight's place, a `Ref` or an `EndRef` of a layer view; None if no pipeline has the
-        weight.
+      place: the weight's `LeafPlace`, or its type; None if no pipeline has the weight.
     """
 
     layer: int | str
     plan: TensorPlan
-    held: Any = None
+    place: Any = None
 
     @property
     def name(self) -> str:
@@ -186,17 +185,17 @@ def with_tied_head(
     return [replace(one, plan=plan) if one is tables[EMBED] else one for one in entries]
 
 
-def check_shapes(entries: Sequence[Entry], shape_of: Callable[[Any], tuple[int, ...]]) -> None:
+def check_shapes(entries: Sequence[Entry]) -> None:
     """Check the sizes of a model's weights against the table.
 
     Raises:
       ValueError: a list of all weights with other sizes.
     """
     wrong = [
-        f"{entry.name} is {list(shape_of(entry.held))} in the model, and by its row and the sizes "
+        f"{entry.name} is {list(entry.place.shape)} in the model, and by its row and the sizes "
         f"of config.json it is {list(entry.plan.shape)}"
         for entry in entries
-        if shape_of(entry.held) != entry.plan.shape
+        if tuple(entry.place.shape) != entry.plan.shape
     ]
     if wrong:
         raise ValueError(_several(wrong))

@@ -168,7 +168,7 @@ def describe_checkpoint(
     prefix = family.prefix_of(list(checkpoint.tensors))
     entries = entries_of(tree, family, checkpoint.config, prefix)
     entries = list(with_tied_head(entries, checkpoint, family, prefix))
-    check_shapes(entries, lambda leaf: tuple(leaf.shape))
+    check_shapes(entries)
     own = native_entries(entries) if is_native(checkpoint) else entries
     spare = spare_names(entries, checkpoint, family)
     check_tensors(own, checkpoint, NATIVE if is_native(checkpoint) else family, spare)

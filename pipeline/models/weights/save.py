@@ -15,10 +15,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pipeline.core.layers_view.view import EndRef, LayerView, layer_view
 from pipeline.core.placement import meshes
+from pipeline.layers_view.view import layer_view
 from pipeline.models.layers.experts.state import ExpertState
-from pipeline.models.weights.biases import StateRef, state_view, with_biases
+from pipeline.models.weights.biases import state_view, with_biases
 from pipeline.models.weights.checkpoint import CONFIG
 from pipeline.models.weights.files import (
     SHARD_BYTES,
@@ -176,8 +176,7 @@ class _Source:
     """The weights of a pipeline, each fetched whole to the host."""
 
     def __init__(self, pipe: Pipeline) -> None:
-        self.view: LayerView = layer_view(pipe)
-        self.state = state_view(pipe)
+        self.tree = with_biases(layer_view(pipe).tree, state_view(pipe))
         state = nnx.to_flat_state(nnx.state(pipe, nnx.Any(nnx.Param, ExpertState)))
         values = {path: variable.get_raw_value() for path, variable in state}
         if any(isinstance(value, jax.ShapeDtypeStruct) for value in values.values()):
@@ -190,47 +189,20 @@ class _Source:
 
     def entries(self, family: Family, config: Config) -> list[Entry]:
         """Return all weights in layer order."""
-        found = entries_of(
-            with_biases(self.view.tree, self.state), family, config, family.prefixes[0]
-        )
-        check_shapes(found, lambda held: self._place(held)[2])
+        found = entries_of(self.tree, family, config, family.prefixes[0])
+        check_shapes(found)
         return found
 
     def dtype(self, entry: Entry) -> Any:
         """Return the dtype of a weight."""
-        return np.dtype(self._place(entry.held)[0].dtype)
+        return np.dtype(self.values[entry.place.path].dtype)
 
     def fetch(self, entry: Entry) -> np.ndarray:
         """Fetch a weight to the host."""
-        array, rank, shape = self._place(entry.held)
+        array = self.values[entry.place.path]
         with explain_deleted("named_layers", array):
-            return self._whole(entry, array, rank, shape)
-
-    def _whole(self, entry: Entry, array: Any, rank: Any, shape: tuple[int, ...]) -> np.ndarray:
-        if isinstance(entry.held, EndRef):
-            whole = gathered(array, None, self.mesh)
-            return whole[: shape[0]] if shape else whole
-        view, ref = self._seen(entry.held)
-        slot = view.stacks[ref.stack].slots[ref.slot]
-        row = gathered(array, rank, self.mesh)
-        if slot.spot is None or slot.spot.part is None:
-            return row
-        return row[slice(*slot.spot.part)].reshape(shape)
-
-    def _place(self, held: Any) -> tuple[Any, int | None, tuple[int, ...]]:
-        """Return the array that contains a weight, the row in the array, and the weight's shape."""
-        if isinstance(held, EndRef):
-            end = self.view.ends[held.end]
-            return self.values["ends", *end.path], None, end.shape
-        view, ref = self._seen(held)
-        stack = view.stacks[ref.stack]
-        return self.values[stack.path], ref.rank, stack.slots[ref.slot].shape
-
-    def _seen(self, held: Any) -> tuple[LayerView, Any]:
-        """Find the view that has a leaf of stages, and the leaf's place in the view."""
-        if isinstance(held, StateRef) and self.state is not None:
-            return self.state, held.ref
-        return self.view, held
+            weight: np.ndarray = entry.place.read(gathered(array, entry.place.row, self.mesh))
+        return weight
 
 
 @contextlib.contextmanager

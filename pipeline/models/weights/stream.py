@@ -18,13 +18,13 @@ from collectives import STAGE
 from pipeline.base.axes import axes_in
 from pipeline.base.tree import is_abstract
 from pipeline.base.variables import raw
-from pipeline.core.layers_view.leaf import LayerLeaf, LeafCell
-from pipeline.core.layers_view.view import EndRef, LayerView, layer_view
 from pipeline.core.model.unlike import Overlaid
 from pipeline.core.placement.distribute import distribute
+from pipeline.layers_view.leaf import LayerLeaf, LeafCell
+from pipeline.layers_view.view import LayersArray, LeafPlace, layer_view
 from pipeline.models.layers.experts.state import ExpertState
 from pipeline.models.weights.checkpoint import listed
-from pipeline.models.weights.names import BLOCKS, EMBED, HEAD, leaves_of
+from pipeline.models.weights.names import BLOCKS, EMBED, HEAD
 from pipeline.models.weights.save import explain_deleted, gathered
 from pipeline.pipeline import Pipeline
 from pipeline.splitting.parts import SplitCut, SplitPart
@@ -205,13 +205,11 @@ def _weights(pipe: Pipeline) -> list[Weight]:
     cells: dict[Any, LeafCell] = {}
     found: dict[Path, tuple[LayerLeaf, PartitionSpec]] = {}
     for view in views:
-        for part, tree in _parts(view):
-            for path, ref in leaves_of(tree):
-                at, place, spread = _place(view, ref)
-                if at not in cells:
-                    cells[at] = LeafCell(raw(state[at]), lambda _: None)
-                leaf = LayerLeaf((*part, *path), cells[at], *place)
-                found[_texts(leaf.path)] = leaf, _spec(leaf, spread)
+        for path, place in view.places.items():
+            if place.path not in cells:
+                cells[place.path] = LeafCell(raw(state[place.path]), lambda _: None)
+            leaf = LayerLeaf(path, cells[place.path], place)
+            found[_texts(path)] = leaf, _spec(place, view.arrays[place.path])
     names = _names(pipe, found)
     weights: dict[str, Weight] = {}
     for path in sorted(found, key=_position):
@@ -225,29 +223,15 @@ def _is_array(path: Any, variable: Any) -> bool:
     return hasattr(raw(variable), "shape")
 
 
-def _parts(view: LayerView) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the trees of a view, each with its path."""
-    yield from ((("stages", k), tree) for k, tree in enumerate(view.tree["stages"]))
-    yield from (((part,), tree) for part, tree in view.tree.items() if part != "stages")
-
-
-def _place(view: LayerView, ref: Any) -> tuple[Path, tuple[Any, ...], Any]:
-    """Return the path of a leaf's variable, (shape, row, place in the row), and the layout."""
-    if isinstance(ref, EndRef):
-        end = view.ends[ref.end]
-        return ("ends", *end.path), (end.shape,), end.spread
-    stack = view.stacks[ref.stack]
-    slot = stack.slots[ref.slot]
-    return stack.path, (slot.shape, ref.rank, slot.spot), stack.spread
-
-
-def _spec(leaf: LayerLeaf, spread: Any) -> PartitionSpec:
+def _spec(place: LeafPlace, array: LayersArray) -> PartitionSpec:
     """Return the mesh axes that a layer names for the dims of its weight."""
-    if leaf.spot is not None:
+    if place.row is not None and place.part is not None:
         return PartitionSpec()
-    own = spread.own - {STAGE}
-    entries = [tuple(a for a in axes_in(entry) if a in own) or None for entry in spread.stored]
-    return PartitionSpec(*entries[leaf.rank is not None :])
+    own = array.spread.own - {STAGE}
+    entries = [
+        tuple(a for a in axes_in(entry) if a in own) or None for entry in array.spread.stored
+    ]
+    return PartitionSpec(*entries[place.row is not None :])
 
 
 def _texts(path: Iterable[Any]) -> Path:

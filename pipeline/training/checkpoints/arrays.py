@@ -15,7 +15,8 @@ from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pipeline.facade import LayerLeaf, entered, replicated
+from pipeline.facade import entered
+from pipeline.layers_view.leaf import LayerLeaf, replicated
 from pipeline.pipeline import Pipeline
 
 GROUP = 2**28  # bytes of leaves that are read at once

@@ -27,15 +27,15 @@ from flax.nnx.traversals import flatten_mapping
 
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree
-from pipeline.facade import (
-    LayerLeaf,
-    layer_view,
+from pipeline.layers_view.leaf import LayerLeaf
+from pipeline.layers_view.leaves import (
     optimizer_leaves,
     pipeline_leaves,
     plain_leaves,
     shaped_leaves,
     tree_leaves,
 )
+from pipeline.layers_view.view import layer_view
 from pipeline.optimizer import PipelineOptimizer
 from pipeline.pipeline import Pipeline
 from pipeline.training.checkpoints.together import everyone
@@ -140,8 +140,7 @@ def _layers_among(paths: list[Path]) -> list[Path]:
 
 def _parameters_of_stages(model: Any) -> list[list[Path]]:
     if isinstance(model, Pipeline):
-        stages = layer_view(model).tree["stages"]
-        return [[*map(tuple, flatten_mapping(stage))] for stage in stages]
+        return [[*map(tuple, flatten_mapping(stage))] for stage in layer_view(model).tree["stages"]]
     if isinstance(model, nnx.Module):
         flat: list[Path] = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
         held = [path[1:] for path in flat if path[0] == "stages" and isinstance(path[1], int)]
@@ -164,7 +163,7 @@ def _model_leaves(model: Any) -> Iterator[LayerLeaf]:
         parts |= {(name,): model[name] for name in SEVERAL[1:] if model.get(name) is not None}
         for prefix, module in parts.items():
             for leaf in plain_leaves(module):
-                yield LayerLeaf((*prefix, *leaf.path), leaf.cell, leaf.shape)
+                yield LayerLeaf((*prefix, *leaf.path), leaf.cell, leaf.place)
     else:
         raise ValueError(
             f"model is of type {type(model).__name__}; give a Pipeline, an nnx.Module, or a "

@@ -23,6 +23,7 @@ from pipeline.base.tree import Leaves, Tree, vary_like, zeros
 from pipeline.core.autodiff.jaxpr.evaluate import forwarded
 from pipeline.core.model.ends import parts_of
 from pipeline.core.model.overlay import Part, Spot
+from pipeline.core.model.stage import StagePosition
 from pipeline.core.placement.zero import several, total_over
 from pipeline.core.step.calls.rank import Rank
 
@@ -231,14 +232,10 @@ class DeclaredState:
             self.write(stage, stage.chunk, 0, values, wanted=mine)
 
 
-def state_spots(rank: Rank, stage: Any) -> list[Spot]:
+def state_spots(rank: Rank, stage: StagePosition) -> list[Spot]:
     """List the places of the leaves of a stage's declared variables, in the order of its state."""
-    rest, view = rank.weights.chunks_rest[stage.chunk], stage.views.rest
-    spots = view.places(jax.tree.leaves(rest))
-    numbers = jax.tree.unflatten(view.structure(rest), range(len(spots)))
-    flat = nnx.to_flat_state(numbers)
-    declared = [of for path, of in flat if path in stage.definition.state]
-    return [spots[n] for of in declared for n in jax.tree.leaves(of)]
+    spots = stage.views.rest.by_path(rank.weights.chunks_rest[stage.chunk])
+    return [spot for path, of in spots.items() if path in stage.definition.state for spot in of]
 
 
 def state_paths(rest: Tree, declared: frozenset[Any]) -> list[Any]:

@@ -22,11 +22,11 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE
 from collectives.compat import HOST_MEMORY
-from pipeline.base.tree import is_key, nbytes
-from pipeline.core.layers_view.view import Path
+from pipeline.base.tree import is_key, nbytes, padded
 from pipeline.core.model.overlay import Spot
 from pipeline.core.placement.distribute import distribute
 from pipeline.core.placement.meshes import without_types
+from pipeline.layers_view.view import LeafPlace, Path
 
 Put = Callable[[Any], None]
 
@@ -62,12 +62,6 @@ class LeafCell:
         """The text ``key<implementation>`` for random keys; empty for other arrays."""
         return f"key<{self._impl}>" if self.is_key else ""
 
-    @property
-    def mesh(self) -> Any:
-        """The mesh of the array, or None."""
-        sharding = getattr(self.value, "sharding", None)
-        return sharding.mesh if isinstance(sharding, NamedSharding) else None
-
     def store(self) -> None:
         """Store the array in its variable."""
         value = self.value
@@ -92,21 +86,16 @@ class LayerLeaf:
     Attributes:
       path: the leaf's path in the model without a pipeline.
       cell: the array that contains the leaf in the pipeline.
-      shape: the leaf's shape; for random keys the shape of their numbers.
-      rank: the row of the array that contains the leaf; None if the leaf is not in one row.
-      spot: the part of the row that the leaf fills; None if the leaf is the whole row.
+      place: the leaf's place in the array; for random keys that of their numbers.
     """
 
     path: Path
     cell: LeafCell
-    shape: tuple[int, ...]
-    rank: int | None = None
-    spot: Spot | None = None
+    place: LeafPlace
 
     @property
-    def name(self) -> str:
-        """The path as text with dots."""
-        return ".".join(map(str, self.path))
+    def shape(self) -> tuple[int, ...]:
+        return self.place.shape
 
     @property
     def size(self) -> int:
@@ -116,54 +105,43 @@ class LayerLeaf:
     @property
     def type(self) -> Any:
         """The shape, dtype and sharding of the leaf while it is read or written."""
-        value = self.cell.value
+        value, place = self.cell.value, self.place
         sharding: Any = getattr(value, "sharding", None)
-        if self.rank is not None or self.shape != value.shape:
-            rest = tuple(sharding.spec)[1:] if self.rank is not None and self.spot is None else ()
-            if self.rank is not None and sharding.is_fully_addressable:
-                sharding = NamedSharding(_mesh_of_rank(self.cell.mesh, self.rank), P(*rest))
+        if place.row is not None or place.part is not None:
+            names = tuple(sharding.spec)[1:] if place.part is None else ()
+            if place.row is not None and sharding.is_fully_addressable:
+                sharding = NamedSharding(_mesh_of_rank(sharding.mesh, place.row), P(*names))
             else:
-                mesh = self.cell.mesh
-                sharding = NamedSharding(mesh, _shared(self.shape, rest, mesh))
+                sharding = NamedSharding(sharding.mesh, _shared(self.shape, names, sharding.mesh))
         return jax.ShapeDtypeStruct(self.shape, value.dtype, sharding=sharding)
 
     def read(self) -> jax.Array:
         """Read the leaf into a separate array."""
-        value, out = self.cell.value, self.type.sharding
-        if self.rank is None and self.shape == value.shape:
-            return value
-        if self.rank is None:
-            return _cut(_on_device(value), rows=self.shape[0], out=out)
-        how: Any = {"spot": self.spot, "impl": self._impl}
-        if value.sharding.is_fully_addressable:
-            row = _row_of(value, self.rank)
-            return row if self.spot is None else _part(row, **how, out=out)
-        # One program at a time: many programs on all devices at once could block each other, since
-        # virtual CPU devices share threads.
-        rank = np.int32(self.rank)
-        return jax.block_until_ready(_sent_row(_on_device(value), rank, **how, out=out))
+        value, row, part, out = self.cell.value, self.place.row, self.place.part, self.type.sharding
+        if row is not None and not value.sharding.is_fully_addressable:
+            # One program at a time: many programs on all devices at once could block each other,
+            # since virtual CPU devices share threads.
+            return jax.block_until_ready(
+                _read(_on_device(value), np.int32(row), part=part, out=out)
+            )
+        whole = value if row is None else _row_of(value, row)
+        return whole if part is None else _read(_on_device(whole), None, part=part, out=out)
 
     def write(self, leaf: jax.Array) -> None:
         """Write a leaf into its array."""
-        value = self.cell.value
-        how: Any = {"spot": self.spot, "impl": self._impl}
-        if self.rank is None:
-            same, out = self.shape == value.shape, _device_sharding(value)
-            self.cell.value = leaf if same else _padded(leaf, shape=value.shape, out=out)
+        value, row, part = self.cell.value, self.place.row, self.place.part
+        if row is None:
+            out = _device_sharding(value)
+            self.cell.value = leaf if part is None else _padded(leaf, shape=value.shape, out=out)
         elif value.sharding.is_fully_addressable:
-            if self.spot is not None:
-                row = _row_of(value, self.rank)
-                leaf = _filled(row, leaf, **how, out=row.sharding)
+            if part is not None:
+                whole = _row_of(value, row)
+                leaf = _written(whole, leaf, None, part=part, out=whole.sharding)
             self.cell.value = _with_row(value, leaf)
         else:
             value = _on_device(value)
-            rank = np.int32(self.rank)
-            value = _with_sent_row(value, leaf, rank, **how, out=value.sharding)
+            value = _written(value, leaf, np.int32(row), part=part, out=value.sharding)
             self.cell.value = jax.block_until_ready(value)  # as in `read`
-
-    @property
-    def _impl(self) -> str | None:
-        return self.cell.kind[4:-1] or None
 
 
 # --- one process: a row is the part of the array on its rank's devices ---
@@ -185,7 +163,8 @@ def _row_of(stack: jax.Array, rank: int) -> jax.Array:
     data = {shard.device: shard.data for shard in stack.addressable_shards}
     spec = NamedSharding(mesh, P(*tuple(sharding.spec)[1:]))
     shape = stack.shape[1:]
-    rows = [_reshaped(data[device], data[device].shape[1:]) for device in _devices(spec, shape)]
+    devices = spec.addressable_devices_indices_map(shape)
+    rows = [_reshaped(data[device], data[device].shape[1:]) for device in devices]
     return jax.make_array_from_single_device_arrays(shape, spec, rows)
 
 
@@ -195,12 +174,9 @@ def _with_row(stack: jax.Array, row: jax.Array) -> jax.Array:
     for shard in row.addressable_shards:
         place = SingleDeviceSharding(shard.device, memory_kind=stack.sharding.memory_kind)
         data[shard.device] = jax.device_put(_reshaped(shard.data, (1, *shard.data.shape)), place)
-    rows = [data[device] for device in _devices(stack.sharding, stack.shape)]
+    devices = stack.sharding.addressable_devices_indices_map(stack.shape)
+    rows = [data[device] for device in devices]
     return jax.make_array_from_single_device_arrays(stack.shape, stack.sharding, rows)
-
-
-def _devices(sharding: Any, shape: tuple[int, ...]) -> list[Any]:
-    return list(sharding.addressable_devices_indices_map(shape))
 
 
 def _reshaped(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -226,27 +202,10 @@ def _is_hosted(value: Any) -> bool:
     return getattr(getattr(value, "sharding", None), "memory_kind", None) == HOST_MEMORY
 
 
-def _part_of(row: Any, spot: Spot, impl: str | None) -> jax.Array:
-    if impl is None:
-        return spot.read(row)
-    return jax.random.key_data(spot.read(jax.random.wrap_key_data(row, impl=impl)))
-
-
-@functools.partial(jax.jit, static_argnames=("spot", "impl", "out"))
-def _part(row: Any, *, spot: Spot, impl: str | None, out: Any) -> jax.Array:
-    """Read a leaf from a row."""
-    return jax.lax.with_sharding_constraint(_part_of(row, spot, impl), out)
-
-
-@functools.partial(jax.jit, static_argnames=("spot", "impl", "out"))
-def _filled(row: Any, leaf: Any, *, spot: Spot, impl: str | None, out: Any) -> jax.Array:
-    """Write a leaf into a row; return the row."""
-    if impl is None:
-        result = spot.fill(row, leaf)
-    else:
-        cell, key = (jax.random.wrap_key_data(x, impl=impl) for x in (row, leaf))
-        result = jax.random.key_data(spot.fill(cell, key))
-    return jax.lax.with_sharding_constraint(result, out)
+@functools.partial(jax.jit, static_argnames=("shape", "out"))
+def _padded(table: Any, *, shape: tuple[int, ...], out: Any) -> jax.Array:
+    whole = padded(table, jax.ShapeDtypeStruct(shape, table.dtype))
+    return jax.lax.with_sharding_constraint(whole, out)
 
 
 # --- several processes, which all read and write one array: rows are sent ---
@@ -282,43 +241,28 @@ def _is_row(stack: jax.Array, rank: Any) -> jax.Array:
     return mask.reshape(-1, *[1] * (stack.ndim - 1))
 
 
-@functools.partial(jax.jit, static_argnames=("spot", "impl", "out"))
-def _sent_row(stack: Any, rank: Any, *, spot: Spot | None, impl: str | None, out: Any) -> jax.Array:
-    """Send one rank's leaf by a masked sum, because an index would gather all rows."""
-    masked = jnp.where(_is_row(stack, rank), _bits(stack), jnp.zeros((), _bits(stack).dtype))
-    row = _of_bits(masked.sum(axis=0, dtype=masked.dtype), stack.dtype)
-    row = row if spot is None else _part_of(row, spot, impl)
-    return jax.lax.with_sharding_constraint(row, out)
+@functools.partial(jax.jit, static_argnames=("part", "out"))
+def _read(array: Any, rank: Any, *, part: Spot | None, out: Any) -> jax.Array:
+    """Read a leaf from its row, or from a rank's row of a stack.
+
+    A row of a stack is sent by a masked sum, because an index would gather all rows.
+    """
+    if rank is not None:
+        bits = _bits(array)
+        masked = jnp.where(_is_row(array, rank), bits, jnp.zeros((), bits.dtype))
+        array = _of_bits(masked.sum(axis=0, dtype=masked.dtype), array.dtype)
+    return jax.lax.with_sharding_constraint(array if part is None else part.read(array), out)
 
 
-@functools.partial(jax.jit, static_argnames=("spot", "impl", "out"))
-def _with_sent_row(
-    stack: Any, leaf: Any, rank: Any, *, spot: Spot | None, impl: str | None, out: Any
-) -> jax.Array:
-    """Write a leaf into a rank's row of a stack; return the stack."""
-    names = () if spot is not None else tuple(out.spec)[1:]
+@functools.partial(jax.jit, static_argnames=("part", "out"))
+def _written(array: Any, leaf: Any, rank: Any, *, part: Spot | None, out: Any) -> jax.Array:
+    """Write a leaf into its row, or into a rank's row of a stack; return the row or the stack."""
+    if part is not None and rank is None:
+        return jax.lax.with_sharding_constraint(part.fill(array, leaf), out)
+    names = () if part is not None else tuple(out.spec)[1:]
     leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(out.mesh, P(*names)))
-    if spot is None:
-        rows = leaf[None]
-    elif impl is None:
-        rows = jax.vmap(spot.fill, (0, None))(stack, leaf)
-    else:
-        keys, key = (jax.random.wrap_key_data(x, impl=impl) for x in (stack, leaf))
-        rows = jax.random.key_data(jax.vmap(spot.fill, (0, None))(keys, key))
-    return jax.lax.with_sharding_constraint(jnp.where(_is_row(stack, rank), rows, stack), out)
-
-
-@functools.partial(jax.jit, static_argnames=("rows", "out"))
-def _cut(table: Any, *, rows: int, out: Any) -> jax.Array:
-    """Drop the padding rows after a table's last word."""
-    return jax.lax.with_sharding_constraint(table[:rows], out)
-
-
-@functools.partial(jax.jit, static_argnames=("shape", "out"))
-def _padded(table: Any, *, shape: tuple[int, ...], out: Any) -> jax.Array:
-    """Pad a table with rows of zeros."""
-    table = jnp.pad(table, [(0, b - a) for a, b in zip(table.shape, shape, strict=True)])
-    return jax.lax.with_sharding_constraint(table, out)
+    rows = leaf[None] if part is None else jax.vmap(part.fill, (0, None))(array, leaf)
+    return jax.lax.with_sharding_constraint(jnp.where(_is_row(array, rank), rows, array), out)
 
 
 def replicated(value: Any, mesh: Any) -> jax.Array:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pipeline.base.arguments import check_names
-from pipeline.base.tree import is_abstract
+from pipeline.base.tree import cropped, is_abstract, padded
 from pipeline.base.variables import raw, with_value
 from pipeline.core.model.stage import Ends, check_kinds
 from pipeline.core.model.unlike import Overlaid
@@ -104,10 +104,11 @@ def _filled(
     """Fill ``new``, a pipeline of types, with the weights of ``pipe``, or with other ``ends``."""
     had = [dict(nnx.to_flat_state(nnx.state(chunk))) for chunk in pipe.chunks]
     for chunk, column in zip(new.chunks, picks, strict=True):
-        sources = {v: had[v] for _, v in column}
-        _fill(chunk, functools.partial(_rows, column), sources)
+        used = sorted({v for _, v in column})
+        rows = tuple((rank, used.index(v)) for rank, v in column)
+        _fill(chunk, functools.partial(_rows, rows), [had[v] for v in used])
     all_ends = Ends(**(_by_name(pipe.ends) | dict(ends or {})))
-    _fill(new.ends, _resized, {0: dict(nnx.to_flat_state(nnx.state(all_ends)))})
+    _fill(new.ends, _resized, [dict(nnx.to_flat_state(nnx.state(all_ends)))])
     return new
 
 
@@ -166,50 +167,39 @@ def _are_alike(chunk: nnx.Module, other: nnx.Module) -> bool:
 
 
 def _fill(
-    module: nnx.Module, place: Callable[..., jax.Array], sources: Mapping[int, Mapping[Any, Any]]
+    module: nnx.Module, place: Callable[..., jax.Array], sources: Sequence[Mapping[Any, Any]]
 ) -> None:
     """Replace the types of a module by arrays.
 
     Args:
       module: a module of types with shardings.
-      place: ``place(type, arrays)`` makes the array of a type from one array of each source, by the
-        number of the source.
-      sources: for each source its variables, by path.
+      place: ``place(type, *arrays)`` makes the array of a type from one array of each source.
+      sources: the variables of each source, by path.
     """
     flat = []
     for path, variable in nnx.to_flat_state(nnx.state(module)):
-        numbers, values = list(sources), [raw(of[path]) for of in sources.values()]
-
-        def filled(like: Any, *arrays: Any, numbers: list[int] = numbers) -> jax.Array:
-            return place(like, dict(zip(numbers, arrays, strict=True)))
-
-        flat.append((path, with_value(variable, jax.tree.map(filled, raw(variable), *values))))
+        values = [raw(source[path]) for source in sources]
+        flat.append((path, with_value(variable, jax.tree.map(place, raw(variable), *values))))
     nnx.update(module, nnx.from_flat_state(flat))
 
 
-def _rows(picks: Sequence[Pick], like: Any, chunks: Mapping[int, jax.Array]) -> jax.Array:
+def _rows(picks: tuple[Pick, ...], like: Any, *chunks: jax.Array) -> jax.Array:
     """Stack the picked rows of chunks to [S, ...], with the sharding and dtype of ``like``."""
-    first = chunks[picks[0][1]]
-    if all(v == picks[0][1] for _, v in picks) and [r for r, _ in picks] == [*range(len(first))]:
-        return _put(first, like)
-
-    return _put(_stacked(dict(chunks), picks=tuple(picks), sharding=like.sharding), like)
+    if picks == tuple((rank, 0) for rank in range(len(chunks[0]))):
+        return _put(chunks[0], like)
+    return _put(_stacked(chunks, picks=picks, sharding=like.sharding), like)
 
 
 @functools.partial(jax.jit, static_argnames=("picks", "sharding"))
-def _stacked(chunks: dict[int, jax.Array], *, picks: tuple[Pick, ...], sharding: Any) -> jax.Array:
+def _stacked(chunks: tuple[jax.Array, ...], *, picks: tuple[Pick, ...], sharding: Any) -> jax.Array:
     """Stack the picked rows of chunks to [S, ...]; at module level, so that it is compiled once."""
-    rows = jnp.stack([chunks[v][rank] for rank, v in picks])
+    rows = jnp.stack([chunks[n][rank] for rank, n in picks])
     return jax.lax.with_sharding_constraint(rows, sharding)
 
 
-def _resized(like: Any, sources: Mapping[int, jax.Array]) -> jax.Array:
+def _resized(like: Any, x: jax.Array) -> jax.Array:
     """Cut or pad an array to the number of rows of a type; new rows are zeros."""
-    x = sources[0]
-    if x.shape != like.shape:
-        x = x[: like.shape[0]]
-        x = jnp.pad(x, ((0, like.shape[0] - x.shape[0]), *((0, 0),) * (x.ndim - 1)))
-    return _put(x, like)
+    return _put(padded(cropped(x, like), like), like)
 
 
 def _put(x: jax.Array, like: Any) -> jax.Array:

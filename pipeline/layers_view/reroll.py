@@ -17,8 +17,7 @@ The results equal those of the program as written, and ranks exchange only scala
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,27 +26,13 @@ import numpy as np
 
 from pipeline.base.tree import shape_text
 from pipeline.core.autodiff.jaxpr.evaluate import bind
-from pipeline.core.layers_view.rows import Cut, Op, Program, Template, Value, Wide, is_of
 from pipeline.core.model.overlay import Spot
+from pipeline.layers_view.rows import LeafRow, Op, Program, Value, Wide, is_of
+from pipeline.layers_view.view import LeafPlace
 
 
 class MixedError(ValueError):
     """An error: a program needs weights of several layers on one rank."""
-
-
-@dataclass(frozen=True)
-class _Numbers:
-    """A request for one number of each row."""
-
-    template: Any
-    index: int
-
-
-@dataclass(frozen=True)
-class _Ops:
-    """Equal equations, one for each row; None for a row without a wanted result."""
-
-    of_rows: tuple[Op | None, ...]
 
 
 Pack = tuple[Value | None, ...]  # one value for each row; None for a row without a wanted value
@@ -59,13 +44,11 @@ class Rerolled:
     Args:
       closed: the program, a closed jaxpr.
       inputs: for each input of the program a `LeafRow`, or an array.
-      stacks: [S, ...] the stacks.
-      cuts: for each stack its origin, if it is a part of a larger array; else None.
       rows: S.
       replicate: a function that replicates a small array on all devices.
 
     Attributes:
-      outputs: the program's results, which `stack` and `value` compute.
+      outputs: the program's results, which `array` and `value` compute.
 
     Raises:
       MixedError: an equation needs weights of several layers at once.
@@ -75,116 +58,117 @@ class Rerolled:
         self,
         closed: Any,
         inputs: Sequence[Any],
-        stacks: Sequence[Any],
-        cuts: Sequence[Cut | None],
         rows: int,
         replicate: Callable[[Any], Any],
     ) -> None:
-        self._stacks, self._rows, self._replicate = stacks, rows, replicate
+        self._rows, self._replicate = rows, replicate
         self._results: dict[Any, Any] = {}
-        program = Program(closed, inputs, cuts)
+        program = Program(closed, inputs)
         self.outputs = program.outputs
         for op in program.effects:
-            self._need(op)
+            self._need((self._run, op))
 
     def value(self, value: Value) -> Any:
         """Compute a result that belongs to no stack."""
-        return self._need(value)
+        return self._need((self._value, value))
 
-    def stack(self, pack: Pack) -> Any:
-        """Compute a stack [S, ...] from results that are its rows; for None a row is arbitrary."""
-        return self._repeated(*self._need(pack))
+    def array(self, results: Sequence[tuple[LeafPlace, Value]], shape: tuple[int, ...]) -> Any:
+        """Compute an array [S, ...] from results, which are leaves of layers, and their places.
 
-    def cell(self, parts: Sequence[tuple[Spot, int, Value]], shape: tuple[int, ...]) -> Any:
-        """Compute a cell [S, ...] if one elementwise program makes all its parts; else return None.
-
-        A cell is an array that stores several leaves (`pipeline.core.model.overlay`).
-
-        Args:
-          parts: for each part its place in a row, the rank that has the row, and the result.
-          shape: the shape of the cell.
+        Rows of the array in which no leaf has a place are arbitrary; parts of rows are zero, unless
+        one elementwise program makes all leaves from the leaves at their places.
         """
-        values = [value for _, _, value in parts]
-        numbers = {value.repeats for value in values}
-        if None not in numbers and len(numbers) == 1:
-            return jnp.full(shape, self._need(numbers.pop()), values[0].aval.dtype)
+        of_part: dict[Any, dict[Any, Value]] = {}
+        for place, value in results:
+            of_part.setdefault(place.part, {})[place.row] = value
+        if None in of_part:
+            return self._stack(of_part[None])
+        values = [value for _, value in results]
+        numbers: set[Any] = {value.repeats for value in values}
         wides = {value.wide for value in values}
-        is_here = all(v.row == rank and v.spot == spot for spot, rank, v in parts)
-        return (
-            self._need(wides.pop()) if is_here and len(wides) == 1 and None not in wides else None
-        )
+        dtype = values[0].aval.dtype
+        if None not in numbers and len(numbers) == 1:
+            return jnp.full(shape, self.value(numbers.pop()), dtype)
+        is_here = all(v.row == place.row and v.part == place.part for place, v in results)
+        if is_here and len(wides) == 1 and None not in wides:
+            return self._need((self._all_cells, wides.pop()))
+        array = jnp.zeros(shape, dtype)
+        for part, of_row in of_part.items():
+            rows = jax.vmap(part.fill)(array, self._stack(of_row))
+            array = _at_rows({*of_row}, rows, array)
+        return array
 
-    def _need(self, key: Any) -> Any:
-        """Run a task after its dependencies, without recursion."""
-        if key in self._results:
-            return self._results[key]
-        tasks = [(key, self._task(key))]
+    def _stack(self, of_row: Mapping[int, Value]) -> Any:
+        """Compute a stack [S, ...] from values of its rows; rows without a value are arbitrary."""
+        pack = tuple(map(of_row.get, range(self._rows)))
+        return self._repeated(*self._need((self._packed, pack)))
+
+    def _repeated(self, value: Any, is_stack: bool) -> Any:
+        return value if is_stack else jnp.broadcast_to(value, (self._rows, *jnp.shape(value)))
+
+    def _need(self, call: Call) -> Any:
+        """Call a method once, after the calls that it yields, without recursion."""
+        if call in self._results:
+            return self._results[call]
+        running = [(call, call[0](call[1]))]
         result: Any = None
-        while tasks:
-            key, task = tasks[-1]
+        while running:
+            call, task = running[-1]
             try:
                 wanted = task.send(result)
             except StopIteration as end:
-                result = self._results[key] = end.value
-                tasks.pop()
+                result = self._results[call] = end.value
+                running.pop()
                 continue
             result = self._results.get(wanted)
             if result is None:
-                tasks.append((wanted, self._task(wanted)))
+                method, argument = wanted
+                running.append((wanted, method(argument)))
         return result
-
-    def _task(self, key: Any) -> Task:
-        tasks: dict[Any, Callable[[Any], Task]] = {
-            Value: self._value,
-            Op: self._run,
-            Template: self._all_rows,
-            Wide: self._all_cells,
-            _Numbers: self._numbers,
-            _Ops: self._merged,
-        }
-        return tasks.get(type(key), self._packed)(key)
 
     def _value(self, value: Value) -> Task:
         """Compute a value on all devices."""
         if value.array is not None:
             return value.array
         if value.row is None or value.is_spread:
-            return (yield value.op)[value.index]
+            return (yield self._run, value.op)[value.index]
         if self._rows == 1:
-            return (yield value.template)[value.index][0]
+            return (yield self._all_rows, value.template)[value.index][0]
         if not value.is_number:
             raise _mixed(f"what has no layer of its own is {shape_text(value.aval)} of one")
-        return (yield _Numbers(value.template, value.index))[value.row]
+        return (yield self._numbers, (value.template, value.index))[value.row]
 
-    def _numbers(self, numbers: _Numbers) -> Task:
+    def _numbers(self, source: tuple[LeafRow | Op, int]) -> Task:
         """Compute one number of each row, on all devices."""
-        return self._replicate((yield numbers.template)[numbers.index])
+        template, index = source
+        return self._replicate((yield self._all_rows, template)[index])
 
     def _run(self, op: Op) -> Task:
-        """Run an equation unchanged."""
         for value in op.operands:
             is_weight = value.row is not None and not (value.is_number or value.is_spread)
             if is_weight and self._rows > 1:
                 raise _mixed(f"its {op.eqn.primitive.name} reads {_texts(op.operands)}")
         inputs = []
         for value in op.operands:
-            inputs.append((yield value))  # noqa: PERF401  a comprehension cannot be sent values
+            inputs.append((yield self._value, value))  # noqa: PERF401  a comprehension cannot be sent values
         return bind(op.eqn, *inputs)
 
-    def _all_rows(self, template: Template) -> Task:
+    def _all_rows(self, template: LeafRow | Op) -> Task:
         """Compute [S, ...] an equation's results for all rows."""
-        if template.op is None:
-            return [self._stacks[template.stack]]
-        if (number := _sums(template.op)) is not None:
-            cell = yield number.wide
-            return [_sum_of_part(cell, number.spot)]
-        inputs, axes = [], []
-        for value in template.op.operands:
-            is_row = is_of(value, template.row)
-            source = yield value.template if is_row else value
-            inputs.append(source[value.index] if is_row else source)
-            axes.append(0 if is_row else None)
-        return jax.vmap(functools.partial(bind, template.op.eqn), tuple(axes))(*inputs)
+        if isinstance(template, LeafRow):
+            return [jax.vmap(template.place.read)(template.array)]
+        if (number := _sums(template)) is not None:
+            cell = yield self._all_cells, number.wide
+            return [_sum_of_part(cell, number.part)]
+        inputs, axes = [], list[int | None]()
+        for value in template.operands:
+            if is_of(value, template.row):
+                inputs.append((yield self._all_rows, value.template)[value.index])
+                axes.append(0)
+            else:
+                inputs.append((yield self._value, value))
+                axes.append(None)
+        return jax.vmap(functools.partial(bind, template.eqn), tuple(axes))(*inputs)
 
     def _all_cells(self, wide: Wide) -> Task:
         """Compute [S, ...] an equation's results for whole cells."""
@@ -192,7 +176,8 @@ class Rerolled:
             return wide.cell
         inputs = []
         for part in wide.operands:
-            inputs.append((yield part))  # noqa: PERF401  a comprehension cannot be sent values
+            method = self._all_cells if isinstance(part, Wide) else self._value
+            inputs.append((yield method, part))
         shape = jnp.broadcast_shapes(*map(jnp.shape, inputs))
         inputs = [jnp.broadcast_to(x, shape) for x in inputs]
         return bind(wide.eqn, *inputs)[0]
@@ -202,30 +187,33 @@ class Rerolled:
         pairs = [(row, v) for row, v in enumerate(pack) if v is not None]
         _, first = pairs[0]
         if all(v is first for _, v in pairs) and (first.row is None or first.row != pairs[0][0]):
-            return (yield first), False
+            return (yield self._value, first), False
         is_own = [v.row == row for row, v in pairs]
         if all(is_own) and len({(v.template, v.index) for _, v in pairs}) == 1:
-            return (yield first.template)[first.index], True
+            return (yield self._all_rows, first.template)[first.index], True
         kinds = [_kind(row, v) for row, v in pairs]
         if first.op is not None and len(set(kinds)) == 1:
-            ops = _Ops(tuple(None if v is None else v.op for v in pack))
-            outs, is_stack = yield ops
+            ops = tuple(None if v is None else v.op for v in pack)
+            outs, is_stack = yield self._merged, ops
             return outs[first.index], is_stack
         chosen = None
         for kind in dict.fromkeys(kinds):
             rows = {row for (row, _), other in zip(pairs, kinds, strict=True) if other == kind}
             part = tuple(v if row in rows else None for row, v in enumerate(pack))
-            stack = self._repeated(*(yield part))
+            stack = self._repeated(*(yield self._packed, part))
             chosen = stack if chosen is None else _at_rows(rows, stack, chosen)
         return chosen, True
 
-    def _merged(self, merged: _Ops) -> Task:
-        """Run equal equations as one, over the rows of operands that differ between rows."""
-        ops = merged.of_rows
+    def _merged(self, ops: tuple[Op | None, ...]) -> Task:
+        """Run equal equations as one, over the rows of operands that differ between rows.
+
+        An equation is None for a row without a wanted result.
+        """
         first = next(op for op in ops if op is not None)
         inputs, axes = [], []
         for n in range(len(first.operands)):
-            value, is_stack = yield tuple(None if op is None else op.operands[n] for op in ops)
+            pack = tuple(None if op is None else op.operands[n] for op in ops)
+            value, is_stack = yield self._packed, pack
             inputs.append(value)
             axes.append(0 if is_stack else None)
         run = functools.partial(bind, first.eqn)
@@ -233,11 +221,9 @@ class Rerolled:
             return run(*inputs), False
         return jax.vmap(run, tuple(axes))(*inputs), True
 
-    def _repeated(self, value: Any, is_stack: bool) -> Any:
-        return value if is_stack else jnp.broadcast_to(value, (self._rows, *jnp.shape(value)))
 
-
-Task = Generator[Any, Any, Any]  # yields a key, is sent its result; returns the task's result
+Call = tuple[Callable[[Any], Any], Any]  # a method that returns a `Task`, and its argument
+Task = Generator[Call, Any, Any]  # yields calls, is sent their results; returns its own result
 
 
 def _kind(row: int, value: Value) -> Any:
@@ -254,12 +240,12 @@ def _sums(op: Op) -> Value | None:
     return value if is_sum and value.wide is not None else None
 
 
-def _sum_of_part(cell: Any, spot: Spot | None) -> Any:
+def _sum_of_part(cell: Any, part: Spot | None) -> Any:
     """Sum a part of each row of a cell to [S], by a mask, as the cell may be sharded."""
     axes = tuple(range(1, cell.ndim))
-    if spot is not None and spot.part is not None:
+    if part is not None and part.part is not None:
         place = jax.lax.broadcasted_iota(np.int32, cell.shape, 1)
-        inside = (place >= spot.part[0]) & (place < spot.part[1])
+        inside = (place >= part.part[0]) & (place < part.part[1])
         cell = jnp.where(inside, cell, jnp.zeros_like(cell))
     return cell.sum(axes)
 

@@ -3,7 +3,7 @@
 An optimizer's program repeats its equations for each of K layers. This module reads the program
 once. A value that is computed from one row gets this row, and its *template*: the stack of which it
 is a row. Equal equations on rows of one stack have one template, for any number of repetitions.
-`pipeline.core.layers_view.reroll` runs the templates.
+`pipeline.layers_view.reroll` runs the templates.
 """
 
 from __future__ import annotations
@@ -22,34 +22,27 @@ from collectives.compat import loop_sizes
 from pipeline.core.autodiff.jaxpr.evaluate import follow
 from pipeline.core.autodiff.jaxpr.primitives import callee, traits
 from pipeline.core.model.overlay import Spot
+from pipeline.layers_view.view import LeafPlace
 
 _UNROLLED = 64  # the longest loop over several layers that is unrolled
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LeafRow:
-    """An input that is a row of a stack.
+    """An input that is a layer's leaf, in a row of an array [S, ...].
 
     Attributes:
-      stack: the index of the stack; rows of one stack have one type.
-      row: the index of the row.
+      array: the array.
+      place: the place of the leaf. Leaves of one array whose places differ only in the row are
+        rows of one stack.
     """
 
-    stack: int
-    row: int
+    array: Any
+    place: LeafPlace
 
-
-@dataclass(frozen=True)
-class Cut:
-    """The origin of a stack whose rows are parts of the rows of a larger array.
-
-    Attributes:
-      cell: [S, ...] the larger array.
-      spot: the place of the part in each row of the larger array.
-    """
-
-    cell: Any
-    spot: Spot
+    @property
+    def type(self) -> Any:
+        return jax.ShapeDtypeStruct(self.place.shape, self.array.dtype)
 
 
 @dataclass(eq=False)
@@ -62,27 +55,27 @@ class Value:
       index: the value's index among the results of the equation.
       row: the row from which the value is computed; None if it is computed from several rows or
         none.
-      template: the stack of which the value is a row.
+      template: the stack of which the value is a row, by one of its rows: an input, or an equation,
+        whose results for all rows are stacks.
       array: the array of a constant, or of an input that is no row.
       is_constant: whether the value is a constant.
       wide: if the value is computed elementwise from parts of cells, the result of the equal
         program on the whole cells.
-      spot: the part of ``wide`` that the value is.
+      part: the part of each row of ``wide`` that the value is.
     """
 
     aval: Any
     op: Op | None = None
     index: int = 0
     row: int | None = None
-    template: Template | None = None
+    template: LeafRow | Op | None = None
     array: Any = None
     is_constant: bool = False
     wide: Wide | None = None
-    spot: Spot | None = None
+    part: Spot | None = None
 
     @property
     def is_number(self) -> bool:
-        """True if the value is one number."""
         return math.prod(self.aval.shape) == 1
 
     @property
@@ -92,7 +85,6 @@ class Value:
 
     @property
     def is_spread(self) -> bool:
-        """True if the value is one number, repeated."""
         return self.repeats is not None
 
     @property
@@ -110,30 +102,23 @@ class Value:
 
 @dataclass(eq=False)
 class Op:
-    """An equation of the program: its operands, and a key shared by equal equations."""
+    """An equation of the program.
+
+    Attributes:
+      eqn: the equation.
+      key: a key shared by equal equations.
+      operands: its operands.
+      row: the row from which its results are computed, or None.
+    """
 
     eqn: Any
     key: Any
     operands: tuple[Value, ...]
+    row: int | None = None
     is_mixed: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_mixed = any(v.is_mixed or v.row is not None for v in self.operands)
-
-
-@dataclass(eq=False)
-class Template:
-    """A stack: an input, or the results of equal equations, one for each row.
-
-    Attributes:
-      op: the equation of one row, as an example for all; None for an input.
-      row: the row of ``op``; -1 for an input.
-      stack: the index of the input stack; -1 for results of equations.
-    """
-
-    op: Op | None = None
-    row: int = -1
-    stack: int = -1
 
 
 @dataclass(eq=False)
@@ -157,19 +142,17 @@ class Program:
     Args:
       closed: the program, a closed jaxpr.
       inputs: for each input of the program a `LeafRow`, or an array.
-      cuts: for each stack its origin, if it is a part of a larger array; else None.
 
     Attributes:
       outputs: the program's results.
       effects: the equations that have effects.
     """
 
-    def __init__(self, closed: Any, inputs: Sequence[Any], cuts: Sequence[Cut | None]) -> None:
-        self._cuts = cuts
+    def __init__(self, closed: Any, inputs: Sequence[Any]) -> None:
         self._wides: dict[Any, Wide] = {}
         self._constants: dict[Any, Value] = {}
         self._values: dict[Any, list[Value]] = {}
-        self._templates: dict[Any, Template] = {}
+        self._templates: dict[Any, LeafRow | Op] = {}
         self.effects: list[Op] = []
         invars = closed.jaxpr.invars
         values = [self._input(var.aval, x) for var, x in zip(invars, inputs, strict=True)]
@@ -178,11 +161,11 @@ class Program:
     def _input(self, aval: Any, source: Any) -> Value:
         if not isinstance(source, LeafRow):
             return Value(aval, array=source)
-        template = self._templates.setdefault(source.stack, Template(stack=source.stack))
-        value, cut = Value(aval, row=source.row, template=template), self._cuts[source.stack]
-        if cut is not None:
-            value.spot = cut.spot
-            value.wide = self._wides.setdefault(id(cut.cell), Wide(cut.cell))
+        array, place = source.array, source.place
+        template = self._templates.setdefault((id(array), place.part), source)
+        value = Value(aval, row=place.row, template=template, part=place.part)
+        if place.part is not None:
+            value.wide = self._wides.setdefault(id(array), Wide(array))
         return value
 
     def _constant(self, aval: Any, array: Any) -> Value:
@@ -219,9 +202,8 @@ class Program:
         key = eqn.primitive, _static(eqn.params), tuple(v.type for v in operands)
         common = (*key, *((v.template, v.index) if is_of(v, row) else v for v in operands))
         if (common, row) not in self._values:
-            op, template = Op(eqn, key, operands), None
-            if row is not None:
-                template = self._templates.setdefault(common, Template(op, row))
+            op = Op(eqn, key, operands, row)
+            template = None if row is None else self._templates.setdefault(common, op)
             self._values[common, row] = [
                 Value(var.aval, op, n, row, template) for n, var in enumerate(eqn.outvars)
             ]
@@ -230,15 +212,15 @@ class Program:
 
     def _widen(self, value: Value, op: Op) -> None:
         """Check whether a value is computed elementwise from equally placed parts of cells."""
-        spots = {v.spot for v in op.operands if v.wide is not None}
-        if not traits(op.eqn).elementwise or len(spots) != 1:
+        places = {v.part for v in op.operands if v.wide is not None}
+        if not traits(op.eqn).elementwise or len(places) != 1:
             return
         parts = tuple(v.wide or v.repeats or v for v in op.operands)
         if any(isinstance(v, Value) and not (v.is_number and v.row is None) for v in parts):
             return
         key = op.eqn.primitive, _static(op.eqn.params), *parts
         value.wide = self._wides.setdefault(key, Wide(None, op.eqn, parts))
-        value.spot = spots.pop()
+        value.part = places.pop()
 
     def _both(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         """Run all branches of a conditional that reads several layers, and select the results."""
@@ -257,10 +239,13 @@ class Program:
         xs = operands[num_consts + num_carry :]
         stacks: list[Any] = [None] * length
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-            parts = [self._called(functools.partial(_part, i), x) for x in xs]
+            part = functools.partial(jax.lax.index_in_dim, index=i, keepdims=False)
+            parts = [self._called(part, x) for x in xs]
             results = self._inline(closed.jaxpr, closed.consts, [*consts, *carry, *parts])
             carry, stacks[i] = results[:num_carry], results[num_carry:]
-        return carry + [self._called(_stacked, *ys) for ys in zip(*stacks, strict=True)]
+        return carry + [
+            self._called(lambda *xs: jnp.stack(xs), *ys) for ys in zip(*stacks, strict=True)
+        ]
 
     def _called(self, function: Callable[..., Any], *values: Value) -> Value:
         types = [jax.ShapeDtypeStruct(*v.type) for v in values]
@@ -285,14 +270,6 @@ def _is_array(value: Value) -> bool:
 def is_of(value: Value, row: int | None) -> bool:
     """Tell whether a value is computed from the row with index ``row``."""
     return row is not None and value.row == row
-
-
-def _part(index: int, x: Any) -> Any:
-    return jax.lax.index_in_dim(x, index, keepdims=False)
-
-
-def _stacked(*parts: Any) -> Any:
-    return jnp.stack(parts)
 
 
 def _static(params: Any) -> Any:

@@ -1,0 +1,179 @@
+"""Conversion of trees between a pipeline's stacks and layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from collectives import STAGE
+from pipeline.base.tree import Tree, row_of, shape_text
+from pipeline.base.variables import metadata, raw
+from pipeline.core.model.chunks import stack_rows
+from pipeline.core.placement.distribute import distribute
+from pipeline.core.placement.placement import LAYERS, spread_of
+from pipeline.layers_view.layout import drop_marks, layout_name
+from pipeline.layers_view.view import (
+    LayersArray,
+    LayerView,
+    LeafPlace,
+    Path,
+    layer_view,
+    value_at,
+)
+
+
+def to_layers(pipe: Any, tree: Tree) -> dict[str, Any]:
+    """Convert a tree of the pipeline to layers, for `Pipeline.to_layers`."""
+    order, view = layout_name(pipe.plan.stages_of), layer_view(pipe)
+    if not _has_all(tree, view.arrays):
+        view = _other_view(pipe, lambda view: _has_all(tree, view.arrays))
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    for other in {metadata(x).get(LAYERS, order) for x in leaves} - {order}:
+        raise ValueError(
+            f"to_layers was given a tree that holds layers as {other}, and the pipeline holds them "
+            f"as {order}; call the method of the pipeline whose tree it is"
+        )
+
+    def value_of(place: LeafPlace) -> Any:
+        leaf, shape = value_at(tree, place.path), view.arrays[place.path].shape
+        if not hasattr(leaf, "shape"):  # a label for all leaves of the array
+            return leaf
+        if place.row is None:
+            return place.read(leaf) if leaf.shape == shape else leaf
+        if leaf.shape[:1] != shape[:1] or (place.part is not None and leaf.shape != shape):
+            wanted = shape if place.part is not None else (*shape[:1], "...")
+            raise ValueError(
+                f"to_layers: {_text(place.path)} has the shape {tuple(leaf.shape)}; an array at "
+                f"this place holds the layers of {shape[0]} ranks: "
+                f"({', '.join(map(str, wanted))})"
+            )
+        return place.read(row_of(leaf, place.row))
+
+    return jax.tree.map(value_of, view.tree)
+
+
+def from_layers(pipe: Any, layers: dict[str, Any]) -> nnx.State[Any, Any]:
+    """Convert layers to a tree of the pipeline, for `Pipeline.from_layers`."""
+    view = layer_view(pipe)
+    _check_layers(view, layers)
+    numbered = {**layers, "stages": dict(enumerate(layers["stages"]))}
+    if not _has_all(numbered, view.places):
+        view = _other_view(pipe, lambda view: _has_all(numbered, view.places))
+    variables, foreign = dict(nnx.to_flat_state(nnx.state(pipe))), _foreign(pipe)
+    variables |= foreign
+    drop_marks(pipe.layout, pipe.plan.stages_of, foreign)
+    arrays = []
+    for path, places in view.by_array.items():
+        array, home = view.arrays[path], pipe.plan.home_at(path)
+        leaves = {place: value_at(numbered, name) for name, place in places.items()}
+        if path[0] == "ends":
+            ((place, leaf),) = leaves.items()
+            if getattr(leaf, "shape", None) == place.shape:
+                sharding = NamedSharding(home, array.spread.stored)
+                whole = place.write(array, leaf)
+                is_type = isinstance(whole, jax.ShapeDtypeStruct)
+                leaf = whole.update(sharding=sharding) if is_type else distribute(whole, sharding)
+        else:
+            if path in foreign:
+                like = foreign[path]
+                array = LayersArray(path, tuple(raw(like).shape), spread_of(like, (STAGE,)))
+            leaf = _joined(home, array, leaves)
+        variable = variables[path]
+        arrays.append((path, variable.replace(leaf) if hasattr(leaf, "shape") else leaf))
+    return nnx.from_flat_state(arrays)
+
+
+def _foreign(pipe: Any) -> dict[Path, Any]:
+    """Find the variables in another pipeline's layout; map paths to this pipeline's types."""
+    order, ranks = layout_name(pipe.plan.stages_of), len(pipe.plan.stages_of)
+    types = {}
+    for path, variable in nnx.to_flat_state(nnx.state(pipe)):
+        original = pipe.origin.variables.get(path)
+        if original is None or path[0] != "chunks":
+            continue
+        shape = getattr(raw(variable), "shape", ())
+        if metadata(variable).get(LAYERS, order) != order or shape[:1] != (ranks,):
+            types[path] = original
+    return types
+
+
+def _other_view(pipe: Any, fits: Callable[[LayerView], bool]) -> LayerView:
+    """Choose the view of trained parameters, or of declared state, for an incomplete tree."""
+    if pipe.plan.state is not None:
+        view = layer_view(pipe, state=True)
+        if fits(view):
+            return view
+    return layer_view(pipe, trained=True)
+
+
+def _has_all(tree: Tree, paths: Iterable[Path]) -> bool:
+    """Tell whether a tree has a leaf at every path."""
+    try:
+        for path in paths:
+            value_at(tree, path)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_layers(view: LayerView, layers: Any) -> None:
+    """Check that a tree has the pipeline's layers."""
+    wanted = len(view.tree["stages"])
+    if not (isinstance(layers, Mapping) and layers.keys() == view.tree.keys()):
+        said = sorted(layers) if isinstance(layers, Mapping) else type(layers).__name__
+        raise ValueError(
+            f"from_layers was given {said}; give the layer view, a dictionary of "
+            f"{', '.join(map(repr, view.tree))} as pipe.to_layers(tree) returns it"
+        )
+    if len(layers["stages"]) != wanted:
+        raise ValueError(
+            f"from_layers was given {len(layers['stages'])} stages, the pipeline has {wanted}; "
+            f"give one tree for each, in layer order"
+        )
+
+
+def _joined(mesh: Any, array: LayersArray, leaves: Mapping[LeafPlace, Any]) -> Any:
+    """Join the leaves of stages to their array."""
+    values = list(leaves.values())
+    if not any(hasattr(leaf, "shape") for leaf in values):
+        if any(leaf != values[0] for leaf in values):
+            raise ValueError(
+                f"from_layers: {_text(array.path)} is one array for layers of which some have "
+                f"{values[0]!r} and others {next(x for x in values if x != values[0])!r}; give "
+                f"what differs between layers to make_optimizer, whose masks and labels are trees "
+                f"of layers"
+            )
+        return values[0]
+    of_rank: dict[int | None, Any] = {}
+    for place, leaf in leaves.items():
+        if place.part is not None and tuple(leaf.shape) != place.shape:
+            raise ValueError(
+                f"from_layers: a layer's leaf of {_text(array.path)} has the shape "
+                f"{tuple(leaf.shape)}, its parameter {place.shape}; stages that are not alike "
+                f"share storage, in which there is room for leaves of the parameters' shapes"
+            )
+        row = of_rank.get(place.row, jax.ShapeDtypeStruct(array.shape[1:], leaf.dtype))
+        of_rank[place.row] = place.write(row, leaf)
+    like = next(iter(of_rank.values()))
+    rows = [
+        of_rank[rank] if rank in of_rank else jnp.zeros(like.shape, like.dtype)
+        for rank in range(array.shape[0])
+    ]
+    if len({(tuple(row.shape), row.dtype) for row in rows}) > 1:
+        texts = dict.fromkeys(map(shape_text, rows))
+        raise ValueError(
+            f"from_layers: {_text(array.path)} is one array, its layers have {', '.join(texts)}; "
+            f"give leaves of one shape and dtype"
+        )
+    is_like = tuple(like.shape) == array.shape[1:]
+    spec = array.spread.stored if is_like else PartitionSpec(STAGE)
+    return stack_rows(rows, NamedSharding(mesh, spec))
+
+
+def _text(path: Path) -> str:
+    return ".".join(map(str, path))
