@@ -184,7 +184,7 @@ def code(file: Path) -> str:
 
 def touched() -> list[list[str]]:
     """Rows of the record, with the number of files, by room, whose code names a feature."""
-    lines = PAGE.partition("## What a feature touches\n")[2].partition("\n## ")[0].splitlines()
+    lines = PAGE.partition("| feature | words |")[2].partition("\n\n")[0].splitlines()
     table = [
         [cell.strip() for cell in row.strip("|").split("|")][:2] for row in lines if "` |" in row
     ]
