@@ -105,6 +105,18 @@ def test_a_chunk_of_equal_stages_is_as_ever():
     models.assert_matches(pipe, pipe.value_and_grad(x, x), want)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("remat", ["stage", None])
+def test_one_type_between_stages_and_others_at_the_ends(remat, schedule):
+    """The message is one array, and neither the first input nor the last output is one."""
+    stages = [nnx.Linear(m, n, rngs=nnx.Rngs(m)) for m, n in ((5, 8), (8, 8), (8, 3))]
+    x, t = models.rows(4)[:, :5], models.rows(4)[:, :3]
+    pipe = make(stages, schedule=schedule, remat=remat)
+    want = models.reference(stages, x, t, models.squares)
+    models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
+    models.assert_matches(pipe, pipe.replace(engine="programs").value_and_grad(x, t), want)
+
+
 def test_equal_stages_know_nothing_of_this(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("equal stages are one kind")

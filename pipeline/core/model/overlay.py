@@ -171,8 +171,10 @@ class View:
         """Return the cells with the tree written into them; ``cells`` makes the other values."""
         if self.spots is None:
             return tree
+        if not self.is_stored:
+            return cells()
         filled = list(cells())
-        for spot, leaf in zip(self.spots, jax.tree.leaves(tree), strict=self.is_stored):
+        for spot, leaf in zip(self.spots, jax.tree.leaves(tree), strict=True):
             filled[spot.cell] = spot.fill(filled[spot.cell], leaf)
         return filled
 
