@@ -12,8 +12,8 @@ DOORS = {
         autodiff.accumulate autodiff.jaxpr.evaluate autodiff.jaxpr.primitives
         autodiff.jaxpr.scopes layers_view.replace model.microbatch model.model model.objects
         model.stage model.trained model.unlike options.checks options.plan placement.meshes
-        placement.placement programs.run programs.runtime programs.traced
-        step.calls.opened step.operands step.runtime
+        programs.run programs.runtime programs.traced step.calls.opened step.operands
+        step.runtime
     """,
     "pipeline.lint": """
         autodiff.jaxpr.primitives autodiff.outcome model.ignored model.loss model.model
