@@ -462,8 +462,7 @@ class Pipeline(nnx.Module):
           CalibrationError: contradictory times (the message names them and the remedy), or times
             whose spread is too large for a result.
         """
-        from pipeline.insight.calibrate.host import with_host
-        from pipeline.insight.calibrate.measure import calibrate, seconds
+        from pipeline.insight.calibrate.measure import calibrate
         from pipeline.insight.forecast.bytes import predict
         from pipeline.insight.forecast.traffic import predict_traffic
 
@@ -487,14 +486,15 @@ class Pipeline(nnx.Module):
             with self._entered():
                 return predict_traffic(self.plan, *self._untyped(operands)).message
 
-        counts = {"rounds": rounds, "repeats": repeats}
-        found = calibrate(self, type(self), *given, **counts, split=split, message=message)
-        if not self.plan.offload:
-            return found
-        with self._entered():
-            held = predict(self.plan, *self._untyped(operands))
-        size = max(held.host_stashes.each, held.host_crossings.each)
-        return with_host(found, self.mesh.devices.flat[0], size, seconds) if size else found
+        def moved() -> int:
+            if not self.plan.offload:
+                return 0
+            with self._entered():
+                held = predict(self.plan, *self._untyped(operands))
+            return max(held.host_stashes.each, held.host_crossings.each)
+
+        timed = functools.partial(calibrate, rounds=rounds, repeats=repeats, split=split)
+        return timed(self, type(self), *given, message=message, moved=moved)
 
     def measure(
         self,
