@@ -79,6 +79,29 @@ def test_the_largest_action_is_compared_as_compiled():
         make("programs", memory_limit=most).value_and_grad(X, T)
 
 
+@pytest.mark.parametrize("engine", ["scan", "programs", "stage_meshes"])
+def test_a_step_runs_as_it_was_compiled_to_be_compared(engine):
+    """A limit costs no compilation."""
+    compiled: list[str] = []
+
+    def listen(name, *_, **__):
+        if "backend_compile" in name:
+            compiled.append(name)
+
+    make(engine).value_and_grad(X, T)  # compiles what all steps share
+    counts = []
+    for limit in (None, 10**9):
+        pipe = make(engine, memory_limit=limit)
+        compiled.clear()
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            pipe.value_and_grad(X, T)
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+        counts.append(len(compiled))
+    assert counts[0] == counts[1] > 0
+
+
 @ENGINES
 def test_a_step_runs_where_jit_is_disabled(engine):
     wanted = make(engine).value_and_grad(X, T)[0], make(engine)(X)

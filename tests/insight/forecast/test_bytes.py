@@ -329,27 +329,6 @@ def test_the_compiler_says_what_a_step_takes(is_jitted):
     assert told(pipe, x, t, call="value_and_grad") == []
 
 
-def test_a_limit_compiles_a_step_once():
-    """The step runs as it was compiled for the comparison."""
-    compiled: list[str] = []
-
-    def listen(name, *_, fun_name="", **__):
-        if "backend_compile" in name:
-            compiled.append(fun_name)
-
-    counts = []
-    for limit_ in (None, 10**9):
-        pipe, x, t = small(memory_limit=limit_)
-        jax.monitoring.register_event_duration_secs_listener(listen)
-        try:
-            pipe.value_and_grad(x, t)
-        finally:
-            jax.monitoring.unregister_event_duration_listener(listen)
-        counts.append(len(compiled))
-        compiled.clear()
-    assert counts[0] == counts[1] > 0
-
-
 def test_a_limit_of_the_runtime_compiles_nothing_within_a_jit(monkeypatch):
     monkeypatch.setattr(operands, "reported_limit", lambda device: 10**9)
     monkeypatch.setattr(limit, "compiled_bytes", lambda step: 10**10)
