@@ -2,7 +2,7 @@
 
 * `layer`: a step of S = 1 with a mixture of experts, its experts over R devices, against the same
   products and exchanges written here in a plain `jax.shard_map` with a scan over microbatches.
-* `memory`: bytes of a rank's weights against the formula; of all temporaries against the forecast.
+* `memory`: bytes of a rank's weights against the formula; between actions, and as compiled.
 * `number`: how time grows with the number of experts, of which every token passes as many.
 * `stages`: a step of S = 2 against its ideal time, of experts and of the dense model of the same
   active size. It needs two devices.
@@ -470,7 +470,7 @@ def main() -> None:
         found["layer"], found["memory"] = compare_layer(case, R, rounds)
         head = ["dispatch", "by hand ms", "ours ms", "ours / by hand", "of rounds", "off"]
         print(table(head, found["layer"]), flush=True)
-        head = ["dispatch", "weights MB", "temporaries predicted", "compiled", "by hand"]
+        head = ["dispatch", "weights MB", "between actions MB", "temporaries compiled", "by hand"]
         print(table(head, found["memory"]), flush=True)
     if "number" in wanted:
         found["number"] = compare_numbers(case, R, rounds)

@@ -2,10 +2,10 @@
 
 A Llama decoder in bfloat16, weights and sums of gradients in float32, as K = V S stages over S GPUs
 (one is enough: S = 1). Each timetable is first run in float32 at the highest precision and compared
-with gradients of the unpipelined model; then all are timed in turns with it; their compiled bytes
-stand beside those that `pipe.describe` predicts. Ideal is (M + S - 1) / M times the plain model's
-time on one GPU over S; the plain model accumulates the same microbatches, with and without
-`jax.checkpoint` around each stage.
+with gradients of the unpipelined model; then all are timed in turns with it; with their compiled
+bytes, and those that `pipe.describe` counts between actions. Ideal is (M + S - 1) / M times the
+plain model's time on one GPU over S; the plain model accumulates the same microbatches, with and
+without `jax.checkpoint` around each stage.
 
 ``--target FILE`` compiles for GPUs that are not there, described as XLA describes them
 (`GpuTargetConfigProto` as text), and prints bytes alone; it needs jax's CUDA plugin. ``--only``
@@ -243,12 +243,12 @@ def predicates() -> dict[str, float]:
 
 
 def compiled_bytes(pipe: Pipeline, case: Case) -> dict[str, int]:
-    """Temporaries of a step, as compiled and as predicted."""
+    """Temporaries of a step, as compiled and between actions."""
     x = case.tokens()
     sizes = pipe.lower(x, x).compile().memory_analysis()
     return {
         "compiled": sizes.temp_size_in_bytes,
-        "predicted": predict(pipe.plan, *pipe.plan.facts.last).temporaries,
+        "between_actions": predict(pipe.plan, *pipe.plan.facts.last).temporaries,
         "arguments": sizes.argument_size_in_bytes,
         "results": sizes.output_size_in_bytes,
     }
@@ -302,7 +302,7 @@ def text(found: dict[str, Any], case: Case, ranks: int) -> str:
     for name, one in found.items():
         remat = name.rpartition("remat=")[2] if "remat=" in name else None
         took = medians.get(name)
-        compiled, predicted = one.get("compiled"), one.get("predicted")
+        compiled, counted = one.get("compiled"), one.get("between_actions")
         spread = ""
         if took is not None:
             spread = f"{(max(one['seconds']) - min(one['seconds'])) / took:.1%}"
@@ -313,11 +313,19 @@ def text(found: dict[str, Any], case: Case, ranks: int) -> str:
                 spread,
                 f"{took / base[remat]:.3f}" if took and remat in base else "",
                 f"{compiled / GB:.3f}" if compiled else "",
-                f"{predicted / GB:.3f}" if predicted else "",
-                f"{predicted / compiled:.2f}" if predicted and compiled else "",
+                f"{counted / GB:.3f}" if counted else "",
+                f"{counted / compiled:.2f}" if counted and compiled else "",
             ]
         )
-    header = ["variant", "ms", "spread", "/ ideal", "temporaries GB", "predicted", "/ compiled"]
+    header = [
+        "variant",
+        "ms",
+        "spread",
+        "/ ideal",
+        "temporaries GB",
+        "between actions",
+        "/ compiled",
+    ]
     return table(header, rows)
 
 
@@ -378,14 +386,14 @@ def main() -> None:
 
 
 def bytes_only(case: Case, devices: Any, wanted: Iterable[Ours]) -> None:
-    """Compiled beside predicted temporaries, on GPUs that are not there."""
+    """Compiled temporaries, and bytes between actions, on GPUs that are not there."""
     rows = []
     for ours in wanted:
         one = compiled_bytes(ours.pipeline(case, devices, of_types=True), case)
-        shares = [one["compiled"], one["predicted"]]
+        shares = [one["compiled"], one["between_actions"]]
         rows.append([ours.name, *(f"{s / GB:.3f}" for s in shares), f"{shares[1] / shares[0]:.2f}"])
         print(rows[-1], flush=True)
-    print(table(["variant", "compiled GB", "predicted GB", "predicted / compiled"], rows))
+    print(table(["variant", "compiled GB", "between actions GB", "/ compiled"], rows))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 One decoder, one timetable, and a step for each way to keep what a backward needs: on the device,
 a share of it in host memory, all of it there (``offload="stash"``), or the stage's input alone
 (``remat="stage"``). All steps are timed in turns in one run. Beside the times stand the stashes of
-both memories, the device's bytes as `pipe.describe` predicts them and as compiled, and the bytes
+both memories, the device's bytes as `pipe.describe` counts them and as compiled, and the bytes
 that cross the host link in a step.
 
 Gradients are compared first: with ``offload`` they must equal those without, on CPU bit by bit. On
@@ -141,17 +141,17 @@ def compiled_step(pipe: Pipeline, operands: Any) -> Any:
 
 
 def sizes_of(pipe: Pipeline, step: Any, operands: Any) -> dict[str, Any]:
-    """Places of stashes and bytes of a step on each device, predicted and as compiled."""
+    """Places of stashes and bytes of a step on each device, between actions and as compiled."""
     program, compiled = pipe.plan.training, step.memory_analysis()
-    predicted = predict(pipe.plan, *operands)
+    counted = predict(pipe.plan, *operands)
     return {
         "places": list(program.values["stash"][1:]),
-        "stash": max(predicted.stashes.each, predicted.host_stashes.each),
-        "predicted": predicted.temporaries,
-        "predicted_host": predicted.host,
+        "stash": max(counted.stashes.each, counted.host_stashes.each),
+        "between_actions": counted.temporaries,
+        "on_host": counted.host,
         "compiled": compiled.temp_size_in_bytes,
         "compiled_host": compiled.host_temp_size_in_bytes,
-        "written": writes_to_host(program) * predicted.host_stashes.each,
+        "written": writes_to_host(program) * counted.host_stashes.each,
     }
 
 
@@ -208,23 +208,23 @@ def text(found: dict[str, Any], clock: str, *, one_memory: bool) -> str:
     """The table of `measure`; on CPU compiled bytes are those of both memories."""
     rows = []
     for name, one in found.items():
-        predicted = one["predicted"] + one["predicted_host"] * one_memory
+        counted = one["between_actions"] + one["on_host"] * one_memory
         rows.append(
             [
                 name,
                 f"{1e3 * statistics.median(one[clock]):.1f}",
                 f"{ratio(found, name, clock):.3f}",
                 f"{one['places'][0]} + {one['places'][1]}",
-                f"{one['predicted'] / MIB:.1f}",
-                f"{one['predicted_host'] / MIB:.1f}",
+                f"{one['between_actions'] / MIB:.1f}",
+                f"{one['on_host'] / MIB:.1f}",
                 f"{one['compiled'] / MIB:.1f}",
-                f"{one['compiled'] / predicted:.2f}",
+                f"{one['compiled'] / counted:.2f}",
                 f"{one['compiled_host'] / MIB:.1f}",
                 f"{one['written'] / MIB:.1f}",
             ]
         )
     header = ["offload", "ms", "/ None", "stashes: device + host", "device MiB", "host MiB"]
-    more = ["compiled", "/ predicted", "compiled host", "to the host a step"]
+    more = ["compiled", "/ counted", "compiled host", "to the host a step"]
     return table([*header, *more], rows)
 
 

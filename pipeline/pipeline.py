@@ -386,7 +386,7 @@ class Pipeline(nnx.Module):
         if optimizer is not None:
             return lower_step(self, optimizer, inputs, targets, extras)
         with self._entered():
-            _warn_of_memory(self.plan, *operands)
+            _warn_of_memory(self.plan, *operands, runs=False)
             return runtime.train.lower(self.plan, *operands)
 
     def trace(
@@ -462,8 +462,7 @@ class Pipeline(nnx.Module):
           CalibrationError: contradictory times (the message names them and the remedy), or times
             whose spread is too large for a result.
         """
-        from pipeline.insight.calibrate.host import with_host
-        from pipeline.insight.calibrate.measure import calibrate, seconds
+        from pipeline.insight.calibrate.measure import calibrate
         from pipeline.insight.forecast.bytes import predict
         from pipeline.insight.forecast.traffic import predict_traffic
 
@@ -487,14 +486,15 @@ class Pipeline(nnx.Module):
             with self._entered():
                 return predict_traffic(self.plan, *self._untyped(operands)).message
 
-        counts = {"rounds": rounds, "repeats": repeats}
-        found = calibrate(self, type(self), *given, **counts, split=split, message=message)
-        if not self.plan.offload:
-            return found
-        with self._entered():
-            held = predict(self.plan, *self._untyped(operands))
-        size = max(held.host_stashes.each, held.host_crossings.each)
-        return with_host(found, self.mesh.devices.flat[0], size, seconds) if size else found
+        def moved() -> int:
+            if not self.plan.offload:
+                return 0
+            with self._entered():
+                held = predict(self.plan, *self._untyped(operands))
+            return max(held.host_stashes.each, held.host_crossings.each)
+
+        timed = functools.partial(calibrate, rounds=rounds, repeats=repeats, split=split)
+        return timed(self, type(self), *given, message=message, moved=moved)
 
     def measure(
         self,
@@ -573,7 +573,7 @@ class Pipeline(nnx.Module):
             warn_of_undivided_weights(self, plan, given)
             with self._entered():
                 weights, batch = meshes.untyped(types(arrays), plan.mesh)
-                _warn_of_memory(plan, model, weights, batch)
+                _warn_of_memory(plan, model, weights, batch, runs=False)
                 trace_step(plan, model, weights, batch)
             try_on_numbers(plan, loss_fn, targets)
         for one in caught:
@@ -644,9 +644,9 @@ class Pipeline(nnx.Module):
     ) -> Self:
         """Make a pipeline with the fewest stashes in host memory that a device budget allows.
 
-        Its ``offload`` is the smallest share with which a step is predicted to fit, or None if a
-        step fits without offload. Bytes are predicted as by `describe`; the page about memory gives
-        the error, so leave room. Nothing is run or compiled. Weights are shared as by `replace`.
+        Its ``offload`` is the smallest share with which a step fits, or None if a step fits without
+        offload. Bytes are the compiler's: the step is compiled with no offload, and then for each
+        share that is tried. Nothing is run. Weights are shared as by `replace`.
 
         Args:
           budget: bytes of each device that a step may take, arguments included.
@@ -664,8 +664,9 @@ class Pipeline(nnx.Module):
         from pipeline.insight.forecast.step_memory import share_within
 
         check_one_program(self.plan, "offload_within()")
-        operands = self._untyped(self._operands(inputs, targets, extras, "offload_within"))
-        return self.replace(offload=share_within(self, budget, optimizer, operands))
+        self._operands(inputs, targets, extras, "offload_within")  # checks the batch
+        given = inputs, targets, extras
+        return self.replace(offload=share_within(self, budget, optimizer, given))
 
     def to_layers(self, tree: Tree) -> dict[str, Any]:
         """Convert a tree shaped like the parameters to the layer view.
@@ -715,10 +716,12 @@ class Pipeline(nnx.Module):
     ) -> str:
         """Describe the program, its placement, and its predicted cost.
 
-        Bytes are predicted for the given batch, whose leaves may be `jax.ShapeDtypeStruct`, or for
-        the last training batch; without a batch only the bytes of weights and gradients are known.
-        With an optimizer the bytes include its update (`lower`). With ``compiled=True`` the step is
-        compiled, and the compiler's bytes are shown next to the predicted bytes. Nothing is run.
+        Bytes are those that types and timetable fix, for the given batch, whose leaves may be
+        `jax.ShapeDtypeStruct`, or for the last training batch; without a batch only the bytes of
+        weights and gradients are known. With an optimizer they include its state (`lower`). With
+        ``compiled=True`` the step is compiled, and the compiler's bytes are shown next to them.
+        These include the temporaries within an action, which only the compiler knows. Nothing is
+        run.
 
         Raises:
           ValueError: ``compiled=True`` or an optimizer without a known batch; or an optimizer of
@@ -839,15 +842,14 @@ def _entries_of(engine: str) -> Any:
 
 
 def _warn_of_memory(
-    plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool = False
+    plan: Plan, model: Model, weights: Weights, batch: Batch, *, runs: bool = True, **wanted: bool
 ) -> None:
-    """Remember a step's types; predict its memory only where a limit is known."""
-    operands = types((weights, batch))
-    plan.facts.last = (model, *operands)
+    """Remember a step's types; compare its memory only where a limit is known."""
+    plan.facts.last = (model, *types((weights, batch)))
     if (limit := device_limit(plan)) is not None:
         from pipeline.insight.forecast.limit import warn_of_memory
 
-        warn_of_memory(plan, limit, model, operands, want_inputs=want_inputs)
+        warn_of_memory(plan, limit, weights, batch, runs=runs, **wanted)
 
 
 def _with_state(module: nnx.Module, change: Callable[..., Tree], *given: Any) -> nnx.Module:

@@ -11,7 +11,7 @@ DOORS = {
     "pipeline.insight": """
         autodiff.accumulate autodiff.jaxpr.evaluate autodiff.jaxpr.primitives autodiff.jaxpr.scopes
         model.microbatch model.model model.objects model.stage model.trained model.unlike
-        options.checks options.plan placement.meshes placement.placement programs.run
+        options.checks options.plan placement.meshes programs.run
         programs.runtime programs.traced step.calls.opened step.operands step.runtime
     """,
     "pipeline.layers_view": """

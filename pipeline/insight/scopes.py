@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.core.autodiff.jaxpr.primitives import equations
 from schedules.core.action import Action
 from schedules.lowering.program import COMMON, Program
 
@@ -109,3 +110,9 @@ def trips(program: Program, scope: str) -> NDArray[np.int64] | None:
 def _last(pattern: re.Pattern[str], names: Iterable[str]) -> re.Match[str] | None:
     """Return the match of the innermost scope of a kind."""
     return next((m for name in reversed(list(names)) if (m := pattern.fullmatch(name))), None)
+
+
+def find_shard_map(jaxpr: Any) -> Any:
+    """Return the body of a jaxpr's ``shard_map``, which each device runs; None if it has none."""
+    found = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map")
+    return next((eqn.params["jaxpr"] for eqn in found), None)

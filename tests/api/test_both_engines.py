@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +59,47 @@ def test_the_rank_with_the_most_bytes_is_named():
     assert "of rank 1 between two actions, and memory_limit allows 10: weights" in text
     assert f", batch {held:,}, gradients and other sums " in text
     assert text.endswith("use more ranks or microbatches, fewer rows in a batch, or remat='stage'")
+
+
+def test_the_largest_action_is_compared_as_compiled():
+    """Between its actions each rank fits; while they run it does not."""
+    (text,) = make("programs", memory_limit=10).check(X, T)
+    between = int(re.search(r"take ([\d,]+) bytes", text)[1].replace(",", ""))
+    pipe = make("programs", memory_limit=between)
+    assert pipe.check(X, T) == []
+    lines = make("programs").describe(X, T, compiled=True)
+    most = max(int(size.replace(",", "")) for size in re.findall(r"compiled ([\d,]+)", lines))
+    start = (
+        rf"^a step takes {most:,} bytes on each device of rank \d while an action runs, as compiled"
+    )
+    with pytest.warns(UserWarning, match=start):
+        pipe.value_and_grad(X, T)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make("programs", memory_limit=most).value_and_grad(X, T)
+
+
+@pytest.mark.parametrize("engine", ["scan", "programs", "stage_meshes"])
+def test_a_step_runs_as_it_was_compiled_to_be_compared(engine):
+    """A limit costs no compilation."""
+    compiled: list[str] = []
+
+    def listen(name, *_, **__):
+        if "backend_compile" in name:
+            compiled.append(name)
+
+    make(engine).value_and_grad(X, T)  # compiles what all steps share
+    counts = []
+    for limit in (None, 10**9):
+        pipe = make(engine, memory_limit=limit)
+        compiled.clear()
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            pipe.value_and_grad(X, T)
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+        counts.append(len(compiled))
+    assert counts[0] == counts[1] > 0
 
 
 @ENGINES

@@ -22,7 +22,7 @@ from collectives import make_mesh
 from pipeline import Calibration, CalibrationError, Pipeline
 from pipeline.base.agreed.slices import FixedSlice
 from pipeline.decoders import DecoderConfig, build, next_token_loss
-from pipeline.insight.calibrate import host, measure, one_rank
+from pipeline.insight.calibrate import measure, one_rank
 from pipeline.insight.calibrate.calibration import FORMAT
 from pipeline.insight.calibrate.conclude import Timed, conclude
 from pipeline.layers import Attention, Context
@@ -553,24 +553,22 @@ def test_a_calibration_fits_however_the_stages_are_given():
 # --- the host link ---
 
 
-def test_a_pipeline_that_offloads_times_its_host_link():
-    """A trip goes to the host and back; on CPU an action waits for its copies."""
-    costs = Costs(1.0, 1.0, 1.0)
-    model: Any = SimpleNamespace()
-    found = Calibration(costs, {}, 0.0, model, "", 3, 16, {"device": "cpu"}, {})
-    ran, times = [], iter([100.0, 8.0, 9.0, 4.0])
+def test_a_pipeline_that_offloads_times_its_host_link(clock):
+    """In turn with the actions; on CPU an action waits for its copies."""
+    plain, moved = (
+        make(remat=None, offload=offload, schedule="gpipe").calibrate(*data(), rounds=2, repeats=3)
+        for offload in (None, "stash")
+    )
+    taken = 0.03 * MS * measure.EXCHANGES / (2 * measure.TRIPS)
+    assert (plain.costs.host, moved.costs.host) == (0, pytest.approx(taken))
+    assert moved.costs.host_overlap == 0.0
+    assert moved.costs.f == plain.costs.f
 
-    def clock(step: Any) -> float:
-        ran.append(jax.block_until_ready(step()))
-        return next(times)
 
-    (device, *_) = jax.devices()
-    added = host.with_host(found, device, 4096, clock).costs
-    assert (added.host, added.host_overlap) == (8.0 / (2 * host.TRIPS), 0.0)
-    assert (added.f, added.i) == (1.0, 1.0)
-    assert len(ran) == 4
-    assert ran[0].shape == (1024,)
-    assert set(ran[0].tolist()) == {float(host.TRIPS)}  # every trip adds one
+def test_a_trip_goes_to_the_host_and_back():
+    arrived = measure.trips(jax.devices()[0], 4096)()
+    assert arrived.shape == (1024,)
+    assert set(arrived.tolist()) == {float(measure.TRIPS)}  # every trip adds one
 
 
 @pytest.mark.slow

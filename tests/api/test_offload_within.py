@@ -6,6 +6,7 @@ Regression tests of issue 42.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,6 @@ from flax import nnx
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
 from pipeline.core.options import checks
-from pipeline.insight.forecast.bytes import predict
 from tests.support.models import squares
 
 EACH = 2 * 2**20  # bytes of a stash: its input and the result of tanh
@@ -40,8 +40,13 @@ def wide(**options) -> tuple[Pipeline, jax.ShapeDtypeStruct]:
     return Pipeline(stages, 8, loss_fn=squares, **given), x
 
 
-def total(pipe: Pipeline, x: jax.ShapeDtypeStruct) -> int:
-    return predict(pipe.plan, *pipe._operands(x, x, None)).total
+def total(pipe: Pipeline, x: jax.ShapeDtypeStruct, optimizer: Any = None) -> int:
+    """Bytes of a device that the compiler reports; on CPU it adds those of the host."""
+    sizes = pipe.lower(x, x, optimizer=optimizer).compile().memory_analysis()
+    found = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes
+    found += sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    stashes = pipe.plan.training.values["stash"].host
+    return found - stashes * EACH
 
 
 def test_the_share_is_the_smallest_that_fits():
@@ -49,7 +54,8 @@ def test_the_share_is_the_smallest_that_fits():
     pipe, x = wide()
     sizes = [total(pipe.replace(offload=moved / 8), x) for moved in range(5)]
     assert sizes[1] > sizes[0] - EACH
-    assert [a - b for a, b in itertools.pairwise(sizes[1:])] == [EACH] * 3
+    steps = [a - b for a, b in itertools.pairwise(sizes[1:])]
+    assert steps == pytest.approx([EACH] * 3, abs=1024)
     assert pipe.offload_within(sizes[0], x, x).plan.offload is None
     for moved in (2, 3, 4):
         assert pipe.offload_within(sizes[moved], x, x).plan.offload == moved / 8
@@ -57,6 +63,7 @@ def test_the_share_is_the_smallest_that_fits():
         assert found.plan.offload == (moved + 1) / 8
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_the_optimizer_counts_too():
     """Adam's moments lie beside the stashes, on devices that hold gradients for a while only."""
     pipe, x = wide()
@@ -74,7 +81,7 @@ def test_a_budget_below_what_must_stay():
         pipe.offload_within(least - 1, x, x)
     assert str(caught.value) == (
         f"offload_within(budget={least - 1:,}): with all stashes in host memory that outlive the "
-        f"next action, a step is predicted to take {least:,} bytes on each device (without, "
+        f"next action, a compiled step takes {least:,} bytes on each device (without, "
         f"{whole:,}); give a budget of at least that, or keep less: remat='stage', more ranks, "
         f"smaller microbatches, or make_optimizer(offload=True)"
     )

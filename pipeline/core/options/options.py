@@ -102,7 +102,8 @@ class Options:
         residuals but repeats the stage's own all-gathers (of sequence parallelism, for example); a
         `jax.checkpoint` policy chooses the values.
       memory_limit: the bytes that a device may hold; by default the limit that its runtime reports
-        (on CPU none). A step that is predicted to exceed the limit warns before it is compiled.
+        (on CPU none). A step that exceeds the limit warns before it runs: by what types and
+        timetable fix, before it is compiled, and by the compiled step.
       offload: the values that a rank keeps in host memory between two actions: "stash" for the
         values that F keeps for its backward (with remat="stage" the stage's input); "crossings" for
         the values that I keeps for W; or a share of the stashes from 0 to 1, such as 0.5, longest

@@ -30,7 +30,7 @@ from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.model.trained import Trained
 from pipeline.core.options.plan import Plan
 
-Before = Callable[..., None]  # (plan, model, weights, batch, want_inputs=...)
+Before = Callable[..., None]  # (plan, model, weights, batch, **options of `train`)
 
 _TWICE = (
     "a pipeline was differentiated twice by reverse mode, and its backward pass has no such "
@@ -175,7 +175,7 @@ def _outputs_backward(
     paired = dataclasses.replace(batch, targets=cotangents, specs=specs)
     if plan.stage_meshes is None:
         paired = place(paired, plan.mesh)
-    before(plan, model, weights, paired, want_inputs=want_inputs)
+    before(plan, model, weights, paired, want_inputs=want_inputs, normalise=False)
     of_weights, of_batch = _cotangents(plan, model, weights, paired, want_inputs=want_inputs)
     return of_weights, _cotangent(batch, of_batch.inputs)
 

@@ -29,7 +29,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE, exchange, vary
+from collectives.compat import to_device, to_host
 from collectives.places.sizes import is_size
+from pipeline.base.chips import TPU_OVERLAP
 from pipeline.base.tree import Tree, shape_text
 from pipeline.core.model.microbatch import map_rows
 from pipeline.core.options.plan import Plan
@@ -57,6 +59,7 @@ from pipeline.insight.calibrate.one_rank import (
 from schedules.core.costs import Costs, is_last_forward_free
 
 EXCHANGES = 100  # in one timed run
+TRIPS = 20  # to host memory and back, in one timed run
 FIRST = "first"  # key of the step with the first microbatch alone
 SLICE = "slice"  # with a number: key of the step with one slice of the other microbatches
 MOST_IN_FLIGHT = 4  # microbatches, so that their stashes fit in memory with the pipeline
@@ -73,10 +76,12 @@ def calibrate(
     repeats: int,
     split: bool,
     message: Callable[[], int],
+    moved: Callable[[], int] = int,
 ) -> Calibration:
     """Measure the actions of a pipeline of arrays, whose class is ``make``.
 
-    ``message()`` returns the bytes of a message between the pipeline's stages. Other arguments are
+    ``message()`` returns the bytes of a message between the pipeline's stages, ``moved()`` the
+    bytes of a stash or crossing that moves to host memory, 0 if none does. Other arguments are
     those of `pipeline.Pipeline.calibrate`.
 
     Raises:
@@ -85,7 +90,8 @@ def calibrate(
     """
     _check(pipe, rounds=rounds, repeats=repeats)
     batch = inputs, targets, extras
-    measured = Calibrator(pipe, make, *batch, repeats=repeats, split=split, message=message)
+    sizes: dict[str, Any] = {"message": message, "moved": moved}
+    measured = Calibrator(pipe, make, *batch, repeats=repeats, split=split, **sizes)
     for _ in range(rounds):
         measured.turn()
     return measured.conclude()
@@ -116,6 +122,7 @@ class Calibrator:
         repeats: int,
         split: bool,
         message: Callable[[], int],
+        moved: Callable[[], int] = int,
         in_flight: int | None = None,
         held: Sequence[Sequence[int]] | None = None,
     ) -> None:
@@ -155,6 +162,8 @@ class Calibrator:
                 steps[kinds, key] = functools.partial(run, jnp.asarray(runs))
         if plan.schedule.num_ranks > 1:
             steps["exchanges", None] = exchanges(plan.mesh, message())
+        if size := moved():
+            steps["host", None] = trips(plan.mesh.devices.flat[0], size)
         self._steps, self._shuffle = steps, random.Random(0).shuffle  # noqa: S311  no secret
         for step in steps.values():
             seconds(step)
@@ -201,7 +210,12 @@ class Calibrator:
         whole = pipe.plan.schedule.num_slices  # messages of a microbatch
         took = Took(whole * took.median, whole * took.spread)
         result = _calibration(pipe, chain, found, took, overhead, self._batch, count, repeats)
-        return replace(result, costs=replace(result.costs, slices=slices))
+        costs = replace(result.costs, slices=slices)
+        if host := last.get(("host", None)):
+            overlap = TPU_OVERLAP if result.hardware["platform"] == "tpu" else 0.0
+            copied = spread_of(host).median / (2 * TRIPS)
+            costs = replace(costs, host=copied, host_overlap=overlap)
+        return replace(result, costs=costs)
 
 
 def _check(pipe: Any, **counts: Any) -> None:
@@ -260,6 +274,24 @@ def exchanges(mesh: Mesh, size: int) -> Callable[[], jax.Array]:
         return jax.lax.scan(one, x, length=EXCHANGES)[0][:1]
 
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(), out_specs=P(STAGE)))
+
+
+def trips(device: Any, size: int) -> Callable[[], jax.Array]:
+    """Make a function that writes ``size`` bytes to host memory and reads them, `TRIPS` times."""
+    count = max(1, size // 4)
+
+    @jax.jit
+    def run(x: jax.Array) -> jax.Array:
+        def one(carry: Any, place: jax.Array) -> tuple[Any, None]:
+            pool, x = carry
+            pool = jax.lax.dynamic_update_slice(pool, to_host(x[None]), (place, jnp.int32(0)))
+            x = to_device(jax.lax.dynamic_slice(pool, (place, jnp.int32(0)), (1, count)))
+            return (pool, x[0] + 1), None
+
+        pool = to_host(jnp.zeros((2, count), jnp.float32))
+        return jax.lax.scan(one, (pool, x), jnp.arange(TRIPS, dtype=jnp.int32) % 2)[0][1]
+
+    return functools.partial(run, jax.device_put(jnp.zeros(count, jnp.float32), device))
 
 
 def _calibration(

@@ -1,34 +1,32 @@
-"""Memory of a step on each device, predicted from types alone.
+"""Bytes of a step on each device that types and timetable fix.
 
 Letters: S ranks, D data shards. One program runs on all ranks, so every rank allocates as much as
-the rank that needs most. The prediction reads the traced step that is also compiled. It counts the
-step's refs (messages, stashes, crossings, gradients), and the most that is live in addition within
-an action (`pipeline.insight.forecast.liveness`). With ``remat="stage"`` that is mainly the
-residuals of one stage, which its backward recomputes. The live bytes depend on what the compiler
-fuses, and so on the platform of the mesh.
+the rank that needs most. The refs of the traced step (messages, stashes, crossings, sums of
+gradients) are counted. The temporaries of an action depend on the compiler, and are not counted:
+`Compiled.memory_analysis()` has them, as ``describe(compiled=True)`` shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.extend.core import Literal
-from jax.sharding import Mesh
 
+from collectives.compat import is_on_host, live
 from pipeline.base.tree import nbytes
-from pipeline.core.autodiff.jaxpr.primitives import equations
+from pipeline.core.autodiff.jaxpr.evaluate import follow
+from pipeline.core.autodiff.jaxpr.primitives import HEAVY, callee, equations, traits
 from pipeline.core.autodiff.jaxpr.scopes import CASTS, HOST_POOLS
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.step import runtime
-from pipeline.insight.forecast.fusion import Compiler
-from pipeline.insight.forecast.liveness import XLA_FOR_CPU, Walk, find_shard_map
-from pipeline.insight.forecast.narrower import cast_once, rounded
+from pipeline.insight.scopes import find_shard_map
 
-NAMES = ("messages", "stashes", "crossings", "carries", "kept", "windows", "totals")
+POOLS = "messages", "stashes", "crossings"  # refs with one entry for each place
+NAMES = (*POOLS, "carries", "kept", "windows", "totals")
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,8 @@ class PlaceBytes:
 
 
 @dataclass(frozen=True)
-class MemoryPrediction:
-    """Bytes of a step on each device.
+class StepBytes:
+    """Bytes of a step on each device, without the temporaries of an action.
 
     Attributes:
       weights: bytes of arguments: parameters and all other state of the stages and ends.
@@ -66,15 +64,15 @@ class MemoryPrediction:
       carries: values that slices of sequences leave for later slices (keys and values), and their
         gradients.
       kept: gradients for the inputs, unless the arrays that keep them are returned.
-      workspace: the most that is live in addition: within one action, or at the end of the step,
-        when gradients are summed over ``data``.
       casts: weights in the narrower dtype that stages compute in, if they are cast once a step.
+      gathered: whole weights in their own dtype, if shards are gathered once a step.
       windows: whole weights and gradients of the chunks that a rank works on, if it gathers them
         chunk by chunk.
       host_stashes: stashes in host memory, which count in no sum of device bytes.
       host_crossings: crossings in host memory, which count in no sum of device bytes.
-      lent: results that are written at the end of the step; until then the memory of these results
-        holds any temporaries except stashes.
+      has_update: whether the step ends with the optimizer's update.
+      optimizer: bytes of arguments: the optimizer's state on the device.
+      host_optimizer: the optimizer's state in host memory, which counts in no sum of device bytes.
     """
 
     weights: int
@@ -85,31 +83,39 @@ class MemoryPrediction:
     stashes: PlaceBytes
     crossings: PlaceBytes
     kept: int
-    workspace: int
     casts: int = 0
-    lent: int = 0
+    gathered: int = 0
     carries: int = 0
     windows: int = 0
     host_stashes: PlaceBytes = PlaceBytes()
     host_crossings: PlaceBytes = PlaceBytes()
+    has_update: bool = False
+    optimizer: int = 0
+    host_optimizer: int = 0
 
     @property
     def host(self) -> int:
         """Bytes in host memory, for each device."""
-        return self.host_stashes.size + self.host_crossings.size
+        return self.host_stashes.size + self.host_crossings.size + self.host_optimizer
 
     @property
     def arguments(self) -> int:
         """Bytes of a step's arguments."""
-        return self.weights + self.batch
+        return self.weights + self.optimizer + self.batch
 
     @property
     def temporaries(self) -> int:
-        """The bytes held in addition to arguments and results."""
-        passing = self.messages.size + self.crossings.size + self.kept + self.workspace
-        passing += self.carries
-        held = self.stashes.size + self.totals + self.casts + self.windows
-        return held + max(0, passing - self.lent)
+        """The bytes that the step holds between actions, in addition to arguments and results."""
+        places = self.messages.size + self.stashes.size + self.crossings.size
+        return (
+            places
+            + self.carries
+            + self.kept
+            + self.windows
+            + self.totals
+            + self.casts
+            + self.gathered
+        )
 
     @property
     def total(self) -> int:
@@ -117,10 +123,16 @@ class MemoryPrediction:
         return self.arguments + self.returned + self.temporaries
 
     @property
+    def least(self) -> int:
+        """Bytes that a step holds under every compiler: sums may use the memory of results."""
+        return self.total - min(self.returned, self.totals)
+
+    @property
     def largest(self) -> tuple[str, int]:
         """The largest part, in words, and its bytes."""
         parts = {
             "the weights": self.weights,
+            "the optimizer's state": self.optimizer,
             "the batch": self.batch,
             "the gradients": self.returned + self.totals,
             _text("message", self.messages): self.messages.size,
@@ -129,8 +141,8 @@ class MemoryPrediction:
             "keys and values of slices": self.carries,
             "the windows of whole weights": self.windows,
             "the gradients for the inputs": self.kept,
-            "the workspace of one action": self.workspace,
             "the weights in the dtype of activations": self.casts,
+            "the gathered weights": self.gathered,
         }
         return max(parts.items(), key=lambda item: item[1])
 
@@ -152,88 +164,112 @@ def predict(
     weights: Weights,
     batch: Batch,
     *,
-    want_inputs: bool = False,
     used: bool = False,
-) -> MemoryPrediction:
-    """Predict the bytes of `runtime.train` on each device.
+    **wanted: bool,
+) -> StepBytes:
+    """Count the bytes of `runtime.train` on each device.
 
     Args:
       plan: the options of the pipeline.
       model: the user's model.
       weights: [S, ...] leaves of chunks, and leaves of the ends; arrays or their types.
       batch: [N, ...] leaves; arrays or their types.
-      want_inputs: whether gradients for the inputs are wanted.
       used: whether the step's program also uses the gradients, which are then temporaries, not
         results.
+      wanted: other options of `runtime.train`.
     """
-    traced = runtime.train.trace(plan, model, weights, batch, want_inputs=want_inputs)
-    body, compiler = find_shard_map(traced.jaxpr.jaxpr), compiler_of(plan.mesh)
-    returned = 0 if used else sum(nbytes(var.aval) for var in body.outvars)
-    walk = Walk(body, returned=not used, compiler=compiler)
-    halved = rounded(body) if compiler.rounds else set()
+    traced = runtime.train.trace(plan, model, weights, batch, **wanted)
+    body = find_shard_map(traced.jaxpr.jaxpr)
+    refs, in_results = _refs(body)
     sizes = [nbytes(var.aval) for var in body.invars]
     count = len(jax.tree.leaves(batch))
     first = len(sizes) - count - len(jax.tree.leaves(weights))
     found: dict[str, PlaceBytes] = {}
-    for ref, eqn in walk.refs.items():
-        name, var = _name(eqn), eqn.outvars[0]
-        places = var.aval.shape[0] if name in NAMES[:3] else 1
+    for eqn in refs:
+        name, aval = _name(eqn), eqn.outvars[0].aval
+        places = aval.shape[0] if name in POOLS else 1
         before = found.get(name, PlaceBytes()).each
-        size = ref.size // 2 if var in halved else ref.size
+        size = 0 if eqn in in_results and not used else nbytes(aval)
         found[name] = PlaceBytes(places, before + size // places)
-    held, casts = sum(ref.size for ref in walk.refs), _cast_before(body)
-    totals = found.get("totals", PlaceBytes()).size
-    return MemoryPrediction(
+    pools: dict[str, Any] = {name: found.get(name, PlaceBytes()) for name in POOLS}
+    rest: dict[str, Any] = {
+        name: found.get(name, PlaceBytes()).size for name in NAMES if name not in POOLS
+    }
+    return StepBytes(
         weights=sum(sizes[first : len(sizes) - count]),
         batch=sum(sizes[len(sizes) - count :]),
-        returned=returned,
-        totals=totals,
-        messages=found.get("messages", PlaceBytes()),
-        stashes=found.get("stashes", PlaceBytes()),
-        crossings=found.get("crossings", PlaceBytes()),
-        carries=found.get("carries", PlaceBytes()).size,
-        windows=found.get("windows", PlaceBytes()).size,
-        kept=found.get("kept", PlaceBytes()).size,
-        workspace=max(0, walk.peak - held - casts),
-        casts=casts + (cast_once(body) if compiler.rounds else 0),
-        lent=min(returned, totals) if compiler.lends else 0,
-        **_on_host(walk.hosts),
+        returned=0 if used else sum(nbytes(var.aval) for var in body.outvars),
+        casts=_made_once(body, _is_cast),
+        gathered=_made_once(body, _is_gather),
+        **pools,
+        **rest,
+        **_on_host(body),
     )
 
 
-def _cast_before(body: Any) -> int:
-    """Count the bytes of narrow copies of weights made before the ticks, gathered or not."""
-    made = {
-        var: eqn
-        for eqn in equations(body)
-        if CASTS in str(eqn.source_info.name_stack).split("/")
-        for var in eqn.outvars
-    }
+def _refs(body: Any) -> tuple[list[Any], list[Any]]:
+    """List the equations that make the step's refs, and those whose ref becomes a result.
+
+    A result has the memory of a ref if it is computed from the ref's final value element by
+    element. A sum over devices has memory of its own.
+    """
+    refs: list[Any] = []
+
+    def equation(eqn: Any, reads: list[Any]) -> list[Any]:
+        inner = callee(eqn)
+        if inner is not None:
+            return follow(inner.jaxpr, reads, [None] * len(inner.jaxpr.constvars), none, equation)
+        if eqn.primitive.name == "new_ref":
+            refs.append(eqn)
+            return [eqn]
+        if traits(eqn).identity:
+            return reads
+        nothing = [None] * len(eqn.outvars)
+        is_copy = eqn.primitive.name in ("get", "freeze") or traits(eqn).cost < HEAVY
+        if len(nothing) != 1 or not is_copy:
+            return nothing
+        size = nbytes(eqn.outvars[0].aval)
+        sources = (ref for ref in reads if ref and nbytes(ref.outvars[0].aval) == size)
+        return [next(sources, None)]
+
+    none = lambda _: None  # noqa: E731
+    results = follow(body, [None] * len(body.invars), [None] * len(body.constvars), none, equation)
+    return refs, [ref for ref in results if ref is not None]
+
+
+def _made_once(body: Any, belongs: Callable[[Any], bool]) -> int:
+    """Count the bytes of some weights that are made before the ticks, without what they pass."""
+    lean, _ = live(body, keep_inputs=True)
+    made = {var: eqn for eqn in equations(lean) if belongs(eqn) for var in eqn.outvars}
     between = {v for eqn in made.values() for v in eqn.invars if not isinstance(v, Literal)}
     return sum(nbytes(var.aval) for var in made if var not in between)
 
 
-def _on_host(made: Iterable[Any]) -> dict[str, PlaceBytes]:
-    """Return the pools in host memory, by name, from the equations that make them."""
+def _is_cast(eqn: Any) -> bool:
+    return CASTS in _scopes(eqn)
+
+
+def _is_gather(eqn: Any) -> bool:
+    return traits(eqn).hlo == "all-gather" and not _is_cast(eqn)
+
+
+def _scopes(eqn: Any) -> list[str]:
+    return str(eqn.source_info.name_stack).split("/")
+
+
+def _on_host(body: Any) -> dict[str, Any]:
+    """Return the pools in host memory, by name."""
     found: dict[str, PlaceBytes] = {}
-    for eqn in made:
-        stack, aval = str(eqn.source_info.name_stack).split("/"), eqn.outvars[0].aval
-        name = next(scope for scope in stack if scope in HOST_POOLS)
+    for eqn in equations(body):
+        name = next((scope for scope in _scopes(eqn) if scope in HOST_POOLS), "")
+        if not name or eqn.primitive.name != "device_put":
+            continue
+        aval = eqn.outvars[0].aval
+        if not is_on_host(aval):
+            continue
         count, before = aval.shape[0], found.get(name, PlaceBytes()).each
         found[name] = PlaceBytes(count, before + nbytes(aval) // count)
     return found
-
-
-def compiler_of(mesh: Mesh) -> Compiler:
-    """Return the model of the compiler for a mesh's devices; CPU's for unknown platforms."""
-    lone = frozenset(str(axis) for axis, size in mesh.shape.items() if size == 1)
-    # Described GPUs have the name of their runtime as platform, real GPUs do not.
-    kinds = {
-        "tpu": Compiler(products_fuse=True, rounds=True, lone=lone),
-        "gpu": (gpu := Compiler(products_add=True, lone=lone, lends=True)),
-        "cuda": gpu,
-    }
-    return kinds.get(mesh.devices.flat[0].platform, XLA_FOR_CPU)
 
 
 def _name(eqn: Any) -> str:
@@ -243,5 +279,4 @@ def _name(eqn: Any) -> str:
     its equation. The ref that Python holds during a trace cannot be found again among the variables
     of the jaxpr.
     """
-    scopes: Iterable[str] = str(eqn.source_info.name_stack).split("/")
-    return next((scope for scope in scopes if scope in NAMES), "totals")
+    return next((scope for scope in _scopes(eqn) if scope in NAMES), "totals")

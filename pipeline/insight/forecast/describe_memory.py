@@ -14,7 +14,7 @@ from pipeline.core.model.trained import Trained
 from pipeline.core.options.plan import Plan
 from pipeline.core.step import runtime
 from pipeline.insight.forecast import traffic
-from pipeline.insight.forecast.bytes import MemoryPrediction, PlaceBytes, predict
+from pipeline.insight.forecast.bytes import PlaceBytes, StepBytes, predict
 from pipeline.insight.forecast.traffic import PERMUTE, Axes, Traffic
 
 
@@ -48,61 +48,62 @@ def describe_memory(
         )
     if operands is None:
         return [known_line(plan, chunks, ends, trained)]
-    found = predict(plan, *operands)
+    step = runtime.train.lower(plan, *operands).compile() if compiled else None
     sent = traffic_lines(traffic.predict_traffic(plan, *operands))
-    if not compiled:
-        return memory_lines(found) + sent
-    step = runtime.train.lower(plan, *operands).compile()
-    return memory_lines(found, step.memory_analysis()) + sent
+    return memory_lines(predict(plan, *operands), step) + sent
 
 
-def memory_lines(found: MemoryPrediction, compiled: Any = None) -> list[str]:
-    """Write each rank's predicted memory, and the compiler's figures if there are any.
-
-    Args:
-      found: the prediction.
-      compiled: `jax.stages.Compiled.memory_analysis()` of the same step, or None.
-    """
-    arguments = f"weights {found.weights:,}, batch {found.batch:,}"
-    said = [""] * 3
+def memory_lines(found: StepBytes, compiled: jax.stages.Compiled | None = None) -> list[str]:
+    """Write the bytes of each rank, and the compiler's bytes of the same step if it is given."""
+    said = [""] * 4
     if compiled is not None:
-        said = [
-            f"; compiled {size:,}"
-            for size in (
-                compiled.argument_size_in_bytes,
-                compiled.output_size_in_bytes,
-                compiled.temp_size_in_bytes,
-            )
-        ]
-    return [
-        f"bytes per rank, predicted: {found.total:,}",
-        f"  arguments {found.arguments:,}: {arguments}{said[0]}",
-        f"  results {found.returned:,}: gradients and loss{said[1]}",
-        f"  temporaries {found.temporaries:,}: {text_of_temporaries(found)}{said[2]}",
-        *host_lines(found),
+        sizes: Any = compiled.memory_analysis()
+        counts = (
+            compiled_bytes(compiled),
+            sizes.argument_size_in_bytes,
+            sizes.output_size_in_bytes,
+            sizes.temp_size_in_bytes,
+        )
+        said = [f"; compiled {count:,}" for count in counts]
+    optimizer = f"optimizer {found.optimizer:,}, " if found.has_update else ""
+    step, results = "", f"{found.returned:,}: gradients and loss{said[2]}"
+    if found.has_update:
+        step, results = " of gradients and update", "use the memory of weights and optimizer"
+    arguments = f"weights {found.weights:,}, {optimizer}batch {found.batch:,}"
+    lines = [
+        f"bytes per rank{step}, predicted: {found.total:,}{said[0]}",
+        f"  arguments {found.arguments:,}: {arguments}{said[1]}",
+        f"  results {results}",
+        f"  temporaries between actions {found.temporaries:,}: {parts_text(found)}{said[3]}",
     ]
+    if compiled is None:
+        lines.append(
+            "  temporaries within an action are not counted: describe(compiled=True) has them"
+        )
+    return lines + host_lines(found)
 
 
-def host_lines(found: MemoryPrediction, optimizer: int = 0) -> list[str]:
-    """Describe the bytes of each rank in host memory, if any.
+def compiled_bytes(step: jax.stages.Compiled) -> int:
+    """Return the bytes of a compiled program on each device: arguments, results, temporaries."""
+    sizes: Any = step.memory_analysis()
+    results: int = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return results + int(sizes.argument_size_in_bytes + sizes.temp_size_in_bytes)
 
-    Args:
-      found: the prediction for loss and gradients.
-      optimizer: bytes of the optimizer's state in host memory.
-    """
+
+def host_lines(found: StepBytes) -> list[str]:
+    """Describe the bytes of each rank in host memory, if any."""
+    if not found.host:
+        return []
     places = [
-        f"optimizer {optimizer:,}" if optimizer else "",
+        f"optimizer {found.host_optimizer:,}" if found.host_optimizer else "",
         _places("stashes", found.host_stashes),
         _places("crossings", found.host_crossings),
     ]
-    if not found.host + optimizer:
-        return []
-    whole = found.host + optimizer
-    return [f"  in host memory {whole:,}: {', '.join(text for text in places if text)}"]
+    return [f"  in host memory {found.host:,}: {', '.join(text for text in places if text)}"]
 
 
-def text_of_temporaries(found: MemoryPrediction) -> str:
-    """List the parts of the temporaries."""
+def parts_text(found: StepBytes) -> str:
+    """List the parts of the bytes that a step holds between actions."""
     places = [
         _places("messages", found.messages),
         _places("stashes", found.stashes),
@@ -114,8 +115,8 @@ def text_of_temporaries(found: MemoryPrediction) -> str:
         *([f"windows of whole weights {found.windows:,}"] if found.windows else []),
         *([f"gradients for inputs {found.kept:,}"] if found.kept else []),
         f"sums {found.totals:,}",
-        f"workspace {found.workspace:,}",
         *([f"weights cast once {found.casts:,}"] if found.casts else []),
+        *([f"weights gathered once {found.gathered:,}"] if found.gathered else []),
     ]
     return ", ".join(temporaries)
 

@@ -1,7 +1,8 @@
-"""A warning before compilation of a step too large for a device, with the best option.
+"""A warning of a step too large for a device, with the options that would help.
 
-Letters: M microbatches. No rule says which option helps. So the memory of each option that gives
-the same gradients is predicted too (`pipeline.insight.forecast.bytes`), one at a time.
+Letters: M microbatches. What types and timetable fix is compared first, before anything is
+compiled. If it fits, the compiler's bytes are compared: of the whole step, or of the largest action
+of a rank with the values that the rank holds meanwhile.
 """
 
 from __future__ import annotations
@@ -17,41 +18,45 @@ from pipeline.base.tree import signature
 from pipeline.base.warn import ModelWarning
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
-from pipeline.insight.forecast.bytes import MemoryPrediction, predict
+from pipeline.core.step import runtime
+from pipeline.core.step.operands import Operands
+from pipeline.insight.forecast.bytes import StepBytes, predict
+from pipeline.insight.forecast.describe_memory import compiled_bytes
 from schedules import ScheduleError, build, names
 from schedules.build import options
 
 
 def warn_of_memory(
-    plan: Plan, limit: int, model: Model, operands: tuple[Weights, Batch], *, want_inputs: bool
+    plan: Plan, limit: int, weights: Weights, batch: Batch, *, runs: bool, **wanted: bool
 ) -> None:
-    """Warn, once for each type of batch, if a step is predicted to exceed a device's memory.
+    """Warn, once for each type of batch, if a step exceeds a device's memory.
+
+    A step that runs next is compiled here, and then runs as it was compiled. Within another trace,
+    such as the user's `jax.jit`, that would be one more compilation: only for ``memory_limit=``.
 
     Args:
-      plan: the options of the pipeline.
+      plan: the options of the pipeline; its last step is the step.
       limit: bytes of each device.
-      model: the user's model.
-      operands: weights and batch, as types.
-      want_inputs: whether the step returns gradients for the inputs.
+      weights: the step's weights.
+      batch: the step's batch.
+      runs: whether the step runs next.
+      wanted: options of `runtime.train`, as the step is called with them.
     """
-    key = signature(operands), want_inputs, model.trained
-    if key in plan.compiled.warned:
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((weights, batch)))
+    compiles = runs and (plan.memory_limit is not None or not is_traced)
+    step: Any = plan.facts.last
+    model, *operands = step
+    of_step = signature(operands), frozenset(wanted.items()), model.trained
+    if (of_step, compiles) in plan.compiled.warned:
         return
-    plan.compiled.warned.add(key)
+    plan.compiled.warned |= {(of_step, compiles), (of_step, False)}
+    message = _message_by_rank if plan.engine == "programs" else _message
     try:
-        if plan.engine == "programs":
-            text = _message_by_rank(limit, plan, model, operands)
-        else:
-            found = predict(plan, model, *operands, want_inputs=want_inputs)
-            is_more = found.total > limit
-            wanted = {"want_inputs": want_inputs}
-            text = _message(found, limit, plan, model, operands, **wanted) if is_more else ""
+        text = message(limit, plan, step, wanted, compiles=compiles)
         if not text:
             return
-    except Exception as error:  # noqa: BLE001  a forecast that fails must not stop a step
-        text = (
-            f"what a step takes could not be predicted ({type(error).__name__}: {error}); it runs"
-        )
+    except Exception as error:  # noqa: BLE001  a count that fails must not stop a step
+        text = f"what a step takes could not be found ({type(error).__name__}: {error}); it runs"
     warnings.warn(text, ModelWarning, stacklevel=4)
 
 
@@ -91,20 +96,28 @@ def _build(name: str, sizes: dict[str, Any]) -> Any:
         return None
 
 
-def _message_by_rank(limit: int, plan: Plan, model: Model, operands: Any) -> str:
+def _message_by_rank(limit: int, plan: Plan, step: Operands, wanted: Any, *, compiles: bool) -> str:
     """Write the message for ``engine="programs"``; empty if every rank has enough memory."""
-    from pipeline.insight.forecast.by_rank import predict
+    from pipeline.core.programs.runtime import training_programs
+    from pipeline.insight.forecast.by_rank import add_compiled
+    from pipeline.insight.forecast.by_rank import predict as predict_ranks
 
-    ranks = predict(plan, model, *operands)
-    number, most = max(enumerate(ranks), key=lambda pair: pair[1].always + pair[1].values)
-    if most.always + most.values <= limit:
+    ranks = predict_ranks(plan, *step)
+    sizes = [rank.always + rank.values for rank in ranks]
+    verb, when = "is predicted to take", "between two actions"
+    if max(sizes) <= limit and compiles:
+        add_compiled(ranks, training_programs(plan, *step, **wanted))
+        sizes = [rank.compiled or 0 for rank in ranks]
+        verb, when = "takes", "while an action runs, as compiled"
+    number = max(range(len(ranks)), key=sizes.__getitem__)
+    most = ranks[number]
+    if sizes[number] <= limit:
         return ""
     return (
-        f"a step is predicted to take {most.always + most.values:,} bytes on each device of rank "
-        f"{number} between two actions, and {_whose(plan)} allows {limit:,}: weights "
-        f"{most.weights:,}, batch {most.batch:,}, gradients and other sums {most.sums:,}, values "
-        f"for later actions {most.values:,}; use more ranks or microbatches, fewer rows in a "
-        f"batch, or remat='stage'"
+        f"a step {verb} {sizes[number]:,} bytes on each device of rank {number} {when}, and "
+        f"{_whose(plan)} allows {limit:,}: weights {most.weights:,}, batch {most.batch:,}, "
+        f"gradients and other sums {most.sums:,}, values for later actions {most.values:,}; use "
+        f"more ranks or microbatches, fewer rows in a batch, or remat='stage'"
     )
 
 
@@ -112,23 +125,40 @@ def _whose(plan: Plan) -> str:
     return "memory_limit" if plan.memory_limit is not None else "its runtime"
 
 
-def _message(
-    found: MemoryPrediction, limit: int, plan: Plan, model: Model, operands: Any, **wanted: bool
-) -> str:
-    weights, batch = operands
-    others = []
-    for text, other, code in alternatives(plan, model, weights, batch):
-        compiled = other.programs.make()  # dropped when the next alternative is predicted
-        compiled.warned = plan.compiled.warned  # no second warning
-        others.append((predict(other, code, weights, batch, **wanted).total, text))
-    least, text = min(others, default=(found.total, ""))
-    part, size = found.largest
-    help_ = "no other remat, schedule or num_microbatches takes less: use more ranks, or "
-    help_ += "fewer rows in a batch"
-    if least < found.total:
-        enough = "" if least <= limit else ", which is still too much"
-        help_ = f"of the options that change no result, {text} saves most: {least:,} bytes{enough}"
+def _message(limit: int, plan: Plan, step: Operands, wanted: Any, *, compiles: bool) -> str:
+    """Write the message for ``engine="scan"``; empty if the step fits."""
+    found = predict(plan, *step, **wanted)
+    size, takes = found.least, f"is predicted to take at least {found.least:,} bytes on each device"
+    if size <= limit and compiles:
+        size = compiled_bytes(runtime.train.lower(plan, *step, **wanted).compile())
+        takes = f"takes {size:,} bytes on each device, as compiled"
+    if size <= limit:
+        return ""
+    help_ = _help(found, size - limit, plan, step, wanted)
+    part, held = found.largest
     return (
-        f"a step is predicted to take {found.total:,} bytes on each device, and {_whose(plan)} "
-        f"allows {limit:,}; its largest part is {part}: {size:,} bytes; {help_}"
+        f"a step {takes}, and {_whose(plan)} allows {limit:,}; its largest part is {part}: "
+        f"{held:,} bytes; {help_}"
+    )
+
+
+def _help(found: StepBytes, excess: int, plan: Plan, step: Operands, wanted: Any) -> str:
+    """Name the option that saves the most bytes, by types and timetable."""
+    others, operands = [], step[1:]
+    for text, other, model in alternatives(plan, *step):
+        compiled = other.programs.make()  # dropped when the next alternative is traced
+        compiled.warned = plan.compiled.warned  # no second warning
+        size = predict(other, model, *operands, **wanted).least
+        others.append((size, text))
+    least, text = min(others, default=(found.least, ""))
+    if least >= found.least:
+        return (
+            "no other remat, schedule or num_microbatches takes less: use more ranks, or fewer "
+            "rows in a batch"
+        )
+    saved = found.least - least
+    enough = "" if saved >= excess else ", which is not enough"
+    return (
+        f"of the options that change no result, {text} saves most: {saved:,} bytes between "
+        f"actions{enough}"
     )

@@ -31,7 +31,7 @@ from pipeline.core.autodiff.jaxpr.scopes import ONCE
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.step import runtime
-from pipeline.insight.forecast.liveness import find_shard_map
+from pipeline.insight.scopes import find_shard_map
 from pipeline.insight.scopes import trips as trips_of
 from schedules.lowering.needs import without
 from schedules.lowering.program import Program
@@ -71,7 +71,8 @@ def predict_traffic(
     plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool = False
 ) -> Traffic:
     """Predict the messages of `runtime.train`, which has these arguments, as arrays or types."""
-    traced = runtime.train.trace(plan, model, weights, batch, want_inputs=want_inputs)
+    wanted = {"want_inputs": True} if want_inputs else {}  # the trace of a plain step is reused
+    traced = runtime.train.trace(plan, model, weights, batch, **wanted)
     ranks = plan.schedule.num_ranks
     needs = model.trained.needs_gradients(want_inputs=want_inputs)
     program = without(plan.training, [need.x for need in needs])

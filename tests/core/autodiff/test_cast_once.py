@@ -19,7 +19,7 @@ from pipeline.core.autodiff.jaxpr.narrow import read_in, with_copies
 from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of, traits
 from pipeline.core.step import open as opening
 from pipeline.core.step import runtime
-from pipeline.insight.forecast.liveness import find_shard_map
+from pipeline.insight.scopes import find_shard_map
 from tests.support.close import assert_close
 
 WIDTH, HIDDEN, M, ROWS = 8, 24, 4, 16

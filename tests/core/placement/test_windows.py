@@ -249,7 +249,7 @@ def test_bytes_held(family, V):
     assert found.windows == windows * chunk
     assert found.totals < chunk / 10  # but for the loss: parts are summed where they are returned
     temporaries = step.memory_analysis().temp_size_in_bytes
-    assert temporaries == pytest.approx(found.temporaries, rel=0.12)
+    assert found.temporaries <= temporaries < found.temporaries + 3 * chunk
     _, other, _ = compiled(family, V, data_parallel="fsdp")
     saved = other.memory_analysis().temp_size_in_bytes - temporaries
     assert saved > (2 * V - windows - 2) * chunk

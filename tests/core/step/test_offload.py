@@ -25,7 +25,7 @@ from pipeline.core.options import checks
 from pipeline.core.step import runtime
 from pipeline.core.step.stores import host
 from pipeline.insight.forecast.bytes import predict
-from pipeline.insight.forecast.liveness import find_shard_map
+from pipeline.insight.scopes import find_shard_map
 from tests.core.step.test_vocabulary import batch
 from tests.core.step.test_vocabulary import pipeline as with_vocabulary
 from tests.parity.test_parity_families import nearest
@@ -257,24 +257,6 @@ def test_bytes_are_places_times_what_each_takes(share):
     each = 2 * 2**20
     assert (found.stashes.count, found.stashes.size) == (8 - on_host, (8 - on_host) * each)
     assert (found.host_stashes.count, found.host) == (on_host, on_host * each)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("remat", [None, "stage"])
-def test_the_compiler_takes_as_many_bytes(schedule, remat):
-    """On CPU both memories are one, and all of it is counted as temporaries.
-
-    With residuals on the host the forecast counts two of them on their way; XLA for CPU reuses
-    other buffers for them (issue 52): 16% of this small program.
-    """
-    for offload in (None, 0.5, "stash"):
-        pipe, x = wide(offload, remat=remat, schedule=schedule)
-        found = predict(pipe.plan, *pipe._operands(x, x, None))
-        compiled = pipe.lower(x, x).compile().memory_analysis()
-        total = found.temporaries + found.host
-        below = 0.2 if remat is None and offload else 0.15
-        assert (1 - below) * total <= compiled.temp_size_in_bytes <= 1.15 * total
 
 
 def made(jaxpr):

@@ -79,6 +79,8 @@ def test_windows_are_gathered_beside_products(mesh):
     x = jax.ShapeDtypeStruct((2 * M * ROWS, WIDTH), jnp.bfloat16)
     step = pipe.lower(x, x).compile()
     found = predict(pipe.plan, *pipe._operands(x, x, None))
-    # Beside them what a collective travels through. Whole sums would be half as much again.
-    assert step.memory_analysis().temp_size_in_bytes < 1.2 * found.temporaries
+    # Beside them what an action holds, and what a collective travels through. Whole sums would add
+    # the gradients of all chunks.
+    beside = step.memory_analysis().temp_size_in_bytes - found.temporaries
+    assert beside < 3 * GRADIENTS
     assert (step.as_text() or "").count("async_collective_fusion") > 0

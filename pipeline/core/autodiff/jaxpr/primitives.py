@@ -28,10 +28,6 @@ class Traits:
       carries: all values of the results are values of the operands; or the primitive reads or
         writes a ref.
       identity: the results equal the operands, one by one.
-      view: the result shares its operand's memory.
-      dear: too expensive to be fused into each of several readers.
-      whole: fused with its operands and computed once: equations that read the result do not repeat
-        it.
       part: the result is a part of its operand.
       writes: the primitive writes to a ref.
       combines: the primitive combines two values to one; such primitives combine values of all
@@ -48,9 +44,6 @@ class Traits:
     elementwise: bool = field(default=False, kw_only=True)
     carries: bool = field(default=False, kw_only=True)
     identity: bool = field(default=False, kw_only=True)
-    view: bool = field(default=False, kw_only=True)
-    dear: bool = field(default=False, kw_only=True)
-    whole: bool = field(default=False, kw_only=True)
     part: bool = field(default=False, kw_only=True)
     writes: bool = field(default=False, kw_only=True)
     combines: bool = field(default=False, kw_only=True)
@@ -63,41 +56,39 @@ class Traits:
 
 # Reads and writes of parts of arrays are light, even a scatter with a jaxpr that combines values.
 _TABLE = {
-    "abs ceil clamp div eq floor ge gt integer_pow is_finite le lt mul ne neg not round rsqrt sign "
-    "sqrt square xor": Traits(CHEAP, elementwise=True),
+    "abs ceil clamp div eq exp exp2 floor ge gt integer_pow is_finite le logistic lt mul ne neg "
+    "not round rsqrt sign sqrt square tanh xor": Traits(CHEAP, elementwise=True),
     "and max min or": Traits(CHEAP, elementwise=True, combines=True),
     "add add_any sub": Traits(CHEAP, elementwise=True, combines=True, passes=True),
-    "exp exp2 logistic tanh": Traits(CHEAP, elementwise=True, dear=True),
     "select_n": Traits(CHEAP, elementwise=True, carries=True),
     "convert_element_type": Traits(CHEAP, elementwise=True, moves=True, passes=True),
     "copy": Traits(
         CHEAP, elementwise=True, moves=True, carries=True, identity=True, passes=True
     ),
-    "stop_gradient": Traits(CHEAP, elementwise=True, moves=True, identity=True, view=True),
-    "layout_constraint pvary": Traits(CHEAP, moves=True, carries=True, identity=True, view=True),
-    "reshape squeeze": Traits(CHEAP, moves=True, carries=True, view=True),
-    "broadcast_in_dim rev transpose": Traits(CHEAP, moves=True, carries=True),
+    "stop_gradient": Traits(CHEAP, elementwise=True, moves=True, identity=True),
+    "layout_constraint pvary": Traits(CHEAP, moves=True, carries=True, identity=True),
+    "broadcast_in_dim reshape rev squeeze transpose": Traits(CHEAP, moves=True, carries=True),
     "reduce_precision": Traits(CHEAP, moves=True),
     "slice split unstack": Traits(CHEAP, carries=True, part=True),
-    "concatenate pad stack": Traits(CHEAP, carries=True, whole=True),
+    "concatenate pad stack": Traits(CHEAP, carries=True),
     "empty empty2": Traits(CHEAP, carries=True),
     "iota one_minus_square platform_index polynomial": Traits(CHEAP),
     "acos acosh asin asinh atan atanh cbrt cos cosh erf expm1 log log1p log2 pow sin sinh "
-    "tan": Traits(LIGHT, elementwise=True, dear=True),
-    "erf_inv erfc": Traits(LIGHT, dear=True),
+    "tan": Traits(LIGHT, elementwise=True),
+    "erf_inv erfc": Traits(LIGHT),
     "atan2 nextafter rem": Traits(LIGHT, elementwise=True),
     "argmax argmin cumlogsumexp cummax cummin cumprod cumsum random_bits random_fold_in "
     "random_seed random_split random_unwrap random_wrap reduce reduce_and reduce_max reduce_min "
-    "reduce_or reduce_prod reduce_sum scatter scatter-add threefry2x32": Traits(LIGHT, whole=True),
+    "reduce_or reduce_prod reduce_sum scatter scatter-add threefry2x32": Traits(LIGHT),
     "axis_index bitcast_convert_type lt_to population_count shift_left shift_right_arithmetic "
     "shift_right_logical": Traits(LIGHT),
     "dynamic_slice gather": Traits(LIGHT, carries=True, part=True),
-    "dynamic_update_slice": Traits(LIGHT, carries=True, whole=True),
+    "dynamic_update_slice": Traits(LIGHT, carries=True),
     "optimization_barrier": Traits(
-        CHEAP, carries=True, identity=True, view=True, whole=True, passes=True
+        CHEAP, carries=True, identity=True, passes=True
     ),
-    "name": Traits(CHEAP, moves=True, carries=True, identity=True, view=True, passes=True),
-    "narrowed": Traits(CHEAP, moves=True, carries=True, view=True, passes=True),
+    "name": Traits(CHEAP, moves=True, carries=True, identity=True, passes=True),
+    "narrowed": Traits(CHEAP, moves=True, carries=True, passes=True),
     "sharding_constraint": Traits(identity=True),
     "get": Traits(carries=True),
     "swap": Traits(carries=True, writes=True),
