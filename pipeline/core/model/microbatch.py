@@ -85,25 +85,12 @@ def make_batch(
 
 
 def map_rows(
-    axes: Axes, function: Callable[[Any], Any], *trees: Tree, whole: Any = lambda leaf: leaf
-) -> tuple[Tree, ...]:
-    """Apply a function to the leaves of inputs, targets and extras that have a batch axis.
-
-    Args:
-      axes: the roles of mesh axes.
-      function: the function for a leaf with a batch axis.
-      trees: inputs, targets and extras.
-      whole: the function for a leaf without a batch axis.
-    """
-    results = []
-    for tree, specs in zip(trees, axes.leaf_specs(*trees), strict=True):
-        leaves, treedef = jax.tree.flatten(tree)
-        new = [
-            whole(leaf) if spec is None else function(leaf)
-            for leaf, spec in zip(leaves, specs, strict=True)
-        ]
-        results.append(jax.tree.unflatten(treedef, new))
-    return tuple(results)
+    axes: Axes, function: Callable[[Any], Any], inputs: Tree, targets: Tree, extras: Tree
+) -> tuple[Tree, Tree, Tree]:
+    """Apply a function to the leaves of inputs, targets and extras that have a batch axis."""
+    batch = Batch(inputs, targets, extras, axes.leaf_specs(inputs, targets, extras))
+    batch = batch.map_rows(function, lambda leaf: leaf)
+    return batch.inputs, batch.targets, batch.extras
 
 
 def place(batch: Batch, mesh: Mesh) -> Batch:
@@ -155,7 +142,6 @@ def as_arrays(*trees: Tree) -> tuple[Tree, ...]:
 
 
 def _on_devices(name: str, tree: Tree) -> Tree:
-    """Convert every leaf of a tree to a JAX array."""
 
     def as_jax(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
