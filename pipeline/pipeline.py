@@ -31,7 +31,7 @@ from pipeline.core.model.stage import check_kinds, count_stages, is_stacked, tak
 from pipeline.core.model.trained import Trained
 from pipeline.core.model.trained_filters import trained_by, trained_lines
 from pipeline.core.model.trained_state import check_order, check_state, keep_state
-from pipeline.core.model.unlike import Overlaid
+from pipeline.core.model.unlike import static_stage
 from pipeline.core.options.checks import check_scale
 from pipeline.core.options.compiled import PlanOfPipeline
 from pipeline.core.options.options import Arguments, Measured, ModelParts, Options
@@ -565,7 +565,7 @@ class Pipeline(nnx.Module):
             model, *arrays = operands
             # Stages that are alike share their chunk's module, of which only the code is read.
             modules = self._by_stage(
-                lambda chunk, rank: chunk.stages[rank] if isinstance(chunk, Overlaid) else chunk,
+                static_stage,
                 self.chunks,
             )
             warn_of_parameters_read_from_outside(modules, **ends, loss_fn=loss_fn)

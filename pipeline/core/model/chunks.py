@@ -60,7 +60,6 @@ def make_chunks(
 
 
 def _chunk(stages: Sequence[nnx.Module], ks: Sequence[int], placement: Placement) -> nnx.Module:
-    """Make one chunk from the stage of each rank."""
     first, *others = ks
     for k in others:
         if text := difference(stages[first], stages[k]):

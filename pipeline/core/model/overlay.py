@@ -77,6 +77,8 @@ class Spot:
         """Read the leaf from its cell."""
         if self.part is None:
             return cell
+        if isinstance(cell, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(self.shape, cell.dtype)
         if isinstance(cell, np.ndarray):  # stays in host memory
             return self.shaped(cell[slice(*self.part)])
         return self.shaped(jax.lax.slice_in_dim(cell, *self.part))

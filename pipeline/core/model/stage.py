@@ -26,7 +26,7 @@ from pipeline.base.variables import kind_text, raw, with_arrays
 from pipeline.core.autodiff.jaxpr.evaluate import forwarded
 from pipeline.core.model.objects import Attributes, alike, digest
 from pipeline.core.model.randomness import with_streams_of
-from pipeline.core.model.unlike import Overlaid, Views, views_of
+from pipeline.core.model.unlike import Overlaid, Views, static_stage, views_of
 from pipeline.core.placement.placement import as_before
 
 
@@ -187,7 +187,6 @@ class Definition:
 
 
 def _flat(*parts: Tree) -> dict[Any, Any]:
-    """Map paths to variables."""
     return {path: variable for part in parts for path, variable in nnx.to_flat_state(part)}
 
 
@@ -257,7 +256,7 @@ def stage_positions(
         for v, k in enumerate(stages):
             chunk, definition = chunks[v], definitions[v]
             if isinstance(chunk, Overlaid):
-                definition, _, _ = define(chunk.stages[rank], definition.label)
+                definition = define(chunk.stages[rank], definition.label)[0]
             if state and state[k]:
                 definition = replace(definition, state=state[k])
             positions[k] = StagePosition(definition, rank, v, views_of(chunk, rank))
@@ -371,8 +370,7 @@ def _stacked_length(stages: nnx.Module) -> int:
 
 def take_stage(chunk: nnx.Module, rank: int) -> nnx.Module:
     """Take the stage that a rank holds in a chunk, as a module of its own."""
-    if isinstance(chunk, Overlaid):
-        return with_streams_of(nnx.RngStream, chunk.stage(rank))
-    graphdef, state = nnx.split(chunk)
-    stage = nnx.merge(graphdef, jax.tree.map(lambda x: row_of(x, rank), as_before(state)))
-    return with_streams_of(nnx.RngStream, stage)
+    views, (graphdef, _) = views_of(chunk, rank), nnx.split(static_stage(chunk, rank))
+    halves = jax.tree.map(lambda leaf: row_of(leaf, rank), define(chunk, "")[1:])
+    stage = nnx.merge(graphdef, views.params.part_of(halves[0]), views.rest.part_of(halves[1]))
+    return with_streams_of(nnx.RngStream, with_arrays(stage))

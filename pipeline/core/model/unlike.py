@@ -29,8 +29,8 @@ from jax.sharding import NamedSharding
 
 from collectives import STAGE
 from pipeline.base.axes import axes_in
-from pipeline.base.tree import Tree, is_abstract, is_key, nbytes, zeros
-from pipeline.base.variables import filled, metadata, raw, with_arrays, without_values
+from pipeline.base.tree import Tree, is_key, nbytes, zeros
+from pipeline.base.variables import filled, metadata, raw, without_values
 from pipeline.core.model.overlay import Cell, Leaf, Spot, View, overlay
 from pipeline.core.placement.distribute import constrained
 from pipeline.core.placement.paths import ModelPath, of_stage
@@ -109,22 +109,15 @@ class Overlaid(nnx.Module):
         halves = zip(_halve(stage), _halve(self), strict=True)
         return Views(*(_view(half, places, stage_half, paths) for half, stage_half in halves))
 
-    def stage(self, rank: int) -> nnx.Module:
-        """Make the module of a rank's stage, with its values."""
-        views, (graphdef, _) = self.views[rank], nnx.split(self.stages[rank])
-
-        def halves(params: list[Any], rest: list[Any]) -> Any:
-            rows = [[leaf[rank] for leaf in half] for half in (params, rest)]
-            return views.params.tree(rows[0]), views.rest.tree(rows[1])
-
-        leaves = [jax.tree.leaves(half) for half in _halve(self)]
-        parts = jax.eval_shape(halves, *leaves) if is_abstract(leaves) else halves(*leaves)
-        return with_arrays(nnx.merge(graphdef, *parts))
-
 
 def views_of(chunk: nnx.Module, rank: int) -> Views:
     """Return the places of a rank's stage in its chunk; whole rows if stages are alike."""
     return chunk.views[rank] if isinstance(chunk, Overlaid) else Views()
+
+
+def static_stage(chunk: nnx.Module, rank: int) -> nnx.Module:
+    """Return the module whose static half is that of a rank's stage in the chunk."""
+    return chunk.stages[rank] if isinstance(chunk, Overlaid) else chunk
 
 
 def _leaf(path: ModelPath, variable: Any, placement: Placement, why: str) -> Leaf:
@@ -271,7 +264,6 @@ def _cell_variable(cell: Cell, ranks: list[list[VariableSpot]], placement: Place
 
 
 def _filled(cell: Cell, like: Any, items: list[VariableSpot]) -> Any:
-    """Fill one rank's part of a cell."""
     value = jax.numpy.broadcast_to(zeros(like).ravel()[0], cell.shape)
     for variable, spot in items:
         value = spot.fill(value, raw(variable))
@@ -279,7 +271,6 @@ def _filled(cell: Cell, like: Any, items: list[VariableSpot]) -> Any:
 
 
 def _sizes(chunk: Overlaid, stages: Sequence[nnx.Module]) -> str:
-    """Describe the memory cost of the layout."""
     params, _ = _halve(chunk)
     flat = nnx.to_flat_state(params)
     packed = sum(path[0] == "packed" for path, _ in flat)
