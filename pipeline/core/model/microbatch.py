@@ -49,13 +49,12 @@ def make_batch(
     trees = as_arrays(inputs, targets, extras)
     parts = tuple(map(_on_devices, PARTS, trees))
     batch = Batch(parts[0], parts[1], parts[2], axes.leaf_specs(*parts))
-    named = [
-        (name + jax.tree_util.keystr(path), leaf)
-        for name in PARTS
-        for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(batch, name))
+    split = [
+        (name + jax.tree_util.keystr(path), leaf, spec)
+        for name, tree, specs in zip(PARTS, parts, batch.specs, strict=True)
+        for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(tree), specs, strict=True)
+        if spec is not None
     ]
-    specs = [spec for of in batch.specs for spec in of]
-    split = [(*item, spec) for item, spec in zip(named, specs, strict=True) if spec is not None]
     leaves = [(name, leaf) for name, leaf, _ in split]
     if not jax.tree.leaves(batch.inputs):
         raise ValueError("inputs has no arrays; give at least one with the batch as leading axis")
@@ -135,10 +134,10 @@ def as_arrays(*trees: Tree) -> tuple[Tree, ...]:
                 f"that numpy.asarray cannot read ({error}); give an array that it can"
             ) from error
 
-    def taken(name: str, tree: Tree) -> Tree:
-        return jax.tree_util.tree_map_with_path(functools.partial(as_numpy, name), tree)
-
-    return tuple(map(taken, PARTS, trees))
+    return tuple(
+        jax.tree_util.tree_map_with_path(functools.partial(as_numpy, name), tree)
+        for name, tree in zip(PARTS, trees, strict=False)
+    )
 
 
 def _on_devices(name: str, tree: Tree) -> Tree:

@@ -42,14 +42,13 @@ class Leaf:
     """An array of one list.
 
     Attributes:
-      group: a key; leaves with equal groups may share a flat cell. The key contains at least the
-        dtype.
+      group: a hashable key with at least the dtype; leaves with equal groups may share a flat cell.
       name: a key; leaves with equal names may share a column. In a list, no name is the prefix of
         another name.
       shape: the shape of the array.
     """
 
-    group: Hashable
+    group: Any
     name: tuple[Hashable, ...]
     shape: Shape
 

@@ -16,6 +16,7 @@ from pipeline.base.variables import type_text
 from pipeline.core.model.model import Declared
 from pipeline.core.model.overlay import View
 from pipeline.core.model.trained_filters import Places, PlainVariable, find_variables, plain_modules
+from pipeline.core.model.unlike import halve
 from schedules.orders.schedule import Schedule
 
 
@@ -105,11 +106,11 @@ def keep_state(
     for module, numbers, of_module in zip(modules, cells, values, strict=True):
         if not numbers:
             continue
-        parts: Any = nnx.split(module, nnx.Param, ...)
-        leaves, treedef = jax.tree.flatten(parts[2])
+        _, rest = halve(module)
+        leaves, treedef = jax.tree.flatten(rest)
         for n, value in zip(numbers, of_module, strict=True):
             leaves[n] = value
-        spots = View().by_path(parts[2])
+        spots = View().by_path(rest)
         flat = nnx.to_flat_state(jax.tree.unflatten(treedef, leaves))
         changed = [pair for pair in flat if any(spot.cell in numbers for spot in spots[pair[0]])]
         nnx.update(module, nnx.from_flat_state(changed))
