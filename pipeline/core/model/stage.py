@@ -8,7 +8,6 @@ axis of length S sharded over ``stage``: index r is the stage that rank r holds 
 from __future__ import annotations
 
 import functools
-import operator
 import re
 import reprlib
 from collections.abc import Callable, Sequence
@@ -137,7 +136,7 @@ class Definition:
             for path, variable in had.items()
             if not isinstance(variable, nnx.RngState)
             and path not in self.state
-            and (path not in now or not _same(now[path], variable))
+            and (path not in now or _ids(now[path]) != _ids(variable))
         ]
         if changed and all(path in now for path in changed):
             key = method, signature((params, rest, args))
@@ -216,9 +215,8 @@ def _text(value: Any) -> str:
     return " ".join(map(shape_text, jax.tree.leaves(value))) or "nothing"
 
 
-def _same(now: Any, before: Any) -> bool:
-    leaves = [jax.tree.leaves(variable) for variable in (now, before)]
-    return len(leaves[0]) == len(leaves[1]) and all(map(operator.is_, *leaves))
+def _ids(variable: Any) -> list[int]:
+    return list(map(id, jax.tree.leaves(variable)))
 
 
 @dataclass(frozen=True)
