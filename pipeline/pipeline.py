@@ -31,7 +31,7 @@ from pipeline.core.model.stage import check_kinds, count_stages, is_stacked, tak
 from pipeline.core.model.trained import Trained
 from pipeline.core.model.trained_filters import trained_by, trained_lines
 from pipeline.core.model.trained_state import check_order, check_state, keep_state
-from pipeline.core.model.unlike import Overlaid
+from pipeline.core.model.unlike import static_stage
 from pipeline.core.options.checks import check_scale
 from pipeline.core.options.compiled import PlanOfPipeline
 from pipeline.core.options.options import Arguments, Measured, ModelParts, Options
@@ -42,6 +42,7 @@ from pipeline.core.placement.paths import Asked
 from pipeline.core.placement.placement import Placement
 from pipeline.core.step import differentiable, runtime
 from pipeline.core.step.operands import Operands, check_arrays, device_limit, make_operands, types
+from pipeline.core.step.ranks import gradient_specs
 from pipeline.core.step.results import StateLeaves
 from pipeline.layers_view.layout import Layout, PipelineOrigin, check_layout, mark, types_of
 from pipeline.lint import Lint
@@ -362,7 +363,7 @@ class Pipeline(nnx.Module):
             )
         self._keep(self.plan, operands[0], kept)
         value = meshes.typed(value, meshes.mesh_of_results(self.plan.mesh), PartitionSpec())
-        grads = meshes.typed(grads, self.plan.home, operands[0].gradient_specs)
+        grads = meshes.typed(grads, self.plan.home, jax.tree.leaves(gradient_specs(operands[0])))
         layout = jax.tree.structure(nnx.state(self, self._filter(wrt)))
         return value, jax.tree.unflatten(layout, jax.tree.leaves(grads))
 
@@ -564,10 +565,7 @@ class Pipeline(nnx.Module):
             operands = self._operands(inputs, targets, extras, "check", plan=plan)
             model, *arrays = operands
             # Stages that are alike share their chunk's module, of which only the code is read.
-            modules = self._by_stage(
-                lambda chunk, rank: chunk.stages[rank] if isinstance(chunk, Overlaid) else chunk,
-                self.chunks,
-            )
+            modules = self._by_stage(static_stage, self.chunks)
             warn_of_parameters_read_from_outside(modules, **ends, loss_fn=loss_fn)
             given = [*self.chunks, *ends.values(), loss_fn]
             warn_of_undivided_weights(self, plan, given)

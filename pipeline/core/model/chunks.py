@@ -23,7 +23,7 @@ from pipeline.core.model.ends import find_tables
 from pipeline.core.model.objects import difference
 from pipeline.core.model.randomness import RankStreams, with_streams_of
 from pipeline.core.model.stage import Ends, is_stacked
-from pipeline.core.model.unlike import Overlaid
+from pipeline.core.model.unlike import Overlaid, halve
 from pipeline.core.placement.distribute import constrained
 from pipeline.core.placement.paths import ModelPath, of_stage
 from pipeline.core.placement.placement import Placement, spreads
@@ -45,22 +45,19 @@ def make_chunks(
     """
     if is_stacked(stages):
         graphdef, state = nnx.split(stages)
-        flat = nnx.to_flat_state(state)
+        items = nnx.to_flat_state(state)
+
+        def rows(ks: Sequence[int]) -> list[list[Any]]:
+            return [[_row(item, k) for item in items] for k in ks]
+
         return [
-            _stacked(
-                graphdef,
-                [[_row(v, k) for v in flat] for k in ks],
-                ks,
-                placements[ks[0]],
-                stacked=True,
-            )
+            _stacked(graphdef, rows(ks), ks, placements[ks[0]], stacked=True)
             for ks in zip(*stages_of, strict=True)
         ]
     return [_chunk(stages, ks, placements[ks[0]]) for ks in zip(*stages_of, strict=True)]
 
 
 def _chunk(stages: Sequence[nnx.Module], ks: Sequence[int], placement: Placement) -> nnx.Module:
-    """Make one chunk from the stage of each rank."""
     first, *others = ks
     for k in others:
         if text := difference(stages[first], stages[k]):
@@ -78,15 +75,14 @@ def variables_of(stages: Any, ends: Ends) -> Iterator[tuple[ModelPath, Any]]:
     if is_stacked(stages):
         flat = nnx.to_flat_state(nnx.state(stages))
         count = len(jax.tree.leaves(flat)[0])
-        rows: Any = ((k, _row(item, k)) for k in range(count) for item in flat)
+        parts: Any = ([_row(item, k) for item in flat] for k in range(count))
     else:
-        rows = ((k, v) for k, part in enumerate(stages) for v in nnx.to_flat_state(nnx.state(part)))
-    for k, (path, variable) in rows:
-        if isinstance(variable, nnx.Variable):
-            yield of_stage(k, path), variable
-    for path, variable in nnx.to_flat_state(nnx.state(ends)):
-        if isinstance(variable, nnx.Variable):
-            yield ModelPath(path), variable
+        parts = (nnx.to_flat_state(nnx.state(stage)) for stage in stages)
+    items = [
+        (of_stage(k, path), variable) for k, part in enumerate(parts) for path, variable in part
+    ]
+    items += [(ModelPath(path), variable) for path, variable in nnx.to_flat_state(nnx.state(ends))]
+    yield from (item for item in items if isinstance(item[1], nnx.Variable))
 
 
 def _row(item: tuple[Any, Any], k: int) -> tuple[Any, Any]:
@@ -148,12 +144,10 @@ def make_ends(ends: Ends, first: Placement, last: Placement, shared: Shared = ()
     for path, variable in nnx.to_flat_state(state):
         placement = first if path[0] == "embed" else last
         if path in parts.paths:
-            table = _filled_up(variable, placement.mesh.shape[STAGE])
-            spread = placement.spread_rows(table)
-            value = placement.put(table.get_raw_value(), spread)
-            flat.append((path, placement.label(table, value, spread, ())))
-            continue
-        spread = placement.spread(ModelPath(path), variable)
+            variable = _filled_up(variable, placement.mesh.shape[STAGE])  # noqa: PLW2901
+            spread = placement.spread_rows(variable)
+        else:
+            spread = placement.spread(ModelPath(path), variable)
         placed = jax.tree.map(functools.partial(placement.put, spread=spread), variable)
         flat.append((path, placement.label(variable, raw(placed), spread, ())))
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
@@ -187,15 +181,10 @@ def _filled_up(table: Any, parts: int) -> Any:
 
 def lay_out(chunks: Sequence[nnx.Module], ends: Ends) -> StateLayout:
     """Collect the placement of all leaves of a pipeline."""
-
-    def of(module: nnx.Module, lead: tuple[str, ...]) -> Any:
-        parts: Any = nnx.split(module, nnx.Param, ...)
-        _, params, rest = parts
-        return spreads(params, lead), spreads(rest, lead)
-
-    params, rests = zip(*(of(chunk, (STAGE,)) for chunk in chunks), strict=True)
-    ends_params, ends_rest = of(ends, ())
-    return StateLayout(params, ends_params, rests, ends_rest)
+    params, rests = zip(*map(halve, chunks), strict=True)
+    ends_params, ends_rest = (spreads(half, ()) for half in halve(ends))
+    of_params, of_rests = ([spreads(x, (STAGE,)) for x in halves] for halves in (params, rests))
+    return StateLayout(tuple(of_params), ends_params, tuple(of_rests), ends_rest)
 
 
 def stack_rows(leaves: list[Any], sharding: NamedSharding) -> Any:

@@ -49,13 +49,12 @@ def make_batch(
     trees = as_arrays(inputs, targets, extras)
     parts = tuple(map(_on_devices, PARTS, trees))
     batch = Batch(parts[0], parts[1], parts[2], axes.leaf_specs(*parts))
-    named = [
-        (name + jax.tree_util.keystr(path), leaf)
-        for name in PARTS
-        for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(batch, name))
+    split = [
+        (name + jax.tree_util.keystr(path), leaf, spec)
+        for name, tree, specs in zip(PARTS, parts, batch.specs, strict=True)
+        for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(tree), specs, strict=True)
+        if spec is not None
     ]
-    specs = [spec for of in batch.specs for spec in of]
-    split = [(*item, spec) for item, spec in zip(named, specs, strict=True) if spec is not None]
     leaves = [(name, leaf) for name, leaf, _ in split]
     if not jax.tree.leaves(batch.inputs):
         raise ValueError("inputs has no arrays; give at least one with the batch as leading axis")
@@ -85,25 +84,12 @@ def make_batch(
 
 
 def map_rows(
-    axes: Axes, function: Callable[[Any], Any], *trees: Tree, whole: Any = lambda leaf: leaf
-) -> tuple[Tree, ...]:
-    """Apply a function to the leaves of inputs, targets and extras that have a batch axis.
-
-    Args:
-      axes: the roles of mesh axes.
-      function: the function for a leaf with a batch axis.
-      trees: inputs, targets and extras.
-      whole: the function for a leaf without a batch axis.
-    """
-    results = []
-    for tree, specs in zip(trees, axes.leaf_specs(*trees), strict=True):
-        leaves, treedef = jax.tree.flatten(tree)
-        new = [
-            whole(leaf) if spec is None else function(leaf)
-            for leaf, spec in zip(leaves, specs, strict=True)
-        ]
-        results.append(jax.tree.unflatten(treedef, new))
-    return tuple(results)
+    axes: Axes, function: Callable[[Any], Any], inputs: Tree, targets: Tree, extras: Tree
+) -> tuple[Tree, Tree, Tree]:
+    """Apply a function to the leaves of inputs, targets and extras that have a batch axis."""
+    batch = Batch(inputs, targets, extras, axes.leaf_specs(inputs, targets, extras))
+    batch = batch.map_rows(function, lambda leaf: leaf)
+    return batch.inputs, batch.targets, batch.extras
 
 
 def place(batch: Batch, mesh: Mesh) -> Batch:
@@ -148,14 +134,13 @@ def as_arrays(*trees: Tree) -> tuple[Tree, ...]:
                 f"that numpy.asarray cannot read ({error}); give an array that it can"
             ) from error
 
-    def taken(name: str, tree: Tree) -> Tree:
-        return jax.tree_util.tree_map_with_path(functools.partial(as_numpy, name), tree)
-
-    return tuple(map(taken, PARTS, trees))
+    return tuple(
+        jax.tree_util.tree_map_with_path(functools.partial(as_numpy, name), tree)
+        for name, tree in zip(PARTS, trees, strict=False)
+    )
 
 
 def _on_devices(name: str, tree: Tree) -> Tree:
-    """Convert every leaf of a tree to a JAX array."""
 
     def as_jax(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):

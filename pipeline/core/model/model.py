@@ -14,7 +14,6 @@ import jax
 from jax.sharding import PartitionSpec
 
 from pipeline.base.axes import LeafSpecs
-from pipeline.base.masks import chosen
 from pipeline.base.precision import GradDtype
 from pipeline.base.tree import Tree, at, signature
 from pipeline.core.model.ends import Tables
@@ -157,17 +156,6 @@ class Model:
     weighed: bool = False
     declared: Declared = field(default_factory=Declared)
     stack: int = 0
-
-    @property
-    def gradient_specs(self) -> list[PartitionSpec]:
-        """The specs of the gradients of trained leaves, in the order of the leaves."""
-        parts = *self.layout.chunks, self.layout.ends
-        masks = *self.trained.chunks, self.trained.ends
-        return [
-            spread.gradient
-            for part, mask in zip(parts, masks, strict=True)
-            for spread in chosen(part, mask)
-        ]
 
     @property
     def state_specs(self) -> tuple[list[list[PartitionSpec]], list[PartitionSpec]]:

@@ -42,14 +42,13 @@ class Leaf:
     """An array of one list.
 
     Attributes:
-      group: a key; leaves with equal groups may share a flat cell. The key contains at least the
-        dtype.
+      group: a hashable key with at least the dtype; leaves with equal groups may share a flat cell.
       name: a key; leaves with equal names may share a column. In a list, no name is the prefix of
         another name.
       shape: the shape of the array.
     """
 
-    group: Hashable
+    group: Any
     name: tuple[Hashable, ...]
     shape: Shape
 
@@ -77,6 +76,8 @@ class Spot:
         """Read the leaf from its cell."""
         if self.part is None:
             return cell
+        if isinstance(cell, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(self.shape, cell.dtype)
         if isinstance(cell, np.ndarray):  # stays in host memory
             return self.shaped(cell[slice(*self.part)])
         return self.shaped(jax.lax.slice_in_dim(cell, *self.part))

@@ -8,7 +8,6 @@ axis of length S sharded over ``stage``: index r is the stage that rank r holds 
 from __future__ import annotations
 
 import functools
-import operator
 import re
 import reprlib
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from pipeline.base.variables import kind_text, raw, with_arrays
 from pipeline.core.autodiff.jaxpr.evaluate import forwarded
 from pipeline.core.model.objects import Attributes, alike, digest
 from pipeline.core.model.randomness import with_streams_of
-from pipeline.core.model.unlike import Overlaid, Views, views_of
+from pipeline.core.model.unlike import Overlaid, Views, static_stage, views_of
 from pipeline.core.placement.placement import as_before
 
 
@@ -137,7 +136,7 @@ class Definition:
             for path, variable in had.items()
             if not isinstance(variable, nnx.RngState)
             and path not in self.state
-            and (path not in now or not _same(now[path], variable))
+            and (path not in now or _ids(now[path]) != _ids(variable))
         ]
         if changed and all(path in now for path in changed):
             key = method, signature((params, rest, args))
@@ -187,7 +186,6 @@ class Definition:
 
 
 def _flat(*parts: Tree) -> dict[Any, Any]:
-    """Map paths to variables."""
     return {path: variable for part in parts for path, variable in nnx.to_flat_state(part)}
 
 
@@ -217,9 +215,8 @@ def _text(value: Any) -> str:
     return " ".join(map(shape_text, jax.tree.leaves(value))) or "nothing"
 
 
-def _same(now: Any, before: Any) -> bool:
-    leaves = [jax.tree.leaves(variable) for variable in (now, before)]
-    return len(leaves[0]) == len(leaves[1]) and all(map(operator.is_, *leaves))
+def _ids(variable: Any) -> list[int]:
+    return list(map(id, jax.tree.leaves(variable)))
 
 
 @dataclass(frozen=True)
@@ -257,7 +254,7 @@ def stage_positions(
         for v, k in enumerate(stages):
             chunk, definition = chunks[v], definitions[v]
             if isinstance(chunk, Overlaid):
-                definition, _, _ = define(chunk.stages[rank], definition.label)
+                definition = define(chunk.stages[rank], definition.label)[0]
             if state and state[k]:
                 definition = replace(definition, state=state[k])
             positions[k] = StagePosition(definition, rank, v, views_of(chunk, rank))
@@ -371,8 +368,7 @@ def _stacked_length(stages: nnx.Module) -> int:
 
 def take_stage(chunk: nnx.Module, rank: int) -> nnx.Module:
     """Take the stage that a rank holds in a chunk, as a module of its own."""
-    if isinstance(chunk, Overlaid):
-        return with_streams_of(nnx.RngStream, chunk.stage(rank))
-    graphdef, state = nnx.split(chunk)
-    stage = nnx.merge(graphdef, jax.tree.map(lambda x: row_of(x, rank), as_before(state)))
-    return with_streams_of(nnx.RngStream, stage)
+    views, (graphdef, _) = views_of(chunk, rank), nnx.split(static_stage(chunk, rank))
+    halves = jax.tree.map(lambda leaf: row_of(leaf, rank), define(chunk, "")[1:])
+    stage = nnx.merge(graphdef, views.params.part_of(halves[0]), views.rest.part_of(halves[1]))
+    return with_streams_of(nnx.RngStream, with_arrays(stage))

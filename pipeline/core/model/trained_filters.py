@@ -1,37 +1,158 @@
-"""The parameters that a filter trains, and the trained parts of partly trained arrays.
+"""The variables that a filter finds, and the parameters that a filter trains.
 
 Letters: S ranks, K stages, V chunks. A filter (`flax.nnx.filterlib`) is called with the paths,
 types and shapes of the plain model, for every layout: ``("stages", k, *path)`` for a variable of
 stage k, ``("embed", *path)`` of embed, ``("head", *path)`` of the head. `own_filter` makes the
-equivalent filter for the pipeline's own state, whose arrays several stages share.
+equivalent filter for the pipeline's own state, whose arrays several stages share. The filter of
+declared state is in `pipeline.core.model.trained_state`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from pipeline.base.masks import Mask
-from pipeline.base.tree import is_float
+from pipeline.base.masks import chosen
+from pipeline.base.tree import Tree, is_float
 from pipeline.base.variables import type_text
 from pipeline.core.model.overlay import Spot
 from pipeline.core.model.stage import define
 from pipeline.core.model.trained import Trained
-from pipeline.core.model.unlike import views_of
+from pipeline.core.model.unlike import Overlaid, Views
 from pipeline.core.placement.paths import ModelPath
-from pipeline.core.placement.placement import as_before
 
 Path = tuple[Any, ...]
-Flat = Sequence[tuple[Path, Any]]  # paths and variables
 Places = Sequence[Sequence[int]]  # [S] lists of the V stages on each rank
 Parts = list[list[tuple[int, int]]]  # [S] lists of (start, stop)
 MOST_FILTERS = 16  # in the cache
 WHOLE = 0, np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True)
+class PlainVariable:
+    """A variable of the plain model, with types in place of arrays.
+
+    Attributes:
+      path: its path in its module.
+      spots: the places of its arrays in the `nnx.Param` state of a chunk or of the ends if it is a
+        parameter, else in all other state.
+    """
+
+    path: Path
+    types: Any
+    is_param: bool
+    spots: Sequence[Spot]
+
+
+@dataclass(frozen=True)
+class PlainModule:
+    """A stage; or embed, head and loss as one module.
+
+    Attributes:
+      prefix: the path of the module in the plain model.
+      variables: parameters first; alike stages of a chunk have the same list.
+      chunk, rank: the position of a stage; V and 0 for the ends.
+    """
+
+    prefix: Path
+    variables: list[PlainVariable]
+    chunk: int
+    rank: int = 0
+
+    @property
+    def leaves(self) -> list[tuple[Path, Spot]]:
+        """The leaves of its parameters: the paths of their variables, and their places."""
+        return [(x.path, spot) for x in self.variables if x.is_param for spot in x.spots]
+
+
+def plain_stages(chunks: Sequence[nnx.Module], stages: Places) -> list[PlainModule]:
+    """List the K stages in layer order."""
+    modules = {}
+    for v, chunk in enumerate(chunks):
+        halves = _halves(chunk, 1)
+        if isinstance(chunk, Overlaid):
+            lists = [_variables(halves, views) for views in chunk.views]
+        else:
+            lists = [_variables(halves, Views())] * len(stages)
+        for rank, variables in enumerate(lists):
+            k = stages[rank][v]
+            modules[k] = PlainModule(("stages", k), variables, v, rank)
+    return [modules[k] for k in range(len(modules))]
+
+
+def plain_modules(
+    chunks: Sequence[nnx.Module], ends: nnx.Module, stages: Places
+) -> list[PlainModule]:
+    """List the K stages in layer order, and then the ends."""
+    of_ends = PlainModule((), _variables(_halves(ends, 0), Views()), len(chunks))
+    return [*plain_stages(chunks, stages), of_ends]
+
+
+def _halves(module: nnx.Module, lead: int) -> list[Tree]:
+    """Return the types of a module's two halves of state, without ``lead`` leading axes."""
+
+    def row(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape[lead:], leaf.dtype)
+
+    return [jax.tree.map(row, half) for half in define(module, "")[1:]]
+
+
+def _variables(halves: list[Tree], views: Views) -> list[PlainVariable]:
+    variables = []
+    for half, view, is_param in zip(halves, (views.params, views.rest), (True, False), strict=True):
+        spots = view.by_path(half)
+        for path, types in nnx.to_flat_state(view.part_of(half)):
+            variables.append(PlainVariable(path, types, is_param, spots[path]))
+    return variables
+
+
+def find_variables(
+    option: str,
+    wanted: Any,
+    modules: Sequence[PlainModule],
+    refusal: Callable[[PlainVariable], str],
+    examples: str,
+) -> tuple[list[frozenset[Path]], list[list[int]]]:
+    """Find variables of the plain model by a filter.
+
+    Args:
+      option: the option with the filter, as text.
+      wanted: any nnx filter.
+      modules: the K stages, then the ends.
+      refusal: returns the reason why a variable must not be found, or "".
+      examples: text on filters that the option takes.
+
+    Returns:
+      [K + 1] the paths of variables in each module, and [V + 1] the indices of the leaves of each
+      chunk and of the ends that store the variables of any module.
+
+    Raises:
+      ValueError: ``wanted`` is no filter, or finds a variable that it must not find.
+    """
+    try:
+        predicate: Callable[..., Any] = nnx.filterlib.to_predicate(wanted)
+    except (TypeError, ValueError):
+        raise ValueError(f"{option} is no filter; give {examples}") from None
+    paths: list[frozenset[Path]] = []
+    cells: list[set[int]] = [set() for _ in range(modules[-1].chunk + 1)]
+    for module in modules:
+        found = set()
+        for variable in module.variables:
+            path = ModelPath((*module.prefix, *variable.path))
+            if predicate(path, variable.types):
+                if why := refusal(variable):
+                    text = f"{path!r}, a {type_text(variable.types)}"
+                    raise ValueError(f"{option} finds {text}{why}")
+                found.add(variable.path)
+                cells[module.chunk] |= {spot.cell for spot in variable.spots}
+        paths.append(frozenset(found))
+    return paths, [sorted(numbers) for numbers in cells]
 
 
 def find_trained(
@@ -39,37 +160,53 @@ def find_trained(
 ) -> Trained:
     """Find the parameters that a filter trains.
 
-    Args:
-      wrt: any nnx filter.
-      chunks: the V chunks.
-      ends: embed and head.
-      stages: [S] lists of the V stages on each rank.
-
     Raises:
       ValueError: ``wrt`` is no filter, finds no parameter, or finds a variable without a gradient.
     """
-    asks = _Asks(wrt)
-    masks: dict[int, Mask] = {}
-    unions = []
-    for v, chunk in enumerate(chunks):
-        union = [False] * len(_leaves(chunk))
-        for rank, numbers in enumerate(stages):
-            masks[numbers[v]] = asks.mask(("stages", numbers[v]), *types_of_stage(chunk, rank))
-            for spot, yes in zip(spots_of(chunk, rank), masks[numbers[v]], strict=True):
-                union[spot.cell] |= yes
-        unions.append(tuple(union))
-    params, rest = halves_of(ends)
-    of_ends = asks.mask((), params, rest)
-    owners = [path[0] for path, variable in params for _ in jax.tree.leaves(variable)]
-    trained = Trained(
-        tuple(masks[k] for k in range(len(masks))),
-        tuple(unions),
-        of_ends,
-        owners.count("embed"),
+    is_default = wrt is nnx.Param  # may find integers, or nothing
+    modules = plain_modules(chunks, ends, stages)
+    paths, cells = find_variables(
+        f"wrt={wrt!r}",
+        wrt,
+        modules,
+        (lambda _: "") if is_default else _has_no_gradient,
+        "a type such as nnx.Param or nnx.LoRAParam, or anything that nnx.state takes: "
+        "nnx.PathContains('head'), a function of a path and a variable",
     )
-    if not trained.is_anything:
-        asks.check_any()
-    return trained
+    if not (any(cells) or is_default):
+        asked = [(of, x) for of in modules for x in of.variables if x.is_param]
+        seen = [f"{(*of.prefix, *x.path)!r}, a {type_text(x.types)}" for of, x in asked]
+        raise ValueError(
+            f"wrt={wrt!r} finds no parameter, so there is nothing to train; a filter is asked "
+            f"about the paths of the plain model, here of "
+            f"{' and '.join(dict.fromkeys((*seen[:1], *seen[-1:]))) or 'nothing'}"
+        )
+    *of_stages, of_ends = (
+        tuple(path in wanted for path, _ in module.leaves)
+        for module, wanted in zip(modules, paths, strict=True)
+    )
+    of_chunks = [
+        tuple(n in numbers for n in range(len(_leaf_paths(chunk))))
+        for chunk, numbers in zip(chunks, cells, strict=False)
+    ]
+    num_embed = sum(path[0] == "embed" for path, _ in modules[-1].leaves)
+    return Trained(tuple(of_stages), tuple(of_chunks), of_ends, num_embed)
+
+
+def _has_no_gradient(variable: PlainVariable) -> str:
+    if variable.is_param and all(map(is_float, jax.tree.leaves(variable.types))):
+        return ""
+    return (
+        f", which {'holds no floats' if variable.is_param else 'is no nnx.Param'}: a pipeline has "
+        f"gradients for nnx.Param state of floats; let the filter leave it out, as "
+        f"nnx.All(nnx.Param, ...) does with all state that is no parameter"
+    )
+
+
+def _leaf_paths(module: nnx.Module) -> list[Path]:
+    """List the path of each leaf of a module's parameters."""
+    flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    return [path for path, variable in flat for _ in jax.tree.leaves(variable)]
 
 
 def trained_by(
@@ -83,151 +220,50 @@ def trained_by(
     """Find the parameters that a filter trains, and the filter for the pipeline's own state.
 
     The result is cached: calling the filter on every variable takes longer than starting a step.
-
-    Args:
-      wrt: any nnx filter of the plain model.
-      chunks: [V] modules.
-      ends: embed and head.
-      stages: [S] lists of the V stages on each rank.
-      cache: results of earlier filters, to which this result is added.
-      structure: the structure of the parameters of chunks and ends, if the caller has it.
-
-    Raises:
-      ValueError: a cause that `find_trained` names.
+    ``structure`` is that of the parameters of chunks and ends, if the caller has it.
     """
     if structure is None:
         structure = jax.tree.structure([define(part, "")[1] for part in (*chunks, ends)])
     key: Any = ((tuple(wrt) if isinstance(wrt, list) else wrt), structure)
     try:
-        result = cache.get(key)
+        if key in cache:
+            found: tuple[Trained, nnx.filterlib.Filter] = cache[key]
+            return found
     except TypeError:  # a filter without a hash
-        key, result = None, None
-    if result is None:
-        trained = find_trained(wrt, chunks, ends, stages)
-        result = trained, own_filter(wrt, trained, chunks, ends)
-        if key is not None:
-            if len(cache) >= MOST_FILTERS:  # calls may make a new filter each time
-                del cache[next(iter(cache))]
-            cache[key] = result
-    return result
+        cache, key = {}, None
+    trained = find_trained(wrt, chunks, ends, stages)
+    if len(cache) >= MOST_FILTERS:  # calls may make a new filter each time
+        del cache[next(iter(cache))]
+    cache[key] = trained, own_filter(trained, chunks, ends)
+    return trained, cache[key][1]
 
 
 def own_filter(
-    wrt: Any, trained: Trained, chunks: Sequence[nnx.Module], ends: nnx.Module
+    trained: Trained, chunks: Sequence[nnx.Module], ends: nnx.Module
 ) -> nnx.filterlib.Filter:
     """Make the filter that finds the arrays of the pipeline's own state with trained parameters."""
-    if isinstance(wrt, type) and issubclass(wrt, nnx.Param):
-        return wrt
-    masks = [*trained.chunks, trained.ends]
-    prefixes = [*(("chunks", v) for v in range(len(chunks))), ("ends",)]
-    paths = []
-    for prefix, module, mask in zip(prefixes, (*chunks, ends), masks, strict=True):
-        answers = iter(mask)
-        for path, variable in halves_of(module)[0]:
-            leaves = [next(answers) for _ in jax.tree.leaves(variable)]
-            if any(leaves):
-                paths.append((*prefix, *path))
+    paths = [("ends", *path) for path in chosen(_leaf_paths(ends), trained.ends)]
+    for v, (chunk, mask) in enumerate(zip(chunks, trained.chunks, strict=True)):
+        paths += [("chunks", v, *path) for path in chosen(_leaf_paths(chunk), mask)]
     return nnx.filterlib.PathIn(*paths)
-
-
-class _Asks:
-    """A filter, called with one variable after the other."""
-
-    def __init__(self, wrt: Any) -> None:
-        self._wrt, self._is_default = wrt, wrt is nnx.Param
-        self._seen: list[str] = []
-        try:
-            self._predicate: Callable[..., Any] = nnx.filterlib.to_predicate(wrt)
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"wrt={wrt!r} is no filter; give a type such as nnx.Param or nnx.LoRAParam, or "
-                f"anything that nnx.state takes: nnx.PathContains('head'), a function of a path "
-                f"and a variable"
-            ) from None
-
-    def mask(self, prefix: Path, params: Flat, rest: Flat) -> Mask:
-        """Mark the trained leaves of the module at ``prefix``; ``rest`` is all its other state."""
-        answers: list[bool] = []
-        for path, variable in params:
-            whole = ModelPath((*prefix, *path))
-            yes = self._is_default or bool(self._predicate(whole, variable))
-            leaves = jax.tree.leaves(variable)
-            if not self._is_default:
-                self._seen.append(f"{whole!r}, a {type_text(variable)}")
-                if yes and not all(map(is_float, leaves)):
-                    self._refuse(whole, variable, "which holds no floats")
-            answers += [yes] * len(leaves)
-        if not self._is_default:
-            for path, variable in rest:
-                if self._predicate(ModelPath((*prefix, *path)), variable):
-                    self._refuse((*prefix, *path), variable, "which is no nnx.Param")
-        return tuple(answers)
-
-    def _refuse(self, path: Path, variable: Any, why: str) -> None:
-        raise ValueError(
-            f"wrt={self._wrt!r} finds {path!r}, a {type_text(variable)}, {why}: a pipeline has "
-            f"gradients for nnx.Param state of floats; let the filter leave it out, as "
-            f"nnx.All(nnx.Param, ...) does with all state that is no parameter"
-        )
-
-    def check_any(self) -> None:
-        """Refuse a filter that found nothing; the default filter may find nothing."""
-        if self._is_default:
-            return
-        examples = " and ".join(dict.fromkeys((*self._seen[:1], *self._seen[-1:]))) or "nothing"
-        raise ValueError(
-            f"wrt={self._wrt!r} finds no parameter, so there is nothing to train; a filter is "
-            f"asked about the paths of the plain model, here of {examples}"
-        )
-
-
-def types_of_stage(chunk: nnx.Module, rank: int) -> tuple[Flat, Flat]:
-    """Return the types of a rank's stage by path: its `nnx.Param` state, and all other state."""
-    views, halves = views_of(chunk, rank), tuple(nnx.split(chunk, nnx.Param, ...))[1:]
-    types = [
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), as_before(half))
-        for half in halves
-    ]
-    params = jax.eval_shape(views.params.part_of, types[0])
-    rest = jax.eval_shape(views.rest.part_of, types[1])
-    return nnx.to_flat_state(params), nnx.to_flat_state(rest)
-
-
-def halves_of(module: nnx.Module) -> tuple[Flat, Flat]:
-    """List paths and variables of a module's `nnx.Param` state, and of all its other state."""
-    parts: Any = nnx.split(module, nnx.Param, ...)
-    return nnx.to_flat_state(as_before(parts[1])), nnx.to_flat_state(as_before(parts[2]))
 
 
 def trained_lines(
     trained: Trained, chunks: Sequence[nnx.Module], ends: nnx.Module, stages: Places
 ) -> list[str]:
     """Describe the trained parameters in one line; return no line if all are trained."""
-    sizes = [(leaf.size, yes) for leaf, yes in zip(_leaves(ends), trained.ends, strict=True)]
-    for rank, numbers in enumerate(stages):
-        for chunk, k in zip(chunks, numbers, strict=True):
-            spots = spots_of(chunk, rank)
-            sizes += zip((math.prod(s.shape) for s in spots), trained.stages[k], strict=True)
+    masks = *trained.stages, trained.ends
+    sizes = [
+        (math.prod(spot.shape), yes)
+        for module, mask in zip(plain_modules(chunks, ends, stages), masks, strict=True)
+        for (_, spot), yes in zip(module.leaves, mask, strict=True)
+    ]
     if all(yes for _, yes in sizes):
         return []
     frozen = [str(k) for k, mask in enumerate(trained.stages) if not any(mask)]
     more = f"; nothing in stages {', '.join(frozen)}" if frozen else ""
     some = sum(size for size, yes in sizes if yes)
     return [f"trained: {some:,} of {sum(size for size, _ in sizes):,} parameters{more}"]
-
-
-def _leaves(module: nnx.Module) -> list[Any]:
-    """List the leaves of a module's parameters."""
-    return jax.tree.leaves(nnx.state(module, nnx.Param))
-
-
-def spots_of(chunk: nnx.Module, rank: int) -> Sequence[Spot]:
-    """Find the place of each leaf of a rank's stage in its chunk's parameters."""
-    rows = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in _leaves(chunk)]
-    return views_of(chunk, rank).params.places(rows)
-
-
-# --- arrays that are trained in part ---
 
 
 def trained_parts(
@@ -239,20 +275,17 @@ def trained_parts(
       For each path, such as ``chunks/0/kernel``, and each rank the trained parts: (start, stop) on
       the axis after the rank axis.
     """
-    parts_of: dict[str, Parts] = {}
-    for v, chunk in enumerate(chunks):
-        params = nnx.to_flat_state(nnx.state(chunk, nnx.Param))
-        paths = [path for path, of in params for _ in jax.tree.leaves(of)]
-        parts: list[Parts] = [[[] for _ in stages] for _ in paths]
-        frozen = [False] * len(paths)
-        for rank, numbers in enumerate(stages):
-            mask = trained.stages[numbers[v]]
-            for spot, yes in zip(spots_of(chunk, rank), mask, strict=True):
-                if yes:
-                    parts[spot.cell][rank].append(spot.part or WHOLE)
-                else:
-                    frozen[spot.cell] = True
-        for path, of, is_part in zip(paths, parts, frozen, strict=True):
-            if is_part and any(of):
-                parts_of["/".join(map(str, ("chunks", v, *path)))] = of
-    return parts_of
+    paths = [_leaf_paths(chunk) for chunk in chunks]
+    parts: list[list[Parts]] = [[[[] for _ in stages] for _ in of_chunk] for of_chunk in paths]
+    frozen = set()
+    for stage, mask in zip(plain_stages(chunks, stages), trained.stages, strict=True):
+        for (_, spot), yes in zip(stage.leaves, mask, strict=True):
+            if yes:
+                parts[stage.chunk][spot.cell][stage.rank].append(spot.part or WHOLE)
+            else:
+                frozen.add((stage.chunk, spot.cell))
+    return {
+        "/".join(map(str, ("chunks", v, *paths[v][n]))): parts[v][n]
+        for v, n in sorted(frozen)
+        if any(parts[v][n])
+    }

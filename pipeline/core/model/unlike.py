@@ -29,8 +29,8 @@ from jax.sharding import NamedSharding
 
 from collectives import STAGE
 from pipeline.base.axes import axes_in
-from pipeline.base.tree import Tree, is_abstract, is_key, nbytes, zeros
-from pipeline.base.variables import filled, metadata, raw, with_arrays, without_values
+from pipeline.base.tree import Tree, is_key, nbytes, zeros
+from pipeline.base.variables import filled, metadata, raw, without_values
 from pipeline.core.model.overlay import Cell, Leaf, Spot, View, overlay
 from pipeline.core.placement.distribute import constrained
 from pipeline.core.placement.paths import ModelPath, of_stage
@@ -102,29 +102,24 @@ class Overlaid(nnx.Module):
             for cell, ranks in zip(cells, items, strict=True)
         ]
         places = [dict(zip(f, row, strict=True)) for f, row in zip(flats, spots, strict=True)]
-        self.views = nnx.static(tuple(map(self._views, stages, places, [paths] * len(stages))))
+        halves = halve(self)
+
+        def views(stage: nnx.Module, places: dict[Path, Spot]) -> Views:
+            pairs = zip(halve(stage), halves, strict=True)
+            return Views(*(_view(half, places, of_chunk, paths) for half, of_chunk in pairs))
+
+        self.views = nnx.static(tuple(map(views, stages, places)))
         self.about = f"{why}; {_sizes(self, stages)}"
-
-    def _views(self, stage: nnx.Module, places: dict[Path, Spot], paths: list[Path]) -> Views:
-        halves = zip(_halve(stage), _halve(self), strict=True)
-        return Views(*(_view(half, places, stage_half, paths) for half, stage_half in halves))
-
-    def stage(self, rank: int) -> nnx.Module:
-        """Make the module of a rank's stage, with its values."""
-        views, (graphdef, _) = self.views[rank], nnx.split(self.stages[rank])
-
-        def halves(params: list[Any], rest: list[Any]) -> Any:
-            rows = [[leaf[rank] for leaf in half] for half in (params, rest)]
-            return views.params.tree(rows[0]), views.rest.tree(rows[1])
-
-        leaves = [jax.tree.leaves(half) for half in _halve(self)]
-        parts = jax.eval_shape(halves, *leaves) if is_abstract(leaves) else halves(*leaves)
-        return with_arrays(nnx.merge(graphdef, *parts))
 
 
 def views_of(chunk: nnx.Module, rank: int) -> Views:
     """Return the places of a rank's stage in its chunk; whole rows if stages are alike."""
     return chunk.views[rank] if isinstance(chunk, Overlaid) else Views()
+
+
+def static_stage(chunk: nnx.Module, rank: int) -> nnx.Module:
+    """Return the module whose static half is that of a rank's stage in the chunk."""
+    return chunk.stages[rank] if isinstance(chunk, Overlaid) else chunk
 
 
 def _leaf(path: ModelPath, variable: Any, placement: Placement, why: str) -> Leaf:
@@ -150,10 +145,9 @@ def _by_kind(leaves: Sequence[Leaf]) -> list[Leaf]:
     seen: dict[Any, int] = {}
     result = []
     for leaf in leaves:
-        group: Any = leaf.group
-        if group[-1]:
+        if leaf.group[-1]:
             plain = tuple(part for part in leaf.name if not str(part).isdecimal())
-            kind = group, plain, leaf.shape[1:]
+            kind = leaf.group, plain, leaf.shape[1:]
             seen[kind] = seen.get(kind, -1) + 1
             leaf = replace(leaf, name=(*plain, str(seen[kind])))  # noqa: PLW2901
         result.append(leaf)
@@ -175,8 +169,7 @@ def _unplaced(
     misfits = []
     for leaves, places in zip(lists, spots, strict=True):
         for leaf, spot in zip(leaves, places, strict=True):
-            group: Any = leaf.group
-            axes = group[-1]
+            axes = leaf.group[-1]
             fits = cells[spot.cell].name is not None and not (spot.part and axes and axes[0])
             if placement.cuts(axes) and not fits:
                 misfits.append(leaf)
@@ -186,8 +179,7 @@ def _unplaced(
 def _check_sharded(unplaced: Sequence[Leaf], why: str) -> None:
     """Refuse leaves that a further axis shards but whose storage cannot be sharded."""
     for leaf in unplaced[:1]:
-        group: Any = leaf.group
-        over = dict.fromkeys(axis for entry in group[-1] for axis in axes_in(entry))
+        over = dict.fromkeys(axis for entry in leaf.group[-1] for axis in axes_in(entry))
         raise ValueError(
             f"{'.'.join(map(str, leaf.name))} is sharded over {' and '.join(map(repr, over))}, "
             f"but {why}: stages that are not alike share their storage, in which a sharded "
@@ -219,7 +211,7 @@ def _put(module: Any, path: Path, variable: nnx.Variable[Any]) -> Path:
     return *groups, name
 
 
-def _halve(module: nnx.Module) -> tuple[Tree, Tree]:
+def halve(module: nnx.Module) -> tuple[Tree, Tree]:
     """Return a module's `nnx.Param` state, and all its other state."""
     split: Any = nnx.split(module, nnx.Param, ...)
     return split[1], split[2]
@@ -271,7 +263,6 @@ def _cell_variable(cell: Cell, ranks: list[list[VariableSpot]], placement: Place
 
 
 def _filled(cell: Cell, like: Any, items: list[VariableSpot]) -> Any:
-    """Fill one rank's part of a cell."""
     value = jax.numpy.broadcast_to(zeros(like).ravel()[0], cell.shape)
     for variable, spot in items:
         value = spot.fill(value, raw(variable))
@@ -279,12 +270,11 @@ def _filled(cell: Cell, like: Any, items: list[VariableSpot]) -> Any:
 
 
 def _sizes(chunk: Overlaid, stages: Sequence[nnx.Module]) -> str:
-    """Describe the memory cost of the layout."""
-    params, _ = _halve(chunk)
+    params, _ = halve(chunk)
     flat = nnx.to_flat_state(params)
     packed = sum(path[0] == "packed" for path, _ in flat)
     stored = sum(map(nbytes, jax.tree.leaves(params))) // len(stages)
-    largest = max(sum(map(nbytes, jax.tree.leaves(_halve(stage)[0]))) for stage in stages)
+    largest = max(sum(map(nbytes, jax.tree.leaves(halve(stage)[0]))) for stage in stages)
     return (
         f"{len(flat) - packed} arrays of parameters keep their names, the rest is packed into "
         f"{packed}; a rank stores {stored:,} bytes of them, the largest stage has {largest:,}"

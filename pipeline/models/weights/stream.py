@@ -18,7 +18,7 @@ from collectives import STAGE
 from pipeline.base.axes import axes_in
 from pipeline.base.tree import is_abstract
 from pipeline.base.variables import raw
-from pipeline.core.model.unlike import Overlaid
+from pipeline.core.model.unlike import static_stage
 from pipeline.core.placement.distribute import distribute
 from pipeline.layers_view.leaf import LayerLeaf, LeafCell
 from pipeline.layers_view.view import LayersArray, LeafPlace, layer_view
@@ -267,7 +267,7 @@ def _find_structure(pipe: Pipeline, k: int) -> Any:
     """Return a module with the structure of a stage, but with other arrays."""
     rank = next(rank for rank, stages in enumerate(pipe.plan.stages_of) if k in stages)
     chunk = pipe.chunks[pipe.plan.stages_of[rank].index(k)]
-    return chunk.stages[rank] if isinstance(chunk, Overlaid) else chunk
+    return static_stage(chunk, rank)
 
 
 def _numbered(
