@@ -117,6 +117,31 @@ def test_one_type_between_stages_and_others_at_the_ends(remat, schedule):
     models.assert_matches(pipe, pipe.replace(engine="programs").value_and_grad(x, t), want)
 
 
+class Narrow(nnx.Module):
+    """Float32 weights, which it reads in another dtype."""
+
+    def __init__(self, k, dtype, function):
+        self.kernel = nnx.Param(jax.random.normal(jax.random.key(k), (8, 8)) / 3)
+        self.dtype, self.function = dtype, function
+
+    def __call__(self, x):
+        y = x.astype(self.dtype) @ self.kernel[...].astype(self.dtype)
+        return self.function(y).astype(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "remat"), [("interleaved_1f1b", None), ("zb_v", None), ("zb_v", "stage")]
+)
+def test_a_chunk_whose_weights_are_narrow_beside_one_whose_are_not(schedule, remat):
+    """Stages 0 and 2 are one computation; a rank casts weights of stage 0 alone once a step."""
+    dtypes, functions = [jnp.bfloat16] * 3 + [jnp.float32], [jnp.tanh, jnp.sin] * 2
+    stages = [Narrow(k, *of) for k, of in enumerate(zip(dtypes, functions, strict=True))]
+    x = models.rows(4)
+    pipe = make(stages, S=2, schedule=schedule, remat=remat)
+    want = models.reference(stages, x, x, models.squares)
+    models.assert_matches(pipe, pipe.value_and_grad(x, x), want, tolerance=1e-2)
+
+
 def test_equal_stages_know_nothing_of_this(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("equal stages are one kind")

@@ -1,9 +1,9 @@
 """The record that every call of a part of the model returns, and its pullback.
 
 Three functions return it: `embed` and `finish` of `pipeline.core.step.calls.ends`, and
-`Forward.stage` of `pipeline.core.step.calls.forward`. The caller uses the value, and passes the
-record to `StepSums.take` (`pipeline.core.step.stores.totals`), which sums or stores the other
-fields. A field that a part does not use is empty, and costs nothing in a compiled program.
+`StageKind.stage` of `pipeline.core.step.calls.kind`. The caller uses the value, and passes the
+record to `Actions.take` (`pipeline.core.step.run.actions`), which sums or stores the other fields
+but the carry. A field that a part does not use is empty, and costs nothing in a compiled program.
 """
 
 from __future__ import annotations

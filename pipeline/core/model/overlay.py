@@ -170,10 +170,8 @@ class View:
 
     def fill(self, cells: Callable[[], Sequence[Any]], tree: Tree) -> Tree:
         """Return the cells with the tree written into them; ``cells`` makes the other values."""
-        if self.spots is None:
-            return tree
-        if not self.is_stored:
-            return cells()
+        if not self.spots:  # the cells are the tree, or have no part of it
+            return tree if self.spots is None else cells()
         filled = list(cells())
         for spot, leaf in zip(self.spots, jax.tree.leaves(tree), strict=True):
             filled[spot.cell] = spot.fill(filled[spot.cell], leaf)

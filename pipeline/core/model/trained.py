@@ -2,7 +2,7 @@
 
 Letters: K stages, V chunks. Stages of one chunk share their arrays, so an array has a gradient if
 it is trained for any stage. In the kernel, stages with different masks have different code
-(`pipeline.core.step.calls.groups`), which adds nothing to the gradients of frozen parameters.
+(`pipeline.core.step.calls.kind`), which adds nothing to the gradients of frozen parameters.
 """
 
 from __future__ import annotations

@@ -82,11 +82,10 @@ def _share_and_mean(step: OpenedStep, run_forwards: RunForwards) -> tuple[Any, A
         return None, None
     # The loss has another shape for each slice of another length, so each sums its own weights.
     weights = [_weight_of_targets(own, of.types[-1]) for own, of in step.by_slice]
-    weight: Any = None
-    for of_slice in weights:
-        if of_slice is None:
-            return run_forwards(step) if adds else (None, None)
-        weight = of_slice if weight is None else weight + of_slice
+    known = [weight for weight in weights if weight is not None]
+    if len(known) < len(weights):
+        return run_forwards(step) if adds else (None, None)
+    weight = sum(known[1:], known[0])
     total = total_over(weight, plan.axes.split)
     return mean_of(jnp.zeros_like(weight), total)[1], None
 

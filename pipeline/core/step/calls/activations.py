@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +16,10 @@ import jax
 
 from collectives.compat import has_check
 from pipeline.base.added import Adding, adding_losses
-from pipeline.base.masks import Needs
 from pipeline.base.tree import Tree, at, blank, join, signature
 from pipeline.core.autodiff.jaxpr.primitives import makes_ref
 from pipeline.core.autodiff.outcome import Outcome, SlicedInput
 from pipeline.core.model.ends import check_activations, check_words
-from pipeline.core.model.overlay import View, overlay_trees
 from pipeline.core.model.randomness import own_axes
 from pipeline.core.step.calls.ends import embed, noted
 from pipeline.core.step.calls.kind import StageKind
@@ -105,41 +102,6 @@ def follow(rank: Rank) -> tuple[Rank, Activations]:
         )
         activations = dataclasses.replace(activations, by_slice=of)
     return rank, activations
-
-
-def make_kinds(rank: Rank, activations: Activations, needs: Needs) -> tuple[StageKind, ...]:
-    """Sort stages by the computation that they share; slices that differ in length share none."""
-    pairs = list(zip(rank.by_slice, activations.by_slice, strict=True)) or [(rank, activations)]
-    between = {signature(x): x for _, of in pairs for x in of.types[1:-1] or of.types[:1]}
-    wire, views = overlay_trees(list(between.values()))
-    view_of, nowhere = dict(zip(between, views, strict=True)), View(None, ())
-    kinds: list[StageKind] = []
-    for own, of in pairs:
-        # The types of input and output and the trained parameters change the code of a backward.
-        ends = list(itertools.pairwise(map(signature, of.types)))
-        codes = map(rank.code, rank.model.stages)
-        alike: dict[Any, list[int]] = {}
-        for k, key in enumerate(zip(codes, ends, needs, strict=True)):
-            alike.setdefault(key, []).append(k)
-        kinds += (
-            StageKind(
-                own,
-                rank.model.stages[k],
-                stages=stages,
-                x=of.types[k],
-                y=of.types[k + 1],
-                need=needs[k],
-                wire=wire,
-                x_view=view_of.get(ends[k][0], nowhere),
-                y_view=view_of.get(ends[k][1], nowhere),
-                carry=of.carries[k],
-                earlier=activations.carries[k],
-                adds=rank.facts.adding_stages[k],
-            )
-            for stages in alike.values()
-            for k in stages[:1]
-        )
-    return tuple(kinds)
 
 
 def _first_type(rank: Rank) -> Tree:

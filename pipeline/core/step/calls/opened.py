@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +13,11 @@ import jax
 
 from pipeline.base.added import Adding
 from pipeline.base.masks import Needs
-from pipeline.base.tree import Leaves
+from pipeline.base.tree import Leaves, signature
 from pipeline.core.model.loss import LossMetrics
+from pipeline.core.model.overlay import View, overlay_trees
 from pipeline.core.options.plan import Plan
-from pipeline.core.step.calls.activations import Activations, make_kinds
+from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.declared import Usage
 from pipeline.core.step.calls.ends import metrics_of
 from pipeline.core.step.calls.kind import StageKind
@@ -85,7 +87,7 @@ class OpenedStep:
     @functools.cached_property
     def kinds(self) -> tuple[StageKind, ...]:
         """The kinds of the stages."""
-        return make_kinds(self.rank, self.activations, self.needs)
+        return make_kinds(self)
 
     @functools.cached_property
     def metrics(self) -> tuple[Leaves, LossMetrics | None]:
@@ -122,3 +124,40 @@ class OpenedStep:
         rank = dataclasses.replace(self.rank.without_arrays(), loss=loss)
         usage: Any = [(stages, None, usage) for stages, _, usage in self.usage]
         return dataclasses.replace(self, rank=rank, usage=usage, ends_body=None)
+
+
+def make_kinds(step: OpenedStep) -> tuple[StageKind, ...]:
+    """Sort stages by the computation that they share; slices that differ in length share none."""
+    pairs, needs, longest = step.by_slice, step.needs, step.activations
+    between = {signature(x): x for _, of in pairs for x in of.types[1:-1] or of.types[:1]}
+    wire, views = overlay_trees(list(between.values()))
+    view_of, nowhere = dict(zip(between, views, strict=True)), View(None, ())
+    kinds: list[StageKind] = []
+    for own, of in pairs:
+        # The types of input and output and the trained parameters change the code of a backward,
+        # and so does which weights of the chunk are narrow.
+        ends, stages = list(itertools.pairwise(map(signature, of.types))), own.model.stages
+        dtypes = [[x.dtype for x in own.chunks.to_gather(stage.chunk)] for stage in stages]
+        codes = map(own.code, stages)
+        alike: dict[Any, list[int]] = {}
+        for k, key in enumerate(zip(codes, ends, needs, map(tuple, dtypes), strict=True)):
+            alike.setdefault(key, []).append(k)
+        kinds += (
+            StageKind(
+                own,
+                stages[k],
+                stages=members,
+                x=of.types[k],
+                y=of.types[k + 1],
+                need=needs[k],
+                wire=wire,
+                x_view=view_of.get(ends[k][0], nowhere),
+                y_view=view_of.get(ends[k][1], nowhere),
+                carry=of.carries[k],
+                earlier=longest.carries[k],
+                adds=own.facts.adding_stages[k],
+            )
+            for members in alike.values()
+            for k in members[:1]
+        )
+    return tuple(kinds)
