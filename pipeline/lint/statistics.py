@@ -64,7 +64,7 @@ class DeclaredVariable:
 
 def of_stages(stage: StageKind, usage: Usage) -> list[DeclaredVariable]:
     """Return the declared state of the stages of one kind."""
-    flat, written = dict(nnx.to_flat_state(stage.fixed)), iter(usage[0])
+    flat, written = dict(nnx.to_flat_state(stage.other_state)), iter(usage[0])
     return [
         DeclaredVariable(
             stage.part_name,

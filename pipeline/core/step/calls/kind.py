@@ -158,38 +158,33 @@ class StageKind:
         return blank_input(self.rank, self.x, self.earlier, self.rank.axes)
 
     @property
-    def fixed(self) -> Tree:
+    def other_state(self) -> Tree:
         """The state of the first stage that is neither parameter nor random stream."""
         return self._others(self.position.chunk)[1]
 
     def arguments(
         self, chunk: int, microbatch: Any, *, now: bool = False
     ) -> tuple[Leaves, tuple[Tree, Leaves], Tree]:
-        """Return the arguments of `stage` except ``x``; ``now`` is for a forward that writes."""
-        # Weights are read here, within the action: from arrays, from a window, or by a gather.
-        rank = self.rank
-        return self._arguments(chunk, microbatch, now, lambda: rank.chunks.read(chunk, microbatch))
+        """Return the arguments of `stage` except ``x``; ``now`` is for a forward that writes.
 
-    def example(self) -> tuple[Leaves, tuple[Tree, Leaves], Tree]:
-        """Return the arguments of `stage` except ``x``, for a trace outside of all actions."""
-        chunk = self.position.chunk
-        return self._arguments(chunk, 0, False, lambda: self.rank.chunks.read(chunk, None))
-
-    def _arguments(
-        self, chunk: int, microbatch: Any, now: bool, read: Callable[[], tuple[Leaves, Leaves]]
-    ) -> tuple[Leaves, tuple[Tree, Leaves], Tree]:
+        ``microbatch`` is None in a trace outside of all actions.
+        """
+        rank, views, unit = self.rank, self.position.views, 0 if microbatch is None else microbatch
         # Keys depend on the microbatch and the rank, never on the order of calls. So a repetition
         # in the backward draws equal numbers (`pipeline.core.model.randomness`).
-        rank, views = self.rank, self.position.views
         streams, state = self._others(chunk)
-        streams = fold(streams, microbatch, rank.axes, own_axes(self.x, rank.axes))
-        part, batch_part = slice_of(rank, microbatch), rank.part_of(microbatch)
-        extras = rank.batch.extras_of(microbatch)
-        side = streams, extras, part, batch_part, *self._where(chunk, microbatch)
+        streams = fold(streams, unit, rank.axes, own_axes(self.x, rank.axes))
+        part, batch_part = slice_of(rank, unit), rank.part_of(unit)
+        side = streams, rank.batch.extras_of(unit), part, batch_part, *self._where(chunk, unit)
         if rank.declared is not None:
-            _, state = self._others(chunk, rank.declared.leaves(chunk, microbatch, now=now))
-        whole, narrow = map(views.params.leaves, read())
+            _, state = self._others(chunk, rank.declared.leaves(chunk, unit, now=now))
+        # Weights are read here, within the action: from arrays, from a window, or by a gather.
+        whole, narrow = map(views.params.leaves, rank.chunks.read(chunk, microbatch))
         return whole, (state, narrow), side
+
+    def example(self) -> tuple[Leaves, tuple[Tree, Leaves], Tree]:
+        """Return the arguments of the first stage, for a trace outside of all actions."""
+        return self.arguments(self.position.chunk, None)
 
     def _others(self, chunk: int, leaves: Leaves | None = None) -> tuple[Tree, Tree]:
         """Return a stage's random streams and its other state that is no parameter.
@@ -219,7 +214,7 @@ class StageKind:
     @property
     def state_paths(self) -> list[Any]:
         """The paths of a stage's declared variables, in the order of its state."""
-        return state_paths(self.fixed, self.position.definition.state)
+        return state_paths(self.other_state, self.position.definition.state)
 
     @property
     def writes(self) -> bool:

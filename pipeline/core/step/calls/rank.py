@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -281,15 +280,11 @@ class Rank:
         x = vary(x, self.axes)
         return x if self.facts.widest is None else vary_like(x, self.facts.widest)
 
-    def same_stages(self, *others: Sequence[Any]) -> dict[Any, list[int]]:
-        """Group the indices of stages that share a chunk and a computation, by key.
-
-        Args:
-          others: sequences of length K, further parts of the key.
-        """
+    def same_stages(self) -> dict[Any, list[int]]:
+        """Group the indices of stages that share a chunk and a computation, by key."""
         alike: dict[Any, list[int]] = {}
-        for k, (position, *of) in enumerate(zip(self.model.stages, *others, strict=True)):
-            alike.setdefault((self.code(position), position.chunk, *of), []).append(k)
+        for k, position in enumerate(self.model.stages):
+            alike.setdefault((self.code(position), position.chunk), []).append(k)
         return alike
 
     def code(self, position: StagePosition) -> Any:

@@ -62,13 +62,13 @@ def make_places(
     # discard place: a rank stores received messages that it does not need there, without a branch.
     messages = Pool(wire, values["operand"].device + 1, axes, "messages")
     device = {"operand": messages, "gradient": messages}
-    for kind, of, name in ("stash", stash, "stashes"), ("crossing", crossing, "crossings"):
-        places = values[kind].device
-        device[kind] = Pool(of if places else [], places, axes, name, cleared=False)
+    for value, of, name in ("stash", stash, "stashes"), ("crossing", crossing, "crossings"):
+        places = values[value].device
+        device[value] = Pool(of if places else [], places, axes, name, cleared=False)
     host = {
-        kind: HostPool(of, values[kind].host, values[kind].device, axes, HOST_POOLS[n])
-        for n, (kind, of) in enumerate(types.items())
-        if values[kind].host
+        value: HostPool(of, values[value].host, values[value].device, axes, HOST_POOLS[n])
+        for n, (value, of) in enumerate(types.items())
+        if values[value].host
     }
     stores = Stores(device, host)
     parts = [
