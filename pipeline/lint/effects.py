@@ -15,7 +15,6 @@ from collectives import STAGE
 from collectives.compat import is_ordered, may_not_repeat
 from pipeline.base.tree import Leaves, Tree, at, blank, combine, partition
 from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of
-from pipeline.core.model.stage import StagePosition
 from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls import ends
 from pipeline.core.step.calls.activations import Activations
@@ -83,13 +82,13 @@ def distinct_stages(
     for k, (position, body) in enumerate(zip(rank.model.stages, activations.bodies, strict=True)):
         if (key := rank.code(position)) not in known and has(body):
             known.add(key)
-            yield k, *_functions_of_stage(rank, position)
+            yield k, *_functions_of_stage(rank, k)
 
 
 def _functions_of_stage(
-    rank: Rank, position: StagePosition
+    rank: Rank, k: int
 ) -> tuple[Callable[[Leaves, Tree], Tree], Callable[[], Leaves]]:
-    stage = StageKind(rank, position)
+    stage = StageKind(rank, (k,))
 
     def call(weights: Leaves, x: Tree) -> Tree:
         _, fixed, side = stage.example()

@@ -93,7 +93,7 @@ def explain_stage(
     _note_what_is_tracked(error, rank.axes)
     taken = None
     if k > 0 and isinstance(error, _REFUSALS):
-        stage = StageKind(rank, rank.model.stages[k])
+        stage = StageKind(rank, (k,))
         weights = jax.eval_shape(lambda: stage.example()[0])
         taken = _taken(run, [*before[k - 1 :: -1], *_changes(before[k], weights)])
     if taken is None:
@@ -123,7 +123,7 @@ def _check_call(rank: Rank, k: int, error: Exception) -> None:
         stages.append(module)
         return jnp.zeros(())
 
-    StageKind(rank, rank.model.stages[k]).look(look)
+    StageKind(rank, (k,)).look(look)
     if not callable(stages[0]):
         raise TypeError(
             f"stages[{k}] is a {type(stages[0]).__name__}, which has no __call__: define "
@@ -188,7 +188,7 @@ def check_that_it_is_a_stack(rank: Rank, types: list[Tree]) -> None:
         rows, and from arrays with a number of rows that is no multiple of K.
     """
     K = rank.model.stack
-    stage, rows = StageKind(rank, rank.model.stages[0]), 2 * K + 1
+    stage, rows = StageKind(rank, (0,)), 2 * K + 1
 
     def whole(leaf: Any) -> Any:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -79,9 +79,10 @@ def _tracer(
             graphdefs.append(nnx.split(ignored.give_back(nnx.clone(module), k, names))[0])
             return jnp.zeros(())
 
-        StageKind(rank, position).look(look)
+        StageKind(rank, (k,)).look(look)
         definition = replace(position.definition, graphdef=graphdefs[0])
-        stage = StageKind(rank, replace(position, definition=definition))
+        stage = StageKind(rank, (k,))
+        stage.position = replace(position, definition=definition)
 
         def call() -> Any:
             arguments = stage.example()

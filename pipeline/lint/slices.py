@@ -73,7 +73,7 @@ def check_slices(
     check = _Check(t, rank.slices.count, rank.slices.lengths, warned, captured)
     done = set()
     for k, position in enumerate(rank.model.stages):
-        stage = StageKind(rank, position)
+        stage = StageKind(rank, (k,))
         if (key := rank.code(position)) in done or knows_slices(stage):
             continue
         done.add(key)

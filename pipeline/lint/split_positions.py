@@ -158,7 +158,7 @@ class _SplitSearch:
     def _stage(self, k: int) -> Callable[..., Tree]:
         """Return a stage as a function of its input and extras."""
         rank, activations = self._rank, self._activations
-        stage = StageKind(rank, rank.model.stages[k])
+        stage = StageKind(rank, (k,))
 
         def run(x: Tree, extras: Tree) -> Tree:
             weights, fixed, (streams, _, *rest) = stage.example()

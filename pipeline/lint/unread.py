@@ -100,10 +100,10 @@ def _unread_in_stages(rank: Rank, bodies: Sequence[Any]) -> list[str]:
     had: dict[str, list[int]] = {}
     read: set[str] = set()
     used: dict[int, list[bool]] = {}  # by jaxpr: stages that are alike have one
-    for k, (position, body) in enumerate(zip(rank.model.stages, bodies, strict=True)):
+    for k, body in enumerate(bodies):
         if id(body) not in used:
             used[id(body)] = _used(body)
-        for path, is_read in _paths(StageKind(rank, position).params_tree, used[id(body)]):
+        for path, is_read in _paths(StageKind(rank, (k,)).params_tree, used[id(body)]):
             had.setdefault(path, []).append(k)
             read |= {path} if is_read else set()
     return [

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 
 from pipeline.base.masks import chosen
-from pipeline.base.tree import Leaves, Tree, signature
+from pipeline.base.tree import Leaves, Tree
 from pipeline.base.warn import warn_once
 from pipeline.core.autodiff.jaxpr.evaluate import narrows
 from pipeline.core.model.ends import stages_of_ends
 from pipeline.core.model.model import Batch, Weights
 from pipeline.core.programs.operands import Operands, StepOptions, find_operands
-from pipeline.core.step.calls.kind import StageKind
+from pipeline.core.step.calls.kind import StageKind, key_of_kind
 from pipeline.core.step.calls.opened import Once, OpenedStep, StepInputs
 from pipeline.core.step.open import open_step
 from pipeline.core.step.run.actions import Actions, sums_of_action
@@ -182,9 +182,8 @@ class ProgramStep:
         """Make a stage's actions of these kinds; ``stores`` has the values that they read."""
         options, step = self.options, self.step
         x, y = step.activations.types[stage : stage + 2]
-        position, need = step.rank.model.stages[stage], step.needs[stage]
-        adds = step.rank.facts.adding_stages[stage]
-        kind = StageKind(step.rank, position, (stage,), x, y, need, wire=x, adds=adds)
+        need, adds = step.needs[stage], step.rank.facts.adding_stages[stage]
+        kind = StageKind(step.rank, (stage,), x, y, need, wire=x, adds=adds)
         residuals = kind.residuals() if options.keeps_residuals else None
         splits = options.request.training and bool({"I", "W"} & set(kinds))
         halves = kind.split_backward(residuals) if splits else None
@@ -267,10 +266,9 @@ def _stages(program: ProgramStep) -> tuple[list[StageTypes], tuple[str, ...]]:
     known: dict[Any, StageTypes] = {}
     stages, unsplit, gathers = [], list[str](), False
     for k, position in enumerate(options.model.stages):
-        ends = k == 0, k == len(options.model.stages) - 1
-        need, adds = step.needs[k], rank.facts.adding_stages[k]
-        code = rank.code(position), position.chunk, ends, need, adds, signature(types[k : k + 2])
-        if code not in known:
+        ends, need = (k == 0, k == len(options.model.stages) - 1), step.needs[k]
+        key = key_of_kind(rank, k, types, need), position.chunk, ends
+        if key not in known:
             actions = program.actions(k, ActionValues({}), kinds)
             work = {name for name in kinds if actions.does_anything(options.op(name, k))}
             forward = options.op("F", k)
@@ -279,7 +277,7 @@ def _stages(program: ProgramStep) -> tuple[list[StageTypes], tuple[str, ...]]:
             residuals, halves = actions.saved.residuals, actions.halves
             check_no_host(residuals.stashed if residuals else [], "stashes")
             check_no_host(halves.crossing if halves else [], "crossings")
-            known[code] = StageTypes(
+            known[key] = StageTypes(
                 operand=types[k],
                 gradient=types[k + 1],
                 stash=residuals.stashed if residuals else [],
@@ -290,7 +288,7 @@ def _stages(program: ProgramStep) -> tuple[list[StageTypes], tuple[str, ...]]:
             )
             unsplit += halves.whole if halves else []
             gathers |= bool(residuals and residuals.gathers)
-        stages.append(known[code])
+        stages.append(known[key])
     if options.request.training and options.plan.remat == "gathered" and not gathers:
         warn_once(NOTHING_TO_GATHER, options.plan.compiled.warned, "gathered")
     return stages, tuple(dict.fromkeys(unsplit))

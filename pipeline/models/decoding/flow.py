@@ -201,7 +201,7 @@ class Flow:
             embed = functools.partial(self._embed, lane, microbatch, step)
             x = at_most_once(self.number == 0, embed, x)
         outcome = kind.stage(*kind.arguments(v, microbatch, now=True), x)
-        kind.keep(outcome.state, v, microbatch)
+        self.rank.declared.keep(outcome.state, kind.position, v, microbatch)
         y = outcome.value
         is_last = v == self.num_chunks - 1 and self.num_ranks - 1 in ranks
         if is_last and self.shared.head < 0:
@@ -259,14 +259,14 @@ class Flow:
     def _embed(self, lane: Any, microbatch: Any, step: Any) -> Tree:
         rank, inputs = self.rank, self._fed(lane, microbatch, step)
         outcome = ends.embed(rank, rank.ends, inputs, microbatch, now=True)
-        self.kinds[0].keep(outcome.state, 0, microbatch)
+        self.rank.declared.keep(outcome.state, self.kinds[0].position, 0, microbatch)
         return outcome.value
 
     def _choose(self, y: Tree, microbatch: Any, step: Any) -> jax.Array:
         """Choose [b] the tokens after the tokens of a call."""
         rank, given = self.rank, (last_of(y, self.width), microbatch)
         outcome = ends.finish(rank, rank.ends, *given, take_loss=False)
-        self.kinds[0].keep(outcome.state, 0, microbatch)
+        self.rank.declared.keep(outcome.state, self.kinds[0].position, 0, microbatch)
         position = self._first(step) + self.width - 1
         logits = outcome.value[:, -1]
         axes = tuple(sorted(varying_axes(logits) - set(rank.axes)))

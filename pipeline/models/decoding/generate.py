@@ -271,8 +271,7 @@ def _trace_kinds(rank: Rank, inputs: Tree) -> tuple[Rank, list[StageKind]]:
             "embed= or head=)"
         )
     return rank, [
-        StageKind(rank, rank.model.stages[stages[0]], stages=stages, x=x, y=x, wire=x)
-        for stages in rank.same_stages().values()
+        StageKind(rank, stages, x=x, y=x, wire=x) for stages in rank.same_stages().values()
     ]
 
 

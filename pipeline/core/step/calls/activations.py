@@ -139,7 +139,7 @@ def _output(
     rank: Rank, k: int, before: list[Tree], earlier: Tree = None
 ) -> tuple[Outcome, Any, Adding]:
     """Trace stage k: return the types of its outcome, its jaxpr, and a record of added losses."""
-    stage = StageKind(rank, rank.model.stages[k])
+    stage = StageKind(rank, (k,))
 
     def run(x: Tree) -> tuple[Outcome, Any]:
         weights, fixed, side = stage.example()

@@ -116,20 +116,20 @@ class DeclaredState:
                 values[n] = self._then[chunk, n][microbatch]
         return values
 
-    def keep(self, part: str, stage: Any, chunk: Any, microbatch: Any, values: Values) -> None:
-        """Store the state in the `Outcome` of a part.
+    def keep(self, state: dict[str, Values], stage: Any, chunk: Any, microbatch: Any) -> None:
+        """Store the state in an `Outcome`.
 
         Args:
-          part: "stage", "embed" or "finish".
+          state: the values of declared variables, by part: "stage", "embed" or "finish".
           stage: for "stage", the position of one stage of this kind.
           chunk: for "stage", the index of the stage's chunk.
           microbatch: the index of the microbatch.
-          values: the values of the part's declared variables, in the order of its state.
         """
-        if part == "stage":
-            self.write(stage, chunk, microbatch, values)
-        else:
-            self._write_ends(_OWNERS[part], microbatch, values)
+        for part, values in state.items():
+            if part == "stage":
+                self.write(stage, chunk, microbatch, values)
+            else:
+                self._write_ends(_OWNERS[part], microbatch, values)
 
     def write(
         self, stage: Any, chunk: int, microbatch: Any, values: Values, *, wanted: Any = True

@@ -32,7 +32,7 @@ from flax import nnx
 from collectives import STAGE, vary
 from pipeline.base.masks import NeedsGradient
 from pipeline.base.rows import batch_part_of
-from pipeline.base.tree import Leaves, Tree, blank, partition
+from pipeline.base.tree import Leaves, Tree, blank, partition, signature
 from pipeline.core.autodiff.accumulate import Pullback
 from pipeline.core.autodiff.jaxpr.narrow import with_copies
 from pipeline.core.autodiff.outcome import MakeAdding, Outcome, SlicedInput
@@ -47,14 +47,22 @@ from pipeline.core.step.calls.rank import Rank
 from pipeline.core.step.calls.slices import blank_input, call_of, slice_of
 
 
+def key_of_kind(rank: Rank, k: int, types: Sequence[Tree], need: NeedsGradient) -> Any:
+    """Return the key that stage k shares with all stages of its kind; ``types`` is [K + 1]."""
+    # The code of a backward also depends on the types of input and output, on the parameters that
+    # are trained, and on which weights of the chunk are narrow.
+    position = rank.model.stages[k]
+    dtypes = tuple(x.dtype for x in rank.chunks.to_gather(position.chunk))
+    return rank.code(position), *map(signature, types[k : k + 2]), need, dtypes
+
+
 @dataclass(eq=False)
 class StageKind:
     """The stages of one kind on a rank.
 
     Attributes:
       rank: the rank.
-      position: the position of the first of these stages.
-      stages: the indices of these stages.
+      stages: the indices of these stages, at least one.
       x, y: the types of a stage's input and output; None before they are known.
       need: the gradients that a stage's backward computes.
       wire: the types of a message.
@@ -66,8 +74,7 @@ class StageKind:
     """
 
     rank: Rank
-    position: StagePosition
-    stages: Sequence[int] = ()
+    stages: Sequence[int]
     x: Tree = None
     y: Tree = None
     need: NeedsGradient = NeedsGradient((), x=False)  # noqa: RUF009  frozen
@@ -78,6 +85,11 @@ class StageKind:
     earlier: Tree = ()
     adds: bool = False
     reads_mask: bool = False
+
+    @functools.cached_property
+    def position(self) -> StagePosition:
+        """The position of the first of these stages."""
+        return self.rank.model.stages[self.stages[0]]
 
     def stage(
         self,
@@ -233,11 +245,6 @@ class StageKind:
             return outcome.value, outcome.state.get("stage", [])
 
         return usage_of(run, [jax.tree.leaves(flat[path]) for path in paths])
-
-    def keep(self, state: dict[str, Values], chunk: int | None, microbatch: Any) -> None:
-        """Store the state in the `Outcome` of a stage of this kind, or of the ends."""
-        for part, values in state.items():
-            self.rank.declared.keep(part, self.position, chunk, microbatch, values)
 
     # --- pullbacks ---
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.declared import Usage
 from pipeline.core.step.calls.ends import metrics_of
-from pipeline.core.step.calls.kind import StageKind
+from pipeline.core.step.calls.kind import StageKind, key_of_kind
 from pipeline.core.step.calls.rank import LossScale, Rank, StepRequest
 
 RunForwards = Callable[["OpenedStep"], tuple[Any, Any]]
@@ -131,28 +130,23 @@ def make_kinds(step: OpenedStep) -> tuple[StageKind, ...]:
     pairs, needs, longest = step.by_slice, step.needs, step.activations
     between = {signature(x): x for _, of in pairs for x in of.types[1:-1] or of.types[:1]}
     wire, views = overlay_trees(list(between.values()))
-    view_of, nowhere = dict(zip(between, views, strict=True)), View(None, ())
+    # The input of stage 0 and the last output may have types that have no place in a message.
+    view_of, not_stored = dict(zip(between, views, strict=True)), View(None, ())
     kinds: list[StageKind] = []
     for own, of in pairs:
-        # The types of input and output and the trained parameters change the code of a backward,
-        # and so does which weights of the chunk are narrow.
-        ends, stages = list(itertools.pairwise(map(signature, of.types))), own.model.stages
-        dtypes = [[x.dtype for x in own.chunks.to_gather(stage.chunk)] for stage in stages]
-        codes = map(own.code, stages)
         alike: dict[Any, list[int]] = {}
-        for k, key in enumerate(zip(codes, ends, needs, map(tuple, dtypes), strict=True)):
-            alike.setdefault(key, []).append(k)
+        for k, need in enumerate(needs):
+            alike.setdefault(key_of_kind(own, k, of.types, need), []).append(k)
         kinds += (
             StageKind(
                 own,
-                stages[k],
-                stages=members,
+                members,
                 x=of.types[k],
                 y=of.types[k + 1],
                 need=needs[k],
                 wire=wire,
-                x_view=view_of.get(ends[k][0], nowhere),
-                y_view=view_of.get(ends[k][1], nowhere),
+                x_view=view_of.get(signature(of.types[k]), not_stored),
+                y_view=view_of.get(signature(of.types[k + 1]), not_stored),
                 carry=of.carries[k],
                 earlier=longest.carries[k],
                 adds=own.facts.adding_stages[k],

@@ -297,7 +297,8 @@ class Actions:
     def take(self, outcome: Outcome, microbatch: Any, chunk: int | None = None) -> None:
         """Add the sums of an outcome, and keep its state; ``chunk`` is the chunk of a stage."""
         self.sums.take(outcome)
-        self.kind.keep(outcome.state, chunk, microbatch)
+        if self.rank.declared is not None:
+            self.rank.declared.keep(outcome.state, self.kind.position, chunk, microbatch)
 
 
 def sums_of_action(
