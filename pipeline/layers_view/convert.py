@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.traversals import flatten_mapping
 from jax.sharding import NamedSharding, PartitionSpec
 
 from collectives import STAGE
-from pipeline.base.tree import Tree, row_of, shape_text
+from pipeline.base.tree import Tree, row_of, shape_text, zeros
 from pipeline.base.variables import metadata, raw
 from pipeline.core.model.chunks import stack_rows
 from pipeline.core.placement.distribute import distribute
@@ -29,9 +29,8 @@ from pipeline.layers_view.view import (
 
 def to_layers(pipe: Any, tree: Tree) -> dict[str, Any]:
     """Convert a tree of the pipeline to layers, for `Pipeline.to_layers`."""
-    order, view = layout_name(pipe.plan.stages_of), layer_view(pipe)
-    if not _has_all(tree, view.arrays):
-        view = _other_view(pipe, lambda view: _has_all(tree, view.arrays))
+    order = layout_name(pipe.plan.stages_of)
+    view = _choose_view(pipe, lambda view: _has_all(tree, view.arrays)) or layer_view(pipe)
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
     for other in {metadata(x).get(LAYERS, order) for x in leaves} - {order}:
         raise ValueError(
@@ -59,11 +58,20 @@ def to_layers(pipe: Any, tree: Tree) -> dict[str, Any]:
 
 def from_layers(pipe: Any, layers: dict[str, Any]) -> nnx.State[Any, Any]:
     """Convert layers to a tree of the pipeline, for `Pipeline.from_layers`."""
-    view = layer_view(pipe)
-    _check_layers(view, layers)
+    if not (isinstance(layers, Mapping) and isinstance(layers.get("stages"), Sequence)):
+        raise ValueError(
+            f"from_layers was given {type(layers).__name__}; give the layers that "
+            f"pipe.to_layers(tree) returns, a dictionary with one tree for each stage"
+        )
     numbered = {**layers, "stages": dict(enumerate(layers["stages"]))}
-    if not _has_all(numbered, view.places):
-        view = _other_view(pipe, lambda view: _has_all(numbered, view.places))
+    names = {*map(_text, flatten_mapping(numbered))}
+    view = _choose_view(pipe, lambda view: {*map(_text, view.places)} == names)
+    if view is None:
+        different = min(names ^ {*map(_text, layer_view(pipe).places)})
+        raise ValueError(
+            f"from_layers was given layers with{'' if different in names else 'out'} {different}; "
+            f"give the layers that pipe.to_layers(tree) returns, one tree for each stage"
+        )
     variables, foreign = dict(nnx.to_flat_state(nnx.state(pipe))), _foreign(pipe)
     variables |= foreign
     drop_marks(pipe.layout, pipe.plan.stages_of, foreign)
@@ -102,13 +110,11 @@ def _foreign(pipe: Any) -> dict[Path, Any]:
     return types
 
 
-def _other_view(pipe: Any, fits: Callable[[LayerView], bool]) -> LayerView:
-    """Choose the view of trained parameters, or of declared state, for an incomplete tree."""
-    if pipe.plan.state is not None:
-        view = layer_view(pipe, state=True)
-        if fits(view):
-            return view
-    return layer_view(pipe, trained=True)
+def _choose_view(pipe: Any, fits: Callable[[LayerView], bool]) -> LayerView | None:
+    """Choose the view that fits a tree: all parameters, declared state or trained parameters."""
+    state = [] if pipe.plan.state is None else [{"state": True}]
+    views = (layer_view(pipe, **options) for options in [{}, *state, {"trained": True}])
+    return next(filter(fits, views), None)
 
 
 def _has_all(tree: Tree, paths: Iterable[Path]) -> bool:
@@ -119,22 +125,6 @@ def _has_all(tree: Tree, paths: Iterable[Path]) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _check_layers(view: LayerView, layers: Any) -> None:
-    """Check that a tree has the pipeline's layers."""
-    wanted = len(view.tree["stages"])
-    if not (isinstance(layers, Mapping) and layers.keys() == view.tree.keys()):
-        said = sorted(layers) if isinstance(layers, Mapping) else type(layers).__name__
-        raise ValueError(
-            f"from_layers was given {said}; give the layer view, a dictionary of "
-            f"{', '.join(map(repr, view.tree))} as pipe.to_layers(tree) returns it"
-        )
-    if len(layers["stages"]) != wanted:
-        raise ValueError(
-            f"from_layers was given {len(layers['stages'])} stages, the pipeline has {wanted}; "
-            f"give one tree for each, in layer order"
-        )
 
 
 def _joined(mesh: Any, array: LayersArray, leaves: Mapping[LeafPlace, Any]) -> Any:
@@ -160,10 +150,8 @@ def _joined(mesh: Any, array: LayersArray, leaves: Mapping[LeafPlace, Any]) -> A
         row = of_rank.get(place.row, jax.ShapeDtypeStruct(array.shape[1:], leaf.dtype))
         of_rank[place.row] = place.write(row, leaf)
     like = next(iter(of_rank.values()))
-    rows = [
-        of_rank[rank] if rank in of_rank else jnp.zeros(like.shape, like.dtype)
-        for rank in range(array.shape[0])
-    ]
+    blank = like if isinstance(like, jax.ShapeDtypeStruct) else zeros(like)
+    rows = [of_rank.get(rank, blank) for rank in range(array.shape[0])]
     if len({(tuple(row.shape), row.dtype) for row in rows}) > 1:
         texts = dict.fromkeys(map(shape_text, rows))
         raise ValueError(

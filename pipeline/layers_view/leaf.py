@@ -107,8 +107,8 @@ class LayerLeaf:
         """The shape, dtype and sharding of the leaf while it is read or written."""
         value, place = self.cell.value, self.place
         sharding: Any = getattr(value, "sharding", None)
-        if place.row is not None or place.part is not None:
-            names = tuple(sharding.spec)[1:] if place.part is None else ()
+        if place.row is not None or not place.is_whole:
+            names = tuple(sharding.spec)[1:] if place.is_whole else ()
             if place.row is not None and sharding.is_fully_addressable:
                 sharding = NamedSharding(_mesh_of_rank(sharding.mesh, place.row), P(*names))
             else:
@@ -125,7 +125,7 @@ class LayerLeaf:
                 _read(_on_device(value), np.int32(row), part=part, out=out)
             )
         whole = value if row is None else _row_of(value, row)
-        return whole if part is None else _read(_on_device(whole), None, part=part, out=out)
+        return whole if self.place.is_whole else _read(_on_device(whole), None, part=part, out=out)
 
     def write(self, leaf: jax.Array) -> None:
         """Write a leaf into its array."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -22,7 +22,7 @@ from flax import nnx
 
 from pipeline.base.arguments import check_names
 from pipeline.base.tree import cropped, is_abstract, padded
-from pipeline.base.variables import raw, with_value
+from pipeline.core.model.overlay import Spot
 from pipeline.core.model.stage import Ends, check_kinds
 from pipeline.core.model.unlike import Overlaid
 from pipeline.core.options.options import Options
@@ -102,13 +102,11 @@ def _filled(
     new: Any, picks: list[list[Pick]], pipe: Any, ends: Mapping[str, Any] | None = None
 ) -> Any:
     """Fill ``new``, a pipeline of types, with the weights of ``pipe``, or with other ``ends``."""
-    had = [dict(nnx.to_flat_state(nnx.state(chunk))) for chunk in pipe.chunks]
     for chunk, column in zip(new.chunks, picks, strict=True):
         used = sorted({v for _, v in column})
         rows = tuple((rank, used.index(v)) for rank, v in column)
-        _fill(chunk, functools.partial(_rows, rows), [had[v] for v in used])
-    all_ends = Ends(**(_by_name(pipe.ends) | dict(ends or {})))
-    _fill(new.ends, _resized, [dict(nnx.to_flat_state(nnx.state(all_ends)))])
+        _fill(chunk, functools.partial(_rows, rows), *(pipe.chunks[v] for v in used))
+    _fill(new.ends, _resized, Ends(**(_by_name(pipe.ends) | dict(ends or {}))))
     return new
 
 
@@ -119,10 +117,8 @@ def ends_of(pipe: Any) -> dict[str, Any]:
     for name in pipe.plan.shared:  # after the last word there may be padding rows
         end = getattr(ends, name)
         table = end.table.get_value()
-        if table.shape[0] != end.words:
-            shape = end.words, *table.shape[1:]
-            cut = jax.ShapeDtypeStruct(shape, table.dtype) if is_abstract(table) else None
-            end.table.set_value(table[: end.words] if cut is None else cut)
+        words = Spot(0, (0, end.words), (end.words, *table.shape[1:]))
+        end.table.set_value(words.read(table))
     return {"loss_fn": pipe.plan.loss_fn} | _by_name(ends)
 
 
@@ -156,31 +152,13 @@ def _picks(pipe: Any, new: Any) -> list[list[Pick]] | None:
 
 def _are_alike(chunk: nnx.Module, other: nnx.Module) -> bool:
     """Tell whether two chunks have arrays of equal shapes at equal paths."""
-    shapes = [
-        {
-            path: jax.tree.map(jnp.shape, raw(leaf))
-            for path, leaf in nnx.to_flat_state(nnx.state(side))
-        }
-        for side in (chunk, other)
-    ]
-    return shapes[0] == shapes[1]
+    first, second = (jax.tree.map(jnp.shape, nnx.as_pure(nnx.state(x))) for x in (chunk, other))
+    return bool(first == second)
 
 
-def _fill(
-    module: nnx.Module, place: Callable[..., jax.Array], sources: Sequence[Mapping[Any, Any]]
-) -> None:
-    """Replace the types of a module by arrays.
-
-    Args:
-      module: a module of types with shardings.
-      place: ``place(type, *arrays)`` makes the array of a type from one array of each source.
-      sources: the variables of each source, by path.
-    """
-    flat = []
-    for path, variable in nnx.to_flat_state(nnx.state(module)):
-        values = [raw(source[path]) for source in sources]
-        flat.append((path, with_value(variable, jax.tree.map(place, raw(variable), *values))))
-    nnx.update(module, nnx.from_flat_state(flat))
+def _fill(module: nnx.Module, place: Callable[..., jax.Array], *sources: nnx.Module) -> None:
+    types, *arrays = (nnx.as_pure(nnx.state(x)) for x in (module, *sources))
+    nnx.update(module, jax.tree.map(place, types, *arrays))
 
 
 def _rows(picks: tuple[Pick, ...], like: Any, *chunks: jax.Array) -> jax.Array:

@@ -84,11 +84,8 @@ class Rerolled:
         if None in of_part:
             return self._stack(of_part[None])
         values = [value for _, value in results]
-        numbers: set[Any] = {value.repeats for value in values}
         wides = {value.wide for value in values}
-        dtype = values[0].aval.dtype
-        if None not in numbers and len(numbers) == 1:
-            return jnp.full(shape, self.value(numbers.pop()), dtype)
+        dtype = jnp.result_type(*(value.aval.dtype for value in values))
         is_here = all(v.row == place.row and v.part == place.part for place, v in results)
         if is_here and len(wides) == 1 and None not in wides:
             return self._need((self._all_cells, wides.pop()))
@@ -253,8 +250,9 @@ def _sum_of_part(cell: Any, part: Spot | None) -> Any:
 def _at_rows(rows: set[int], stack: Any, other: Any) -> Any:
     """Take ``rows`` from ``stack``, and all other rows from ``other``."""
     mask = np.isin(np.arange(other.shape[0]), sorted(rows))
+    dtype = jnp.promote_types(stack.dtype, other.dtype)
     spread = jax.lax.broadcast_in_dim(mask, other.shape, (0,))
-    return jax.lax.select(spread, stack, other)
+    return jax.lax.select(spread, stack.astype(dtype), other.astype(dtype))
 
 
 def _mixed(what: str) -> MixedError:

@@ -54,13 +54,14 @@ class LeafPlace:
     row: int | None = None
     part: Spot | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """True if the leaf is all of its row, or of its array of embed or head."""
+        return self.part is None or self.part.part is None
+
     def read(self, row: Any) -> Any:
         """Read the leaf from its row, or the leaf's type from the row's type."""
-        if self.part is None:
-            return row
-        if isinstance(row, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(self.shape, row.dtype)
-        return self.part.read(row)
+        return row if self.part is None else self.part.read(row)
 
     def write(self, row: Any, leaf: Any) -> Any:
         """Write the leaf into its row, or into a type, which gives zeros; return the row.

@@ -169,11 +169,16 @@ def test_trees_of_other_shapes():
     weights = nnx.state(pipe, nnx.Param)
     layers, rows = pipe.to_layers(weights), jax.tree.map(lambda x: x[0], weights)
     assert refusal(pipe.from_layers, layers["stages"]) == (
-        "from_layers was given list; give the layer view, a dictionary of 'stages', 'embed', "
-        "'head' as pipe.to_layers(tree) returns it"
+        "from_layers was given list; give the layers that pipe.to_layers(tree) returns, a "
+        "dictionary with one tree for each stage"
     )
+    remedy = "; give the layers that pipe.to_layers(tree) returns, one tree for each stage"
     assert refusal(pipe.from_layers, layers | {"stages": layers["stages"][:3]}) == (
-        "from_layers was given 3 stages, the pipeline has 4; give one tree for each, in layer order"
+        f"from_layers was given layers without stages.3.down.bias{remedy}"
+    )
+    more = layers | {"head": layers["head"] | {"scale": jnp.zeros(())}}
+    assert refusal(pipe.from_layers, more) == (
+        f"from_layers was given layers with head.scale{remedy}"
     )
     assert refusal(pipe.to_layers, {"ends": rows["ends"]}) == (
         "a tree has no leaf chunks.0.down.bias; give one that is shaped like the pipeline's "

@@ -225,7 +225,7 @@ def _is_array(path: Any, variable: Any) -> bool:
 
 def _spec(place: LeafPlace, array: LayersArray) -> PartitionSpec:
     """Return the mesh axes that a layer names for the dims of its weight."""
-    if place.row is not None and place.part is not None:
+    if place.row is not None and not place.is_whole:
         return PartitionSpec()
     own = array.spread.own - {STAGE}
     entries = [
