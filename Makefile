@@ -22,7 +22,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-all zoo bench lint format types docs hooks ci clean
+.PHONY: help train test test-slow test-all mutants zoo bench lint format types docs hooks ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,10 @@ test-slow: $(VENV)/.dev ## the slow tests: most of the parity grid, long runs; S
 test-all: test test-slow ## also the whole parity grid (half an hour): after a change of the kernel
 	XLA_FLAGS=$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m exhaustive --ignore tests/examples/test_train_gpt.py $(ARGS)
 	$(BIN)/python -m pytest -m exhaustive tests/examples/test_train_gpt.py
+
+mutants: $(VENV)/.dev ## do the tests bite? 200 changes of the engine against them, for hours; ARGS="--seed 13 --count 20"
+	$(PIP) install cosmic-ray
+	XLA_FLAGS=$(QUICK) $(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGS)
 
 # An environment of its own: the packages pin many others. The second list installs without what it asks for.
 zoo: ## models of other packages through `pipeline.split`, in .venv-zoo; wants PYTHON=python3.12
