@@ -69,8 +69,14 @@ def long_context(found: dict[str, Any]) -> None:
     assert found["apart"] < 1e-4
 
 
+def contrastive(found: dict[str, Any]) -> None:
+    learns(found)
+    assert found["apart"] < 1e-5
+
+
 IN_PROCESS = [
     from_nnx_optimizer,
+    contrastive,
     data_by_grain,
     gpt_by_hand,
     hugging_face_lora,
@@ -95,6 +101,14 @@ def test_recipe(
     names = runpy.run_path(str(RECIPES / f"{check.__name__}.py"), run_name="recipe")
     check(names["main"]())
     assert capsys.readouterr().out.count("\n") >= 2
+
+
+@pytest.mark.slow
+def test_contrastive_by_programs(lenient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    four = jax.devices()[:4]
+    monkeypatch.setattr(jax, "devices", lambda *_: four)
+    names = runpy.run_path(str(RECIPES / "contrastive.py"), run_name="recipe")
+    contrastive(names["main"]("programs"))
 
 
 @pytest.mark.slow
