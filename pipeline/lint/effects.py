@@ -22,7 +22,7 @@ from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.kind import StageKind
 from pipeline.core.step.calls.opened import OpenedStep
 from pipeline.core.step.calls.rank import Rank
-from pipeline.lint.shards import axes_of
+from pipeline.lint.trial import axes_of
 
 
 def check_stage_axis(part: str, jaxpr: Any) -> None:

@@ -7,21 +7,26 @@ part of the microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pipeline.base.tree import Leaves, Tree, blank
+from pipeline.base.tree import Leaves, Tree, blank, combine, partition
 from pipeline.base.warn import warn_once
 from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of
 from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.ends import finish
 from pipeline.core.step.calls.rank import Rank
-from pipeline.lint.effects import distinct_stages, trace_pullback
-from pipeline.lint.positions import Sequences, follow_positions, varying
+from pipeline.lint.positions import Part, parts_of, specs_of, unit_of
+from pipeline.lint.trial import Cut
+
+# The relative difference between results with a range and with ranges of halves: more than that of
+# rounding, less than that of a part that mixes rows in another way.
+_LEAST, _MOST = 5e-4, 0.3
 
 
 def warn_of_ranges(plan: Plan, rank: Rank, activations: Activations) -> None:
@@ -31,18 +36,15 @@ def warn_of_ranges(plan: Plan, rank: Rank, activations: Activations) -> None:
     if is_done or rank.slices.count > 1:
         return
     plan.compiled.warned.add(searched)
-    for k, call, weights in distinct_stages(rank, activations, _quantises):
-        if _has_range_over_rows(call, weights, activations.types[k]):
-            _warn(plan, f"stages[{k}]")
-    y = activations.types[-1]
+    quantised = {f"stages[{k}]": _quantises(body) for k, body in enumerate(activations.bodies)}
     if rank.model.has_head and rank.model.tables.head < 0:
-
-        def head(weights: Leaves, y: Tree) -> Tree:
-            return finish(rank, weights, y, 0, take_loss=False).value
-
-        body = jax.make_jaxpr(lambda: head(rank.ends, blank(y, rank.axes)))().jaxpr
-        if _quantises(body) and _has_range_over_rows(head, lambda: rank.ends, y):
-            _warn(plan, "head")
+        y = blank(activations.types[-1], rank.axes)
+        head = lambda: finish(rank, rank.ends, y, 0, take_loss=False).value  # noqa: E731
+        quantised["head"] = _quantises(jax.make_jaxpr(head)().jaxpr)
+    if any(quantised.values()):
+        for part in parts_of(rank, activations):
+            if quantised.get(part.name, False) and _has_range_over_rows(rank, part):
+                _warn(plan, part.name)
 
 
 def _warn(plan: Plan, part: str) -> None:
@@ -71,15 +73,34 @@ def _quantises(jaxpr: Any) -> bool:
     return False
 
 
-def _has_range_over_rows(
-    call: Callable[[Leaves, Tree], Tree], weights: Callable[[], Leaves], x: Tree
-) -> bool:
-    """Tell whether a part, or its pullback, takes a maximum over rows of an input of type x."""
+def _has_range_over_rows(rank: Rank, part: Part) -> bool:
+    """Tell whether a part, or its pullback, has other results for rows than for their halves."""
+
+    def call(rank: Rank, x: Tree, weights: Leaves) -> Any:
+        floats, others = partition(x)
+
+        def run(weights: Leaves, floats: Leaves) -> Leaves:
+            return partition(part.call(rank, combine(x, floats, others), weights))[0]
+
+        y, back = jax.vjp(run, weights, floats)
+        return y, back(y)
+
+    pairs = zip(jax.tree.leaves(unit_of(rank)), specs_of(rank), strict=True)
+    dims = [0 if spec is not None and leaf.shape else None for leaf, spec in pairs]
+    x_dims = [0 if leaf.shape else None for leaf in jax.tree.leaves(part.x)]
     try:
-        closed, inputs = trace_pullback(call, weights, x)
-        facts = [varying(leaf.shape, 0) for leaf in inputs]
-        asked = Sequences(inputs[0].shape[0], sums=True)
-        found = follow_positions(closed.jaxpr, facts, asked, closed.consts)
-    except Exception:  # noqa: BLE001  an unknown primitive
+        trial = dataclasses.replace(part, call=call).trial(rank, Cut((1, 1)), x_dims, dims)
+        whole, parts = trial.run()
+    except Exception:  # noqa: BLE001  such as a part of this number of rows alone
         return False
-    return any(one.broken.startswith(("reduce_max", "reduce_min")) for one in found)
+    joined = [
+        sum(pieces) if x.shape == pieces[0].shape else np.concatenate(pieces)
+        for x, *pieces in zip(whole, *parts, strict=True)
+    ]
+    return any(_LEAST < _distance(*pair) < _MOST for pair in zip(whole, joined, strict=True))
+
+
+def _distance(x: Any, other: Any) -> float:
+    """Return the distance of two arrays, relative to the first."""
+    x, other = (np.asarray(array, float) for array in (x, other))
+    return float(np.linalg.norm(x - other)) / max(float(np.linalg.norm(x)), 1e-30)

@@ -21,7 +21,7 @@ from pipeline.base.warn import warn_once
 from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of
 from pipeline.core.step.calls.kind import StageKind
 from pipeline.core.step.calls.rank import Rank
-from pipeline.lint.shards import axes_of
+from pipeline.lint.trial import axes_of
 
 _SHOWN = 4  # paths in a warning
 _KNOWN = DATA, EXPERT, CONTEXT, TENSOR
