@@ -95,11 +95,17 @@ def _search(
         # A list, because looking at an item may fill a dictionary, such as a module's names.
         for key, item in list(itertools.islice(items, _LENGTH)):
             yield from deeper(f"{path}[{key!r}]", item)
-    elif isinstance(value, functools.partial):
+    else:
+        yield from _search_callable(path, value, searched, depth)
+
+
+def _search_callable(path: str, value: Any, searched: set[Any], depth: int) -> Reads:
+    """Find the parameters in a value that code calls."""
+    if isinstance(value, functools.partial):
         for inner in (value.func, value.args, value.keywords):
-            yield from deeper(path, inner)
+            yield from _search(path, inner, searched, depth + 1)
     elif callable(wrapped := inspect.getattr_static(value, "__wrapped__", None)):  # jax.jit
-        yield from deeper(path, wrapped)
+        yield from _search(path, wrapped, searched, depth + 1)
     elif isinstance(value, types.FunctionType):
         yield from _search_function(path, value, None, searched, depth)
     elif isinstance(value, types.MethodType):
