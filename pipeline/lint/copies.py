@@ -58,9 +58,10 @@ class _Copied:
     def written(self) -> Iterator[tuple[Path, Any]]:
         """Yield the path and value of each weight that is another array now."""
         for path, (owner, array) in self._weights.items():
-            module, last = owner(), path[-1]
+            module: Any = owner()
+            last = path[-1]
             in_list = isinstance(module, nnx.List | nnx.Dict)
-            value = raw(module[last] if in_list else getattr(module, last, None))
+            value = raw(module[last] if in_list else getattr(module, str(last), None))
             if value is not array() and _is_readable(value):
                 yield path, value
 
@@ -147,7 +148,7 @@ class Copies:
         """Return the name of a weight that now differs from the pipeline's."""
         for copied in self._copied:
             for path, value in list(copied.written()):
-                weights = [_weights(module).get(path) for module in modules(copied.part)]
+                weights: list[Any] = [_weights(module).get(path) for module in modules(copied.part)]
                 if all(map(_is_readable, weights)):
                     ours: Any = np.stack(weights) if copied.part == "stages" else weights[0]
                     ours = np.asarray(ours)

@@ -238,7 +238,8 @@ def _accepted(
     """
     leaves, treedef = jax.tree.flatten(activations[0])
     for other in activations[1:]:
-        if (structure := jax.tree.structure(other)) != treedef:
+        structure: Any = jax.tree.structure(other)
+        if structure != treedef:
             with contextlib.suppress(*_REFUSALS):
                 run(other)
                 return f"an activation of structure {structure}, but {returns} {treedef}"

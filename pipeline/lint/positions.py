@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from pipeline.base.axes import axes_in
-from pipeline.base.tree import Leaves, Tree, blank, signature
+from pipeline.base.tree import Leaves, Tree, blank, combine, partition, signature
 from pipeline.base.warn import warn, warn_once
 from pipeline.core.model.stage import StagePosition
 from pipeline.core.options.plan import Plan
@@ -68,8 +68,8 @@ class Part:
         its weights.
       weights: a function from a rank to the part's weights.
       x: the types of the input, on one rank; () for embed.
-      is_declared: whether the part says, or is known, to treat positions alone.
-      has_slices: whether the part has a method for slices.
+      look: a function that returns whether the part says, or is known, to treat positions alone,
+        and whether it has a method for slices.
       key: equal for parts that are one computation.
     """
 
@@ -77,14 +77,24 @@ class Part:
     call: Callable[..., Tree]
     weights: Callable[..., Leaves]
     x: Tree
-    is_declared: bool = False
-    has_slices: bool = False
-    key: Any = None
+    look: Callable[[], tuple[bool, bool]]
+    key: Any
 
     @property
     def kind(self) -> str:
         """The name of the part, "stages" for every stage."""
         return self.name.partition("[")[0]
+
+    def with_pullback(self, rank: Rank, x: Tree, weights: Leaves | None = None) -> Any:
+        """Call the part; return the floats of its result, and its gradients for these."""
+        floats, others = partition(x)
+
+        def run(weights: Leaves, floats: Leaves) -> Leaves:
+            return partition(self.call(rank, combine(x, floats, others), weights))[0]
+
+        weights = self.weights(rank) if weights is None else weights
+        y, back = jax.vjp(run, weights, floats)
+        return y, back(y)
 
     def trial(
         self, rank: Rank, cut: Cut, x_dims: Sequence[int | None], dims: Sequence[int | None]
@@ -130,28 +140,31 @@ def specs_of(rank: Rank) -> list[Any]:
 
 def parts_of(rank: Rank, activations: Activations) -> Iterator[Part]:
     """Yield embed, the stages that differ in code or input, and the head."""
-    of_ends = _look_at_ends(rank)
     if rank.model.has_embed:
-        yield Part("embed", _embed, _ends, (), *of_ends["embed"], key="embed")
+        yield Part("embed", _embed, _ends, (), lambda: _look_at_ends(rank, "embed"), "embed")
     seen = set()
     for k, position in enumerate(rank.model.stages):
         key = rank.code(position), signature(activations.types[k])
         if key not in seen:
             seen.add(key)
-            call = functools.partial(_stage, position=position)
-            weights = functools.partial(_stage_weights, position=position)
-            facts = _look_at_stage(rank, position)
-            yield Part(f"stages[{k}]", call, weights, activations.types[k], *facts, key=key)
+            call: Any = functools.partial(_stage, position=position)
+            weights: Any = functools.partial(_stage_weights, position=position)
+            look = functools.partial(_look, rank, position)
+            yield Part(f"stages[{k}]", call, weights, activations.types[k], look, key)
     if rank.model.has_head:
-        yield Part("head", _head, _ends, activations.types[-1], *of_ends["head"], key="head")
+        y = activations.types[-1]
+        yield Part("head", _head, _ends, y, lambda: _look_at_ends(rank, "head"), "head")
 
 
 def loss_of(rank: Rank, activations: Activations) -> Part:
     """Return the loss, as a function of outputs to (sum, weight)."""
     y = activations.types[-1]
+
+    def look() -> tuple[bool, bool]:
+        return _treats_alone(rank.model.loss_fn) or _look_at_ends(rank, "loss_fn")[0], False
+
     outputs = jax.eval_shape(lambda: _head(rank, blank(y, rank.axes), rank.ends))
-    declared = _treats_alone(rank.model.loss_fn) or _look_at_ends(rank)["loss_fn"][0]
-    return Part("loss_fn", _loss, _ends, outputs, declared, key="loss_fn")
+    return Part("loss_fn", _loss, _ends, outputs, look, "loss_fn")
 
 
 def _embed(rank: Rank, _: Tree, weights: Leaves) -> Tree:
@@ -183,28 +196,25 @@ def _ends(rank: Rank) -> Leaves:
 # --- what a part says ---
 
 
-def _look_at_stage(rank: Rank, position: StagePosition) -> tuple[bool, bool]:
+def _look(rank: Rank, position: StagePosition) -> tuple[bool, bool]:
     facts: list[tuple[bool, bool]] = []
-    StageKind(rank, position).look(lambda module: _look(module, facts))
+    StageKind(rank, position).look(lambda module: _note_facts(module, facts))
     return facts[0]
 
 
-def _look_at_ends(rank: Rank) -> dict[str, tuple[bool, bool]]:
+def _look_at_ends(rank: Rank, name: str) -> tuple[bool, bool]:
     facts: list[tuple[bool, bool]] = []
-    names = "embed", "head", "loss_fn"
-
-    def look(ends: Any) -> Any:
-        return [_look(getattr(ends, name, None), facts) for name in names]
 
     def call() -> Any:
         params = jax.tree.unflatten(jax.tree.structure(rank.weights.ends), rank.ends)
+        look = lambda ends: _note_facts(getattr(ends, name, None), facts)  # noqa: E731
         return rank.model.ends.call(look, params, rank.weights.ends_rest)
 
     jax.eval_shape(call)
-    return dict(zip(names, facts, strict=True))
+    return facts[0]
 
 
-def _look(part: Any, facts: list[tuple[bool, bool]]) -> jax.Array:
+def _note_facts(part: Any, facts: list[tuple[bool, bool]]) -> jax.Array:
     facts.append((_treats_alone(part), hasattr(part, CALL_SLICE)))
     for _, node in nnx.iter_graph(part) if isinstance(part, nnx.Module) else ():
         if isinstance(node, nnx.Module) and hasattr(type(node), CALL_SLICE):
@@ -280,14 +290,15 @@ def check_slices(plan: Plan, rank: Rank, activations: Activations, *, take_loss:
     equal = Cut((1,) * rank.slices.count)
     cut = Cut(rank.slices.lengths) if rank.slices.lengths else equal
     for part in parts_of(rank, activations):
-        if part.has_slices:
+        _, has_slices = part.look()
+        if has_slices:
             continue
         remedy = f"{_TO_SLICE[part.kind]}, or leave slices out"
         where = _find_mixing(plan, part, lambda part: try_part(part, cut), sees, remedy)
         if where:
             raise ValueError(f"{part.name} mixes positions ({where}), and {sees}: {remedy}")
     loss = loss_of(rank, activations) if take_loss else None
-    if loss is None or _is_done(plan, loss):
+    if loss is None or (loss.look()[0] and not plan.lint.tries_declared):
         return
     growth = try_loss(lambda: try_part(loss, equal))
     is_uneven = growth is None and cut != equal and try_loss(lambda: try_part(loss, cut))
@@ -309,22 +320,18 @@ def check_slices(plan: Plan, rank: Rank, activations: Activations, *, take_loss:
         )
 
 
-def _is_done(plan: Plan, part: Part) -> bool:
-    """Tell whether a part need not be tried."""
-    return part.is_declared and not plan.lint.tries_declared
-
-
 def _find_mixing(
     plan: Plan, part: Part, start: Callable[[Part], Trial], sees: str, remedy: str
 ) -> str:
     """Try a part once; return where its result differs, "" if nowhere; warn if none can tell."""
     key, warned = ("tried", part.key, signature(part.x), sees), plan.compiled.warned
-    if key in warned or _is_done(plan, part):
+    is_declared, _ = part.look()
+    if key in warned or (is_declared and not plan.lint.tries_declared):
         return ""
     try:
         where = start(part).difference()
     except Exception as error:  # noqa: BLE001  any error of the user's code
-        if not part.is_declared:
+        if not is_declared:
             why = str(error).partition("\n")[0]
             warn_once(
                 f"whether {part.name} mixes positions cannot be told ({why}), and {sees}: if it "
@@ -333,13 +340,9 @@ def _find_mixing(
                 ("positions", part.name, sees),
             )
         return ""
-    if part.is_declared and where:
-        warn_once(
-            f"{part.name} says {_DECLARATION} = False and mixes positions ({where}), and {sees}: "
-            f"{remedy}",
-            warned,
-        )
-        return ""
+    if is_declared and where:
+        where, text = "", f"{part.name} says {_DECLARATION} = False and mixes positions ({where})"
+        warn_once(f"{text}, and {sees}: {remedy}", warned)
     if not where:
         warned.add(key)
     return where
@@ -434,8 +437,10 @@ def warn_of_split_positions(
                     plan.compiled.warned,
                     ("split positions", part.name, axis),
                 )
-        if take_loss and not _is_done(plan, loss := loss_of(rank, activations)):
-            _warn_of_split_loss(plan, lambda: try_part(loss), over, axis)
+        if take_loss:
+            loss = loss_of(rank, activations)
+            if plan.lint.tries_declared or not loss.look()[0]:
+                _warn_of_split_loss(plan, functools.partial(try_part, loss), over, axis)
 
 
 _ALONE = "each rank mixes its own alone, and the result is not that of whole sequences"

@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipeline.base.tree import Leaves, Tree, blank, combine, partition
+from pipeline.base.tree import blank
 from pipeline.base.warn import warn_once
-from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of
 from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.ends import finish
 from pipeline.core.step.calls.rank import Rank
 from pipeline.lint.positions import Part, parts_of, specs_of, unit_of
 from pipeline.lint.trial import Cut
+from pipeline.lint.walk import walk
 
 # The relative difference between results with a range and with ranges of halves: more than that of
 # rounding, less than that of a part that mixes rows in another way.
@@ -61,35 +61,21 @@ def _warn(plan: Plan, part: str) -> None:
 
 def _quantises(jaxpr: Any) -> bool:
     """Tell whether a jaxpr rounds to integers or converts to a float of at most 8 bits."""
-    for eqn in jaxpr.eqns:
-        is_round = eqn.primitive.name == "round"
-        dtypes = [getattr(var.aval, "dtype", None) for var in eqn.outvars]
-        is_narrow = any(
-            dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
-            for dtype in dtypes
-        )
-        if is_round or is_narrow or any(map(_quantises, jaxprs_of(eqn))):
-            return True
-    return False
+    eqns = list(walk(jaxpr))
+    dtypes: Any = {getattr(var.aval, "dtype", None) for eqn in eqns for var in eqn.outvars} - {None}
+    is_narrow = any(jnp.issubdtype(x, jnp.floating) and x.itemsize == 1 for x in dtypes)
+    return is_narrow or any(eqn.primitive.name == "round" for eqn in eqns)
 
 
 def _has_range_over_rows(rank: Rank, part: Part) -> bool:
     """Tell whether a part, or its pullback, has other results for rows than for their halves."""
-
-    def call(rank: Rank, x: Tree, weights: Leaves) -> Any:
-        floats, others = partition(x)
-
-        def run(weights: Leaves, floats: Leaves) -> Leaves:
-            return partition(part.call(rank, combine(x, floats, others), weights))[0]
-
-        y, back = jax.vjp(run, weights, floats)
-        return y, back(y)
-
     pairs = zip(jax.tree.leaves(unit_of(rank)), specs_of(rank), strict=True)
     dims = [0 if spec is not None and leaf.shape else None for leaf, spec in pairs]
     x_dims = [0 if leaf.shape else None for leaf in jax.tree.leaves(part.x)]
     try:
-        trial = dataclasses.replace(part, call=call).trial(rank, Cut((1, 1)), x_dims, dims)
+        trial = dataclasses.replace(part, call=part.with_pullback).trial(
+            rank, Cut((1, 1)), x_dims, dims
+        )
         whole, parts = trial.run()
     except Exception:  # noqa: BLE001  such as a part of this number of rows alone
         return False

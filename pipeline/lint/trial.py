@@ -13,7 +13,7 @@ ranks have one part each.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,8 @@ import numpy as np
 from collectives.compat import axis_of_size, loop_sizes
 from pipeline.base.tree import Leaves, Tree, is_key
 from pipeline.core.autodiff.jaxpr.evaluate import follow
-from pipeline.core.autodiff.jaxpr.primitives import bodies, body_of, jaxprs_of, traits
+from pipeline.core.autodiff.jaxpr.primitives import bodies, body_of, traits
+from pipeline.lint.walk import axes_inside
 
 _MOST = 2**28  # numbers in a trial
 _MOST_WORK = {"cpu": 2**37}  # products of numbers, by platform
@@ -140,7 +141,7 @@ class Trial:
             self._whole = trace(whole, self._types)
         every, mesh = [self._whole, *self._parts], jax.sharding.get_abstract_mesh()
         self._consts = {id(value): value for closed in every for value in closed.consts}
-        named = {axis for closed in every for axis in axes_inside(closed.jaxpr)}
+        named = set[str]().union(*(axes_inside(closed.jaxpr) for closed in every))
         self._names_axis, others = cut.axis in named, named - {cut.axis}
         self._sizes = {axis: jax.lax.axis_size(axis) for axis in mesh.manual_axes if axis in others}
         self._check_work()
@@ -432,18 +433,3 @@ _RULES: dict[str, Callable[..., Leaves]] = {
     "all_gather_invariant": _all_gather,
     "random_bits": lambda eqn, _: [jnp.zeros(x.aval.shape, x.aval.dtype) for x in eqn.outvars],
 }
-
-
-def axes_of(eqn: Any) -> tuple[str, ...]:
-    """Return the mesh axes that an equation names."""
-    values = [eqn.params.get(key, ()) for key in ("axis_name", "axes")]
-    names = [name for value in values for name in (value if isinstance(value, tuple) else (value,))]
-    return tuple(name for name in names if isinstance(name, str))
-
-
-def axes_inside(jaxpr: Any) -> Iterator[str]:
-    """Yield the mesh axes that equations of a jaxpr and its inner jaxprs name."""
-    for eqn in jaxpr.eqns:
-        yield from axes_of(eqn)
-        for inner in jaxprs_of(eqn):
-            yield from axes_inside(inner)
