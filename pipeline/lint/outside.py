@@ -50,7 +50,8 @@ def warn_of_parameters_read_from_outside(stages: Any, **ends: Any) -> None:
 
 
 def _message(name: str, part: Any) -> str:
-    reads, searched = {}, set[Any]()
+    reads: dict[int, str] = {}
+    searched: set[Any] = set()
     if isinstance(part, nnx.Module):
         nodes = list(nnx.iter_graph(part))
         inside = {id(node) for _, node in nodes}
