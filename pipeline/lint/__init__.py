@@ -105,12 +105,10 @@ class Lint:
             from pipeline.lint.positions import check_slices
 
             check_slices(plan, rank, activations, take_loss=take_loss)
-        from pipeline.lint.ranges import warn_of_ranges
+        from pipeline.lint.rows import warn_of_joined_rows, warn_of_ranges
 
         warn_of_ranges(plan, rank, activations)
         if take_loss:
-            from pipeline.lint.means import warn_of_joined_rows
-
             warn_of_joined_rows(plan, rank, activations)
         if plan.axes.positions:
             from pipeline.lint.positions import warn_of_split_positions

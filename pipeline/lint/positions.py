@@ -297,15 +297,22 @@ def check_slices(plan: Plan, rank: Rank, activations: Activations, *, take_loss:
         where = _find_mixing(plan, part, lambda part: try_part(part, cut), sees, remedy)
         if where:
             raise ValueError(f"{part.name} mixes positions ({where}), and {sees}: {remedy}")
-    loss = loss_of(rank, activations) if take_loss else None
-    if loss is None or (loss.look()[0] and not plan.lint.tries_declared):
+    if take_loss:
+        _check_loss_of_slices(plan, loss_of(rank, activations), try_part, equal, cut, sees)
+
+
+def _check_loss_of_slices(
+    plan: Plan, loss: Part, try_part: Callable[[Part, Cut], Trial], equal: Cut, cut: Cut, sees: str
+) -> None:
+    key = "tried", loss.key, signature(loss.x), sees
+    if key in plan.compiled.warned or (loss.look()[0] and not plan.lint.tries_declared):
         return
     growth = try_loss(lambda: try_part(loss, equal))
     is_uneven = growth is None and cut != equal and try_loss(lambda: try_part(loss, cut))
     if growth is not None and growth.is_constant:
         raise ValueError(
             f"loss_fn sums over positions and divides by what does not grow as they do, and "
-            f"with slices={rank.slices.count} its value would be {growth.ratio:.3g} of that of "
+            f"with slices={len(cut.shares)} its value would be {growth.ratio:.3g} of that of "
             f"whole sequences: return (sum, weight) that are both sums over positions, or a mean "
             f"over them, or leave slices out"
         )
@@ -318,6 +325,7 @@ def check_slices(plan: Plan, rank: Rank, activations: Activations, *, take_loss:
             f"slices={cut.shares} would count equally though their lengths differ: return (sum, "
             f"weight) that are both sums over positions, or a mean over them, or leave slices out"
         )
+    plan.compiled.warned.add(key)
 
 
 def _find_mixing(
@@ -367,7 +375,8 @@ class Growth:
     @property
     def is_constant(self) -> bool:
         """True if parts have a fixed share of the whole, as sums that are not divided have."""
-        ratios = [part / whole for part, whole in zip(self.parts, self.whole, strict=True)]
+        pairs = zip(self.parts, self.whole, strict=True)
+        ratios = [parts / whole if whole else math.nan for parts, whole in pairs]
         return len(ratios) > 1 and all(math.isclose(r, ratios[0], rel_tol=1e-3) for r in ratios)
 
     @property
@@ -421,14 +430,16 @@ def warn_of_split_positions(
         cut = Cut((1,) * count, axis)
         (t, usual), *_ = split
 
-        def try_part(
-            part: Part, cut: Cut = cut, t: int = t, usual: int = usual, dims: Any = dims
-        ) -> Trial:
+        def dims_of(part: Part, t: int = t, usual: int = usual) -> list[int | None]:
             leaves = jax.tree.leaves(part.x)
-            is_cut = [x.ndim > usual and x.shape[usual] == t for x in leaves]
-            return part.trial(rank, cut, [usual if yes else None for yes in is_cut], dims)
+            return [usual if x.ndim > usual and x.shape[usual] == t else None for x in leaves]
+
+        def try_part(part: Part, cut: Cut = cut, dims: Any = dims) -> Trial:
+            return part.trial(rank, cut, dims_of(part), dims)
 
         for part in parts_of(rank, activations):
+            if jax.tree.leaves(part.x) and not any(dims_of(part)):
+                continue  # its positions are not known
             remedy = _TO_SPLIT[part.kind].format(axis=axis)
             where = _find_mixing(plan, part, try_part, f"{over}, each of which has a part", remedy)
             if where:

@@ -1,4 +1,7 @@
-"""A warning of quantised stages whose ranges are computed from the rows of one data shard.
+"""Warnings of parts whose results depend on which rows they get together, tried on random numbers.
+
+A step takes the mean of the losses of its microbatches and data shards. That is the loss of the
+whole batch if the loss is a mean over rows, or (sum, weight) that are both sums over rows.
 
 Quantisation divides an array by its range, the largest absolute value. A range of a whole array, or
 of a gradient along its rows, depends on which rows the array has. On several data shards that is a
@@ -20,13 +23,47 @@ from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.ends import finish
 from pipeline.core.step.calls.rank import Rank
-from pipeline.lint.positions import Part, parts_of, specs_of, unit_of
-from pipeline.lint.trial import Cut
+from pipeline.lint.positions import Part, is_ours, loss_of, parts_of, specs_of, try_loss, unit_of
+from pipeline.lint.trial import Cut, Trial
 from pipeline.lint.walk import walk
 
 # The relative difference between results with a range and with ranges of halves: more than that of
 # rounding, less than that of a part that mixes rows in another way.
 _LEAST, _MOST = 5e-4, 0.3
+
+
+def _trial_of_rows(rank: Rank, part: Part) -> Trial:
+    """Trace a part on the rows of two microbatches together, and of each."""
+    pairs = zip(jax.tree.leaves(unit_of(rank)), specs_of(rank), strict=True)
+    dims = [0 if spec is not None and leaf.shape else None for leaf, spec in pairs]
+    x_dims = [0 if leaf.shape else None for leaf in jax.tree.leaves(part.x)]
+    return part.trial(rank, Cut((1, 1)), x_dims, dims)
+
+
+def warn_of_joined_rows(plan: Plan, rank: Rank, activations: Activations) -> None:
+    """Warn, once, of a loss that is no mean over rows."""
+    tried, warned = "joined rows", plan.compiled.warned
+    shards, count = plan.axes.num_rows, plan.schedule.num_microbatches
+    is_done = tried in warned or count * shards == 1 or is_ours(rank.model.loss_fn)
+    if is_done or rank.slices.count > 1 or rank.model.tables.head >= 0:
+        return
+    warned.add(tried)
+    loss = loss_of(rank, activations)
+    growth = try_loss(lambda: _trial_of_rows(rank, loss))
+    if growth is None:
+        return
+    why = "it is a sum over rows that is not divided by the number of rows"
+    why = why if growth.is_constant else growth.text
+    over = f"{count} microbatches" if count > 1 else "one microbatch"
+    over += f" on each of {shards} data shards" if shards > 1 else ""
+    warn_once(
+        f"loss_fn is no mean over rows ({why}), and a step takes the mean of its values for "
+        f"{over}, so loss and gradients depend on num_microbatches and the mesh: return (sum, "
+        f"weight) that are both sums over rows; or, where rows are compared with each other, "
+        f"differentiate your loss of pipe(inputs), which has the whole batch",
+        warned,
+        "no mean over rows",
+    )
 
 
 def warn_of_ranges(plan: Plan, rank: Rank, activations: Activations) -> None:
@@ -69,14 +106,9 @@ def _quantises(jaxpr: Any) -> bool:
 
 def _has_range_over_rows(rank: Rank, part: Part) -> bool:
     """Tell whether a part, or its pullback, has other results for rows than for their halves."""
-    pairs = zip(jax.tree.leaves(unit_of(rank)), specs_of(rank), strict=True)
-    dims = [0 if spec is not None and leaf.shape else None for leaf, spec in pairs]
-    x_dims = [0 if leaf.shape else None for leaf in jax.tree.leaves(part.x)]
+    both = dataclasses.replace(part, call=part.with_pullback)
     try:
-        trial = dataclasses.replace(part, call=part.with_pullback).trial(
-            rank, Cut((1, 1)), x_dims, dims
-        )
-        whole, parts = trial.run()
+        whole, parts = _trial_of_rows(rank, both).run()
     except Exception:  # noqa: BLE001  such as a part of this number of rows alone
         return False
     joined = [
