@@ -59,7 +59,7 @@ _TO_SPLIT["head"] = _TO_SPLIT["stages"]
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A part of a model.
 
     Attributes:
@@ -138,10 +138,10 @@ def specs_of(rank: Rank) -> list[Any]:
     return specs or [()] * len(jax.tree.leaves(rank.batch))
 
 
-def parts_of(rank: Rank, activations: Activations) -> Iterator[Part]:
+def parts_of(rank: Rank, activations: Activations) -> Iterator[ModelPart]:
     """Yield embed, the stages that differ in code or input, and the head."""
     if rank.model.has_embed:
-        yield Part("embed", _embed, _ends, (), lambda: _look_at_ends(rank, "embed"), "embed")
+        yield ModelPart("embed", _embed, _ends, (), lambda: _look_at_ends(rank, "embed"), "embed")
     seen = set()
     for k, position in enumerate(rank.model.stages):
         key = rank.code(position), signature(activations.types[k])
@@ -150,13 +150,13 @@ def parts_of(rank: Rank, activations: Activations) -> Iterator[Part]:
             call: Any = functools.partial(_stage, position=position)
             weights: Any = functools.partial(_stage_weights, position=position)
             look = functools.partial(_look, rank, position)
-            yield Part(f"stages[{k}]", call, weights, activations.types[k], look, key)
+            yield ModelPart(f"stages[{k}]", call, weights, activations.types[k], look, key)
     if rank.model.has_head:
         y = activations.types[-1]
-        yield Part("head", _head, _ends, y, lambda: _look_at_ends(rank, "head"), "head")
+        yield ModelPart("head", _head, _ends, y, lambda: _look_at_ends(rank, "head"), "head")
 
 
-def loss_of(rank: Rank, activations: Activations) -> Part:
+def loss_of(rank: Rank, activations: Activations) -> ModelPart:
     """Return the loss, as a function of outputs to (sum, weight)."""
     y = activations.types[-1]
 
@@ -164,7 +164,7 @@ def loss_of(rank: Rank, activations: Activations) -> Part:
         return _treats_alone(rank.model.loss_fn) or _look_at_ends(rank, "loss_fn")[0], False
 
     outputs = jax.eval_shape(lambda: _head(rank, blank(y, rank.axes), rank.ends))
-    return Part("loss_fn", _loss, _ends, outputs, look, "loss_fn")
+    return ModelPart("loss_fn", _loss, _ends, outputs, look, "loss_fn")
 
 
 def _embed(rank: Rank, _: Tree, weights: Leaves) -> Tree:
@@ -281,7 +281,7 @@ def check_slices(plan: Plan, rank: Rank, activations: Activations, *, take_loss:
     dims = [dim_of(*pair) for pair in pairs]
     sees = f"with slices={rank.slices.count} it sees one slice of a sequence at a time"
 
-    def try_part(part: Part, cut: Cut) -> Trial:
+    def try_part(part: ModelPart, cut: Cut) -> Trial:
         x_dims = [dim_of(x) for x in jax.tree.leaves(part.x)]
         if x_dims and not any(x_dims):
             raise TrialError(f"no array that it is given is [rows, {t}, ...]")
@@ -302,7 +302,12 @@ def check_slices(plan: Plan, rank: Rank, activations: Activations, *, take_loss:
 
 
 def _check_loss_of_slices(
-    plan: Plan, loss: Part, try_part: Callable[[Part, Cut], Trial], equal: Cut, cut: Cut, sees: str
+    plan: Plan,
+    loss: ModelPart,
+    try_part: Callable[[ModelPart, Cut], Trial],
+    equal: Cut,
+    cut: Cut,
+    sees: str,
 ) -> None:
     key = "tried", loss.key, signature(loss.x), sees
     if key in plan.compiled.warned or (loss.look()[0] and not plan.lint.tries_declared):
@@ -329,7 +334,7 @@ def _check_loss_of_slices(
 
 
 def _find_mixing(
-    plan: Plan, part: Part, start: Callable[[Part], Trial], sees: str, remedy: str
+    plan: Plan, part: ModelPart, start: Callable[[ModelPart], Trial], sees: str, remedy: str
 ) -> str:
     """Try a part once; return where its result differs, "" if nowhere; warn if none can tell."""
     key, warned = ("tried", part.key, signature(part.x), sees), plan.compiled.warned
@@ -430,11 +435,11 @@ def warn_of_split_positions(
         cut = Cut((1,) * count, axis)
         (t, usual), *_ = split
 
-        def dims_of(part: Part, t: int = t, usual: int = usual) -> list[int | None]:
+        def dims_of(part: ModelPart, t: int = t, usual: int = usual) -> list[int | None]:
             leaves = jax.tree.leaves(part.x)
             return [usual if x.ndim > usual and x.shape[usual] == t else None for x in leaves]
 
-        def try_part(part: Part, cut: Cut = cut, dims: Any = dims) -> Trial:
+        def try_part(part: ModelPart, cut: Cut = cut, dims: Any = dims) -> Trial:
             return part.trial(rank, cut, dims_of(part), dims)
 
         for part in parts_of(rank, activations):

@@ -23,7 +23,15 @@ from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls.activations import Activations
 from pipeline.core.step.calls.ends import finish
 from pipeline.core.step.calls.rank import Rank
-from pipeline.lint.positions import Part, is_ours, loss_of, parts_of, specs_of, try_loss, unit_of
+from pipeline.lint.positions import (
+    ModelPart,
+    is_ours,
+    loss_of,
+    parts_of,
+    specs_of,
+    try_loss,
+    unit_of,
+)
 from pipeline.lint.trial import Cut, Trial
 from pipeline.lint.walk import walk
 
@@ -32,7 +40,7 @@ from pipeline.lint.walk import walk
 _LEAST, _MOST = 5e-4, 0.3
 
 
-def _trial_of_rows(rank: Rank, part: Part) -> Trial:
+def _trial_of_rows(rank: Rank, part: ModelPart) -> Trial:
     """Trace a part on the rows of two microbatches together, and of each."""
     pairs = zip(jax.tree.leaves(unit_of(rank)), specs_of(rank), strict=True)
     dims = [0 if spec is not None and leaf.shape else None for leaf, spec in pairs]
@@ -104,7 +112,7 @@ def _quantises(jaxpr: Any) -> bool:
     return is_narrow or any(eqn.primitive.name == "round" for eqn in eqns)
 
 
-def _has_range_over_rows(rank: Rank, part: Part) -> bool:
+def _has_range_over_rows(rank: Rank, part: ModelPart) -> bool:
     """Tell whether a part, or its pullback, has other results for rows than for their halves."""
     both = dataclasses.replace(part, call=part.with_pullback)
     try:

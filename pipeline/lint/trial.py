@@ -40,7 +40,7 @@ class TrialError(Exception):
     """An error: a function cannot be tried; the message says why."""
 
 
-class NotFiniteError(TrialError):
+class NoFiniteResultError(TrialError):
     """An error: a function of random numbers has no finite result."""
 
 
@@ -187,7 +187,7 @@ class Trial:
         """
         try:
             text = find_difference(*self.run(), self._cut)
-        except NotFiniteError:
+        except NoFiniteResultError:
             text = find_difference(*self.run(positive=True), self._cut)
         # Layers that know a mesh axis may also expect its positions in zig-zag order.
         if text and self._cut.axis and self._names_axis:
@@ -269,7 +269,7 @@ def find_difference(whole: Leaves, parts: list[Leaves], cut: Cut, *, zigzag: boo
     be equal in all parts.
 
     Raises:
-      NotFiniteError: a result is not finite.
+      NoFiniteResultError: a result is not finite.
     """
     for n, x in enumerate(whole):
         pieces = [part[n] for part in parts]
@@ -301,7 +301,7 @@ def _difference(a: Any, b: Any, dim: int | None) -> str:
     usual = is_finite & (sizes < _HUGE)
     usual = usual if usual.any() else is_finite
     if sizes.size and not usual.any():
-        raise NotFiniteError("its results on random numbers are not finite")
+        raise NoFiniteResultError("its results on random numbers are not finite")
     largest = sizes[usual].max(initial=0)
     with np.errstate(invalid="ignore"):
         far = np.where(usual, np.abs(a - b), np.where(a == b, 0, largest))
