@@ -33,7 +33,6 @@ from pipeline.core.step.calls.rank import Rank, Slices
 from pipeline.core.step.calls.slices import CALL_SLICE
 from pipeline.lint.trial import Cut, Trial, TrialError
 
-_DECLARATION = "mixes_positions"
 _LOSS_TOLERANCE = 1e-3  # of differences by rounding
 _TO_SLICE = {
     "stages": "give it a method call_slice(x, earlier, part, **extras) that returns (y, own), as "
@@ -224,7 +223,7 @@ def _note_facts(part: Any, facts: list[tuple[bool, bool]]) -> jax.Array:
 
 def _treats_alone(part: Any) -> bool:
     """Tell whether a part says, or is known, to treat each position by itself."""
-    if (mixes := getattr(part, _DECLARATION, None)) is not None:
+    if (mixes := getattr(part, "mixes_positions", None)) is not None:
         return mixes is False
     if is_ours(part):
         return True
@@ -296,7 +295,10 @@ def check_slices(plan: Plan, rank: Rank, activations: Activations, *, take_loss:
         remedy = f"{_TO_SLICE[part.kind]}, or leave slices out"
         where = _find_mixing(plan, part, lambda part: try_part(part, cut), sees, remedy)
         if where:
-            raise ValueError(f"{part.name} mixes positions ({where}), and {sees}: {remedy}")
+            remedy = _TO_SLICE[part.kind]
+            raise ValueError(
+                f"{part.name} mixes positions ({where}), and {sees}: {remedy}, or leave slices out"
+            )
     if take_loss:
         _check_loss_of_slices(plan, loss_of(rank, activations), try_part, equal, cut, sees)
 
@@ -348,14 +350,18 @@ def _find_mixing(
             why = str(error).partition("\n")[0]
             warn_once(
                 f"whether {part.name} mixes positions cannot be told ({why}), and {sees}: if it "
-                f"does, {remedy}; if it does not, let it say so, {_DECLARATION} = False",
+                f"does, {remedy}; if it does not, let it say so, mixes_positions = False",
                 warned,
                 ("positions", part.name, sees),
             )
         return ""
     if is_declared and where:
-        where, text = "", f"{part.name} says {_DECLARATION} = False and mixes positions ({where})"
-        warn_once(f"{text}, and {sees}: {remedy}", warned)
+        warn_once(
+            f"{part.name} says mixes_positions = False and mixes positions ({where}), and {sees}: "
+            f"{remedy}",
+            warned,
+        )
+        return ""
     if not where:
         warned.add(key)
     return where
