@@ -124,19 +124,19 @@ def check_constraints(stage: str, body: Any) -> None:
     Raises:
       ValueError: the stage has such a constraint.
     """
-    own = jax.sharding.get_abstract_mesh()
+    mesh = jax.sharding.get_abstract_mesh()
     constraints = [e for e in walk(body) if e.primitive.name == "sharding_constraint"]
     for sharding in [eqn.params["sharding"] for eqn in constraints]:
         if not hasattr(sharding, "spec"):
             continue
-        if sharding.mesh.size != own.size:
+        if sharding.mesh.size != mesh.size:
             sizes = ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
             raise ValueError(
                 f"{stage} constrains an array (with_sharding_constraint) to a mesh of its own, "
-                f"{sizes}, and runs on a mesh of {own.size} devices: build the module with the "
+                f"{sizes}, and runs on a mesh of {mesh.size} devices: build the module with the "
                 f"pipeline's mesh, or leave the constraint out"
             )
-        if set(jax.tree.leaves(tuple(sharding.spec))) & set(own.manual_axes):
+        if set(jax.tree.leaves(tuple(sharding.spec))) & set(mesh.manual_axes):
             raise _of_constraint(stage)
 
 

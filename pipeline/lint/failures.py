@@ -31,7 +31,6 @@ _OF_TRACED_VALUES = (
     jax.errors.TracerArrayConversionError,
 )
 _OF_TYPES = ("concrete values", "unhashable type: 'DynamicJaxprTracer'")
-_ITS = "its activation"
 _WITHOUT_EXTRAS = {
     "embed": "give embed such an array as a part of inputs, a dictionary or a tuple",
     "head": "let the last stage use such an array (pool there, for example), or return it beside "
@@ -161,7 +160,8 @@ def _check_static(part: str, argument: Tree, error: Exception) -> None:
     is_type = isinstance(error, TypeError) and any(text in str(error) for text in _OF_TYPES)
     if not (is_type or isinstance(error, _OF_TRACED_VALUES)):
         return
-    argument, what = (argument[0], "the outputs") if part == "loss_fn" else (argument, _ITS)
+    is_loss = part == "loss_fn"
+    argument, what = (argument[0], "the outputs") if is_loss else (argument, "its activation")
     for path, leaf in jax.tree_util.tree_leaves_with_path(argument):
         if leaf.shape:
             continue

@@ -129,7 +129,7 @@ def _search_function(path: str, function: Any, owner: Any, searched: set[Any], d
     names, values = _names(function.__code__), dict(function.__globals__)
     values |= {name: getattr(cell, "cell_contents", None) for name, cell in _cells(function)}
     parameters = inspect.signature(function).parameters.values()
-    values |= {one.name: one.default for one in parameters}
+    values |= {parameter.name: parameter.default for parameter in parameters}
     for name in names:
         for start, value in ((name, values.get(name)), (f"self.{name}", _attribute(owner, name))):
             if isinstance(value, types.FunctionType) and start != name:

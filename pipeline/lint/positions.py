@@ -133,7 +133,7 @@ def unit_of(rank: Rank) -> Any:
 
 def specs_of(rank: Rank) -> list[Any]:
     """List the spec of each leaf of the batch; None for a leaf without a batch axis."""
-    specs = [spec for of in rank.batch.specs for spec in of]
+    specs = [spec for specs in rank.batch.specs for spec in specs]
     return specs or [()] * len(jax.tree.leaves(rank.batch))
 
 
@@ -292,10 +292,8 @@ def check_slices(plan: Plan, rank: Rank, activations: Activations, *, take_loss:
         _, has_slices = part.look()
         if has_slices:
             continue
-        remedy = f"{_TO_SLICE[part.kind]}, or leave slices out"
-        where = _find_mixing(plan, part, lambda part: try_part(part, cut), sees, remedy)
-        if where:
-            remedy = _TO_SLICE[part.kind]
+        start, remedy = functools.partial(try_part, cut=cut), _TO_SLICE[part.kind]
+        if where := _find_mixing(plan, part, start, sees, f"{remedy}, or leave slices out"):
             raise ValueError(
                 f"{part.name} mixes positions ({where}), and {sees}: {remedy}, or leave slices out"
             )
@@ -452,8 +450,8 @@ def warn_of_split_positions(
             if jax.tree.leaves(part.x) and not any(dims_of(part)):
                 continue  # its positions are not known
             remedy = _TO_SPLIT[part.kind].format(axis=axis)
-            where = _find_mixing(plan, part, try_part, f"{over}, each of which has a part", remedy)
-            if where:
+            sees = f"{over}, each of which has a part"
+            if where := _find_mixing(plan, part, try_part, sees, remedy):
                 warn_once(
                     f"{part.name} mixes positions ({where}), and {over}: {_ALONE}: {remedy}",
                     plan.compiled.warned,

@@ -157,27 +157,18 @@ class Trial:
         random = np.random.default_rng(0)
         table = random.uniform(0.5, 1.5, _PERIOD) if positive else random.normal(size=_PERIOD)
         draws = _Draws(table)
-        keys = {n: jax.random.key_impl(x) for n, x in self._consts.items() if is_key(x)}
         is_64_bits = jax.config.jax_enable_x64  # type: ignore[attr-defined]
 
         def call() -> Any:
-            consts = {
-                n: jax.random.split(jax.random.key(0, impl=keys[n]), x.shape)
-                if n in keys
-                else draws.weight(x)
-                for n, x in self._consts.items()
-            }
-            pairs = zip(self._types, self._dims, strict=True)
-            arguments = [draws.argument(*pair) for pair in pairs]
-            return jax.device_get(self._run(consts, arguments, zigzag))
-
-        def call_alone() -> Any:
             with jax.enable_x64(is_64_bits), jax.debug_nans(False):
-                return call()
+                consts = {n: draws.weight(x) for n, x in self._consts.items()}
+                pairs = zip(self._types, self._dims, strict=True)
+                arguments = [draws.argument(*pair) for pair in pairs]
+                return jax.device_get(self._run(consts, arguments, zigzag))
 
         # A thread of its own has no trace and no mesh of the step that is traced now.
         with ThreadPoolExecutor(1) as pool:
-            return pool.submit(call_alone).result()
+            return pool.submit(call).result()
 
     def difference(self) -> str:
         """Describe the first difference between whole and parts on random numbers; "" if none.
@@ -207,7 +198,8 @@ class Trial:
 
         if not axis:
             cut = [self._cut.parts(*pair) for pair in zip(whole, self._dims, strict=True)]
-            parts = [run(one, [of[n] for of in cut]) for n, one in enumerate(self._parts)]
+            calls = enumerate(self._parts)
+            parts = [run(call, [pieces[n] for pieces in cut]) for n, call in calls]
             return run(self._whole, whole), parts
         stacked = [
             x if dim is None else jnp.stack(self._cut.parts(x, dim, zigzag=zigzag))
@@ -253,6 +245,9 @@ class _Draws:
 
     def weight(self, value: Any) -> Any:
         """Draw a weight, such that a product with it keeps the size; or return a known value."""
+        if is_key(value):
+            key = jax.random.key(0, impl=jax.random.key_impl(value))
+            return jax.random.split(key, value.shape)
         if not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True):
             return np.asarray(value)
         numbers = self.argument(value, None)
