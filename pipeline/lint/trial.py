@@ -12,6 +12,8 @@ ranks have one part each.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -131,21 +133,19 @@ class Trial:
             return jax.make_jaxpr(flat)(leaves)
 
         pairs = list(zip(self._types, dims, strict=True))
-        self._parts = [
-            trace(call, [cut.part_type(*pair, n) for pair in pairs]) for n, call in enumerate(calls)
-        ]
-        if cut.axis:
-            with axis_of_size(cut.axis, 1):
-                self._whole = trace(whole, self._types)
-        else:
-            self._whole = trace(whole, self._types)
-        every, mesh = [self._whole, *self._parts], jax.sharding.get_abstract_mesh()
+        with axis_of_size(cut.axis, 1) if cut.axis else contextlib.nullcontext():
+            every = [trace(whole, self._types)]
+        for n, call in enumerate(calls):
+            every.append(trace(call, [cut.part_type(*pair, n) for pair in pairs]))
+        mesh = jax.sharding.get_abstract_mesh()
         self._consts = {id(value): value for closed in every for value in closed.consts}
         named = set[str]().union(*(axes_inside(closed.jaxpr) for closed in every))
         self._names_axis, others = cut.axis in named, named - {cut.axis}
-        self._sizes = {axis: jax.lax.axis_size(axis) for axis in mesh.manual_axes if axis in others}
+        sizes = {axis: jax.lax.axis_size(axis) for axis in mesh.manual_axes if axis in others}
         self._check_work()
-        self._run = jax.jit(self._on_both, static_argnums=2)
+        # No method of the trial, which would keep the compiled function in a cycle.
+        run = functools.partial(_run_both, (every, dims, cut, sizes))
+        self._run = jax.jit(run, static_argnums=2)
 
     def run(self, *, positive: bool = False, zigzag: bool = False) -> tuple[Leaves, list[Leaves]]:
         """Run the function; return its results on whole arrays, and on each part.
@@ -187,31 +187,6 @@ class Trial:
                 return ""
         return text
 
-    def _on_both(
-        self, consts: dict[int, Any], whole: Leaves, zigzag: bool
-    ) -> tuple[Leaves, list[Leaves]]:
-        axis, count = self._cut.axis, len(self._cut.shares)
-
-        def run(closed: Any, leaves: Leaves) -> Leaves:
-            values = [consts[id(value)] for value in closed.consts]
-            return _named(lambda: _follow(closed.jaxpr, values, leaves), self._sizes)
-
-        if not axis:
-            cut = [self._cut.parts(*pair) for pair in zip(whole, self._dims, strict=True)]
-            calls = enumerate(self._parts)
-            parts = [run(call, [pieces[n] for pieces in cut]) for n, call in calls]
-            return run(self._whole, whole), parts
-        stacked = [
-            x if dim is None else jnp.stack(self._cut.parts(x, dim, zigzag=zigzag))
-            for x, dim in zip(whole, self._dims, strict=True)
-        ]
-        axes = [None if dim is None else 0 for dim in self._dims]
-        on_ranks = jax.vmap(
-            lambda leaves: run(self._parts[0], leaves), [axes], axis_name=axis, axis_size=count
-        )(stacked)
-        parts = [[x[n] for x in on_ranks] for n in range(count)]
-        return _named(lambda: run(self._whole, whole), {axis: 1}), parts
-
     def _check_work(self) -> None:
         numbers = sum(math.prod(x.shape) for x in self._consts.values())
         tokens = max((math.prod(x.shape[:2]) for x in self._types), default=1)
@@ -219,6 +194,33 @@ class Trial:
         most = _MOST_WORK.get(platform, _MOST_WORK_ELSEWHERE)
         if numbers > _MOST or numbers * tokens > most:
             raise TrialError(f"{numbers} weights on {tokens} positions are too many for a trial")
+
+
+def _run_both(
+    traced: Any, consts: dict[int, Any], whole: Leaves, zigzag: bool
+) -> tuple[Leaves, list[Leaves]]:
+    # The jaxprs of the whole and of the parts, the dims that are cut, and the sizes of other axes.
+    (of_whole, *of_parts), dims, cut, sizes = traced
+
+    def run(closed: Any, leaves: Leaves) -> Leaves:
+        values = [consts[id(value)] for value in closed.consts]
+        return _named(lambda: _follow(closed.jaxpr, values, leaves), sizes)
+
+    if not cut.axis:
+        pieces = [cut.parts(*pair) for pair in zip(whole, dims, strict=True)]
+        parts = [run(closed, [x[n] for x in pieces]) for n, closed in enumerate(of_parts)]
+        return run(of_whole, whole), parts
+    count = len(cut.shares)
+    stacked = [
+        x if dim is None else jnp.stack(cut.parts(x, dim, zigzag=zigzag))
+        for x, dim in zip(whole, dims, strict=True)
+    ]
+    axes = [None if dim is None else 0 for dim in dims]
+    on_ranks = jax.vmap(
+        lambda leaves: run(of_parts[0], leaves), [axes], axis_name=cut.axis, axis_size=count
+    )(stacked)
+    parts = [[x[n] for x in on_ranks] for n in range(count)]
+    return _named(lambda: run(of_whole, whole), {cut.axis: 1}), parts
 
 
 class _Draws:
