@@ -534,13 +534,13 @@ class Pipeline(nnx.Module):
     ) -> list[str]:
         """List suspected mistakes of the model on such a batch; no step is compiled or run.
 
-        The loss alone is called, on random outputs and rows of ``targets``, to see whether it is a
-        mean over rows. The list has parameters that no part reads or that a part reads from
-        outside, parts that mix split positions, a loss that is no mean over rows, statistics that
-        include padding, state that no code advances, mesh axes without work, weights that an axis
-        does not divide, and too little memory. The constructor and the first step warn of these
-        too. Warnings that only the constructor gives, such as devices without a stage, are not
-        listed.
+        The loss is tried on random numbers, to see whether it is a mean over rows; with split
+        positions or slices also the other parts (`mixes_positions`). The list has parameters that
+        no part reads or that a part reads from outside, parts that mix split positions, a loss that
+        is no mean over rows, statistics that include padding, state that no code advances, mesh
+        axes without work, weights that an axis does not divide, and too little memory. The
+        constructor and the first step warn of these too. Warnings that only the constructor gives,
+        such as devices without a stage, are not listed.
 
         Args:
           inputs: as of `value_and_grad`; leaves may be `jax.ShapeDtypeStruct`.
@@ -551,7 +551,6 @@ class Pipeline(nnx.Module):
           ValueError: a batch or a model that cannot run, as for `value_and_grad`; or no loss.
         """
         from pipeline.lint.added import trace_step
-        from pipeline.lint.means import try_on_numbers
         from pipeline.lint.outside import warn_of_parameters_read_from_outside
         from pipeline.lint.sharding import warn_of_undivided_weights
 
@@ -572,8 +571,8 @@ class Pipeline(nnx.Module):
             with self._entered():
                 weights, batch = meshes.untyped(types(arrays), plan.mesh)
                 _warn_of_memory(plan, model, weights, batch, runs=False)
-                trace_step(plan, model, weights, batch)
-            try_on_numbers(plan, loss_fn, targets)
+                with plan.lint.trying_declared():
+                    trace_step(plan, model, weights, batch)
         for one in caught:
             if not issubclass(one.category, ModelWarning):
                 warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)

@@ -13,10 +13,10 @@ class ModelChecks(Protocol):
     Any method may raise ValueError, and `run` also FloatingPointError.
 
     Attributes:
-      outputs_types: the types of a microbatch's outputs on one data shard, from the last trace.
+      tries_declared: whether parts are tried that say ``mixes_positions = False``.
     """
 
-    outputs_types: Tree
+    tries_declared: bool
 
     def run(
         self, entry: Any, plan: Any, *operands: Any, takes_loss: bool = True, **options: Any

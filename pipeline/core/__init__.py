@@ -20,7 +20,7 @@ DOORS = {
         placement.meshes placement.placement
     """,
     "pipeline.lint": """
-        autodiff.jaxpr.primitives autodiff.outcome model.ignored model.loss model.model
+        autodiff.jaxpr.evaluate autodiff.jaxpr.primitives model.ignored model.loss model.model
         model.objects model.randomness model.stage model.trained model.trained_filters
         options.choose options.plan placement.meshes placement.paths step.calls.activations
         step.calls.declared step.calls.ends step.calls.kind

@@ -9,6 +9,8 @@ engine imports nothing from this package. `Pipeline.check` returns the warnings.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -30,16 +32,25 @@ class Lint:
     Attributes:
       ignored: the user's values of attributes that ``ignore=`` names, until the first trace has
         compared them.
-      outputs_types: the types of a microbatch's outputs on one data shard, from the last trace.
+      tries_declared: whether parts are tried that say ``mixes_positions = False``.
       adds_to_a_sum: for each traced training step, by model and structure of the batch, whether it
         adds losses (`add_loss`) to a loss (sum, weight).
     """
 
     ignored: Ignored | None = None
-    outputs_types: Tree = None
+    tries_declared = False
 
     def __init__(self) -> None:
         self.adds_to_a_sum: dict[Any, bool] = {}
+
+    @contextlib.contextmanager
+    def trying_declared(self) -> Iterator[None]:
+        """A context in which parts that say ``mixes_positions = False`` are tried too."""
+        self.tries_declared = True
+        try:
+            yield
+        finally:
+            self.tries_declared = False
 
     def run(
         self, entry: Any, plan: Plan, *operands: Any, takes_loss: bool = True, **options: Any
@@ -91,21 +102,18 @@ class Lint:
 
         check_meetings(plan, activations.bodies)
         if rank.slices.count > 1:
-            from pipeline.lint.slices import check_slices
+            from pipeline.lint.positions import check_slices
 
-            check_slices(rank, activations, plan.compiled.warned, take_loss=take_loss)
-        from pipeline.lint.ranges import warn_of_ranges
+            check_slices(plan, rank, activations, take_loss=take_loss)
+        from pipeline.lint.rows import warn_of_joined_rows, warn_of_ranges
 
         warn_of_ranges(plan, rank, activations)
         if take_loss:
-            from pipeline.lint.means import warn_of_joined_rows
-
             warn_of_joined_rows(plan, rank, activations)
         if plan.axes.positions:
-            from pipeline.lint.split_positions import warn_of_split_positions
+            from pipeline.lint.positions import warn_of_split_positions
 
-            of_plan = plan.axes, plan.compiled.warned
-            warn_of_split_positions(rank, activations, *of_plan, take_loss=take_loss)
+            warn_of_split_positions(plan, rank, activations, take_loss=take_loss)
 
     def whole(self, step: OpenedStep) -> None:
         """Refuse `ppermute`; check idle axes, padding in statistics, and unread parameters."""

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,39 +27,47 @@ from pipeline.core.model.stage import is_stacked
 
 _SMALL = 1 << 24  # the most bytes of modules that are kept alive until the pipeline runs
 
+Path = tuple[Any, ...]
 
-@dataclass
-class _Watched:
-    """A weight, with its value at construction.
 
-    Attributes:
-      name: the weight's name in messages.
-      part: the number of the weight's stage, "embed" or "head"; or "stages", if one array holds the
-        weights of all stages.
-      path: the weight's path in that part.
-      owner: a weak reference to the module that holds the weight; flax's variables have no weak
-        references.
-      array: a weak reference to its value.
+class _Copied:
+    """A module that a pipeline has copied, with its weights and attributes at that time.
+
+    Args:
+      module: the module.
+      name: its name in messages.
+      part: the number of its stage, "embed" or "head"; or "stages", if it has the arrays of all.
     """
 
-    name: str
-    part: int | str
-    path: tuple[Any, ...]
-    owner: Callable[[], Any]
-    array: Callable[[], Any]
+    def __init__(self, module: nnx.Module, name: str, part: int | str) -> None:
+        self.name, self.part, self.attributes = name, part, Attributes(module)
+        nodes = dict(nnx.iter_graph(module))
+        # flax's variables have no weak references, so a weight is read from the module that has it.
+        self._weights = {
+            path: (weakref.ref(owner), weakref.ref(raw(node)))
+            for path, node in nodes.items()
+            if isinstance(node, nnx.Param) and _is_readable(raw(node))
+            if isinstance(owner := nodes.get(path[:-1]), nnx.Module | nnx.List | nnx.Dict)
+        }
 
     @property
-    def value(self) -> Any:
-        """The current value; None if the weight was deleted."""
-        owner, last = self.owner(), self.path[-1]
-        if owner is None:
-            return None
-        return raw(owner[last] if isinstance(owner, nnx.List | nnx.Dict) else vars(owner).get(last))
+    def has_weights(self) -> bool:
+        """True if this process can read the values of weights."""
+        return bool(self._weights)
 
-    @property
-    def is_untouched(self) -> bool:
-        """True if the value is still the same array."""
-        return self.value is self.array()
+    def written(self) -> Iterator[tuple[Path, Any]]:
+        """Yield the path and value of each weight that is another array now."""
+        for path, (owner, array) in self._weights.items():
+            module: Any = owner()
+            last = path[-1]
+            in_list = isinstance(module, nnx.List | nnx.Dict)
+            value = raw(module[last] if in_list else getattr(module, str(last), None))
+            if value is not array() and _is_readable(value):
+                yield path, value
+
+    def renew(self, path: Path, value: Any) -> None:
+        """Take an array for the weight at a path."""
+        self._weights[path] = self._weights[path][0], weakref.ref(value)
 
 
 class Copies:
@@ -73,18 +80,16 @@ class Copies:
     """
 
     def __init__(self, pipe: Any, stages: Any, **ends: Any) -> None:
-        self._held: list[nnx.Module] = []
-        self._own = [*_watch(pipe.chunks, "", "stages")]
-        parts: list[tuple[nnx.Module, str, int | str]] = [
-            (end, name, name) for name, end in ends.items() if isinstance(end, nnx.Module)
+        self._kept: list[nnx.Module] = []
+        self._pipe = _Copied(pipe.chunks, "", "stages")
+        self._copied = [
+            _Copied(end, name, name) for name, end in ends.items() if isinstance(end, nnx.Module)
         ]
         if is_stacked(stages):
-            parts.append((stages, "stages", "stages"))
+            self._copied.append(_Copied(stages, "stages", "stages"))
         else:
-            parts += [(stage, f"stages[{k}]", k) for k, stage in enumerate(stages)]
-        self._attributes: list[tuple[str, int | str, Attributes]]
-        self._attributes = [(name, part, Attributes(module)) for module, name, part in parts]
-        self._watched = [one for part in parts for one in _watch(*part)] if self._own else []
+            self._copied += [_Copied(stage, f"stages[{k}]", k) for k, stage in enumerate(stages)]
+        self._watches_weights, self._watches_attributes = self._pipe.has_weights, True
 
     def returned(self, stages: Sequence[nnx.Module]) -> None:
         """Watch modules that `Pipeline.stages` has made.
@@ -92,19 +97,11 @@ class Copies:
         Small modules are kept alive until the pipeline runs. Otherwise a write to
         ``pipe.stages()[k]`` would disappear with the module.
         """
-        names = [f"pipe.stages()[{k}]" for k in range(len(stages))]
-        self._attributes = [one for one in self._attributes if one[-1].is_alive]
-        self._attributes += [
-            (name, k, Attributes(stage))
-            for k, (name, stage) in enumerate(zip(names, stages, strict=True))
-        ]
-        if self._own and all(one.is_untouched for one in self._own):
-            self._watched = [one for one in self._watched if one.owner() is not None]
-            for k, (name, stage) in enumerate(zip(names, stages, strict=True)):
-                self._watched += _watch(stage, name, k)
-        held = [*self._held, *stages]
-        if sum(map(nbytes, jax.tree.leaves([nnx.state(stage) for stage in held]))) <= _SMALL:
-            self._held = held
+        self._copied = [copied for copied in self._copied if copied.attributes.is_alive]
+        self._copied += [_Copied(stage, f"pipe.stages()[{k}]", k) for k, stage in enumerate(stages)]
+        kept = [*self._kept, *stages]
+        if sum(map(nbytes, jax.tree.leaves([nnx.state(stage) for stage in kept]))) <= _SMALL:
+            self._kept = kept
 
     def warn(self, pipe: Any) -> None:
         """Warn, once per pipeline, of a weight and an attribute that were written outside of it.
@@ -112,19 +109,21 @@ class Copies:
         Args:
           pipe: the pipeline, which is about to run.
         """
-        self._warn_of_attributes(pipe)
-        if not self._watched:
-            self._held = []
-            return
-        name = None
-        if all(one.is_untouched for one in self._own):
-            name = self._written(pipe)
-            self._held = []
-            if name is None:
-                return
-        # The pipeline trains, or got other weights: writes to other modules are meant for those.
-        self._watched, self._own, self._held = [], [], []
-        if name is not None:
+        modules = functools.cache(functools.partial(_modules_of, pipe))
+        if self._watches_attributes and (text := self._find_attribute(modules)):
+            self._watches_attributes = False
+            warn(
+                f"{text}: this attribute was set after the pipeline was made, which runs "
+                f"with the value that it had then: set it before Pipeline(...), or in the "
+                f"pipeline, by pipe.set_attributes(name=value), pipe.embed or pipe.head; nothing "
+                f"is wrong if the module is meant to be another model",
+                UserWarning,
+            )
+        # If the pipeline trains, or got other weights, writes to other modules are meant for those.
+        is_untouched = self._watches_weights and not any(self._pipe.written())
+        name = self._find_weight(modules) if is_untouched else ""
+        self._watches_weights, self._kept = is_untouched and not name, []
+        if name:
             warn(
                 f"{name} was written after the pipeline was made, which holds copies of its "
                 f"modules and runs with the weights that it has: write to modules before "
@@ -134,75 +133,45 @@ class Copies:
                 UserWarning,
             )
 
-    def _warn_of_attributes(self, pipe: Any) -> None:
-        """Warn, once, of an attribute that is set to another value than the pipeline has."""
-        stages = functools.cache(pipe.stages)
-        for name, part, attributes in self._attributes:
-            if not (changes := list(attributes.changes())):
-                continue
-            # Stacked stages have the attributes of the first.
-            is_end = isinstance(part, str) and part != "stages"
-            own = getattr(pipe.ends, str(part), None) if is_end else stages()[_number(part)]
-            values = {} if own is None else Attributes(own).values
-            if all(path in values and alike(values[path], new) for path, _, new in changes):
-                attributes.renew()  # such as `eval()` of both
-                continue
-            change, self._attributes = attributes.change(), []
-            warn(
-                f"{name}.{change}: this attribute was set after the pipeline was made, which runs "
-                f"with the value that it had then: set it before Pipeline(...), or in the "
-                f"pipeline, by pipe.set_attributes(name=value), pipe.embed or pipe.head; nothing "
-                f"is wrong if the module is meant to be another model",
-                UserWarning,
-            )
-            return
+    def _find_attribute(self, modules: Any) -> str:
+        """Describe an attribute that is set to another value than the pipeline has."""
+        for copied in self._copied:
+            if changes := list(copied.attributes.changes()):
+                module = modules(copied.part)[0]  # stacked stages have the attributes of the first
+                values = {} if module is None else Attributes(module).values
+                if any(path not in values or not alike(values[path], x) for path, _, x in changes):
+                    return f"{copied.name}.{copied.attributes.change()}"
+                copied.attributes.renew()  # such as `eval()` of both
+        return ""
 
-    def _written(self, pipe: Any) -> str | None:
+    def _find_weight(self, modules: Any) -> str:
         """Return the name of a weight that now differs from the pipeline's."""
-        changed = [one for one in self._watched if not one.is_untouched and _is_known(one.value)]
-        if not changed:
-            return None
-        stages = [*map(_values, pipe.stages())]
-        for one in changed:
-            own = (
-                stages
-                if one.part == "stages"
-                else [_values(getattr(pipe.ends, str(one.part), None))]
-            )
-            own = [stages[one.part]] if isinstance(one.part, int) else own
-            wanted: list[Any] = [values.get(one.path) for values in own]
-            if not all(map(_is_known, wanted)):
-                continue
-            whole = np.stack(wanted) if one.part == "stages" else np.asarray(wanted[0])
-            found = np.asarray(one.value).astype(whole.dtype)
-            if found.shape == whole.shape and found.tobytes() != whole.tobytes():
-                return one.name
-            one.array = weakref.ref(one.value)  # `nnx.jit` also returns what was not written
-        return None
+        for copied in self._copied:
+            for path, value in list(copied.written()):
+                weights: list[Any] = [_weights(module).get(path) for module in modules(copied.part)]
+                if all(map(_is_readable, weights)):
+                    ours: Any = np.stack(weights) if copied.part == "stages" else weights[0]
+                    ours = np.asarray(ours)
+                    theirs = np.asarray(value).astype(ours.dtype)
+                    if theirs.shape == ours.shape and theirs.tobytes() != ours.tobytes():
+                        return ".".join([copied.name, *map(str, path)])
+                    copied.renew(path, value)  # `nnx.jit` also returns what was not written
+        return ""
 
 
-def _number(part: int | str) -> int:
-    return part if isinstance(part, int) else 0
+def _modules_of(pipe: Any, part: int | str) -> list[Any]:
+    """Return the pipeline's modules for a part of the user's model."""
+    if part == "stages" or isinstance(part, int):
+        stages: list[Any] = pipe.stages()
+        return stages if part == "stages" else [stages[int(part)]]
+    return [getattr(pipe.ends, part, None)]
 
 
-def _values(module: Any) -> dict[tuple[Any, ...], Any]:
-    """Return the values of a module's parameters, by path."""
-    if not isinstance(module, nnx.Module):
-        return {}
-    return {path: raw(leaf) for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+def _weights(module: Any) -> dict[Path, Any]:
+    flat = nnx.to_flat_state(nnx.state(module, nnx.Param)) if module is not None else ()
+    return {path: raw(leaf) for path, leaf in flat}
 
 
-def _watch(module: Any, name: str, part: int | str) -> Iterator[_Watched]:
-    """Yield the weights of a module whose values this process knows."""
-    nodes = dict(nnx.iter_graph(module))
-    for path, node in nodes.items():
-        owner = nodes.get(path[:-1])
-        is_weight = isinstance(node, nnx.Param) and _is_known(raw(node))
-        if is_weight and isinstance(owner, nnx.Module | nnx.List | nnx.Dict):
-            where = ".".join([name, *map(str, path)])
-            yield _Watched(where, part, path, weakref.ref(owner), weakref.ref(raw(node)))
-
-
-def _is_known(value: Any) -> bool:
+def _is_readable(value: Any) -> bool:
     is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
     return is_array and value.is_fully_addressable

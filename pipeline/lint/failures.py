@@ -1,15 +1,15 @@
 """Reasons why a part of a model cannot be traced on its arguments.
 
 Letters: K stages. Activation k, 0 <= k <= K, is the input of stage k. A stage that cannot take its
-input fails somewhere inside. So trials find an input that the stage can take: the types of other
-activations, then changes of one leaf that fit the stage's weights.
+input fails somewhere inside. So the stage is traced on changes of one leaf that fit its weights.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -91,20 +91,16 @@ def explain_stage(
         ) from error
     _check_call(rank, k, error)
     _note_what_is_tracked(error, rank.axes)
-    taken = None
     if k > 0 and isinstance(error, _REFUSALS):
         stage = StageKind(rank, (k,))
         weights = jax.eval_shape(lambda: stage.example()[0])
-        taken = _taken(run, [*before[k - 1 :: -1], *_changes(before[k], weights)])
-    if taken is None:
-        source = f"what stages[{k - 1}] returns: " if k else ""
-        error.add_note(f"stages[{k}] was given {source}{types_text(before[k])}")
-        return
-    raise ValueError(
-        f"stages[{k}] takes {_difference(taken, before[k], f'stages[{k - 1}]')} (per "
-        f"microbatch and data shard); neighbours agree on the activation between them: change "
-        f"either stage"
-    ) from error
+        if text := _accepted(run, before[k::-1], weights, f"stages[{k - 1}] returns"):
+            raise ValueError(
+                f"stages[{k}] takes {text} (per microbatch and data shard); neighbours agree on "
+                f"the activation between them: change either stage"
+            ) from error
+    source = f"what stages[{k - 1}] returns: " if k else ""
+    error.add_note(f"stages[{k}] was given {source}{types_text(before[k])}")
 
 
 def _check_call(rank: Rank, k: int, error: Exception) -> None:
@@ -161,17 +157,14 @@ def _check_static(part: str, argument: Tree, error: Exception) -> None:
     Raises:
       ValueError: the error is about a traced value, and an activation has a number.
     """
-    is_traced = isinstance(error, _OF_TRACED_VALUES)
-    of_type = isinstance(error, TypeError) and any(text in str(error) for text in _OF_TYPES)
-    if not (is_traced or of_type):
+    is_type = isinstance(error, TypeError) and any(text in str(error) for text in _OF_TYPES)
+    if not (is_type or isinstance(error, _OF_TRACED_VALUES)):
         return
-    what = "its activation"
-    if part == "loss_fn":
-        argument, what = argument[0], "the outputs"
-    leaves = jax.tree_util.tree_leaves_with_path(argument)
-    numbers: list[Any] = [(path, leaf) for path, leaf in leaves if leaf.shape == ()]
-    if numbers:
-        path, leaf = numbers[0]
+    is_loss = part == "loss_fn"
+    argument, what = (argument[0], "the outputs") if is_loss else (argument, "its activation")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(argument):
+        if leaf.shape:
+            continue
         raise ValueError(
             f"{part} needs a value while it is traced, and was given {shape_text(leaf)} as "
             f"{path_text(path)} of {what}: activations are sent as arrays, so a Python "
@@ -235,46 +228,33 @@ def _note_what_is_tracked(error: Exception, varying: tuple[str, ...]) -> None:
         )
 
 
-def _taken(run: Callable[[Tree], Any], candidates: list[Tree]) -> Tree | None:
-    """Return the first candidate that a stage can run on."""
-    for x in candidates[:_MOST_TRIALS]:
-        try:
-            run(x)
-        except _REFUSALS:
-            continue
-        return x
-    return None
+def _accepted(
+    run: Callable[[Tree], Any], activations: list[Tree], weights: list[Any], returns: str
+) -> str:
+    """Say which other activation a stage accepts; "" if none is found.
 
-
-def _changes(x: Tree, weights: list[Any]) -> Iterator[Tree]:
-    """Yield activations that differ from ``x`` in the dtype or in one size of one leaf."""
-    leaves, treedef = jax.tree.flatten(x)
-    sizes = sorted({size for w in weights for size in w.shape})
-    dtypes = list(dict.fromkeys([*(w.dtype for w in weights), jnp.dtype("int32")]))
+    That is an earlier activation of another structure; or this one, if a leaf has the dtype of a
+    weight, or one of its dims has the size of a weight's dim.
+    """
+    leaves, treedef = jax.tree.flatten(activations[0])
+    for other in activations[1:]:
+        structure: Any = jax.tree.structure(other)
+        if structure != treedef:
+            with contextlib.suppress(*_REFUSALS):
+                run(other)
+                return f"an activation of structure {structure}, but {returns} {treedef}"
+    sizes = sorted({size for weight in weights for size in weight.shape})
+    dtypes = dict.fromkeys([*(weight.dtype for weight in weights), jnp.dtype("int32")])
+    changes: list[tuple[int, Any]] = []
     for n, leaf in enumerate(leaves):
-        changed = [(leaf.shape, dtype) for dtype in dtypes]
+        changes += [(n, leaf.update(dtype=dtype)) for dtype in dtypes if dtype != leaf.dtype]
         for axis in reversed(range(1, leaf.ndim)):
-            changed += [
-                ((*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]), leaf.dtype) for size in sizes
-            ]
-        for shape, dtype in changed:
-            if (shape, dtype) != (leaf.shape, leaf.dtype):
-                new = leaf.update(shape=shape, dtype=dtype)
-                yield jax.tree.unflatten(treedef, [*leaves[:n], new, *leaves[n + 1 :]])
-
-
-def _difference(taken: Tree, returned: Tree, neighbour: str) -> str:
-    """Say ``float32[2,8] as the array of its activation, but stages[0] returns float32[2,4]``."""
-    structures: list[Any] = [jax.tree.structure(taken), jax.tree.structure(returned)]
-    if structures[0] != structures[1]:
-        return (
-            f"an activation of structure {structures[0]}, but {neighbour} returns {structures[1]}"
-        )
-    pairs = jax.tree_util.tree_leaves_with_path(taken)
-    for (path, a), b in zip(pairs, jax.tree.leaves(returned), strict=True):
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            return (
-                f"{shape_text(a)} as {path_text(path)} of its activation, but {neighbour} returns "
-                f"{shape_text(b)}"
-            )
-    return "another activation"
+            shapes = [(*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]) for size in sizes]
+            changes += [(n, leaf.update(shape=to)) for to in shapes if to != leaf.shape]
+    for n, new in changes[:_MOST_TRIALS]:
+        with contextlib.suppress(*_REFUSALS):
+            run(jax.tree.unflatten(treedef, [*leaves[:n], new, *leaves[n + 1 :]]))
+            path, _ = jax.tree_util.tree_leaves_with_path(activations[0])[n]
+            wanted = f"{shape_text(new)} as {path_text(path)} of its activation"
+            return f"{wanted}, but {returns} {shape_text(leaves[n])}"
+    return ""

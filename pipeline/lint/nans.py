@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,9 +53,9 @@ def run_watched(
     """
     kinds = [k for k, on in NAN_CHECKS.items() if getattr(jax.config, on)]
     with _watching(()):
-        found = run(plan, model, weights, batch, **options)
-        if not _bad(found, kinds):
-            return found
+        results = run(plan, model, weights, batch, **options)
+        if not _bad(results, kinds):
+            return results
         if not takes_loss:
             model = dataclasses.replace(model, loss_fn=None)
         text = _Search(plan, model, weights, batch, kinds).text()
@@ -74,14 +74,13 @@ def _bad(tree: Tree, kinds: list[str]) -> list[bool]:
     ``kinds`` selects NaN, infinity or both.
     """
     tests = [{"NaN": jnp.isnan, "infinity": jnp.isinf}[kind] for kind in kinds]
-    found = [
+    is_bad = [
         is_float(x) and any(bool(jnp.any(test(x))) for test in tests) for x in jax.tree.leaves(tree)
     ]
-    return found if any(found) else []
+    return is_bad if any(is_bad) else []
 
 
-@dataclasses.dataclass(frozen=True)
-class _NamedPart:
+class _NamedPart(NamedTuple):
     """Embedding, a stage, or the head with the loss.
 
     Attributes:
@@ -103,70 +102,66 @@ class _Search:
     ) -> None:
         self._plan, self._model, self._kinds = plan, model, kinds
         self._weights, self._batch = weights, batch
+        self._value = f"{kinds[0]} ({NAN_CHECKS[kinds[0]]})"
 
     def text(self) -> str:
         """Return a message about the first bad value."""
         what, option = self._kinds[0], NAN_CHECKS[self._kinds[0]]
         others = set(self._plan.axes.names) - {DATA, STAGE}
         is_many = self._plan.stage_meshes is not None
-        if others or is_many or self._model.tables.is_used or not _is_here(self._weights):
+        is_here = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(self._weights))
+        if others or is_many or self._model.tables.is_used or not is_here:
             return (
                 f"a step of the pipeline returns {what} ({option}); its stages cannot be run by "
                 f"themselves where weights are shared out over ranks: look for it on one mesh of "
                 f"stage and data, in one process, with vocabulary='ends'"
             )
-        return self._first() or (
+        parts = self._parts()
+        texts = map(functools.partial(self._in_microbatch, parts), range(self._num_microbatches))
+        nothing = (
             f"a step of the pipeline returns {what} ({option}), and the same stages run one after "
             f"another compute none: sums over microbatches overflow, or rounding differs; try a "
             f"wider grad_dtype= or compute_dtype="
         )
-
-    def _first(self) -> str:
-        parts = self._parts()
-        for part in parts:
-            for (path, _), bad in zip(
-                jax.tree_util.tree_leaves_with_path(part.params),
-                _bad(part.params, self._kinds),
-                strict=False,
-            ):
-                if bad:
-                    where = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
-                    return f"{part.name} is given {self._said} in its weights: {where}"
-        for microbatch in range(self._plan.schedule.num_microbatches):
-            if found := self._in_microbatch(parts, microbatch):
-                return found
-        return ""
+        return self._in_weights(parts) or next(filter(None, texts), nothing)
 
     @property
-    def _said(self) -> str:
-        return f"{self._kinds[0]} ({NAN_CHECKS[self._kinds[0]]})"
+    def _num_microbatches(self) -> int:
+        return self._plan.schedule.num_microbatches
+
+    def _in_weights(self, parts: list[_NamedPart]) -> str:
+        for part in parts:
+            paths = jax.tree_util.tree_leaves_with_path(part.params)
+            for (path, _), bad in zip(paths, _bad(part.params, self._kinds), strict=False):
+                if bad:
+                    where = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
+                    return f"{part.name} is given {self._value} in its weights: {where}"
+        return ""
 
     def _in_microbatch(self, parts: list[_NamedPart], microbatch: int) -> str:
-        shards = self._plan.axes.num_rows
-        batch = self._batch.map_rows(
-            lambda x: self._rows(x)[:, microbatch],
+        shards, count = self._plan.axes.num_rows, self._num_microbatches
+        batch = self._batch.map_rows(  # [N, ...] to [D, M, b, ...]
+            lambda x: x.reshape(shards, count, -1, *x.shape[1:])[:, microbatch],
             lambda x: jnp.broadcast_to(x, (shards, *x.shape)),
         )
         x, pullbacks = batch.inputs, []
         if _bad(x, self._kinds):
-            return f"inputs hold {self._said}, in microbatch {microbatch}"
+            return f"inputs hold {self._value}, in microbatch {microbatch}"
         for part in parts:
-            y, pullback = self._run(part, x, batch, microbatch)
-            if _bad(y, self._kinds):
-                again = functools.partial(self._run, part, x, batch, microbatch)
-                op = self._op_by_op(again)
-                return self._message(part, "forward", microbatch, op)
-            x = y
+            run = functools.partial(self._run, part, x, batch, microbatch)
+            x, pullback = run()
+            if _bad(x, self._kinds):
+                return self._message(part, "forward", microbatch, run)
             pullbacks.append((part, pullback))
         if self._model.loss_fn is None:
             return ""
         dy: Leaves = [jnp.ones_like(x[0]), *map(jnp.zeros_like, partition(x[1:])[0])]
         for part, pullback in reversed(pullbacks):
-            found = pullback(dy)
-            if _bad(found, self._kinds):
-                op = self._op_by_op(functools.partial(pullback, dy))
-                return self._message(part, "backward", microbatch, op)
-            dy = found[1]
+            run = functools.partial(pullback, dy)
+            gradients = run()
+            if _bad(gradients, self._kinds):
+                return self._message(part, "backward", microbatch, run)
+            dy = gradients[1]
         return ""
 
     def _run(self, part: _NamedPart, x: Tree, batch: Batch, microbatch: int) -> tuple[Tree, Any]:
@@ -179,52 +174,39 @@ class _Search:
             types[:] = [jax.tree.map(lambda leaf: leaf, y)]
             return partition(y)
 
-        run = jax.vmap(on_shard, in_axes=(None, 0, 0, 0), axis_name=DATA)
-        y, pullback, y_others = jax.vjp(
-            lambda params, floats: run(params, floats, others, batch),
-            part.params,
-            floats,
-            has_aux=True,
-        )
+        on_shards = jax.vmap(on_shard, in_axes=(None, 0, 0, 0), axis_name=DATA)
+        run = lambda params, floats: on_shards(params, floats, others, batch)  # noqa: E731
+        y, pullback, y_others = jax.vjp(run, part.params, floats, has_aux=True)
         return combine(types[0], y, y_others), pullback
 
-    def _op_by_op(self, again: Callable[[], Any]) -> str:
-        """Run again operation by operation, and return JAX's message about the operation."""
+    def _message(
+        self, part: _NamedPart, way: str, microbatch: int, again: Callable[[], Any]
+    ) -> str:
+        """Run a part again operation by operation, and say which operation is bad."""
+        op = "no operation by itself does"
         try:
             with _watching(self._kinds), jax.disable_jit():
                 again()
         except FloatingPointError as error:
-            return str(error).partition(". ")[0].rstrip(".")
-        return "no operation by itself does"
-
-    def _message(self, part: _NamedPart, way: str, microbatch: int, op: str) -> str:
-        rows = len(jax.tree.leaves(self._batch)[0]) // self._plan.axes.num_rows
-        size = rows // self._plan.schedule.num_microbatches
-        shards = " of each data shard" if self._plan.axes.num_rows > 1 else ""
+            op = str(error).partition(". ")[0].rstrip(".")
+        shards = self._plan.axes.num_rows
+        size = len(jax.tree.leaves(self._batch)[0]) // shards // self._num_microbatches
         return (
-            f"{part.name} is the first to compute {self._said}, in its {way} pass of microbatch "
-            f"{microbatch}, rows {microbatch * size} to {(microbatch + 1) * size - 1}{shards}; run "
-            f"op by op: {op}"
+            f"{part.name} is the first to compute {self._value}, in its {way} pass of microbatch "
+            f"{microbatch}, rows {microbatch * size} to {(microbatch + 1) * size - 1}"
+            f"{' of each data shard' if shards > 1 else ''}; run op by op: {op}"
         )
 
-    def _rows(self, x: jax.Array) -> jax.Array:
-        """Reshape [N, ...] to [D, M, b, ...]."""
-        num_microbatches = self._plan.schedule.num_microbatches
-        return x.reshape(self._plan.axes.num_rows, num_microbatches, -1, *x.shape[1:])
-
     def _parts(self) -> list[_NamedPart]:
-        model, weights = self._model, self._weights
-        params, rest = weights.ends, weights.ends_rest
+        model, params, rest = self._model, self._weights.ends, self._weights.ends_rest
+        parts = [self._stage(k, position) for k, position in enumerate(model.stages)]
         embed, head, loss = (
             self._caller(model.ends, rest, method, computes=method is not lost)
             for method in (embedded, headed, lost)
         )
-        parts = [self._stage(k, position) for k, position in enumerate(model.stages)]
         if model.has_embed:
             call = lambda p, x, _, m: embed(p, m, x)  # noqa: E731
             parts.insert(0, _NamedPart("embed", call, params))
-
-        model = self._model
 
         def last(params: Tree, x: Tree, batch: Batch, microbatch: int) -> Tree:
             y = head(params, microbatch, x) if model.has_head else x
@@ -239,13 +221,11 @@ class _Search:
         return [*parts, _NamedPart("head or loss_fn", last, params)]
 
     def _stage(self, k: int, position: StagePosition) -> _NamedPart:
-        weights = self._weights
+        views, weights = position.views, self._weights
         params, rest = (
-            jax.tree.map(lambda x: x[position.rank], tree[position.chunk])
-            for tree in (weights.chunks, weights.chunks_rest)
+            view.part_of(jax.tree.map(lambda x: x[position.rank], tree[position.chunk]))
+            for view, tree in ((views.params, weights.chunks), (views.rest, weights.chunks_rest))
         )
-        params = position.views.params.part_of(params)
-        rest = position.views.rest.part_of(rest)
         run = self._caller(position.definition, rest, on_whole)
         call = lambda p, x, batch, m: run(p, m, x, batch.extras)[0]  # noqa: E731
         return _NamedPart(f"stages[{k}]", call, params)
@@ -256,13 +236,9 @@ class _Search:
         streams, fixed = split_streams(rest)
         dtype, axes = self._model.compute_dtype, self._plan.axes.split
 
-        def run(params: Tree, microbatch: int, *given: Any) -> Tree:
-            own = nnx.merge_state(fold(streams, microbatch, axes), fixed)
-            found = definition.call(method, as_computed(params, dtype), own, *given)
-            return as_computed(found, dtype) if computes else found
+        def run(params: Tree, microbatch: int, *arguments: Any) -> Tree:
+            state = nnx.merge_state(fold(streams, microbatch, axes), fixed)
+            y = definition.call(method, as_computed(params, dtype), state, *arguments)
+            return as_computed(y, dtype) if computes else y
 
         return run
-
-
-def _is_here(tree: Tree) -> bool:
-    return all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree))

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -18,8 +17,6 @@ from pipeline.base.variables import metadata
 from pipeline.base.warn import warn_once
 from pipeline.core.step.calls.declared import Usage
 from pipeline.core.step.calls.ends import ends_paths
-from pipeline.core.step.calls.kind import StageKind
-from pipeline.core.step.calls.rank import Rank
 
 if TYPE_CHECKING:
     from pipeline.core.step.calls.opened import OpenedStep
@@ -43,8 +40,7 @@ def warn_of_losses_of_padding(parts: Mapping[str, Adding], warned: set[Any]) -> 
             warn_once(f"{name} calls add_loss, and {_REMEDY}", warned)
 
 
-@dataclass(frozen=True, eq=False)
-class DeclaredVariable:
+class _DeclaredVariable(NamedTuple):
     """A variable of declared state.
 
     Attributes:
@@ -62,39 +58,29 @@ class DeclaredVariable:
     reads_mask: bool
 
 
-def of_stages(stage: StageKind, usage: Usage) -> list[DeclaredVariable]:
-    """Return the declared state of the stages of one kind."""
-    flat, written = dict(nnx.to_flat_state(stage.other_state)), iter(usage[0])
-    return [
-        DeclaredVariable(
-            stage.part_name,
-            ".".join(map(str, path)),
-            flat[path],
-            _any_of(written, flat[path]),
-            stage.reads_mask,
-        )
-        for path in stage.state_paths
-    ]
+def _declared_variables(step: OpenedStep) -> Iterator[_DeclaredVariable]:
+    """Yield the declared state of the stages of each kind, and of embed, head and loss."""
+    rank = step.rank
+    for _, kind, usage in step.usage:
+        for path, variable, is_written in _with_usage(kind.other_state, kind.state_paths, usage):
+            where = ".".join(map(str, path))
+            yield _DeclaredVariable(kind.part_name, where, variable, is_written, kind.reads_mask)
+    if step.usage_of_ends is not None:
+        of_ends = rank.ends_streams[1], ends_paths(rank), step.usage_of_ends
+        for (end, *path), variable, is_written in _with_usage(*of_ends):
+            reads_mask = str(end) in rank.facts.mask_readers
+            where = ".".join(map(str, path))
+            yield _DeclaredVariable(str(end), where, variable, is_written, reads_mask)
 
 
-def of_ends(rank: Rank, usage: Usage) -> list[DeclaredVariable]:
-    """Return the declared state of embed, head and loss."""
-    flat, written = dict(nnx.to_flat_state(rank.ends_streams[1])), iter(usage[0])
-    return [
-        DeclaredVariable(
-            str(path[0]),
-            ".".join(map(str, path[1:])),
-            flat[path],
-            _any_of(written, flat[path]),
-            str(path[0]) in rank.facts.mask_readers,
-        )
-        for path in ends_paths(rank)
-    ]
-
-
-def _any_of(written: Iterator[bool], variable: Any) -> bool:
-    leaves = [next(written, False) for _ in jax.tree.leaves(variable)]
-    return any(leaves)
+def _with_usage(
+    state: Any, paths: Sequence[Any], usage: Usage
+) -> Iterator[tuple[Sequence[Any], Any, bool]]:
+    """Yield each declared variable with its path, and whether a call writes any of its leaves."""
+    flat, written = dict(nnx.to_flat_state(state)), iter(usage[0])
+    for path in paths:
+        leaves = [next(written, False) for _ in jax.tree.leaves(flat[path])]
+        yield path, flat[path], any(leaves)
 
 
 def warn_of_state(step: OpenedStep) -> None:
@@ -104,28 +90,24 @@ def warn_of_state(step: OpenedStep) -> None:
       step: the step, with the traces of its model.
     """
     plan, rank = step.plan, step.rank
-    variables = [one for _, kind, usage in step.usage for one in of_stages(kind, usage)]
-    if step.usage_of_ends is not None:
-        variables += of_ends(rank, step.usage_of_ends)
     warned, has_padding = plan.compiled.warned, rank.batch_part.sequences is not None
     counting: dict[str, list[str]] = {}  # texts by part
-    for one in variables:
-        kind, is_of_stage = type(one.variable), one.part.startswith("stages")
-        if one.is_written and not one.reads_mask and not issubclass(kind, DataStatistic):
-            counting.setdefault(one.part, []).append(f"{one.path} ({kind.__name__})")
-        function = metadata(one.variable).get("after_step") if step.request.counts else None
+    for declared in _declared_variables(step):
+        kind, is_of_stage = type(declared.variable), declared.part.startswith("stages")
+        if declared.is_written and not declared.reads_mask and not issubclass(kind, DataStatistic):
+            counting.setdefault(declared.part, []).append(f"{declared.path} ({kind.__name__})")
+        function = metadata(declared.variable).get("after_step") if step.request.counts else None
+        changes = f"{declared.path} of {declared.part} changes after a step only"
         if function and not is_of_stage:
             warn_once(
-                f"{one.path} of {one.part} changes after a step only, and after_step= runs on "
-                f"stages only: call {function}(pipe) after each update, or move the layer into a "
-                f"stage",
+                f"{changes}, and after_step= runs on stages only: call {function}(pipe) after each "
+                f"update, or move the layer into a stage",
                 warned,
             )
         elif function and plan.after_step is None:
             warn_once(
-                f"{one.path} of {one.part} changes after a step only, and the pipeline has no "
-                f"after_step=: give it after_step={function}; if your loop calls that itself, "
-                f"give it after_step=lambda stage: None",
+                f"{changes}, and the pipeline has no after_step=: give it after_step={function}; "
+                f"if your loop calls that itself, give it after_step=lambda stage: None",
                 warned,
             )
     for part, texts in counting.items() if has_padding else ():

@@ -18,10 +18,9 @@ from collectives.compat import live
 from collectives.places.sizes import CONTEXT, DATA, EXPERT, TENSOR
 from pipeline.base.axes import Axes, axes_in, spec_over
 from pipeline.base.warn import warn_once
-from pipeline.core.autodiff.jaxpr.primitives import jaxprs_of
 from pipeline.core.step.calls.kind import StageKind
 from pipeline.core.step.calls.rank import Rank
-from pipeline.lint.shards import axes_of
+from pipeline.lint.walk import axes_inside
 
 _SHOWN = 4  # paths in a warning
 _KNOWN = DATA, EXPERT, CONTEXT, TENSOR
@@ -67,7 +66,7 @@ def warn_of_idle_axes(rank: Rank, bodies: Sequence[Any], axes: Axes, warned: set
     layout = rank.model.layout
     parts = *layout.chunks, *layout.chunks_rest, layout.ends, layout.ends_rest
     used = {a for part in parts for of in part for entry in of.stored for a in axes_in(entry)}
-    used |= {axis for body in bodies for axis in _axes_inside(body)}
+    used |= set[str]().union(*map(axes_inside, bodies))
     for axis in axes.shared:
         if axes.size([axis]) == 1 or axis in used:
             continue
@@ -85,14 +84,6 @@ def warn_of_idle_axes(rank: Rank, bodies: Sequence[Any], axes: Axes, warned: set
             warned,
             ("idle", axis),
         )
-
-
-def _axes_inside(jaxpr: Any) -> Iterator[str]:
-    """Yield the mesh axes that equations of a jaxpr and its inner jaxprs name."""
-    for eqn in jaxpr.eqns:
-        yield from axes_of(eqn)
-        for inner in jaxprs_of(eqn):
-            yield from _axes_inside(inner)
 
 
 def _unread_in_stages(rank: Rank, bodies: Sequence[Any]) -> list[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -95,19 +95,14 @@ def pipe_of(make: Callable[..., Any], *, ranks: int = 2, **options: Any) -> Pipe
 
 
 def told(pipe: Pipeline, x: Any = X, targets: Any = X, **given: Any) -> list[str]:
-    """The texts of warnings while a step is traced."""
+    """The texts of warnings while a step is traced, without the numbers of a trial."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         nnx.eval_shape(lambda pipe: pipe.loss(x, targets, **given), pipe)
-    return [str(one.message) for one in caught]
-
-
-def line_of(thing: Any, text: str) -> str:
-    """File and line of a text in this file, after a name."""
-    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
-    start = next(n for n, line in enumerate(lines) if thing in line)
-    number = next(n for n, line in enumerate(lines[start:], start + 1) if text in line)
-    return f"test_split_positions.py:{number}"
+    texts = [str(one.message) for one in caught]
+    place = r"place \d+ of 8 in its result differs by \S+% of the largest entry"
+    values = r"[-.e\d]+ for random numbers together, [-.e\d]+ for their parts"
+    return [re.sub(values, "VALUES", re.sub(place, "WHERE", text)) for text in texts]
 
 
 def running(x: jax.Array) -> jax.Array:
@@ -116,52 +111,49 @@ def running(x: jax.Array) -> jax.Array:
 
 
 MIXING: dict[str, Callable[..., Any]] = {
-    "cumsum joins positions": lambda x: jnp.cumsum(x, axis=1),
-    "reduce_sum joins positions": lambda x: x.mean(axis=1, keepdims=True),
-    "reduce_max joins positions": lambda x: jax.nn.softmax(x, axis=1),
-    "slice joins positions": lambda x: jnp.roll(x, 1, axis=1),
-    "dot_general joins positions": lambda x: (x @ x.swapaxes(1, 2)) @ x,
+    "a running sum": lambda x: jnp.cumsum(x, axis=1),
+    "a mean": lambda x: x.mean(axis=1, keepdims=True),
+    "a softmax": lambda x: jax.nn.softmax(x, axis=1),
+    "a roll": lambda x: jnp.roll(x, 1, axis=1),
+    "a product": lambda x: (x @ x.swapaxes(1, 2)) @ x,
 }
 
 
 @pytest.mark.parametrize("how", MIXING)
 def test_stages_that_mix_the_positions_of_one_rank(how):
-    pipe, line = pipe_of(lambda rngs: Layer(rngs, MIXING[how])), line_of("MIXING:", f'"{how}"')
-    (one,) = told(pipe)
-    assert one == f"stages[0] mixes positions ({how}, {line}), {MIXES}: {REMEDY}"
+    pipe = pipe_of(lambda rngs: Layer(rngs, MIXING[how]))
+    assert told(pipe) == [f"stages[0] mixes positions (WHERE), {MIXES}: {REMEDY}"]
     assert not told(pipe, X[:2], X[:2], num_microbatches=1)
 
 
-def test_a_convolution_a_loop_and_foreign_attention():
-    line = line_of("class Convolution", "self.conv(x)")
-    (one,) = told(pipe_of(Convolution))
-    how = "conv_general_dilated joins positions"
-    assert one == f"stages[0] mixes positions ({how}, {line}), {MIXES}: {REMEDY}"
-    (one,) = told(pipe_of(lambda rngs: Layer(rngs, running)))
-    line = line_of("def running", "scan(")
-    assert one == f"stages[0] mixes positions (scan joins positions, {line}), {MIXES}: {REMEDY}"
-    (one,) = told(pipe_of(Foreign))
-    line = line_of("class Foreign", "self.attend(x)")
-    how = "dot_general joins positions"
-    assert one == f"stages[0] mixes positions ({how}, {line}), {MIXES}: {REMEDY}"
+@pytest.mark.parametrize(
+    "make", [Convolution, lambda rngs: Layer(rngs, running), Foreign], ids=["conv", "loop", "flax"]
+)
+def test_a_convolution_a_loop_and_foreign_attention(make):
+    assert told(pipe_of(make)) == [f"stages[0] mixes positions (WHERE), {MIXES}: {REMEDY}"]
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_convolution_beside_a_layer_that_knows_the_axis(first):
     (one,) = told(pipe_of(functools.partial(After, first=first)))
-    assert one.startswith("stages[0] mixes positions (conv_general_dilated joins positions, ")
+    assert one == f"stages[0] mixes positions (WHERE), {MIXES}: {REMEDY}"
 
 
 def test_embed_and_head():
     add: Any = lambda x: x + jnp.arange(x.shape[1], dtype=x.dtype)[None, :, None]  # noqa: E731
     pool: Any = lambda y: y - y.max(axis=1, keepdims=True)  # noqa: E731
     pipe = pipe_of(functools.partial(Layer, mix=jnp.sin), embed=add, head=pool)
-    how = "add joins positions with numbers that depend on the place"
-    first, second = (line_of("def test_embed", text) for text in ("add: Any", "pool: Any"))
     of_embed, of_head = told(pipe)
-    assert of_embed == f"embed mixes positions ({how}, {first}), {MIXES}: {PLACES}"
-    how = "reduce_max joins positions"
-    assert of_head == f"head mixes positions ({how}, {second}), {MIXES}: {REMEDY}"
+    assert of_embed == f"embed mixes positions (WHERE), {MIXES}: {PLACES}"
+    assert of_head == f"head mixes positions (WHERE), {MIXES}: {REMEDY}"
+
+
+LOSS = (
+    f"loss_fn mixes positions (VALUES), {MIXES}: shift targets before they are split, as "
+    f"pipeline.training.batches.next_tokens does, and return (sum, weight) that are both sums over "
+    f"positions; or add up over all ranks first, jax.lax.psum(x, {AXIS!r}), the sum and its "
+    f"divisor alike"
+)
 
 
 def test_labels_that_are_shifted_after_the_cut():
@@ -170,11 +162,7 @@ def test_labels_that_are_shifted_after_the_cut():
 
     make = functools.partial(Layer, mix=jnp.sin)
     (one,) = told(pipe_of(make, loss_fn=shifted))
-    line = line_of("def shifted", "jnp.square")
-    assert one == (
-        f"loss_fn mixes positions (slice joins positions, {line}), {MIXES}: shift targets before "
-        f"they are split, as pipeline.training.batches.next_tokens does, and return (sum, weight)"
-    )
+    assert one == LOSS
     for loss_fn in (
         lambda y, t: (jnp.square(y - t).sum(), jnp.ones(t.shape).sum()),
         lambda y, t: jnp.square(y - t).sum(axis=1).mean() / y.shape[1],
@@ -203,23 +191,19 @@ def whole(x: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("function", "primitive"),
+    "function",
     [
-        (lambda v, n: v / n, "div"),  # a mean of every sequence
-        (lambda v, _: jax.nn.log_sigmoid(-v / 8), "ne"),  # DPO
-        (lambda v, _: jnp.square(v), "square"),
-        (lambda v, n: jnp.where(n > 0, v, 0) / jnp.maximum(n, 1), "gt"),
+        lambda v, n: v / n,  # a mean of every sequence
+        lambda v, _: jax.nn.log_sigmoid(-v / 8),  # DPO
+        lambda v, _: jnp.square(v),
+        lambda v, n: jnp.where(n > 0, v, 0) / jnp.maximum(n, 1),
     ],
 )
-def test_a_loss_that_is_no_sum_over_positions_is_warned_of(function, primitive):
+def test_a_loss_that_is_no_sum_over_positions_is_warned_of(function):
     """Each rank has a part of a sequence's sum; the loss needs all of it (issue 52)."""
     pipe = pipe_of(functools.partial(Layer, mix=jnp.sin), loss_fn=of_sequences(function))
-    (text,) = told(pipe, X, (TARGETS, COUNTS))
-    assert text.startswith(f"loss_fn mixes positions ({primitive} takes a sum over positions, ")
-    assert text.endswith(
-        f"{MIXES}: add up over all ranks first, jax.lax.psum(x, {AXIS!r}), the sum and its divisor "
-        f"alike, or return (sum, weight) that are both sums over positions"
-    )
+    texts = told(pipe, X, (TARGETS, COUNTS))
+    assert [text for text in texts if "over rows" not in text] == [LOSS]
 
 
 @pytest.mark.few
@@ -264,12 +248,12 @@ def test_a_loss_whose_size_grows_with_positions_is_warned_of(loss_fn):
 
 
 def test_what_is_not_known():
-    lookup = lambda x: jnp.take_along_axis(x, jnp.zeros(x.shape, int), axis=-1)  # noqa: E731
-    (one,) = told(pipe_of(functools.partial(Layer, mix=lookup)))
+    called = lambda x: jax.pure_callback(jnp.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)  # noqa: E731
+    (one,) = told(pipe_of(functools.partial(Layer, mix=called)))
     assert one == (
-        f"whether stages[0] mixes positions cannot be told (it uses the primitive 'gather', "
-        f"{line_of('def test_what_is', 'lookup')}), and {SPLIT}, each of which has a part: if it "
-        f"does, {REMEDY}"
+        f"whether stages[0] mixes positions cannot be told (it has the primitive 'pure_callback'), "
+        f"and {SPLIT}, each of which has a part: if it does, {REMEDY}; if it does not, let it say "
+        f"so, mixes_positions = False"
     )
 
 
@@ -327,7 +311,9 @@ DECLARED: dict[str, Callable[..., Any]] = {
             ..., :4
         ]
     ),
-    "patches": lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 4, 1), (1, 4, 1), "VALID"),
+    "patches": lambda x: jnp.repeat(
+        jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 4, 1), (1, 4, 1), "VALID"), 4, axis=1
+    ),
 }
 
 

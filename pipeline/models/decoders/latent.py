@@ -26,7 +26,6 @@ from flax import nnx
 from collectives import vary
 from collectives.places.sizes import TENSOR
 from collectives.tensor import column_input, group_rank
-from pipeline.base.agreed.positions import reads_all_ranks
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.models.decoders.attention import check_not_remembered
 from pipeline.models.decoders.config import DecoderConfig
@@ -164,8 +163,7 @@ class LatentAttention(nnx.Module):
         check_segments(segments, q)
         check_context(self.context)
         own = {"latents": both} | ({} if segments is None else {"segments": segments})
-        with reads_all_ranks(when=self.context.size > 1):
-            y, own = self._read(q, own, segments, earlier, part, first)
+        y, own = self._read(q, own, segments, earlier, part, first)
         return self.out(y.reshape(b, t, -1)), own
 
     def _read(

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from collectives import vary
 from collectives.tensor import group_rank, group_size
-from pipeline.base.agreed.positions import reads_all_ranks
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, FixedSlice, SequenceSlice
 from pipeline.base.arguments import check_names
 from pipeline.models.layers import kernels
@@ -95,11 +94,10 @@ def attend(
     run = _function_for(str(rule.implementation), way, _kind_of(part))
     own = {"keys": k, "values": v} | ({} if segments is None else {"segments": segments})
     call = _Call(rule, q, own, segments, sinks, part, None if is_whole else earlier)
-    with reads_all_ranks(when=rule.context.size > 1):
-        call = _PREPARED[way](call)
-        y = run(call)
-        if way == "ulysses":
-            y = back_to_positions(y, rule.context)
+    call = _PREPARED[way](call)
+    y = run(call)
+    if way == "ulysses":
+        y = back_to_positions(y, rule.context)
     return y, () if is_whole else call.own
 
 

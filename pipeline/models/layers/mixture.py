@@ -18,7 +18,6 @@ from collectives.compat import platform
 from collectives.places.sizes import CONTEXT
 from collectives.tensor import group_size, is_manual
 from pipeline.base.added import add_loss
-from pipeline.base.agreed.positions import reads_all_ranks
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.base.arguments import ConstructorSignature, is_whole, takes
 from pipeline.base.rows import BatchPart, batch_part, excluding_padding
@@ -173,7 +172,7 @@ class MixtureOfExperts(nnx.Module):
     def _run(self, x: jax.Array, part: BatchPart, earlier: Any) -> tuple[jax.Array, Any]:
         self._check(x)
         # Tokens are routed independently, so each rank may have a part of the positions.
-        with reads_all_ranks(), excluding_padding():
+        with excluding_padding():
             tokens, carry = x.reshape(-1, x.shape[-1]), ()
             adds = bool(self.balance_weight or self.z_weight or self.is_counting)
             reads_mask = self.dispatch == "capacity" or (adds and not self.deterministic)
