@@ -9,6 +9,7 @@ alone; any other part is tried on numbers (`pipeline.lint.trial`), once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -95,15 +96,21 @@ class ModelPart:
         return y, back(y)
 
     def trial(
-        self, rank: Rank, cut: Cut, x_dims: Sequence[int | None], dims: Sequence[int | None]
+        self,
+        rank: Rank,
+        cut: Cut,
+        x_dims: Sequence[int | None],
+        dims: Sequence[int | None],
+        most: int | None = None,
     ) -> Trial:
-        """Trace the part on a cut batch.
+        """Trace the part on a cut batch: on all rows, or on one row if they are too many.
 
         Args:
           rank: the rank.
           cut: the cut.
           x_dims: the dim of each leaf of ``x`` that is cut, or None.
           dims: the dim of each leaf of the batch.
+          most: the number of positions that suffice, in dim 1; None for all positions.
         """
         slices = [rank.slices] * len(cut.shares)
         if cut.shares == rank.slices.lengths:
@@ -122,7 +129,27 @@ class ModelPart:
 
         types = self.x, unit_of(rank)
         calls = list(map(on, slices[:1] if cut.axis else slices))
-        return Trial(calls, on(Slices()), types, [*x_dims, *dims], cut)
+        arguments = calls, on(Slices())
+        # Losses may bound their weights from below, so one row is a trial of a large part only.
+        for rows, positions in ((None, None), (1, None)):
+            with contextlib.suppress(TrialError):
+                return Trial(*arguments, _cropped(types, rows, positions), [*x_dims, *dims], cut)
+        return Trial(*arguments, _cropped(types, 1, most), [*x_dims, *dims], cut)
+
+
+def _cropped(types: Tree, rows: int | None, positions: int | None) -> Tree:
+    """Return the types of fewer rows, and of fewer positions, of arrays [b, t, ...]."""
+    shapes = [x.shape for x in jax.tree.leaves(types[1])]
+    first = next((shape for shape in shapes if len(shape) > 1), shapes[0])
+
+    def crop(x: Any) -> Any:
+        shape = list(x.shape)
+        for dim, size in enumerate((rows, positions)):
+            if size is not None and dim < min(len(shape), len(first)) and shape[dim] == first[dim]:
+                shape[dim] = min(size, shape[dim])
+        return x.update(shape=tuple(shape))
+
+    return jax.tree.map(crop, types)
 
 
 def unit_of(rank: Rank) -> Any:

@@ -30,7 +30,7 @@ from pipeline.core.autodiff.jaxpr.evaluate import follow
 from pipeline.core.autodiff.jaxpr.primitives import bodies, body_of, traits
 from pipeline.lint.walk import axes_inside
 
-_MOST = 2**28  # numbers in a trial
+_MOST, _MOST_ARGUMENTS = 2**28, 2**24  # numbers of weights, and of arguments and results
 _MOST_WORK = {"cpu": 2**37}  # products of numbers, by platform
 _MOST_WORK_ELSEWHERE = 2**45
 _PERIOD = 65537  # arrays repeat so many random numbers
@@ -142,7 +142,7 @@ class Trial:
         named = set[str]().union(*(axes_inside(closed.jaxpr) for closed in every))
         self._names_axis, others = cut.axis in named, named - {cut.axis}
         sizes = {axis: jax.lax.axis_size(axis) for axis in mesh.manual_axes if axis in others}
-        self._check_work()
+        self._check_work(every[0].out_avals)
         # No method of the trial, which would keep the compiled function in a cycle.
         run = functools.partial(_run_both, (every, dims, cut, sizes))
         self._run = jax.jit(run, static_argnums=2)
@@ -155,8 +155,9 @@ class Trial:
           zigzag: whether ranks of the cut's axis have positions in zig-zag order.
         """
         random = np.random.default_rng(0)
-        table = random.uniform(0.5, 1.5, _PERIOD) if positive else random.normal(size=_PERIOD)
-        draws = _Draws(table)
+        table = random.normal(size=_PERIOD)
+        table = 0.5 + np.exp(table) if positive else table
+        draws = _Draws(table.astype(np.float32))
         is_64_bits = jax.config.jax_enable_x64  # type: ignore[attr-defined]
 
         def call() -> Any:
@@ -187,8 +188,13 @@ class Trial:
                 return ""
         return text
 
-    def _check_work(self) -> None:
-        numbers = sum(math.prod(x.shape) for x in self._consts.values())
+    def _check_work(self, results: Leaves) -> None:
+        numbers, others = (
+            sum(math.prod(x.shape) for x in of)
+            for of in (self._consts.values(), [*self._types, *results])
+        )
+        if others > _MOST_ARGUMENTS:
+            raise TrialError(f"{others} numbers in arguments and results are too many for a trial")
         tokens = max((math.prod(x.shape[:2]) for x in self._types), default=1)
         platform = jax.local_devices()[0].platform
         most = _MOST_WORK.get(platform, _MOST_WORK_ELSEWHERE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import jax
@@ -14,6 +15,7 @@ from flax import nnx
 import pipeline
 from collectives import make_mesh
 from pipeline import Pipeline
+from pipeline.lint import trial
 from pipeline.training.batches import masked, padded
 from tests.support import models
 from tests.support.close import assert_close
@@ -183,3 +185,34 @@ def test_a_check_tries_the_loss_on_random_numbers(loss_fn):
     assert " for random numbers together, " in text
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (X, (T, MASK)))
     assert make(loss_fn).check(*types) == [text]
+
+
+@pytest.mark.parametrize("name", ["masked", "mean"])
+def test_a_loss_of_many_words_is_tried_on_one_row_of_few_positions(name, monkeypatch):
+    """A first step must not draw as many logits as a batch has."""
+    words, shapes = 512, []
+    draw = trial._Draws.argument
+
+    def argument(self, leaf, dim):
+        shapes.append(leaf.shape)
+        return draw(self, leaf, dim)
+
+    def loss_fn(logits, tokens):
+        losses, mask = label_loss(logits, tokens), tokens > 0
+        return (losses * mask).sum() / mask.sum() if name == "masked" else losses.mean()
+
+    monkeypatch.setattr(trial._Draws, "argument", argument)
+    monkeypatch.setattr(trial, "_MOST_ARGUMENTS", 2**16)
+    ends = {"embed": nnx.Embed(words, 8, rngs=nnx.Rngs(0))}
+    ends["head"] = nnx.Linear(8, words, rngs=nnx.Rngs(1))
+    stages = [nnx.Linear(8, 8, rngs=nnx.Rngs(k)) for k in range(2)]
+    pipe = Pipeline(stages, 2, loss_fn=loss_fn, mesh=make_mesh(stage=2), **ends)
+    tokens = jnp.zeros((8, 64), jnp.int32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe.lower(tokens, tokens)
+    assert [str(w.message)[:29] for w in caught] == (
+        ["loss_fn is no mean over rows "] if name == "masked" else []
+    )
+    assert (2, 16, words) in shapes
+    assert max(map(math.prod, shapes)) == 2 * 16 * words

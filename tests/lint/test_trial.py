@@ -145,7 +145,7 @@ def test_a_trial_does_not_see_what_random_numbers_do_not_reach():
 
 def test_parts_that_are_too_large_are_not_tried(monkeypatch):
     monkeypatch.setattr("pipeline.lint.trial._MOST", 10)
-    with pytest.warns(UserWarning, match=r"told \(42 weights on 16 positions are too many"):
+    with pytest.warns(UserWarning, match=r"told \(42 weights on 8 positions are too many"):
         trace(pipe_of(ALONE["tanh"], jnp.float32))
 
 
