@@ -11,7 +11,6 @@ from pipeline.base.imports import exports
 if TYPE_CHECKING:
     from pipeline.models.weights.inspect import inspect
     from pipeline.models.weights.load import load, parts, read_into
-    from pipeline.models.weights.native import export_stages, import_stages
     from pipeline.models.weights.save import Layer, named_layers, save
     from pipeline.models.weights.stream import stream, to_plain
     from pipeline.models.weights.tables.families import FAMILIES
@@ -24,8 +23,6 @@ __all__ = [
     "Family",
     "Layer",
     "Row",
-    "export_stages",
-    "import_stages",
     "inspect",
     "load",
     "named_layers",
@@ -45,7 +42,6 @@ __getattr__, __dir__ = exports(
     {
         "pipeline.models.weights.inspect": "inspect",
         "pipeline.models.weights.load": "load parts read_into",
-        "pipeline.models.weights.native": "export_stages import_stages",
         "pipeline.models.weights.save": "Layer named_layers save",
         "pipeline.models.weights.stream": "stream to_plain",
         "pipeline.models.weights.tables.families": "FAMILIES",

@@ -40,6 +40,8 @@ from pipeline.models.decoders.multi_token import (
 from pipeline.models.decoders.norms import make_norm
 from pipeline.models.layers.attending.order import WHOLE, Context
 from pipeline.models.layers.vocabulary import VocabularyEmbedding, VocabularyHead
+from pipeline.splitting.layouts import Layout, parse_layout
+from pipeline.splitting.layouts import place_modules as modules_of_layout
 
 Mode = Literal["ends", "stage"]
 SPREAD = 0.02  # standard deviation of initial tables
@@ -521,3 +523,23 @@ def split_layers(layers: int, num_stages: int) -> list[int]:
     fewer, more = divmod(layers, num_stages)
     first = (num_stages - more) // 2  # number of stages before those with one block more
     return [fewer + (first <= k < first + more) for k in range(num_stages)]
+
+
+def cut_layers(
+    config: DecoderConfig, num_stages: int | None, layout: Layout | None
+) -> tuple[list[int], list[int]]:
+    """Return [K] the number of layers of each stage, and of modules for multi-token prediction.
+
+    Args:
+      config: the decoder's configuration.
+      num_stages: K, by default 1.
+      layout: the layers of each stage, in place of ``num_stages``.
+
+    Raises:
+      ValueError: the layout is of another model.
+    """
+    if layout is not None:
+        counts = parse_layout(layout, config.layers, config.mtp_layers)
+        return counts, modules_of_layout(layout)
+    counts = split_layers(config.layers, 1 if num_stages is None else num_stages)
+    return counts, place_modules(config, counts, None)

@@ -63,6 +63,11 @@ def _sharded(folder: Path) -> dict[str, Tensor]:
     by_file: dict[str, list[str]] = {}
     for name, file in files.items():
         by_file.setdefault(file, []).append(name)
+    if any(file.startswith("stage-") for file in by_file):
+        raise ValueError(
+            f"{folder} is a folder of stages, which release 0.3 wrote: convert it there by "
+            f"`python -m pipeline weights export`, or give the checkpoint that it was made from"
+        )
     found: dict[str, Tensor] = {}
     missing: dict[str, list[str]] = {}
     for file, mine in by_file.items():

@@ -24,7 +24,7 @@ from pipeline.core.placement.distribute import distribute
 from pipeline.layers_view.layout import Mark
 from pipeline.layers_view.view import LayerView, LeafPlace, layer_view
 from pipeline.models.decoders.config import DecoderConfig, as_float, with_options
-from pipeline.models.decoders.decoder import build, next_token_loss
+from pipeline.models.decoders.decoder import build, cut_layers, next_token_loss
 from pipeline.models.decoders.multi_token import MultiTokenLoss
 from pipeline.models.layers.attending.order import WHOLE, Context
 from pipeline.models.weights.biases import Constant, constants, state_view, with_biases
@@ -37,7 +37,6 @@ from pipeline.models.weights.names import (
     entries_of,
     with_tied_head,
 )
-from pipeline.models.weights.native import NATIVE, cut_layers, is_native, native_entries
 from pipeline.models.weights.safetensors import DTYPES
 from pipeline.models.weights.tables.families import family_of
 from pipeline.models.weights.tables.family import Config, Family
@@ -287,11 +286,7 @@ def _read(pipe: Pipeline, checkpoint: Checkpoint, family: Family) -> None:
     entries = with_tied_head(found, checkpoint, family, prefix)
     check_shapes(entries)
     spare = spare_names(entries, checkpoint, family)
-    if is_native(checkpoint):
-        entries = native_entries(entries)
-        check_tensors(entries, checkpoint, NATIVE, spare)
-    else:
-        check_tensors(entries, checkpoint, family, spare)
+    check_tensors(entries, checkpoint, family, spare)
     plans: dict[Any, Any] = {entry.place: entry.plan for entry in entries}
     _Reading(pipe, view, checkpoint, plans).run()
     if state is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.models.decoders.config import DecoderConfig
 from pipeline.models.weights.checkpoint import Checkpoint
-from pipeline.models.weights.names import EMBED, TABLE, Entry, has_layer, layer_prefixes
+from pipeline.models.weights.names import EMBED, TABLE, Entry, has_layer, layer_prefix
 from pipeline.models.weights.tables.family import Family
 
 Copies = dict[int | str, list[tuple[str, Entry]]]  # by layer: names, each with its table
@@ -26,13 +26,12 @@ def fit_modules(
 
     Args:
       config: the decoder's configuration from config.json.
-      checkpoint: the checkpoint, in the Hugging Face layout or under our own names.
+      checkpoint: the checkpoint.
       family: the checkpoint's family.
       mtp: the number of modules; None for the number in config.json if the files have them, else 0.
 
     Raises:
-      ValueError: the number is neither 0 nor all, or the files have only some modules; or it is 0
-        for a folder of stages that has modules.
+      ValueError: the number is neither 0 nor all, or the files have only some modules.
     """
     if mtp not in (None, 0, config.mtp_layers) or isinstance(mtp, bool):
         raise ValueError(
@@ -41,11 +40,6 @@ def fit_modules(
         )
     numbers = _numbers(config, checkpoint)
     held = sum(has_layer(checkpoint, family, n) for n in numbers)
-    if mtp == 0 and held and any(name.startswith(f"{EMBED}.") for name in checkpoint.tensors):
-        raise ValueError(
-            f"mtp=0 for {checkpoint.folder}, a folder of stages: its first module for multi-token "
-            f"prediction holds the final norm of the model; export it first, or leave mtp= out"
-        )
     if mtp == 0 or (mtp is None and not held):  # transformers saves no modules
         return replace(config, mtp_layers=0)
     if held < config.mtp_layers:
@@ -132,7 +126,7 @@ def _left_out(checkpoint: Checkpoint, family: Family) -> set[str]:
         return set()
     config = family.config(checkpoint.config)
     numbers = _numbers(config, checkpoint)
-    starts = tuple(start for n in numbers for start in layer_prefixes(checkpoint, family, n))
+    starts = tuple(layer_prefix(checkpoint, family, n) for n in numbers)
     return {name for name in checkpoint.tensors if name.startswith(starts)}
 
 

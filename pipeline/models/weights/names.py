@@ -119,7 +119,7 @@ def check_layers(checkpoint: Checkpoint, family: Family, layers: int) -> None:
     """Check that a checkpoint has its last layer, before a model with all its layers is made.
 
     Args:
-      checkpoint: the checkpoint, in the Hugging Face layout or under our own names.
+      checkpoint: the checkpoint.
       family: the checkpoint's family.
       layers: the number of layers in config.json.
 
@@ -136,14 +136,13 @@ def check_layers(checkpoint: Checkpoint, family: Family, layers: int) -> None:
 
 def has_layer(checkpoint: Checkpoint, family: Family, n: int) -> bool:
     """Tell whether the files have any tensor of a layer."""
-    starts = layer_prefixes(checkpoint, family, n)
-    return any(name.startswith(starts) for name in checkpoint.tensors)
+    prefix = layer_prefix(checkpoint, family, n)
+    return any(name.startswith(prefix) for name in checkpoint.tensors)
 
 
-def layer_prefixes(checkpoint: Checkpoint, family: Family, n: int) -> tuple[str, ...]:
-    """Find the prefixes of a layer's tensor names: the family's prefixes, and our own prefix."""
-    prefix = family.prefix_of(list(checkpoint.tensors))
-    return family.tensor_name(prefix, n, ""), f"layers.{n}."
+def layer_prefix(checkpoint: Checkpoint, family: Family, n: int) -> str:
+    """Return the prefix of a layer's tensor names."""
+    return family.tensor_name(family.prefix_of(list(checkpoint.tensors)), n, "")
 
 
 def with_tied_head(
