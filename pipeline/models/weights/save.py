@@ -19,14 +19,7 @@ from pipeline.core.placement import meshes
 from pipeline.layers_view.view import layer_view
 from pipeline.models.layers.experts.state import ExpertState
 from pipeline.models.weights.biases import state_view, with_biases
-from pipeline.models.weights.checkpoint import CONFIG
-from pipeline.models.weights.files import (
-    SHARD_BYTES,
-    dtype_key,
-    grouped,
-    write_files,
-    written,
-)
+from pipeline.models.weights.checkpoint import CONFIG, SHARD_BYTES, write_tensors, written
 from pipeline.models.weights.load import LoadedFrom, choose_family
 from pipeline.models.weights.modules import copies_of, each_tensor
 from pipeline.models.weights.names import Entry, check_shapes, entries_of
@@ -108,15 +101,14 @@ def save(
     layers = _layers(source, family, content)
     try:
         with written(folder) as partial:
-            dtype = source.dtype(entries[0])
-            text = json.dumps({**content, **dtype_key(content, dtype)}, indent=2)
+            key = "dtype" if "dtype" in content else "torch_dtype"
+            text = json.dumps({**content, key: str(source.dtype(entries[0]))}, indent=2)
             (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
             copies = copies_of(entries, family, family.prefixes[0])
             every = each_tensor(entries, copies, lambda entry: _types(entry, source))
-            files = grouped({name: kind for _, name, kind in every}, shard_bytes)
-            write_files(
-                partial, files, (item for layer in layers for item in layer.tensors.items())
-            )
+            types = {name: kind for _, name, kind in every}
+            tensors = (item for layer in layers for item in layer.tensors.items())
+            write_tensors(partial, types, tensors, shard_bytes)
     except (OSError, ValueError) as error:
         problem = error
         for _ in layers if jax.process_count() > 1 else ():

@@ -240,7 +240,7 @@ OK = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
         ({"a": OK | {"shape": [-2, -2]}}, "lists of integers >= 0"),
         ({"a": OK | {"shape": [4.9]}}, "lists of integers >= 0"),
         ({"a": OK | {"shape": [True, 4]}}, "lists of integers >= 0"),
-        ({"a": OK | {"data_offsets": [0, 16, 16]}}, "expected where it begins and where it ends"),
+        ({"a": OK | {"data_offsets": [0, 16, 16]}}, "of where it begins and where it ends"),
         ({"a": OK | {"data_offsets": [-16, 0]}}, "lists of integers >= 0"),
         ({"a": OK, "b": OK}, "is mislabelled: a and b overlap, from byte"),
         (
@@ -248,6 +248,7 @@ OK = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
             "is mislabelled: a and b overlap, from byte",
         ),
         ({"a": [OK]}, "expected dtype, a text"),
+        ({"a": OK | {"shape": None}}, "expected dtype, a text"),
         ({"a": OK | {"shape": [2**70]}}, "is mislabelled: a is F32"),
     ],
 )
