@@ -12,6 +12,8 @@ from pipeline.base.imports import exports
 if TYPE_CHECKING:
     from pipeline.models.decoders.block import Block as Block
     from pipeline.models.decoders.config import DecoderConfig as DecoderConfig
+    from pipeline.models.decoders.config import ExpertsConfig as ExpertsConfig
+    from pipeline.models.decoders.config import LatentConfig as LatentConfig
     from pipeline.models.decoders.config import Rope as Rope
     from pipeline.models.decoders.decoder import Embedding as Embedding
     from pipeline.models.decoders.decoder import Head as Head
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from pipeline.models.decoders.decoder import build as build
     from pipeline.models.decoders.decoder import next_token_loss as next_token_loss
     from pipeline.models.decoders.decoder import split_layers as split_layers
-    from pipeline.models.decoders.experts import ExpertsConfig as ExpertsConfig
-    from pipeline.models.decoders.experts import LatentConfig as LatentConfig
     from pipeline.models.decoders.multi_token import MultiTokenBlock as MultiTokenBlock
     from pipeline.models.decoders.multi_token import MultiTokenLoss as MultiTokenLoss
 

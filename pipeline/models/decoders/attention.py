@@ -1,14 +1,13 @@
 """Causal attention of decoders, with normed queries and keys, windows, soft caps and biases.
 
 Letters are those of `pipeline.models.layers.attention`: b = sequences, t = positions, d = width, c
-= width
-of a head, k = heads of keys and values.
+= width of a head, k = heads of keys and values.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,36 +27,123 @@ from pipeline.models.layers.rotary import rotary, rotate
 from pipeline.models.layers.weights import check_cut, make_weight
 
 
-class DecoderAttention(nnx.Module):
-    """Causal attention, `[b, t, d] -> [b, t, d]`: each position reads itself and earlier ones.
+class Types(NamedTuple):
+    """The types of a decoder's arrays, and the split of its sequences.
+
+    Attributes:
+      dtype: the dtype of the parameters.
+      activations: the dtype of activations and caches; None for the dtype of the parameters.
+      context: the split of sequences over the ranks of an axis.
+    """
+
+    dtype: Any
+    activations: Any = None
+    context: Context = WHOLE
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of a call of attention, beside its input.
+
+    Attributes:
+      positions: `[b, t]` of queries and keys; None for the places in the sequence.
+      segments: `[b, t]` the document of each position; None if a row is one document.
+      earlier: arrays of earlier slices; None without earlier slices.
+      part: the place of the slice.
+      first: the number of cached positions; None without caches.
+    """
+
+    positions: jax.Array | None
+    segments: jax.Array | None
+    earlier: Any = None
+    part: SequenceSlice = WHOLE_SEQUENCE
+    first: Any = None
+
+
+class CachedAttention(nnx.Module):
+    """Causal attention, `[b, t, d] -> [b, t, d]`, with caches after `start_decoding`.
+
+    Args:
+      config: the configuration of the decoder.
+      layer: the number of this layer.
+      types: the dtypes of parameters and caches, and the split of sequences.
+    """
+
+    prefills = True
+
+    def __init__(self, config: DecoderConfig, layer: int, types: Types) -> None:
+        self.context, self.rope = types.context, config.rope_of(layer)
+        self.kept_dtype = jnp.dtype(types.dtype if types.activations is None else types.activations)
+
+    def __call__(
+        self, x: jax.Array, positions: jax.Array | None = None, segments: jax.Array | None = None
+    ) -> jax.Array:
+        """Attend; after `start_decoding` also to cached positions.
+
+        Args:
+          x: `[b, t, d]`; with caches, the positions after the cached positions.
+          positions: `[b, t]`, by default 0..t-1, or the positions after the cached ones. They
+            rotate queries and keys; the causal mask depends on the place in the sequence.
+          segments: `[b, t]` integers, the document of each position (`layers.Attention`).
+
+        Raises:
+          ValueError: segments with caches, where a row is one document.
+        """
+        first = self.seen[...] if hasattr(self, "seen") else None
+        if first is not None and segments is not None:
+            raise ValueError(
+                "segments= was given to attention that decodes with caches: a row that is "
+                "generated is one document; leave segments= out, or score packed rows by "
+                "pipe.logprobs"
+            )
+        return self._attend(x, AttentionCall(positions, segments, first=first))[0]
+
+    def call_slice(
+        self,
+        x: jax.Array,
+        earlier: Any,
+        part: SequenceSlice,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Attend from one slice of a sequence, as `pipeline.layers.Attention.call_slice`."""
+        return self._attend(x, AttentionCall(positions, segments, earlier, part))
+
+    def _attend(self, x: jax.Array, call: AttentionCall) -> tuple[jax.Array, Any]:
+        """Return the output, and the arrays that later slices read."""
+        raise NotImplementedError
+
+    def _make_caches(self, *shapes: tuple[int, ...]) -> list[nnx.Cache[Any]]:
+        self.seen = nnx.Cache(jnp.zeros((), jnp.int32))
+        return [nnx.Cache(jnp.zeros(shape, self.kept_dtype)) for shape in shapes]
+
+    def _append(self, first: jax.Array, *pairs: tuple[nnx.Cache[Any], jax.Array]) -> None:
+        """Write `[b, t, ...]` arrays to caches, after the cached positions."""
+        for cache, new in pairs:
+            kept = new.astype(self.kept_dtype)
+            cache[...] = jax.lax.dynamic_update_slice_in_dim(cache[...], kept, first, 1)
+        self.seen[...] = first + pairs[0][1].shape[1]
+
+    def _places(self, call: AttentionCall, t: int) -> jax.Array:
+        """Return `[1, t]` positions of one document, after the cached positions."""
+        places = self.context.places_in(call.part, t)[None]
+        return places if call.first is None else places + call.first
+
+
+class DecoderAttention(CachedAttention):
+    """Attention of grouped heads, with normed queries and keys, windows, soft caps and biases.
 
     Args:
       config: the configuration of the decoder.
       layer: the number of this layer.
       rngs: has a stream ``params``.
-      dtype: the dtype of the parameters; activations: the dtype of cached keys and values, by
-        default that of the parameters.
-      context: the split of sequences over the ranks of an axis.
+      types: the dtypes of parameters and caches, and the split of sequences.
     """
 
-    prefills = True
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        layer: int,
-        rngs: nnx.Rngs,
-        *,
-        dtype: Any,
-        activations: Any = None,
-        context: Context = WHOLE,
-    ) -> None:
-        self.context = context
+    def __init__(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs, types: Types) -> None:
+        super().__init__(config, layer, types)
         c, heads, self.kv_heads = config.head_dim, config.heads, config.kv_heads
-        self.kept_dtype = jnp.dtype(dtype if activations is None else activations)
-        self.qkv = FusedQKV(
-            config.width, heads, config.kv_heads, c, rngs, bias=config.qkv_bias, dtype=dtype
-        )
+        dtype, sizes = types.dtype, (config.width, heads, config.kv_heads, c)
+        self.qkv = FusedQKV(*sizes, rngs, bias=config.qkv_bias, dtype=dtype)
         pieces = "num_kv_heads", config.kv_heads, None
         more: dict[str, Any] = {"bias": config.out_bias, "dtype": dtype, "pieces": pieces}
         self.out = RowLinear(heads * c, config.width, rngs, **more)
@@ -77,95 +163,37 @@ class DecoderAttention(nnx.Module):
             )
         zeros = jax.nn.initializers.zeros
         self.sinks = _per_head(config, rngs, heads, zeros, dtype) if config.sinks else None
-        self.rope, kind = config.rope_of(layer), (config.window(layer), config.attention_softcap)
-        self.rule = Rule(*kind, config.attention_scale, context=context)
+        kind = config.window(layer), config.attention_softcap, config.attention_scale
+        self.rule = Rule(*kind, context=types.context)
 
     def start_decoding(self, rows: int, length: int) -> None:
         """Allocate caches of keys and values for a number of sequences and positions."""
         # Within a stage, a rank of the axis keeps the keys and values of its own heads.
         heads = self.kv_heads // group_size(self.qkv.linear.axis)
         shape = rows, length, heads, self.qkv.head_dim
-        self.keys = nnx.Cache(jnp.zeros(shape, self.kept_dtype))
-        self.values = nnx.Cache(jnp.zeros(shape, self.kept_dtype))
-        self.seen = nnx.Cache(jnp.zeros((), jnp.int32))
+        self.keys, self.values = self._make_caches(shape, shape)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        positions: jax.Array | None = None,
-        segments: jax.Array | None = None,
-    ) -> jax.Array:
-        """Attend; after `start_decoding` also to cached keys and values.
-
-        Args:
-          x: `[b, t, d]`; with caches, the positions after the cached positions.
-          positions: `[b, t]`, by default 0..t-1, or the positions after the cached ones. They
-            rotate queries and keys; the causal mask depends on the place in the sequence.
-          segments: `[b, t]` integers, the document of each position (`layers.Attention`).
-
-        Raises:
-          ValueError: segments with caches, where a row is one document.
-        """
-        if not hasattr(self, "seen"):
-            return self.call_slice(x, None, WHOLE_SEQUENCE, positions, segments)[0]
-        first = self.seen[...]
-        check_not_remembered(first, segments)
-        y = self._remember(*self._turned(x, positions, first), first)
-        return self.out(y.reshape(*y.shape[:2], -1))
-
-    def call_slice(
-        self,
-        x: jax.Array,
-        earlier: Any,
-        part: SequenceSlice,
-        positions: jax.Array | None = None,
-        segments: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
-        """Attend from one slice of a sequence, as `pipeline.layers.Attention.call_slice`."""
+    def _attend(self, x: jax.Array, call: AttentionCall) -> tuple[jax.Array, Any]:
+        positions, segments, earlier, part, first = call
         if positions is None and self.rope is not None:
-            positions = self.context.places_in(part, x.shape[1])[None]
-        q, k, v = self._turned(x, positions, 0)
-        sinks = self._own_sinks()
-        y, own = attend(self.rule, q, k, v, earlier, part, segments=segments, sinks=sinks)
-        return self.out(y.reshape(*y.shape[:2], -1)), own
-
-    def _turned(
-        self, x: jax.Array, positions: jax.Array | None, first: Any
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries, keys and values; by default positions begin at ``first``."""
+            positions = self._places(call, x.shape[1])
         q, k, v = self.qkv(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope is not None:
-            if positions is None:
-                positions = self.context.places(q.shape[1])[None] + first
+        if self.rope is not None and positions is not None:
             turns = rotary(positions, q.shape[-1], theta=self.rope.theta, scaling=self.rope.scaling)
             q, k = rotate(q, *turns), rotate(k, *turns)
-        return q, k, v
-
-    def _remember(self, q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array) -> jax.Array:
-        """Attend to these positions and to the cached earlier positions."""
-        for cache, new in ((self.keys, k), (self.values, v)):
-            cache[...] = jax.lax.dynamic_update_slice_in_dim(
-                cache[...], new.astype(self.kept_dtype), first, 1
-            )
-        t = q.shape[1]
-        self.seen[...] = first + t
-        return attend_to(
-            replace(self.rule, implementation="chunked"),
-            q,
-            self.keys[...],
-            self.values[...],
-            places=first + jnp.arange(t),
-            sinks=self._own_sinks(),
-        )
-
-    def _own_sinks(self) -> jax.Array | None:
-        """Return the sinks of this rank's heads."""
-        if self.sinks is None:
-            return None
-        check_cut(self.sinks, TENSOR)
-        return self.sinks[...]
+        if self.sinks is not None:
+            check_cut(self.sinks, TENSOR)
+        sinks = None if self.sinks is None else self.sinks[...]
+        if first is None:
+            y, own = attend(self.rule, q, k, v, earlier, part, segments=segments, sinks=sinks)
+        else:
+            self._append(first, (self.keys, k), (self.values, v))
+            rule = replace(self.rule, implementation="chunked")
+            kv, places = (self.keys[...], self.values[...]), first + jnp.arange(q.shape[1])
+            y, own = attend_to(rule, q, *kv, places=places, sinks=sinks), ()
+        return self.out(y.reshape(*y.shape[:2], -1)), own
 
 
 class HeadsNorm(nnx.Module):
@@ -197,30 +225,3 @@ def _per_head(config: DecoderConfig, rngs: nnx.Rngs, size: int, init: Any, dtype
     """Make a vector that is divided over ranks by heads."""
     pieces = "num_kv_heads", config.kv_heads, None
     return make_weight(rngs, (size,), init=init, dtype=dtype, axis=TENSOR, dim=0, pieces=pieces)
-
-
-def check_not_remembered(first: jax.Array | None, segments: jax.Array | None) -> None:
-    """Refuse segments with caches, where a row is one document.
-
-    Raises:
-      ValueError: both are given.
-    """
-    if first is not None and segments is not None:
-        raise ValueError(
-            "segments= was given to attention that decodes with caches: a row that is "
-            "generated is one document; leave segments= out, or score packed rows by "
-            "pipe.logprobs"
-        )
-
-
-def check_whole(what: str, context: Context) -> None:
-    """Refuse a context axis for attention that needs whole sequences.
-
-    Raises:
-      ValueError: sequences are split over a context axis.
-    """
-    if context.axis is not None:
-        raise ValueError(
-            f"{what} with sequences that are cut over a mesh axis (context={context!r}): no way of "
-            f"exchanging keys and values has them; leave context= out"
-        )

@@ -24,8 +24,7 @@ from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.base.arguments import is_whole
 from pipeline.models import vocabulary as shared
-from pipeline.models.decoders.attention import check_whole
-from pipeline.models.decoders.block import Block
+from pipeline.models.decoders.block import Block, make_norm
 from pipeline.models.decoders.config import DecoderConfig
 from pipeline.models.decoders.multi_token import (
     AHEAD,
@@ -37,7 +36,6 @@ from pipeline.models.decoders.multi_token import (
     check_targets,
     words_and_counts,
 )
-from pipeline.models.decoders.norms import make_norm
 from pipeline.models.layers.attending.order import WHOLE, Context
 from pipeline.models.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from pipeline.splitting.layouts import Layout, parse_layout
@@ -68,8 +66,8 @@ class Stage(nnx.Module):
 
         Args:
           x: `[b, t, d]`; with multi-token prediction the dict of `models.decoders.multi_token`.
-          positions: positions as for `DecoderAttention`.
-          segments: segments as for `DecoderAttention`.
+          positions: positions as for `CachedAttention`.
+          segments: segments as for `CachedAttention`.
           segment_ids: segments, under the name that `pipeline.training.packed` uses.
 
         Raises:
@@ -353,8 +351,12 @@ def build(
         logits.
     """
     check_ends(config, vocabulary, loss_chunks)
-    if config.mtp_layers:
-        check_whole("multi-token prediction", context)
+    if config.mtp_layers and context.axis is not None:
+        raise ValueError(
+            f"multi-token prediction with sequences that are cut over a mesh axis "
+            f"(context={context!r}): no way of exchanging keys and values has them; leave context= "
+            f"out"
+        )
     if sum(counts) != config.layers or not counts or min(counts) < 0:
         raise ValueError(
             f"stages of {', '.join(map(str, counts))} blocks have {sum(counts)} together, but the "

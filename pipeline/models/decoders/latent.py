@@ -27,8 +27,7 @@ from collectives import vary
 from collectives.places.sizes import TENSOR
 from collectives.tensor import column_input, group_rank
 from pipeline.base.agreed.positions import reads_all_ranks
-from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
-from pipeline.models.decoders.attention import check_not_remembered
+from pipeline.models.decoders.attention import AttentionCall, CachedAttention, Types
 from pipeline.models.decoders.config import DecoderConfig
 from pipeline.models.layers.attend import (
     attend_to,
@@ -39,7 +38,6 @@ from pipeline.models.layers.attend import (
     to_heads,
 )
 from pipeline.models.layers.attending.formula import Rule
-from pipeline.models.layers.attending.order import WHOLE, Context
 from pipeline.models.layers.attending.ring import ring
 from pipeline.models.layers.linear import ColumnLinear, RowLinear
 from pipeline.models.layers.norm import RMSNorm
@@ -49,7 +47,7 @@ from pipeline.models.layers.weights import apply, read_weight, scaled
 EPSILON = 1e-6  # of the norms of latents, whatever config.json has for other norms
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(CachedAttention):
     """Latent attention, `[b, t, d] -> [b, t, d]`: each position reads itself and earlier positions.
 
     In decoding the caches hold latents, r + o numbers per position; keys and values are recomputed.
@@ -58,35 +56,21 @@ class LatentAttention(nnx.Module):
       config: the configuration of the decoder, with ``latent``.
       layer: the number of this layer.
       rngs: has a stream ``params``.
-      dtype: the dtype of the parameters; activations: the dtype of cached latents, by default that
-        of the parameters.
-      context: the split of sequences over the ranks of an axis, which exchange latents.
+      types: the dtypes of parameters and caches, and the split of sequences, whose ranks exchange
+        latents.
 
     Raises:
       ValueError: raised by a call, if Ulysses cannot divide the heads over the ranks.
     """
 
-    prefills = True
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        layer: int,
-        rngs: nnx.Rngs,
-        *,
-        dtype: Any,
-        activations: Any = None,
-        context: Context = WHOLE,
-    ) -> None:
-        self.context = context
-        sizes = config.latent
+    def __init__(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs, types: Types) -> None:
+        super().__init__(config, layer, types)
+        sizes, dtype = config.latent, types.dtype
         assert sizes is not None  # noqa: S101 - the block made sure of it
         d, h = config.width, config.heads
-        self.heads, self.sizes, self.rope = h, sizes, config.rope_of(layer)
-        self.kept_dtype = jnp.dtype(dtype if activations is None else activations)
-        self.rule = Rule(scale=config.attention_scale, context=context)
+        self.heads, self.sizes = h, sizes
+        self.rule = Rule(scale=config.attention_scale, context=types.context)
         pieces = "num_heads", h, None
-        out = h * (sizes.nope + sizes.rope)
 
         def whole(rows: int, columns: int) -> nnx.Param[Any]:
             return nnx.Param(scaled(rows)(rngs.params(), (rows, columns), dtype))
@@ -94,7 +78,7 @@ class LatentAttention(nnx.Module):
         def norm(width: int) -> RMSNorm:
             return RMSNorm(width, epsilon=EPSILON, dtype=dtype)
 
-        rank = sizes.query_rank
+        rank, out = sizes.query_rank, h * (sizes.nope + sizes.rope)
         self.q_down = None if rank is None else whole(d, rank)
         self.q_norm = None if rank is None else norm(rank)
         last = ColumnLinear(rank or d, out, rngs, dtype=dtype, pieces=pieces)
@@ -107,45 +91,12 @@ class LatentAttention(nnx.Module):
 
     def start_decoding(self, rows: int, length: int) -> None:
         """Allocate caches of latents for a number of sequences and positions."""
-        shape = rows, length, self.sizes.rank + self.sizes.rope
-        self.latents = nnx.Cache(jnp.zeros(shape, self.kept_dtype))
-        self.seen = nnx.Cache(jnp.zeros((), jnp.int32))
+        (self.latents,) = self._make_caches((rows, length, self.sizes.rank + self.sizes.rope))
 
-    def __call__(
-        self,
-        x: jax.Array,
-        positions: jax.Array | None = None,
-        segments: jax.Array | None = None,
-    ) -> jax.Array:
-        """Attend; arguments and errors are those of `DecoderAttention`."""
-        first = self.seen[...] if hasattr(self, "seen") else None
-        check_not_remembered(first, segments)
-        return self._attend(x, positions, segments, first, None, WHOLE_SEQUENCE)[0]
-
-    def call_slice(
-        self,
-        x: jax.Array,
-        earlier: Any,
-        part: SequenceSlice,
-        positions: jax.Array | None = None,
-        segments: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
-        """Attend from one slice of a sequence; later slices read its latents."""
-        return self._attend(x, positions, segments, None, earlier, part)
-
-    def _attend(
-        self,
-        x: jax.Array,
-        positions: jax.Array | None,
-        segments: jax.Array | None,
-        first: Any,
-        earlier: Any,
-        part: SequenceSlice,
-    ) -> tuple[jax.Array, Any]:
+    def _attend(self, x: jax.Array, call: AttentionCall) -> tuple[jax.Array, Any]:
+        positions, segments, first = call.positions, call.segments, call.first
         n, o, b, t = self.sizes.nope, self.sizes.rope, *x.shape[:2]
-        if positions is None:
-            positions = self.context.places_in(part, t)[None]
-            positions = positions if first is None else positions + first
+        positions = self._places(call, t) if positions is None else positions
         q = self._queries(x).reshape(b, t, -1, n + o)
         both = apply(x, self.kv_down[...].astype(x.dtype))
         latent, key = self.kv_norm(both[..., :-o]), both[..., -o:]
@@ -156,28 +107,20 @@ class LatentAttention(nnx.Module):
             turned = rotate(_halves(turned), *turns)
         both = jnp.concatenate([latent, turned[:, :, 0]], axis=-1)
         if first is not None:
-            kept = both.astype(self.kept_dtype)
-            cache = self.latents[...]
-            self.latents[...] = jax.lax.dynamic_update_slice_in_dim(cache, kept, first, 1)
-            self.seen[...] = first + t
+            self._append(first, (self.latents, both))
             both = self.latents[...].astype(x.dtype)
         check_segments(segments, q)
         check_context(self.context)
         own = {"latents": both} | ({} if segments is None else {"segments": segments})
         with reads_all_ranks(when=self.context.size > 1):
-            y, own = self._read(q, own, segments, earlier, part, first)
+            y, own = self._read(q, own, call)
         return self.out(y.reshape(b, t, -1)), own
 
     def _read(
-        self,
-        q: jax.Array,
-        own: dict[str, jax.Array],
-        segments: jax.Array | None,
-        earlier: Any,
-        part: SequenceSlice,
-        first: Any,
+        self, q: jax.Array, own: dict[str, jax.Array], call: AttentionCall
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Attend over local heads, `[b, t, h, w]`; also return the latents for later slices."""
+        _, segments, earlier, part, first = call
         context, weight = self.context, read_weight(self.kv.weight, q, TENSOR)
         on_ranks = first is None and context.size > 1
         if on_ranks and context.way == "ring":

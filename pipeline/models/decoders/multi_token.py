@@ -32,9 +32,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
-from pipeline.models.decoders.block import Block
+from pipeline.models.decoders.block import Block, make_norm
 from pipeline.models.decoders.config import DecoderConfig
-from pipeline.models.decoders.norms import make_norm
 from pipeline.models.layers.weights import apply, scaled
 
 MAIN, EMBEDDED, AHEAD, INSIDE = "main", "embedded", "ahead", "inside"
@@ -67,10 +66,7 @@ class MultiTokenBlock(Block):
         self.norm = make_norm(config, dtype)
 
     def __call__(
-        self,
-        x: Any,
-        positions: jax.Array | None = None,
-        segments: jax.Array | None = None,
+        self, x: Any, positions: jax.Array | None = None, segments: jax.Array | None = None
     ) -> Any:
         """Add h_k to the activation.
 

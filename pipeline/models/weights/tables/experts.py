@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.models.decoders.experts import ExpertsConfig, LatentConfig
+from pipeline.models.decoders.config import ExpertsConfig, LatentConfig
 from pipeline.models.weights.tables.patterns import Row, row
 
 Given = Mapping[str, Any]
