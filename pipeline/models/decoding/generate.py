@@ -132,8 +132,8 @@ def generate(
     choice = Choice(max_new_tokens, top_k, top_p is not None, _stops(stop), int(pad), words)
     if not has_caches:
         own = None if keys is None else filled(keys)
-        text = filled(tokens), filled(lengths), own
-        return recompute(evaluating(pipe), *text, draw, choice, num_microbatches)[:rows]
+        call = functools.partial(evaluating(pipe), num_microbatches=num_microbatches)
+        return recompute(call, filled(tokens), filled(lengths), own, draw, choice)[:rows]
     # Lengths and keys are passed as targets: they too have a row for each prompt.
     given = filled(lengths), None if keys is None else filled(jax.random.key_data(keys))
     parts = plan, pipe.chunks, pipe.ends, filled(tokens), given, None
