@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pipeline.models.layers.attention import Attention as Attention
     from pipeline.models.layers.attention import AttentionOptions as AttentionOptions
     from pipeline.models.layers.attention import FusedQKV as FusedQKV
+    from pipeline.models.layers.attention import ReplicatedKV as ReplicatedKV
     from pipeline.models.layers.attention import fuse_qkv as fuse_qkv
     from pipeline.models.layers.dropout import Dropout as Dropout
     from pipeline.models.layers.experts.options import ExpertOptions as ExpertOptions
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from pipeline.models.layers.mlp import fuse_gate_up as fuse_gate_up
     from pipeline.models.layers.norm import LayerNorm as LayerNorm
     from pipeline.models.layers.norm import RMSNorm as RMSNorm
-    from pipeline.models.layers.replicated import ReplicatedKV as ReplicatedKV
     from pipeline.models.layers.rotary import LinearScaling as LinearScaling
     from pipeline.models.layers.rotary import RopeScaling as RopeScaling
     from pipeline.models.layers.rotary import YarnScaling as YarnScaling

@@ -15,7 +15,7 @@ from collectives import TENSOR
 from collectives.tensor import join_sequence, split_sequence
 from pipeline.base.agreed.vocabulary import SplitEmbedding, SplitHead, Table, logits
 from pipeline.models.layers import vocabulary as layers
-from pipeline.models.layers.weights import shared
+from pipeline.models.layers.linear import shared
 
 
 class VocabularyEmbedding(layers.VocabularyEmbedding, SplitEmbedding):

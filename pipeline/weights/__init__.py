@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pipeline.models.weights.stream import stream as stream
     from pipeline.models.weights.stream import to_plain as to_plain
     from pipeline.models.weights.tables.families import FAMILIES as FAMILIES
-    from pipeline.models.weights.tables.family import Family as Family
+    from pipeline.models.weights.tables.patterns import Family as Family
     from pipeline.models.weights.tables.patterns import Row as Row
     from pipeline.models.weights.tables.patterns import row as row
     from pipeline.splitting.layouts import parse_layout as parse_layout

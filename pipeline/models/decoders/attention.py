@@ -21,10 +21,9 @@ from pipeline.models.layers.attend import attend, attend_to
 from pipeline.models.layers.attending.formula import Rule
 from pipeline.models.layers.attending.order import WHOLE, Context
 from pipeline.models.layers.attention import FusedQKV
-from pipeline.models.layers.linear import RowLinear
+from pipeline.models.layers.linear import RowLinear, check_cut, make_weight
 from pipeline.models.layers.norm import RMSNorm
 from pipeline.models.layers.rotary import rotary, rotate
-from pipeline.models.layers.weights import check_cut, make_weight
 
 
 class Types(NamedTuple):

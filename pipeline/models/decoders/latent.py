@@ -39,10 +39,9 @@ from pipeline.models.layers.attend import (
 )
 from pipeline.models.layers.attending.formula import Rule
 from pipeline.models.layers.attending.ring import ring
-from pipeline.models.layers.linear import ColumnLinear, RowLinear
+from pipeline.models.layers.linear import ColumnLinear, RowLinear, apply, read_weight, scaled
 from pipeline.models.layers.norm import RMSNorm
 from pipeline.models.layers.rotary import rotary, rotate
-from pipeline.models.layers.weights import apply, read_weight, scaled
 
 EPSILON = 1e-6  # of the norms of latents, whatever config.json has for other norms
 

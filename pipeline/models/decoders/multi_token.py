@@ -34,7 +34,7 @@ from flax import nnx
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
 from pipeline.models.decoders.block import Block, make_norm
 from pipeline.models.decoders.config import DecoderConfig
-from pipeline.models.layers.weights import apply, scaled
+from pipeline.models.layers.linear import apply, scaled
 
 MAIN, EMBEDDED, AHEAD, INSIDE = "main", "embedded", "ahead", "inside"
 LOGITS = "logits"  # the main model's, in the head's output

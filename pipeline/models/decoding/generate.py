@@ -32,6 +32,7 @@ from pipeline.core.step.operands import check_arrays, make_operands
 from pipeline.core.step.ranks import make_rank, run_on_ranks
 from pipeline.layers_view.replace import typed, with_weights_of
 from pipeline.models.decoding.caches import (
+    check_embed,
     make_decoder,
     may_have_caches,
     start_decoding,
@@ -39,7 +40,6 @@ from pipeline.models.decoding.caches import (
     with_types_of_writes,
 )
 from pipeline.models.decoding.flow import Flow, Rows
-from pipeline.models.decoding.positions import check_embed
 from pipeline.models.decoding.recompute import evaluating, recompute
 from pipeline.models.decoding.sampling import Choice, as_keys, make_draw
 from schedules.core.timetable import loop_placement

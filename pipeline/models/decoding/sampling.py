@@ -180,11 +180,7 @@ def sample_shared(
 
 
 def _best(
-    logits: jax.Array,
-    keys: jax.Array | None,
-    draw: Draw,
-    choice: Choice,
-    own: _Own | None = None,
+    logits: jax.Array, keys: jax.Array | None, draw: Draw, choice: Choice, own: _Own | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Return [b] the largest of [b, n] numbers, and its word; of equal numbers the first."""
     z, each = logits.astype(jnp.float32), logits.shape[-1]

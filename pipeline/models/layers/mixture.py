@@ -28,13 +28,18 @@ from pipeline.models.layers.experts.dispatch import (
     dispatch_by_gather,
     dispatch_by_ragged,
 )
-from pipeline.models.layers.experts.losses import counts_of, joint_balance, squared_normalisers
 from pipeline.models.layers.experts.options import ExpertOptions
 from pipeline.models.layers.experts.products import Pick, Product
-from pipeline.models.layers.experts.routing import Routing, route
+from pipeline.models.layers.experts.routing import (
+    Routing,
+    counts_of,
+    joint_balance,
+    route,
+    squared_normalisers,
+)
 from pipeline.models.layers.experts.state import ExpertState, loads
+from pipeline.models.layers.linear import make_weight, scaled
 from pipeline.models.layers.mlp import SwiGLU
-from pipeline.models.layers.weights import make_weight, scaled
 
 _DISPATCH: dict[str, Callable[..., Any]] = {
     "gather": dispatch_by_gather,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives.places.sizes import TENSOR
-from pipeline.models.layers.weights import shared
+from pipeline.models.layers.linear import shared
 
 
 class RMSNorm(nnx.Module):

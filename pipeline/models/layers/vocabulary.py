@@ -18,7 +18,7 @@ from collectives.places.sizes import TENSOR
 from collectives.tensor import column_input, group_rank
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy, vocabulary_embedding
 from pipeline.base.agreed.vocabulary import Table, logits
-from pipeline.models.layers.weights import Initializer, check_cut, make_weight, read_weight, scaled
+from pipeline.models.layers.linear import Initializer, check_cut, make_weight, read_weight, scaled
 
 
 class VocabularyEmbedding(nnx.Module):
@@ -149,13 +149,7 @@ class VocabularyHead(nnx.Module):
             return vocabulary_cross_entropy(self(x), labels, self.axis, ignore=ignore)
         x, table = self._factors(x)
         return linear_cross_entropy(
-            x,
-            table,
-            labels,
-            self.axis,
-            chunks=chunks,
-            ignore=ignore,
-            vocabulary=self.words,
+            x, table, labels, self.axis, chunks=chunks, ignore=ignore, vocabulary=self.words
         )
 
     def _factors(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -12,9 +12,7 @@ from flax.nnx.traversals import unflatten_mapping
 
 from pipeline.models.decoders.config import DecoderConfig
 from pipeline.models.decoders.decoder import Parts, build, cut_layers
-from pipeline.models.weights.biases import is_bias
 from pipeline.models.weights.checkpoint import CONFIG, Checkpoint, open_checkpoint
-from pipeline.models.weights.modules import fit_modules, spare_names
 from pipeline.models.weights.names import (
     EMBED,
     HEAD,
@@ -23,6 +21,9 @@ from pipeline.models.weights.names import (
     check_shapes,
     check_tensors,
     entries_of,
+    fit_modules,
+    is_bias,
+    spare_names,
     with_tied_head,
 )
 from pipeline.models.weights.tables.families import family_of

@@ -27,20 +27,23 @@ from pipeline.models.decoders.config import DecoderConfig, as_float, with_option
 from pipeline.models.decoders.decoder import build, cut_layers, next_token_loss
 from pipeline.models.decoders.multi_token import MultiTokenLoss
 from pipeline.models.layers.attending.order import WHOLE, Context
-from pipeline.models.weights.biases import Constant, constants, state_view, with_biases
 from pipeline.models.weights.checkpoint import Checkpoint, open_checkpoint
-from pipeline.models.weights.modules import fit_modules, spare_names
 from pipeline.models.weights.names import (
+    Constant,
     check_layers,
     check_shapes,
     check_tensors,
+    constants,
     entries_of,
+    fit_modules,
+    spare_names,
+    state_view,
+    with_biases,
     with_tied_head,
 )
 from pipeline.models.weights.safetensors import DTYPES
 from pipeline.models.weights.tables.families import family_of
-from pipeline.models.weights.tables.family import Config, Family
-from pipeline.models.weights.tables.patterns import Range, TensorPlan
+from pipeline.models.weights.tables.patterns import Config, Family, Range, TensorPlan
 from pipeline.pipeline import Pipeline
 from pipeline.splitting.layouts import Layout
 
@@ -361,10 +364,7 @@ class _Reading:
 
 
 def made_of_parts(
-    shape: Sequence[int],
-    dtype: Any,
-    sharding: Any,
-    fill: Callable[[np.ndarray, Ranges], None],
+    shape: Sequence[int], dtype: Any, sharding: Any, fill: Callable[[np.ndarray, Ranges], None]
 ) -> jax.Array:
     """Make an array from the parts of this process's devices, one after the other.
 

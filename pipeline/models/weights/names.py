@@ -1,17 +1,37 @@
 """A table from each weight of a pipeline to tensors of a checkpoint, in layer order.
 
+Biases of the router's choice of experts are not parameters. A layer view contains either parameters
+or declared state; here one tree contains both.
+
+A module for multi-token prediction is a layer after all other layers (`Family.mtp`). Published
+files repeat the tables of embedding and head in each module.
+
 Letters: K stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from flax import nnx
+
+from pipeline.layers_view.view import LayerView, LeafPlace, layer_view
+from pipeline.models.decoders.config import DecoderConfig
+from pipeline.models.layers.experts.state import ExpertState
 from pipeline.models.weights.checkpoint import SHOWN, Checkpoint, listed
-from pipeline.models.weights.tables.family import Config, Family
-from pipeline.models.weights.tables.patterns import Row, TensorPlan, plan
+from pipeline.models.weights.tables.patterns import (
+    Config,
+    Family,
+    Range,
+    Read,
+    Row,
+    TensorPlan,
+    plan,
+)
 
 Path = tuple[Any, ...]
 EMBED, HEAD, TABLE = "embed", "head", "table"
@@ -201,10 +221,7 @@ def check_shapes(entries: Sequence[Entry]) -> None:
 
 
 def check_tensors(
-    entries: Sequence[Entry],
-    checkpoint: Checkpoint,
-    family: Family,
-    spare: Collection[str] = (),
+    entries: Sequence[Entry], checkpoint: Checkpoint, family: Family, spare: Collection[str] = ()
 ) -> None:
     """Check that a checkpoint has the tensors of a model, of the right sizes, and no others.
 
@@ -252,3 +269,201 @@ def check_tensors(
 def _several(wrong: Sequence[str]) -> str:
     more = len(wrong) - SHOWN
     return "; ".join(wrong[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+BIAS, LOAD = "bias", "load"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A plan (`pipeline.models.weights.tables.patterns.TensorPlan`) of state that no file holds.
+
+    Attributes:
+      value: the value of each number.
+      shape: the shape of the leaf.
+    """
+
+    value: float
+    shape: tuple[int, ...]
+
+    def read(self, read: Read, dtype: Any) -> np.ndarray:
+        """Return the whole leaf."""
+        del read
+        return np.full(self.shape, self.value, dtype)
+
+    def fill(self, out: np.ndarray, index: Sequence[Range], read: Read) -> None:
+        """Write a slice of the leaf."""
+        del index, read
+        out[...] = self.value
+
+
+def is_bias(path: Sequence[Any], variable: Any) -> bool:
+    """Tell whether a variable is state that a checkpoint holds."""
+    return isinstance(variable, ExpertState) and path[-1] == BIAS
+
+
+def state_view(pipe: Any) -> LayerView | None:
+    """The layer view of the state of experts; None if there is none."""
+    found = list(nnx.to_flat_state(nnx.state(pipe, ExpertState)))
+    return layer_view(pipe, state=ExpertState) if found else None
+
+
+def with_biases(tree: Mapping[str, Any], view: LayerView | None) -> Mapping[str, Any]:
+    """Add the leaves of biases to their layers in a view's tree of parameters.
+
+    Args:
+      tree: the tree of parameters.
+      view: the view of state.
+    """
+    if view is None:
+        return tree
+    stages = [_merged(*both) for both in zip(tree["stages"], view.tree["stages"], strict=True)]
+    return {**tree, "stages": stages}
+
+
+def constants(view: LayerView) -> dict[LeafPlace, Constant]:
+    """Make plans for state that no file holds.
+
+    The state ``load``, each expert's part of all choices, starts as 1 / (number of experts). All
+    other arrays start as zeros.
+    """
+    return {
+        place: Constant(1 / place.shape[0] if path[-1] == LOAD else 0.0, place.shape)
+        for path, place in view.places.items()
+        if path[0] == "stages"
+    }
+
+
+def _merged(params: Mapping[Any, Any], state: Mapping[Any, Any]) -> dict[Any, Any]:
+    found = dict(params)
+    for name, below in state.items():
+        if isinstance(below, Mapping):
+            if held := _merged(params.get(name, {}), below):
+                found[name] = held
+        elif name == BIAS:
+            found[name] = below
+    return found
+
+
+Copies = dict[int | str, list[tuple[str, Entry]]]  # by layer: names, each with its table
+
+
+def fit_modules(
+    config: DecoderConfig, checkpoint: Checkpoint, family: Family, mtp: int | None = None
+) -> DecoderConfig:
+    """Set a config's number of modules for multi-token prediction to the number to read.
+
+    Args:
+      config: the decoder's configuration from config.json.
+      checkpoint: the checkpoint.
+      family: the checkpoint's family.
+      mtp: the number of modules; None for the number in config.json if the files have them, else 0.
+
+    Raises:
+      ValueError: the number is neither 0 nor all, or the files have only some modules.
+    """
+    if mtp not in (None, 0, config.mtp_layers) or isinstance(mtp, bool):
+        raise ValueError(
+            f"mtp={mtp!r}: by config.json this model has {config.mtp_layers} modules for "
+            f"multi-token prediction; give that number, 0 to leave them out, or no mtp="
+        )
+    numbers = _numbers(config, checkpoint)
+    held = sum(has_layer(checkpoint, family, n) for n in numbers)
+    if mtp == 0 or (mtp is None and not held):  # transformers saves no modules
+        return replace(config, mtp_layers=0)
+    if held < config.mtp_layers:
+        raise ValueError(
+            f"{checkpoint.folder}: by config.json the model has {config.mtp_layers} modules for "
+            f"multi-token prediction, after layer {config.layers - 1}, and the files have {held}: "
+            f"fetch the shards that are missing, or give mtp=0"
+        )
+    return config
+
+
+def copies_of(entries: Sequence[Entry], family: Family, prefix: str) -> Copies:
+    """Find the tensors that repeat a table, by layer.
+
+    Args:
+      entries: a model's weights.
+      family: the table of names.
+      prefix: the prefix of tensor names.
+    """
+    tables = {one.layer: one for one in entries if one.plan.target == TABLE}
+    own = {row.target for row in family.mtp}
+    layers = [one.layer for one in entries if one.plan.target in own]
+    return {
+        n: [
+            (family.tensor_name(prefix, n, name), tables.get(part, tables[EMBED]))
+            for name, part in family.mtp_copies
+        ]
+        for n in dict.fromkeys(layers)
+        if isinstance(n, int)
+    }
+
+
+def each_tensor(
+    entries: Sequence[Entry], copies: Copies, split: Callable[[Entry], Mapping[str, Any]]
+) -> Iterator[tuple[int | str, str, Any]]:
+    """List (layer, name, value) of the tensors of a checkpoint in layer order.
+
+    Args:
+      entries: a model's weights.
+      copies: the repeated tables of a layer.
+      split: the tensors of a weight by name: arrays, or their types.
+    """
+    for layer, own in itertools.groupby(entries, key=lambda entry: entry.layer):
+        for entry in own:
+            yield from ((layer, name, value) for name, value in split(entry).items())
+        for name, table in copies.get(layer, ()):
+            (value,) = split(table).values()
+            yield layer, name, value
+
+
+def spare_names(entries: Sequence[Entry], checkpoint: Checkpoint, family: Family) -> set[str]:
+    """Find the tensors that need not be read: repeated tables, or omitted modules.
+
+    Args:
+      entries: the weights to read.
+      checkpoint: the checkpoint that has the weights.
+      family: the checkpoint's family.
+
+    Raises:
+      ValueError: a table differs from its copy.
+    """
+    tensors = checkpoint.tensors
+    copies = copies_of(entries, family, family.prefix_of(list(tensors)))
+    if not copies:
+        return _left_out(checkpoint, family)
+    found = set()
+    for name, entry in (one for own in copies.values() for one in own):
+        first = entry.plan.parts[0].name
+        if name not in tensors or first not in tensors:
+            continue
+        found.add(name)
+        if not tensors[first].equals(tensors[name]):
+            raise ValueError(
+                f"{checkpoint.folder}: {name} and {first} differ, and a module for multi-token "
+                f"prediction shares the main model's tables, so one of them would not be used: "
+                f"leave out the one that is not meant, or give mtp=0"
+            )
+    return found
+
+
+def _left_out(checkpoint: Checkpoint, family: Family) -> set[str]:
+    """Return the tensors of modules that config.json counts but the model lacks."""
+    if not family.mtp or family.config is None:
+        return set()
+    config = family.config(checkpoint.config)
+    numbers = _numbers(config, checkpoint)
+    starts = tuple(layer_prefix(checkpoint, family, n) for n in numbers)
+    return {name for name in checkpoint.tensors if name.startswith(starts)}
+
+
+def _numbers(config: DecoderConfig, checkpoint: Checkpoint) -> range:
+    """Return the layer numbers of the modules for multi-token prediction in config.json.
+
+    They follow the numbers of all other layers. There are at most as many as tensors, also if
+    config.json has a larger number.
+    """
+    most = min(config.mtp_layers, len(checkpoint.tensors))
+    return range(config.layers, config.layers + most)

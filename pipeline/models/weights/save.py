@@ -18,13 +18,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pipeline.core.placement import meshes
 from pipeline.layers_view.view import layer_view
 from pipeline.models.layers.experts.state import ExpertState
-from pipeline.models.weights.biases import state_view, with_biases
 from pipeline.models.weights.checkpoint import CONFIG, SHARD_BYTES, write_tensors, written
 from pipeline.models.weights.load import LoadedFrom, choose_family
-from pipeline.models.weights.modules import copies_of, each_tensor
-from pipeline.models.weights.names import Entry, check_shapes, entries_of
+from pipeline.models.weights.names import (
+    Entry,
+    check_shapes,
+    copies_of,
+    each_tensor,
+    entries_of,
+    state_view,
+    with_biases,
+)
 from pipeline.models.weights.safetensors import NAMES
-from pipeline.models.weights.tables.family import Config, Family
+from pipeline.models.weights.tables.patterns import Config, Family
 from pipeline.pipeline import Pipeline
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.layers import attend_slice
 from pipeline.models.layers import kernels
-from pipeline.models.layers.attending.blocks import TABLE, SplashBlocks, choose_blocks
+from pipeline.models.layers.kernels import TABLE, SplashBlocks, choose_blocks
 from tests.support.chips import V5E, V5P
 from tests.support.close import assert_close
 from tests.support.group import normal

@@ -142,12 +142,7 @@ def visible(
 
 
 def read(
-    rule: Rule,
-    sinks: jax.Array | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    seen: jax.Array,
+    rule: Rule, sinks: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
 ) -> jax.Array:
     """Compute attention by its formula, `[b, t, k·g, w]`, in float32 and returned in q's dtype.
 

@@ -15,8 +15,7 @@ from pipeline.base.files import Kind, faults_of, null_fault, shown
 from pipeline.models.decoders.config import Activation, DecoderConfig, Rope
 from pipeline.models.layers.rotary import LinearScaling, RopeScaling, YarnScaling
 from pipeline.models.weights.tables import experts
-from pipeline.models.weights.tables.family import Config, Family
-from pipeline.models.weights.tables.patterns import row
+from pipeline.models.weights.tables.patterns import Config, Family, row
 
 # ---- names and transposes ----------------------------------------------------------------------
 
@@ -41,12 +40,7 @@ _ATTENTION = (
     row("attention.out.bias", "d", ("self_attn.o_proj.bias", "d")),
 )
 _MLP = (
-    row(
-        "mlp.gate_up",
-        "d + f",
-        ("mlp.gate_proj.weight", "f d"),
-        ("mlp.up_proj.weight", "f d"),
-    ),
+    row("mlp.gate_up", "d + f", ("mlp.gate_proj.weight", "f d"), ("mlp.up_proj.weight", "f d")),
     row("mlp.gate_up_bias", "+ f", ("mlp.gate_proj.bias", "f"), ("mlp.up_proj.bias", "f")),
     row("mlp.down.weight", "f d", ("mlp.down_proj.weight", "d f")),
     row("mlp.down.bias", "d", ("mlp.down_proj.bias", "d")),
@@ -457,11 +451,7 @@ _READINGS: dict[str, Reading] = {
         _KEYS, defaults={**_SILU, "head_dim": 128}, fixed={"qk_norm": True}, more=_qwen3
     ),
     "gemma": Reading(
-        _KEYS,
-        defaults=_GEMMA_DEFAULTS,
-        fixed=_GEMMA,
-        activation="hidden_activation",
-        more=_gemma,
+        _KEYS, defaults=_GEMMA_DEFAULTS, fixed=_GEMMA, activation="hidden_activation", more=_gemma
     ),
     "gemma2": Reading(
         _KEYS,
@@ -613,12 +603,7 @@ _TABLES: dict[str, dict[str, Any]] = {
         "ignored": (r"\.attn\.bias$", r"\.attn\.masked_bias$"),
     },
 }
-_COMMON = {
-    "rows": LLAMA_ROWS,
-    "embed": EMBED,
-    "head": HEAD,
-    "ignored": (_BUFFERS,),
-}
+_COMMON = {"rows": LLAMA_ROWS, "embed": EMBED, "head": HEAD, "ignored": (_BUFFERS,)}
 
 FAMILIES: dict[str, Family] = {
     name: Family(
