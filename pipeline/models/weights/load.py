@@ -353,14 +353,14 @@ class _Reading:
         if len(place.shape) == len(at):  # the leaf has a part of the row's first dim
             self._fill(plan, (inner, *at[1:]), dest)
         else:
-            whole = plan.read(self._tensor, out.dtype)
+            whole = plan.read(self._map, out.dtype)
             dest[...] = whole.reshape(-1)[slice(*inner)]
 
     def _fill(self, plan: TensorPlan | Constant, at: Ranges, out: np.ndarray) -> None:
-        plan.fill(out, at, self._tensor)
+        plan.fill(out, at, self._map)
 
-    def _tensor(self, name: str, ranges: Sequence[Range]) -> np.ndarray:
-        return self.checkpoint.tensors[name].read(ranges)
+    def _map(self, name: str) -> np.ndarray:
+        return self.checkpoint.tensors[name].array()
 
 
 def made_of_parts(

@@ -1,8 +1,8 @@
 """The safetensors format: a length, a JSON header, and arrays one after another.
 
 A file's header is checked against the file's size before any array is read, and an error names the
-damaged tensor. Slices are copied out of a map of the file, so that only their pages are read. Files
-are written array by array. The package ``safetensors`` needs all arrays of a file in memory to
+damaged tensor. Arrays are maps of the file: what is copied out of them is read. Files are written
+array by array. The package ``safetensors`` needs all arrays of a file in memory to
 write it; tests read the written files with that package.
 """
 
@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from pipeline.base.arguments import is_whole
 from pipeline.base.files import json_object, shown
 from schedules.files.output import name_file
 
-Range = tuple[int, int]
 Types = Mapping[str, tuple[Any, tuple[int, ...]]]  # dtype and shape, by name
 
 DTYPES: dict[str, Any] = {
@@ -66,15 +65,15 @@ class Tensor:
         """The number of bytes."""
         return math.prod(self.shape) * WIDTHS[self.dtype]
 
-    def read(self, ranges: Sequence[Range]) -> np.ndarray:
-        """Read a slice, in the tensor's dtype.
+    def array(self) -> np.ndarray:
+        """Map the array, whose parts are read when they are used.
 
         Raises:
           ValueError: an unsupported dtype, or a file that has become shorter.
         """
-        dtype, index = self.readable(), tuple(slice(*bounds) for bounds in ranges)
+        dtype = self.readable()
         if not self.nbytes:  # an empty map is an error
-            return np.empty(self.shape, dtype)[index]
+            return np.empty(self.shape, dtype)
         with name_file(self.file):
             size = self.file.stat().st_size
             if size < self.start + self.nbytes:
@@ -82,7 +81,7 @@ class Tensor:
                     f"{self.file}: the file ends within {self.name}, at byte {size:,}; it was "
                     f"whole when it was opened, so fetch it again"
                 )
-            return np.array(np.memmap(self.file, dtype, "r", self.start, self.shape)[index])
+            return np.memmap(self.file, dtype, "r", self.start, self.shape)
 
     def equals(self, other: Tensor) -> bool:
         """Tell whether another tensor holds the same numbers; some rows are read at a time."""
@@ -90,13 +89,10 @@ class Tensor:
             return False
         if (self.file, self.start) == (other.file, other.start) or not self.shape:
             return True
-        rest = [(0, size) for size in self.shape[1:]]
         step = max(1, _COMPARED * self.shape[0] // max(1, self.nbytes))
-        for start in range(0, self.shape[0], step):
-            rows = [(start, min(start + step, self.shape[0])), *rest]
-            if self.read(rows).tobytes() != other.read(rows).tobytes():
-                return False
-        return True
+        one, two = self.array(), other.array()
+        rows = (slice(start, start + step) for start in range(0, self.shape[0], step))
+        return all(one[some].tobytes() == two[some].tobytes() for some in rows)
 
     def readable(self) -> Any:
         """Return the dtype as a NumPy dtype.

@@ -72,9 +72,7 @@ def by_tables(folder: Path) -> tuple[tiny.Tensors, tiny.Tensors]:
     read: tiny.Tensors = {}
     split: tiny.Tensors = {}
     for entry in describe_checkpoint(checkpoint)[1]:
-        weight = entry.plan.read(
-            lambda name, at: checkpoint.tensors[name].read(at), np.dtype(np.float32)
-        )
+        weight = entry.plan.read(lambda name: checkpoint.tensors[name].array(), np.float32)
         read[entry.name] = weight
         split |= entry.plan.split(weight)
     return read, split

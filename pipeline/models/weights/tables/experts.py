@@ -22,29 +22,20 @@ def _rows(
     at: str, gate: str = "gate_proj", down: str = "down_proj", up: str = "up_proj"
 ) -> tuple[Row, ...]:
     """Return table rows of router and experts; in the file each expert is a separate matrix."""
-    each = f"{at}.experts.{{e}}."
+    gate, down, up = (f"{at}.experts.{{e}}.{name}.weight" for name in (gate, down, up))
     return (
         row("experts.router_weight", "d e", (f"{at}.gate.weight", "e d")),
-        row(
-            "experts.gate_up",
-            "e d + m",
-            (f"{each}{gate}.weight", "m d"),
-            (f"{each}{up}.weight", "m d"),
-        ),
-        row("experts.down", "e m d", (f"{each}{down}.weight", "d m")),
+        row("experts.gate_up", "e d + m", (gate, "m d"), (up, "m d")),
+        row("experts.down", "e m d", (down, "d m")),
     )
 
 
 def _shared(at: str) -> tuple[Row, ...]:
     """Return table rows of the MLP that every token uses."""
+    gate, down, up = (f"{at}.{name}_proj.weight" for name in ("gate", "down", "up"))
     return (
-        row(
-            "experts.shared.gate_up",
-            "d + s",
-            (f"{at}.gate_proj.weight", "s d"),
-            (f"{at}.up_proj.weight", "s d"),
-        ),
-        row("experts.shared.down.weight", "s d", (f"{at}.down_proj.weight", "d s")),
+        row("experts.shared.gate_up", "d + s", (gate, "s d"), (up, "s d")),
+        row("experts.shared.down.weight", "s d", (down, "d s")),
     )
 
 
@@ -85,84 +76,48 @@ LATENT_ROWS = (
 )
 
 
-def _size(given: Given, key: str) -> int:
-    if given.get(key) is None:
-        raise ValueError(f"{key} is missing")
-    found: int = given[key]
-    return found
-
-
 def _number(given: Given, key: str) -> int:
     """Read the number of experts, under any of the names in releases of transformers."""
-    others = (given.get(name) for name in ("num_local_experts", "num_experts"))
-    found = given.get(key, next((n for n in others if n is not None), None))
-    return _size({key: found}, key)
+    names = (key, "num_local_experts", "num_experts")
+    number: int = given[next((name for name in names if name in given), key)]
+    return number
 
 
-def _sparse(given: Given) -> tuple[int, ...]:
-    """Return the layers with experts, from Qwen's keys."""
-    step, without = given.get("decoder_sparse_step", 1), given.get("mlp_only_layers", [])
-    layers = given["num_hidden_layers"]
-    return tuple(n for n in range(layers) if n not in without and (n + 1) % step == 0)
-
-
-def _in_all_layers(given: Given, number: str, **options: Any) -> ExpertsConfig:
+def in_all_layers(given: Given, number: str, **options: Any) -> ExpertsConfig:
     """Return an `ExpertsConfig` with experts in every layer, their number read from a key."""
-    chosen, layers = _size(given, "num_experts_per_tok"), tuple(range(given["num_hidden_layers"]))
-    sizes = _number(given, number), chosen, given["intermediate_size"]
-    return ExpertsConfig(*sizes, layers, **options)
-
-
-def mixtral(given: Given) -> ExpertsConfig:
-    """Return the `ExpertsConfig` of a Mixtral checkpoint's config."""
-    return _in_all_layers(given, "num_local_experts")
-
-
-def olmoe(given: Given) -> ExpertsConfig:
-    """Return the `ExpertsConfig` of an OLMoE checkpoint's config."""
-    renormalise = given.get("norm_topk_prob", False)
-    return _in_all_layers(given, "num_experts", renormalise=renormalise)
+    sizes = _number(given, number), given["num_experts_per_tok"], given["intermediate_size"]
+    return ExpertsConfig(*sizes, tuple(range(given["num_hidden_layers"])), **options)
 
 
 def qwen(given: Given) -> ExpertsConfig:
     """Return the `ExpertsConfig` of Qwen2-MoE, with a shared expert, or of Qwen3-MoE, without."""
+    step, without = given.get("decoder_sparse_step", 1), given.get("mlp_only_layers", [])
+    layers = range(given["num_hidden_layers"])
     shared = given.get("shared_expert_intermediate_size", 0)
     return ExpertsConfig(
         _number(given, "num_experts"),
-        _size(given, "num_experts_per_tok"),
-        _size(given, "moe_intermediate_size"),
-        _sparse(given),
+        given["num_experts_per_tok"],
+        given["moe_intermediate_size"],
+        tuple(n for n in layers if n not in without and (n + 1) % step == 0),
         renormalise=given.get("norm_topk_prob", False),
         shared_hidden=shared,
         shared_gate=shared > 0,
     )
 
 
-def gpt_oss(given: Given) -> ExpertsConfig:
-    """Return the `ExpertsConfig` of a gpt-oss checkpoint's config."""
-    limit, biases = given.get("swiglu_limit", 7.0), {"router_bias": True, "bias": True}
-    return _in_all_layers(given, "num_local_experts", scoring="topk_softmax", clamp=limit, **biases)
-
-
 def deepseek(given: Given, version: int) -> ExpertsConfig:
-    """Return the `ExpertsConfig` of a DeepSeek-V2 or DeepSeek-V3 checkpoint's config.
-
-    Args:
-      given: the content of config.json.
-      version: 2 or 3.
-    """
-    layers, hidden = given["num_hidden_layers"], _size(given, "moe_intermediate_size")
+    """Return the `ExpertsConfig` of a DeepSeek checkpoint's config, of version 2 or 3."""
+    layers, hidden = given["num_hidden_layers"], given["moe_intermediate_size"]
     limited = version == 3 or given.get("topk_method", "greedy") == "group_limited_greedy"
-    groups = (_size(given, "n_group"), _size(given, "topk_group")) if limited else None
     return ExpertsConfig(
         _number(given, "n_routed_experts"),
-        _size(given, "num_experts_per_tok"),
+        given["num_experts_per_tok"],
         hidden,
         tuple(range(given.get("first_k_dense_replace", 0), layers)),
         scoring="sigmoid" if version == 3 else "softmax",
         renormalise=given.get("norm_topk_prob", True) if version == 3 else False,
         scale=given.get("routed_scaling_factor", 1.0),
-        groups=groups,
+        groups=(given["n_group"], given["topk_group"]) if limited else None,
         group_top=2 if version == 3 else 1,
         selection_bias=version == 3,
         shared_hidden=hidden * (given.get("n_shared_experts") or 0),
@@ -171,23 +126,18 @@ def deepseek(given: Given, version: int) -> ExpertsConfig:
 
 def latent(given: Given) -> LatentConfig:
     """Return the `LatentConfig` of a DeepSeek-V2 or DeepSeek-V3 checkpoint's config."""
-    return LatentConfig(
-        given.get("q_lora_rank"),
-        _size(given, "kv_lora_rank"),
-        _size(given, "qk_nope_head_dim"),
-        _size(given, "qk_rope_head_dim"),
-        _size(given, "v_head_dim"),
-    )
+    keys = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+    return LatentConfig(given.get("q_lora_rank"), *(given[key] for key in keys))
 
 
 def latent_scale(given: Given) -> float:
     """Return the factor of scores, which is larger with YaRN."""
-    scale = (_size(given, "qk_nope_head_dim") + _size(given, "qk_rope_head_dim")) ** -0.5
+    scale = float((given["qk_nope_head_dim"] + given["qk_rope_head_dim"]) ** -0.5)
     rope: Mapping[str, Any] = given.get("rope_parameters") or given.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default" or not rope.get("mscale_all_dim"):
-        return float(scale)
-    return float(scale * yarn_amplitude(rope["factor"], rope["mscale_all_dim"]) ** 2)
+        return scale
+    return scale * yarn_amplitude(rope["factor"], rope["mscale_all_dim"]) ** 2
 
 
 def yarn_amplitude(factor: float, mscale: float = 1.0) -> float:

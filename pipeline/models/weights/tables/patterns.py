@@ -14,10 +14,9 @@ its pattern lacks: ``experts.{e}.up.weight`` with ``f d`` is a part of ``e d f``
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,12 +26,12 @@ from pipeline.models.decoders.config import DecoderConfig
 
 Sizes = Mapping[str, int]  # sizes of letters
 Range = tuple[int, int]  # start, stop
-Read = Callable[[str, Sequence[Range]], np.ndarray]  # a tensor's name, a range of each dim
+Read = Callable[[str], np.ndarray]  # a tensor by name: a map of its file
 Factors = tuple[tuple[str, int], ...]  # factors of a dim: letters and sizes, slowest first
 Place = dict[str, int | slice]  # place of each letter, in a slice of a weight
 
 PLACES = "+"
-BLOCK = 1 << 22  # bytes that are read at once
+BLOCK = 1 << 22  # bytes that are copied at once
 _TOKEN = re.compile(r"\([^()]*\)|\S+")
 _BRACES = re.compile(r"\{(\w+)\}")
 _LETTER = re.compile(r"[A-Za-z]\w*|\d+|\+\w*")
@@ -125,13 +124,38 @@ class TensorPart:
         return place, {**own, PLACES: (low - self.start, high - self.start)}
 
     def view(self, weight: np.ndarray, names: Sequence[str], place: Place) -> np.ndarray:
-        """Return this part of a slice of the weight; the slice has a dim for each letter."""
-        return weight[tuple(place.get(name, slice(None)) for name in names)]
+        """Return this part of a slice of a weight, with a dim for each of the array's factors.
 
-    def names(self, names: Sequence[str]) -> list[str]:
-        """List the letters of the array that `view` returns: those without a fixed index."""
+        Args:
+          weight: the slice, with a dim for each letter.
+          names: the letters of its dims.
+          place: the array's place in the slice.
+        """
+        view = weight[(..., *(place.get(name, slice(None)) for name in names))]
         fixed = {name for name, _ in self.fixed}
-        return [name for name in names if name not in fixed]
+        left = [name for name in names if name not in fixed]
+        order = [name for factors in self.dims for name, _ in factors]
+        missing = [name for name in left if name not in order]  # `+` with a single entry
+        view = view.transpose([left.index(name) for name in (*order, *missing)])
+        first: Any = (..., *[0] * len(missing))
+        return view[first]
+
+    def copy(self, array: np.ndarray, spans: Mapping[str, Range], view: np.ndarray) -> None:
+        """Copy ranges of the array's letters to a view of the weight, block by block."""
+        factors = [factor for dim in self.dims for factor in dim]
+        source = array.reshape([size for _, size in factors])
+        index: Any = (..., *(slice(*spans[name]) for name, _ in factors))
+        copy_blocks(source[index], view)
+
+
+def copy_blocks(source: np.ndarray, target: np.ndarray) -> None:
+    """Copy an array, a few entries of its first dim at a time, so that caches hold a block."""
+    if not source.ndim:
+        target[...] = source
+        return
+    step = max(1, BLOCK * len(source) // max(1, source.nbytes))
+    for start in range(0, len(source), step):
+        target[start : start + step] = source[start : start + step]
 
 
 @dataclass(frozen=True)
@@ -160,15 +184,12 @@ class TensorPlan:
         return out
 
     def fill(self, out: np.ndarray, index: Sequence[Range], read: Read) -> None:
-        """Write a slice of the weight into ``out``, block by block.
-
-        Only ranges of the file's arrays are read, not whole arrays; a range may have a few entries
-        more than the slice needs.
+        """Write a slice of the weight into ``out``; only its parts of the file are read.
 
         Args:
           out: the array to write to.
           index: the range of each dim.
-          read: a function that reads a slice of an array of the file.
+          read: a function that maps an array of the file.
         """
         # Whole entries of each dim's slowest factor; the slice may need only a part of them.
         spans: dict[str, Range] = {}
@@ -179,35 +200,29 @@ class TensorPlan:
             first, last = start // inner, -(-stop // inner)
             spans[factors[0][0]] = first, last
             trims.append(slice(start - first * inner, stop - first * inner))
-        names = list(spans)
-        held = [last - first for first, last in spans.values()]
-        is_whole = math.prod(held) == out.size
-        whole = out if is_whole and out.flags.c_contiguous else np.empty(held, out.dtype)
-        view = whole.reshape(held)
+        sizes = {name: last - first for name, (first, last) in spans.items()}
+        shape = list(sizes.values())
+        is_whole = math.prod(shape) == out.size and out.flags.c_contiguous
+        whole = out if is_whole else np.empty(shape, out.dtype)
+        view = whole.reshape(shape)
         for part in self.parts:
             if (found := part.within(spans)) is not None:
-                place, own = found
-                _fill(part.view(view, names, place), part.names(names), part, own, read)
+                place, ranges = found
+                part.copy(read(part.name), ranges, part.view(view, list(spans), place))
         if whole is not out:
-            dims = [
-                math.prod(spans[name][1] - spans[name][0] for name, _ in factors)
-                for factors in self.dims
-            ]
+            dims = [math.prod(sizes[name] for name, _ in factors) for factors in self.dims]
             out[...] = whole.reshape(dims)[tuple(trims)]
 
     def split(self, weight: np.ndarray) -> dict[str, np.ndarray]:
         """Return the arrays of the file that make a whole weight, by name."""
         names = [name for factors in self.dims for name, _ in factors]
         view = weight.reshape([size for factors in self.dims for _, size in factors])
-        found = {}
+        tensors = {}
         for part in self.parts:
             place: Place = {PLACES: slice(part.start, part.start + part.count), **dict(part.fixed)}
-            piece, left = part.view(view, names, place), part.names(names)
-            order = [name for factors in part.dims for name, _ in factors]
-            missing = [name for name in left if name not in order]  # `+` with a single entry
-            piece = piece.transpose([left.index(name) for name in (*order, *missing)])
-            found[part.name] = np.ascontiguousarray(piece).reshape(part.shape)
-        return found
+            piece = part.view(view, names, place)
+            tensors[part.name] = np.ascontiguousarray(piece).reshape(part.shape)
+        return tensors
 
 
 def plan(row: Row, sizes: Sizes) -> TensorPlan:
@@ -294,76 +309,6 @@ def _dims(pattern: str, sizes: Sizes, target: str) -> tuple[Factors, ...]:
             factors.append((name, count))
         dims.append(tuple(factors))
     return tuple(dims)
-
-
-def _fill(
-    view: np.ndarray, names: Sequence[str], part: TensorPart, spans: Mapping[str, Range], read: Read
-) -> None:
-    """Read a part's share of a slice into ``view``, which has a dim for each letter."""
-    order = [name for factors in part.dims for name, _ in factors]
-    rest = [name for name in names if name not in order]  # `+` with a single entry
-    dest = view.transpose([names.index(name) for name in (*order, *rest)])
-    dest = dest[(slice(None),) * len(order) + (0,) * len(rest)]
-    for runs in itertools.product(*(list(_runs(factors, spans)) for factors in part.dims)):
-        place = [index for run in runs for index in run.place]
-        ranges, shapes = [run.span for run in runs], [run.shape for run in runs]
-        _fill_run(dest[tuple(place)], part.name, ranges, shapes, read)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Consecutive entries of one dim.
-
-    Attributes:
-      span: the first entry, and the entry after the last.
-      place: the target of the entries, for each letter of the dim.
-      shape: sizes of the letters that ``place`` does not fix.
-    """
-
-    span: Range
-    place: tuple[int | slice, ...]
-    shape: tuple[int, ...]
-
-
-def _runs(factors: Factors, spans: Mapping[str, Range]) -> Iterator[_Run]:
-    """Find the runs of consecutive entries of a dim for ranges of its letters."""
-    whole = {name: (0, size) for name, size in factors}
-    # Each entry of the letters before the last divided letter has its own run.
-    cut = [n for n, (name, _) in enumerate(factors) if spans[name] != whole[name]]
-    # Letters of size 1 cannot be divided; skip those at the beginning.
-    lead = next((n for n, (_, size) in enumerate(factors) if size > 1), 0)
-    last = max([lead, *cut])
-    inner = _size(factors[last + 1 :])
-    low, high = spans[factors[last][0]]
-    before = [range(*spans[name]) for name, _ in factors[:last]]
-    for entries in itertools.product(*before):
-        base = 0
-        for entry, (_, size) in zip(entries, factors, strict=False):
-            base = base * size + entry
-        base = base * factors[last][1]
-        place = [e - spans[name][0] for e, (name, _) in zip(entries, factors, strict=False)]
-        open_ = (slice(None),) * (len(factors) - last)
-        shape = (high - low, *(size for _, size in factors[last + 1 :]))
-        yield _Run(((base + low) * inner, (base + high) * inner), (*place, *open_), shape)
-
-
-def _fill_run(
-    dest: np.ndarray,
-    name: str,
-    ranges: Sequence[Range],
-    shapes: Sequence[tuple[int, ...]],
-    read: Read,
-) -> None:
-    """Read a range of each dim, in blocks of entries of the first dim."""
-    total, *within = shapes[0]
-    inner = math.prod(within)
-    rest = [size for shape in shapes[1:] for size in shape]
-    at_once = max(1, BLOCK // max(1, inner * math.prod(rest) * dest.itemsize))
-    for first in range(0, total, at_once):
-        last = min(first + at_once, total)
-        rows = ranges[0][0] + first * inner, ranges[0][0] + last * inner
-        block = read(name, [rows, *ranges[1:]])
-        dest[first:last] = block.reshape([last - first, *within, *rest])
 
 
 def _size(factors: Sequence[tuple[str, int]]) -> int:
