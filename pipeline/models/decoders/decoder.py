@@ -73,7 +73,7 @@ class Stage(nnx.Module):
         Raises:
           ValueError: both segments and segment_ids.
         """
-        segments = _one_of(segments, segment_ids)
+        segments = _choose_segments(segments, segment_ids)
         for block in self.blocks:
             if isinstance(x, Mapping) and not isinstance(block, MultiTokenBlock):
                 x = {**x, MAIN: block(x[MAIN], positions, segments)}
@@ -111,16 +111,17 @@ class Stage(nnx.Module):
                 "multi-token prediction with slices of sequences (slices=): its modules read words "
                 "that follow a slice; leave slices out, or build the decoder with mtp_layers=0"
             )
-        segments, left = _one_of(segments, segment_ids), []
+        segments = _choose_segments(segments, segment_ids)
         blocks: Any = self.blocks
+        keys = []
         for n, block in enumerate(blocks):
-            before = None if earlier is None else earlier[n]
-            x, own = block.call_slice(x, before, part, positions, segments)
-            left.append(own)
-        return x, left
+            of_block = None if earlier is None else earlier[n]
+            x, own = block.call_slice(x, of_block, part, positions, segments)
+            keys.append(own)
+        return x, keys
 
 
-def _one_of(segments: jax.Array | None, segment_ids: jax.Array | None) -> jax.Array | None:
+def _choose_segments(segments: Any, segment_ids: Any) -> jax.Array | None:
     """Return the segments, given by either name.
 
     Raises:
@@ -202,27 +203,26 @@ class Embedding(VocabularyEmbedding):
           ValueError: the error of a call.
         """
         tokens, places = tokens if isinstance(tokens, tuple | list) else (tokens, None)
-        return self._looked_up(tokens, places, part), ()
-
-    def _looked_up(self, tokens: Any, places: Any, part: SequenceSlice) -> Any:
         x = super().__call__(tokens)
         if self.scale is not None:
             x = x * jnp.asarray(self.scale, x.dtype)
         if self.feeds_modules:
-            return {MAIN: x, EMBEDDED: x}
+            return {MAIN: x, EMBEDDED: x}, ()
         if self.positions is None:
-            return x
+            return x, ()
         t, learned = tokens.shape[-1], self.positions.get_value()
         self._check_length(part.length(t * self.context.size), learned.shape[0])
         if places is not None:
-            return x + learned[places].astype(x.dtype)
+            return x + learned[places].astype(x.dtype), ()
         if hasattr(self, "seen"):
             first = self.seen[...]
             self.seen[...] = first + t
-            return x + learned[first + jnp.arange(t)].astype(x.dtype)[None]
-        if self.context.size > 1 or part.count > 1:
-            return x + learned[self.context.places_in(part, t)].astype(x.dtype)[None]
-        return x + learned[:t].astype(x.dtype)[None]
+            rows = learned[first + jnp.arange(t)]
+        elif self.context.size > 1 or part.count > 1:
+            rows = learned[self.context.places_in(part, t)]
+        else:
+            rows = learned[:t]
+        return x + rows.astype(x.dtype)[None], ()
 
     def _check_length(self, t: int, learned: int) -> None:
         if t > learned:
@@ -463,19 +463,11 @@ def _shared_ends(
     config: DecoderConfig, rngs: nnx.Rngs, dtype: Any, activations: Any
 ) -> tuple[shared.VocabularyEmbedding, shared.VocabularyHead]:
     """Make embed and head that can be divided by words over ranks."""
-    sizes = config.vocabulary, config.width
-    embed = shared.VocabularyEmbedding(
-        *sizes, rngs=rngs, dtype=activations, param_dtype=dtype, scale=SPREAD
-    )
-    head = shared.VocabularyHead(
-        *sizes,
-        rngs=None if config.tied else rngs,
-        norm=make_norm(config, dtype),
-        tied=embed if config.tied else None,
-        param_dtype=dtype,
-        scale=SPREAD,
-    )
-    return embed, head
+    how: dict[str, Any] = {"words": config.vocabulary, "width": config.width}
+    how |= {"param_dtype": dtype, "scale": SPREAD}
+    embed = shared.VocabularyEmbedding(rngs=rngs, dtype=activations, **how)
+    table: dict[str, Any] = {"tied": embed} if config.tied else {"rngs": rngs}
+    return embed, shared.VocabularyHead(norm=make_norm(config, dtype), **table, **how)
 
 
 def next_token_loss(logits: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
@@ -504,9 +496,9 @@ def next_token_loss(logits: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
     return losses_of(logits, targets).sum(), (targets != IGNORED).sum()
 
 
-def _losses_in_chunks(at: LogitFactors, words: jax.Array) -> jax.Array:
-    how: dict[str, Any] = {"chunks": at.chunks, "vocabulary": at.words}
-    return linear_cross_entropy(at.x, at.table, words, **how)
+def _losses_in_chunks(logits: LogitFactors, words: jax.Array) -> jax.Array:
+    how: dict[str, Any] = {"chunks": logits.chunks, "vocabulary": logits.words}
+    return linear_cross_entropy(logits.x, logits.table, words, **how)
 
 
 def split_layers(layers: int, num_stages: int) -> list[int]:
@@ -528,20 +520,27 @@ def split_layers(layers: int, num_stages: int) -> list[int]:
 
 
 def cut_layers(
-    config: DecoderConfig, num_stages: int | None, layout: Layout | None
+    config: DecoderConfig, num_stages: int | None, layout: Layout | None, default: int = 1
 ) -> tuple[list[int], list[int]]:
     """Return [K] the number of layers of each stage, and of modules for multi-token prediction.
 
     Args:
       config: the decoder's configuration.
-      num_stages: K, by default 1.
+      num_stages: K; None for the default.
       layout: the layers of each stage, in place of ``num_stages``.
+      default: K, but at most one stage for each layer.
 
     Raises:
-      ValueError: the layout is of another model.
+      ValueError: both options are given, the number does not fit, or the layout is of another
+        model.
     """
-    if layout is not None:
-        counts = parse_layout(layout, config.layers, config.mtp_layers)
-        return counts, modules_of_layout(layout)
-    counts = split_layers(config.layers, 1 if num_stages is None else num_stages)
-    return counts, place_modules(config, counts, None)
+    if layout is None:
+        stages = min(default, config.layers) if num_stages is None else num_stages
+        counts = split_layers(config.layers, stages)
+        return counts, place_modules(config, counts, None)
+    if num_stages is not None:
+        raise ValueError(
+            f"num_stages={num_stages} and layout={layout!r}: the layout says how many stages "
+            f"there are; give one of the two"
+        )
+    return parse_layout(layout, config.layers, config.mtp_layers), modules_of_layout(layout)

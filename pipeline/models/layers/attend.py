@@ -92,7 +92,8 @@ def attend(
         rule = replace(rule, implementation="chunked")
     is_whole = part.count == 1
     way = rule.context.way if rule.context.size > 1 else "rank"
-    run = _function_for(str(rule.implementation), way, _kind_of(part))
+    of_slice = "fixed" if isinstance(part, FixedSlice) else "traced"
+    run = _function_for(str(rule.implementation), way, "whole" if is_whole else of_slice)
     own = {"keys": k, "values": v} | ({} if segments is None else {"segments": segments})
     call = _Call(rule, q, own, segments, sinks, part, None if is_whole else earlier)
     with reads_all_ranks(when=rule.context.size > 1):
@@ -225,12 +226,6 @@ def _start(call: _Call) -> int:
     return call.part.start(call.q.shape[1]) if isinstance(call.part, FixedSlice) else 0
 
 
-def _kind_of(part: SequenceSlice) -> str:
-    if part.count == 1:
-        return "whole"
-    return "fixed" if isinstance(part, FixedSlice) else "traced"
-
-
 _ROWS: tuple[tuple[str, str, str, Callable[[_Call], jax.Array]], ...] = (
     # implementations, ways, kinds of slices, function
     ("None chunked", "ring", "whole traced fixed", _by_blocks),
@@ -346,15 +341,16 @@ def attend_to(
             kernels.check_softcap("xla", q, softcap)
             causal = segments is None and window is None and places is None
             run = functools.partial(_read_by_xla, causal)
-        y = _in_chunks(run, rule, q, k, v, segments, segments_of_keys, places)
+        of_keys = segments if segments_of_keys is None else segments_of_keys
+        y = _in_chunks(run, rule, (q, k, v), (segments, of_keys), places)
     return y if y.shape[-1] == width else y[..., :width]
 
 
 def _read_by_xla(
-    causal: Any, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
+    causal: bool, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
 ) -> jax.Array:
-    whole = causal and q.shape[1] == k.shape[1]
-    how: Any = {"is_causal": True} if whole else {"mask": seen[:, None]}
+    is_square = q.shape[1] == k.shape[1]
+    how: Any = {"is_causal": True} if causal and is_square else {"mask": seen[:, None]}
     k, v = k.astype(q.dtype), v.astype(q.dtype)
     return jax.nn.dot_product_attention(q, k, v, implementation="xla", **how)
 
@@ -366,27 +362,27 @@ def _padded(x: jax.Array, width: int) -> jax.Array:
 
 
 def _in_chunks(
-    run: Callable[..., jax.Array],
-    rule: Rule,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array | None,
-    segments_of_keys: jax.Array | None,
-    places: jax.Array | None,
+    run: Callable[..., jax.Array], rule: Rule, arrays: Any, segments: Any, places: Any
 ) -> jax.Array:
     """Apply ``run(queries, k, v, seen)`` to `query_chunk` queries at a time.
+
+    Args:
+      run: attention to all keys.
+      rule: the rule of the scores.
+      arrays: queries, keys and values.
+      segments: the segments of queries and of keys, or None twice.
+      places: `[t]` places of the queries; None for 0..t-1.
 
     Raises:
       ValueError: `query_chunk` does not divide the queries.
     """
+    (q, k, v), (segments, of_keys) = arrays, segments
     t, length, query_chunk = q.shape[1], k.shape[1], rule.query_chunk
     if query_chunk is not None and t % query_chunk:
         raise ValueError(f"query_chunk={query_chunk}: must divide the {t} positions of a sequence")
     size = query_chunk or chunk_of(t, length)
     places = jnp.arange(t) if places is None else places
     own = () if segments is None else (segments,)
-    of_keys = segments if segments_of_keys is None else segments_of_keys
 
     def some(k: jax.Array, v: jax.Array, chunk: tuple[jax.Array, ...]) -> jax.Array:
         here, queries, *own = chunk

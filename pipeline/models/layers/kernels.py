@@ -181,59 +181,30 @@ def splash(
     # arguments
     # are `local` too, so that a stage keeps them and not the values they could be recomputed from.
     arguments = [checkpoint_name(x, OPERANDS) for x in local(heads_first)(q, k, v)]
-    sizes = t, k.shape[1], start
     # Blocks of queries and of keys have equal sizes, which divide both numbers of positions.
     common = math.gcd(t, k.shape[1])
     blocks = blocks or choose_blocks(device_kind(), common, c, q.dtype.itemsize, window)
-    run = _kernel(heads, *sizes, blocks, window=window, softcap=softcap, interpret=interpret)
-    own = () if segments is None else (segments, of_keys)
-    y = local(jax.vmap(run))(*arguments, *own)
-    return jnp.swapaxes(y, 1, 2)
-
-
-def _kernel(
-    heads: int,
-    t: int,
-    s: int,
-    start: int,
-    blocks: SplashBlocks,
-    *,
-    window: int | None,
-    softcap: float | None,
-    interpret: bool,
-) -> Any:
-    """Make splash attention of one sequence: a function of queries, keys, values and segments."""
     # Importing Pallas takes half a second, so it is imported only here.
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        BlockSizes,
-        MultiHeadMask,
-        SegmentIds,
-        make_splash_mha_single_device,
-    )
+    from jax.experimental.pallas.ops.tpu import splash_attention as pallas
 
-    mask = _mask(t, s, window, start)
-    kernel = make_splash_mha_single_device(
-        MultiHeadMask([mask] * heads),
-        block_sizes=BlockSizes(**blocks.sizes()),
+    causal, near = _quick_masks()
+    sizes = t, k.shape[1]
+    mask = causal(sizes, start) if window is None else near(sizes, (window - 1, 0), start)
+    kernel = pallas.make_splash_mha_single_device(
+        pallas.MultiHeadMask([mask] * heads),
+        block_sizes=pallas.BlockSizes(**blocks.sizes()),
         attn_logits_soft_cap=softcap,
         residual_checkpoint_name=RESIDUALS,
         interpret=interpret,
     )
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
-        ids = SegmentIds(*segments) if segments else None
-        found: jax.Array = kernel(q, k, v, ids)
-        return found
+        y: jax.Array = kernel(q, k, v, pallas.SegmentIds(*segments) if segments else None)
+        return y
 
-    return run
-
-
-def _mask(t: int, s: int, window: int | None, start: int) -> Any:
-    """Make the causal mask of t queries, the first at place ``start`` of s keys, or a window."""
-    whole, near = _quick_masks()
-    if window is None:
-        return whole((t, s), start)
-    return near((t, s), (window - 1, 0), start)
+    own = () if segments is None else (segments, of_keys)
+    y = local(jax.vmap(run))(*arguments, *own)
+    return jnp.swapaxes(y, 1, 2)
 
 
 @functools.cache

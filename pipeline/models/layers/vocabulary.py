@@ -160,23 +160,10 @@ class VocabularyHead(nnx.Module):
 
 
 def _table(
-    rngs: nnx.Rngs,
-    vocabulary: int,
-    width: int,
-    multiple_of: int,
-    init: Initializer | None,
-    dtype: Any,
-    axis: str | None,
+    rngs: nnx.Rngs, words: int, width: int, multiple_of: int, init: Any, dtype: Any, axis: Any
 ) -> nnx.Param[Any]:
-    rows, init = vocabulary + -vocabulary % multiple_of, init or scaled(width)
+    rows, init = words + -words % multiple_of, init or scaled(width)
     if axis is None:
         return Table(init(rngs.params(), (rows, width), dtype))
-    return make_weight(
-        rngs,
-        (rows, width),
-        init=init,
-        dtype=dtype,
-        axis=axis,
-        dim=0,
-        pieces=("vocabulary", rows, "multiple_of"),
-    )
+    cut: dict[str, Any] = {"axis": axis, "dim": 0, "pieces": ("vocabulary", rows, "multiple_of")}
+    return make_weight(rngs, (rows, width), init=init, dtype=dtype, **cut)

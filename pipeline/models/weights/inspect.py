@@ -18,13 +18,9 @@ from pipeline.models.weights.names import (
     HEAD,
     Entry,
     check_layers,
-    check_shapes,
-    check_tensors,
-    entries_of,
     fit_modules,
     is_bias,
-    spare_names,
-    with_tied_head,
+    match_entries,
 )
 from pipeline.models.weights.tables.families import family_of
 from pipeline.splitting.layouts import Layout, write_layout
@@ -109,9 +105,4 @@ def describe_checkpoint(checkpoint: Checkpoint) -> tuple[DecoderConfig, list[Ent
     state = nnx.to_flat_state(nnx.state(model, nnx.Any(nnx.Param, is_bias)))
     tree: Any = unflatten_mapping({tuple(path): leaf.get_raw_value() for path, leaf in state})
     tree = {EMBED: {}, HEAD: {}, **tree, "stages": [tree["stages"][0]]}
-    prefix = family.prefix_of(list(checkpoint.tensors))
-    entries = entries_of(tree, family, checkpoint.config, prefix)
-    entries = list(with_tied_head(entries, checkpoint, family, prefix))
-    check_shapes(entries)
-    check_tensors(entries, checkpoint, family, spare_names(entries, checkpoint, family))
-    return config, entries
+    return config, match_entries(tree, checkpoint, family)

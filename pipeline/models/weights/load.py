@@ -25,21 +25,17 @@ from pipeline.layers_view.layout import Mark
 from pipeline.layers_view.view import LayerView, LeafPlace, layer_view
 from pipeline.models.decoders.config import DecoderConfig, as_float, with_options
 from pipeline.models.decoders.decoder import build, cut_layers, next_token_loss
-from pipeline.models.decoders.multi_token import MultiTokenLoss
+from pipeline.models.decoders.multi_token import WEIGHT, MultiTokenLoss
 from pipeline.models.layers.attending.order import WHOLE, Context
 from pipeline.models.weights.checkpoint import Checkpoint, open_checkpoint
 from pipeline.models.weights.names import (
     Constant,
     check_layers,
-    check_shapes,
-    check_tensors,
     constants,
-    entries_of,
     fit_modules,
-    spare_names,
+    match_entries,
     state_view,
     with_biases,
-    with_tied_head,
 )
 from pipeline.models.weights.safetensors import DTYPES
 from pipeline.models.weights.tables.families import family_of
@@ -177,23 +173,14 @@ def parts(
     config = with_options(family.config(checkpoint.config), experts)
     check_layers(checkpoint, family, config.layers)
     config = fit_modules(config, checkpoint, family, mtp)
-    counts, modules = count_blocks(config, num_stages, layout, mesh)
+    devices = jax.device_count() if mesh is None else mesh.shape.get(STAGE, 1)
+    counts, modules = cut_layers(config, num_stages, layout, default=devices)
     stored = common_dtype(checkpoint) if dtype is None else as_float(dtype)
-    own = stored if activations is None else as_float(activations)
-    stages, embed, head = build(
-        config,
-        counts,
-        dtype=stored,
-        activations=own,
-        vocabulary=vocabulary,
-        context=context,
-        mtp=modules,
-    )
+    types: dict[str, Any] = {"dtype": stored, "vocabulary": vocabulary, "context": context}
+    types["activations"] = stored if activations is None else as_float(activations)
+    stages, embed, head = build(config, counts, mtp=modules, **types)
     loss_fn = choose_loss(config, vocabulary, mtp_weight)
-
-    def read(pipe: Pipeline) -> None:
-        _read(pipe, checkpoint, family)
-
+    read = functools.partial(_read, checkpoint=checkpoint, family=family)
     return {"stages": stages, "embed": embed, "head": head, "loss_fn": loss_fn, "read": read}
 
 
@@ -244,8 +231,8 @@ def choose_loss(
       ValueError: mtp_weight for a model without modules.
     """
     if config.mtp_layers:
-        given = {} if mtp_weight is None else {"weight": mtp_weight}
-        return MultiTokenLoss(**given, has_metrics=True)  # type: ignore[arg-type]
+        weight: Any = WEIGHT if mtp_weight is None else mtp_weight
+        return MultiTokenLoss(weight, has_metrics=True)
     if mtp_weight is not None:
         raise ValueError(
             f"mtp_weight={mtp_weight!r} for a model without modules for multi-token prediction: "
@@ -254,48 +241,23 @@ def choose_loss(
     return CrossEntropy() if vocabulary == "stage" else next_token_loss
 
 
-def count_blocks(
-    config: DecoderConfig, num_stages: int | None, layout: Layout | None, mesh: Mesh | None
-) -> tuple[list[int], list[int]]:
-    """Return [K] the number of layers of each stage, and of modules for multi-token prediction.
-
-    Raises:
-      ValueError: both options are given, or the number does not fit.
-    """
-    if layout is not None and num_stages is not None:
-        raise ValueError(
-            f"num_stages={num_stages} and layout={layout!r}: the layout says how many stages "
-            f"there are; give one of the two"
-        )
-    if layout is None and num_stages is None:
-        devices = jax.device_count() if mesh is None else mesh.shape.get(STAGE, 1)
-        num_stages = min(devices, config.layers)
-    return cut_layers(config, num_stages, layout)
-
-
 def common_dtype(checkpoint: Checkpoint) -> Any:
     """Return the dtype of most bytes of a checkpoint."""
-    sizes: Counter[Any] = Counter()
+    sizes: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
         if tensor.dtype in DTYPES:  # other dtypes are refused later, by name
-            sizes[DTYPES[tensor.dtype]] += tensor.nbytes
-    return sizes.most_common(1)[0][0] if sizes else np.dtype(np.float32)
+            sizes[tensor.dtype] += tensor.nbytes
+    return DTYPES[sizes.most_common(1)[0][0] if sizes else "F32"]
 
 
 def _read(pipe: Pipeline, checkpoint: Checkpoint, family: Family) -> None:
     view, state = layer_view(pipe), state_view(pipe)
-    prefix = family.prefix_of(list(checkpoint.tensors))
-    found = entries_of(with_biases(view.tree, state), family, checkpoint.config, prefix)
-    entries = with_tied_head(found, checkpoint, family, prefix)
-    check_shapes(entries)
-    spare = spare_names(entries, checkpoint, family)
-    check_tensors(entries, checkpoint, family, spare)
+    entries = match_entries(with_biases(view.tree, state), checkpoint, family)
     plans: dict[Any, Any] = {entry.place: entry.plan for entry in entries}
     _Reading(pipe, view, checkpoint, plans).run()
     if state is not None:
         _Reading(pipe, state, checkpoint, {**constants(state), **plans}).run()
-    text = json.dumps(checkpoint.config, indent=2)
-    pipe.loaded_from = LoadedFrom(family, text)
+    pipe.loaded_from = LoadedFrom(family, json.dumps(checkpoint.config, indent=2))
 
 
 @dataclass(frozen=True)
@@ -344,20 +306,17 @@ class _Reading:
         """Read a leaf into a device's part of its row; the rest of the row stays zero."""
         part = None if place.part is None else place.part.part
         if part is None:
-            self._fill(plan, at, out)
+            plan.fill(out, at, self._map)
             return
         low, high = max(part[0], at[0][0]), min(part[1], at[0][1])
         if low >= high:
             return
         dest, inner = out[low - at[0][0] : high - at[0][0]], (low - part[0], high - part[0])
         if len(place.shape) == len(at):  # the leaf has a part of the row's first dim
-            self._fill(plan, (inner, *at[1:]), dest)
+            plan.fill(dest, (inner, *at[1:]), self._map)
         else:
             whole = plan.read(self._map, out.dtype)
             dest[...] = whole.reshape(-1)[slice(*inner)]
-
-    def _fill(self, plan: TensorPlan | Constant, at: Ranges, out: np.ndarray) -> None:
-        plan.fill(out, at, self._map)
 
     def _map(self, name: str) -> np.ndarray:
         return self.checkpoint.tensors[name].array()

@@ -135,6 +135,20 @@ def _matched(
     return [(row, leaves[row.target]) for row in rows if row.target in leaves]
 
 
+def match_entries(tree: Mapping[str, Any], checkpoint: Checkpoint, family: Family) -> list[Entry]:
+    """List all weights of a model, with their tensors in a checkpoint, and check all of them.
+
+    Raises:
+      ValueError: a weight has no row in the table, or other sizes than its tensors.
+    """
+    prefix = family.prefix_of(list(checkpoint.tensors))
+    entries = entries_of(tree, family, checkpoint.config, prefix)
+    entries = with_tied_head(entries, checkpoint, family, prefix)
+    check_shapes(entries)
+    check_tensors(entries, checkpoint, family, spare_names(entries, checkpoint, family))
+    return entries
+
+
 def check_layers(checkpoint: Checkpoint, family: Family, layers: int) -> None:
     """Check that a checkpoint has its last layer, before a model with all its layers is made.
 
@@ -166,8 +180,8 @@ def layer_prefix(checkpoint: Checkpoint, family: Family, n: int) -> str:
 
 
 def with_tied_head(
-    entries: Sequence[Entry], checkpoint: Checkpoint, family: Family, prefix: str
-) -> Sequence[Entry]:
+    entries: list[Entry], checkpoint: Checkpoint, family: Family, prefix: str
+) -> list[Entry]:
     """Point the entries of a shared table at the tensor that exists, the embedding's or the head's.
 
     Safetensors keep only one of two names of an array, which may be the head's name.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 from collections.abc import Iterator, Mapping
@@ -240,12 +241,6 @@ def gathered(array: jax.Array, row: int | None, mesh: Any) -> np.ndarray:
 def _replicated(array: jax.Array, row: int | None, mesh: Any) -> jax.Array:
     everywhere = NamedSharding(mesh, PartitionSpec())
     if row is None:
-        return jax.jit(lambda a: a, out_shardings=everywhere)(array)
-    return _row(everywhere)(array, np.int32(row))
-
-
-def _row(sharding: NamedSharding) -> Any:
-    def of(array: jax.Array, row: Any) -> jax.Array:
-        return jax.lax.dynamic_index_in_dim(array, row, keepdims=False)
-
-    return jax.jit(of, out_shardings=sharding)
+        return jax.jit(lambda array: array, out_shardings=everywhere)(array)
+    pick = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+    return jax.jit(pick, out_shardings=everywhere)(array, np.int32(row))

@@ -198,8 +198,10 @@ def _weights(pipe: Pipeline) -> list[Weight]:
             "this pipeline has types in place of weights, made under nnx.eval_shape: read weights "
             "into it first"
         )
-    named = [] if pipe.plan.state is None else [nnx.All(pipe.plan.state, _is_array)]
-    kinds = nnx.Any(ExpertState, *named)
+    kinds: Any = ExpertState
+    if pipe.plan.state is not None:  # of declared state, variables that hold one array
+        is_array = lambda _, variable: hasattr(raw(variable), "shape")  # noqa: E731
+        kinds = nnx.Any(ExpertState, nnx.All(pipe.plan.state, is_array))
     has_state = bool(nnx.to_flat_state(nnx.state(pipe, kinds)))
     views = [layer_view(pipe), *([layer_view(pipe, state=kinds)] if has_state else [])]
     cells: dict[Any, LeafCell] = {}
@@ -215,12 +217,6 @@ def _weights(pipe: Pipeline) -> list[Weight]:
     for path in sorted(found, key=_position):
         weights.setdefault(names[path][1], Weight(*names[path], *found[path]))
     return list(weights.values())
-
-
-def _is_array(path: Any, variable: Any) -> bool:
-    """Tell whether a variable holds one array, not a tree of several."""
-    del path
-    return hasattr(raw(variable), "shape")
 
 
 def _spec(place: LeafPlace, array: LayersArray) -> PartitionSpec:

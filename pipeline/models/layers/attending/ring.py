@@ -129,26 +129,18 @@ def ring(
     own = () if segments is None else (halves(segments),)
     low = () if sinks is None else (sinks.astype(jnp.float32).reshape(k.shape[2], -1),)
     axis, names = rule.context.axis, tuple(held)
-    blocks_rule, index, before = _before(
-        blocks_rule, part, earlier, q.shape[1], names, packed=segments is not None
-    )
+    blocks_rule, index, before = _before(blocks_rule, part, earlier, q.shape[1], names)
     every = q, *held.values(), *own, *low, *jax.tree.leaves((weights, index, before))
     both = frozenset({axis} - {None}).union(*map(varying_axes, every))
     axes = tuple(sorted(map(str, both)))
     blocks_of = tuple(halves(x) for x in held.values())
-    given = vary((halves(grouped), blocks_of, weights, own, low, index, before), axes)
-    y = jnp.moveaxis(_ring(blocks_rule, *given), 0, 1)
+    operands = RingOperands(halves(grouped), blocks_of, weights, own, low, index, before)
+    y = jnp.moveaxis(_ring(blocks_rule, vary(operands, axes)), 0, 1)
     return y.reshape(*q.shape[:-1], v.shape[-1]).astype(q.dtype)
 
 
 def _before(
-    rule: BlockRule,
-    part: SequenceSlice,
-    earlier: Any,
-    length: int,
-    names: tuple[str, ...],
-    *,
-    packed: bool,
+    rule: BlockRule, part: SequenceSlice, earlier: Any, length: int, names: tuple[str, ...]
 ) -> tuple[BlockRule, Any, Any]:
     """Return a slice's rule, its number if traced, and the group of earlier slices' keys.
 
@@ -157,7 +149,7 @@ def _before(
     """
     if part.count == 1 or earlier is None:
         return rule, (), ()
-    group = tuple(earlier[n] for n in names), (earlier["segments"],) if packed else ()
+    group = tuple(earlier[n] for n in names), tuple(earlier[n] for n in earlier if n == "segments")
     if not isinstance(part, FixedSlice):
         return rule, (jnp.asarray(part.index, jnp.int32),), (group,)
     lengths = [length * one // part.lengths[part.index] for one in part.lengths[: part.index]]
@@ -171,18 +163,31 @@ def _before(
     return rule, (), (jax.tree.map(joined, group),)
 
 
+class RingOperands(NamedTuple):
+    """The arrays of a ring; an optional array is a tuple of one or none.
+
+    Attributes:
+      q: `[h, b, n, k, g, c]` queries.
+      kv: keys and values, or the arrays that they are made from, each `[h, b, n, ...]`.
+      weights: the weights of `BlockRule.expand`.
+      segments: `[h, b, n]` the document of each position.
+      sinks: `[k, g]` an extra score of each head.
+      index: the number of the slice, if it is traced.
+      before: the group of earlier slices' keys (`_before`).
+    """
+
+    q: jax.Array
+    kv: Any
+    weights: Any
+    segments: Any
+    sinks: Any
+    index: Any
+    before: Any
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(
-    rule: BlockRule,
-    q: jax.Array,
-    kv: Any,
-    weights: Any,
-    segments: Any,
-    sinks: Any,
-    index: Any,
-    before: Any,
-) -> jax.Array:
-    return _forward(rule, q, kv, weights, segments, sinks, index, before)[0]
+def _ring(rule: BlockRule, operands: RingOperands) -> jax.Array:
+    return _forward(rule, operands)[0]
 
 
 def _each_before(
@@ -222,17 +227,9 @@ def _start(rule: BlockRule, index: Any, length: int) -> Any:
     return index[0] * (length * rule.context.size) if index else rule.start
 
 
-def _forward(
-    rule: BlockRule,
-    q: jax.Array,
-    kv: Any,
-    weights: Any,
-    segments: Any,
-    sinks: Any,
-    index: Any,
-    before: Any,
-) -> Any:
+def _forward(rule: BlockRule, operands: RingOperands) -> Any:
     """Compute the output `[h, b, n, k, g, w]`, and the residuals for the backward."""
+    q, kv, weights, segments, sinks, index, before = operands
     context, wide = rule.context, q.astype(jnp.float32)
     b, n, heads = q.shape[1], q.shape[2], q.shape[3:5]
     length = q.shape[0] * n
@@ -283,12 +280,12 @@ def _forward(
     for sink in sinks:
         level = jnp.logaddexp(level, sink[None, None, ..., None])
     y = sums.values * jnp.moveaxis(jnp.exp(sums.largest - level), -1, 2)[..., None]
-    return y, (q, kv, weights, segments, sinks, index, before, y, level)
+    return y, (operands, y, level)
 
 
 def _backward(rule: BlockRule, kept: Any, g: jax.Array) -> Any:
     """Return gradients of queries, keys and values, weights, sinks, and earlier slices."""
-    q, kv, weights, segments, sinks, index, before, y, level = kept
+    (q, kv, weights, segments, sinks, index, before), y, level = kept
     context, n, wide = rule.context, q.shape[2], q.astype(jnp.float32)
     length = q.shape[0] * n
     start = _start(rule, index, length)
@@ -347,7 +344,8 @@ def _backward(rule: BlockRule, kept: Any, g: jax.Array) -> Any:
         (_narrow(found, kept), none(of_keys))
         for found, (kept, of_keys) in zip(of_before, before, strict=True)
     )
-    return dq, _narrow(dkv, kv), dw, none(segments), low, none(index), earlier
+    change = dq, _narrow(dkv, kv), dw, none(segments), low, none(index), earlier
+    return (RingOperands(*change),)
 
 
 _ring.defvjp(_forward, _backward)
