@@ -210,7 +210,6 @@ class HeadsNorm(nnx.Module):
         self.scale = _per_head(config, nnx.Rngs(0), numbers, jax.nn.initializers.ones, dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise, in the dtype of the input."""
         check_cut(self.scale, TENSOR)
         wide = x.astype(jnp.float32)
         square = jnp.mean(wide * wide, axis=(-2, -1), keepdims=True)

@@ -46,7 +46,6 @@ class ClampedGate:
     limit: float
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """Apply the activation to gate and up, in their dtype."""
         limit = jnp.asarray(self.limit, gate.dtype)
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return (up + 1) * gate * jax.nn.sigmoid(gate * jnp.asarray(SLOPE, gate.dtype))
@@ -63,12 +62,10 @@ class ActivatedGate:
     activation: Callable[[jax.Array], jax.Array]
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """Apply the activation to gate and up."""
         return self.activation(gate) * up
 
 
 def make_experts(config: DecoderConfig, rngs: nnx.Rngs, dtype: Any) -> MixtureOfExperts:
-    """Make a layer's mixture of experts."""
     experts = config.experts
     assert experts is not None  # noqa: S101 - the block made sure of it
     gate: Any = ActivatedGate(ACTIVATIONS[config.activation])
@@ -96,7 +93,6 @@ class PlainMLP(nnx.Module):
         self.down = RowLinear(f, d, rngs, bias=config.mlp_bias, dtype=dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Compute the whole output."""
         return self.down(self.activation(self.up(x)))
 
 
@@ -165,9 +161,7 @@ class Block(nnx.Module):
         return self._add_mlp(x, y), (keys, counts)
 
     def _add_attention(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Add the result of attention to the residual stream."""
         return x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
 
     def _add_mlp(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Add the result of the MLP, or of the experts, to the residual stream."""
         return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))

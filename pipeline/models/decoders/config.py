@@ -178,11 +178,6 @@ class DecoderConfig:
     mtp_layers: int = 0
 
     def __post_init__(self) -> None:
-        """Check every value.
-
-        Raises:
-          ValueError: a list of all faults.
-        """
         sizes = ("vocabulary", "width", "layers", "heads", "kv_heads", "head_dim", "hidden")
         wrong = [
             f"{name}={getattr(self, name)!r} must be an integer >= 1"
@@ -237,11 +232,7 @@ class DecoderConfig:
 
 
 def with_options(config: DecoderConfig, experts: Mapping[str, Any] | None) -> DecoderConfig:
-    """Copy the configuration with other options of its experts.
-
-    Raises:
-      ValueError: options of experts for a decoder without experts, or unknown options.
-    """
+    """Copy the configuration with other options of its experts."""
     if experts is None:
         return config
     if config.experts is None:
@@ -252,11 +243,7 @@ def with_options(config: DecoderConfig, experts: Mapping[str, Any] | None) -> De
 
 
 def as_float(name: Any) -> Any:
-    """Check that a dtype is a float.
-
-    Raises:
-      ValueError: it is no float dtype.
-    """
+    """Check that a dtype is a float."""
     try:
         dtype = jnp.dtype(name)
     except TypeError:

@@ -122,11 +122,7 @@ class Stage(nnx.Module):
 
 
 def _choose_segments(segments: Any, segment_ids: Any) -> jax.Array | None:
-    """Return the segments, given by either name.
-
-    Raises:
-      ValueError: both are given.
-    """
+    """Return the segments, given by either name."""
     if segments is not None and segment_ids is not None:
         raise ValueError(
             "a stage was given segments= and segment_ids=, two names of one argument: give one "
@@ -390,16 +386,7 @@ def build(
 def place_modules(
     config: DecoderConfig, counts: Sequence[int], mtp: Sequence[int] | None
 ) -> list[int]:
-    """Return [K] the number of modules for multi-token prediction of each stage.
-
-    Args:
-      config: the decoder's configuration.
-      counts: [K] the number of blocks of each stage.
-      mtp: the argument of `build`.
-
-    Raises:
-      ValueError: another number of modules or stages, or a module before a block.
-    """
+    """Return [K] the number of modules for multi-token prediction of each stage."""
     if mtp is None:
         return [0] * (len(counts) - 1) + [config.mtp_layers]
     found = list(mtp) if isinstance(mtp, list | tuple) else mtp

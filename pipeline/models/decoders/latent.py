@@ -150,11 +150,7 @@ class LatentAttention(CachedAttention):
         return back_to_positions(y, context) if exchanges else y, own
 
     def _own_columns(self, weight: jax.Array) -> jax.Array:
-        """Return the columns that make keys and values of this rank's heads.
-
-        Raises:
-          ValueError: the heads cannot be divided over the ranks.
-        """
+        """Return the columns that make keys and values of this rank's heads."""
         ranks, axis = self.context.size, str(self.context.axis)
         columns = self.sizes.nope + self.sizes.value
         heads = weight.shape[1] // columns

@@ -140,11 +140,6 @@ class MultiTokenLoss:
     has_metrics: bool = False
 
     def __post_init__(self) -> None:
-        """Check the weights.
-
-        Raises:
-          ValueError: a weight is no finite number >= 0, or has_metrics no bool.
-        """
         given = self.weight if isinstance(self.weight, tuple | list) else (self.weight,)
         fits = all(
             isinstance(w, int | float) and not isinstance(w, bool) and 0 <= w < math.inf
@@ -207,16 +202,7 @@ class MultiTokenLoss:
 
 
 def check_targets(targets: Any, logits: jax.Array) -> None:
-    """Check that there is a word for each position.
-
-    Args:
-      targets: the targets of `pipeline.decoders.next_token_loss`.
-      logits: `[b, t, v]`; their shape is read.
-
-    Raises:
-      ValueError: the targets are neither words nor a pair of words and weights, or the words have
-        another shape.
-    """
+    """Check that there is a word for each position."""
     pair = targets if isinstance(targets, tuple | list) else (targets, 1.0)
     if len(pair) != PAIR or jnp.shape(pair[0]) != logits.shape[:-1]:
         said = ", ".join(str(list(jnp.shape(x))) for x in jax.tree.leaves(targets))
@@ -228,10 +214,6 @@ def check_targets(targets: Any, logits: jax.Array) -> None:
 
 
 def words_and_counts(targets: Any) -> tuple[jax.Array, jax.Array]:
-    """Return `[b, t]` target words, and their float32 weights.
-
-    Args:
-      targets: the targets of `pipeline.decoders.next_token_loss`.
-    """
+    """Return `[b, t]` target words, and their float32 weights."""
     words, weights = targets if isinstance(targets, tuple | list) else (targets, 1.0)
     return words, jnp.where(words == IGNORED, 0, weights).astype(jnp.float32)

@@ -278,7 +278,6 @@ class _Ready(NamedTuple):
 def _ready(
     definition: Definition, params: Tree, rest: Tree, is_cache: Any, start: Callable[[Any], None]
 ) -> _Ready:
-    """Prepare a module with caches, from types."""
     seen: list[Any] = []
 
     def run(params: Tree, rest: Tree) -> tuple[Tree, Tree]:

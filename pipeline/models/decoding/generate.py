@@ -347,7 +347,6 @@ def _check_numbers(**given: Any) -> None:
 
 
 def _stops(stop: Any) -> tuple[int, ...]:
-    """Return the tokens that end a row."""
     if stop is None:
         return ()
     many = isinstance(stop, Sequence | np.ndarray | jax.Array) and np.shape(stop) != ()

@@ -133,17 +133,12 @@ class _Call:
 
 
 def _on_one_rank(call: _Call) -> _Call:
-    """Prepare a call on a rank that has whole sequences."""
     places = call.part.places(call.q.shape[1]) if call.part.count > 1 else None
     return replace(call, rule=replace(call.rule, context=WHOLE), places=places)
 
 
 def _by_heads(call: _Call) -> _Call:
-    """Exchange positions for heads: all positions of this rank's heads (arXiv:2309.14509).
-
-    Raises:
-      ValueError: the heads cannot be divided over the ranks.
-    """
+    """Exchange positions for heads: all positions of this rank's heads (arXiv:2309.14509)."""
     context, q, k, v = call.rule.context, call.q, call.own["keys"], call.own["values"]
     context.check_length(q.shape[1])
     ranks, heads, kv_heads = context.size, q.shape[2], k.shape[2]
@@ -256,11 +251,7 @@ _REFUSED = {  # why a combination is missing: by way; for kernels, first by slic
 
 
 def _function_for(name: str, way: str, kind: str) -> Callable[[_Call], jax.Array]:
-    """Return the function for an implementation, a way and a kind of slice.
-
-    Raises:
-      ValueError: there is none.
-    """
+    """Return the function for an implementation, a way and a kind of slice."""
     if (run := _FUNCTIONS.get((name, way, kind))) is not None:
         return run
     by_slices = kind != "whole" and name in ("splash", "cudnn")
@@ -399,11 +390,7 @@ def _in_chunks(
 
 
 def check_segments(segments: Any, q: jax.Array) -> None:
-    """Check that segments fit queries `[b, t, k·g, c]`.
-
-    Raises:
-      ValueError: the segments have another shape, or are no integers.
-    """
+    """Check that segments fit queries `[b, t, k·g, c]`."""
     if segments is None:
         return
     shape, dtype = jnp.shape(segments), jnp.result_type(segments)
@@ -416,11 +403,7 @@ def check_segments(segments: Any, q: jax.Array) -> None:
 
 
 def check_context(context: Context) -> None:
-    """Refuse attention to whole sequences if positions are split over the axis "context".
-
-    Raises:
-      ValueError: positions are split.
-    """
+    """Refuse attention to whole sequences if positions are split over the axis "context"."""
     if context.axis is None and group_size(CONTEXT) > 1:
         raise ValueError(
             f"attention without context_axis= on a mesh with {group_size(CONTEXT)} ranks of "

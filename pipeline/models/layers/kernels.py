@@ -58,7 +58,6 @@ class SplashBlocks:
     fused: bool = False
 
     def sizes(self) -> dict[str, Any]:
-        """Return the arguments of JAX's `BlockSizes`."""
         found: dict[str, Any] = {
             "block_q": self.q,
             "block_kv": self.kv,
@@ -294,11 +293,7 @@ def _wrong_for_splash(q: jax.Array, start: int = 0) -> list[str]:
 
 
 def check_softcap(name: str, q: jax.Array, softcap: float | None) -> None:
-    """Refuse a soft cap for an implementation that does not support it.
-
-    Raises:
-      ValueError: there is a soft cap.
-    """
+    """Refuse a soft cap for an implementation that does not support it."""
     _check(name, q, _capped(softcap))
 
 

@@ -348,11 +348,7 @@ class MixtureOfExperts(nnx.Module):
 
 
 def check_sizes(**sizes: Any) -> None:
-    """Refuse sizes that are no positive integers.
-
-    Raises:
-      ValueError: a list of all faults.
-    """
+    """Refuse sizes that are no positive integers."""
     wrong = [
         f"{name}={value!r} must be an integer >= 1"
         for name, value in sizes.items()

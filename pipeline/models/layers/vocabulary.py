@@ -58,7 +58,6 @@ class VocabularyEmbedding(nnx.Module):
         self.table = _table(rngs, vocabulary, width, multiple_of, init, dtype, axis)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Look up the words."""
         check_cut(self.table, self.axis)
         return vocabulary_embedding(
             self.table.get_value(),

@@ -44,15 +44,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: str | Path, config: Mapping[str, Any] | None = None) -> Checkpoint:
-    """Read the headers of a folder.
-
-    Args:
-      folder: the folder of config.json and the safetensors.
-      config: a config that replaces config.json.
-
-    Raises:
-      ValueError: a file is missing, cut short or mislabelled.
-    """
+    """Read the headers of a folder."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give one with {CONFIG} and {SINGLE} or {INDEX}")

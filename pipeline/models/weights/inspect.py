@@ -88,11 +88,7 @@ def inspect(
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> tuple[DecoderConfig, list[Entry]]:
-    """Return the decoder of a checkpoint, and its weights by the family's table.
-
-    Raises:
-      ValueError: the errors of `pipeline.weights.load`.
-    """
+    """Return the decoder of a checkpoint, and its weights by the family's table."""
     where = f"{checkpoint.folder}/{CONFIG}"
     family = family_of(checkpoint.config, where)
     if family.config is None:

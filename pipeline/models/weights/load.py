@@ -210,11 +210,7 @@ def read_into(
 
 
 def choose_family(family: str | Family | None, config: Config, where: str) -> Family:
-    """Return the given family, or the family that config.json names.
-
-    Raises:
-      ValueError: an unknown family.
-    """
+    """Return the given family, or the family that config.json names."""
     if isinstance(family, Family):
         return family
     if family is None:
@@ -225,11 +221,7 @@ def choose_family(family: str | Family | None, config: Config, where: str) -> Fa
 def choose_loss(
     config: DecoderConfig, vocabulary: str, mtp_weight: float | Sequence[float] | None
 ) -> Any:
-    """Choose the loss of a decoder: for the next token, or also for later tokens.
-
-    Raises:
-      ValueError: mtp_weight for a model without modules.
-    """
+    """Choose the loss of a decoder: for the next token, or also for later tokens."""
     if config.mtp_layers:
         weight: Any = WEIGHT if mtp_weight is None else mtp_weight
         return MultiTokenLoss(weight, has_metrics=True)
@@ -277,7 +269,6 @@ class _Reading:
     plans: Mapping[Any, TensorPlan | Constant]
 
     def run(self) -> None:
-        """Fill all arrays."""
         variables = dict(nnx.to_flat_state(nnx.state(self.pipe)))
         for path, places in self.view.by_array.items():
             variable, fill = variables[path], functools.partial(self._array, [*places.values()])

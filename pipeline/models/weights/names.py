@@ -114,7 +114,6 @@ def _dotted(tree: Any) -> dict[str, Any]:
 
 
 def leaves_of(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """List the paths and the leaves of nested mappings."""
     if not isinstance(tree, Mapping):
         yield path, tree
         return
@@ -150,16 +149,7 @@ def match_entries(tree: Mapping[str, Any], checkpoint: Checkpoint, family: Famil
 
 
 def check_layers(checkpoint: Checkpoint, family: Family, layers: int) -> None:
-    """Check that a checkpoint has its last layer, before a model with all its layers is made.
-
-    Args:
-      checkpoint: the checkpoint.
-      family: the checkpoint's family.
-      layers: the number of layers in config.json.
-
-    Raises:
-      ValueError: the files have fewer layers.
-    """
+    """Check that a checkpoint has its last layer, before a model with all its layers is made."""
     if checkpoint.tensors and not has_layer(checkpoint, family, layers - 1):
         held = next(n for n in range(layers) if not has_layer(checkpoint, family, n))
         raise ValueError(
@@ -169,13 +159,11 @@ def check_layers(checkpoint: Checkpoint, family: Family, layers: int) -> None:
 
 
 def has_layer(checkpoint: Checkpoint, family: Family, n: int) -> bool:
-    """Tell whether the files have any tensor of a layer."""
     prefix = layer_prefix(checkpoint, family, n)
     return any(name.startswith(prefix) for name in checkpoint.tensors)
 
 
 def layer_prefix(checkpoint: Checkpoint, family: Family, n: int) -> str:
-    """Return the prefix of a layer's tensor names."""
     return family.tensor_name(family.prefix_of(list(checkpoint.tensors)), n, "")
 
 
@@ -219,11 +207,7 @@ def with_tied_head(
 
 
 def check_shapes(entries: Sequence[Entry]) -> None:
-    """Check the sizes of a model's weights against the table.
-
-    Raises:
-      ValueError: a list of all weights with other sizes.
-    """
+    """Check the sizes of a model's weights against the table."""
     wrong = [
         f"{entry.name} is {list(entry.place.shape)} in the model, and by its row and the sizes "
         f"of config.json it is {list(entry.plan.shape)}"
@@ -301,12 +285,10 @@ class Constant:
     shape: tuple[int, ...]
 
     def read(self, read: Read, dtype: Any) -> np.ndarray:
-        """Return the whole leaf."""
         del read
         return np.full(self.shape, self.value, dtype)
 
     def fill(self, out: np.ndarray, index: Sequence[Range], read: Read) -> None:
-        """Write a slice of the leaf."""
         del index, read
         out[...] = self.value
 

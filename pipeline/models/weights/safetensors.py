@@ -62,7 +62,6 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes."""
         return math.prod(self.shape) * WIDTHS[self.dtype]
 
     def array(self) -> np.ndarray:
@@ -95,11 +94,7 @@ class Tensor:
         return all(one[some].tobytes() == two[some].tobytes() for some in rows)
 
     def readable(self) -> Any:
-        """Return the dtype as a NumPy dtype.
-
-        Raises:
-          ValueError: an unsupported dtype.
-        """
+        """Return the dtype as a NumPy dtype."""
         if self.dtype not in DTYPES:
             raise ValueError(
                 f"{self.file}: {self.name} is {self.dtype}, and weights are read from "
@@ -160,14 +155,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 
 def _read_tensor(path: Path, name: str, entry: Any, data: int) -> Tensor:
-    """Read one tensor's entry of a header, and check it.
-
-    Args:
-      path: the path of the file.
-      name: the tensor's name.
-      entry: the value in the header.
-      data: the place of the first array in the file.
-    """
+    """Read one tensor's entry of a header, and check it."""
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, stop]} if all(
             is_whole(number, 0) for number in (*shape, start, stop)

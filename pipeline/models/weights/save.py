@@ -187,17 +187,14 @@ class _Source:
         self.values = meshes.untyped(values, self.mesh)
 
     def entries(self, family: Family, config: Config) -> list[Entry]:
-        """Return all weights in layer order."""
         found = entries_of(self.tree, family, config, family.prefixes[0])
         check_shapes(found)
         return found
 
     def dtype(self, entry: Entry) -> Any:
-        """Return the dtype of a weight."""
         return np.dtype(self.values[entry.place.path].dtype)
 
     def fetch(self, entry: Entry) -> np.ndarray:
-        """Fetch a weight to the host."""
         array = self.values[entry.place.path]
         with explain_deleted("named_layers", array):
             weight: np.ndarray = entry.place.read(gathered(array, entry.place.row, self.mesh))

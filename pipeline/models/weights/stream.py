@@ -121,7 +121,6 @@ def to_plain(pipe: Pipeline, model: nnx.Module) -> None:
 def _arrays(
     weights: Sequence[Weight], targets: Sequence[Sharding | None]
 ) -> Iterator[tuple[str, str, jax.Array]]:
-    """Yield each weight with the sharding of its target."""
     for weight, target in zip(weights, targets, strict=True):
         with explain_deleted("weights.stream", weight.leaf.cell.value):
             array = _moved(weight.leaf.read(), target)
@@ -141,11 +140,7 @@ def _moved(array: jax.Array, target: Any) -> jax.Array:
 
 
 def _check_mesh(weights: Sequence[Weight], mesh: Mesh) -> None:
-    """Check that a mesh has the layers' axes, and that these divide the dims.
-
-    Raises:
-      ValueError: a list of all axes that do not fit.
-    """
+    """Check that a mesh has the layers' axes, and that these divide the dims."""
     wrong = []
     for weight in weights:
         for dim, (size, entry) in enumerate(zip(weight.leaf.shape, weight.spec, strict=False)):
@@ -162,11 +157,7 @@ def _check_mesh(weights: Sequence[Weight], mesh: Mesh) -> None:
 
 
 def _check_model(weights: Sequence[Weight], own: Mapping[str, Any], unused: set[str]) -> None:
-    """Check that a model's variables are those of the pipeline.
-
-    Raises:
-      ValueError: a list of all differences.
-    """
+    """Check that a model's variables are those of the pipeline."""
     wrong, names = [], {weight.name for weight in weights}
     for weight in weights:
         value, shape = raw(own.get(weight.name)), list(weight.leaf.shape)

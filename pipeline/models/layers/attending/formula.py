@@ -54,11 +54,6 @@ class Rule:
     context: Context = WHOLE
 
     def __post_init__(self) -> None:
-        """Check the window, the cap and the implementation.
-
-        Raises:
-          ValueError: an option has an invalid value.
-        """
         window, softcap, names = self.window, self.softcap, get_args(Implementation)
         if self.implementation not in (None, *names):
             raise ValueError(
@@ -77,7 +72,6 @@ class Rule:
             )
 
     def factor(self, width: int) -> float:
-        """Return the factor of scores for heads of width c."""
         return width**-0.5 if self.scale is None else self.scale
 
     def scores(self, q: jax.Array, k: jax.Array) -> jax.Array:

@@ -46,11 +46,6 @@ class Context:
     order: Order = "contiguous"
 
     def __post_init__(self) -> None:
-        """Check every value.
-
-        Raises:
-          ValueError: a value is unknown.
-        """
         if self.axis is not None and (not isinstance(self.axis, str) or not self.axis):
             raise ValueError(
                 f"context_axis={self.axis!r}: must be the name of a mesh axis, such as 'context', "

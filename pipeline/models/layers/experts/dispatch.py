@@ -46,11 +46,7 @@ WITHOUT_RAGGED = ("cpu",)  # platforms whose compiler has no `ragged_all_to_all`
 
 
 def check_dispatch(dispatch: str) -> None:
-    """Refuse an exchange that the platform cannot run.
-
-    Raises:
-      ValueError: the platform cannot run the exchange.
-    """
+    """Refuse an exchange that the platform cannot run."""
     if dispatch == "ragged" and (on := platform()) in WITHOUT_RAGGED:
         raise ValueError(
             f"dispatch='ragged' on the platform {on!r}: its compiler has no ragged_all_to_all, "

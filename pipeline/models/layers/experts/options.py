@@ -107,7 +107,6 @@ class ExpertOptions(RoutingOptions):
     dtype: Any = jnp.float32
 
     def __post_init__(self) -> None:
-        """Check every value that depends on no other."""
         wrong, factor, chunk, rows = [], self.capacity_factor, self.chunk, self.row_axes
         if self.dispatch not in DISPATCHES:
             known = ", ".join(map(repr, DISPATCHES))

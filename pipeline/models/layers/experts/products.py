@@ -268,6 +268,5 @@ def count(flat: jax.Array, num_experts: int) -> jax.Array:
 
 
 def inverse(order: jax.Array) -> jax.Array:
-    """Invert a permutation."""
     places = vary(jnp.arange(order.shape[0], dtype=order.dtype), varying_in(order))
     return jnp.zeros_like(order).at[order].set(places, unique_indices=True)

@@ -59,11 +59,6 @@ class Router:
     group_top: int = 1
 
     def __post_init__(self) -> None:
-        """Check every value.
-
-        Raises:
-          ValueError: a list of all faults.
-        """
         for name in ("num_experts", "top_k", "group_top"):  # convert numpy's integers to Python's
             if _is_count(value := getattr(self, name)):
                 object.__setattr__(self, name, int(value))

@@ -125,7 +125,6 @@ def deepseek(given: Given, version: int) -> ExpertsConfig:
 
 
 def latent(given: Given) -> LatentConfig:
-    """Return the `LatentConfig` of a DeepSeek-V2 or DeepSeek-V3 checkpoint's config."""
     keys = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
     return LatentConfig(given.get("q_lora_rank"), *(given[key] for key in keys))
 

@@ -336,7 +336,6 @@ def _windows(given: Config, *, pattern: Callable[[int], bool]) -> tuple[int | No
 
 
 def _biased(given: Config, *, default: bool = False) -> dict[str, Any]:
-    """Return rotary positions, and whether attention has biases."""
     bias = given.get("attention_bias", default)
     return {"rope": _rope(given), "qkv_bias": bias, "out_bias": bias}
 
@@ -584,11 +583,7 @@ FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 
 def family_of(content: Config, where: str = "config.json") -> Family:
-    """Return the family of a config.json, by its ``model_type``.
-
-    Raises:
-      ValueError: the model_type is missing or unknown.
-    """
+    """Return the family of a config.json, by its ``model_type``."""
     name = content.get("model_type")
     if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]

@@ -96,7 +96,6 @@ class TensorPart:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array in the file."""
         return tuple(map(_size, self.dims))
 
     def within(self, spans: Mapping[str, Range]) -> tuple[Place, dict[str, Range]] | None:
@@ -174,11 +173,9 @@ class TensorPlan:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the weight."""
         return tuple(map(_size, self.dims))
 
     def read(self, read: Read, dtype: Any) -> np.ndarray:
-        """Read the whole weight."""
         out = np.empty(self.shape, dtype)
         self.fill(out, [(0, size) for size in self.shape], read)
         return out
@@ -226,11 +223,7 @@ class TensorPlan:
 
 
 def plan(row: Row, sizes: Sizes) -> TensorPlan:
-    """Combine a row with the sizes of a model.
-
-    Raises:
-      ValueError: a pattern cannot be read, or has other letters than its sources.
-    """
+    """Combine a row with the sizes of a model."""
     starts: int = 0
     parts: list[TensorPart] = []
     letters = {}
