@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from pipeline.base.rows import data_mask as data_mask
     from pipeline.models.layers.attend import attend_slice as attend_slice
     from pipeline.models.layers.attending.order import Context as Context
+    from pipeline.models.layers.attending.order import context_bytes as context_bytes
     from pipeline.models.layers.attending.order import unzigzag as unzigzag
     from pipeline.models.layers.attending.order import zigzag as zigzag
-    from pipeline.models.layers.attending.sent import context_bytes as context_bytes
     from pipeline.models.layers.attention import Attention as Attention
     from pipeline.models.layers.attention import AttentionOptions as AttentionOptions
     from pipeline.models.layers.attention import FusedQKV as FusedQKV

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from pipeline.models.weights.save import Layer as Layer
     from pipeline.models.weights.save import named_layers as named_layers
     from pipeline.models.weights.save import save as save
-    from pipeline.models.weights.stream import stream as stream
-    from pipeline.models.weights.stream import to_plain as to_plain
+    from pipeline.models.weights.save import stream as stream
+    from pipeline.models.weights.save import to_plain as to_plain
     from pipeline.models.weights.tables.families import FAMILIES as FAMILIES
     from pipeline.models.weights.tables.patterns import Family as Family
     from pipeline.models.weights.tables.patterns import Row as Row

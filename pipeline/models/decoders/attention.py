@@ -1,7 +1,20 @@
-"""Causal attention of decoders, with normed queries and keys, windows, soft caps and biases.
+"""Causal attention of decoders: of grouped heads, and multi-head latent attention.
 
-Letters are those of `pipeline.models.layers.attention`: b = sequences, t = positions, d = width, c
-= width of a head, k = heads of keys and values.
+Letters: b = sequences, t = positions, d = width, c = width of a head, k = heads of keys and values.
+
+Latent attention (DeepSeek-V2, arXiv:2405.04434) makes keys and values from one latent. Letters: h =
+heads, r = width of the latent, n and o = numbers of a head without and with rotary positions, w =
+width of values.
+
+On R ranks of a context axis the latents are exchanged: r + o numbers a position instead of h·(n + o
++ w) for keys and values, in DeepSeek-V3 576 instead of 40,960. "allgather" forms the keys and
+values of all positions and heads on every rank. "ulysses" forms them for h / R heads, with these
+heads' columns of the weight, and exchanges queries and results.
+
+"ring" sends the latents around and forms the keys and values of one rank's positions at a time. So
+a ring repeats the product that forms them R times, 2·r·h·(n + w) operations for every position.
+Attention to t queries has h·(n + o + w)·t, 20 times as many in DeepSeek-V3 at t = 16,384. A ring of
+keys and values would send 71 times the bytes.
 """
 
 from __future__ import annotations
@@ -13,15 +26,34 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from collectives import vary
 from collectives.places.sizes import TENSOR
-from collectives.tensor import group_size, is_manual
+from collectives.tensor import column_input, group_rank, group_size, is_manual
+from pipeline.base.agreed.positions import reads_all_ranks
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.models.decoders.config import DecoderConfig
-from pipeline.models.layers.attend import attend, attend_to
+from pipeline.models.layers.attend import (
+    attend,
+    attend_to,
+    back_to_positions,
+    check_context,
+    check_segments,
+    gather,
+    to_heads,
+)
 from pipeline.models.layers.attending.formula import Rule
 from pipeline.models.layers.attending.order import WHOLE, Context
+from pipeline.models.layers.attending.ring import ring
 from pipeline.models.layers.attention import FusedQKV
-from pipeline.models.layers.linear import RowLinear, check_cut, make_weight
+from pipeline.models.layers.linear import (
+    ColumnLinear,
+    RowLinear,
+    apply,
+    check_cut,
+    make_weight,
+    read_weight,
+    scaled,
+)
 from pipeline.models.layers.norm import RMSNorm
 from pipeline.models.layers.rotary import rotary, rotate
 
@@ -223,3 +255,144 @@ def _per_head(config: DecoderConfig, rngs: nnx.Rngs, size: int, init: Any, dtype
     """Make a vector that is divided over ranks by heads."""
     pieces = "num_kv_heads", config.kv_heads, None
     return make_weight(rngs, (size,), init=init, dtype=dtype, axis=TENSOR, dim=0, pieces=pieces)
+
+
+EPSILON = 1e-6  # of the norms of latents, whatever config.json has for other norms
+
+
+class LatentAttention(CachedAttention):
+    """Latent attention, `[b, t, d] -> [b, t, d]`: each position reads itself and earlier positions.
+
+    In decoding the caches hold latents, r + o numbers per position; keys and values are recomputed.
+
+    Args:
+      config: the configuration of the decoder, with ``latent``.
+      layer: the number of this layer.
+      rngs: has a stream ``params``.
+      types: the dtypes of parameters and caches, and the split of sequences, whose ranks exchange
+        latents.
+
+    Raises:
+      ValueError: raised by a call, if Ulysses cannot divide the heads over the ranks.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs, types: Types) -> None:
+        super().__init__(config, layer, types)
+        sizes, dtype = config.latent, types.dtype
+        assert sizes is not None  # noqa: S101 - the block made sure of it
+        d, h = config.width, config.heads
+        self.heads, self.sizes = h, sizes
+        self.rule = Rule(scale=config.attention_scale, context=types.context)
+        pieces = "num_heads", h, None
+
+        def whole(rows: int, columns: int) -> nnx.Param[Any]:
+            return nnx.Param(scaled(rows)(rngs.params(), (rows, columns), dtype))
+
+        def norm(width: int) -> RMSNorm:
+            return RMSNorm(width, epsilon=EPSILON, dtype=dtype)
+
+        rank, out = sizes.query_rank, h * (sizes.nope + sizes.rope)
+        self.q_down = None if rank is None else whole(d, rank)
+        self.q_norm = None if rank is None else norm(rank)
+        last = ColumnLinear(rank or d, out, rngs, dtype=dtype, pieces=pieces)
+        self.q: Any = last if rank is None else None
+        self.q_up: Any = None if rank is None else last
+        self.kv_down, self.kv_norm = whole(d, sizes.rank + sizes.rope), norm(sizes.rank)
+        columns = h * (sizes.nope + sizes.value)
+        self.kv = ColumnLinear(sizes.rank, columns, rngs, dtype=dtype, pieces=pieces)
+        self.out = RowLinear(h * sizes.value, d, rngs, dtype=dtype, pieces=pieces)
+
+    def start_decoding(self, rows: int, length: int) -> None:
+        """Allocate caches of latents for a number of sequences and positions."""
+        (self.latents,) = self._make_caches((rows, length, self.sizes.rank + self.sizes.rope))
+
+    def _attend(self, x: jax.Array, call: AttentionCall) -> tuple[jax.Array, Any]:
+        positions, segments, first = call.positions, call.segments, call.first
+        n, o, b, t = self.sizes.nope, self.sizes.rope, *x.shape[:2]
+        positions = self._places(call, t) if positions is None else positions
+        q = self._queries(x).reshape(b, t, -1, n + o)
+        both = apply(x, self.kv_down[...].astype(x.dtype))
+        latent, key = self.kv_norm(both[..., :-o]), both[..., -o:]
+        turned = key[:, :, None]
+        if self.rope is not None:
+            turns = rotary(positions, o, theta=self.rope.theta, scaling=self.rope.scaling)
+            q = jnp.concatenate([q[..., :n], rotate(_halves(q[..., n:]), *turns)], axis=-1)
+            turned = rotate(_halves(turned), *turns)
+        both = jnp.concatenate([latent, turned[:, :, 0]], axis=-1)
+        if first is not None:
+            self._append(first, (self.latents, both))
+            both = self.latents[...].astype(x.dtype)
+        check_segments(segments, q)
+        check_context(self.context)
+        own = {"latents": both} | ({} if segments is None else {"segments": segments})
+        with reads_all_ranks(when=self.context.size > 1):
+            y, own = self._read(q, own, call)
+        return self.out(y.reshape(b, t, -1)), own
+
+    def _read(
+        self, q: jax.Array, own: dict[str, jax.Array], call: AttentionCall
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Attend over local heads, `[b, t, h, w]`; also return the latents for later slices."""
+        _, segments, earlier, part, first = call
+        context, weight = self.context, read_weight(self.kv.weight, q, TENSOR)
+        on_ranks = first is None and context.size > 1
+        if on_ranks and context.way == "ring":
+            latents = {"latents": own["latents"]}
+            more: dict[str, Any] = {"expand": self._keys, "weights": weight}
+            more |= {"part": part, "earlier": earlier}
+            return ring(self.rule, q, latents, segments, **more), own
+        exchanges = on_ranks and context.way == "ulysses"
+        places = context.places_in(part, q.shape[1]) if first is None else None
+        if on_ranks:
+            own = {name: context.natural(gather(x, context.axis)) for name, x in own.items()}
+        if exchanges:
+            weight = self._own_columns(weight)
+            q, segments = to_heads(q, context), own.get("segments")
+            places = part.places(q.shape[1])
+        if first is not None:
+            places = first + jnp.arange(q.shape[1])
+        whole = own if earlier is None else {n: part.join(own[n], earlier[n]) for n in own}
+        by_kernel = first is None and part.count == 1 and (exchanges or not on_ranks)
+        y = attend_to(
+            self.rule if by_kernel else replace(self.rule, implementation="chunked"),
+            q,
+            *self._keys(weight, column_input(whole["latents"], TENSOR)),
+            segments,
+            places=None if by_kernel else places,
+            segments_of_keys=whole.get("segments"),
+        )
+        return back_to_positions(y, context) if exchanges else y, own
+
+    def _own_columns(self, weight: jax.Array) -> jax.Array:
+        """Return the columns that make keys and values of this rank's heads."""
+        ranks, axis = self.context.size, str(self.context.axis)
+        columns = self.sizes.nope + self.sizes.value
+        heads = weight.shape[1] // columns
+        if heads % ranks:
+            raise ValueError(
+                f"context='ulysses' with {heads} heads of latent attention over {ranks} ranks of "
+                f"{axis!r}: each rank takes as many heads; choose an axis that divides {heads}, or "
+                f"take context='allgather' or 'ring'"
+            )
+        some = heads // ranks * columns
+        first = group_rank(axis) * some
+        return jax.lax.dynamic_slice_in_dim(vary(weight, axis), first, some, axis=1)
+
+    def _queries(self, x: jax.Array) -> jax.Array:
+        """Return `[b, t, h·(n + o)]` queries of this rank's heads."""
+        if self.q_down is None or self.q_norm is None:
+            return self.q(x)
+        return self.q_up(self.q_norm(apply(x, self.q_down[...].astype(x.dtype))))
+
+    def _keys(self, weight: jax.Array, latents: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Form keys `[b, s, h, n + o]` and values `[b, s, h, w]` from the columns of a weight."""
+        n, o = self.sizes.nope, self.sizes.rope
+        kv = apply(latents[..., :-o], weight)
+        kv = kv.reshape(*latents.shape[:2], -1, n + self.sizes.value)
+        turned = jnp.broadcast_to(latents[..., None, -o:], (*kv.shape[:-1], o))
+        return jnp.concatenate([kv[..., :n], turned], axis=-1), kv[..., n:]
+
+
+def _halves(x: jax.Array) -> jax.Array:
+    """Reorder pairs (2i, 2i + 1), as in DeepSeek's weights, to pairs (i, i + o / 2)."""
+    return jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 2), -1, -2).reshape(x.shape)

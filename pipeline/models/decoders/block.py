@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pipeline.base.agreed.slices import SequenceSlice
-from pipeline.models.decoders.attention import DecoderAttention, Types
+from pipeline.models.decoders.attention import DecoderAttention, LatentAttention, Types
 from pipeline.models.decoders.config import ACTIVATIONS, DecoderConfig
-from pipeline.models.decoders.latent import LatentAttention
 from pipeline.models.layers.attending.order import WHOLE, Context
 from pipeline.models.layers.experts.options import RoutingOptions
 from pipeline.models.layers.linear import ColumnLinear, RowLinear

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from flax import nnx
+from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 
 from pipeline.layers_view.view import LayerView, LeafPlace, layer_view
 from pipeline.models.decoders.config import DecoderConfig
@@ -110,15 +111,7 @@ def _blocks(stage: Mapping[str, Any], k: int) -> list[tuple[int, dict[str, Any]]
 
 
 def _dotted(tree: Any) -> dict[str, Any]:
-    return {".".join(map(str, path)): leaf for path, leaf in leaves_of(tree)}
-
-
-def leaves_of(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    if not isinstance(tree, Mapping):
-        yield path, tree
-        return
-    for name, below in tree.items():
-        yield from leaves_of(below, (*path, name))
+    return {".".join(map(str, path)): leaf for path, leaf in flatten_mapping(tree).items()}
 
 
 def _matched(
@@ -174,36 +167,33 @@ def with_tied_head(
 
     Safetensors keep only one of two names of an array, which may be the head's name.
 
-    Args:
-      entries: the result of `entries_of`.
-      checkpoint: the checkpoint to read.
-      family: the checkpoint's family.
-      prefix: the prefix of tensor names.
-
     Raises:
       ValueError: both tensors exist and differ.
     """
-    tables = {one.layer: one for one in entries if one.plan.target == TABLE}
-    if EMBED not in tables or HEAD in tables:
-        return entries
+    tables = {entry.layer: entry for entry in entries if entry.plan.target == TABLE}
     rows = [row for row in family.head if row.target == TABLE and len(row.sources) == 1]
-    parts = tables[EMBED].plan.parts
-    if not rows or len(parts) != 1:
+    if EMBED not in tables or HEAD in tables or not rows or len(tables[EMBED].plan.parts) != 1:
         return entries
-    tensors, own = checkpoint.tensors, parts[0].name
+    table, (part,) = tables[EMBED], tables[EMBED].plan.parts
     other = family.tensor_name(prefix, None, rows[0].sources[0].name)
-    if other not in tensors:
+    if other not in checkpoint.tensors:
         return entries
-    if own in tensors:
-        if not tensors[own].equals(tensors[other]):
-            raise ValueError(
-                f"{checkpoint.folder}: {other} and {own} differ, and by config.json the head "
-                f"shares the embedding's table, so one of them would not be used: set "
-                f"tie_word_embeddings to false, or leave out the one that is not meant"
-            )
+    if part.name in checkpoint.tensors:
+        why = "by config.json the head shares the embedding's table"
+        remedy = "set tie_word_embeddings to false, or leave out the one that is not meant"
+        _check_equal(checkpoint, other, part.name, why, remedy)
         return entries
-    plan = replace(tables[EMBED].plan, parts=(replace(parts[0], name=other),))
-    return [replace(one, plan=plan) if one is tables[EMBED] else one for one in entries]
+    plan = replace(table.plan, parts=(replace(part, name=other),))
+    return [replace(entry, plan=plan) if entry is table else entry for entry in entries]
+
+
+def _check_equal(checkpoint: Checkpoint, copy: str, name: str, why: str, remedy: str) -> None:
+    """Check that a tensor repeats another, which a model reads in place of both."""
+    if not checkpoint.tensors[name].equals(checkpoint.tensors[copy]):
+        raise ValueError(
+            f"{checkpoint.folder}: {copy} and {name} differ, and {why}, so one of them would not "
+            f"be used: {remedy}"
+        )
 
 
 def check_shapes(entries: Sequence[Entry]) -> None:
@@ -313,7 +303,12 @@ def with_biases(tree: Mapping[str, Any], view: LayerView | None) -> Mapping[str,
     """
     if view is None:
         return tree
-    stages = [_merged(*both) for both in zip(tree["stages"], view.tree["stages"], strict=True)]
+    stages = []
+    for params, state in zip(tree["stages"], view.tree["stages"], strict=True):
+        biases = {path: x for path, x in flatten_mapping(state).items() if path[-1] == BIAS}
+        stages.append(
+            unflatten_mapping({**flatten_mapping(params, keep_empty_nodes=True), **biases})
+        )
     return {**tree, "stages": stages}
 
 
@@ -328,17 +323,6 @@ def constants(view: LayerView) -> dict[LeafPlace, Constant]:
         for path, place in view.places.items()
         if path[0] == "stages"
     }
-
-
-def _merged(params: Mapping[Any, Any], state: Mapping[Any, Any]) -> dict[Any, Any]:
-    found = dict(params)
-    for name, below in state.items():
-        if isinstance(below, Mapping):
-            if held := _merged(params.get(name, {}), below):
-                found[name] = held
-        elif name == BIAS:
-            found[name] = below
-    return found
 
 
 Copies = dict[int | str, list[tuple[str, Entry]]]  # by layer: names, each with its table
@@ -426,31 +410,25 @@ def spare_names(entries: Sequence[Entry], checkpoint: Checkpoint, family: Family
     Raises:
       ValueError: a table differs from its copy.
     """
-    tensors = checkpoint.tensors
-    copies = copies_of(entries, family, family.prefix_of(list(tensors)))
+    copies = copies_of(entries, family, family.prefix_of(list(checkpoint.tensors)))
     if not copies:
         return _left_out(checkpoint, family)
-    found = set()
-    for name, entry in (one for own in copies.values() for one in own):
+    names = set()
+    for name, entry in (pair for pairs in copies.values() for pair in pairs):
         first = entry.plan.parts[0].name
-        if name not in tensors or first not in tensors:
-            continue
-        found.add(name)
-        if not tensors[first].equals(tensors[name]):
-            raise ValueError(
-                f"{checkpoint.folder}: {name} and {first} differ, and a module for multi-token "
-                f"prediction shares the main model's tables, so one of them would not be used: "
-                f"leave out the one that is not meant, or give mtp=0"
-            )
-    return found
+        if name in checkpoint.tensors and first in checkpoint.tensors:
+            why = "a module for multi-token prediction shares the main model's tables"
+            remedy = "leave out the one that is not meant, or give mtp=0"
+            _check_equal(checkpoint, name, first, why, remedy)
+            names.add(name)
+    return names
 
 
 def _left_out(checkpoint: Checkpoint, family: Family) -> set[str]:
     """Return the tensors of modules that config.json counts but the model lacks."""
     if not family.mtp or family.config is None:
         return set()
-    config = family.config(checkpoint.config)
-    numbers = _numbers(config, checkpoint)
+    numbers = _numbers(family.config(checkpoint.config), checkpoint)
     starts = tuple(layer_prefix(checkpoint, family, n) for n in numbers)
     return {name for name in checkpoint.tensors if name.startswith(starts)}
 
@@ -461,5 +439,4 @@ def _numbers(config: DecoderConfig, checkpoint: Checkpoint) -> range:
     They follow the numbers of all other layers. There are at most as many as tensors, also if
     config.json has a larger number.
     """
-    most = min(config.mtp_layers, len(checkpoint.tensors))
-    return range(config.layers, config.layers + most)
+    return range(config.layers, config.layers + min(config.mtp_layers, len(checkpoint.tensors)))

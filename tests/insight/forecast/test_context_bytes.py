@@ -13,8 +13,7 @@ from pipeline import Pipeline
 from pipeline.decoders import DecoderConfig, LatentConfig
 from pipeline.insight.forecast import traffic
 from pipeline.layers import Attention, Context, context_bytes
-from pipeline.models.decoders.attention import Types
-from pipeline.models.decoders.latent import LatentAttention
+from pipeline.models.decoders.attention import LatentAttention, Types
 from tests.support import models
 from tests.support.hlo import Sent
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer, split, weights
 from pipeline.decoders import DecoderConfig, Parts, build, next_token_loss
-from pipeline.models.weights import stream as module
+from pipeline.models.weights import save as module
 from tests.models.weights import tiny
 from tests.trainers.models import LAYERS, ROWS, WORDS, Plain, pipelined
 

@@ -24,7 +24,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -227,6 +227,23 @@ def _start(rule: BlockRule, index: Any, length: int) -> Any:
     return index[0] * (length * rule.context.size) if index else rule.start
 
 
+def _go_around(context: Context, meet: Any, held: Any, own: Any, sums: Any) -> Any:
+    """Apply ``meet(step, keys, own sums, sums of the keys)`` to the keys of every rank.
+
+    Keys and their sums go from rank to rank; a rank keeps its own sums. Both sums are returned.
+    """
+    own, sums = meet(0, held, own, sums)
+
+    def step(carry: Any, number: jax.Array) -> Any:
+        held, own, sums = carry
+        held, sums = _sent((held, sums), context.axis)
+        return (held, *meet(number, held, own, sums)), None
+
+    if context.size > 1:
+        (_, own, sums), _ = jax.lax.scan(step, (held, own, sums), jnp.arange(1, context.size))
+    return own, sums
+
+
 def _forward(rule: BlockRule, operands: RingOperands) -> Any:
     """Compute the output `[h, b, n, k, g, w]`, and the residuals for the backward."""
     q, kv, weights, segments, sinks, index, before = operands
@@ -249,7 +266,7 @@ def _forward(rule: BlockRule, operands: RingOperands) -> Any:
         found = _read_block(rule, wide[i], *rule.keys(weights, kv), wanted, had)
         return KeySums(*(x.at[i].set(y) for x, y in zip(sums, found, strict=True)))
 
-    def meet(step: Any, held: Any, sums: KeySums) -> KeySums:
+    def meet(step: Any, held: Any, sums: KeySums, _: Any) -> Any:
         """Read the keys of one rank."""
         (kv, of_keys), before = held
         rank = group_rank(context.axis)
@@ -264,18 +281,9 @@ def _forward(rule: BlockRule, operands: RingOperands) -> Any:
                 sums = add(i, kv, places, of_keys, sums)
             return sums
 
-        return cast("KeySums", _each_before(rule, index, before, length, other, read, sums))
+        return _each_before(rule, index, before, length, other, read, sums), ()
 
-    held = (kv, segments), before
-    sums = meet(0, held, sums)
-
-    def step(carry: Any, number: jax.Array) -> Any:
-        held, sums = carry
-        held = _sent(held, context.axis)
-        return (held, meet(number, held, sums)), None
-
-    if context.size > 1:
-        (_, sums), _ = jax.lax.scan(step, (held, sums), jnp.arange(1, context.size))
+    sums, _ = _go_around(context, meet, ((kv, segments), before), sums, ())
     level = sums.largest + jnp.log(sums.total)
     for sink in sinks:
         level = jnp.logaddexp(level, sink[None, None, ..., None])
@@ -324,15 +332,7 @@ def _backward(rule: BlockRule, kept: Any, g: jax.Array) -> Any:
     held = (kv, segments), before
     own = zeros((q, weights))
     sums: Any = zeros((kv, tuple(kept for kept, _ in before)))
-    own, sums = meet(0, held, own, sums)
-
-    def step(carry: Any, number: jax.Array) -> Any:
-        held, own, sums = carry
-        held, sums = _sent((held, sums), context.axis)
-        return (held, *meet(number, held, own, sums)), None
-
-    if context.size > 1:
-        (_, own, sums), _ = jax.lax.scan(step, (held, own, sums), jnp.arange(1, context.size))
+    own, sums = _go_around(context, meet, held, own, sums)
     dkv, of_before = _sent(sums, context.axis)  # back to their own ranks
     dq, dw = _narrow(own, (q, weights))
     low = tuple(

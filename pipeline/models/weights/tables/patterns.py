@@ -387,7 +387,7 @@ class Family:
 
 def decoder_sizes(config: DecoderConfig) -> dict[str, int]:
     """Return the sizes of the letters of decoders' patterns."""
-    return {
+    sizes = {
         "d": config.width,
         "v": config.vocabulary,
         "k": config.kv_heads,
@@ -397,17 +397,11 @@ def decoder_sizes(config: DecoderConfig) -> dict[str, int]:
         "f": config.hidden,
         "p": config.positions,
         "u": 2 * config.width,
-        **_expert_sizes(config),
     }
-
-
-def _expert_sizes(config: DecoderConfig) -> dict[str, int]:
-    """Return the sizes of the letters of experts and of latent attention."""
-    found: dict[str, int] = {}
     if (experts := config.experts) is not None:
-        found = {"e": experts.number, "m": experts.hidden, "s": experts.shared_hidden}
+        sizes |= {"e": experts.number, "m": experts.hidden, "s": experts.shared_hidden}
     if (latent := config.latent) is not None:
-        found |= {"q": latent.query_rank or 0, "r": latent.rank, "w": latent.value}
-        found |= {"x": latent.nope + latent.rope, "y": latent.rank + latent.rope}
-        found |= {"z": latent.nope + latent.value}
-    return found
+        sizes |= {"q": latent.query_rank or 0, "r": latent.rank, "w": latent.value}
+        sizes |= {"x": latent.nope + latent.rope, "y": latent.rank + latent.rope}
+        sizes |= {"z": latent.nope + latent.value}
+    return sizes
