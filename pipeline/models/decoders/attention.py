@@ -180,12 +180,8 @@ class DecoderAttention(CachedAttention):
         self.out = RowLinear(heads * c, config.width, rngs, **more)
         # Each rank norms its own heads, so the gradients of its scales are parts of sums over
         # ranks.
-        norm: dict[str, Any] = {
-            "epsilon": config.norm_epsilon,
-            "offset": config.norm_offset,
-            "sequence_parallel": True,
-            "dtype": dtype,
-        }
+        norm: dict[str, Any] = {"epsilon": config.norm_epsilon, "offset": config.norm_offset}
+        norm |= {"sequence_parallel": True, "dtype": dtype}
         self.q_norm: Any = RMSNorm(c, **norm) if config.qk_norm is True else None
         self.k_norm: Any = RMSNorm(c, **norm) if config.qk_norm is True else None
         if config.qk_norm == "whole":
@@ -353,14 +349,10 @@ class LatentAttention(CachedAttention):
             places = first + jnp.arange(q.shape[1])
         whole = own if earlier is None else {n: part.join(own[n], earlier[n]) for n in own}
         by_kernel = first is None and part.count == 1 and (exchanges or not on_ranks)
-        y = attend_to(
-            self.rule if by_kernel else replace(self.rule, implementation="chunked"),
-            q,
-            *self._keys(weight, column_input(whole["latents"], TENSOR)),
-            segments,
-            places=None if by_kernel else places,
-            segments_of_keys=whole.get("segments"),
-        )
+        rule = self.rule if by_kernel else replace(self.rule, implementation="chunked")
+        kv = self._keys(weight, column_input(whole["latents"], TENSOR))
+        how: dict[str, Any] = {"places": None if by_kernel else places}
+        y = attend_to(rule, q, *kv, segments, segments_of_keys=whole.get("segments"), **how)
         return back_to_positions(y, context) if exchanges else y, own
 
     def _own_columns(self, weight: jax.Array) -> jax.Array:

@@ -274,15 +274,10 @@ class Head(VocabularyHead):
         dtype: Any,
         loss_chunks: int | None = None,
     ) -> None:
-        super().__init__(
-            width=config.width,
-            vocabulary=config.vocabulary,
-            rngs=rngs,
-            table=table,
-            norm=None if config.mtp_layers else make_norm(config, dtype),
-            init=nnx.initializers.normal(SPREAD),
-            dtype=dtype,
-        )
+        norm = None if config.mtp_layers else make_norm(config, dtype)
+        how: dict[str, Any] = {"norm": norm, "init": nnx.initializers.normal(SPREAD)}
+        how |= {"width": config.width, "vocabulary": config.vocabulary}
+        super().__init__(rngs=rngs, table=table, dtype=dtype, **how)
         self.softcap, self.chunks = config.logit_softcap, loss_chunks
 
     def __call__(self, x: Any) -> Any:

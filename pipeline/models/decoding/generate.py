@@ -31,14 +31,7 @@ from pipeline.core.step.jitted import PerPlan
 from pipeline.core.step.operands import check_arrays, make_operands
 from pipeline.core.step.ranks import make_rank, run_on_ranks
 from pipeline.layers_view.replace import typed, with_weights_of
-from pipeline.models.decoding.caches import (
-    check_embed,
-    make_decoder,
-    may_have_caches,
-    start_decoding,
-    takes_many,
-    with_types_of_writes,
-)
+from pipeline.models.decoding import caches
 from pipeline.models.decoding.flow import Flow, Rows
 from pipeline.models.decoding.recompute import evaluating, recompute
 from pipeline.models.decoding.sampling import Choice, as_keys, make_draw
@@ -100,11 +93,9 @@ def generate(
     Raises:
       ValueError: arguments that do not fit, or a pipeline that cannot decode; the message says why.
     """
-    _check_one_mesh(pipe)
-    has_caches = start is not None or may_have_caches(pipe)
-    if has_caches:
-        _check_pipe(pipe)
-        pipe = _in_a_loop(pipe)
+    has_caches = start is not None or caches.may_have_caches(pipe)
+    _check_pipe(pipe, has_caches=has_caches)
+    pipe = _in_a_loop(pipe) if has_caches else pipe
     plan = pipe.plan
     tokens, lengths = _check_prompts(prompts, lengths)
     rows, width = tokens.shape
@@ -113,8 +104,8 @@ def generate(
     if not (is_whole(pad, -(2**31), numpy=True) and pad < 2**31):
         raise ValueError(f"pad={pad!r}: must be a token, an integer of int32")
     if has_caches and start is None:
-        check_embed(pipe, tokens, max_new_tokens)
-    prefilled = _prefilled(prefill, lengths, width, able=start is None and takes_many(pipe))
+        caches.check_embed(pipe, tokens, max_new_tokens)
+    prefilled = _prefilled(prefill, lengths, width, able=start is None and caches.takes_many(pipe))
     # By default one microbatch per rank, so that none waits; more would only make them smaller.
     if num_microbatches is None:
         num_microbatches = min(plan.mesh.shape[STAGE], -(-rows // plan.axes.num_rows))
@@ -173,9 +164,9 @@ def _decode(
         prompts, (lengths, data) = rank.batch.inputs, rank.batch.targets
         keys = None if data is None else jax.random.wrap_key_data(data, impl=impl)
         length = prompts.shape[2] + choice.max_new_tokens - 1
-        begin = start or functools.partial(start_decoding, dtype=plan.compute_dtype)
+        begin = start or functools.partial(caches.start_decoding, dtype=plan.compute_dtype)
         ready = lambda module: begin(module, prompts.shape[1], length)  # noqa: E731
-        decoder = make_decoder(rank, cache, ready)
+        decoder = caches.make_decoder(rank, cache, ready)
         rank = replace(rank, model=decoder.model, weights=decoder.weights(rank.weights))
         rows = Rows(prompts, lengths, keys, draw, choice, rank.axes)
         lanes = max(M, plan.schedule.num_ranks) + 1
@@ -240,7 +231,7 @@ def _with_cache_types(rank: Rank, inputs: Tree) -> Rank:
     may feed another, so this is repeated until nothing changes.
     """
     while True:
-        wider = with_types_of_writes(*_trace_kinds(rank, inputs))
+        wider = caches.with_types_of_writes(*_trace_kinds(rank, inputs))
         if wider is None:
             return rank
         rank = replace(rank, weights=wider)
@@ -293,16 +284,15 @@ def _in_a_loop(pipe: Any) -> Any:
     return found
 
 
-def _check_one_mesh(pipe: Any) -> None:
-    """Raise ValueError for a pipeline in which each rank has its own mesh."""
+def _check_pipe(pipe: Any, *, has_caches: bool) -> None:
+    """Refuse meshes that the one program of a generation, or of caches, does not support."""
     if pipe.plan.stage_meshes is not None:
         raise ValueError(
             "generate() is one program on one mesh, and stage_meshes= gives each rank its own: "
             "call it on pipe.replace(engine='scan', stage_meshes=None, mesh=mesh)"
         )
-
-
-def _check_pipe(pipe: Any) -> None:
+    if not has_caches:
+        return
     auto, positions = pipe.plan.auto_axes, pipe.plan.axes.positions
     if positions:
         raise ValueError(

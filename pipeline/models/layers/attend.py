@@ -185,17 +185,9 @@ def _by_keys(call: _Call) -> jax.Array:
     keys = {name: part.join(x, earlier and earlier[name]) for name, x in call.own.items()}
     if call.places is not None:
         rule = replace(rule, implementation=rule.implementation or "chunked")
-    return attend_to(
-        rule,
-        call.q,
-        keys["keys"],
-        keys["values"],
-        call.segments,
-        places=call.places,
-        start=_start(call),
-        segments_of_keys=keys.get("segments"),
-        sinks=call.sinks,
-    )
+    how: dict[str, Any] = {"places": call.places, "start": _start(call), "sinks": call.sinks}
+    how["segments_of_keys"] = keys.get("segments")
+    return attend_to(rule, call.q, keys["keys"], keys["values"], call.segments, **how)
 
 
 def _by_blocks(call: _Call) -> jax.Array:

@@ -18,20 +18,10 @@ from collectives.places.sizes import TENSOR
 from collectives.tensor import column_input, group_rank, group_size
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.base.arguments import ConstructorSignature, takes
+from pipeline.models.layers import linear
 from pipeline.models.layers.attend import attend
 from pipeline.models.layers.attending.formula import Implementation, OfRule, Rule
 from pipeline.models.layers.attending.order import Context, Order, Way
-from pipeline.models.layers.linear import (
-    ColumnLinear,
-    Initializer,
-    Pieces,
-    RowLinear,
-    apply,
-    make_weight,
-    read_weight,
-    scaled,
-    shared,
-)
 from pipeline.models.layers.rotary import RopeScaling, rotary, rotate
 
 REPLICATE = "replicate_kv=True"
@@ -67,22 +57,16 @@ class FusedQKV(nnx.Module):
         bias: bool = False,
         axis: str = TENSOR,
         sequence_parallel: bool = False,
-        init: Initializer | None = None,
+        init: linear.Initializer | None = None,
         dtype: Any = jnp.float32,
     ) -> None:
         check_groups(num_heads, num_kv_heads)
         self.group, self.head_dim = num_heads // num_kv_heads, head_dim
-        self.linear = ColumnLinear(
-            width,
-            num_kv_heads * (self.group + 2) * head_dim,
-            rngs,
-            bias=bias,
-            axis=axis,
-            sequence_parallel=sequence_parallel,
-            init=init,
-            dtype=dtype,
-            pieces=("num_kv_heads", num_kv_heads, REPLICATE),
-        )
+        pieces: linear.Pieces = "num_kv_heads", num_kv_heads, REPLICATE
+        how: dict[str, Any] = {"bias": bias, "axis": axis, "init": init, "dtype": dtype}
+        how |= {"sequence_parallel": sequence_parallel, "pieces": pieces}
+        columns = num_kv_heads * (self.group + 2) * head_dim
+        self.linear = linear.ColumnLinear(width, columns, rngs, **how)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Compute queries `[b, t, k·g / R, c]`, keys and values `[b, t, k / R, c]`."""
@@ -123,26 +107,27 @@ class ReplicatedKV(nnx.Module):
         *,
         axis: str = TENSOR,
         sequence_parallel: bool = False,
-        init: Initializer | None = None,
+        init: linear.Initializer | None = None,
         dtype: Any = jnp.float32,
     ) -> None:
         self.axis, self.sequence_axis = axis, -2 if sequence_parallel else None
         self.group, self.head_dim = num_heads // num_kv_heads, head_dim
-        init = init or scaled(width)
+        init = init or linear.scaled(width)
         cut: dict[str, Any] = {"axis": axis, "dim": 1, "pieces": ("num_heads", num_heads, None)}
         shape = width, num_heads * head_dim
-        self.queries = make_weight(rngs, shape, init=init, dtype=dtype, **cut)
+        self.queries = linear.make_weight(rngs, shape, init=init, dtype=dtype, **cut)
         both = init(rngs.params(), (width, num_kv_heads, 2 * head_dim), dtype)
-        self.keys_values = shared(both, axis)
+        self.keys_values = linear.shared(both, axis)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Compute queries `[b, t, k·g / R, c]`, keys and values `[b, t, max(1, k / R), c]`."""
-        queries, both = read_weight(self.queries, x, self.axis), self._own(x.dtype)
+        queries, both = linear.read_weight(self.queries, x, self.axis), self._own(x.dtype)
         x = column_input(x, self.axis, sequence_axis=self.sequence_axis)
         heads = (*x.shape[:2], -1, self.head_dim)
-        y = apply(x, both.reshape(both.shape[0], -1)).reshape(*x.shape[:2], both.shape[1], -1)
+        y = linear.apply(x, both.reshape(both.shape[0], -1))
+        y = y.reshape(*x.shape[:2], both.shape[1], -1)
         keys, values = jnp.split(y, 2, axis=-1)
-        return apply(x, queries).reshape(heads), keys, values
+        return linear.apply(x, queries).reshape(heads), keys, values
 
     def _own(self, dtype: Any) -> jax.Array:
         """Return the weights of the heads that this rank's queries read, `[d, heads, 2c]`."""
@@ -205,8 +190,8 @@ class AttentionOptions:
     scaling: RopeScaling | None = None
     axis: str = TENSOR
     sequence_parallel: bool = False
-    init: Initializer | None = None
-    init_out: Initializer | None = None
+    init: linear.Initializer | None = None
+    init_out: linear.Initializer | None = None
     dtype: Any = jnp.float32
     implementation: Implementation | None = None
     query_chunk: int | None = None
@@ -223,14 +208,9 @@ class AttentionOptions:
 
     def rule(self) -> Rule:
         """Return the options of a call."""
-        return Rule(
-            self.window,
-            self.softcap,
-            None,
-            self.query_chunk,
-            self.implementation,
-            Context(self.context_axis, self.context, self.context_order),
-        )
+        context = Context(self.context_axis, self.context, self.context_order)
+        scores = self.window, self.softcap, None  # the scale is that of the width
+        return Rule(*scores, self.query_chunk, self.implementation, context)
 
 
 @dataclass(frozen=True)
@@ -274,21 +254,18 @@ class Attention(nnx.Module):
                 f"a divisor, or give head_dim="
             )
         head_dim = given.head_dim or width // num_heads
-        group: dict[str, Any] = {
-            "axis": given.axis,
-            "sequence_parallel": given.sequence_parallel,
-            "dtype": given.dtype,
-        }
+        group: dict[str, Any] = {"axis": given.axis, "dtype": given.dtype}
+        group["sequence_parallel"] = given.sequence_parallel
         self.theta, self.scaling, self.rule = given.theta, given.scaling, given.rule()
         heads = width, num_heads, num_kv_heads, head_dim
         self.qkv: Any = (ReplicatedKV if given.replicate_kv else FusedQKV)(
             *heads, given.rngs, init=given.init, **group
         )
-        pieces: Pieces = ("num_kv_heads", num_kv_heads, REPLICATE)
+        pieces: linear.Pieces = ("num_kv_heads", num_kv_heads, REPLICATE)
         if given.replicate_kv:
             pieces = "num_heads", num_heads, None
-        rows = num_heads * head_dim
-        self.out = RowLinear(rows, width, given.rngs, init=given.init_out, pieces=pieces, **group)
+        rows, init = num_heads * head_dim, given.init_out
+        self.out = linear.RowLinear(rows, width, given.rngs, init=init, pieces=pieces, **group)
 
     def __call__(
         self, x: jax.Array, *, positions: jax.Array | None = None, segments: jax.Array | None = None

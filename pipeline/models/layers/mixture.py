@@ -95,7 +95,11 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, given: _MixtureArguments) -> None:
         width, hidden, rngs, dtype = given.width, given.hidden, given.rngs, given.dtype
         self.router = given.router_of(given.num_experts, given.top_k)
-        check_sizes(width=width, hidden=hidden)
+        sizes = {"width": width, "hidden": hidden}
+        wrong = {name: size for name, size in sizes.items() if not is_whole(size, 1, numpy=True)}
+        if wrong:
+            faults = (f"{name}={size!r} must be an integer >= 1" for name, size in wrong.items())
+            raise ValueError("; ".join(faults))
         self.axis, self.row_axes, self.gate = given.axis, given.row_axes, given.gate
         self.dispatch, self.chunk = given.dispatch, given.chunk
         self.capacity_factor, self.bias_rate = given.capacity_factor, given.bias_rate
@@ -345,14 +349,3 @@ class MixtureOfExperts(nnx.Module):
                 f"{ranks}, and must hold {e / ranks:g}: hand each rank its part, "
                 f"in_specs=PartitionSpec({self.axis!r})"
             )
-
-
-def check_sizes(**sizes: Any) -> None:
-    """Refuse sizes that are no positive integers."""
-    wrong = [
-        f"{name}={value!r} must be an integer >= 1"
-        for name, value in sizes.items()
-        if not is_whole(value, 1, numpy=True)
-    ]
-    if wrong:
-        raise ValueError("; ".join(wrong))

@@ -59,14 +59,9 @@ class VocabularyEmbedding(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         check_cut(self.table, self.axis)
-        return vocabulary_embedding(
-            self.table.get_value(),
-            tokens,
-            self.axis,
-            sequence_axis=self.sequence_axis,
-            vocabulary=self.words,
-            dtype=self.activations,
-        )
+        how: dict[str, Any] = {"vocabulary": self.words, "dtype": self.activations}
+        how["sequence_axis"] = self.sequence_axis
+        return vocabulary_embedding(self.table.get_value(), tokens, self.axis, **how)
 
 
 class VocabularyHead(nnx.Module):

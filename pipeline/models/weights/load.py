@@ -105,20 +105,11 @@ def load(
       ValueError: files that are missing, cut short or mislabelled; an unknown family; a config that
         this decoder does not support; tensors of other sizes; or an error of `Pipeline`.
     """
-    shared = {"vocabulary": options["vocabulary"]} if "vocabulary" in options else {}
-    made = parts(
-        folder,
-        num_stages=num_stages,
-        layout=layout,
-        mesh=mesh,
-        dtype=dtype,
-        activations=activations,
-        family=family,
-        experts=experts,
-        mtp=mtp,
-        context=context,
-        **shared,
-    )
+    types: dict[str, Any] = {"dtype": dtype, "activations": activations, "context": context}
+    if "vocabulary" in options:
+        types["vocabulary"] = options["vocabulary"]
+    cut: dict[str, Any] = {"num_stages": num_stages, "layout": layout, "mesh": mesh}
+    made = parts(folder, family=family, experts=experts, mtp=mtp, **cut, **types)
     stages, read = made.pop("stages"), made.pop("read")
     pipe = Pipeline(stages, num_microbatches, mesh=mesh, **made | {"loss_fn": None} | options)
     read(pipe)

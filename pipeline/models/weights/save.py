@@ -466,7 +466,9 @@ def _cut_of(pipe: Pipeline) -> SplitCut | None:
 def _names(pipe: Pipeline, paths: Iterable[Keys]) -> dict[Keys, Name]:
     """Return the names of a pipeline's weights, by their paths in the layer view."""
     cut = _cut_of(pipe)
-    stages = [_find_structure(pipe, k) for k in range(pipe.plan.schedule.num_stages)]
+    places = [(k, v, r) for r, ks in enumerate(pipe.plan.stages_of) for v, k in enumerate(ks)]
+    # Modules with the structure of stages, but with other arrays.
+    stages = [static_stage(pipe.chunks[chunk], rank) for _, chunk, rank in sorted(places)]
     if cut is None:
         return _numbered(paths, lambda _: stages)
     *tables, embed, head = cut.tables
@@ -479,13 +481,6 @@ def _names(pipe: Pipeline, paths: Iterable[Keys]) -> dict[Keys, Name]:
     }
     named = _numbered(paths, lambda _: stages, is_mixed=True)
     return {path: (layer, of_model.get(path, name)) for path, (layer, name) in named.items()}
-
-
-def _find_structure(pipe: Pipeline, k: int) -> Any:
-    """Return a module with the structure of a stage, but with other arrays."""
-    rank = next(rank for rank, stages in enumerate(pipe.plan.stages_of) if k in stages)
-    chunk = pipe.chunks[pipe.plan.stages_of[rank].index(k)]
-    return static_stage(chunk, rank)
 
 
 def _numbered(
