@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cli.options import Parser, add_command, say
-from pipeline.models.weights.inspect import inspect
+from pipeline.models.weights.load import inspect
 
 ABOUT = """Look at a checkpoint of the Hugging Face layout. Only headers of files are read.
 

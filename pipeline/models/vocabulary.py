@@ -115,5 +115,5 @@ class VocabularyHead(layers.VocabularyHead, SplitHead):
             self.table = shared(self.table.get_value(), TENSOR, Table)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        found = logits(self.features(x), self.table[...])[..., : self.words]
-        return join_sequence(found, sequence_axis=-2) if self.sequence_parallel else found
+        y = logits(self.features(x), self.table[...])[..., : self.words]
+        return join_sequence(y, sequence_axis=-2) if self.sequence_parallel else y

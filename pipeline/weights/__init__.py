@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pipeline.base.imports import exports
 
 if TYPE_CHECKING:
-    from pipeline.models.weights.inspect import inspect as inspect
+    from pipeline.models.weights.load import inspect as inspect
     from pipeline.models.weights.load import load as load
     from pipeline.models.weights.load import parts as parts
     from pipeline.models.weights.load import read_into as read_into

@@ -384,27 +384,27 @@ def place_modules(
     """Return [K] the number of modules for multi-token prediction of each stage."""
     if mtp is None:
         return [0] * (len(counts) - 1) + [config.mtp_layers]
-    found = list(mtp) if isinstance(mtp, list | tuple) else mtp
-    if not isinstance(found, list) or not all(is_whole(one, 0) for one in found):
+    modules = list(mtp) if isinstance(mtp, list | tuple) else mtp
+    if not isinstance(modules, list) or not all(is_whole(one, 0) for one in modules):
         raise ValueError(
             f"mtp={mtp!r}: must be a list of integers >= 0, the number of multi-token modules of "
             f"each of {len(counts)} stages; leave mtp= out to put all on the last stage"
         )
-    if len(found) != len(counts) or sum(found) != config.mtp_layers:
+    if len(modules) != len(counts) or sum(modules) != config.mtp_layers:
         raise ValueError(
-            f"mtp={found!r}: must be the number of multi-token modules of each of {len(counts)} "
+            f"mtp={modules!r}: must be the number of multi-token modules of each of {len(counts)} "
             f"stages, and the model has {config.mtp_layers} together; leave mtp= out to put all on "
             f"the last stage"
         )
-    first = next((k for k, modules in enumerate(found) if modules), len(found))
+    first = next((k for k, count in enumerate(modules) if count), len(modules))
     if any(counts[first + 1 :]):
         last = max(k for k, count in enumerate(counts) if count)
         raise ValueError(
-            f"mtp={found!r}: stage {first} has a multi-token module and stage {last} a later "
+            f"mtp={modules!r}: stage {first} has a multi-token module and stage {last} a later "
             f"block; modules read the output of the last block, so put them into its stage or "
             f"later ones"
         )
-    return found
+    return modules
 
 
 def check_ends(config: DecoderConfig, vocabulary: Any, loss_chunks: Any) -> None:

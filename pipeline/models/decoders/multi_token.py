@@ -86,15 +86,15 @@ class MultiTokenBlock(Block):
         joined = apply(joined, self.join[...].astype(joined.dtype))
         hidden = self.norm(super().__call__(joined, positions, segments))
         inside = within(joined, segments, self.depth)
-        found = {
+        streams = {
             MAIN: x[MAIN],
             EMBEDDED: x[EMBEDDED],
             AHEAD: (*x.get(AHEAD, ()), hidden),
             INSIDE: (*x.get(INSIDE, ()), inside),
         }
         if self.is_last:
-            del found[EMBEDDED]
-        return found
+            del streams[EMBEDDED]
+        return streams
 
     def _main(self, x: jax.Array) -> jax.Array:
         return x if self.main_norm is None else self.main_norm(x)
@@ -184,9 +184,9 @@ class MultiTokenLoss:
             zip(self._shares(len(outputs[AHEAD])), heads, strict=True), start=1
         ):
             own = jnp.where(inside, shifted(counts, k), 0)
-            found = (vocabulary_cross_entropy(logits, shifted(words, k, IGNORED)) * own).sum()
-            metrics[f"mtp_{k}"] = found, weight
-            total = total + share * found
+            loss = (vocabulary_cross_entropy(logits, shifted(words, k, IGNORED)) * own).sum()
+            metrics[f"mtp_{k}"] = loss, weight
+            total = total + share * loss
         return ((total, weight), metrics) if self.has_metrics else (total, weight)
 
     def _shares(self, modules: int) -> tuple[float, ...]:

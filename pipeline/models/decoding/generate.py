@@ -135,9 +135,9 @@ def generate(
     options["impl"] = None if keys is None else str(jax.random.key_impl(keys))
     with meshes.entered(plan.mesh, plan.home):
         weights = meshes.untyped(weights, plan.mesh)
-        found = _decode(plan, model, weights, batch, draw, **options, start=start, cache=cache)
-    found = meshes.typed(found, meshes.mesh_of_results(plan.mesh), PartitionSpec())
-    return found[:rows]
+        tokens = _decode(plan, model, weights, batch, draw, **options, start=start, cache=cache)
+    tokens = meshes.typed(tokens, meshes.mesh_of_results(plan.mesh), PartitionSpec())
+    return tokens[:rows]
 
 
 @PerPlan
@@ -277,11 +277,11 @@ def _in_a_loop(pipe: Any) -> Any:
     changes = {"schedule": None, "pattern": None}  # the default schedule has a loop placement
     if (like := plan.compiled.ring) is None:
         like = plan.compiled.ring = typed(pipe).replace(**changes)
-    found = with_weights_of(pipe, like)
-    if found is None:  # stages share storage or move to other devices: lay them out again
-        found = pipe.replace(**changes)
-        found.plan = like.plan
-    return found
+    looped = with_weights_of(pipe, like)
+    if looped is None:  # stages share storage or move to other devices: lay them out again
+        looped = pipe.replace(**changes)
+        looped.plan = like.plan
+    return looped
 
 
 def _check_pipe(pipe: Any, *, has_caches: bool) -> None:
@@ -316,18 +316,18 @@ def _check_prompts(prompts: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
             f"token of at least one sequence"
         )
     rows, width = tokens.shape
-    found = jnp.full(rows, width, jnp.int32) if lengths is None else jnp.asarray(lengths)
-    if found.shape != (rows,) or not jnp.issubdtype(found.dtype, jnp.integer):
+    counts = jnp.full(rows, width, jnp.int32) if lengths is None else jnp.asarray(lengths)
+    if counts.shape != (rows,) or not jnp.issubdtype(counts.dtype, jnp.integer):
         raise ValueError(
-            f"lengths is {found.dtype}{list(found.shape)}; give one integer for each of {rows} "
+            f"lengths is {counts.dtype}{list(counts.shape)}; give one integer for each of {rows} "
             f"prompts"
         )
-    if not isinstance(found, jax.core.Tracer) and not ((found >= 1) & (found <= width)).all():
+    if not isinstance(counts, jax.core.Tracer) and not ((counts >= 1) & (counts <= width)).all():
         raise ValueError(
-            f"lengths has {int(found.min())} to {int(found.max())}; a prompt has 1 to {width} "
+            f"lengths has {int(counts.min())} to {int(counts.max())}; a prompt has 1 to {width} "
             f"tokens here"
         )
-    return tokens.astype(jnp.int32), found.astype(jnp.int32)
+    return tokens.astype(jnp.int32), counts.astype(jnp.int32)
 
 
 def _check_numbers(**given: Any) -> None:
@@ -340,13 +340,13 @@ def _stops(stop: Any) -> tuple[int, ...]:
     if stop is None:
         return ()
     many = isinstance(stop, Sequence | np.ndarray | jax.Array) and np.shape(stop) != ()
-    found = list(stop) if many else [stop]
-    if not all(is_whole(token, 0, numpy=True) and token < 2**31 for token in found):
+    tokens = list(stop) if many else [stop]
+    if not all(is_whole(token, 0, numpy=True) and token < 2**31 for token in tokens):
         raise ValueError(
             f"stop={stop!r}: must be a token, an integer >= 0, or a list of tokens, any of which "
             f"ends a row"
         )
-    return tuple(int(token) for token in found)
+    return tuple(int(token) for token in tokens)
 
 
 def _row_keys(key: Any, rows: int) -> jax.Array | None:
@@ -354,8 +354,8 @@ def _row_keys(key: Any, rows: int) -> jax.Array | None:
         return None
     key = as_keys(key)
     if key.shape == ():
-        found: jax.Array = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
-        return found
+        row_keys: jax.Array = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
+        return row_keys
     if key.shape != (rows,):
         raise ValueError(f"key is {list(key.shape)} keys; give one, or one for each of {rows} rows")
     keys: jax.Array = key

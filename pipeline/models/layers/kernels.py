@@ -58,7 +58,7 @@ class SplashBlocks:
     fused: bool = False
 
     def sizes(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        sizes: dict[str, Any] = {
             "block_q": self.q,
             "block_kv": self.kv,
             "block_kv_compute": min(self.kv, self.compute),
@@ -68,8 +68,8 @@ class SplashBlocks:
             "use_fused_bwd_kernel": self.fused,
         }
         if self.fused:
-            return found
-        return {**found, "block_q_dq": self.q_backward, "block_kv_dq": self.kv_backward}
+            return sizes
+        return {**sizes, "block_q_dq": self.q_backward, "block_kv_dq": self.kv_backward}
 
 
 # By a part of JAX's name for the kind of device: the least number of positions, and its blocks.

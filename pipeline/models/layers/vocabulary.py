@@ -115,12 +115,12 @@ class VocabularyHead(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Compute this rank's logits for the whole sequence."""
         x, table = self._factors(x)
-        found = logits(x, table, x.dtype)
+        y = logits(x, table, x.dtype)
         if not self.is_padded:
-            return found
-        columns = jax.lax.broadcasted_iota(jnp.int32, found.shape, found.ndim - 1)
+            return y
+        columns = jax.lax.broadcasted_iota(jnp.int32, y.shape, y.ndim - 1)
         columns += group_rank(self.axis) * table.shape[0]
-        return jnp.where(columns < self.words, found, jnp.asarray(-jnp.inf, found.dtype))
+        return jnp.where(columns < self.words, y, jnp.asarray(-jnp.inf, y.dtype))
 
     def losses(
         self,

@@ -105,7 +105,7 @@ def listed(names: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def written(folder: Path) -> Iterator[Path]:
+def make_folder(folder: Path) -> Iterator[Path]:
     """Open a temporary folder, renamed to the final one if the block succeeds, else deleted.
 
     The target of a link is written, and the link stays.

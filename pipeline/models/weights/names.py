@@ -80,23 +80,23 @@ def entries_of(tree: Mapping[str, Any], family: Family, config: Config, prefix: 
         parts = tuple(replace(part, name=n) for part, n in zip(made.parts, names, strict=True))
         return Entry(layer, replace(made, parts=parts), pair[1])
 
-    found = [entry(EMBED, pair) for pair in _pairs(tree, EMBED, family)]
+    entries = [entry(EMBED, pair) for pair in _match_end(tree, EMBED, family)]
     layer = 0
     for k, stage in enumerate(tree["stages"]):
-        for n, leaves in _blocks(stage, k):
+        for n, leaves in _list_blocks(stage, k):
             where = f"stages[{k}].{BLOCKS}[{n}]"
-            pairs = _matched((*family.rows, *family.mtp), leaves, where, family)
-            found += [entry(layer, pair) for pair in pairs]
+            pairs = _match_rows((*family.rows, *family.mtp), leaves, where, family)
+            entries += [entry(layer, pair) for pair in pairs]
             layer += 1
-    return found + [entry(HEAD, pair) for pair in _pairs(tree, HEAD, family)]
+    return entries + [entry(HEAD, pair) for pair in _match_end(tree, HEAD, family)]
 
 
-def _pairs(tree: Mapping[str, Any], part: str, family: Family) -> list[tuple[Row, Any]]:
+def _match_end(tree: Mapping[str, Any], part: str, family: Family) -> list[tuple[Row, Any]]:
     rows = family.embed if part == EMBED else family.head
-    return _matched(rows, _dotted(tree[part]), part, family)
+    return _match_rows(rows, _dotted(tree[part]), part, family)
 
 
-def _blocks(stage: Mapping[str, Any], k: int) -> list[tuple[int, dict[str, Any]]]:
+def _list_blocks(stage: Mapping[str, Any], k: int) -> list[tuple[int, dict[str, Any]]]:
     """Return the leaves of each block of a stage, by dotted path."""
     others = [name for name in stage if name != BLOCKS]
     if others:
@@ -106,15 +106,14 @@ def _blocks(stage: Mapping[str, Any], k: int) -> list[tuple[int, dict[str, Any]]
             f"and nothing else"
         )
     blocks: Mapping[Any, Any] = stage.get(BLOCKS, {})
-    found = sorted((int(n), leaves) for n, leaves in blocks.items())
-    return [(n, _dotted(leaves)) for n, leaves in found]
+    return sorted((int(n), _dotted(leaves)) for n, leaves in blocks.items())
 
 
 def _dotted(tree: Any) -> dict[str, Any]:
     return {".".join(map(str, path)): leaf for path, leaf in flatten_mapping(tree).items()}
 
 
-def _matched(
+def _match_rows(
     rows: Sequence[Row], leaves: Mapping[str, Any], where: str, family: Family
 ) -> list[tuple[Row, Any]]:
     """Return the rows whose weight is in ``leaves``, in the order of the table."""
@@ -205,7 +204,7 @@ def check_shapes(entries: Sequence[Entry]) -> None:
         if tuple(entry.place.shape) != entry.plan.shape
     ]
     if wrong:
-        raise ValueError(_several(wrong))
+        raise ValueError(_join_faults(wrong))
 
 
 def check_tensors(
@@ -251,10 +250,10 @@ def check_tensors(
             f"{listed(unread)}: in the files, and no weight of the model that config.json describes"
         )
     if wrong:
-        raise ValueError(f"{checkpoint.folder}: {_several(wrong)}")
+        raise ValueError(f"{checkpoint.folder}: {_join_faults(wrong)}")
 
 
-def _several(wrong: Sequence[str]) -> str:
+def _join_faults(wrong: Sequence[str]) -> str:
     more = len(wrong) - SHOWN
     return "; ".join(wrong[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
@@ -290,8 +289,8 @@ def is_bias(path: Sequence[Any], variable: Any) -> bool:
 
 def state_view(pipe: Any) -> LayerView | None:
     """The layer view of the state of experts; None if there is none."""
-    found = list(nnx.to_flat_state(nnx.state(pipe, ExpertState)))
-    return layer_view(pipe, state=ExpertState) if found else None
+    state = list(nnx.to_flat_state(nnx.state(pipe, ExpertState)))
+    return layer_view(pipe, state=ExpertState) if state else None
 
 
 def with_biases(tree: Mapping[str, Any], view: LayerView | None) -> Mapping[str, Any]:

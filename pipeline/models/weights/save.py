@@ -32,7 +32,13 @@ from pipeline.core.placement.distribute import distribute
 from pipeline.layers_view.leaf import LayerLeaf, LeafCell
 from pipeline.layers_view.view import LayersArray, LeafPlace, layer_view
 from pipeline.models.layers.experts.state import ExpertState
-from pipeline.models.weights.checkpoint import CONFIG, SHARD_BYTES, listed, write_tensors, written
+from pipeline.models.weights.checkpoint import (
+    CONFIG,
+    SHARD_BYTES,
+    listed,
+    make_folder,
+    write_tensors,
+)
 from pipeline.models.weights.load import LoadedFrom, choose_family
 from pipeline.models.weights.names import (
     BLOCKS,
@@ -125,7 +131,7 @@ def save(
     problem: BaseException | None = None
     layers = _layers(source, family, content)
     try:
-        with written(folder) as partial:
+        with make_folder(folder) as partial:
             key = "dtype" if "dtype" in content else "torch_dtype"
             text = json.dumps({**content, key: str(source.dtype(entries[0]))}, indent=2)
             (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
@@ -205,9 +211,9 @@ class _Source:
         self.values = meshes.untyped(values, self.mesh)
 
     def entries(self, family: Family, config: Config) -> list[Entry]:
-        found = entries_of(self.tree, family, config, family.prefixes[0])
-        check_shapes(found)
-        return found
+        entries = entries_of(self.tree, family, config, family.prefixes[0])
+        check_shapes(entries)
+        return entries
 
     def dtype(self, entry: Entry) -> Any:
         return np.dtype(self.values[entry.place.path].dtype)
@@ -215,7 +221,7 @@ class _Source:
     def fetch(self, entry: Entry) -> np.ndarray:
         array = self.values[entry.place.path]
         with explain_deleted("named_layers", array):
-            weight: np.ndarray = entry.place.read(gathered(array, entry.place.row, self.mesh))
+            weight: np.ndarray = entry.place.read(gather_whole(array, entry.place.row, self.mesh))
         return weight
 
 
@@ -234,7 +240,7 @@ def explain_deleted(iterator: str, array: Any) -> Iterator[None]:
         ) from error
 
 
-def gathered(array: jax.Array, row: int | None, mesh: Any) -> np.ndarray:
+def gather_whole(array: jax.Array, row: int | None, mesh: Any) -> np.ndarray:
     """Gather an array, or a row of an array, on every process's host."""
     if not array.is_fully_addressable and not array.is_fully_replicated:
         return np.asarray(_replicated(array, row, mesh).addressable_data(0))
@@ -332,15 +338,15 @@ def to_plain(pipe: Pipeline, model: nnx.Module) -> None:
       ValueError: layers differ, by names or shapes; the model is then unchanged.
     """
     weights = _weights(pipe)
-    cut = _cut_of(pipe)
+    cut = _find_cut(pipe)
     state = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Any(nnx.RngState, nnx.Cache))))
-    variables = {_texts(path): member(model, path) for path, _ in state}
-    layers = _numbered(variables, lambda name: getattr(model, name))
+    variables = {_as_texts(path): member(model, path) for path, _ in state}
+    layers = _number_layers(variables, lambda name: getattr(model, name))
     names = {path: name for path, (_, name) in layers.items()}
     if cut is not None:
         names = {path: ".".join(path) for path in variables}
     own = {names[path]: variable for path, variable in variables.items()}
-    unused = set() if cut is None else {".".join(_texts(path)) for path in cut.recipe.kinds}
+    unused = set() if cut is None else {".".join(_as_texts(path)) for path in cut.recipe.kinds}
     _check_model(weights, own, unused)
     first = SingleDeviceSharding(jax.devices()[0])
     targets = [getattr(raw(own[weight.name]), "sharding", None) or first for weight in weights]
@@ -354,11 +360,11 @@ def _arrays(
 ) -> Iterator[tuple[str, str, jax.Array]]:
     for weight, target in zip(weights, targets, strict=True):
         with explain_deleted("weights.stream", weight.leaf.cell.value):
-            array = _moved(weight.leaf.read(), target)
+            array = _move(weight.leaf.read(), target)
         yield weight.layer, weight.name, array
 
 
-def _moved(array: jax.Array, target: Any) -> jax.Array:
+def _move(array: jax.Array, target: Any) -> jax.Array:
     """Return a copy of an array with another sharding."""
     source: Any = array.sharding
     target = source if target is None else target
@@ -366,7 +372,7 @@ def _moved(array: jax.Array, target: Any) -> jax.Array:
         return jax.device_put(array, target, may_alias=False)
     if target == source:
         return array.copy()
-    whole = gathered(array, None, source.mesh)
+    whole = gather_whole(array, None, source.mesh)
     return distribute(whole, target, compare=False)
 
 
@@ -427,17 +433,17 @@ def _weights(pipe: Pipeline) -> list[Weight]:
     has_state = bool(nnx.to_flat_state(nnx.state(pipe, kinds)))
     views = [layer_view(pipe), *([layer_view(pipe, state=kinds)] if has_state else [])]
     cells: dict[Any, LeafCell] = {}
-    found: dict[Keys, tuple[LayerLeaf, PartitionSpec]] = {}
+    leaves: dict[Keys, tuple[LayerLeaf, PartitionSpec]] = {}
     for view in views:
         for path, place in view.places.items():
             if place.path not in cells:
                 cells[place.path] = LeafCell(raw(state[place.path]), lambda _: None)
             leaf = LayerLeaf(path, cells[place.path], place)
-            found[_texts(path)] = leaf, _spec(place, view.arrays[place.path])
-    names = _names(pipe, found)
+            leaves[_as_texts(path)] = leaf, _spec(place, view.arrays[place.path])
+    names = _name_weights(pipe, leaves)
     weights: dict[str, Weight] = {}
-    for path in sorted(found, key=_position):
-        weights.setdefault(names[path][1], Weight(*names[path], *found[path]))
+    for path in sorted(leaves, key=_sort_key):
+        weights.setdefault(names[path][1], Weight(*names[path], *leaves[path]))
     return list(weights.values())
 
 
@@ -452,38 +458,38 @@ def _spec(place: LeafPlace, array: LayersArray) -> PartitionSpec:
     return PartitionSpec(*entries[place.row is not None :])
 
 
-def _texts(path: Iterable[Any]) -> Keys:
+def _as_texts(path: Iterable[Any]) -> Keys:
     return tuple(map(str, path))
 
 
-def _cut_of(pipe: Pipeline) -> SplitCut | None:
+def _find_cut(pipe: Pipeline) -> SplitCut | None:
     """Return the cut of `pipeline.split` that both ends of a pipeline belong to; else None."""
     parts = pipe.embed, pipe.head
     cuts = {part.cut if isinstance(part, SplitPart) else None for part in parts}
     return cuts.pop() if len(cuts) == 1 else None
 
 
-def _names(pipe: Pipeline, paths: Iterable[Keys]) -> dict[Keys, Name]:
+def _name_weights(pipe: Pipeline, paths: Iterable[Keys]) -> dict[Keys, Name]:
     """Return the names of a pipeline's weights, by their paths in the layer view."""
-    cut = _cut_of(pipe)
+    cut = _find_cut(pipe)
     places = [(k, v, r) for r, ks in enumerate(pipe.plan.stages_of) for v, k in enumerate(ks)]
     # Modules with the structure of stages, but with other arrays.
     stages = [static_stage(pipe.chunks[chunk], rank) for _, chunk, rank in sorted(places)]
     if cut is None:
-        return _numbered(paths, lambda _: stages)
+        return _number_layers(paths, lambda _: stages)
     *tables, embed, head = cut.tables
     parts: dict[Keys, Any] = {("stages", str(k)): table for k, table in enumerate(tables)}
     parts |= {("embed",): embed, ("head",): head}
     of_model = {
-        (*part, *_texts(own)): ".".join(_texts(path))
+        (*part, *_as_texts(own)): ".".join(_as_texts(path))
         for part, table in parts.items()
         for own, path in table.items()
     }
-    named = _numbered(paths, lambda _: stages, is_mixed=True)
+    named = _number_layers(paths, lambda _: stages, is_mixed=True)
     return {path: (layer, of_model.get(path, name)) for path, (layer, name) in named.items()}
 
 
-def _numbered(
+def _number_layers(
     paths: Iterable[Keys], stages: Callable[[str], Iterable[Any]], *, is_mixed: bool = False
 ) -> dict[Keys, Name]:
     """Return names of weights by path, with blocks numbered across stages.
@@ -517,7 +523,7 @@ def _numbered(
     return names
 
 
-def _position(path: Keys) -> tuple[int, ...]:
+def _sort_key(path: Keys) -> tuple[int, ...]:
     """Return the position of a layer, from the path of one of its weights."""
     if path[0] != "stages":
         return (ENDS.index(path[0]) and 1 + ENDS.index(path[0]),)

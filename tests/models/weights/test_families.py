@@ -13,7 +13,7 @@ import pytest
 from collectives import make_mesh
 from pipeline import weights
 from pipeline.models.weights.checkpoint import open_checkpoint
-from pipeline.models.weights.inspect import describe_checkpoint
+from pipeline.models.weights.load import describe_checkpoint
 from tests.models.weights import tiny
 from tests.support.close import assert_close
 

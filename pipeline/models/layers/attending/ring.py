@@ -210,8 +210,8 @@ def _each_before(
     if not index:
         starts = itertools.accumulate(rule.before, initial=0)
         parts = zip(starts, rule.before, strict=False)
-        found = [n * context.size + context.places(size, other) for n, size in parts]
-        return read(0, jax.tree.map(lambda x: x[0], group), jnp.concatenate(found), sums)
+        of_slices = [n * context.size + context.places(size, other) for n, size in parts]
+        return read(0, jax.tree.map(lambda x: x[0], group), jnp.concatenate(of_slices), sums)
     places = context.places(group[0][0].shape[2], other)
 
     def one(n: Any, sums: Any) -> Any:
@@ -263,8 +263,8 @@ def _forward(rule: BlockRule, operands: RingOperands) -> Any:
     def add(i: Any, kv: Any, there: Any, of_keys: Any, sums: KeySums) -> KeySums:
         wanted = here[i], there, *(x[i] for x in segments), *of_keys
         had = KeySums(*(x[i] for x in sums))
-        found = _read_block(rule, wide[i], *rule.keys(weights, kv), wanted, had)
-        return KeySums(*(x.at[i].set(y) for x, y in zip(sums, found, strict=True)))
+        new = _read_block(rule, wide[i], *rule.keys(weights, kv), wanted, had)
+        return KeySums(*(x.at[i].set(y) for x, y in zip(sums, new, strict=True)))
 
     def meet(step: Any, held: Any, sums: KeySums, _: Any) -> Any:
         """Read the keys of one rank."""
@@ -341,11 +341,11 @@ def _backward(rule: BlockRule, kept: Any, g: jax.Array) -> Any:
     )
     none = functools.partial(jax.tree.map, lambda _: None)
     earlier = tuple(
-        (_narrow(found, kept), none(of_keys))
-        for found, (kept, of_keys) in zip(of_before, before, strict=True)
+        (_narrow(change, kept), none(of_keys))
+        for change, (kept, of_keys) in zip(of_before, before, strict=True)
     )
-    change = dq, _narrow(dkv, kv), dw, none(segments), low, none(index), earlier
-    return (RingOperands(*change),)
+    gradients = dq, _narrow(dkv, kv), dw, none(segments), low, none(index), earlier
+    return (RingOperands(*gradients),)
 
 
 _ring.defvjp(_forward, _backward)
@@ -362,8 +362,8 @@ def _add_at(j: Any, sums: Any, more: Any) -> Any:
     return tuple(x.at[j].add(y.astype(x.dtype)) for x, y in zip(sums, more, strict=True))
 
 
-def _narrow(found: Any, like: Any) -> Any:
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), found, like)
+def _narrow(tree: Any, like: Any) -> Any:
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
 
 
 def _sent(tree: Any, axis: str | None) -> Any:
@@ -429,8 +429,8 @@ def _read_block(
         q, places, mine, had = part
         return some(q, (places, of_keys, *mine, *segments[1:]), had)
 
-    found = jax.lax.map(one, parts)
-    return KeySums(*(join(x, t, axis) for x, axis in zip(found, AXES, strict=True)))
+    new = jax.lax.map(one, parts)
+    return KeySums(*(join(x, t, axis) for x, axis in zip(new, AXES, strict=True)))
 
 
 def _unread(rule: BlockRule, weights: Any, of_queries: Any, kv: Any, wanted: Any) -> Any:

@@ -1,22 +1,89 @@
 """Families of checkpoints, each a table: keys of config.json, and tensors of each weight.
 
 Letters of patterns: d width, v words, k heads of keys and values, g heads of queries for each, h
-all heads of queries, c width of a head, f columns of the MLP, p learned positions, u = 2 d.
+all heads of queries, c width of a head, f columns of the MLP, p learned positions, u = 2 d; e
+experts, m columns of an expert, s columns of the shared experts. For latent attention: q width of
+queries' latent, r width of keys' and values' latent, w width of a head's values, x columns of a
+head's queries, y = r + the rotary columns of keys, z = w + the other columns of a head's keys.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipeline.base.files import Kind, faults_of, null_fault, shown
-from pipeline.models.decoders.config import Activation, DecoderConfig, Rope
+from pipeline.models.decoders.config import (
+    Activation,
+    DecoderConfig,
+    ExpertsConfig,
+    LatentConfig,
+    Rope,
+)
 from pipeline.models.layers.rotary import LinearScaling, RopeScaling, YarnScaling
-from pipeline.models.weights.tables import experts
-from pipeline.models.weights.tables.patterns import Config, Family, row
+from pipeline.models.weights.tables.patterns import Config, Family, Row, row
 
 # ---- names and transposes ----------------------------------------------------------------------
+
+
+def _rows(
+    at: str, gate: str = "gate_proj", down: str = "down_proj", up: str = "up_proj"
+) -> tuple[Row, ...]:
+    """Return table rows of router and experts; in the file each expert is a separate matrix."""
+    gate, down, up = (f"{at}.experts.{{e}}.{name}.weight" for name in (gate, down, up))
+    return (
+        row("experts.router_weight", "d e", (f"{at}.gate.weight", "e d")),
+        row("experts.gate_up", "e d + m", (gate, "m d"), (up, "m d")),
+        row("experts.down", "e m d", (down, "d m")),
+    )
+
+
+def _shared(at: str) -> tuple[Row, ...]:
+    """Return table rows of the MLP that every token uses."""
+    gate, down, up = (f"{at}.{name}_proj.weight" for name in ("gate", "down", "up"))
+    return (
+        row("experts.shared.gate_up", "d + s", (gate, "s d"), (up, "s d")),
+        row("experts.shared.down.weight", "s d", (down, "d s")),
+    )
+
+
+EXPERT_ROWS = _rows("mlp")
+MIXTRAL_ROWS = _rows("block_sparse_moe", "w1", "w2", "w3")
+QWEN2_ROWS = (
+    *EXPERT_ROWS,
+    *_shared("mlp.shared_expert"),
+    row("experts.shared_gate", "d 1", ("mlp.shared_expert_gate.weight", "1 d")),
+)
+DEEPSEEK_ROWS = (
+    *EXPERT_ROWS,
+    row("experts.bias", "e", ("mlp.gate.e_score_correction_bias", "e")),
+    *_shared("mlp.shared_experts"),
+)
+GPT_OSS_ROWS = (
+    row("attention.sinks", "h", ("self_attn.sinks", "h")),
+    row("experts.router_weight", "d e", ("mlp.router.weight", "e d")),
+    row("experts.router_bias", "e", ("mlp.router.bias", "e")),
+    row("experts.gate_up", "e d + m", ("mlp.experts.gate_up_proj", "e d (m +2)")),
+    row("experts.gate_up_bias", "e + m", ("mlp.experts.gate_up_proj_bias", "e (m +2)")),
+    row("experts.down", "e m d", ("mlp.experts.down_proj", "e m d")),
+    row("experts.down_bias", "e d", ("mlp.experts.down_proj_bias", "e d")),
+)
+OLMOE_NORMS = (
+    row("attention.q_norm.scale", "(h c)", ("self_attn.q_norm.weight", "(h c)")),
+    row("attention.k_norm.scale", "(k c)", ("self_attn.k_norm.weight", "(k c)")),
+)
+LATENT_ROWS = (
+    row("attention.q.weight", "d (h x)", ("self_attn.q_proj.weight", "(h x) d")),
+    row("attention.q_down", "d q", ("self_attn.q_a_proj.weight", "q d")),
+    row("attention.q_norm.scale", "q", ("self_attn.q_a_layernorm.weight", "q")),
+    row("attention.q_up.weight", "q (h x)", ("self_attn.q_b_proj.weight", "(h x) q")),
+    row("attention.kv_down", "d y", ("self_attn.kv_a_proj_with_mqa.weight", "y d")),
+    row("attention.kv_norm.scale", "r", ("self_attn.kv_a_layernorm.weight", "r")),
+    row("attention.kv.weight", "r (h z)", ("self_attn.kv_b_proj.weight", "(h z) r")),
+    row("attention.out.weight", "(h w) d", ("self_attn.o_proj.weight", "d (h w)")),
+)
 
 _ATTENTION = (
     row(
@@ -308,7 +375,7 @@ def _rope(given: Config, kind: str | None = None) -> Rope:
         factor = written.get("factor") or given.get("max_position_embeddings", context) / context
         both = [written.get(name) for name in ("mscale", "mscale_all_dim")]
         if all(both) and "attention_factor" not in values:
-            first, second = (experts.yarn_amplitude(factor, scale) for scale in both if scale)
+            first, second = (yarn_amplitude(factor, scale) for scale in both if scale)
             values["attention_factor"] = first / second
         return Rope(theta, YarnScaling(factor, context, **values))
     raise ValueError(
@@ -338,6 +405,74 @@ def _windows(given: Config, *, pattern: Callable[[int], bool]) -> tuple[int | No
 def _biased(given: Config, *, default: bool = False) -> dict[str, Any]:
     bias = given.get("attention_bias", default)
     return {"rope": _rope(given), "qkv_bias": bias, "out_bias": bias}
+
+
+def _number(given: Config, key: str) -> int:
+    """Read the number of experts, under any of the names in releases of transformers."""
+    names = (key, "num_local_experts", "num_experts")
+    number: int = given[next((name for name in names if name in given), key)]
+    return number
+
+
+def in_all_layers(given: Config, number: str, **options: Any) -> ExpertsConfig:
+    """Return an `ExpertsConfig` with experts in every layer, their number read from a key."""
+    sizes = _number(given, number), given["num_experts_per_tok"], given["intermediate_size"]
+    return ExpertsConfig(*sizes, tuple(range(given["num_hidden_layers"])), **options)
+
+
+def qwen(given: Config) -> ExpertsConfig:
+    """Return the `ExpertsConfig` of Qwen2-MoE, with a shared expert, or of Qwen3-MoE, without."""
+    step, without = given.get("decoder_sparse_step", 1), given.get("mlp_only_layers", [])
+    layers = range(given["num_hidden_layers"])
+    shared = given.get("shared_expert_intermediate_size", 0)
+    return ExpertsConfig(
+        _number(given, "num_experts"),
+        given["num_experts_per_tok"],
+        given["moe_intermediate_size"],
+        tuple(n for n in layers if n not in without and (n + 1) % step == 0),
+        renormalise=given.get("norm_topk_prob", False),
+        shared_hidden=shared,
+        shared_gate=shared > 0,
+    )
+
+
+def deepseek(given: Config, version: int) -> ExpertsConfig:
+    """Return the `ExpertsConfig` of a DeepSeek checkpoint's config, of version 2 or 3."""
+    layers, hidden = given["num_hidden_layers"], given["moe_intermediate_size"]
+    limited = version == 3 or given.get("topk_method", "greedy") == "group_limited_greedy"
+    return ExpertsConfig(
+        _number(given, "n_routed_experts"),
+        given["num_experts_per_tok"],
+        hidden,
+        tuple(range(given.get("first_k_dense_replace", 0), layers)),
+        scoring="sigmoid" if version == 3 else "softmax",
+        renormalise=given.get("norm_topk_prob", True) if version == 3 else False,
+        scale=given.get("routed_scaling_factor", 1.0),
+        groups=(given["n_group"], given["topk_group"]) if limited else None,
+        group_top=2 if version == 3 else 1,
+        selection_bias=version == 3,
+        shared_hidden=hidden * (given.get("n_shared_experts") or 0),
+    )
+
+
+def latent(given: Config) -> LatentConfig:
+    keys = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+    return LatentConfig(given.get("q_lora_rank"), *(given[key] for key in keys))
+
+
+def latent_scale(given: Config) -> float:
+    """Return the factor of scores, which is larger with YaRN."""
+    scale = float((given["qk_nope_head_dim"] + given["qk_rope_head_dim"]) ** -0.5)
+    rope: Mapping[str, Any] = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default" or not rope.get("mscale_all_dim"):
+        return scale
+    return scale * yarn_amplitude(rope["factor"], rope["mscale_all_dim"]) ** 2
+
+
+def yarn_amplitude(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's factor of queries and keys."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _llama(given: Config) -> dict[str, Any]:
@@ -392,24 +527,24 @@ def _gpt2(_: Config) -> dict[str, Any]:
 
 
 def _mixtral(given: Config) -> dict[str, Any]:
-    return {**_mistral(given), "experts": experts.in_all_layers(given, "num_local_experts")}
+    return {**_mistral(given), "experts": in_all_layers(given, "num_local_experts")}
 
 
 def _olmoe(given: Config) -> dict[str, Any]:
     renormalise = given.get("norm_topk_prob", False)
-    mixture = experts.in_all_layers(given, "num_experts", renormalise=renormalise)
+    mixture = in_all_layers(given, "num_experts", renormalise=renormalise)
     return {**_llama(given), "experts": mixture, "qk_norm": "whole"}
 
 
 def _qwen2_moe(given: Config) -> dict[str, Any]:
     bias = given.get("qkv_bias", True)
-    return {"rope": _rope(given), "qkv_bias": bias, "experts": experts.qwen(given)}
+    return {"rope": _rope(given), "qkv_bias": bias, "experts": qwen(given)}
 
 
 def _qwen3_moe(given: Config) -> dict[str, Any]:
     used = given.get("use_sliding_window", False)
     windows = _windows(given, pattern=lambda _: True) if used else ()
-    own = {"windows": windows, "experts": experts.qwen(given), "qk_norm": True}
+    own = {"windows": windows, "experts": qwen(given), "qk_norm": True}
     return {**_biased(given), **own}
 
 
@@ -417,19 +552,19 @@ def _gpt_oss(given: Config) -> dict[str, Any]:
     windows = _windows(given, pattern=lambda n: n % 2 == 0)
     how = {"scoring": "topk_softmax", "router_bias": True, "bias": True}
     limit = given.get("swiglu_limit", 7.0)
-    mixture = experts.in_all_layers(given, "num_local_experts", clamp=limit, **how)
+    mixture = in_all_layers(given, "num_local_experts", clamp=limit, **how)
     return {**_biased(given, default=True), "windows": windows, "experts": mixture, "sinks": True}
 
 
 def _deepseek(given: Config, version: int) -> dict[str, Any]:
-    latent = experts.latent(given)
+    sizes = latent(given)
     return {
         "rope": _rope(given),
-        "latent": latent,
-        "attention_scale": experts.latent_scale(given),
-        "head_dim": latent.rope,
+        "latent": sizes,
+        "attention_scale": latent_scale(given),
+        "head_dim": sizes.rope,
         "kv_heads": given["num_attention_heads"],
-        "experts": experts.deepseek(given, version),
+        "experts": deepseek(given, version),
     }
 
 
@@ -437,10 +572,10 @@ def _deepseek(given: Config, version: int) -> dict[str, Any]:
 
 _DEEPSEEK_ROWS = (
     row("attention_norm.scale", "d", ("input_layernorm.weight", "d")),
-    *experts.LATENT_ROWS,
+    *LATENT_ROWS,
     row("mlp_norm.scale", "d", ("post_attention_layernorm.weight", "d")),
     *_MLP,
-    *experts.DEEPSEEK_ROWS,
+    *DEEPSEEK_ROWS,
 )
 _DEEPSEEK_MTP = (
     row("main_norm.scale", "d", ("..norm.weight", "d")),
@@ -452,8 +587,8 @@ _DEEPSEEK_MTP = (
 _HEAD_NORMS = {"attention.q_norm.scale", "attention.k_norm.scale"}
 _OLMOE_ROWS = (
     *(one for one in LLAMA_ROWS if one.target not in _HEAD_NORMS),
-    *experts.OLMOE_NORMS,
-    *experts.EXPERT_ROWS,
+    *OLMOE_NORMS,
+    *EXPERT_ROWS,
 )
 _BUFFERS = r"\.rotary_emb\.inv_freq$"
 _TABLE: dict[str, Any] = {"rows": LLAMA_ROWS, "embed": EMBED, "head": HEAD, "ignored": (_BUFFERS,)}
@@ -545,21 +680,21 @@ _ALL = (
         prefixes=("transformer.", ""),
         ignored=(r"\.attn\.bias$", r"\.attn\.masked_bias$"),
     ),
-    _family("mixtral", _mixtral, {"rope_theta": 1e6}, rows=(*LLAMA_ROWS, *experts.MIXTRAL_ROWS)),
+    _family("mixtral", _mixtral, {"rope_theta": 1e6}, rows=(*LLAMA_ROWS, *MIXTRAL_ROWS)),
     _family("olmoe", _olmoe, {"rms_norm_eps": 1e-5}, {"clip_qkv": None}, rows=_OLMOE_ROWS),
     _family(
         "qwen2_moe",
         _qwen2_moe,
         only={"use_sliding_window": False},
-        rows=(*LLAMA_ROWS, *experts.QWEN2_ROWS),
+        rows=(*LLAMA_ROWS, *QWEN2_ROWS),
     ),
-    _family("qwen3_moe", _qwen3_moe, {"head_dim": 128}, rows=(*LLAMA_ROWS, *experts.EXPERT_ROWS)),
+    _family("qwen3_moe", _qwen3_moe, {"head_dim": 128}, rows=(*LLAMA_ROWS, *EXPERT_ROWS)),
     _family(
         "gpt_oss",
         _gpt_oss,
         _GPT_OSS,
         {"swiglu_alpha": 1.702},
-        rows=(*LLAMA_ROWS, *experts.GPT_OSS_ROWS),
+        rows=(*LLAMA_ROWS, *GPT_OSS_ROWS),
     ),
     _family(
         "deepseek_v2",

@@ -203,8 +203,8 @@ class TensorPlan:
         whole = out if is_whole else np.empty(shape, out.dtype)
         view = whole.reshape(shape)
         for part in self.parts:
-            if (found := part.within(spans)) is not None:
-                place, ranges = found
+            if (places := part.within(spans)) is not None:
+                place, ranges = places
                 part.copy(read(part.name), ranges, part.view(view, list(spans), place))
         if whole is not out:
             dims = [math.prod(sizes[name] for name, _ in factors) for factors in self.dims]
@@ -256,16 +256,16 @@ def _named(
     source: TensorSource, sizes: Sizes, row: Row
 ) -> list[tuple[str, tuple[tuple[str, int], ...]]]:
     """List the names of a source's arrays, each with its index along the letter in braces."""
-    found = _BRACES.search(source.name)
-    if found is None:
+    braces = _BRACES.search(source.name)
+    if braces is None:
         return [(source.name, ())]
-    letter = found[1]
+    letter = braces[1]
     if letter not in sizes:
         raise ValueError(
             f"row {row.target!r}: the name {source.name!r} has the letter {letter!r}, and the "
             f"model has sizes for {' '.join(sizes)}"
         )
-    parts = source.name[: found.start()], source.name[found.end() :]
+    parts = source.name[: braces.start()], source.name[braces.end() :]
     return [(f"{n}".join(parts), ((letter, n),)) for n in range(sizes[letter])]
 
 
