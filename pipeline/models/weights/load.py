@@ -286,7 +286,7 @@ class _Reading:
             if place.row is None:
                 self._leaf(plan, place, out, at)
             elif at[0][0] <= place.row < at[0][1]:
-                self._leaf(plan, place, out[place.row - at[0][0]], at[1:])
+                self._leaf(plan, place, out[place.row - at[0][0], ...], at[1:])
 
     def _leaf(
         self, plan: TensorPlan | Constant, place: LeafPlace, out: np.ndarray, at: Ranges

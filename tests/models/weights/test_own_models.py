@@ -104,6 +104,37 @@ def test_tables_and_models_that_do_not_fit(tmp_path: Path):
     )
 
 
+class Numbers(nnx.Module):
+    def __init__(self, scale: float) -> None:
+        self.scale = nnx.Param(jnp.asarray(scale))
+        self.none = nnx.Param(jnp.zeros((0, 3)))
+
+
+class OfNumbers(nnx.Module):
+    def __init__(self, scale: float) -> None:
+        self.blocks = nnx.List([Numbers(scale)])
+
+    def __call__(self, x):
+        return x * self.blocks[0].scale[...]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_weight_that_is_one_number_and_one_that_has_none(stages: int, tmp_path: Path):
+    """Issue 69: their arrays in a file have no dims, or no entries."""
+    rows = (
+        weights.row("scale", "", ("a.name.with.dots", "")),
+        weights.row("none", "z k", ("none", "k z")),
+    )
+    sizes = {"z": 0, "k": 3}
+    own = weights.Family("mine", rows=rows, embed=(), head=(), sizes=lambda _: sizes)
+    mesh = make_mesh(stage=stages)
+    pipe = Pipeline([OfNumbers(2.0), OfNumbers(3.0)], 2, mesh=mesh)
+    weights.save(pipe, tmp_path / "out", family=own, config={})
+    other = Pipeline([OfNumbers(0.0), OfNumbers(0.0)], 2, mesh=mesh)
+    weights.read_into(other, tmp_path / "out", family=own)
+    np.testing.assert_array_equal(other(jnp.ones((2, 1))), 6)
+
+
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = {**tiny.CONFIGS["qwen2"], "num_hidden_layers": 4}
     tensors = tiny.tensors_of(config)
