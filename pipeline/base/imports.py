@@ -6,18 +6,16 @@ pipeline --help` answers at once, and a launcher of other processes needs no jax
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-# Flax up to 0.12.8 expects the parameters of a scan as jax had them until 0.11. This check can go
-# when the last jax for Python 3.11 is no longer supported.
-_PAIRS = (((0, 11), (0, 12, 9)),)  # first jax, and the oldest flax for it
 
 
 def check_releases(jax: str | None = None, flax: str | None = None) -> None:
@@ -32,14 +30,13 @@ def check_releases(jax: str | None = None, flax: str | None = None) -> None:
     """
     jax = jax or metadata.version("jax")
     flax = flax or metadata.version("flax")
-    for newest, least in _PAIRS:
-        if _numbers(jax) >= newest and _numbers(flax) < least:
-            text = ".".join(map(str, least))
-            raise ImportError(
-                f"flax {flax} with jax {jax}: from jax {'.'.join(map(str, newest))} on, flax "
-                f"{text} or newer is needed; pip install 'flax>={text}', or 'jax<"
-                f"{'.'.join(map(str, newest))}'"
-            )
+    # Flax up to 0.12.8 expects the parameters of a scan as jax had them until 0.11. This check can
+    # go when the last jax for Python 3.11 is no longer supported.
+    if _numbers(jax) >= (0, 11) and _numbers(flax) < (0, 12, 9):
+        raise ImportError(
+            f"flax {flax} with jax {jax}: from jax 0.11 on, flax 0.12.9 or newer is needed; pip "
+            f"install 'flax>=0.12.9', or 'jax<0.11'"
+        )
 
 
 def installed(name: str) -> str | None:
@@ -65,8 +62,7 @@ def check_neighbours(file: str, names: tuple[str, ...] = ("schedules", "collecti
     """
     home = Path(file).resolve().parents[1]
     for name in names:
-        loaded = sys.modules.get(name)
-        found = getattr(loaded, "__spec__", None) or find_spec(name)
+        found = getattr(sys.modules.get(name), "__spec__", None) or find_spec(name)
         places = list(found.submodule_search_locations or ()) if found else []
         if found is None or not any(Path(one).resolve() == home / name for one in places):
             where = f"is {found.origin or places}" if found else "is not found"
@@ -85,24 +81,26 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def exports(
-    package: str, homes: Mapping[str, str], rooms: tuple[str, ...] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make the ``__getattr__`` and ``__dir__`` of a package that imports names on first use.
+    package: str, rooms: tuple[str, ...] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Make ``__getattr__``, ``__dir__`` and ``__all__`` for names that are imported on first use.
 
     Args:
-      package: the package's ``__name__``.
-      homes: for each module the names that the package exports from it, separated by spaces.
+      package: the ``__name__`` of a package whose names are imported under ``if TYPE_CHECKING:``.
       rooms: names of submodules, which are imported when they are first read as attributes.
     """
-    home = {name: module for module, names in homes.items() for name in names.split()}
+    tree = ast.parse(inspect.getsource(sys.modules[package]))
+    blocks = [node for node in tree.body if isinstance(node, ast.If)]
+    lazy = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    home = {alias.name: str(node.module) for node in lazy for alias in node.names}
 
     def find(name: str) -> Any:
         if name in rooms:
             return importlib.import_module(f"{package}.{name}")
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        found = getattr(importlib.import_module(home[name]), name)
-        setattr(sys.modules[package], name, found)
-        return found
+        value = getattr(importlib.import_module(home[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
 
-    return find, lambda: sorted([*home, *rooms])
+    return find, lambda: sorted([*home, *rooms]), sorted(home)

@@ -18,7 +18,7 @@ COMMANDS = {
     "train": "train, by a configuration",
     "eval": "evaluate a checkpoint, by a configuration",
     "generate": "continue a prompt, by a configuration",
-    "weights": "inspect, import and export checkpoints",
+    "weights": "inspect checkpoints",
     "env": "print versions, devices and settings, for a bug report",
 }
 

@@ -10,48 +10,20 @@ from typing import TYPE_CHECKING
 from pipeline.base.imports import exports
 
 if TYPE_CHECKING:
-    from pipeline.models.decoders.block import Block
-    from pipeline.models.decoders.config import DecoderConfig, Rope
-    from pipeline.models.decoders.decoder import (
-        Embedding,
-        Head,
-        LogitFactors,
-        Parts,
-        Stage,
-        build,
-        next_token_loss,
-        split_layers,
-    )
-    from pipeline.models.decoders.experts import ExpertsConfig, LatentConfig
-    from pipeline.models.decoders.multi_token import MultiTokenBlock, MultiTokenLoss
+    from pipeline.models.decoders.block import Block as Block
+    from pipeline.models.decoders.config import DecoderConfig as DecoderConfig
+    from pipeline.models.decoders.config import ExpertsConfig as ExpertsConfig
+    from pipeline.models.decoders.config import LatentConfig as LatentConfig
+    from pipeline.models.decoders.config import Rope as Rope
+    from pipeline.models.decoders.decoder import Embedding as Embedding
+    from pipeline.models.decoders.decoder import Head as Head
+    from pipeline.models.decoders.decoder import LogitFactors as LogitFactors
+    from pipeline.models.decoders.decoder import Parts as Parts
+    from pipeline.models.decoders.decoder import Stage as Stage
+    from pipeline.models.decoders.decoder import build as build
+    from pipeline.models.decoders.decoder import next_token_loss as next_token_loss
+    from pipeline.models.decoders.decoder import split_layers as split_layers
+    from pipeline.models.decoders.multi_token import MultiTokenBlock as MultiTokenBlock
+    from pipeline.models.decoders.multi_token import MultiTokenLoss as MultiTokenLoss
 
-__all__ = [
-    "Block",
-    "DecoderConfig",
-    "Embedding",
-    "ExpertsConfig",
-    "Head",
-    "LatentConfig",
-    "LogitFactors",
-    "MultiTokenBlock",
-    "MultiTokenLoss",
-    "Parts",
-    "Rope",
-    "Stage",
-    "build",
-    "next_token_loss",
-    "split_layers",
-]
-
-__getattr__, __dir__ = exports(
-    __name__,
-    {
-        "pipeline.models.decoders.block": "Block",
-        "pipeline.models.decoders.config": "DecoderConfig Rope",
-        "pipeline.models.decoders.decoder": (
-            "Embedding Head LogitFactors Parts Stage build next_token_loss split_layers"
-        ),
-        "pipeline.models.decoders.experts": "ExpertsConfig LatentConfig",
-        "pipeline.models.decoders.multi_token": "MultiTokenBlock MultiTokenLoss",
-    },
-)
+__getattr__, __dir__, __all__ = exports(__name__)

@@ -12,90 +12,37 @@ from typing import TYPE_CHECKING
 from pipeline.base.imports import exports
 
 if TYPE_CHECKING:
-    from pipeline.base.agreed.pieces import check_axis
-    from pipeline.base.agreed.slices import SequenceSlice
-    from pipeline.base.rows import data_mask
-    from pipeline.models.layers.attend import attend_slice
-    from pipeline.models.layers.attending.order import Context, unzigzag, zigzag
-    from pipeline.models.layers.attending.sent import context_bytes
-    from pipeline.models.layers.attention import (
-        Attention,
-        AttentionOptions,
-        FusedQKV,
-        fuse_qkv,
-    )
-    from pipeline.models.layers.dropout import Dropout
-    from pipeline.models.layers.experts.options import ExpertOptions
-    from pipeline.models.layers.experts.state import ExpertState, advance_experts, settle_experts
-    from pipeline.models.layers.linear import ColumnLinear, RowLinear
-    from pipeline.models.layers.mixture import MixtureOfExperts
-    from pipeline.models.layers.mlp import SwiGLU, fuse_gate_up
-    from pipeline.models.layers.norm import LayerNorm, RMSNorm
-    from pipeline.models.layers.replicated import ReplicatedKV
-    from pipeline.models.layers.rotary import (
-        LinearScaling,
-        RopeScaling,
-        YarnScaling,
-        rotary,
-        rotate,
-    )
-    from pipeline.models.layers.vocabulary import VocabularyEmbedding, VocabularyHead
+    from pipeline.base.agreed.pieces import check_axis as check_axis
+    from pipeline.base.agreed.slices import SequenceSlice as SequenceSlice
+    from pipeline.base.rows import data_mask as data_mask
+    from pipeline.models.layers.attend import attend_slice as attend_slice
+    from pipeline.models.layers.attending.order import Context as Context
+    from pipeline.models.layers.attending.order import context_bytes as context_bytes
+    from pipeline.models.layers.attending.order import unzigzag as unzigzag
+    from pipeline.models.layers.attending.order import zigzag as zigzag
+    from pipeline.models.layers.attention import Attention as Attention
+    from pipeline.models.layers.attention import AttentionOptions as AttentionOptions
+    from pipeline.models.layers.attention import FusedQKV as FusedQKV
+    from pipeline.models.layers.attention import ReplicatedKV as ReplicatedKV
+    from pipeline.models.layers.attention import fuse_qkv as fuse_qkv
+    from pipeline.models.layers.dropout import Dropout as Dropout
+    from pipeline.models.layers.experts.options import ExpertOptions as ExpertOptions
+    from pipeline.models.layers.experts.state import ExpertState as ExpertState
+    from pipeline.models.layers.experts.state import advance_experts as advance_experts
+    from pipeline.models.layers.experts.state import settle_experts as settle_experts
+    from pipeline.models.layers.linear import ColumnLinear as ColumnLinear
+    from pipeline.models.layers.linear import RowLinear as RowLinear
+    from pipeline.models.layers.mixture import MixtureOfExperts as MixtureOfExperts
+    from pipeline.models.layers.mlp import SwiGLU as SwiGLU
+    from pipeline.models.layers.mlp import fuse_gate_up as fuse_gate_up
+    from pipeline.models.layers.norm import LayerNorm as LayerNorm
+    from pipeline.models.layers.norm import RMSNorm as RMSNorm
+    from pipeline.models.layers.rotary import LinearScaling as LinearScaling
+    from pipeline.models.layers.rotary import RopeScaling as RopeScaling
+    from pipeline.models.layers.rotary import YarnScaling as YarnScaling
+    from pipeline.models.layers.rotary import rotary as rotary
+    from pipeline.models.layers.rotary import rotate as rotate
+    from pipeline.models.layers.vocabulary import VocabularyEmbedding as VocabularyEmbedding
+    from pipeline.models.layers.vocabulary import VocabularyHead as VocabularyHead
 
-__all__ = [
-    "Attention",
-    "AttentionOptions",
-    "ColumnLinear",
-    "Context",
-    "Dropout",
-    "ExpertOptions",
-    "ExpertState",
-    "FusedQKV",
-    "LayerNorm",
-    "LinearScaling",
-    "MixtureOfExperts",
-    "RMSNorm",
-    "ReplicatedKV",
-    "RopeScaling",
-    "RowLinear",
-    "SequenceSlice",
-    "SwiGLU",
-    "VocabularyEmbedding",
-    "VocabularyHead",
-    "YarnScaling",
-    "advance_experts",
-    "attend_slice",
-    "check_axis",
-    "context_bytes",
-    "data_mask",
-    "fuse_gate_up",
-    "fuse_qkv",
-    "rotary",
-    "rotate",
-    "settle_experts",
-    "unzigzag",
-    "zigzag",
-]
-
-__getattr__, __dir__ = exports(
-    __name__,
-    {
-        "pipeline.base.agreed.pieces": "check_axis",
-        "pipeline.base.agreed.slices": "SequenceSlice",
-        "pipeline.base.rows": "data_mask",
-        "pipeline.models.layers.attending.order": "Context unzigzag zigzag",
-        "pipeline.models.layers.attending.sent": "context_bytes",
-        "pipeline.models.layers.attend": "attend_slice",
-        "pipeline.models.layers.attention": "Attention AttentionOptions FusedQKV fuse_qkv",
-        "pipeline.models.layers.dropout": "Dropout",
-        "pipeline.models.layers.experts.options": "ExpertOptions",
-        "pipeline.models.layers.experts.state": "ExpertState advance_experts settle_experts",
-        "pipeline.models.layers.linear": "ColumnLinear RowLinear",
-        "pipeline.models.layers.mixture": "MixtureOfExperts",
-        "pipeline.models.layers.mlp": "SwiGLU fuse_gate_up",
-        "pipeline.models.layers.norm": "LayerNorm RMSNorm",
-        "pipeline.models.layers.replicated": "ReplicatedKV",
-        "pipeline.models.layers.rotary": "LinearScaling RopeScaling YarnScaling rotary rotate",
-        "pipeline.models.layers.vocabulary": "VocabularyEmbedding VocabularyHead",
-    },
-    ("experts",),
-)
+__getattr__, __dir__, __all__ = exports(__name__, ("experts",))

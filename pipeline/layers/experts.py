@@ -9,59 +9,25 @@ from typing import TYPE_CHECKING
 from pipeline.base.imports import exports
 
 if TYPE_CHECKING:
-    from pipeline.models.layers.experts.dispatch import (
-        DISPATCHES,
-        Dispatch,
-        capacity_of,
-        dispatch_by_capacity,
-        dispatch_by_gather,
-        dispatch_by_ragged,
-    )
-    from pipeline.models.layers.experts.losses import (
-        BALANCES,
-        Balance,
-        joint_balance,
-        squared_normalisers,
-    )
-    from pipeline.models.layers.experts.products import combine, grouped_matmul, run_grouped
-    from pipeline.models.layers.experts.routing import Router, Routing, Scoring, route
-    from pipeline.models.layers.experts.state import ExpertState, advance_experts, settle_experts
+    from pipeline.models.layers.experts.dispatch import DISPATCHES as DISPATCHES
+    from pipeline.models.layers.experts.dispatch import Dispatch as Dispatch
+    from pipeline.models.layers.experts.dispatch import capacity_of as capacity_of
+    from pipeline.models.layers.experts.dispatch import dispatch_by_capacity as dispatch_by_capacity
+    from pipeline.models.layers.experts.dispatch import dispatch_by_gather as dispatch_by_gather
+    from pipeline.models.layers.experts.dispatch import dispatch_by_ragged as dispatch_by_ragged
+    from pipeline.models.layers.experts.products import combine as combine
+    from pipeline.models.layers.experts.products import grouped_matmul as grouped_matmul
+    from pipeline.models.layers.experts.products import run_grouped as run_grouped
+    from pipeline.models.layers.experts.routing import BALANCES as BALANCES
+    from pipeline.models.layers.experts.routing import Balance as Balance
+    from pipeline.models.layers.experts.routing import Router as Router
+    from pipeline.models.layers.experts.routing import Routing as Routing
+    from pipeline.models.layers.experts.routing import Scoring as Scoring
+    from pipeline.models.layers.experts.routing import joint_balance as joint_balance
+    from pipeline.models.layers.experts.routing import route as route
+    from pipeline.models.layers.experts.routing import squared_normalisers as squared_normalisers
+    from pipeline.models.layers.experts.state import ExpertState as ExpertState
+    from pipeline.models.layers.experts.state import advance_experts as advance_experts
+    from pipeline.models.layers.experts.state import settle_experts as settle_experts
 
-__all__ = [
-    "BALANCES",
-    "DISPATCHES",
-    "Balance",
-    "Dispatch",
-    "ExpertState",
-    "Router",
-    "Routing",
-    "Scoring",
-    "advance_experts",
-    "capacity_of",
-    "combine",
-    "dispatch_by_capacity",
-    "dispatch_by_gather",
-    "dispatch_by_ragged",
-    "grouped_matmul",
-    "joint_balance",
-    "route",
-    "run_grouped",
-    "settle_experts",
-    "squared_normalisers",
-]
-
-__getattr__, __dir__ = exports(
-    __name__,
-    {
-        "pipeline.models.layers.experts.dispatch": (
-            "DISPATCHES Dispatch capacity_of dispatch_by_capacity dispatch_by_gather "
-            "dispatch_by_ragged"
-        ),
-        "pipeline.models.layers.experts.losses": (
-            "BALANCES Balance joint_balance squared_normalisers"
-        ),
-        "pipeline.models.layers.experts.products": "combine grouped_matmul run_grouped",
-        "pipeline.models.layers.experts.routing": "Router Routing Scoring route",
-        "pipeline.models.layers.experts.state": "ExpertState advance_experts settle_experts",
-    },
-)
+__getattr__, __dir__, __all__ = exports(__name__)

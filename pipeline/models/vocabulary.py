@@ -15,7 +15,7 @@ from collectives import TENSOR
 from collectives.tensor import join_sequence, split_sequence
 from pipeline.base.agreed.vocabulary import SplitEmbedding, SplitHead, Table, logits
 from pipeline.models.layers import vocabulary as layers
-from pipeline.models.layers.weights import shared
+from pipeline.models.layers.linear import shared
 
 
 class VocabularyEmbedding(layers.VocabularyEmbedding, SplitEmbedding):
@@ -52,7 +52,6 @@ class VocabularyEmbedding(layers.VocabularyEmbedding, SplitEmbedding):
             self.table = shared(self.table.get_value(), TENSOR, Table)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Look up the words."""
         if self.sequence_parallel:
             tokens = split_sequence(tokens, sequence_axis=-1)
         return super().__call__(tokens)
@@ -116,6 +115,5 @@ class VocabularyHead(layers.VocabularyHead, SplitHead):
             self.table = shared(self.table.get_value(), TENSOR, Table)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Compute all logits."""
-        found = logits(self.features(x), self.table[...])[..., : self.words]
-        return join_sequence(found, sequence_axis=-2) if self.sequence_parallel else found
+        y = logits(self.features(x), self.table[...])[..., : self.words]
+        return join_sequence(y, sequence_axis=-2) if self.sequence_parallel else y

@@ -12,29 +12,14 @@ from typing import TYPE_CHECKING
 from pipeline.base.imports import exports
 
 if TYPE_CHECKING:
-    from pipeline.base.chips import CHIPS, Chip
-    from pipeline.planner.models import MODELS, ExpertSizes, LatentSizes, ModelSizes
-    from pipeline.planner.plans import DoesNotFitError, Plans
-    from pipeline.planner.search import plan
+    from pipeline.base.chips import CHIPS as CHIPS
+    from pipeline.base.chips import Chip as Chip
+    from pipeline.planner.models import MODELS as MODELS
+    from pipeline.planner.models import ExpertSizes as ExpertSizes
+    from pipeline.planner.models import LatentSizes as LatentSizes
+    from pipeline.planner.models import ModelSizes as ModelSizes
+    from pipeline.planner.plans import DoesNotFitError as DoesNotFitError
+    from pipeline.planner.plans import Plans as Plans
+    from pipeline.planner.search import plan as plan
 
-__all__ = [
-    "CHIPS",
-    "MODELS",
-    "Chip",
-    "DoesNotFitError",
-    "ExpertSizes",
-    "LatentSizes",
-    "ModelSizes",
-    "Plans",
-    "plan",
-]
-
-__getattr__, __dir__ = exports(
-    __name__,
-    {
-        "pipeline.base.chips": "CHIPS Chip",
-        "pipeline.planner.models": "ExpertSizes LatentSizes MODELS ModelSizes",
-        "pipeline.planner.plans": "DoesNotFitError Plans",
-        "pipeline.planner.search": "plan",
-    },
-)
+__getattr__, __dir__, __all__ = exports(__name__)

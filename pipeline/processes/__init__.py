@@ -11,17 +11,9 @@ from typing import TYPE_CHECKING
 from pipeline.base.imports import exports
 
 if TYPE_CHECKING:
-    from pipeline.processes.batch import local_rows, shard_batch
-    from pipeline.processes.cluster import Cluster
-    from pipeline.processes.start import initialize
+    from pipeline.processes.batch import local_rows as local_rows
+    from pipeline.processes.batch import shard_batch as shard_batch
+    from pipeline.processes.cluster import Cluster as Cluster
+    from pipeline.processes.start import initialize as initialize
 
-__all__ = ["Cluster", "initialize", "local_rows", "shard_batch"]
-
-__getattr__, __dir__ = exports(
-    __name__,
-    {
-        "pipeline.processes.batch": "local_rows shard_batch",
-        "pipeline.processes.cluster": "Cluster",
-        "pipeline.processes.start": "initialize",
-    },
-)
+__getattr__, __dir__, __all__ = exports(__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from flax import nnx
 from pipeline.base.arguments import is_whole
 from pipeline.models.decoding.caches import keeps_caches
 from pipeline.models.decoding.generate import generate
-from pipeline.models.decoding.sampling import make_draw, sample
+from pipeline.models.decoding.recompute import evaluating, recompute
+from pipeline.models.decoding.sampling import Choice, make_draw
 from pipeline.pipeline import Pipeline
 
 
@@ -47,7 +49,7 @@ def continue_prompt(
     Raises:
       ValueError: numbers out of range.
     """
-    make_draw(temperature, 0, None)
+    draw, _ = make_draw(temperature, 0, None)
     fits = is_whole(length, 1) and (context is None or is_whole(context, 1))
     if not len(prompt) or not fits or not is_whole(seed, 0):
         raise ValueError(
@@ -58,11 +60,18 @@ def continue_prompt(
     text = [int(token) for token in prompt]
     key = None if temperature == 0 else jax.random.key(seed)
     fits = context is None or len(text) + length <= context + 1  # the last token is not an input
+    prompts = jnp.asarray([text], jnp.int32)
     if fits and remembers(model):
-        given = np.asarray([text], np.int32)
-        found = generate(model, given, length, key=key, temperature=temperature)
-        return text + np.asarray(found)[0].tolist()
-    return _recomputed(model, text, length, context, temperature, key)
+        new = generate(model, prompts, length, key=key, temperature=temperature)
+    else:  # on one device: a single row cannot fill a pipeline
+        module = evaluating(_Chain(model) if isinstance(model, Pipeline) else model)
+        graph, weights = nnx.split(module)
+        weights = jax.device_put(weights, jax.devices()[0])
+        call = jax.jit(lambda weights, tokens: nnx.merge(graph, weights)(tokens))
+        row_keys = None if key is None else jax.random.fold_in(key, 0)[None]
+        rest = jnp.full(1, len(text)), row_keys, draw, Choice(length), context
+        new = recompute(functools.partial(call, weights), prompts, *rest)
+    return text + np.asarray(new)[0].tolist()
 
 
 def remembers(model: Any) -> bool:
@@ -85,33 +94,3 @@ class _Chain(nnx.Module):
         for stage in self.stages:
             x = stage(x)
         return x if self.head is None else self.head(x)
-
-
-def _recomputed(
-    model: Any,
-    text: list[int],
-    length: int,
-    context: int | None,
-    temperature: float,
-    key: jax.Array | None,
-) -> list[int]:
-    """Generate without caches, on one device: a single row cannot fill a pipeline."""
-    window = min(context or len(text) + length, len(text) + length)
-    plain = _Chain(model) if isinstance(model, Pipeline) else model
-    graph, weights = nnx.split(plain)
-    weights = jax.device_put(weights, jax.devices()[0])
-    own = None if key is None else jax.random.fold_in(key, 0)  # key of the first row
-
-    @jax.jit
-    def draw(weights: Any, tokens: jax.Array, position: jax.Array, step: jax.Array) -> jax.Array:
-        logits = nnx.merge(graph, weights)(tokens)[0, position].astype(jnp.float32)
-        return sample(logits, None if own is None else jax.random.fold_in(own, step), temperature)
-
-    for step in range(length):
-        # Later positions cannot change a position's logits, so zeros fill a window that is not
-        # full.
-        seen = text[-window:]
-        tokens = np.zeros((1, window), np.int32)
-        tokens[0, : len(seen)] = seen
-        text.append(int(draw(weights, tokens, np.int32(len(seen) - 1), np.int32(step))))
-    return text

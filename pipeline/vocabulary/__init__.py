@@ -5,15 +5,11 @@ from typing import TYPE_CHECKING
 from pipeline.base.imports import exports
 
 if TYPE_CHECKING:
-    from pipeline.base.agreed.vocabulary import CrossEntropy, Table, logits, spoil
-    from pipeline.models.vocabulary import VocabularyEmbedding, VocabularyHead
+    from pipeline.base.agreed.vocabulary import CrossEntropy as CrossEntropy
+    from pipeline.base.agreed.vocabulary import Table as Table
+    from pipeline.base.agreed.vocabulary import logits as logits
+    from pipeline.base.agreed.vocabulary import spoil as spoil
+    from pipeline.models.vocabulary import VocabularyEmbedding as VocabularyEmbedding
+    from pipeline.models.vocabulary import VocabularyHead as VocabularyHead
 
-__all__ = ["CrossEntropy", "Table", "VocabularyEmbedding", "VocabularyHead", "logits", "spoil"]
-
-__getattr__, __dir__ = exports(
-    __name__,
-    {
-        "pipeline.base.agreed.vocabulary": "CrossEntropy Table logits spoil",
-        "pipeline.models.vocabulary": "VocabularyEmbedding VocabularyHead",
-    },
-)
+__getattr__, __dir__, __all__ = exports(__name__)

@@ -9,48 +9,21 @@ from typing import TYPE_CHECKING
 from pipeline.base.imports import exports
 
 if TYPE_CHECKING:
-    from pipeline.models.weights.inspect import inspect
-    from pipeline.models.weights.load import load, parts, read_into
-    from pipeline.models.weights.native import export_stages, import_stages
-    from pipeline.models.weights.save import Layer, named_layers, save
-    from pipeline.models.weights.stream import stream, to_plain
-    from pipeline.models.weights.tables.families import FAMILIES
-    from pipeline.models.weights.tables.family import Family
-    from pipeline.models.weights.tables.patterns import Row, row
-    from pipeline.splitting.layouts import parse_layout, read_layout, write_layout
+    from pipeline.models.weights.load import inspect as inspect
+    from pipeline.models.weights.load import load as load
+    from pipeline.models.weights.load import parts as parts
+    from pipeline.models.weights.load import read_into as read_into
+    from pipeline.models.weights.save import Layer as Layer
+    from pipeline.models.weights.save import named_layers as named_layers
+    from pipeline.models.weights.save import save as save
+    from pipeline.models.weights.save import stream as stream
+    from pipeline.models.weights.save import to_plain as to_plain
+    from pipeline.models.weights.tables.families import FAMILIES as FAMILIES
+    from pipeline.models.weights.tables.patterns import Family as Family
+    from pipeline.models.weights.tables.patterns import Row as Row
+    from pipeline.models.weights.tables.patterns import row as row
+    from pipeline.splitting.layouts import parse_layout as parse_layout
+    from pipeline.splitting.layouts import read_layout as read_layout
+    from pipeline.splitting.layouts import write_layout as write_layout
 
-__all__ = [
-    "FAMILIES",
-    "Family",
-    "Layer",
-    "Row",
-    "export_stages",
-    "import_stages",
-    "inspect",
-    "load",
-    "named_layers",
-    "parse_layout",
-    "parts",
-    "read_into",
-    "read_layout",
-    "row",
-    "save",
-    "stream",
-    "to_plain",
-    "write_layout",
-]
-
-__getattr__, __dir__ = exports(
-    __name__,
-    {
-        "pipeline.models.weights.inspect": "inspect",
-        "pipeline.models.weights.load": "load parts read_into",
-        "pipeline.models.weights.native": "export_stages import_stages",
-        "pipeline.models.weights.save": "Layer named_layers save",
-        "pipeline.models.weights.stream": "stream to_plain",
-        "pipeline.models.weights.tables.families": "FAMILIES",
-        "pipeline.models.weights.tables.family": "Family",
-        "pipeline.models.weights.tables.patterns": "Row row",
-        "pipeline.splitting.layouts": "parse_layout read_layout write_layout",
-    },
-)
+__getattr__, __dir__, __all__ = exports(__name__)

@@ -198,7 +198,7 @@ def test_a_loss_of_many_words_is_tried_on_one_row_of_few_positions(name, monkeyp
         return draw(self, leaf, dim)
 
     def loss_fn(logits, tokens):
-        losses, mask = label_loss(logits, tokens), tokens > 0
+        losses, mask = label_loss(logits, tokens), (tokens > 0).astype(float)
         return (losses * mask).sum() / mask.sum() if name == "masked" else losses.mean()
 
     monkeypatch.setattr(trial._Draws, "argument", argument)

@@ -26,7 +26,7 @@ from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer, with_losses
 from pipeline.decoders import DecoderConfig, build, next_token_loss
 from pipeline.layers import Context, ExpertState
-from pipeline.models.decoders.experts import ExpertsConfig
+from pipeline.models.decoders.config import ExpertsConfig
 from pipeline.training.batches import PaddedWords
 from pipeline.training.step import Step
 from tests.support.close import distance

@@ -1,17 +1,21 @@
-"""The configuration of a decoder: its sizes and the kinds of its layers."""
+"""The configuration of a decoder: its sizes and the kinds of its layers.
+
+Letters: d = width, e = experts, k = experts of a token, f = columns of an expert.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from pipeline.base.arguments import is_whole
-from pipeline.models.decoders.experts import ExpertsConfig, LatentConfig
 from pipeline.models.layers.attention import check_groups
+from pipeline.models.layers.experts.options import RoutingOptions
+from pipeline.models.layers.experts.routing import Router
 from pipeline.models.layers.rotary import LinearScaling, RopeScaling, YarnScaling
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -21,6 +25,9 @@ ACTIVATIONS = {
     "gelu_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
 }
+EXPERT_OPTIONS = (  # no checkpoint contains them
+    "dispatch capacity_factor chunk balance_weight balance z_weight counts bias_rate"
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,74 @@ class Rope:
 
     theta: float = 10000.0
     scaling: RopeScaling | LinearScaling | YarnScaling | None = None
+
+
+@dataclass(frozen=True)
+class ExpertsConfig(RoutingOptions):
+    """The mixture of experts of a decoder's layers.
+
+    Attributes:
+      number: e.
+      top_k: k.
+      hidden: f.
+      layers: the layers with experts in place of an MLP.
+      selection_bias: whether the choice has a bias, which is state.
+      bias_rate: the change of this bias in a step.
+      clamp: the bounds of gpt-oss's gate.
+      scoring, renormalise, scale, groups, group_top, router_bias, shared_hidden, shared_gate, bias:
+        the options of `pipeline.layers.ExpertOptions`.
+      dispatch, capacity_factor, chunk, balance_weight, balance, z_weight, counts: the options of
+        `pipeline.layers.ExpertOptions` that no checkpoint contains.
+    """
+
+    number: int
+    top_k: int
+    hidden: int
+    layers: tuple[int, ...]
+    selection_bias: bool = field(default=False, kw_only=True)
+    bias_rate: float = field(default=0.0, kw_only=True)
+    clamp: float | None = field(default=None, kw_only=True)
+
+    def router(self) -> Router:
+        """Return the rule that chooses experts.
+
+        Raises:
+          ValueError: the sizes do not fit.
+        """
+        return self.router_of(self.number, self.top_k)
+
+    def with_options(self, options: dict[str, Any]) -> ExpertsConfig:
+        """Copy the configuration, with other values for options that no checkpoint contains.
+
+        Raises:
+          ValueError: an option is none of these.
+        """
+        known = EXPERT_OPTIONS.split()
+        if wrong := [name for name in options if name not in known]:
+            raise ValueError(
+                f"experts={options!r} has {', '.join(map(repr, wrong))}; options of experts are "
+                f"{', '.join(known)}"
+            )
+        return replace(self, **options)
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+
+    Attributes:
+      query_rank: width between the two products of queries; None for a single product.
+      rank: width of the latent that keys and values are made of.
+      nope: numbers of a head's queries and keys without rotary positions.
+      rope: numbers with rotary positions; all heads share these numbers of keys.
+      value: width of a head's values.
+    """
+
+    query_rank: int | None
+    rank: int
+    nope: int
+    rope: int
+    value: int
 
 
 @dataclass(frozen=True)
@@ -103,11 +178,6 @@ class DecoderConfig:
     mtp_layers: int = 0
 
     def __post_init__(self) -> None:
-        """Check every value.
-
-        Raises:
-          ValueError: a list of all faults.
-        """
         sizes = ("vocabulary", "width", "layers", "heads", "kv_heads", "head_dim", "hidden")
         wrong = [
             f"{name}={getattr(self, name)!r} must be an integer >= 1"
@@ -132,8 +202,11 @@ class DecoderConfig:
             for n, window in enumerate(self.windows)
             if window is not None and not is_whole(window, 1)
         ]
-        if (experts := self.experts) is not None:
-            wrong += experts.faults()
+        if self.experts is not None:
+            try:
+                self.experts.router()
+            except ValueError as error:
+                wrong.append(str(error))
         if self.rope is not None and self.head_dim % 2:
             wrong.append(f"head_dim={self.head_dim} is odd: rotary positions turn pairs")
         if self.rope is None and not is_whole(self.positions, 1):
@@ -159,11 +232,7 @@ class DecoderConfig:
 
 
 def with_options(config: DecoderConfig, experts: Mapping[str, Any] | None) -> DecoderConfig:
-    """Copy the configuration with other options of its experts.
-
-    Raises:
-      ValueError: options of experts for a decoder without experts, or unknown options.
-    """
+    """Copy the configuration with other options of its experts."""
     if experts is None:
         return config
     if config.experts is None:
@@ -174,11 +243,7 @@ def with_options(config: DecoderConfig, experts: Mapping[str, Any] | None) -> De
 
 
 def as_float(name: Any) -> Any:
-    """Check that a dtype is a float.
-
-    Raises:
-      ValueError: it is no float dtype.
-    """
+    """Check that a dtype is a float."""
     try:
         dtype = jnp.dtype(name)
     except TypeError:

@@ -24,8 +24,7 @@ from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.base.arguments import is_whole
 from pipeline.models import vocabulary as shared
-from pipeline.models.decoders.attention import check_whole
-from pipeline.models.decoders.block import Block
+from pipeline.models.decoders.block import Block, make_norm
 from pipeline.models.decoders.config import DecoderConfig
 from pipeline.models.decoders.multi_token import (
     AHEAD,
@@ -37,9 +36,10 @@ from pipeline.models.decoders.multi_token import (
     check_targets,
     words_and_counts,
 )
-from pipeline.models.decoders.norms import make_norm
 from pipeline.models.layers.attending.order import WHOLE, Context
 from pipeline.models.layers.vocabulary import VocabularyEmbedding, VocabularyHead
+from pipeline.splitting.layouts import Layout, parse_layout
+from pipeline.splitting.layouts import place_modules as modules_of_layout
 
 Mode = Literal["ends", "stage"]
 SPREAD = 0.02  # standard deviation of initial tables
@@ -66,14 +66,14 @@ class Stage(nnx.Module):
 
         Args:
           x: `[b, t, d]`; with multi-token prediction the dict of `models.decoders.multi_token`.
-          positions: positions as for `DecoderAttention`.
-          segments: segments as for `DecoderAttention`.
+          positions: positions as for `CachedAttention`.
+          segments: segments as for `CachedAttention`.
           segment_ids: segments, under the name that `pipeline.training.packed` uses.
 
         Raises:
           ValueError: both segments and segment_ids.
         """
-        segments = _one_of(segments, segment_ids)
+        segments = _choose_segments(segments, segment_ids)
         for block in self.blocks:
             if isinstance(x, Mapping) and not isinstance(block, MultiTokenBlock):
                 x = {**x, MAIN: block(x[MAIN], positions, segments)}
@@ -111,21 +111,18 @@ class Stage(nnx.Module):
                 "multi-token prediction with slices of sequences (slices=): its modules read words "
                 "that follow a slice; leave slices out, or build the decoder with mtp_layers=0"
             )
-        segments, left = _one_of(segments, segment_ids), []
+        segments = _choose_segments(segments, segment_ids)
         blocks: Any = self.blocks
+        keys = []
         for n, block in enumerate(blocks):
-            before = None if earlier is None else earlier[n]
-            x, own = block.call_slice(x, before, part, positions, segments)
-            left.append(own)
-        return x, left
+            of_block = None if earlier is None else earlier[n]
+            x, own = block.call_slice(x, of_block, part, positions, segments)
+            keys.append(own)
+        return x, keys
 
 
-def _one_of(segments: jax.Array | None, segment_ids: jax.Array | None) -> jax.Array | None:
-    """Return the segments, given by either name.
-
-    Raises:
-      ValueError: both are given.
-    """
+def _choose_segments(segments: Any, segment_ids: Any) -> jax.Array | None:
+    """Return the segments, given by either name."""
     if segments is not None and segment_ids is not None:
         raise ValueError(
             "a stage was given segments= and segment_ids=, two names of one argument: give one "
@@ -202,27 +199,26 @@ class Embedding(VocabularyEmbedding):
           ValueError: the error of a call.
         """
         tokens, places = tokens if isinstance(tokens, tuple | list) else (tokens, None)
-        return self._looked_up(tokens, places, part), ()
-
-    def _looked_up(self, tokens: Any, places: Any, part: SequenceSlice) -> Any:
         x = super().__call__(tokens)
         if self.scale is not None:
             x = x * jnp.asarray(self.scale, x.dtype)
         if self.feeds_modules:
-            return {MAIN: x, EMBEDDED: x}
+            return {MAIN: x, EMBEDDED: x}, ()
         if self.positions is None:
-            return x
+            return x, ()
         t, learned = tokens.shape[-1], self.positions.get_value()
         self._check_length(part.length(t * self.context.size), learned.shape[0])
         if places is not None:
-            return x + learned[places].astype(x.dtype)
+            return x + learned[places].astype(x.dtype), ()
         if hasattr(self, "seen"):
             first = self.seen[...]
             self.seen[...] = first + t
-            return x + learned[first + jnp.arange(t)].astype(x.dtype)[None]
-        if self.context.size > 1 or part.count > 1:
-            return x + learned[self.context.places_in(part, t)].astype(x.dtype)[None]
-        return x + learned[:t].astype(x.dtype)[None]
+            rows = learned[first + jnp.arange(t)]
+        elif self.context.size > 1 or part.count > 1:
+            rows = learned[self.context.places_in(part, t)]
+        else:
+            rows = learned[:t]
+        return x + rows.astype(x.dtype)[None], ()
 
     def _check_length(self, t: int, learned: int) -> None:
         if t > learned:
@@ -278,15 +274,10 @@ class Head(VocabularyHead):
         dtype: Any,
         loss_chunks: int | None = None,
     ) -> None:
-        super().__init__(
-            width=config.width,
-            vocabulary=config.vocabulary,
-            rngs=rngs,
-            table=table,
-            norm=None if config.mtp_layers else make_norm(config, dtype),
-            init=nnx.initializers.normal(SPREAD),
-            dtype=dtype,
-        )
+        norm = None if config.mtp_layers else make_norm(config, dtype)
+        how: dict[str, Any] = {"norm": norm, "init": nnx.initializers.normal(SPREAD)}
+        how |= {"width": config.width, "vocabulary": config.vocabulary}
+        super().__init__(rngs=rngs, table=table, dtype=dtype, **how)
         self.softcap, self.chunks = config.logit_softcap, loss_chunks
 
     def __call__(self, x: Any) -> Any:
@@ -351,8 +342,12 @@ def build(
         logits.
     """
     check_ends(config, vocabulary, loss_chunks)
-    if config.mtp_layers:
-        check_whole("multi-token prediction", context)
+    if config.mtp_layers and context.axis is not None:
+        raise ValueError(
+            f"multi-token prediction with sequences that are cut over a mesh axis "
+            f"(context={context!r}): no way of exchanging keys and values has them; leave context= "
+            f"out"
+        )
     if sum(counts) != config.layers or not counts or min(counts) < 0:
         raise ValueError(
             f"stages of {', '.join(map(str, counts))} blocks have {sum(counts)} together, but the "
@@ -386,39 +381,30 @@ def build(
 def place_modules(
     config: DecoderConfig, counts: Sequence[int], mtp: Sequence[int] | None
 ) -> list[int]:
-    """Return [K] the number of modules for multi-token prediction of each stage.
-
-    Args:
-      config: the decoder's configuration.
-      counts: [K] the number of blocks of each stage.
-      mtp: the argument of `build`.
-
-    Raises:
-      ValueError: another number of modules or stages, or a module before a block.
-    """
+    """Return [K] the number of modules for multi-token prediction of each stage."""
     if mtp is None:
         return [0] * (len(counts) - 1) + [config.mtp_layers]
-    found = list(mtp) if isinstance(mtp, list | tuple) else mtp
-    if not isinstance(found, list) or not all(is_whole(one, 0) for one in found):
+    modules = list(mtp) if isinstance(mtp, list | tuple) else mtp
+    if not isinstance(modules, list) or not all(is_whole(one, 0) for one in modules):
         raise ValueError(
             f"mtp={mtp!r}: must be a list of integers >= 0, the number of multi-token modules of "
             f"each of {len(counts)} stages; leave mtp= out to put all on the last stage"
         )
-    if len(found) != len(counts) or sum(found) != config.mtp_layers:
+    if len(modules) != len(counts) or sum(modules) != config.mtp_layers:
         raise ValueError(
-            f"mtp={found!r}: must be the number of multi-token modules of each of {len(counts)} "
+            f"mtp={modules!r}: must be the number of multi-token modules of each of {len(counts)} "
             f"stages, and the model has {config.mtp_layers} together; leave mtp= out to put all on "
             f"the last stage"
         )
-    first = next((k for k, modules in enumerate(found) if modules), len(found))
+    first = next((k for k, count in enumerate(modules) if count), len(modules))
     if any(counts[first + 1 :]):
         last = max(k for k, count in enumerate(counts) if count)
         raise ValueError(
-            f"mtp={found!r}: stage {first} has a multi-token module and stage {last} a later "
+            f"mtp={modules!r}: stage {first} has a multi-token module and stage {last} a later "
             f"block; modules read the output of the last block, so put them into its stage or "
             f"later ones"
         )
-    return found
+    return modules
 
 
 def check_ends(config: DecoderConfig, vocabulary: Any, loss_chunks: Any) -> None:
@@ -459,19 +445,11 @@ def _shared_ends(
     config: DecoderConfig, rngs: nnx.Rngs, dtype: Any, activations: Any
 ) -> tuple[shared.VocabularyEmbedding, shared.VocabularyHead]:
     """Make embed and head that can be divided by words over ranks."""
-    sizes = config.vocabulary, config.width
-    embed = shared.VocabularyEmbedding(
-        *sizes, rngs=rngs, dtype=activations, param_dtype=dtype, scale=SPREAD
-    )
-    head = shared.VocabularyHead(
-        *sizes,
-        rngs=None if config.tied else rngs,
-        norm=make_norm(config, dtype),
-        tied=embed if config.tied else None,
-        param_dtype=dtype,
-        scale=SPREAD,
-    )
-    return embed, head
+    how: dict[str, Any] = {"words": config.vocabulary, "width": config.width}
+    how |= {"param_dtype": dtype, "scale": SPREAD}
+    embed = shared.VocabularyEmbedding(rngs=rngs, dtype=activations, **how)
+    table: dict[str, Any] = {"tied": embed} if config.tied else {"rngs": rngs}
+    return embed, shared.VocabularyHead(norm=make_norm(config, dtype), **table, **how)
 
 
 def next_token_loss(logits: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
@@ -500,9 +478,9 @@ def next_token_loss(logits: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
     return losses_of(logits, targets).sum(), (targets != IGNORED).sum()
 
 
-def _losses_in_chunks(at: LogitFactors, words: jax.Array) -> jax.Array:
-    how: dict[str, Any] = {"chunks": at.chunks, "vocabulary": at.words}
-    return linear_cross_entropy(at.x, at.table, words, **how)
+def _losses_in_chunks(logits: LogitFactors, words: jax.Array) -> jax.Array:
+    how: dict[str, Any] = {"chunks": logits.chunks, "vocabulary": logits.words}
+    return linear_cross_entropy(logits.x, logits.table, words, **how)
 
 
 def split_layers(layers: int, num_stages: int) -> list[int]:
@@ -521,3 +499,30 @@ def split_layers(layers: int, num_stages: int) -> list[int]:
     fewer, more = divmod(layers, num_stages)
     first = (num_stages - more) // 2  # number of stages before those with one block more
     return [fewer + (first <= k < first + more) for k in range(num_stages)]
+
+
+def cut_layers(
+    config: DecoderConfig, num_stages: int | None, layout: Layout | None, default: int = 1
+) -> tuple[list[int], list[int]]:
+    """Return [K] the number of layers of each stage, and of modules for multi-token prediction.
+
+    Args:
+      config: the decoder's configuration.
+      num_stages: K; None for the default.
+      layout: the layers of each stage, in place of ``num_stages``.
+      default: K, but at most one stage for each layer.
+
+    Raises:
+      ValueError: both options are given, the number does not fit, or the layout is of another
+        model.
+    """
+    if layout is None:
+        stages = min(default, config.layers) if num_stages is None else num_stages
+        counts = split_layers(config.layers, stages)
+        return counts, place_modules(config, counts, None)
+    if num_stages is not None:
+        raise ValueError(
+            f"num_stages={num_stages} and layout={layout!r}: the layout says how many stages "
+            f"there are; give one of the two"
+        )
+    return parse_layout(layout, config.layers, config.mtp_layers), modules_of_layout(layout)

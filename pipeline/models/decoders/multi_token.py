@@ -32,10 +32,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
-from pipeline.models.decoders.block import Block
+from pipeline.models.decoders.block import Block, make_norm
 from pipeline.models.decoders.config import DecoderConfig
-from pipeline.models.decoders.norms import make_norm
-from pipeline.models.layers.weights import apply, scaled
+from pipeline.models.layers.linear import apply, scaled
 
 MAIN, EMBEDDED, AHEAD, INSIDE = "main", "embedded", "ahead", "inside"
 LOGITS = "logits"  # the main model's, in the head's output
@@ -67,10 +66,7 @@ class MultiTokenBlock(Block):
         self.norm = make_norm(config, dtype)
 
     def __call__(
-        self,
-        x: Any,
-        positions: jax.Array | None = None,
-        segments: jax.Array | None = None,
+        self, x: Any, positions: jax.Array | None = None, segments: jax.Array | None = None
     ) -> Any:
         """Add h_k to the activation.
 
@@ -90,15 +86,15 @@ class MultiTokenBlock(Block):
         joined = apply(joined, self.join[...].astype(joined.dtype))
         hidden = self.norm(super().__call__(joined, positions, segments))
         inside = within(joined, segments, self.depth)
-        found = {
+        streams = {
             MAIN: x[MAIN],
             EMBEDDED: x[EMBEDDED],
             AHEAD: (*x.get(AHEAD, ()), hidden),
             INSIDE: (*x.get(INSIDE, ()), inside),
         }
         if self.is_last:
-            del found[EMBEDDED]
-        return found
+            del streams[EMBEDDED]
+        return streams
 
     def _main(self, x: jax.Array) -> jax.Array:
         return x if self.main_norm is None else self.main_norm(x)
@@ -144,11 +140,6 @@ class MultiTokenLoss:
     has_metrics: bool = False
 
     def __post_init__(self) -> None:
-        """Check the weights.
-
-        Raises:
-          ValueError: a weight is no finite number >= 0, or has_metrics no bool.
-        """
         given = self.weight if isinstance(self.weight, tuple | list) else (self.weight,)
         fits = all(
             isinstance(w, int | float) and not isinstance(w, bool) and 0 <= w < math.inf
@@ -193,9 +184,9 @@ class MultiTokenLoss:
             zip(self._shares(len(outputs[AHEAD])), heads, strict=True), start=1
         ):
             own = jnp.where(inside, shifted(counts, k), 0)
-            found = (vocabulary_cross_entropy(logits, shifted(words, k, IGNORED)) * own).sum()
-            metrics[f"mtp_{k}"] = found, weight
-            total = total + share * found
+            loss = (vocabulary_cross_entropy(logits, shifted(words, k, IGNORED)) * own).sum()
+            metrics[f"mtp_{k}"] = loss, weight
+            total = total + share * loss
         return ((total, weight), metrics) if self.has_metrics else (total, weight)
 
     def _shares(self, modules: int) -> tuple[float, ...]:
@@ -211,16 +202,7 @@ class MultiTokenLoss:
 
 
 def check_targets(targets: Any, logits: jax.Array) -> None:
-    """Check that there is a word for each position.
-
-    Args:
-      targets: the targets of `pipeline.decoders.next_token_loss`.
-      logits: `[b, t, v]`; their shape is read.
-
-    Raises:
-      ValueError: the targets are neither words nor a pair of words and weights, or the words have
-        another shape.
-    """
+    """Check that there is a word for each position."""
     pair = targets if isinstance(targets, tuple | list) else (targets, 1.0)
     if len(pair) != PAIR or jnp.shape(pair[0]) != logits.shape[:-1]:
         said = ", ".join(str(list(jnp.shape(x))) for x in jax.tree.leaves(targets))
@@ -232,10 +214,6 @@ def check_targets(targets: Any, logits: jax.Array) -> None:
 
 
 def words_and_counts(targets: Any) -> tuple[jax.Array, jax.Array]:
-    """Return `[b, t]` target words, and their float32 weights.
-
-    Args:
-      targets: the targets of `pipeline.decoders.next_token_loss`.
-    """
+    """Return `[b, t]` target words, and their float32 weights."""
     words, weights = targets if isinstance(targets, tuple | list) else (targets, 1.0)
     return words, jnp.where(words == IGNORED, 0, weights).astype(jnp.float32)

@@ -1,6 +1,8 @@
 """A model for decoding: its modules with caches, as types, and the caches' initial values.
 
-Letters: V chunks, b rows of a microbatch on one data shard.
+An embed without a cache is checked to map a token to the same value at every position.
+
+Letters: V chunks, b rows of a microbatch on one data shard, P tokens of a prompt.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from flax import nnx
 
 from collectives import STAGE
 from collectives.compat import varying_in
+from pipeline.base.agreed.vocabulary import SplitEmbedding
 from pipeline.base.tree import Leaves, Tree, at, blank, vary_like, zeros
 from pipeline.core.autodiff.outcome import Outcome
 from pipeline.core.model.model import Declared, Model, Weights
@@ -25,6 +28,7 @@ from pipeline.core.step.calls.declared import state_spots
 from pipeline.core.step.calls.ends import embed, ends_values, finish
 from pipeline.core.step.calls.kind import StageKind
 from pipeline.core.step.calls.rank import Rank
+from pipeline.models.layers.vocabulary import VocabularyEmbedding
 
 Cells = tuple[int, ...]  # indices of leaves
 Begin = Callable[[Tree], Tree]  # non-parameter state to that state with initial caches
@@ -274,7 +278,6 @@ class _Ready(NamedTuple):
 def _ready(
     definition: Definition, params: Tree, rest: Tree, is_cache: Any, start: Callable[[Any], None]
 ) -> _Ready:
-    """Prepare a module with caches, from types."""
     seen: list[Any] = []
 
     def run(params: Tree, rest: Tree) -> tuple[Tree, Tree]:
@@ -318,3 +321,70 @@ def _ready(
 
     ready = Definition(seen[0], definition.label, frozenset(paths))
     return _Ready(ready, tuple(cells), begin, types[1])
+
+
+CHECKED = 8  # tokens of a prompt that are checked
+ROUNDING = 1e-3  # largest difference of a token's values, relative to the largest number
+
+
+def check_embed(pipe: Any, tokens: Any, max_new_tokens: int) -> None:
+    """Refuse an embed that adds positions but does not count the positions seen.
+
+    While text is generated, embed gets one token at a time, and treats it as the first token of a
+    text.
+
+    On a mesh with further axes nothing is checked: an embed may name these axes, and only the
+    kernel has them.
+
+    Args:
+      pipe: the pipeline.
+      tokens: [N, P] prompts.
+      max_new_tokens: the number of tokens to generate.
+
+    Raises:
+      ValueError: a token has another value after other tokens than alone.
+    """
+    embed, axes = pipe.embed, pipe.plan.axes
+    further = {name for name, size in pipe.plan.mesh.shape.items() if size > 1}
+    further -= {STAGE, *axes.rows}
+    if further or isinstance(tokens, jax.core.Tracer) or not _is_unknown(embed):
+        return
+    row = tokens[:1, :CHECKED]
+    if row.shape[1] == 1:
+        if max_new_tokens == 1:  # there is no second position
+            return
+        row = jnp.concatenate([row, row], axis=1)
+    if isinstance(embed, nnx.Module):
+        embed = nnx.merge(*nnx.split(embed))
+        embed.eval()
+    last = row.shape[1] - 1
+    both = zip(jax.tree.leaves(embed(row)), jax.tree.leaves(embed(row[:, last:])), strict=True)
+    for behind, alone in both:
+        if behind.ndim < 2 or behind.shape[1] != last + 1:
+            continue
+        one, two = (x.astype(jnp.float32) for x in (behind[:, last:], alone))
+        share = jnp.abs(one - two).max() / jnp.maximum(jnp.abs(one).max(), 1e-30)
+        if isinstance(share, jax.core.Tracer):  # the weights are arguments of a jit
+            return
+        if (differ := float(share)) > ROUNDING:
+            raise ValueError(
+                f"generate() of a model with caches gives embed one token at a time, and embed= of "
+                f"type {type(embed).__name__} makes something else of a token alone than of the "
+                f"same token at position {last} (they differ by {differ:.2g} of the largest): it "
+                f"adds positions and remembers none; give it a method start_decoding(rows, length) "
+                f"that makes an nnx.Cache of the position it is at, or pass start="
+            )
+
+
+def _is_unknown(embed: Any) -> bool:
+    """Tell whether an embed may add positions: its type is unknown, and it does not count them."""
+    if embed is None or isinstance(embed, SplitEmbedding):
+        return False
+    if not isinstance(embed, nnx.Module):
+        return True
+    parts = [part for _, part in nnx.iter_graph(embed) if isinstance(part, nnx.Module)]
+    if type(embed) is VocabularyEmbedding:
+        return False
+    return not any(
+        hasattr(part, METHOD) or isinstance(part, nnx.MultiHeadAttention) for part in parts
+    )

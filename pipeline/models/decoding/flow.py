@@ -253,7 +253,6 @@ class Flow:
         return jnp.where(first == 0, prompts[:, :1], self.tokens[lane][:, None])
 
     def _first(self, step: Any) -> Any:
-        """Return the position of the first token that a call sees."""
         return self.start + step * self.width
 
     def _embed(self, lane: Any, microbatch: Any, step: Any) -> Tree:

@@ -31,15 +31,8 @@ from pipeline.core.step.jitted import PerPlan
 from pipeline.core.step.operands import check_arrays, make_operands
 from pipeline.core.step.ranks import make_rank, run_on_ranks
 from pipeline.layers_view.replace import typed, with_weights_of
-from pipeline.models.decoding.caches import (
-    make_decoder,
-    may_have_caches,
-    start_decoding,
-    takes_many,
-    with_types_of_writes,
-)
+from pipeline.models.decoding import caches
 from pipeline.models.decoding.flow import Flow, Rows
-from pipeline.models.decoding.positions import check_embed
 from pipeline.models.decoding.recompute import evaluating, recompute
 from pipeline.models.decoding.sampling import Choice, as_keys, make_draw
 from schedules.core.timetable import loop_placement
@@ -100,11 +93,9 @@ def generate(
     Raises:
       ValueError: arguments that do not fit, or a pipeline that cannot decode; the message says why.
     """
-    _check_one_mesh(pipe)
-    has_caches = start is not None or may_have_caches(pipe)
-    if has_caches:
-        _check_pipe(pipe)
-        pipe = _in_a_loop(pipe)
+    has_caches = start is not None or caches.may_have_caches(pipe)
+    _check_pipe(pipe, has_caches=has_caches)
+    pipe = _in_a_loop(pipe) if has_caches else pipe
     plan = pipe.plan
     tokens, lengths = _check_prompts(prompts, lengths)
     rows, width = tokens.shape
@@ -113,8 +104,8 @@ def generate(
     if not (is_whole(pad, -(2**31), numpy=True) and pad < 2**31):
         raise ValueError(f"pad={pad!r}: must be a token, an integer of int32")
     if has_caches and start is None:
-        check_embed(pipe, tokens, max_new_tokens)
-    prefilled = _prefilled(prefill, lengths, width, able=start is None and takes_many(pipe))
+        caches.check_embed(pipe, tokens, max_new_tokens)
+    prefilled = _prefilled(prefill, lengths, width, able=start is None and caches.takes_many(pipe))
     # By default one microbatch per rank, so that none waits; more would only make them smaller.
     if num_microbatches is None:
         num_microbatches = min(plan.mesh.shape[STAGE], -(-rows // plan.axes.num_rows))
@@ -132,8 +123,8 @@ def generate(
     choice = Choice(max_new_tokens, top_k, top_p is not None, _stops(stop), int(pad), words)
     if not has_caches:
         own = None if keys is None else filled(keys)
-        text = filled(tokens), filled(lengths), own
-        return recompute(evaluating(pipe), *text, draw, choice, num_microbatches)[:rows]
+        call = functools.partial(evaluating(pipe), num_microbatches=num_microbatches)
+        return recompute(call, filled(tokens), filled(lengths), own, draw, choice)[:rows]
     # Lengths and keys are passed as targets: they too have a row for each prompt.
     given = filled(lengths), None if keys is None else filled(jax.random.key_data(keys))
     parts = plan, pipe.chunks, pipe.ends, filled(tokens), given, None
@@ -144,9 +135,9 @@ def generate(
     options["impl"] = None if keys is None else str(jax.random.key_impl(keys))
     with meshes.entered(plan.mesh, plan.home):
         weights = meshes.untyped(weights, plan.mesh)
-        found = _decode(plan, model, weights, batch, draw, **options, start=start, cache=cache)
-    found = meshes.typed(found, meshes.mesh_of_results(plan.mesh), PartitionSpec())
-    return found[:rows]
+        tokens = _decode(plan, model, weights, batch, draw, **options, start=start, cache=cache)
+    tokens = meshes.typed(tokens, meshes.mesh_of_results(plan.mesh), PartitionSpec())
+    return tokens[:rows]
 
 
 @PerPlan
@@ -173,9 +164,9 @@ def _decode(
         prompts, (lengths, data) = rank.batch.inputs, rank.batch.targets
         keys = None if data is None else jax.random.wrap_key_data(data, impl=impl)
         length = prompts.shape[2] + choice.max_new_tokens - 1
-        begin = start or functools.partial(start_decoding, dtype=plan.compute_dtype)
+        begin = start or functools.partial(caches.start_decoding, dtype=plan.compute_dtype)
         ready = lambda module: begin(module, prompts.shape[1], length)  # noqa: E731
-        decoder = make_decoder(rank, cache, ready)
+        decoder = caches.make_decoder(rank, cache, ready)
         rank = replace(rank, model=decoder.model, weights=decoder.weights(rank.weights))
         rows = Rows(prompts, lengths, keys, draw, choice, rank.axes)
         lanes = max(M, plan.schedule.num_ranks) + 1
@@ -240,7 +231,7 @@ def _with_cache_types(rank: Rank, inputs: Tree) -> Rank:
     may feed another, so this is repeated until nothing changes.
     """
     while True:
-        wider = with_types_of_writes(*_trace_kinds(rank, inputs))
+        wider = caches.with_types_of_writes(*_trace_kinds(rank, inputs))
         if wider is None:
             return rank
         rank = replace(rank, weights=wider)
@@ -286,23 +277,22 @@ def _in_a_loop(pipe: Any) -> Any:
     changes = {"schedule": None, "pattern": None}  # the default schedule has a loop placement
     if (like := plan.compiled.ring) is None:
         like = plan.compiled.ring = typed(pipe).replace(**changes)
-    found = with_weights_of(pipe, like)
-    if found is None:  # stages share storage or move to other devices: lay them out again
-        found = pipe.replace(**changes)
-        found.plan = like.plan
-    return found
+    looped = with_weights_of(pipe, like)
+    if looped is None:  # stages share storage or move to other devices: lay them out again
+        looped = pipe.replace(**changes)
+        looped.plan = like.plan
+    return looped
 
 
-def _check_one_mesh(pipe: Any) -> None:
-    """Raise ValueError for a pipeline in which each rank has its own mesh."""
+def _check_pipe(pipe: Any, *, has_caches: bool) -> None:
+    """Refuse meshes that the one program of a generation, or of caches, does not support."""
     if pipe.plan.stage_meshes is not None:
         raise ValueError(
             "generate() is one program on one mesh, and stage_meshes= gives each rank its own: "
             "call it on pipe.replace(engine='scan', stage_meshes=None, mesh=mesh)"
         )
-
-
-def _check_pipe(pipe: Any) -> None:
+    if not has_caches:
+        return
     auto, positions = pipe.plan.auto_axes, pipe.plan.axes.positions
     if positions:
         raise ValueError(
@@ -326,18 +316,18 @@ def _check_prompts(prompts: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
             f"token of at least one sequence"
         )
     rows, width = tokens.shape
-    found = jnp.full(rows, width, jnp.int32) if lengths is None else jnp.asarray(lengths)
-    if found.shape != (rows,) or not jnp.issubdtype(found.dtype, jnp.integer):
+    counts = jnp.full(rows, width, jnp.int32) if lengths is None else jnp.asarray(lengths)
+    if counts.shape != (rows,) or not jnp.issubdtype(counts.dtype, jnp.integer):
         raise ValueError(
-            f"lengths is {found.dtype}{list(found.shape)}; give one integer for each of {rows} "
+            f"lengths is {counts.dtype}{list(counts.shape)}; give one integer for each of {rows} "
             f"prompts"
         )
-    if not isinstance(found, jax.core.Tracer) and not ((found >= 1) & (found <= width)).all():
+    if not isinstance(counts, jax.core.Tracer) and not ((counts >= 1) & (counts <= width)).all():
         raise ValueError(
-            f"lengths has {int(found.min())} to {int(found.max())}; a prompt has 1 to {width} "
+            f"lengths has {int(counts.min())} to {int(counts.max())}; a prompt has 1 to {width} "
             f"tokens here"
         )
-    return tokens.astype(jnp.int32), found.astype(jnp.int32)
+    return tokens.astype(jnp.int32), counts.astype(jnp.int32)
 
 
 def _check_numbers(**given: Any) -> None:
@@ -347,17 +337,16 @@ def _check_numbers(**given: Any) -> None:
 
 
 def _stops(stop: Any) -> tuple[int, ...]:
-    """Return the tokens that end a row."""
     if stop is None:
         return ()
     many = isinstance(stop, Sequence | np.ndarray | jax.Array) and np.shape(stop) != ()
-    found = list(stop) if many else [stop]
-    if not all(is_whole(token, 0, numpy=True) and token < 2**31 for token in found):
+    tokens = list(stop) if many else [stop]
+    if not all(is_whole(token, 0, numpy=True) and token < 2**31 for token in tokens):
         raise ValueError(
             f"stop={stop!r}: must be a token, an integer >= 0, or a list of tokens, any of which "
             f"ends a row"
         )
-    return tuple(int(token) for token in found)
+    return tuple(int(token) for token in tokens)
 
 
 def _row_keys(key: Any, rows: int) -> jax.Array | None:
@@ -365,8 +354,8 @@ def _row_keys(key: Any, rows: int) -> jax.Array | None:
         return None
     key = as_keys(key)
     if key.shape == ():
-        found: jax.Array = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
-        return found
+        row_keys: jax.Array = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
+        return row_keys
     if key.shape != (rows,):
         raise ValueError(f"key is {list(key.shape)} keys; give one, or one for each of {rows} rows")
     keys: jax.Array = key

@@ -1,7 +1,7 @@
 """Generation by a causal model without caches, which reads the whole text for every token.
 
 Later positions cannot change a position's logits. So rows are padded to their final length, and
-every token is one call of the same program: the pipeline's forward pass.
+every token is one call of the same program.
 
 Letters: N prompts of at most P tokens, L positions of the input.
 """
@@ -9,6 +9,7 @@ Letters: N prompts of at most P tokens, L positions of the input.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,46 +19,53 @@ from flax import nnx
 from pipeline.models.decoding.sampling import Choice, sample_rows
 
 ROUNDING = 1e-2  # largest difference of a causal model's logits, relative to the largest
-State = tuple[jax.Array, jax.Array, jax.Array]  # tokens [N, L + 1], new tokens, ended rows
+Call = Callable[[jax.Array], jax.Array]  # [N, L] tokens to [N, L, words] logits
+State = tuple[jax.Array, jax.Array, jax.Array]  # tokens [N, P + new], new tokens, ended rows
 
 
 def recompute(
-    pipe: Any,
+    call: Call,
     tokens: jax.Array,
     lengths: jax.Array,
     keys: jax.Array | None,
     draw: tuple[jax.Array, jax.Array],
     choice: Choice,
-    num_microbatches: int,
+    context: int | None = None,
 ) -> jax.Array:
     """Generate [N, max_new_tokens] tokens.
 
     Args:
-      pipe: a `Pipeline` of tokens, set to evaluate.
+      call: the model, set to evaluate.
       tokens: [N, P] prompts.
       lengths: [N] the lengths of the prompts.
       keys: [N] keys to draw with, or None.
       draw: temperature and top_p.
       choice: the rule by which tokens are chosen.
-      num_microbatches: M.
+      context: the number of last positions that the model reads; by default all.
 
     Raises:
       ValueError: later positions change a position's logits.
     """
     rows, width = tokens.shape
     more = jnp.full((rows, choice.max_new_tokens), choice.pad, jnp.int32)
-    behind = jnp.arange(width)[None] >= lengths[:, None]
+    is_padding = jnp.arange(width)[None] >= lengths[:, None]
     state: State = (
-        jnp.concatenate([jnp.where(behind, choice.pad, tokens), more], axis=1),
+        jnp.concatenate([jnp.where(is_padding, choice.pad, tokens), more], axis=1),
         more,
         jnp.zeros(rows, jnp.bool_),
     )
+    longest = width + choice.max_new_tokens - 1  # the last token is not an input
+    size = min(context or longest, longest)
     for step in range(choice.max_new_tokens):
-        fed = state[0][:, :-1]
-        logits = pipe(fed, num_microbatches=num_microbatches)
+        read, starts = state[0][:, :-1], jnp.zeros_like(lengths)
+        if size < longest:
+            starts = jnp.maximum(lengths + step - size, 0)
+            read = jnp.take_along_axis(read, starts[:, None] + jnp.arange(size)[None], axis=1)
+        last = lengths + step - starts - 1
+        logits = call(read)
         if step == 0:
-            _check_causal(pipe, fed, lengths, logits, num_microbatches)
-        state = _next(logits, state, lengths, keys, draw, jnp.int32(step), choice)
+            _check_causal(call, read, last, logits)
+        state = _next(_at(logits, last), state, lengths, keys, draw, jnp.int32(step), choice)
         done = state[2]
         if not isinstance(done, jax.core.Tracer) and bool(done.all()):
             break
@@ -75,33 +83,31 @@ def _next(
     choice: Choice,
 ) -> State:
     """Return the state with one more token in each row that has not ended."""
-    tokens, said, done = state
-    z = _at(logits, lengths - 1 + step)
-    own = None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, step)
-    drawn = sample_rows(z, own, draw, choice)
-    new = jnp.where(done, choice.pad, drawn)
-    place = jnp.arange(tokens.shape[1])[None] == (lengths + step)[:, None]
-    tokens = jnp.where(place, new[:, None], tokens)
-    said = jnp.where(jnp.arange(said.shape[1])[None] == step, new[:, None], said)
-    return tokens, said, done | choice.ends(drawn)
+    tokens, new, done = state
+    step_keys = None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, step)
+    drawn = sample_rows(logits, step_keys, draw, choice)
+    token = jnp.where(done, choice.pad, drawn)[:, None]
+    is_place = jnp.arange(tokens.shape[1])[None] == (lengths + step)[:, None]
+    tokens = jnp.where(is_place, token, tokens)
+    new = jnp.where(jnp.arange(new.shape[1])[None] == step, token, new)
+    return tokens, new, done | choice.ends(drawn)
 
 
+@jax.jit
 def _at(logits: jax.Array, positions: jax.Array) -> jax.Array:
     """Take [N, words] from the logits [N, L, words]: one position of each row."""
     return jnp.take_along_axis(logits, positions[:, None, None], axis=1)[:, 0]
 
 
-def _check_causal(
-    pipe: Any, fed: jax.Array, lengths: jax.Array, logits: jax.Array, num_microbatches: int
-) -> None:
+def _check_causal(call: Call, read: jax.Array, last: jax.Array, logits: jax.Array) -> None:
     """Check that tokens after the prompts do not change the first logits."""
-    if isinstance(fed, jax.core.Tracer):
+    if isinstance(read, jax.core.Tracer):
         return
-    behind = jnp.arange(fed.shape[1])[None] >= lengths[:, None]
-    if not bool(behind.any()):
+    is_later = jnp.arange(read.shape[1])[None] > last[:, None]
+    if not bool(is_later.any()):
         return
-    other = pipe(jnp.where(behind, fed[:, :1], fed), num_microbatches=num_microbatches)
-    one, two = (_at(z, lengths - 1).astype(jnp.float32) for z in (logits, other))
+    other = call(jnp.where(is_later, read[:, :1], read))
+    one, two = (_at(z, last).astype(jnp.float32) for z in (logits, other))
     differ = float(jnp.abs(one - two).max() / jnp.maximum(jnp.abs(one).max(), 1e-30))
     if differ > ROUNDING:
         raise ValueError(
@@ -112,8 +118,8 @@ def _check_causal(
         )
 
 
-def evaluating(pipe: Any) -> Any:
-    """Return a copy of the pipeline after ``eval()``, with the same arrays and plan."""
-    found = nnx.merge(*nnx.split(pipe))
-    found.eval()
-    return found
+def evaluating(model: Any) -> Any:
+    """Return a copy of a module after ``eval()``, with the same arrays."""
+    copy = nnx.merge(*nnx.split(model))
+    copy.eval()
+    return copy

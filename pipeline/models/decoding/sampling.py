@@ -41,7 +41,6 @@ class Choice:
     words: int | None = None
 
     def ends(self, tokens: jax.Array) -> jax.Array:
-        """Mark the tokens that end their rows."""
         if not self.stop:
             return jnp.zeros(tokens.shape, jnp.bool_)
         return jnp.isin(tokens, jnp.asarray(self.stop, jnp.int32))
@@ -97,11 +96,7 @@ def sample(
 
 
 def as_keys(key: Any) -> jax.Array:
-    """Check one or several keys of `jax.random`, and return them with their type.
-
-    Raises:
-      ValueError: the key is something else, such as a seed.
-    """
+    """Check one or several keys of `jax.random`, and return them with their type."""
     key = raw(key)
     is_array = isinstance(key, jax.Array | np.ndarray)
     if is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -180,11 +175,7 @@ def sample_shared(
 
 
 def _best(
-    logits: jax.Array,
-    keys: jax.Array | None,
-    draw: Draw,
-    choice: Choice,
-    own: _Own | None = None,
+    logits: jax.Array, keys: jax.Array | None, draw: Draw, choice: Choice, own: _Own | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Return [b] the largest of [b, n] numbers, and its word; of equal numbers the first."""
     z, each = logits.astype(jnp.float32), logits.shape[-1]

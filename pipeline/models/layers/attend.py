@@ -91,7 +91,8 @@ def attend(
         rule = replace(rule, implementation="chunked")
     is_whole = part.count == 1
     way = rule.context.way if rule.context.size > 1 else "rank"
-    run = _function_for(str(rule.implementation), way, _kind_of(part))
+    of_slice = "fixed" if isinstance(part, FixedSlice) else "traced"
+    run = _function_for(str(rule.implementation), way, "whole" if is_whole else of_slice)
     own = {"keys": k, "values": v} | ({} if segments is None else {"segments": segments})
     call = _Call(rule, q, own, segments, sinks, part, None if is_whole else earlier)
     call = _PREPARED[way](call)
@@ -130,17 +131,12 @@ class _Call:
 
 
 def _on_one_rank(call: _Call) -> _Call:
-    """Prepare a call on a rank that has whole sequences."""
     places = call.part.places(call.q.shape[1]) if call.part.count > 1 else None
     return replace(call, rule=replace(call.rule, context=WHOLE), places=places)
 
 
 def _by_heads(call: _Call) -> _Call:
-    """Exchange positions for heads: all positions of this rank's heads (arXiv:2309.14509).
-
-    Raises:
-      ValueError: the heads cannot be divided over the ranks.
-    """
+    """Exchange positions for heads: all positions of this rank's heads (arXiv:2309.14509)."""
     context, q, k, v = call.rule.context, call.q, call.own["keys"], call.own["values"]
     context.check_length(q.shape[1])
     ranks, heads, kv_heads = context.size, q.shape[2], k.shape[2]
@@ -187,17 +183,9 @@ def _by_keys(call: _Call) -> jax.Array:
     keys = {name: part.join(x, earlier and earlier[name]) for name, x in call.own.items()}
     if call.places is not None:
         rule = replace(rule, implementation=rule.implementation or "chunked")
-    return attend_to(
-        rule,
-        call.q,
-        keys["keys"],
-        keys["values"],
-        call.segments,
-        places=call.places,
-        start=_start(call),
-        segments_of_keys=keys.get("segments"),
-        sinks=call.sinks,
-    )
+    how: dict[str, Any] = {"places": call.places, "start": _start(call), "sinks": call.sinks}
+    how["segments_of_keys"] = keys.get("segments")
+    return attend_to(rule, call.q, keys["keys"], keys["values"], call.segments, **how)
 
 
 def _by_blocks(call: _Call) -> jax.Array:
@@ -221,12 +209,6 @@ def _by_platform(call: _Call) -> jax.Array:
 def _start(call: _Call) -> int:
     """Return the place of the first query; 0 if it is traced."""
     return call.part.start(call.q.shape[1]) if isinstance(call.part, FixedSlice) else 0
-
-
-def _kind_of(part: SequenceSlice) -> str:
-    if part.count == 1:
-        return "whole"
-    return "fixed" if isinstance(part, FixedSlice) else "traced"
 
 
 _ROWS: tuple[tuple[str, str, str, Callable[[_Call], jax.Array]], ...] = (
@@ -259,11 +241,7 @@ _REFUSED = {  # why a combination is missing: by way; for kernels, first by slic
 
 
 def _function_for(name: str, way: str, kind: str) -> Callable[[_Call], jax.Array]:
-    """Return the function for an implementation, a way and a kind of slice.
-
-    Raises:
-      ValueError: there is none.
-    """
+    """Return the function for an implementation, a way and a kind of slice."""
     if (run := _FUNCTIONS.get((name, way, kind))) is not None:
         return run
     by_slices = kind != "whole" and name in ("splash", "cudnn")
@@ -344,15 +322,16 @@ def attend_to(
             kernels.check_softcap("xla", q, softcap)
             causal = segments is None and window is None and places is None
             run = functools.partial(_read_by_xla, causal)
-        y = _in_chunks(run, rule, q, k, v, segments, segments_of_keys, places)
+        of_keys = segments if segments_of_keys is None else segments_of_keys
+        y = _in_chunks(run, rule, (q, k, v), (segments, of_keys), places)
     return y if y.shape[-1] == width else y[..., :width]
 
 
 def _read_by_xla(
-    causal: Any, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
+    causal: bool, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
 ) -> jax.Array:
-    whole = causal and q.shape[1] == k.shape[1]
-    how: Any = {"is_causal": True} if whole else {"mask": seen[:, None]}
+    is_square = q.shape[1] == k.shape[1]
+    how: Any = {"is_causal": True} if causal and is_square else {"mask": seen[:, None]}
     k, v = k.astype(q.dtype), v.astype(q.dtype)
     return jax.nn.dot_product_attention(q, k, v, implementation="xla", **how)
 
@@ -364,27 +343,27 @@ def _padded(x: jax.Array, width: int) -> jax.Array:
 
 
 def _in_chunks(
-    run: Callable[..., jax.Array],
-    rule: Rule,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array | None,
-    segments_of_keys: jax.Array | None,
-    places: jax.Array | None,
+    run: Callable[..., jax.Array], rule: Rule, arrays: Any, segments: Any, places: Any
 ) -> jax.Array:
     """Apply ``run(queries, k, v, seen)`` to `query_chunk` queries at a time.
+
+    Args:
+      run: attention to all keys.
+      rule: the rule of the scores.
+      arrays: queries, keys and values.
+      segments: the segments of queries and of keys, or None twice.
+      places: `[t]` places of the queries; None for 0..t-1.
 
     Raises:
       ValueError: `query_chunk` does not divide the queries.
     """
+    (q, k, v), (segments, of_keys) = arrays, segments
     t, length, query_chunk = q.shape[1], k.shape[1], rule.query_chunk
     if query_chunk is not None and t % query_chunk:
         raise ValueError(f"query_chunk={query_chunk}: must divide the {t} positions of a sequence")
     size = query_chunk or chunk_of(t, length)
     places = jnp.arange(t) if places is None else places
     own = () if segments is None else (segments,)
-    of_keys = segments if segments_of_keys is None else segments_of_keys
 
     def some(k: jax.Array, v: jax.Array, chunk: tuple[jax.Array, ...]) -> jax.Array:
         here, queries, *own = chunk
@@ -401,11 +380,7 @@ def _in_chunks(
 
 
 def check_segments(segments: Any, q: jax.Array) -> None:
-    """Check that segments fit queries `[b, t, k·g, c]`.
-
-    Raises:
-      ValueError: the segments have another shape, or are no integers.
-    """
+    """Check that segments fit queries `[b, t, k·g, c]`."""
     if segments is None:
         return
     shape, dtype = jnp.shape(segments), jnp.result_type(segments)
@@ -418,11 +393,7 @@ def check_segments(segments: Any, q: jax.Array) -> None:
 
 
 def check_context(context: Context) -> None:
-    """Refuse attention to whole sequences if positions are split over the axis "context".
-
-    Raises:
-      ValueError: positions are split.
-    """
+    """Refuse attention to whole sequences if positions are split over the axis "context"."""
     if context.axis is None and group_size(CONTEXT) > 1:
         raise ValueError(
             f"attention without context_axis= on a mesh with {group_size(CONTEXT)} ranks of "

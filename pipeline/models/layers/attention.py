@@ -15,15 +15,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives.places.sizes import TENSOR
+from collectives.tensor import column_input, group_rank, group_size
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.base.arguments import ConstructorSignature, takes
+from pipeline.models.layers import linear
 from pipeline.models.layers.attend import attend
 from pipeline.models.layers.attending.formula import Implementation, OfRule, Rule
 from pipeline.models.layers.attending.order import Context, Order, Way
-from pipeline.models.layers.linear import ColumnLinear, RowLinear
-from pipeline.models.layers.replicated import ReplicatedKV
 from pipeline.models.layers.rotary import RopeScaling, rotary, rotate
-from pipeline.models.layers.weights import Initializer, Pieces
 
 REPLICATE = "replicate_kv=True"
 
@@ -58,22 +57,16 @@ class FusedQKV(nnx.Module):
         bias: bool = False,
         axis: str = TENSOR,
         sequence_parallel: bool = False,
-        init: Initializer | None = None,
+        init: linear.Initializer | None = None,
         dtype: Any = jnp.float32,
     ) -> None:
         check_groups(num_heads, num_kv_heads)
         self.group, self.head_dim = num_heads // num_kv_heads, head_dim
-        self.linear = ColumnLinear(
-            width,
-            num_kv_heads * (self.group + 2) * head_dim,
-            rngs,
-            bias=bias,
-            axis=axis,
-            sequence_parallel=sequence_parallel,
-            init=init,
-            dtype=dtype,
-            pieces=("num_kv_heads", num_kv_heads, REPLICATE),
-        )
+        pieces: linear.Pieces = "num_kv_heads", num_kv_heads, REPLICATE
+        how: dict[str, Any] = {"bias": bias, "axis": axis, "init": init, "dtype": dtype}
+        how |= {"sequence_parallel": sequence_parallel, "pieces": pieces}
+        columns = num_kv_heads * (self.group + 2) * head_dim
+        self.linear = linear.ColumnLinear(width, columns, rngs, **how)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Compute queries `[b, t, k·g / R, c]`, keys and values `[b, t, k / R, c]`."""
@@ -82,6 +75,75 @@ class FusedQKV(nnx.Module):
         y = y.reshape(b, t, -1, self.group + 2, self.head_dim)
         queries = y[..., : self.group, :].reshape(b, t, -1, self.head_dim)
         return queries, y[..., self.group, :], y[..., self.group + 1, :]
+
+
+class ReplicatedKV(nnx.Module):
+    """A layer like `FusedQKV`, for more ranks than heads of keys and values.
+
+    Each rank has some heads of queries, and computes the keys and values that they read. A head of
+    keys whose queries are on several ranks is computed on each of them. Its weight is whole on all
+    ranks, and gets its gradient from the ranks that use it.
+
+    Args:
+      width: d.
+      num_heads: k·g.
+      num_kv_heads: k.
+      head_dim: c.
+      rngs: random streams, with a stream ``params``.
+      axis, sequence_parallel, init, dtype: the options of `ColumnLinear`.
+
+    Raises:
+      ValueError: when called on R ranks, R does not divide the heads of queries, or a rank's
+        queries read parts of several heads of keys.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rngs: nnx.Rngs,
+        *,
+        axis: str = TENSOR,
+        sequence_parallel: bool = False,
+        init: linear.Initializer | None = None,
+        dtype: Any = jnp.float32,
+    ) -> None:
+        self.axis, self.sequence_axis = axis, -2 if sequence_parallel else None
+        self.group, self.head_dim = num_heads // num_kv_heads, head_dim
+        init = init or linear.scaled(width)
+        cut: dict[str, Any] = {"axis": axis, "dim": 1, "pieces": ("num_heads", num_heads, None)}
+        shape = width, num_heads * head_dim
+        self.queries = linear.make_weight(rngs, shape, init=init, dtype=dtype, **cut)
+        both = init(rngs.params(), (width, num_kv_heads, 2 * head_dim), dtype)
+        self.keys_values = linear.shared(both, axis)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Compute queries `[b, t, k·g / R, c]`, keys and values `[b, t, max(1, k / R), c]`."""
+        queries, both = linear.read_weight(self.queries, x, self.axis), self._own(x.dtype)
+        x = column_input(x, self.axis, sequence_axis=self.sequence_axis)
+        heads = (*x.shape[:2], -1, self.head_dim)
+        y = linear.apply(x, both.reshape(both.shape[0], -1))
+        y = y.reshape(*x.shape[:2], both.shape[1], -1)
+        keys, values = jnp.split(y, 2, axis=-1)
+        return linear.apply(x, queries).reshape(heads), keys, values
+
+    def _own(self, dtype: Any) -> jax.Array:
+        """Return the weights of the heads that this rank's queries read, `[d, heads, 2c]`."""
+        both, ranks = self.keys_values.get_value().astype(dtype), group_size(self.axis)
+        if ranks == 1:
+            return both
+        here, group = both.shape[1] * self.group // ranks, self.group
+        if here % group and group % here:
+            raise ValueError(
+                f"num_heads={both.shape[1] * group} num_kv_heads={both.shape[1]} over the axis "
+                f"{self.axis!r} of size {ranks}: the {here} heads of a rank would read parts of "
+                f"several heads of keys, {group} heads each; make the axis a divisor or a multiple "
+                f"of {both.shape[1]}"
+            )
+        first = group_rank(self.axis) * here // group
+        return jax.lax.dynamic_slice_in_dim(both, first, max(1, here // group), axis=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +190,8 @@ class AttentionOptions:
     scaling: RopeScaling | None = None
     axis: str = TENSOR
     sequence_parallel: bool = False
-    init: Initializer | None = None
-    init_out: Initializer | None = None
+    init: linear.Initializer | None = None
+    init_out: linear.Initializer | None = None
     dtype: Any = jnp.float32
     implementation: Implementation | None = None
     query_chunk: int | None = None
@@ -146,14 +208,9 @@ class AttentionOptions:
 
     def rule(self) -> Rule:
         """Return the options of a call."""
-        return Rule(
-            self.window,
-            self.softcap,
-            None,
-            self.query_chunk,
-            self.implementation,
-            Context(self.context_axis, self.context, self.context_order),
-        )
+        context = Context(self.context_axis, self.context, self.context_order)
+        scores = self.window, self.softcap, None  # the scale is that of the width
+        return Rule(*scores, self.query_chunk, self.implementation, context)
 
 
 @dataclass(frozen=True)
@@ -197,28 +254,21 @@ class Attention(nnx.Module):
                 f"a divisor, or give head_dim="
             )
         head_dim = given.head_dim or width // num_heads
-        group: dict[str, Any] = {
-            "axis": given.axis,
-            "sequence_parallel": given.sequence_parallel,
-            "dtype": given.dtype,
-        }
+        group: dict[str, Any] = {"axis": given.axis, "dtype": given.dtype}
+        group["sequence_parallel"] = given.sequence_parallel
         self.theta, self.scaling, self.rule = given.theta, given.scaling, given.rule()
         heads = width, num_heads, num_kv_heads, head_dim
         self.qkv: Any = (ReplicatedKV if given.replicate_kv else FusedQKV)(
             *heads, given.rngs, init=given.init, **group
         )
-        pieces: Pieces = ("num_kv_heads", num_kv_heads, REPLICATE)
+        pieces: linear.Pieces = ("num_kv_heads", num_kv_heads, REPLICATE)
         if given.replicate_kv:
             pieces = "num_heads", num_heads, None
-        rows = num_heads * head_dim
-        self.out = RowLinear(rows, width, given.rngs, init=given.init_out, pieces=pieces, **group)
+        rows, init = num_heads * head_dim, given.init_out
+        self.out = linear.RowLinear(rows, width, given.rngs, init=init, pieces=pieces, **group)
 
     def __call__(
-        self,
-        x: jax.Array,
-        *,
-        positions: jax.Array | None = None,
-        segments: jax.Array | None = None,
+        self, x: jax.Array, *, positions: jax.Array | None = None, segments: jax.Array | None = None
     ) -> jax.Array:
         """Compute attention over the sequence.
 

@@ -3,14 +3,27 @@
 A kernel never forms the scores of all pairs of positions. On TPUs it is JAX's splash attention, in
 Pallas, which skips blocks that the causal mask hides. On NVIDIA GPUs it is cuDNN's kernel.
 
+No TPU was available to time sizes of splash attention's blocks. The choice follows the sizes that
+MaxText publishes with measured steps (bench/notes/tpu.md), as far as they compile without a
+compiler flag.
+
+* Large blocks read keys and values from HBM less often and start fewer steps of the grid. But a
+  causal mask skips whole blocks only: with blocks of s positions, 1 + s / t of the products of a
+  mask without blocks are computed.
+* The fused backward makes 5 products, two kernels make 7. It writes t / s parts of the queries'
+  gradient, which are then added: cheap with few parts, expensive with many.
+* Blocks are in VMEM, and so are their scores in float32. A v6e gives a kernel 32 MiB by default,
+  the other TPUs 16.
+
 Letters: b = sequences, t = positions, c = width of a head, k = heads of keys and values, g = heads
-of queries for each of them; only heads of this device count.
+of queries for each of them, s = positions of a block; only heads of this device count.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,8 +33,76 @@ from jax.ad_checkpoint import checkpoint_name
 
 from collectives import local
 from collectives.compat import device_kind, has_cudnn, platform
-from pipeline.models.layers.attending.blocks import SMALL, SplashBlocks, choose_blocks
 from pipeline.models.layers.attending.formula import Implementation
+
+SMALL = (512, 256, 128)  # these compile for every TPU, dtype and width of a head
+NARROW = 128  # the largest c for which large blocks fit
+
+
+@dataclass(frozen=True)
+class SplashBlocks:
+    """The number of positions in each block.
+
+    Attributes:
+      q, kv: queries, and keys and values, in a block of the forward.
+      q_backward, kv_backward: queries, and keys and values, in a block of the backward's kernels.
+      compute: the most keys whose scores are formed at a time.
+      fused: whether one kernel makes all gradients.
+    """
+
+    q: int
+    kv: int
+    q_backward: int
+    kv_backward: int
+    compute: int
+    fused: bool = False
+
+    def sizes(self) -> dict[str, Any]:
+        sizes: dict[str, Any] = {
+            "block_q": self.q,
+            "block_kv": self.kv,
+            "block_kv_compute": min(self.kv, self.compute),
+            "block_q_dkv": self.q_backward,
+            "block_kv_dkv": self.kv_backward,
+            "block_kv_dkv_compute": min(self.kv_backward, self.compute),
+            "use_fused_bwd_kernel": self.fused,
+        }
+        if self.fused:
+            return sizes
+        return {**sizes, "block_q_dq": self.q_backward, "block_kv_dq": self.kv_backward}
+
+
+# By a part of JAX's name for the kind of device: the least number of positions, and its blocks.
+# v6e: Llama 3.1 8B and 70B at 8192 positions, and Llama 2 70B and Mixtral at 4096. They form 2048
+# scores of a query at a time; half as many need no flag. v5p and others: small blocks, as in the
+# recipe of Llama 2 70B, because no larger blocks were measured there.
+TABLE: dict[str, tuple[tuple[int, SplashBlocks], ...]] = {
+    "TPU v6 lite": (
+        (8192, SplashBlocks(2048, 2048, 2048, 2048, compute=1024, fused=True)),
+        (4096, SplashBlocks(1024, 512, 2048, 512, compute=512)),
+    )
+}
+
+
+def choose_blocks(kind: str, t: int, c: int, bytes_each: int, window: int | None) -> SplashBlocks:
+    """Choose the blocks of splash attention for a kind of device.
+
+    Args:
+      kind: JAX's name, such as "TPU v6 lite".
+      t: positions, a multiple of the smallest size in `SMALL`.
+      c: width of a head.
+      bytes_each: bytes of one entry of queries, keys and values.
+      window: positions that a query reads, None for all. With a window blocks are small, because
+        only whole blocks outside of the window are skipped.
+    """
+    rows = next((rows for name, rows in TABLE.items() if name in kind), ())
+    if c <= NARROW and bytes_each <= 2 and window is None:
+        for least, blocks in rows:
+            if t >= least and t % max(blocks.q_backward, blocks.kv_backward) == 0:
+                return blocks
+    s = next(size for size in SMALL if t % size == 0)
+    return SplashBlocks(s, s, s, s, compute=s)
+
 
 # The name for `jax.checkpoint_policies` of what splash attention's backward reads of its forward.
 RESIDUALS = "attention_residuals"
@@ -99,59 +180,30 @@ def splash(
     # arguments
     # are `local` too, so that a stage keeps them and not the values they could be recomputed from.
     arguments = [checkpoint_name(x, OPERANDS) for x in local(heads_first)(q, k, v)]
-    sizes = t, k.shape[1], start
     # Blocks of queries and of keys have equal sizes, which divide both numbers of positions.
     common = math.gcd(t, k.shape[1])
     blocks = blocks or choose_blocks(device_kind(), common, c, q.dtype.itemsize, window)
-    run = _kernel(heads, *sizes, blocks, window=window, softcap=softcap, interpret=interpret)
-    own = () if segments is None else (segments, of_keys)
-    y = local(jax.vmap(run))(*arguments, *own)
-    return jnp.swapaxes(y, 1, 2)
-
-
-def _kernel(
-    heads: int,
-    t: int,
-    s: int,
-    start: int,
-    blocks: SplashBlocks,
-    *,
-    window: int | None,
-    softcap: float | None,
-    interpret: bool,
-) -> Any:
-    """Make splash attention of one sequence: a function of queries, keys, values and segments."""
     # Importing Pallas takes half a second, so it is imported only here.
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        BlockSizes,
-        MultiHeadMask,
-        SegmentIds,
-        make_splash_mha_single_device,
-    )
+    from jax.experimental.pallas.ops.tpu import splash_attention as pallas
 
-    mask = _mask(t, s, window, start)
-    kernel = make_splash_mha_single_device(
-        MultiHeadMask([mask] * heads),
-        block_sizes=BlockSizes(**blocks.sizes()),
+    causal, near = _quick_masks()
+    sizes = t, k.shape[1]
+    mask = causal(sizes, start) if window is None else near(sizes, (window - 1, 0), start)
+    kernel = pallas.make_splash_mha_single_device(
+        pallas.MultiHeadMask([mask] * heads),
+        block_sizes=pallas.BlockSizes(**blocks.sizes()),
         attn_logits_soft_cap=softcap,
         residual_checkpoint_name=RESIDUALS,
         interpret=interpret,
     )
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
-        ids = SegmentIds(*segments) if segments else None
-        found: jax.Array = kernel(q, k, v, ids)
-        return found
+        y: jax.Array = kernel(q, k, v, pallas.SegmentIds(*segments) if segments else None)
+        return y
 
-    return run
-
-
-def _mask(t: int, s: int, window: int | None, start: int) -> Any:
-    """Make the causal mask of t queries, the first at place ``start`` of s keys, or a window."""
-    whole, near = _quick_masks()
-    if window is None:
-        return whole((t, s), start)
-    return near((t, s), (window - 1, 0), start)
+    own = () if segments is None else (segments, of_keys)
+    y = local(jax.vmap(run))(*arguments, *own)
+    return jnp.swapaxes(y, 1, 2)
 
 
 @functools.cache
@@ -161,10 +213,7 @@ def _quick_masks() -> tuple[Any, Any]:
     Splash attention reads every block of the mask while it is traced. For 131,072 positions, JAX's
     own masks compare 1.7e10 pairs several times, which takes a minute of a core each.
     """
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        CausalMask,
-        LocalMask,
-    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import CausalMask, LocalMask
 
     def of_block(mask: Any, index: Any, window: int | None) -> bool | None:
         """Return True if a block is all visible, False if all hidden, else None."""
@@ -220,13 +269,7 @@ def cudnn(
             (ids,) = segments
             mask = (ids[:, :, None] == ids[:, None, :])[:, None]
         return jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            is_causal=True,
-            local_window_size=reach,
-            implementation="cudnn",
+            q, k, v, mask=mask, is_causal=True, local_window_size=reach, implementation="cudnn"
         )
 
     return local(on_this_device)(q, k, v, *(() if segments is None else (segments,)))
@@ -250,11 +293,7 @@ def _wrong_for_splash(q: jax.Array, start: int = 0) -> list[str]:
 
 
 def check_softcap(name: str, q: jax.Array, softcap: float | None) -> None:
-    """Refuse a soft cap for an implementation that does not support it.
-
-    Raises:
-      ValueError: there is a soft cap.
-    """
+    """Refuse a soft cap for an implementation that does not support it."""
     _check(name, q, _capped(softcap))
 
 

@@ -27,13 +27,18 @@ from pipeline.models.layers.experts.dispatch import (
     dispatch_by_gather,
     dispatch_by_ragged,
 )
-from pipeline.models.layers.experts.losses import counts_of, joint_balance, squared_normalisers
 from pipeline.models.layers.experts.options import ExpertOptions
 from pipeline.models.layers.experts.products import Pick, Product
-from pipeline.models.layers.experts.routing import Routing, route
+from pipeline.models.layers.experts.routing import (
+    Routing,
+    counts_of,
+    joint_balance,
+    route,
+    squared_normalisers,
+)
 from pipeline.models.layers.experts.state import ExpertState, loads
+from pipeline.models.layers.linear import make_weight, scaled
 from pipeline.models.layers.mlp import SwiGLU
-from pipeline.models.layers.weights import make_weight, scaled
 
 _DISPATCH: dict[str, Callable[..., Any]] = {
     "gather": dispatch_by_gather,
@@ -89,7 +94,11 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, given: _MixtureArguments) -> None:
         width, hidden, rngs, dtype = given.width, given.hidden, given.rngs, given.dtype
         self.router = given.router_of(given.num_experts, given.top_k)
-        check_sizes(width=width, hidden=hidden)
+        sizes = {"width": width, "hidden": hidden}
+        wrong = {name: size for name, size in sizes.items() if not is_whole(size, 1, numpy=True)}
+        if wrong:
+            faults = (f"{name}={size!r} must be an integer >= 1" for name, size in wrong.items())
+            raise ValueError("; ".join(faults))
         self.axis, self.row_axes, self.gate = given.axis, given.row_axes, given.gate
         self.dispatch, self.chunk = given.dispatch, given.chunk
         self.capacity_factor, self.bias_rate = given.capacity_factor, given.bias_rate
@@ -339,18 +348,3 @@ class MixtureOfExperts(nnx.Module):
                 f"{ranks}, and must hold {e / ranks:g}: hand each rank its part, "
                 f"in_specs=PartitionSpec({self.axis!r})"
             )
-
-
-def check_sizes(**sizes: Any) -> None:
-    """Refuse sizes that are no positive integers.
-
-    Raises:
-      ValueError: a list of all faults.
-    """
-    wrong = [
-        f"{name}={value!r} must be an integer >= 1"
-        for name, value in sizes.items()
-        if not is_whole(value, 1, numpy=True)
-    ]
-    if wrong:
-        raise ValueError("; ".join(wrong))

@@ -18,8 +18,7 @@ from flax import nnx
 from collectives.compat import platform
 from collectives.places.sizes import TENSOR
 from collectives.tensor import column_input
-from pipeline.models.layers.linear import RowLinear
-from pipeline.models.layers.weights import Initializer, make_weight, read_weight, scaled
+from pipeline.models.layers.linear import Initializer, RowLinear, make_weight, read_weight, scaled
 
 
 class SwiGLU(nnx.Module):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives.places.sizes import TENSOR
-from pipeline.models.layers.weights import shared
+from pipeline.models.layers.linear import shared
 
 
 class RMSNorm(nnx.Module):
@@ -47,7 +47,6 @@ class RMSNorm(nnx.Module):
         self.scale = shared(first, axis if sequence_parallel else None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise, in the dtype of the input."""
         wide = x.astype(jnp.float32)
         square = jnp.mean(wide * wide, axis=-1, keepdims=True)
         scale = _row(self.scale, x)
@@ -84,7 +83,6 @@ class LayerNorm(nnx.Module):
         self.scale, self.bias = (shared(f(width, dtype), over) for f in (jnp.ones, jnp.zeros))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise, in the dtype of the input."""
         wide = x.astype(jnp.float32)
         wide -= jnp.mean(wide, axis=-1, keepdims=True)
         variance = jnp.mean(wide * wide, axis=-1, keepdims=True)

@@ -18,7 +18,7 @@ from collectives.places.sizes import TENSOR
 from collectives.tensor import column_input, group_rank
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy, vocabulary_embedding
 from pipeline.base.agreed.vocabulary import Table, logits
-from pipeline.models.layers.weights import Initializer, check_cut, make_weight, read_weight, scaled
+from pipeline.models.layers.linear import Initializer, check_cut, make_weight, read_weight, scaled
 
 
 class VocabularyEmbedding(nnx.Module):
@@ -58,16 +58,10 @@ class VocabularyEmbedding(nnx.Module):
         self.table = _table(rngs, vocabulary, width, multiple_of, init, dtype, axis)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Look up the words."""
         check_cut(self.table, self.axis)
-        return vocabulary_embedding(
-            self.table.get_value(),
-            tokens,
-            self.axis,
-            sequence_axis=self.sequence_axis,
-            vocabulary=self.words,
-            dtype=self.activations,
-        )
+        how: dict[str, Any] = {"vocabulary": self.words, "dtype": self.activations}
+        how["sequence_axis"] = self.sequence_axis
+        return vocabulary_embedding(self.table.get_value(), tokens, self.axis, **how)
 
 
 class VocabularyHead(nnx.Module):
@@ -121,12 +115,12 @@ class VocabularyHead(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Compute this rank's logits for the whole sequence."""
         x, table = self._factors(x)
-        found = logits(x, table, x.dtype)
+        y = logits(x, table, x.dtype)
         if not self.is_padded:
-            return found
-        columns = jax.lax.broadcasted_iota(jnp.int32, found.shape, found.ndim - 1)
+            return y
+        columns = jax.lax.broadcasted_iota(jnp.int32, y.shape, y.ndim - 1)
         columns += group_rank(self.axis) * table.shape[0]
-        return jnp.where(columns < self.words, found, jnp.asarray(-jnp.inf, found.dtype))
+        return jnp.where(columns < self.words, y, jnp.asarray(-jnp.inf, y.dtype))
 
     def losses(
         self,
@@ -149,13 +143,7 @@ class VocabularyHead(nnx.Module):
             return vocabulary_cross_entropy(self(x), labels, self.axis, ignore=ignore)
         x, table = self._factors(x)
         return linear_cross_entropy(
-            x,
-            table,
-            labels,
-            self.axis,
-            chunks=chunks,
-            ignore=ignore,
-            vocabulary=self.words,
+            x, table, labels, self.axis, chunks=chunks, ignore=ignore, vocabulary=self.words
         )
 
     def _factors(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -166,23 +154,10 @@ class VocabularyHead(nnx.Module):
 
 
 def _table(
-    rngs: nnx.Rngs,
-    vocabulary: int,
-    width: int,
-    multiple_of: int,
-    init: Initializer | None,
-    dtype: Any,
-    axis: str | None,
+    rngs: nnx.Rngs, words: int, width: int, multiple_of: int, init: Any, dtype: Any, axis: Any
 ) -> nnx.Param[Any]:
-    rows, init = vocabulary + -vocabulary % multiple_of, init or scaled(width)
+    rows, init = words + -words % multiple_of, init or scaled(width)
     if axis is None:
         return Table(init(rngs.params(), (rows, width), dtype))
-    return make_weight(
-        rngs,
-        (rows, width),
-        init=init,
-        dtype=dtype,
-        axis=axis,
-        dim=0,
-        pieces=("vocabulary", rows, "multiple_of"),
-    )
+    cut: dict[str, Any] = {"axis": axis, "dim": 0, "pieces": ("vocabulary", rows, "multiple_of")}
+    return make_weight(rngs, (rows, width), init=init, dtype=dtype, **cut)

@@ -1,4 +1,4 @@
-"""Loading of checkpoints: each process reads the slices of its own devices, one by one.
+"""Loading and description of checkpoints: each process reads the slices of its own devices.
 
 Letters: S ranks, K stages.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from flax import nnx
+from flax.nnx.traversals import unflatten_mapping
 from jax.sharding import Mesh
 
 from collectives import STAGE
@@ -24,26 +26,28 @@ from pipeline.core.placement.distribute import distribute
 from pipeline.layers_view.layout import Mark
 from pipeline.layers_view.view import LayerView, LeafPlace, layer_view
 from pipeline.models.decoders.config import DecoderConfig, as_float, with_options
-from pipeline.models.decoders.decoder import build, next_token_loss
-from pipeline.models.decoders.multi_token import MultiTokenLoss
+from pipeline.models.decoders.decoder import Parts, build, cut_layers, next_token_loss
+from pipeline.models.decoders.multi_token import WEIGHT, MultiTokenLoss
 from pipeline.models.layers.attending.order import WHOLE, Context
-from pipeline.models.weights.biases import Constant, constants, state_view, with_biases
-from pipeline.models.weights.checkpoint import Checkpoint, open_checkpoint
-from pipeline.models.weights.modules import fit_modules, spare_names
+from pipeline.models.weights.checkpoint import CONFIG, Checkpoint, open_checkpoint
 from pipeline.models.weights.names import (
+    EMBED,
+    HEAD,
+    Constant,
+    Entry,
     check_layers,
-    check_shapes,
-    check_tensors,
-    entries_of,
-    with_tied_head,
+    constants,
+    fit_modules,
+    is_bias,
+    match_entries,
+    state_view,
+    with_biases,
 )
-from pipeline.models.weights.native import NATIVE, cut_layers, is_native, native_entries
 from pipeline.models.weights.safetensors import DTYPES
 from pipeline.models.weights.tables.families import family_of
-from pipeline.models.weights.tables.family import Config, Family
-from pipeline.models.weights.tables.patterns import Range, TensorPlan
+from pipeline.models.weights.tables.patterns import Config, Family, Range, TensorPlan
 from pipeline.pipeline import Pipeline
-from pipeline.splitting.layouts import Layout
+from pipeline.splitting.layouts import Layout, write_layout
 
 Ranges = tuple[Range, ...]
 
@@ -107,20 +111,11 @@ def load(
       ValueError: files that are missing, cut short or mislabelled; an unknown family; a config that
         this decoder does not support; tensors of other sizes; or an error of `Pipeline`.
     """
-    shared = {"vocabulary": options["vocabulary"]} if "vocabulary" in options else {}
-    made = parts(
-        folder,
-        num_stages=num_stages,
-        layout=layout,
-        mesh=mesh,
-        dtype=dtype,
-        activations=activations,
-        family=family,
-        experts=experts,
-        mtp=mtp,
-        context=context,
-        **shared,
-    )
+    types: dict[str, Any] = {"dtype": dtype, "activations": activations, "context": context}
+    if "vocabulary" in options:
+        types["vocabulary"] = options["vocabulary"]
+    cut: dict[str, Any] = {"num_stages": num_stages, "layout": layout, "mesh": mesh}
+    made = parts(folder, family=family, experts=experts, mtp=mtp, **cut, **types)
     stages, read = made.pop("stages"), made.pop("read")
     pipe = Pipeline(stages, num_microbatches, mesh=mesh, **made | {"loss_fn": None} | options)
     read(pipe)
@@ -175,23 +170,14 @@ def parts(
     config = with_options(family.config(checkpoint.config), experts)
     check_layers(checkpoint, family, config.layers)
     config = fit_modules(config, checkpoint, family, mtp)
-    counts, modules = count_blocks(config, num_stages, layout, mesh)
+    devices = jax.device_count() if mesh is None else mesh.shape.get(STAGE, 1)
+    counts, modules = cut_layers(config, num_stages, layout, default=devices)
     stored = common_dtype(checkpoint) if dtype is None else as_float(dtype)
-    own = stored if activations is None else as_float(activations)
-    stages, embed, head = build(
-        config,
-        counts,
-        dtype=stored,
-        activations=own,
-        vocabulary=vocabulary,
-        context=context,
-        mtp=modules,
-    )
+    types: dict[str, Any] = {"dtype": stored, "vocabulary": vocabulary, "context": context}
+    types["activations"] = stored if activations is None else as_float(activations)
+    stages, embed, head = build(config, counts, mtp=modules, **types)
     loss_fn = choose_loss(config, vocabulary, mtp_weight)
-
-    def read(pipe: Pipeline) -> None:
-        _read(pipe, checkpoint, family)
-
+    read = functools.partial(_read, checkpoint=checkpoint, family=family)
     return {"stages": stages, "embed": embed, "head": head, "loss_fn": loss_fn, "read": read}
 
 
@@ -221,11 +207,7 @@ def read_into(
 
 
 def choose_family(family: str | Family | None, config: Config, where: str) -> Family:
-    """Return the given family, or the family that config.json names.
-
-    Raises:
-      ValueError: an unknown family.
-    """
+    """Return the given family, or the family that config.json names."""
     if isinstance(family, Family):
         return family
     if family is None:
@@ -236,14 +218,10 @@ def choose_family(family: str | Family | None, config: Config, where: str) -> Fa
 def choose_loss(
     config: DecoderConfig, vocabulary: str, mtp_weight: float | Sequence[float] | None
 ) -> Any:
-    """Choose the loss of a decoder: for the next token, or also for later tokens.
-
-    Raises:
-      ValueError: mtp_weight for a model without modules.
-    """
+    """Choose the loss of a decoder: for the next token, or also for later tokens."""
     if config.mtp_layers:
-        given = {} if mtp_weight is None else {"weight": mtp_weight}
-        return MultiTokenLoss(**given, has_metrics=True)  # type: ignore[arg-type]
+        weight: Any = WEIGHT if mtp_weight is None else mtp_weight
+        return MultiTokenLoss(weight, has_metrics=True)
     if mtp_weight is not None:
         raise ValueError(
             f"mtp_weight={mtp_weight!r} for a model without modules for multi-token prediction: "
@@ -252,52 +230,23 @@ def choose_loss(
     return CrossEntropy() if vocabulary == "stage" else next_token_loss
 
 
-def count_blocks(
-    config: DecoderConfig, num_stages: int | None, layout: Layout | None, mesh: Mesh | None
-) -> tuple[list[int], list[int]]:
-    """Return [K] the number of layers of each stage, and of modules for multi-token prediction.
-
-    Raises:
-      ValueError: both options are given, or the number does not fit.
-    """
-    if layout is not None and num_stages is not None:
-        raise ValueError(
-            f"num_stages={num_stages} and layout={layout!r}: the layout says how many stages "
-            f"there are; give one of the two"
-        )
-    if layout is None and num_stages is None:
-        devices = jax.device_count() if mesh is None else mesh.shape.get(STAGE, 1)
-        num_stages = min(devices, config.layers)
-    return cut_layers(config, num_stages, layout)
-
-
 def common_dtype(checkpoint: Checkpoint) -> Any:
     """Return the dtype of most bytes of a checkpoint."""
-    sizes: Counter[Any] = Counter()
+    sizes: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
         if tensor.dtype in DTYPES:  # other dtypes are refused later, by name
-            sizes[DTYPES[tensor.dtype]] += tensor.nbytes
-    return sizes.most_common(1)[0][0] if sizes else np.dtype(np.float32)
+            sizes[tensor.dtype] += tensor.nbytes
+    return DTYPES[sizes.most_common(1)[0][0] if sizes else "F32"]
 
 
 def _read(pipe: Pipeline, checkpoint: Checkpoint, family: Family) -> None:
     view, state = layer_view(pipe), state_view(pipe)
-    prefix = family.prefix_of(list(checkpoint.tensors))
-    found = entries_of(with_biases(view.tree, state), family, checkpoint.config, prefix)
-    entries = with_tied_head(found, checkpoint, family, prefix)
-    check_shapes(entries)
-    spare = spare_names(entries, checkpoint, family)
-    if is_native(checkpoint):
-        entries = native_entries(entries)
-        check_tensors(entries, checkpoint, NATIVE, spare)
-    else:
-        check_tensors(entries, checkpoint, family, spare)
+    entries = match_entries(with_biases(view.tree, state), checkpoint, family)
     plans: dict[Any, Any] = {entry.place: entry.plan for entry in entries}
     _Reading(pipe, view, checkpoint, plans).run()
     if state is not None:
         _Reading(pipe, state, checkpoint, {**constants(state), **plans}).run()
-    text = json.dumps(checkpoint.config, indent=2)
-    pipe.loaded_from = LoadedFrom(family, text)
+    pipe.loaded_from = LoadedFrom(family, json.dumps(checkpoint.config, indent=2))
 
 
 @dataclass(frozen=True)
@@ -317,7 +266,6 @@ class _Reading:
     plans: Mapping[Any, TensorPlan | Constant]
 
     def run(self) -> None:
-        """Fill all arrays."""
         variables = dict(nnx.to_flat_state(nnx.state(self.pipe)))
         for path, places in self.view.by_array.items():
             variable, fill = variables[path], functools.partial(self._array, [*places.values()])
@@ -338,7 +286,7 @@ class _Reading:
             if place.row is None:
                 self._leaf(plan, place, out, at)
             elif at[0][0] <= place.row < at[0][1]:
-                self._leaf(plan, place, out[place.row - at[0][0]], at[1:])
+                self._leaf(plan, place, out[place.row - at[0][0], ...], at[1:])
 
     def _leaf(
         self, plan: TensorPlan | Constant, place: LeafPlace, out: np.ndarray, at: Ranges
@@ -346,30 +294,24 @@ class _Reading:
         """Read a leaf into a device's part of its row; the rest of the row stays zero."""
         part = None if place.part is None else place.part.part
         if part is None:
-            self._fill(plan, at, out)
+            plan.fill(out, at, self._map)
             return
         low, high = max(part[0], at[0][0]), min(part[1], at[0][1])
         if low >= high:
             return
         dest, inner = out[low - at[0][0] : high - at[0][0]], (low - part[0], high - part[0])
         if len(place.shape) == len(at):  # the leaf has a part of the row's first dim
-            self._fill(plan, (inner, *at[1:]), dest)
+            plan.fill(dest, (inner, *at[1:]), self._map)
         else:
-            whole = plan.read(self._tensor, out.dtype)
+            whole = plan.read(self._map, out.dtype)
             dest[...] = whole.reshape(-1)[slice(*inner)]
 
-    def _fill(self, plan: TensorPlan | Constant, at: Ranges, out: np.ndarray) -> None:
-        plan.fill(out, at, self._tensor)
-
-    def _tensor(self, name: str, ranges: Sequence[Range]) -> np.ndarray:
-        return self.checkpoint.tensors[name].read(ranges)
+    def _map(self, name: str) -> np.ndarray:
+        return self.checkpoint.tensors[name].array()
 
 
 def made_of_parts(
-    shape: Sequence[int],
-    dtype: Any,
-    sharding: Any,
-    fill: Callable[[np.ndarray, Ranges], None],
+    shape: Sequence[int], dtype: Any, sharding: Any, fill: Callable[[np.ndarray, Ranges], None]
 ) -> jax.Array:
     """Make an array from the parts of this process's devices, one after the other.
 
@@ -391,3 +333,81 @@ def made_of_parts(
         arrays += [jax.block_until_ready(jax.device_put(part, device)) for device in devices]
         del part
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)
+
+
+def inspect(
+    folder: str | Path,
+    *,
+    num_stages: int | None = None,
+    layout: Layout | None = None,
+    names: bool = False,
+) -> str:
+    """Read the headers of a checkpoint, check all of them, and describe the contents.
+
+    Args:
+      folder: a folder in the Hugging Face layout.
+      num_stages: K, to list the contents of each stage.
+      layout: the layers of each stage, in place of ``num_stages``.
+      names: whether to list every tensor with the weight that contains it.
+
+    Raises:
+      ValueError: the errors of `pipeline.weights.load`.
+    """
+    checkpoint = open_checkpoint(folder)
+    config, entries = describe_checkpoint(checkpoint)
+    tensors = checkpoint.tensors
+    parts = [(entry, part) for entry in entries for part in entry.plan.parts]
+    dtypes = Counter(tensors[part.name].dtype for _, part in parts)
+    files = sorted({tensor.file.name for tensor in tensors.values()})
+    total = config.layers + config.mtp_layers
+    per_layer: dict[int | str, int] = dict.fromkeys((EMBED, *range(total), HEAD), 0)
+    for entry, part in parts:
+        per_layer[entry.layer] += tensors[part.name].nbytes
+    shared = ", shared with the head" if config.tied else ""
+    heads = f"{config.heads} heads on {config.kv_heads} of keys and values, {config.head_dim} wide"
+    others = f"MLP {config.hidden}; {config.vocabulary:,} words{shared}"
+    ahead = f" and {config.mtp_layers} for multi-token prediction" if config.mtp_layers else ""
+    numbers = sum(math.prod(entry.plan.shape) for entry in entries)
+    lines = [
+        f"{folder}: {checkpoint.config.get('model_type')}, the Hugging Face layout",
+        f"  {config.layers} layers{ahead} of width {config.width}, {heads}; {others}",
+        f"  {numbers:,} parameters in {len(parts)} tensors, {sum(per_layer.values()):,} bytes: "
+        + ", ".join(f"{count} {name}" for name, count in dtypes.most_common()),
+        f"  {len(files)} file{'s' * (len(files) > 1)}: {files[0]}"
+        + (f" to {files[-1]}" if len(files) > 1 else ""),
+    ]
+    if layout is not None or num_stages is not None:
+        counts, modules = cut_layers(config, num_stages, layout)
+        lines.append(f"  {len(counts)} stages, {write_layout(counts, modules)}")
+        for k, count in enumerate(counts):
+            first, module = sum(counts[:k]), config.layers + sum(modules[:k])
+            layers = *range(first, first + count), *range(module, module + modules[k])
+            size = sum(per_layer[n] for n in layers)
+            ends = [end for end, stage in ((EMBED, 0), (HEAD, len(counts) - 1)) if stage == k]
+            text = f"layers {first} to {first + count - 1}" if count else "no layers"
+            text += f" and {modules[k]} for multi-token prediction" if modules[k] else ""
+            with_ends = "".join(f", and {end} with {per_layer[end]:,}" for end in ends)
+            lines.append(f"    stage {k}: {text}, {size:,} bytes{with_ends}")
+    if names:
+        lines += [
+            f"  {part.name} {list(part.shape)} -> {entry.name} {list(entry.plan.shape)}"
+            for entry, part in parts
+        ]
+    return "\n".join(lines)
+
+
+def describe_checkpoint(checkpoint: Checkpoint) -> tuple[DecoderConfig, list[Entry]]:
+    """Return the decoder of a checkpoint, and its weights by the family's table."""
+    where = f"{checkpoint.folder}/{CONFIG}"
+    family = family_of(checkpoint.config, where)
+    if family.config is None:
+        raise ValueError(f"{where}: the family {family.name!r} says nothing of its config")
+    config = family.config(checkpoint.config)
+    check_layers(checkpoint, family, config.layers)
+    config = fit_modules(config, checkpoint, family)
+    # A table that embedding and head share belongs to the embedding.
+    model = Parts(*build(config, [config.layers]))
+    state = nnx.to_flat_state(nnx.state(model, nnx.Any(nnx.Param, is_bias)))
+    tree: Any = unflatten_mapping({tuple(path): leaf.get_raw_value() for path, leaf in state})
+    tree = {EMBED: {}, HEAD: {}, **tree, "stages": [tree["stages"][0]]}
+    return config, match_entries(tree, checkpoint, family)

@@ -1,11 +1,18 @@
-"""Exports of a pipeline's weights: as a checkpoint, and layer by layer for serving or syncing."""
+"""A pipeline's weights elsewhere: as a checkpoint, on another mesh, in a model without a pipeline.
+
+A checkpoint is written layer by layer; `stream` and `to_plain` give one array at a time.
+
+Letters: K stages.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,26 +20,43 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from collectives import STAGE
+from pipeline.base.axes import axes_in
+from pipeline.base.tree import is_abstract
+from pipeline.base.variables import raw
+from pipeline.core.model.unlike import static_stage
 from pipeline.core.placement import meshes
-from pipeline.layers_view.view import layer_view
+from pipeline.core.placement.distribute import distribute
+from pipeline.layers_view.leaf import LayerLeaf, LeafCell
+from pipeline.layers_view.view import LayersArray, LeafPlace, layer_view
 from pipeline.models.layers.experts.state import ExpertState
-from pipeline.models.weights.biases import state_view, with_biases
-from pipeline.models.weights.checkpoint import CONFIG
-from pipeline.models.weights.files import (
+from pipeline.models.weights.checkpoint import (
+    CONFIG,
     SHARD_BYTES,
-    dtype_key,
-    grouped,
-    write_files,
-    written,
+    listed,
+    make_folder,
+    write_tensors,
 )
 from pipeline.models.weights.load import LoadedFrom, choose_family
-from pipeline.models.weights.modules import copies_of, each_tensor
-from pipeline.models.weights.names import Entry, check_shapes, entries_of
+from pipeline.models.weights.names import (
+    BLOCKS,
+    EMBED,
+    HEAD,
+    Entry,
+    check_shapes,
+    copies_of,
+    each_tensor,
+    entries_of,
+    state_view,
+    with_biases,
+)
 from pipeline.models.weights.safetensors import NAMES
-from pipeline.models.weights.tables.family import Config, Family
+from pipeline.models.weights.tables.patterns import Config, Family
 from pipeline.pipeline import Pipeline
+from pipeline.splitting.parts import SplitCut, SplitPart
+from pipeline.splitting.recording import member
 
 
 @dataclass(frozen=True)
@@ -107,16 +131,15 @@ def save(
     problem: BaseException | None = None
     layers = _layers(source, family, content)
     try:
-        with written(folder) as partial:
-            dtype = source.dtype(entries[0])
-            text = json.dumps({**content, **dtype_key(content, dtype)}, indent=2)
+        with make_folder(folder) as partial:
+            key = "dtype" if "dtype" in content else "torch_dtype"
+            text = json.dumps({**content, key: str(source.dtype(entries[0]))}, indent=2)
             (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
             copies = copies_of(entries, family, family.prefixes[0])
             every = each_tensor(entries, copies, lambda entry: _types(entry, source))
-            files = grouped({name: kind for _, name, kind in every}, shard_bytes)
-            write_files(
-                partial, files, (item for layer in layers for item in layer.tensors.items())
-            )
+            types = {name: kind for _, name, kind in every}
+            tensors = (item for layer in layers for item in layer.tensors.items())
+            write_tensors(partial, types, tensors, shard_bytes)
     except (OSError, ValueError) as error:
         problem = error
         for _ in layers if jax.process_count() > 1 else ():
@@ -188,20 +211,17 @@ class _Source:
         self.values = meshes.untyped(values, self.mesh)
 
     def entries(self, family: Family, config: Config) -> list[Entry]:
-        """Return all weights in layer order."""
-        found = entries_of(self.tree, family, config, family.prefixes[0])
-        check_shapes(found)
-        return found
+        entries = entries_of(self.tree, family, config, family.prefixes[0])
+        check_shapes(entries)
+        return entries
 
     def dtype(self, entry: Entry) -> Any:
-        """Return the dtype of a weight."""
         return np.dtype(self.values[entry.place.path].dtype)
 
     def fetch(self, entry: Entry) -> np.ndarray:
-        """Fetch a weight to the host."""
         array = self.values[entry.place.path]
         with explain_deleted("named_layers", array):
-            weight: np.ndarray = entry.place.read(gathered(array, entry.place.row, self.mesh))
+            weight: np.ndarray = entry.place.read(gather_whole(array, entry.place.row, self.mesh))
         return weight
 
 
@@ -220,7 +240,7 @@ def explain_deleted(iterator: str, array: Any) -> Iterator[None]:
         ) from error
 
 
-def gathered(array: jax.Array, row: int | None, mesh: Any) -> np.ndarray:
+def gather_whole(array: jax.Array, row: int | None, mesh: Any) -> np.ndarray:
     """Gather an array, or a row of an array, on every process's host."""
     if not array.is_fully_addressable and not array.is_fully_replicated:
         return np.asarray(_replicated(array, row, mesh).addressable_data(0))
@@ -242,12 +262,270 @@ def gathered(array: jax.Array, row: int | None, mesh: Any) -> np.ndarray:
 def _replicated(array: jax.Array, row: int | None, mesh: Any) -> jax.Array:
     everywhere = NamedSharding(mesh, PartitionSpec())
     if row is None:
-        return jax.jit(lambda a: a, out_shardings=everywhere)(array)
-    return _row(everywhere)(array, np.int32(row))
+        return jax.jit(lambda array: array, out_shardings=everywhere)(array)
+    pick = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+    return jax.jit(pick, out_shardings=everywhere)(array, np.int32(row))
 
 
-def _row(sharding: NamedSharding) -> Any:
-    def of(array: jax.Array, row: Any) -> jax.Array:
-        return jax.lax.dynamic_index_in_dim(array, row, keepdims=False)
+Keys = tuple[str, ...]
+Name = tuple[str, str]  # a layer, and a weight's path in the model without a pipeline
+ENDS = (EMBED, HEAD, "loss_fn")
 
-    return jax.jit(of, out_shardings=sharding)
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of a pipeline.
+
+    Attributes:
+      layer, name: the names of layer and weight that `stream` yields.
+      leaf: the place where the weight is stored.
+      spec: the mesh axes of the weight's dims, without the axes of the pipeline and of FSDP.
+    """
+
+    layer: str
+    name: str
+    leaf: LayerLeaf
+    spec: PartitionSpec
+
+
+def stream(pipe: Pipeline, *, mesh: Mesh | None = None) -> Iterator[tuple[str, str, jax.Array]]:
+    """Yield (layer, name, array) of all weights in the order of the model's layers.
+
+    A device holds one array at a time in addition to the pipeline's own, if you keep none. Arrays
+    are copies of the weights at this call: they do not change when the pipeline trains on. A step
+    that donates its arrays (`Step`, unless ``donate=False``) deletes the weights that were not
+    taken yet, and the iterator raises. All processes must iterate to the end together.
+
+    A layer is "embed", "layers.0", "layers.1", ..., "head". If each stage is a list ``blocks``
+    (`pipeline.weights.load`, most models of `pipeline.split`), a layer is one of the blocks; other
+    stages are one layer each. A name is the path of the weight in the model that was split. For
+    other pipelines it begins with its layer: "layers.3.mlp.up". A weight that several layers share
+    is yielded once. Declared state (`Pipeline(state=...)`) comes with its layer, except variables
+    that hold several arrays.
+
+    Args:
+      pipe: the pipeline.
+      mesh: the mesh of the yielded arrays. Each array is sharded over the axes that its layer
+        names, such as ``tensor``, and is whole on the devices of all other axes. By default an
+        array is on the devices of its stage's rank.
+
+    Raises:
+      ValueError: the mesh lacks an axis that a layer names, or has one whose size does not divide
+        the dim; or the pipeline has types in place of weights.
+      RuntimeError: a step has deleted the weights.
+    """
+    weights = _weights(pipe)
+    if mesh is None:
+        return _arrays(weights, [None] * len(weights))
+    _check_mesh(weights, mesh)
+    return _arrays(weights, [NamedSharding(mesh, weight.spec) for weight in weights])
+
+
+def to_plain(pipe: Pipeline, model: nnx.Module) -> None:
+    """Copy a pipeline's weights into a model without a pipeline, one array at a time.
+
+    Each variable of the model keeps its dtype and its sharding, on any mesh. If a variable has a
+    type in place of an array (`nnx.eval_shape`), and the type has no sharding, its array is put on
+    the first device. Random streams, caches and other variables that the pipeline lacks do not
+    change.
+
+    Args:
+      pipe: the pipeline.
+      model: a model of the class that `pipeline.split` was given; for other pipelines a module with
+        ``embed``, ``head`` and one list of layers or of stages, like `pipeline.decoders.Parts`.
+
+    Raises:
+      ValueError: layers differ, by names or shapes; the model is then unchanged.
+    """
+    weights = _weights(pipe)
+    cut = _find_cut(pipe)
+    state = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Any(nnx.RngState, nnx.Cache))))
+    variables = {_as_texts(path): member(model, path) for path, _ in state}
+    layers = _number_layers(variables, lambda name: getattr(model, name))
+    names = {path: name for path, (_, name) in layers.items()}
+    if cut is not None:
+        names = {path: ".".join(path) for path in variables}
+    own = {names[path]: variable for path, variable in variables.items()}
+    unused = set() if cut is None else {".".join(_as_texts(path)) for path in cut.recipe.kinds}
+    _check_model(weights, own, unused)
+    first = SingleDeviceSharding(jax.devices()[0])
+    targets = [getattr(raw(own[weight.name]), "sharding", None) or first for weight in weights]
+    for _, name, array in _arrays(weights, targets):
+        variable = own[name]
+        variable.set_raw_value(array.astype(raw(variable).dtype))
+
+
+def _arrays(
+    weights: Sequence[Weight], targets: Sequence[Sharding | None]
+) -> Iterator[tuple[str, str, jax.Array]]:
+    for weight, target in zip(weights, targets, strict=True):
+        with explain_deleted("weights.stream", weight.leaf.cell.value):
+            array = _move(weight.leaf.read(), target)
+        yield weight.layer, weight.name, array
+
+
+def _move(array: jax.Array, target: Any) -> jax.Array:
+    """Return a copy of an array with another sharding."""
+    source: Any = array.sharding
+    target = source if target is None else target
+    if array.is_fully_addressable:
+        return jax.device_put(array, target, may_alias=False)
+    if target == source:
+        return array.copy()
+    whole = gather_whole(array, None, source.mesh)
+    return distribute(whole, target, compare=False)
+
+
+def _check_mesh(weights: Sequence[Weight], mesh: Mesh) -> None:
+    """Check that a mesh has the layers' axes, and that these divide the dims."""
+    wrong = []
+    for weight in weights:
+        for dim, (size, entry) in enumerate(zip(weight.leaf.shape, weight.spec, strict=False)):
+            axes = axes_in(entry)
+            if lacking := [axis for axis in axes if axis not in mesh.shape]:
+                wrong.append(f"{weight.name} is sharded over {lacking[0]!r}")
+            elif size % (parts := math.prod(mesh.shape[axis] for axis in axes)):
+                wrong.append(f"{weight.name} has {size} entries in dim {dim}, over {parts} devices")
+    if wrong:
+        raise ValueError(
+            f"mesh={dict(mesh.shape)}: {listed(wrong)}; give a mesh with the axes that layers "
+            f"name, whose sizes divide their dims (an axis of 1 keeps weights whole)"
+        )
+
+
+def _check_model(weights: Sequence[Weight], own: Mapping[str, Any], unused: set[str]) -> None:
+    """Check that a model's variables are those of the pipeline."""
+    wrong, names = [], {weight.name for weight in weights}
+    for weight in weights:
+        value, shape = raw(own.get(weight.name)), list(weight.leaf.shape)
+        if value is None:
+            wrong.append(f"{weight.name} {shape} is not in the model")
+        elif list(value.shape) != shape:
+            wrong.append(f"{weight.name} is {shape}, and {list(value.shape)} in the model")
+    wrong += [
+        f"{name} {list(raw(variable).shape)} is in the model alone"
+        for name, variable in own.items()
+        if isinstance(variable, nnx.Param) and name not in names and name not in unused
+    ]
+    if wrong:
+        raise ValueError(
+            f"to_plain: the model's layers are not the pipeline's: {listed(wrong)}; give a model "
+            f"of the class that pipeline.split was given, or one with embed, head and one list of "
+            f"the same layers"
+        )
+
+
+# --- a pipeline's weights by name ---
+
+
+def _weights(pipe: Pipeline) -> list[Weight]:
+    """Return all weights of a pipeline in layer order, each once."""
+    state = dict(nnx.to_flat_state(nnx.state(pipe)))
+    if is_abstract(state):
+        raise ValueError(
+            "this pipeline has types in place of weights, made under nnx.eval_shape: read weights "
+            "into it first"
+        )
+    kinds: Any = ExpertState
+    if pipe.plan.state is not None:  # of declared state, variables that hold one array
+        is_array = lambda _, variable: hasattr(raw(variable), "shape")  # noqa: E731
+        kinds = nnx.Any(ExpertState, nnx.All(pipe.plan.state, is_array))
+    has_state = bool(nnx.to_flat_state(nnx.state(pipe, kinds)))
+    views = [layer_view(pipe), *([layer_view(pipe, state=kinds)] if has_state else [])]
+    cells: dict[Any, LeafCell] = {}
+    leaves: dict[Keys, tuple[LayerLeaf, PartitionSpec]] = {}
+    for view in views:
+        for path, place in view.places.items():
+            if place.path not in cells:
+                cells[place.path] = LeafCell(raw(state[place.path]), lambda _: None)
+            leaf = LayerLeaf(path, cells[place.path], place)
+            leaves[_as_texts(path)] = leaf, _spec(place, view.arrays[place.path])
+    names = _name_weights(pipe, leaves)
+    weights: dict[str, Weight] = {}
+    for path in sorted(leaves, key=_sort_key):
+        weights.setdefault(names[path][1], Weight(*names[path], *leaves[path]))
+    return list(weights.values())
+
+
+def _spec(place: LeafPlace, array: LayersArray) -> PartitionSpec:
+    """Return the mesh axes that a layer names for the dims of its weight."""
+    if place.row is not None and not place.is_whole:
+        return PartitionSpec()
+    own = array.spread.own - {STAGE}
+    entries = [
+        tuple(a for a in axes_in(entry) if a in own) or None for entry in array.spread.stored
+    ]
+    return PartitionSpec(*entries[place.row is not None :])
+
+
+def _as_texts(path: Iterable[Any]) -> Keys:
+    return tuple(map(str, path))
+
+
+def _find_cut(pipe: Pipeline) -> SplitCut | None:
+    """Return the cut of `pipeline.split` that both ends of a pipeline belong to; else None."""
+    parts = pipe.embed, pipe.head
+    cuts = {part.cut if isinstance(part, SplitPart) else None for part in parts}
+    return cuts.pop() if len(cuts) == 1 else None
+
+
+def _name_weights(pipe: Pipeline, paths: Iterable[Keys]) -> dict[Keys, Name]:
+    """Return the names of a pipeline's weights, by their paths in the layer view."""
+    cut = _find_cut(pipe)
+    places = [(k, v, r) for r, ks in enumerate(pipe.plan.stages_of) for v, k in enumerate(ks)]
+    # Modules with the structure of stages, but with other arrays.
+    stages = [static_stage(pipe.chunks[chunk], rank) for _, chunk, rank in sorted(places)]
+    if cut is None:
+        return _number_layers(paths, lambda _: stages)
+    *tables, embed, head = cut.tables
+    parts: dict[Keys, Any] = {("stages", str(k)): table for k, table in enumerate(tables)}
+    parts |= {("embed",): embed, ("head",): head}
+    of_model = {
+        (*part, *_as_texts(own)): ".".join(_as_texts(path))
+        for part, table in parts.items()
+        for own, path in table.items()
+    }
+    named = _number_layers(paths, lambda _: stages, is_mixed=True)
+    return {path: (layer, of_model.get(path, name)) for path, (layer, name) in named.items()}
+
+
+def _number_layers(
+    paths: Iterable[Keys], stages: Callable[[str], Iterable[Any]], *, is_mixed: bool = False
+) -> dict[Keys, Name]:
+    """Return names of weights by path, with blocks numbered across stages.
+
+    Args:
+      paths: the paths of a model with embed, head and one list of layers or of stages.
+      stages: returns the modules of the list of that name; blocks without weights count too.
+      is_mixed: whether to number blocks although a stage has weights outside its blocks. If False
+        and a stage has such weights, each stage counts as one layer.
+    """
+    paths = list(paths)
+    lists = [p for p in paths if p[0] not in ENDS and len(p) > 2 and p[1].isdecimal()]
+    if len({p[0] for p in lists}) > 1:
+        lists = []
+    in_blocks = [p for p in lists if len(p) > 4 and p[2] == BLOCKS and p[3].isdecimal()]
+    by_block = bool(in_blocks) and (is_mixed or len(in_blocks) == len(lists))
+    modules = stages(lists[0][0]) if by_block else ()
+    counts = [len(getattr(stage, BLOCKS, (stage,))) for stage in modules]
+    names: dict[Keys, Name] = {}
+    numbered = {*lists}
+    for path in paths:
+        if path not in numbered:
+            names[path] = path[0], ".".join(path)
+            continue
+        k, rest = int(path[1]), path[2:]
+        if by_block:
+            k = sum(counts[:k])
+            if rest[0] == BLOCKS:
+                k, rest = k + int(rest[1]), rest[2:]
+        names[path] = f"layers.{k}", ".".join((f"layers.{k}", *rest))
+    return names
+
+
+def _sort_key(path: Keys) -> tuple[int, ...]:
+    """Return the position of a layer, from the path of one of its weights."""
+    if path[0] != "stages":
+        return (ENDS.index(path[0]) and 1 + ENDS.index(path[0]),)
+    is_block = len(path) > 3 and path[2] == BLOCKS and path[3].isdecimal()
+    return 1, int(path[1]), int(path[3]) if is_block else -1

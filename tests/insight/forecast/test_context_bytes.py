@@ -13,7 +13,7 @@ from pipeline import Pipeline
 from pipeline.decoders import DecoderConfig, LatentConfig
 from pipeline.insight.forecast import traffic
 from pipeline.layers import Attention, Context, context_bytes
-from pipeline.models.decoders.latent import LatentAttention
+from pipeline.models.decoders.attention import LatentAttention, Types
 from tests.support import models
 from tests.support.hlo import Sent
 
@@ -39,7 +39,7 @@ class LatentBlock(nnx.Module):
         sizes = {"heads": 4, "kv_heads": 4, "head_dim": 8, "hidden": 8, "latent": latent}
         config = DecoderConfig(vocabulary=8, width=D, layers=1, **sizes)
         context = Context("context", way)
-        self.attention = LatentAttention(config, 0, rngs, dtype=jnp.float32, context=context)
+        self.attention = LatentAttention(config, 0, rngs, Types(jnp.float32, context=context))
 
     def __call__(self, x, segments=None):
         return x + self.attention(x, segments=segments)

@@ -293,14 +293,15 @@ def test_masks_by_blocks_are_those_of_jax(window):
     splash = pytest.importorskip("jax.experimental.pallas.ops.tpu.splash_attention")
     info = splash.splash_attention_mask_info
     for t, s, start in (1024, 1024, 0), (512, 1024, 512), (256, 768, 300):
-        given = splash.CausalMask((t, s), start)
-        if window is not None:
-            given = splash.LocalMask((t, s), (window - 1, 0), start)
+        kinds = kernels._quick_masks(), (splash.CausalMask, splash.LocalMask)
+        if window is None:
+            quick, given = (causal((t, s), start) for causal, _ in kinds)
+        else:
+            quick, given = (near((t, s), (window - 1, 0), start) for _, near in kinds)
         for process in info.process_mask, info.process_mask_dkv:
             for block in (128, 128), (256, 256):
                 found, wanted = (
-                    process(splash.MultiHeadMask([mask] * 2), block)[0]
-                    for mask in (kernels._mask(t, s, window, start), given)
+                    process(splash.MultiHeadMask([mask] * 2), block)[0] for mask in (quick, given)
                 )
                 for name, mine, theirs in zip(found._fields, found, wanted, strict=True):
                     assert (mine is None) == (theirs is None), name

@@ -20,7 +20,7 @@ from pipeline.decoders import next_token_loss
 from pipeline.layers import Context, zigzag
 from pipeline.models.decoding.caches import keeps_caches, takes_many
 from tests.models.weights import tiny
-from tests.models.weights.test_families import same
+from tests.models.weights.test_families import by_tables, same
 from tests.models.weights.test_generation import recomputed
 from tests.support.close import assert_close
 
@@ -189,14 +189,11 @@ def test_every_family_remembers(name: str, tmp_path: Path):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_names_and_transposes_without_a_device(name: str, tmp_path: Path):
     tensors = tensors_of(name)
-    folder = tiny.write(tmp_path / "given", config_of(name), tensors)
-    weights.import_stages(folder, tmp_path / "stages", layout="E|tt|tL")
-    stages = tiny.read_all(tmp_path / "stages")
+    read, split = by_tables(tiny.write(tmp_path / "given", config_of(name), tensors))
     if name == "deepseek_v3":
         up = tensors["model.layers.2.mlp.experts.3.up_proj.weight"]
-        np.testing.assert_array_equal(stages["layers.2.experts.gate_up"][3, :, 1], up.T)
-    weights.export_stages(tmp_path / "stages", tmp_path / "again")
-    assert same(tiny.read_all(tmp_path / "again"), tensors)
+        np.testing.assert_array_equal(read["layers.2.experts.gate_up"][3, :, 1], up.T)
+    assert same(split, tensors)
 
 
 def test_a_checkpoint_whose_experts_disagree_with_its_config_is_refused(tmp_path: Path):

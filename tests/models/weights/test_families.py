@@ -12,6 +12,8 @@ import pytest
 
 from collectives import make_mesh
 from pipeline import weights
+from pipeline.models.weights.checkpoint import open_checkpoint
+from pipeline.models.weights.load import describe_checkpoint
 from tests.models.weights import tiny
 from tests.support.close import assert_close
 
@@ -54,27 +56,33 @@ def test_logits_are_those_of_the_definition_and_weights_come_back(name: str, tmp
 @pytest.mark.few
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_names_and_transposes_without_a_device(name: str, tmp_path: Path):
-    """Every tensor of every family, to stages and back, by the tables alone."""
+    """Every tensor of every family, to weights and back, by the tables alone."""
     config = tiny.CONFIGS[name]
     tensors = tiny.tensors_of(config, seed=1)
-    folder = tiny.write(tmp_path / "given", config, tensors)
-    (folder / "tokenizer.json").write_text("{}")
-    assert weights.import_stages(folder, tmp_path / "stages", layout="E|tt|tL") == [0, 2, 1]
-    weights.export_stages(tmp_path / "stages", tmp_path / "out", shard_bytes=4000)
-    assert same(tiny.read_all(tmp_path / "out"), tensors)
-    assert (tmp_path / "out" / "tokenizer.json").exists()
-    assert (tmp_path / "out" / "model.safetensors.index.json").exists()
-    stages = tiny.read_all(tmp_path / "stages")
+    read, split = by_tables(tiny.write(tmp_path / "given", config, tensors))
+    assert same(split, tensors)
     d = config.get("hidden_size", config.get("n_embd"))
     for n in range(3):
-        np.testing.assert_array_equal(*fused_of(tensors, stages, name, n, d))
+        np.testing.assert_array_equal(*fused_of(tensors, read, name, n, d))
+
+
+def by_tables(folder: Path) -> tuple[tiny.Tensors, tiny.Tensors]:
+    """The weights of a checkpoint, and the tensors that they are split into."""
+    checkpoint = open_checkpoint(folder)
+    read: tiny.Tensors = {}
+    split: tiny.Tensors = {}
+    for entry in describe_checkpoint(checkpoint)[1]:
+        weight = entry.plan.read(lambda name: checkpoint.tensors[name].array(), np.float32)
+        read[entry.name] = weight
+        split |= entry.plan.split(weight)
+    return read, split
 
 
 def fused_of(
-    w: tiny.Tensors, stages: tiny.Tensors, name: str, n: int, d: int
+    w: tiny.Tensors, read: tiny.Tensors, name: str, n: int, d: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """A fused weight as it should be, head by head, and as it is."""
-    found = stages[f"layers.{n}.attention.qkv.linear.weight"]
+    found = read[f"layers.{n}.attention.qkv.linear.weight"]
     if name == "gpt2":
         q, k, v = np.split(w[f"transformer.h.{n}.attn.c_attn.weight"], 3, axis=1)
         heads, kv = 4, 4

@@ -198,23 +198,11 @@ def test_a_model_may_leave_its_modules_out(tmp_path: Path):
     assert_close(again(TOKENS), logits)
 
 
-@pytest.mark.slow
-def test_a_folder_of_stages_has_modules_too(tmp_path: Path):
-    folder = written(tmp_path / "given", 2)
-    assert weights.import_stages(folder, tmp_path / "stages", layout="Et|tt|m|mL") == [1, 2, 0, 0]
-    text = weights.inspect(tmp_path / "stages", layout="Et|tt|m|mL")
+def test_modules_are_described(tmp_path: Path):
+    text = weights.inspect(written(tmp_path / "given", 2), layout="Et|tt|m|mL")
     assert "3 layers and 2 for multi-token prediction of width 16" in text
     assert "4 stages, Et|t*2|m|mL" in text
     assert "stage 2: no layers and 1 for multi-token prediction" in text
-    weights.export_stages(tmp_path / "stages", tmp_path / "out")
-    assert same(tiny.read_all(tmp_path / "out"), tensors_of(2))
-    options: dict[str, Any] = {"layout": "Et|ttmmL", "mesh": make_mesh(stage=2)}
-    assert refused(tmp_path / "stages", mtp=0) == (
-        "mtp=0 for folder, a folder of stages: its first module for multi-token prediction holds "
-        "the final norm of the model; export it first, or leave mtp= out"
-    )
-    native = weights.load(tmp_path / "stages", 1, **options)
-    assert_close(native(TOKENS), weights.load(folder, 1, **options)(TOKENS))
 
 
 def refused(folder: Path, **options: Any) -> str:

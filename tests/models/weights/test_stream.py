@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer, split, weights
 from pipeline.decoders import DecoderConfig, Parts, build, next_token_loss
-from pipeline.models.weights import stream as module
+from pipeline.models.weights import save as module
 from tests.models.weights import tiny
 from tests.trainers.models import LAYERS, ROWS, WORDS, Plain, pipelined
 
@@ -186,12 +186,12 @@ def test_a_device_holds_no_more_than_a_layer_beyond_the_weights(
         most.update({d: max(n, most[d]) - most[d] for d, n in live_bytes().items()})
         return result
 
-    move = module._moved
+    move = module._move
     for array in weights.stream(pipe, mesh=mesh):  # caches of one-off programs
         del array
     gc.collect()  # what other tests have left
     before = live_bytes()
-    monkeypatch.setattr(module, "_moved", watched)
+    monkeypatch.setattr(module, "_move", watched)
     weights.to_plain(pipe, model)
     for array in weights.stream(pipe, mesh=mesh):
         del array

@@ -54,11 +54,6 @@ class Rule:
     context: Context = WHOLE
 
     def __post_init__(self) -> None:
-        """Check the window, the cap and the implementation.
-
-        Raises:
-          ValueError: an option has an invalid value.
-        """
         window, softcap, names = self.window, self.softcap, get_args(Implementation)
         if self.implementation not in (None, *names):
             raise ValueError(
@@ -77,7 +72,6 @@ class Rule:
             )
 
     def factor(self, width: int) -> float:
-        """Return the factor of scores for heads of width c."""
         return width**-0.5 if self.scale is None else self.scale
 
     def scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
@@ -142,12 +136,7 @@ def visible(
 
 
 def read(
-    rule: Rule,
-    sinks: jax.Array | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    seen: jax.Array,
+    rule: Rule, sinks: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
 ) -> jax.Array:
     """Compute attention by its formula, `[b, t, k·g, w]`, in float32 and returned in q's dtype.
 

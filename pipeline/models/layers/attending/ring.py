@@ -24,7 +24,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -129,26 +129,18 @@ def ring(
     own = () if segments is None else (halves(segments),)
     low = () if sinks is None else (sinks.astype(jnp.float32).reshape(k.shape[2], -1),)
     axis, names = rule.context.axis, tuple(held)
-    blocks_rule, index, before = _before(
-        blocks_rule, part, earlier, q.shape[1], names, packed=segments is not None
-    )
+    blocks_rule, index, before = _before(blocks_rule, part, earlier, q.shape[1], names)
     every = q, *held.values(), *own, *low, *jax.tree.leaves((weights, index, before))
     both = frozenset({axis} - {None}).union(*map(varying_axes, every))
     axes = tuple(sorted(map(str, both)))
     blocks_of = tuple(halves(x) for x in held.values())
-    given = vary((halves(grouped), blocks_of, weights, own, low, index, before), axes)
-    y = jnp.moveaxis(_ring(blocks_rule, *given), 0, 1)
+    operands = RingOperands(halves(grouped), blocks_of, weights, own, low, index, before)
+    y = jnp.moveaxis(_ring(blocks_rule, vary(operands, axes)), 0, 1)
     return y.reshape(*q.shape[:-1], v.shape[-1]).astype(q.dtype)
 
 
 def _before(
-    rule: BlockRule,
-    part: SequenceSlice,
-    earlier: Any,
-    length: int,
-    names: tuple[str, ...],
-    *,
-    packed: bool,
+    rule: BlockRule, part: SequenceSlice, earlier: Any, length: int, names: tuple[str, ...]
 ) -> tuple[BlockRule, Any, Any]:
     """Return a slice's rule, its number if traced, and the group of earlier slices' keys.
 
@@ -157,7 +149,7 @@ def _before(
     """
     if part.count == 1 or earlier is None:
         return rule, (), ()
-    group = tuple(earlier[n] for n in names), (earlier["segments"],) if packed else ()
+    group = tuple(earlier[n] for n in names), tuple(earlier[n] for n in earlier if n == "segments")
     if not isinstance(part, FixedSlice):
         return rule, (jnp.asarray(part.index, jnp.int32),), (group,)
     lengths = [length * one // part.lengths[part.index] for one in part.lengths[: part.index]]
@@ -171,18 +163,31 @@ def _before(
     return rule, (), (jax.tree.map(joined, group),)
 
 
+class RingOperands(NamedTuple):
+    """The arrays of a ring; an optional array is a tuple of one or none.
+
+    Attributes:
+      q: `[h, b, n, k, g, c]` queries.
+      kv: keys and values, or the arrays that they are made from, each `[h, b, n, ...]`.
+      weights: the weights of `BlockRule.expand`.
+      segments: `[h, b, n]` the document of each position.
+      sinks: `[k, g]` an extra score of each head.
+      index: the number of the slice, if it is traced.
+      before: the group of earlier slices' keys (`_before`).
+    """
+
+    q: jax.Array
+    kv: Any
+    weights: Any
+    segments: Any
+    sinks: Any
+    index: Any
+    before: Any
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(
-    rule: BlockRule,
-    q: jax.Array,
-    kv: Any,
-    weights: Any,
-    segments: Any,
-    sinks: Any,
-    index: Any,
-    before: Any,
-) -> jax.Array:
-    return _forward(rule, q, kv, weights, segments, sinks, index, before)[0]
+def _ring(rule: BlockRule, operands: RingOperands) -> jax.Array:
+    return _forward(rule, operands)[0]
 
 
 def _each_before(
@@ -205,8 +210,8 @@ def _each_before(
     if not index:
         starts = itertools.accumulate(rule.before, initial=0)
         parts = zip(starts, rule.before, strict=False)
-        found = [n * context.size + context.places(size, other) for n, size in parts]
-        return read(0, jax.tree.map(lambda x: x[0], group), jnp.concatenate(found), sums)
+        of_slices = [n * context.size + context.places(size, other) for n, size in parts]
+        return read(0, jax.tree.map(lambda x: x[0], group), jnp.concatenate(of_slices), sums)
     places = context.places(group[0][0].shape[2], other)
 
     def one(n: Any, sums: Any) -> Any:
@@ -222,17 +227,26 @@ def _start(rule: BlockRule, index: Any, length: int) -> Any:
     return index[0] * (length * rule.context.size) if index else rule.start
 
 
-def _forward(
-    rule: BlockRule,
-    q: jax.Array,
-    kv: Any,
-    weights: Any,
-    segments: Any,
-    sinks: Any,
-    index: Any,
-    before: Any,
-) -> Any:
+def _go_around(context: Context, meet: Any, held: Any, own: Any, sums: Any) -> Any:
+    """Apply ``meet(step, keys, own sums, sums of the keys)`` to the keys of every rank.
+
+    Keys and their sums go from rank to rank; a rank keeps its own sums. Both sums are returned.
+    """
+    own, sums = meet(0, held, own, sums)
+
+    def step(carry: Any, number: jax.Array) -> Any:
+        held, own, sums = carry
+        held, sums = _sent((held, sums), context.axis)
+        return (held, *meet(number, held, own, sums)), None
+
+    if context.size > 1:
+        (_, own, sums), _ = jax.lax.scan(step, (held, own, sums), jnp.arange(1, context.size))
+    return own, sums
+
+
+def _forward(rule: BlockRule, operands: RingOperands) -> Any:
     """Compute the output `[h, b, n, k, g, w]`, and the residuals for the backward."""
+    q, kv, weights, segments, sinks, index, before = operands
     context, wide = rule.context, q.astype(jnp.float32)
     b, n, heads = q.shape[1], q.shape[2], q.shape[3:5]
     length = q.shape[0] * n
@@ -249,10 +263,10 @@ def _forward(
     def add(i: Any, kv: Any, there: Any, of_keys: Any, sums: KeySums) -> KeySums:
         wanted = here[i], there, *(x[i] for x in segments), *of_keys
         had = KeySums(*(x[i] for x in sums))
-        found = _read_block(rule, wide[i], *rule.keys(weights, kv), wanted, had)
-        return KeySums(*(x.at[i].set(y) for x, y in zip(sums, found, strict=True)))
+        new = _read_block(rule, wide[i], *rule.keys(weights, kv), wanted, had)
+        return KeySums(*(x.at[i].set(y) for x, y in zip(sums, new, strict=True)))
 
-    def meet(step: Any, held: Any, sums: KeySums) -> KeySums:
+    def meet(step: Any, held: Any, sums: KeySums, _: Any) -> Any:
         """Read the keys of one rank."""
         (kv, of_keys), before = held
         rank = group_rank(context.axis)
@@ -267,28 +281,19 @@ def _forward(
                 sums = add(i, kv, places, of_keys, sums)
             return sums
 
-        return cast("KeySums", _each_before(rule, index, before, length, other, read, sums))
+        return _each_before(rule, index, before, length, other, read, sums), ()
 
-    held = (kv, segments), before
-    sums = meet(0, held, sums)
-
-    def step(carry: Any, number: jax.Array) -> Any:
-        held, sums = carry
-        held = _sent(held, context.axis)
-        return (held, meet(number, held, sums)), None
-
-    if context.size > 1:
-        (_, sums), _ = jax.lax.scan(step, (held, sums), jnp.arange(1, context.size))
+    sums, _ = _go_around(context, meet, ((kv, segments), before), sums, ())
     level = sums.largest + jnp.log(sums.total)
     for sink in sinks:
         level = jnp.logaddexp(level, sink[None, None, ..., None])
     y = sums.values * jnp.moveaxis(jnp.exp(sums.largest - level), -1, 2)[..., None]
-    return y, (q, kv, weights, segments, sinks, index, before, y, level)
+    return y, (operands, y, level)
 
 
 def _backward(rule: BlockRule, kept: Any, g: jax.Array) -> Any:
     """Return gradients of queries, keys and values, weights, sinks, and earlier slices."""
-    q, kv, weights, segments, sinks, index, before, y, level = kept
+    (q, kv, weights, segments, sinks, index, before), y, level = kept
     context, n, wide = rule.context, q.shape[2], q.astype(jnp.float32)
     length = q.shape[0] * n
     start = _start(rule, index, length)
@@ -327,15 +332,7 @@ def _backward(rule: BlockRule, kept: Any, g: jax.Array) -> Any:
     held = (kv, segments), before
     own = zeros((q, weights))
     sums: Any = zeros((kv, tuple(kept for kept, _ in before)))
-    own, sums = meet(0, held, own, sums)
-
-    def step(carry: Any, number: jax.Array) -> Any:
-        held, own, sums = carry
-        held, sums = _sent((held, sums), context.axis)
-        return (held, *meet(number, held, own, sums)), None
-
-    if context.size > 1:
-        (_, own, sums), _ = jax.lax.scan(step, (held, own, sums), jnp.arange(1, context.size))
+    own, sums = _go_around(context, meet, held, own, sums)
     dkv, of_before = _sent(sums, context.axis)  # back to their own ranks
     dq, dw = _narrow(own, (q, weights))
     low = tuple(
@@ -344,10 +341,11 @@ def _backward(rule: BlockRule, kept: Any, g: jax.Array) -> Any:
     )
     none = functools.partial(jax.tree.map, lambda _: None)
     earlier = tuple(
-        (_narrow(found, kept), none(of_keys))
-        for found, (kept, of_keys) in zip(of_before, before, strict=True)
+        (_narrow(change, kept), none(of_keys))
+        for change, (kept, of_keys) in zip(of_before, before, strict=True)
     )
-    return dq, _narrow(dkv, kv), dw, none(segments), low, none(index), earlier
+    gradients = dq, _narrow(dkv, kv), dw, none(segments), low, none(index), earlier
+    return (RingOperands(*gradients),)
 
 
 _ring.defvjp(_forward, _backward)
@@ -364,8 +362,8 @@ def _add_at(j: Any, sums: Any, more: Any) -> Any:
     return tuple(x.at[j].add(y.astype(x.dtype)) for x, y in zip(sums, more, strict=True))
 
 
-def _narrow(found: Any, like: Any) -> Any:
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), found, like)
+def _narrow(tree: Any, like: Any) -> Any:
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
 
 
 def _sent(tree: Any, axis: str | None) -> Any:
@@ -431,8 +429,8 @@ def _read_block(
         q, places, mine, had = part
         return some(q, (places, of_keys, *mine, *segments[1:]), had)
 
-    found = jax.lax.map(one, parts)
-    return KeySums(*(join(x, t, axis) for x, axis in zip(found, AXES, strict=True)))
+    new = jax.lax.map(one, parts)
+    return KeySums(*(join(x, t, axis) for x, axis in zip(new, AXES, strict=True)))
 
 
 def _unread(rule: BlockRule, weights: Any, of_queries: Any, kv: Any, wanted: Any) -> Any:

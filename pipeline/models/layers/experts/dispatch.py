@@ -28,15 +28,7 @@ import numpy as np
 from collectives import vary
 from collectives.compat import platform, varying_in
 from collectives.tensor import group_rank, group_size, is_manual
-from pipeline.models.layers.experts.products import (
-    Experts,
-    combine,
-    count,
-    inverse,
-    placed,
-    run_grouped,
-    taken,
-)
+from pipeline.models.layers.experts import products
 from pipeline.models.layers.experts.routing import Routing
 
 Dispatch = Literal["gather", "capacity", "ragged"]
@@ -46,11 +38,7 @@ WITHOUT_RAGGED = ("cpu",)  # platforms whose compiler has no `ragged_all_to_all`
 
 
 def check_dispatch(dispatch: str) -> None:
-    """Refuse an exchange that the platform cannot run.
-
-    Raises:
-      ValueError: the platform cannot run the exchange.
-    """
+    """Refuse an exchange that the platform cannot run."""
     if dispatch == "ragged" and (on := platform()) in WITHOUT_RAGGED:
         raise ValueError(
             f"dispatch='ragged' on the platform {on!r}: its compiler has no ragged_all_to_all, "
@@ -60,7 +48,7 @@ def check_dispatch(dispatch: str) -> None:
 
 
 def dispatch_by_gather(
-    x: jax.Array, routing: Routing, experts: Experts, num_experts: int, axis: str | None
+    x: jax.Array, routing: Routing, experts: products.Experts, num_experts: int, axis: str | None
 ) -> Done:
     """Gather all tokens on every rank, which returns the sums of its experts; drop no token.
 
@@ -73,14 +61,14 @@ def dispatch_by_gather(
     """
     weights, chosen, ranks = routing.weights, routing.chosen, group_size(axis)
     if ranks == 1 or not is_manual(axis):
-        y = run_grouped(x, chosen, experts, num_experts, all_here=True)
-        return combine(y, weights), _none_dropped(x)
+        y = products.run_grouped(x, chosen, experts, num_experts, all_here=True)
+        return products.combine(y, weights), _none_dropped(x)
     local = num_experts // ranks
     x, weights, chosen = (
         jax.lax.all_gather(part, axis, axis=0, tiled=True) for part in (x, weights, chosen)
     )
     chosen = chosen - group_rank(axis) * local
-    y = combine(run_grouped(x, chosen, experts, local, all_here=False), weights)
+    y = products.combine(products.run_grouped(x, chosen, experts, local, all_here=False), weights)
     return jax.lax.psum_scatter(y, axis, scatter_dimension=0, tiled=True), _none_dropped(x)
 
 
@@ -107,7 +95,7 @@ def _capacities(most: int, top_k: int, num_experts: int, factor: float) -> Any:
 def dispatch_by_capacity(
     x: jax.Array,
     routing: Routing,
-    experts: Experts,
+    experts: products.Experts,
     num_experts: int,
     axis: str | None,
     *,
@@ -138,7 +126,7 @@ def dispatch_by_capacity(
         kept = is_data_choice & (place < capacity)
         dropped = is_data_choice & ~kept
     slot = jnp.where(kept, flat * places + place, total)
-    rows = placed(x, slot, total)
+    rows = products.placed(x, slot, total)
     shape = (ranks, num_experts // ranks, places, d)
 
     def exchanged(rows: jax.Array) -> jax.Array:
@@ -149,14 +137,14 @@ def dispatch_by_capacity(
     rows = exchanged(rows.reshape(shape)).swapaxes(0, 1).reshape(shape[1], -1, d)
     y = experts(rows, lambda r, w: jnp.einsum("ecd,edf->ecf", r, w), lambda b: b[:, None])
     y = exchanged(y.reshape(shape[1], ranks, places, -1).swapaxes(0, 1)).reshape(total, -1)
-    found = taken(y, slot).reshape(n, k, -1)
-    return combine(found, routing.weights), dropped.sum(dtype=jnp.int32)
+    found = products.taken(y, slot).reshape(n, k, -1)
+    return products.combine(found, routing.weights), dropped.sum(dtype=jnp.int32)
 
 
 def dispatch_by_ragged(
     x: jax.Array,
     routing: Routing,
-    experts: Experts,
+    experts: products.Experts,
     num_experts: int,
     axis: str | None,
     *,
@@ -177,7 +165,7 @@ def dispatch_by_ragged(
     order = jnp.argsort(flat, stable=True)  # by rank, then by expert
     rows = x[order // k]
     # [from, to, expert on that rank] number of rows; every rank has the whole table.
-    table = jax.lax.all_gather(count(flat, num_experts), axis, axis=0)
+    table = jax.lax.all_gather(products.count(flat, num_experts), axis, axis=0)
     table = table.reshape(ranks, ranks, local)
     sizes = table.sum(-1)
     me = group_rank(axis)
@@ -190,11 +178,11 @@ def dispatch_by_ragged(
     ends = jnp.cumsum(table[:, me].reshape(-1))
     owner = jnp.searchsorted(ends, jnp.arange(room), side="right")
     owner = jnp.where(owner < ranks * local, owner % local, local)
-    y = run_grouped(there, owner[:, None], experts, local, all_here=False)[:, 0]
+    y = products.run_grouped(there, owner[:, None], experts, local, all_here=False)[:, 0]
     back = vary(jnp.zeros((n * k, y.shape[-1]), y.dtype), varying_in(y))
     back = exchange(y, back, places[:, me], sizes[:, me], starts[:, me], sizes[me], axis_name=axis)
-    y = back[inverse(order)].reshape(n, k, -1)
-    return combine(y, routing.weights), _none_dropped(x)
+    y = back[products.inverse(order)].reshape(n, k, -1)
+    return products.combine(y, routing.weights), _none_dropped(x)
 
 
 def _none_dropped(x: jax.Array) -> jax.Array:

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from collectives.places.sizes import CONTEXT, DATA, EXPERT
 from pipeline.base.arguments import is_number, is_whole
 from pipeline.models.layers.experts.dispatch import DISPATCHES, Dispatch
-from pipeline.models.layers.experts.losses import BALANCES, Balance
-from pipeline.models.layers.experts.routing import Router, Scoring
+from pipeline.models.layers.experts.routing import BALANCES, Balance, Router, Scoring
 
 Gate = Callable[[jax.Array, jax.Array], jax.Array]
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
@@ -108,7 +107,6 @@ class ExpertOptions(RoutingOptions):
     dtype: Any = jnp.float32
 
     def __post_init__(self) -> None:
-        """Check every value that depends on no other."""
         wrong, factor, chunk, rows = [], self.capacity_factor, self.chunk, self.row_axes
         if self.dispatch not in DISPATCHES:
             known = ", ".join(map(repr, DISPATCHES))

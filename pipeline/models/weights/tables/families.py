@@ -1,24 +1,89 @@
 """Families of checkpoints, each a table: keys of config.json, and tensors of each weight.
 
 Letters of patterns: d width, v words, k heads of keys and values, g heads of queries for each, h
-all heads of queries, c width of a head, f columns of the MLP, p learned positions, u = 2 d.
+all heads of queries, c width of a head, f columns of the MLP, p learned positions, u = 2 d; e
+experts, m columns of an expert, s columns of the shared experts. For latent attention: q width of
+queries' latent, r width of keys' and values' latent, w width of a head's values, x columns of a
+head's queries, y = r + the rotary columns of keys, z = w + the other columns of a head's keys.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.base.files import Kind, faults_of, null_fault, shown
-from pipeline.models.decoders.config import Activation, DecoderConfig, Rope
+from pipeline.models.decoders.config import (
+    Activation,
+    DecoderConfig,
+    ExpertsConfig,
+    LatentConfig,
+    Rope,
+)
 from pipeline.models.layers.rotary import LinearScaling, RopeScaling, YarnScaling
-from pipeline.models.weights.tables import experts
-from pipeline.models.weights.tables.family import Config, Family
-from pipeline.models.weights.tables.patterns import row
+from pipeline.models.weights.tables.patterns import Config, Family, Row, row
 
 # ---- names and transposes ----------------------------------------------------------------------
+
+
+def _rows(
+    at: str, gate: str = "gate_proj", down: str = "down_proj", up: str = "up_proj"
+) -> tuple[Row, ...]:
+    """Return table rows of router and experts; in the file each expert is a separate matrix."""
+    gate, down, up = (f"{at}.experts.{{e}}.{name}.weight" for name in (gate, down, up))
+    return (
+        row("experts.router_weight", "d e", (f"{at}.gate.weight", "e d")),
+        row("experts.gate_up", "e d + m", (gate, "m d"), (up, "m d")),
+        row("experts.down", "e m d", (down, "d m")),
+    )
+
+
+def _shared(at: str) -> tuple[Row, ...]:
+    """Return table rows of the MLP that every token uses."""
+    gate, down, up = (f"{at}.{name}_proj.weight" for name in ("gate", "down", "up"))
+    return (
+        row("experts.shared.gate_up", "d + s", (gate, "s d"), (up, "s d")),
+        row("experts.shared.down.weight", "s d", (down, "d s")),
+    )
+
+
+EXPERT_ROWS = _rows("mlp")
+MIXTRAL_ROWS = _rows("block_sparse_moe", "w1", "w2", "w3")
+QWEN2_ROWS = (
+    *EXPERT_ROWS,
+    *_shared("mlp.shared_expert"),
+    row("experts.shared_gate", "d 1", ("mlp.shared_expert_gate.weight", "1 d")),
+)
+DEEPSEEK_ROWS = (
+    *EXPERT_ROWS,
+    row("experts.bias", "e", ("mlp.gate.e_score_correction_bias", "e")),
+    *_shared("mlp.shared_experts"),
+)
+GPT_OSS_ROWS = (
+    row("attention.sinks", "h", ("self_attn.sinks", "h")),
+    row("experts.router_weight", "d e", ("mlp.router.weight", "e d")),
+    row("experts.router_bias", "e", ("mlp.router.bias", "e")),
+    row("experts.gate_up", "e d + m", ("mlp.experts.gate_up_proj", "e d (m +2)")),
+    row("experts.gate_up_bias", "e + m", ("mlp.experts.gate_up_proj_bias", "e (m +2)")),
+    row("experts.down", "e m d", ("mlp.experts.down_proj", "e m d")),
+    row("experts.down_bias", "e d", ("mlp.experts.down_proj_bias", "e d")),
+)
+OLMOE_NORMS = (
+    row("attention.q_norm.scale", "(h c)", ("self_attn.q_norm.weight", "(h c)")),
+    row("attention.k_norm.scale", "(k c)", ("self_attn.k_norm.weight", "(k c)")),
+)
+LATENT_ROWS = (
+    row("attention.q.weight", "d (h x)", ("self_attn.q_proj.weight", "(h x) d")),
+    row("attention.q_down", "d q", ("self_attn.q_a_proj.weight", "q d")),
+    row("attention.q_norm.scale", "q", ("self_attn.q_a_layernorm.weight", "q")),
+    row("attention.q_up.weight", "q (h x)", ("self_attn.q_b_proj.weight", "(h x) q")),
+    row("attention.kv_down", "d y", ("self_attn.kv_a_proj_with_mqa.weight", "y d")),
+    row("attention.kv_norm.scale", "r", ("self_attn.kv_a_layernorm.weight", "r")),
+    row("attention.kv.weight", "r (h z)", ("self_attn.kv_b_proj.weight", "(h z) r")),
+    row("attention.out.weight", "(h w) d", ("self_attn.o_proj.weight", "d (h w)")),
+)
 
 _ATTENTION = (
     row(
@@ -41,12 +106,7 @@ _ATTENTION = (
     row("attention.out.bias", "d", ("self_attn.o_proj.bias", "d")),
 )
 _MLP = (
-    row(
-        "mlp.gate_up",
-        "d + f",
-        ("mlp.gate_proj.weight", "f d"),
-        ("mlp.up_proj.weight", "f d"),
-    ),
+    row("mlp.gate_up", "d + f", ("mlp.gate_proj.weight", "f d"), ("mlp.up_proj.weight", "f d")),
     row("mlp.gate_up_bias", "+ f", ("mlp.gate_proj.bias", "f"), ("mlp.up_proj.bias", "f")),
     row("mlp.down.weight", "f d", ("mlp.down_proj.weight", "d f")),
     row("mlp.down.bias", "d", ("mlp.down_proj.bias", "d")),
@@ -156,6 +216,7 @@ _NULLS = (
     "architectures"
 )
 _MAY_BE_NULL = {*_NULLS.split()}
+_ACTIVATION_KEYS = "hidden_act", "hidden_activation", "activation_function"
 _SIZES = {"vocabulary", "width", "layers", "heads"}  # these have no default
 _HIDDEN_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -168,94 +229,85 @@ _HIDDEN_ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-@dataclass(frozen=True)
-class Reading:
-    """The translation of a config.json to a decoder's configuration.
-
-    Attributes:
-      keys: names of config.json and of the decoder.
-      defaults: defaults of keys that config.json may lack, under its names.
-      only: the only supported value of keys that may have other values in the family.
-      fixed: values that hold for the whole family.
-      activation: the key of the MLP's activation.
-      more: a function from config.json to values that depend on several keys.
-    """
-
-    keys: Mapping[str, str]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    only: Mapping[str, Any] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    activation: str = "hidden_act"
-    more: Callable[[Config], Mapping[str, Any]] = lambda _: {}
-
-
 class _Given(dict[str, Any]):
-    """The content of config.json; reading a key that is null raises an error."""
+    """The content of config.json; reading a key that is null or missing raises an error."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value, or the default if config.json lacks the key."""
-        try:
-            return self[key]
-        except KeyError:
-            return default
+        return self[key] if key in self else default  # noqa: SIM401 - it would call itself
 
     def __getitem__(self, key: str) -> Any:
-        value = super().__getitem__(key)
-        if value is None:
+        if key not in self:
+            raise ValueError(f"{key} is missing")
+        if (value := super().__getitem__(key)) is None:
             raise ValueError(null_fault(key, _KINDS))
         return value
 
 
-def _without_nulls(reading: Reading, content: Config) -> dict[str, Any]:
-    """Fill config.json with defaults; null flags become False, optional nulls are dropped.
-
-    Args:
-      reading: the reading of the family.
-      content: the content of config.json.
-    """
+def _without_nulls(content: Config, defaults: Config, only: Config) -> dict[str, Any]:
+    """Fill config.json with defaults; null flags become False, optional nulls are dropped."""
     flags = {key for key, kind in _KINDS.items() if kind == "flag"}
-    flags |= {key for key, value in reading.only.items() if isinstance(value, bool)}
-    given = {**reading.defaults, **content}
+    flags |= {key for key, value in only.items() if isinstance(value, bool)}
+    given = {**defaults, **content}
     if given.get("hidden_activation") is None:  # null in Gemma's first files
-        given["hidden_activation"] = reading.defaults.get("hidden_activation")
+        given["hidden_activation"] = defaults.get("hidden_activation")
     given |= {key: False for key in flags | {"qkv_bias"} if given.get(key, False) is None}
     return {k: v for k, v in given.items() if v is not None or k not in _MAY_BE_NULL}
 
 
-def read_config(name: str, reading: Reading, content: Config) -> DecoderConfig:
+def read_config(
+    content: Config,
+    *,
+    name: str,
+    keys: Mapping[str, str],
+    defaults: Config,
+    only: Config,
+    read: Callable[[Config], Mapping[str, Any]],
+) -> DecoderConfig:
     """Return a decoder's configuration from the content of config.json.
+
+    Args:
+      content: the content.
+      name: the name of the family.
+      keys: names of config.json and of the decoder.
+      defaults: defaults of keys that config.json may lack, under its names; among them the MLP's
+        activation.
+      only: the only supported value of keys that may have other values in the family.
+      read: a function from config.json to values that hold for the family, or depend on several
+        keys.
 
     Raises:
       ValueError: a key is missing, or requires a feature that this decoder lacks.
     """
-    given = _without_nulls(reading, content)
+    given = _without_nulls(content, defaults, only)
     if given.get("use_sliding_window") is False and given.get("sliding_window") == 0:
         del given["sliding_window"]  # transformers writes 0 if it is not used
     wrong = _faults(given)
-    for key, own in reading.keys.items():
+    for key, own in keys.items():
         if own in _SIZES and given.get(key) is None:
             wrong.append(f"{key} is missing")
         elif key in given and given[key] is None:
             wrong.append(null_fault(key, _KINDS))
     wrong += [
         f"{key}={shown(given[key])} is not supported, only {value!r}"
-        for key, value in {**reading.only, "quantization_config": None}.items()
+        for key, value in {**only, "quantization_config": None}.items()
         if given.get(key, value) != value
     ]
-    activation = given.get(reading.activation)
+    activation_key = next(key for key in _ACTIVATION_KEYS if key in defaults)
+    activation = given.get(activation_key)
     if str(activation) not in _HIDDEN_ACTIVATIONS:
         known = ", ".join(_HIDDEN_ACTIVATIONS)
-        wrong.append(f"{reading.activation}={shown(activation)} is not supported, only {known}")
+        wrong.append(f"{activation_key}={shown(activation)} is not supported, only {known}")
     if wrong:
         raise ValueError(f"config.json of {name}: " + "; ".join(wrong))
-    found = {own: given[key] for key, own in reading.keys.items() if key in given}
-    found["activation"] = _HIDDEN_ACTIVATIONS[str(activation)]
-    found.setdefault("kv_heads", found["heads"])
-    if "head_dim" not in found:
-        found["head_dim"] = found["width"] // found["heads"]
-    found.setdefault("hidden", 4 * found["width"])  # for GPT-2
+    values = {own: given[key] for key, own in keys.items() if key in given}
+    values["activation"] = _HIDDEN_ACTIVATIONS[str(activation)]
+    values.setdefault("kv_heads", values["heads"])
+    if "head_dim" not in values:
+        values["head_dim"] = values["width"] // values["heads"]
+    values.setdefault("hidden", 4 * values["width"])  # for GPT-2
     try:
-        return DecoderConfig(**{**found, **reading.fixed, **reading.more(_Given(given))})
+        return DecoderConfig(**{**values, **read(_Given(given))})
     except ValueError as error:
         raise ValueError(f"config.json of {name}: {error}") from None
 
@@ -323,7 +375,7 @@ def _rope(given: Config, kind: str | None = None) -> Rope:
         factor = written.get("factor") or given.get("max_position_embeddings", context) / context
         both = [written.get(name) for name in ("mscale", "mscale_all_dim")]
         if all(both) and "attention_factor" not in values:
-            first, second = (experts.yarn_amplitude(factor, scale) for scale in both if scale)
+            first, second = (yarn_amplitude(factor, scale) for scale in both if scale)
             values["attention_factor"] = first / second
         return Rope(theta, YarnScaling(factor, context, **values))
     raise ValueError(
@@ -351,9 +403,76 @@ def _windows(given: Config, *, pattern: Callable[[int], bool]) -> tuple[int | No
 
 
 def _biased(given: Config, *, default: bool = False) -> dict[str, Any]:
-    """Return rotary positions, and whether attention has biases."""
     bias = given.get("attention_bias", default)
     return {"rope": _rope(given), "qkv_bias": bias, "out_bias": bias}
+
+
+def _number(given: Config, key: str) -> int:
+    """Read the number of experts, under any of the names in releases of transformers."""
+    names = (key, "num_local_experts", "num_experts")
+    number: int = given[next((name for name in names if name in given), key)]
+    return number
+
+
+def in_all_layers(given: Config, number: str, **options: Any) -> ExpertsConfig:
+    """Return an `ExpertsConfig` with experts in every layer, their number read from a key."""
+    sizes = _number(given, number), given["num_experts_per_tok"], given["intermediate_size"]
+    return ExpertsConfig(*sizes, tuple(range(given["num_hidden_layers"])), **options)
+
+
+def qwen(given: Config) -> ExpertsConfig:
+    """Return the `ExpertsConfig` of Qwen2-MoE, with a shared expert, or of Qwen3-MoE, without."""
+    step, without = given.get("decoder_sparse_step", 1), given.get("mlp_only_layers", [])
+    layers = range(given["num_hidden_layers"])
+    shared = given.get("shared_expert_intermediate_size", 0)
+    return ExpertsConfig(
+        _number(given, "num_experts"),
+        given["num_experts_per_tok"],
+        given["moe_intermediate_size"],
+        tuple(n for n in layers if n not in without and (n + 1) % step == 0),
+        renormalise=given.get("norm_topk_prob", False),
+        shared_hidden=shared,
+        shared_gate=shared > 0,
+    )
+
+
+def deepseek(given: Config, version: int) -> ExpertsConfig:
+    """Return the `ExpertsConfig` of a DeepSeek checkpoint's config, of version 2 or 3."""
+    layers, hidden = given["num_hidden_layers"], given["moe_intermediate_size"]
+    limited = version == 3 or given.get("topk_method", "greedy") == "group_limited_greedy"
+    return ExpertsConfig(
+        _number(given, "n_routed_experts"),
+        given["num_experts_per_tok"],
+        hidden,
+        tuple(range(given.get("first_k_dense_replace", 0), layers)),
+        scoring="sigmoid" if version == 3 else "softmax",
+        renormalise=given.get("norm_topk_prob", True) if version == 3 else False,
+        scale=given.get("routed_scaling_factor", 1.0),
+        groups=(given["n_group"], given["topk_group"]) if limited else None,
+        group_top=2 if version == 3 else 1,
+        selection_bias=version == 3,
+        shared_hidden=hidden * (given.get("n_shared_experts") or 0),
+    )
+
+
+def latent(given: Config) -> LatentConfig:
+    keys = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+    return LatentConfig(given.get("q_lora_rank"), *(given[key] for key in keys))
+
+
+def latent_scale(given: Config) -> float:
+    """Return the factor of scores, which is larger with YaRN."""
+    scale = float((given["qk_nope_head_dim"] + given["qk_rope_head_dim"]) ** -0.5)
+    rope: Mapping[str, Any] = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default" or not rope.get("mscale_all_dim"):
+        return scale
+    return scale * yarn_amplitude(rope["factor"], rope["mscale_all_dim"]) ** 2
+
+
+def yarn_amplitude(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's factor of queries and keys."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _llama(given: Config) -> dict[str, Any]:
@@ -369,20 +488,22 @@ def _qwen2(given: Config) -> dict[str, Any]:
     if given.get("use_sliding_window", False):
         first = given.get("max_window_layers", 28)
         windows = _windows(given, pattern=lambda n: n >= first)
-    return {"rope": _rope(given), "windows": windows}
+    return {"rope": _rope(given), "windows": windows, "qkv_bias": True}
 
 
 def _qwen3(given: Config) -> dict[str, Any]:
-    return {**_biased(given), **_qwen2(given)}
+    return {**_qwen2(given), **_biased(given), "qk_norm": True}
 
 
 def _gemma(given: Config) -> dict[str, Any]:
-    return {**_biased(given), "embedding_scale": given["hidden_size"] ** 0.5}
+    scale = given["hidden_size"] ** 0.5
+    return {**_biased(given), "embedding_scale": scale, "norm_offset": 1.0}
 
 
 def _gemma2(given: Config) -> dict[str, Any]:
     return {
         **_gemma(given),
+        "post_norms": True,
         "attention_scale": given["query_pre_attn_scalar"] ** -0.5,
         "attention_softcap": given.get("attn_logit_softcapping"),
         "logit_softcap": given.get("final_logit_softcapping"),
@@ -392,187 +513,69 @@ def _gemma2(given: Config) -> dict[str, Any]:
 
 def _gemma3(given: Config) -> dict[str, Any]:
     every = given.get("sliding_window_pattern", given.get("_sliding_window_pattern", 6))
-    nested = isinstance((given.get("rope_parameters") or {}).get("sliding_attention"), Mapping)
-    local = (
-        _rope(given, "sliding_attention")
-        if nested
-        else Rope(given.get("rope_local_base_freq", 10000.0))
-    )
-    return {
-        **_gemma2(given),
-        "windows": _windows(given, pattern=lambda n: (n + 1) % every != 0),
-        "local_rope": local,
-    }
+    windows = _windows(given, pattern=lambda n: (n + 1) % every != 0)
+    if isinstance((given.get("rope_parameters") or {}).get("sliding_attention"), Mapping):
+        local = _rope(given, "sliding_attention")
+    else:
+        local = Rope(given.get("rope_local_base_freq", 10000.0))
+    return {**_gemma2(given), "windows": windows, "local_rope": local, "qk_norm": True}
+
+
+def _gpt2(_: Config) -> dict[str, Any]:
+    biases = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+    return {"norm": "layer", "rope": None, "gated": False, **biases}
 
 
 def _mixtral(given: Config) -> dict[str, Any]:
-    return {**_mistral(given), "experts": experts.mixtral(given)}
+    return {**_mistral(given), "experts": in_all_layers(given, "num_local_experts")}
 
 
 def _olmoe(given: Config) -> dict[str, Any]:
-    return {**_llama(given), "experts": experts.olmoe(given)}
+    renormalise = given.get("norm_topk_prob", False)
+    mixture = in_all_layers(given, "num_experts", renormalise=renormalise)
+    return {**_llama(given), "experts": mixture, "qk_norm": "whole"}
 
 
 def _qwen2_moe(given: Config) -> dict[str, Any]:
     bias = given.get("qkv_bias", True)
-    return {"rope": _rope(given), "qkv_bias": bias, "experts": experts.qwen(given)}
+    return {"rope": _rope(given), "qkv_bias": bias, "experts": qwen(given)}
 
 
 def _qwen3_moe(given: Config) -> dict[str, Any]:
     used = given.get("use_sliding_window", False)
     windows = _windows(given, pattern=lambda _: True) if used else ()
-    return {**_biased(given), "windows": windows, "experts": experts.qwen(given)}
+    own = {"windows": windows, "experts": qwen(given), "qk_norm": True}
+    return {**_biased(given), **own}
 
 
 def _gpt_oss(given: Config) -> dict[str, Any]:
     windows = _windows(given, pattern=lambda n: n % 2 == 0)
-    own = {"windows": windows, "experts": experts.gpt_oss(given)}
-    return {**_biased(given, default=True), **own}
+    how = {"scoring": "topk_softmax", "router_bias": True, "bias": True}
+    limit = given.get("swiglu_limit", 7.0)
+    mixture = in_all_layers(given, "num_local_experts", clamp=limit, **how)
+    return {**_biased(given, default=True), "windows": windows, "experts": mixture, "sinks": True}
 
 
 def _deepseek(given: Config, version: int) -> dict[str, Any]:
-    found = experts.latent(given)
+    sizes = latent(given)
     return {
         "rope": _rope(given),
-        "latent": found,
-        "attention_scale": experts.latent_scale(given),
-        "head_dim": found.rope,
+        "latent": sizes,
+        "attention_scale": latent_scale(given),
+        "head_dim": sizes.rope,
         "kv_heads": given["num_attention_heads"],
-        "experts": experts.deepseek(given, version),
+        "experts": deepseek(given, version),
     }
 
 
-_GEMMA = {"norm_offset": 1.0}
-_SILU = {"hidden_act": "silu"}
-_GEMMA_DEFAULTS = {
-    "hidden_activation": "gelu_pytorch_tanh",
-    "head_dim": 256,
-    "tie_word_embeddings": True,
-}
-_READINGS: dict[str, Reading] = {
-    "llama": Reading(_KEYS, defaults=_SILU, more=_llama),
-    "mistral": Reading(_KEYS, defaults={**_SILU, "sliding_window": 4096}, more=_mistral),
-    "qwen2": Reading(_KEYS, defaults=_SILU, fixed={"qkv_bias": True}, more=_qwen2),
-    "qwen3": Reading(
-        _KEYS, defaults={**_SILU, "head_dim": 128}, fixed={"qk_norm": True}, more=_qwen3
-    ),
-    "gemma": Reading(
-        _KEYS,
-        defaults=_GEMMA_DEFAULTS,
-        fixed=_GEMMA,
-        activation="hidden_activation",
-        more=_gemma,
-    ),
-    "gemma2": Reading(
-        _KEYS,
-        defaults={
-            **_GEMMA_DEFAULTS,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-        fixed={**_GEMMA, "post_norms": True},
-        activation="hidden_activation",
-        more=_gemma2,
-    ),
-    "gemma3_text": Reading(
-        _KEYS,
-        defaults={
-            **_GEMMA_DEFAULTS,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
-            "rope_theta": 1_000_000.0,
-        },
-        only={"use_bidirectional_attention": False},
-        fixed={**_GEMMA, "post_norms": True, "qk_norm": True},
-        activation="hidden_activation",
-        more=_gemma3,
-    ),
-    "gpt2": Reading(
-        _GPT2_KEYS,
-        defaults={
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            "n_positions": 1024,
-            "tie_word_embeddings": True,
-        },
-        only={
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
-        },
-        fixed={
-            "norm": "layer",
-            "rope": None,
-            "gated": False,
-            "qkv_bias": True,
-            "out_bias": True,
-            "mlp_bias": True,
-        },
-        activation="activation_function",
-    ),
-}
-_GPT_OSS_ROPE = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
-_OF_DEEPSEEK = {
-    "attention_bias": False,
-    "mlp_bias": False,
-    "moe_layer_freq": 1,
-    "rope_interleave": True,
-}
-_READINGS |= {
-    "mixtral": Reading(_KEYS, defaults={**_SILU, "rope_theta": 1e6}, more=_mixtral),
-    "olmoe": Reading(
-        _KEYS,
-        defaults={**_SILU, "rms_norm_eps": 1e-5},
-        only={"clip_qkv": None},
-        fixed={"qk_norm": "whole"},
-        more=_olmoe,
-    ),
-    "qwen2_moe": Reading(
-        _KEYS, defaults=_SILU, only={"use_sliding_window": False}, more=_qwen2_moe
-    ),
-    "qwen3_moe": Reading(
-        _KEYS, defaults={**_SILU, "head_dim": 128}, fixed={"qk_norm": True}, more=_qwen3_moe
-    ),
-    "gpt_oss": Reading(
-        _KEYS,
-        defaults={
-            **_SILU,
-            "head_dim": 64,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 150000.0,
-            "rope_scaling": _GPT_OSS_ROPE,
-            "sliding_window": 128,
-        },
-        only={"swiglu_alpha": 1.702},
-        fixed={"sinks": True},
-        more=_gpt_oss,
-    ),
-    "deepseek_v2": Reading(
-        _KEYS,
-        defaults=_SILU,
-        only={**_OF_DEEPSEEK, "norm_topk_prob": False, "scoring_func": "softmax"},
-        more=functools.partial(_deepseek, version=2),
-    ),
-    "deepseek_v3": Reading(
-        {**_KEYS, "num_nextn_predict_layers": "mtp_layers"},
-        defaults=_SILU,
-        only={**_OF_DEEPSEEK, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-        more=functools.partial(_deepseek, version=3),
-    ),
-}
+# ---- the families --------------------------------------------------------------------------------
+
 _DEEPSEEK_ROWS = (
     row("attention_norm.scale", "d", ("input_layernorm.weight", "d")),
-    *experts.LATENT_ROWS,
+    *LATENT_ROWS,
     row("mlp_norm.scale", "d", ("post_attention_layernorm.weight", "d")),
     *_MLP,
-    *experts.DEEPSEEK_ROWS,
+    *DEEPSEEK_ROWS,
 )
 _DEEPSEEK_MTP = (
     row("main_norm.scale", "d", ("..norm.weight", "d")),
@@ -584,58 +587,138 @@ _DEEPSEEK_MTP = (
 _HEAD_NORMS = {"attention.q_norm.scale", "attention.k_norm.scale"}
 _OLMOE_ROWS = (
     *(one for one in LLAMA_ROWS if one.target not in _HEAD_NORMS),
-    *experts.OLMOE_NORMS,
-    *experts.EXPERT_ROWS,
+    *OLMOE_NORMS,
+    *EXPERT_ROWS,
 )
 _BUFFERS = r"\.rotary_emb\.inv_freq$"
-_TABLES: dict[str, dict[str, Any]] = {
-    "mixtral": {"rows": (*LLAMA_ROWS, *experts.MIXTRAL_ROWS)},
-    "olmoe": {"rows": _OLMOE_ROWS},
-    "qwen2_moe": {"rows": (*LLAMA_ROWS, *experts.QWEN2_ROWS)},
-    "qwen3_moe": {"rows": (*LLAMA_ROWS, *experts.EXPERT_ROWS)},
-    "gpt_oss": {"rows": (*LLAMA_ROWS, *experts.GPT_OSS_ROWS)},
-    "deepseek_v2": {"rows": _DEEPSEEK_ROWS},
-    "deepseek_v3": {
-        "rows": _DEEPSEEK_ROWS,
-        "mtp": _DEEPSEEK_MTP,
-        "mtp_copies": (("embed_tokens.weight", "embed"), ("shared_head.head.weight", "head")),
-        # The published layer for multi-token prediction, if config.json does not count it.
-        "ignored": (_BUFFERS, r"^model\.layers\.61\."),
-    },
-    "gemma2": {"rows": GEMMA2_ROWS},
-    "gemma3_text": {"rows": GEMMA2_ROWS},
-    "gpt2": {
-        "rows": GPT2_ROWS,
-        "embed": GPT2_EMBED,
-        "head": GPT2_HEAD,
-        "blocks": "h.{n}.",
-        "prefixes": ("transformer.", ""),
-        "ignored": (r"\.attn\.bias$", r"\.attn\.masked_bias$"),
-    },
+_TABLE: dict[str, Any] = {"rows": LLAMA_ROWS, "embed": EMBED, "head": HEAD, "ignored": (_BUFFERS,)}
+_SILU = {"hidden_act": "silu"}
+_GEMMA = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
 }
-_COMMON = {
-    "rows": LLAMA_ROWS,
-    "embed": EMBED,
-    "head": HEAD,
-    "ignored": (_BUFFERS,),
+_GPT2_DEFAULTS = {
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "n_positions": 1024,
+    "tie_word_embeddings": True,
 }
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_GPT_OSS = {
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "rope_scaling": _GPT_OSS_ROPE,
+    "sliding_window": 128,
+}
+_DEEPSEEK: dict[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "moe_layer_freq": 1,
+    "rope_interleave": True,
+}
+_ANY: Config = {}
 
-FAMILIES: dict[str, Family] = {
-    name: Family(
-        name=name,
-        config=functools.partial(read_config, name, reading),
-        **{**_COMMON, **_TABLES.get(name, {})},
-    )
-    for name, reading in _READINGS.items()
-}
+
+def _family(
+    name: str,
+    read: Callable[[Config], Mapping[str, Any]],
+    defaults: Config = _ANY,
+    only: Config = _ANY,
+    keys: Mapping[str, str] = _KEYS,
+    **table: Any,
+) -> Family:
+    """Make a family; the arguments are those of `read_config` and `Family`."""
+    if not any(key in defaults for key in _ACTIVATION_KEYS):
+        defaults = {**_SILU, **defaults}
+    how: dict[str, Any] = {"keys": keys, "defaults": defaults, "only": only, "read": read}
+    config = functools.partial(read_config, name=name, **how)
+    return Family(name, config=config, **{**_TABLE, **table})
+
+
+_ALL = (
+    _family("llama", _llama),
+    _family("mistral", _mistral, {"sliding_window": 4096}),
+    _family("qwen2", _qwen2),
+    _family("qwen3", _qwen3, {"head_dim": 128}),
+    _family("gemma", _gemma, _GEMMA),
+    _family(
+        "gemma2",
+        _gemma2,
+        {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        rows=GEMMA2_ROWS,
+    ),
+    _family(
+        "gemma3_text",
+        _gemma3,
+        {**_GEMMA, "rope_theta": 1_000_000.0},
+        {"use_bidirectional_attention": False},
+        rows=GEMMA2_ROWS,
+    ),
+    _family(
+        "gpt2",
+        _gpt2,
+        _GPT2_DEFAULTS,
+        {
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+        _GPT2_KEYS,
+        rows=GPT2_ROWS,
+        embed=GPT2_EMBED,
+        head=GPT2_HEAD,
+        blocks="h.{n}.",
+        prefixes=("transformer.", ""),
+        ignored=(r"\.attn\.bias$", r"\.attn\.masked_bias$"),
+    ),
+    _family("mixtral", _mixtral, {"rope_theta": 1e6}, rows=(*LLAMA_ROWS, *MIXTRAL_ROWS)),
+    _family("olmoe", _olmoe, {"rms_norm_eps": 1e-5}, {"clip_qkv": None}, rows=_OLMOE_ROWS),
+    _family(
+        "qwen2_moe",
+        _qwen2_moe,
+        only={"use_sliding_window": False},
+        rows=(*LLAMA_ROWS, *QWEN2_ROWS),
+    ),
+    _family("qwen3_moe", _qwen3_moe, {"head_dim": 128}, rows=(*LLAMA_ROWS, *EXPERT_ROWS)),
+    _family(
+        "gpt_oss",
+        _gpt_oss,
+        _GPT_OSS,
+        {"swiglu_alpha": 1.702},
+        rows=(*LLAMA_ROWS, *GPT_OSS_ROWS),
+    ),
+    _family(
+        "deepseek_v2",
+        functools.partial(_deepseek, version=2),
+        only={**_DEEPSEEK, "norm_topk_prob": False, "scoring_func": "softmax"},
+        rows=_DEEPSEEK_ROWS,
+    ),
+    _family(
+        "deepseek_v3",
+        functools.partial(_deepseek, version=3),
+        only={**_DEEPSEEK, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        keys={**_KEYS, "num_nextn_predict_layers": "mtp_layers"},
+        rows=_DEEPSEEK_ROWS,
+        mtp=_DEEPSEEK_MTP,
+        mtp_copies=(("embed_tokens.weight", "embed"), ("shared_head.head.weight", "head")),
+        # The published layer for multi-token prediction, if config.json does not count it.
+        ignored=(_BUFFERS, r"^model\.layers\.61\."),
+    ),
+)
+FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 
 def family_of(content: Config, where: str = "config.json") -> Family:
-    """Return the family of a config.json, by its ``model_type``.
-
-    Raises:
-      ValueError: the model_type is missing or unknown.
-    """
+    """Return the family of a config.json, by its ``model_type``."""
     name = content.get("model_type")
     if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]

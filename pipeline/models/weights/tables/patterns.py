@@ -14,23 +14,24 @@ its pattern lacks: ``experts.{e}.up.weight`` with ``f d`` is a part of ``e d f``
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from pipeline.models.decoders.config import DecoderConfig
+
 Sizes = Mapping[str, int]  # sizes of letters
 Range = tuple[int, int]  # start, stop
-Read = Callable[[str, Sequence[Range]], np.ndarray]  # a tensor's name, a range of each dim
+Read = Callable[[str], np.ndarray]  # a tensor by name: a map of its file
 Factors = tuple[tuple[str, int], ...]  # factors of a dim: letters and sizes, slowest first
 Place = dict[str, int | slice]  # place of each letter, in a slice of a weight
 
 PLACES = "+"
-BLOCK = 1 << 22  # bytes that are read at once
+BLOCK = 1 << 22  # bytes that are copied at once
 _TOKEN = re.compile(r"\([^()]*\)|\S+")
 _BRACES = re.compile(r"\{(\w+)\}")
 _LETTER = re.compile(r"[A-Za-z]\w*|\d+|\+\w*")
@@ -95,7 +96,6 @@ class TensorPart:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array in the file."""
         return tuple(map(_size, self.dims))
 
     def within(self, spans: Mapping[str, Range]) -> tuple[Place, dict[str, Range]] | None:
@@ -123,13 +123,38 @@ class TensorPart:
         return place, {**own, PLACES: (low - self.start, high - self.start)}
 
     def view(self, weight: np.ndarray, names: Sequence[str], place: Place) -> np.ndarray:
-        """Return this part of a slice of the weight; the slice has a dim for each letter."""
-        return weight[tuple(place.get(name, slice(None)) for name in names)]
+        """Return this part of a slice of a weight, with a dim for each of the array's factors.
 
-    def names(self, names: Sequence[str]) -> list[str]:
-        """List the letters of the array that `view` returns: those without a fixed index."""
+        Args:
+          weight: the slice, with a dim for each letter.
+          names: the letters of its dims.
+          place: the array's place in the slice.
+        """
+        view = weight[(..., *(place.get(name, slice(None)) for name in names))]
         fixed = {name for name, _ in self.fixed}
-        return [name for name in names if name not in fixed]
+        left = [name for name in names if name not in fixed]
+        order = [name for factors in self.dims for name, _ in factors]
+        missing = [name for name in left if name not in order]  # `+` with a single entry
+        view = view.transpose([left.index(name) for name in (*order, *missing)])
+        first: Any = (..., *[0] * len(missing))
+        return view[first]
+
+    def copy(self, array: np.ndarray, spans: Mapping[str, Range], view: np.ndarray) -> None:
+        """Copy ranges of the array's letters to a view of the weight, block by block."""
+        factors = [factor for dim in self.dims for factor in dim]
+        source = array.reshape([size for _, size in factors])
+        index: Any = (..., *(slice(*spans[name]) for name, _ in factors))
+        copy_blocks(source[index], view)
+
+
+def copy_blocks(source: np.ndarray, target: np.ndarray) -> None:
+    """Copy an array, a few entries of its first dim at a time, so that caches hold a block."""
+    if not source.ndim:
+        target[...] = source
+        return
+    step = max(1, BLOCK * len(source) // max(1, source.nbytes))
+    for start in range(0, len(source), step):
+        target[start : start + step] = source[start : start + step]
 
 
 @dataclass(frozen=True)
@@ -148,25 +173,20 @@ class TensorPlan:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the weight."""
         return tuple(map(_size, self.dims))
 
     def read(self, read: Read, dtype: Any) -> np.ndarray:
-        """Read the whole weight."""
         out = np.empty(self.shape, dtype)
         self.fill(out, [(0, size) for size in self.shape], read)
         return out
 
     def fill(self, out: np.ndarray, index: Sequence[Range], read: Read) -> None:
-        """Write a slice of the weight into ``out``, block by block.
-
-        Only ranges of the file's arrays are read, not whole arrays; a range may have a few entries
-        more than the slice needs.
+        """Write a slice of the weight into ``out``; only its parts of the file are read.
 
         Args:
           out: the array to write to.
           index: the range of each dim.
-          read: a function that reads a slice of an array of the file.
+          read: a function that maps an array of the file.
         """
         # Whole entries of each dim's slowest factor; the slice may need only a part of them.
         spans: dict[str, Range] = {}
@@ -177,43 +197,33 @@ class TensorPlan:
             first, last = start // inner, -(-stop // inner)
             spans[factors[0][0]] = first, last
             trims.append(slice(start - first * inner, stop - first * inner))
-        names = list(spans)
-        held = [last - first for first, last in spans.values()]
-        is_whole = math.prod(held) == out.size
-        whole = out if is_whole and out.flags.c_contiguous else np.empty(held, out.dtype)
-        view = whole.reshape(held)
+        sizes = {name: last - first for name, (first, last) in spans.items()}
+        shape = list(sizes.values())
+        is_whole = math.prod(shape) == out.size and out.flags.c_contiguous
+        whole = out if is_whole else np.empty(shape, out.dtype)
+        view = whole.reshape(shape)
         for part in self.parts:
-            if (found := part.within(spans)) is not None:
-                place, own = found
-                _fill(part.view(view, names, place), part.names(names), part, own, read)
+            if (places := part.within(spans)) is not None:
+                place, ranges = places
+                part.copy(read(part.name), ranges, part.view(view, list(spans), place))
         if whole is not out:
-            dims = [
-                math.prod(spans[name][1] - spans[name][0] for name, _ in factors)
-                for factors in self.dims
-            ]
+            dims = [math.prod(sizes[name] for name, _ in factors) for factors in self.dims]
             out[...] = whole.reshape(dims)[tuple(trims)]
 
     def split(self, weight: np.ndarray) -> dict[str, np.ndarray]:
         """Return the arrays of the file that make a whole weight, by name."""
         names = [name for factors in self.dims for name, _ in factors]
         view = weight.reshape([size for factors in self.dims for _, size in factors])
-        found = {}
+        tensors = {}
         for part in self.parts:
             place: Place = {PLACES: slice(part.start, part.start + part.count), **dict(part.fixed)}
-            piece, left = part.view(view, names, place), part.names(names)
-            order = [name for factors in part.dims for name, _ in factors]
-            missing = [name for name in left if name not in order]  # `+` with a single entry
-            piece = piece.transpose([left.index(name) for name in (*order, *missing)])
-            found[part.name] = np.ascontiguousarray(piece).reshape(part.shape)
-        return found
+            piece = part.view(view, names, place)
+            tensors[part.name] = np.ascontiguousarray(piece).reshape(part.shape)
+        return tensors
 
 
 def plan(row: Row, sizes: Sizes) -> TensorPlan:
-    """Combine a row with the sizes of a model.
-
-    Raises:
-      ValueError: a pattern cannot be read, or has other letters than its sources.
-    """
+    """Combine a row with the sizes of a model."""
     starts: int = 0
     parts: list[TensorPart] = []
     letters = {}
@@ -246,16 +256,16 @@ def _named(
     source: TensorSource, sizes: Sizes, row: Row
 ) -> list[tuple[str, tuple[tuple[str, int], ...]]]:
     """List the names of a source's arrays, each with its index along the letter in braces."""
-    found = _BRACES.search(source.name)
-    if found is None:
+    braces = _BRACES.search(source.name)
+    if braces is None:
         return [(source.name, ())]
-    letter = found[1]
+    letter = braces[1]
     if letter not in sizes:
         raise ValueError(
             f"row {row.target!r}: the name {source.name!r} has the letter {letter!r}, and the "
             f"model has sizes for {' '.join(sizes)}"
         )
-    parts = source.name[: found.start()], source.name[found.end() :]
+    parts = source.name[: braces.start()], source.name[braces.end() :]
     return [(f"{n}".join(parts), ((letter, n),)) for n in range(sizes[letter])]
 
 
@@ -294,75 +304,104 @@ def _dims(pattern: str, sizes: Sizes, target: str) -> tuple[Factors, ...]:
     return tuple(dims)
 
 
-def _fill(
-    view: np.ndarray, names: Sequence[str], part: TensorPart, spans: Mapping[str, Range], read: Read
-) -> None:
-    """Read a part's share of a slice into ``view``, which has a dim for each letter."""
-    order = [name for factors in part.dims for name, _ in factors]
-    rest = [name for name in names if name not in order]  # `+` with a single entry
-    dest = view.transpose([names.index(name) for name in (*order, *rest)])
-    dest = dest[(slice(None),) * len(order) + (0,) * len(rest)]
-    for runs in itertools.product(*(list(_runs(factors, spans)) for factors in part.dims)):
-        place = [index for run in runs for index in run.place]
-        ranges, shapes = [run.span for run in runs], [run.shape for run in runs]
-        _fill_run(dest[tuple(place)], part.name, ranges, shapes, read)
+def _size(factors: Sequence[tuple[str, int]]) -> int:
+    return math.prod(size for _, size in factors)
+
+
+Config = Mapping[str, Any]  # the content of config.json
 
 
 @dataclass(frozen=True)
-class _Run:
-    """Consecutive entries of one dim.
+class Family:
+    """A table of names and transposes.
+
+    A layer's tensors are called ``prefix + blocks.format(n=...) + name``. Tensors of embed and head
+    are called ``prefix + name``. A name that begins with a dot is used alone, without the dot. For
+    a layer's name that begins with two dots, the tensor is ``prefix + name`` without the dots.
 
     Attributes:
-      span: the first entry, and the entry after the last.
-      place: the target of the entries, for each letter of the dim.
-      shape: sizes of the letters that ``place`` does not fix.
+      name: the family's name, the ``model_type`` of its config.json.
+      rows: rows of a block; rows for weights that a model lacks are skipped.
+      embed: rows of the embedding.
+      head: rows of the head.
+      mtp: additional rows of a layer for multi-token prediction.
+      mtp_copies: (name, "embed" or "head") of tensors of such a layer that repeat a table.
+      blocks: the prefix of names of layer n, such as ``layers.{n}.``.
+      prefixes: prefixes of all names in checkpoints; exports use the first.
+      ignored: regular expressions of tensors without information, such as buffers.
+      config: a function from config.json to the decoder's configuration; None for your own model.
+      sizes: a function from config.json to the sizes of the patterns' letters; by default those of
+        a decoder.
     """
 
-    span: Range
-    place: tuple[int | slice, ...]
-    shape: tuple[int, ...]
+    name: str
+    rows: tuple[Row, ...]
+    embed: tuple[Row, ...]
+    head: tuple[Row, ...]
+    mtp: tuple[Row, ...] = ()
+    mtp_copies: tuple[tuple[str, str], ...] = ()
+    blocks: str = "layers.{n}."
+    prefixes: tuple[str, ...] = ("model.", "")
+    ignored: tuple[str, ...] = ()
+    config: Callable[[Config], DecoderConfig] | None = field(default=None, compare=False)
+    sizes: Callable[[Config], Mapping[str, int]] | None = field(default=None, compare=False)
+
+    def sizes_of(self, config: Config) -> Mapping[str, int]:
+        """Return the sizes of the patterns' letters.
+
+        Raises:
+          ValueError: the family has neither config nor sizes.
+        """
+        if self.sizes is not None:
+            return self.sizes(config)
+        if self.config is None:
+            raise ValueError(
+                f"the family {self.name!r} has neither config= nor sizes=: give one, so that "
+                f"letters of patterns have sizes"
+            )
+        return decoder_sizes(self.config(config))
+
+    def tensor_name(self, prefix: str, layer: int | None, name: str) -> str:
+        """Return the name of a tensor in a file."""
+        if name.startswith(".."):
+            return prefix + name[2:]
+        if name.startswith("."):
+            return name[1:]
+        return prefix + ("" if layer is None else self.blocks.format(n=layer)) + name
+
+    def ignores(self, name: str) -> bool:
+        """Tell whether a tensor carries no information."""
+        return any(re.search(pattern, name) for pattern in self.ignored)
+
+    def prefix_of(self, names: Sequence[str]) -> str:
+        """Return the prefix of the names in a file."""
+        held = set(names)
+        rows = *self.embed, *self.head  # a tied head may have the only table of the embedding
+        wanted = [source.name for row in rows for source in row.sources]
+        wanted = [name for name in wanted if not name.startswith(".")]
+        for prefix in self.prefixes:
+            if any(self.tensor_name(prefix, None, name) in held for name in wanted):
+                return prefix
+        return self.prefixes[0]
 
 
-def _runs(factors: Factors, spans: Mapping[str, Range]) -> Iterator[_Run]:
-    """Find the runs of consecutive entries of a dim for ranges of its letters."""
-    whole = {name: (0, size) for name, size in factors}
-    # Each entry of the letters before the last divided letter has its own run.
-    cut = [n for n, (name, _) in enumerate(factors) if spans[name] != whole[name]]
-    # Letters of size 1 cannot be divided; skip those at the beginning.
-    lead = next((n for n, (_, size) in enumerate(factors) if size > 1), 0)
-    last = max([lead, *cut])
-    inner = _size(factors[last + 1 :])
-    low, high = spans[factors[last][0]]
-    before = [range(*spans[name]) for name, _ in factors[:last]]
-    for entries in itertools.product(*before):
-        base = 0
-        for entry, (_, size) in zip(entries, factors, strict=False):
-            base = base * size + entry
-        base = base * factors[last][1]
-        place = [e - spans[name][0] for e, (name, _) in zip(entries, factors, strict=False)]
-        open_ = (slice(None),) * (len(factors) - last)
-        shape = (high - low, *(size for _, size in factors[last + 1 :]))
-        yield _Run(((base + low) * inner, (base + high) * inner), (*place, *open_), shape)
-
-
-def _fill_run(
-    dest: np.ndarray,
-    name: str,
-    ranges: Sequence[Range],
-    shapes: Sequence[tuple[int, ...]],
-    read: Read,
-) -> None:
-    """Read a range of each dim, in blocks of entries of the first dim."""
-    total, *within = shapes[0]
-    inner = math.prod(within)
-    rest = [size for shape in shapes[1:] for size in shape]
-    at_once = max(1, BLOCK // max(1, inner * math.prod(rest) * dest.itemsize))
-    for first in range(0, total, at_once):
-        last = min(first + at_once, total)
-        rows = ranges[0][0] + first * inner, ranges[0][0] + last * inner
-        block = read(name, [rows, *ranges[1:]])
-        dest[first:last] = block.reshape([last - first, *within, *rest])
-
-
-def _size(factors: Sequence[tuple[str, int]]) -> int:
-    return math.prod(size for _, size in factors)
+def decoder_sizes(config: DecoderConfig) -> dict[str, int]:
+    """Return the sizes of the letters of decoders' patterns."""
+    sizes = {
+        "d": config.width,
+        "v": config.vocabulary,
+        "k": config.kv_heads,
+        "g": config.heads // config.kv_heads,
+        "h": config.heads,
+        "c": config.head_dim,
+        "f": config.hidden,
+        "p": config.positions,
+        "u": 2 * config.width,
+    }
+    if (experts := config.experts) is not None:
+        sizes |= {"e": experts.number, "m": experts.hidden, "s": experts.shared_hidden}
+    if (latent := config.latent) is not None:
+        sizes |= {"q": latent.query_rank or 0, "r": latent.rank, "w": latent.value}
+        sizes |= {"x": latent.nope + latent.rope, "y": latent.rank + latent.rope}
+        sizes |= {"z": latent.nope + latent.value}
+    return sizes
