@@ -41,8 +41,8 @@ test-all: test test-slow ## also the whole parity grid (half an hour): after a c
 	XLA_FLAGS=$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m exhaustive --ignore tests/examples/test_train_gpt.py $(ARGS)
 	$(BIN)/python -m pytest -m exhaustive tests/examples/test_train_gpt.py
 
-mutants: $(VENV)/.dev ## do the tests bite? 200 changes of the engine against them, for hours; ARGS="--seed 13 --count 20"
-	$(PIP) install cosmic-ray
+mutants: $(VENV)/.dev ## mutation testing: 200 small changes of the engine, for hours; ARGS="--seed 13 --count 20"
+	$(PIP) install "cosmic-ray ~= 8.7"
 	XLA_FLAGS=$(QUICK) $(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGS)
 
 # An environment of its own: the packages pin many others. The second list installs without what it asks for.

@@ -1,4 +1,4 @@
-"""Do the tests bite? Changes of the engine, each against its room's tests and the parity grid.
+"""Mutation testing: does a test fail for each small change of the engine?
 
     make mutants ARGS="--seed 13 --count 200"
 
@@ -83,7 +83,9 @@ def draw_mutants(mutants: Iterable[Mutant], seed: int, count: int) -> list[Mutan
     for mutant in mutants:
         places.setdefault((mutant.file, mutant.line, mutant.column), []).append(mutant)
     draw = random.Random(seed)
-    return [draw.choice(places[place]) for place in draw.sample(sorted(places), count)]
+    return [
+        draw.choice(places[place]) for place in draw.sample(sorted(places), min(count, len(places)))
+    ]
 
 
 def _spans_of_types(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -129,6 +131,11 @@ def run_tests(tree: Path, room: str, jobs: int) -> tuple[str, str]:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return "killed", f"no end within {LONGEST} s"
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    if process.returncode > 2:  # pytest itself failed, or found no test
+        raise RuntimeError(output[-2000:])
     lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]
     return (
         ("killed", lines[-1] if lines else output[-200:]) if process.returncode else ("lives", "")
@@ -164,7 +171,9 @@ def main(arguments: list[str] | None = None) -> int:
     mutants = (m for m in list_mutants() if options.room in (None, m.room))
     drawn = draw_mutants(mutants, options.seed, options.count)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    file = RESULTS / f"seed-{options.seed}.jsonl"
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(head, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    file = RESULTS / f"seed-{options.seed}-{commit.strip()}.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     results = {record["mutant"]: record for record in map(json.loads, lines)}
     tree = RESULTS / "tree"

@@ -124,7 +124,8 @@ class _Program:
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*types)
         places = list(map(_place_of, leaves))
         for conds in (False, True):
-            self._closed = _inlined(closed, types, conds=conds)
+            run = functools.partial(_run_inline, closed.jaxpr, closed.consts, conds=conds)
+            self._closed = jax.make_jaxpr(lambda *values, run=run: _distinct(run(values)))(*types)
             self._keys, has_mixed_cond = self._find_keys(places)
             if not has_mixed_cond:
                 break
@@ -266,15 +267,6 @@ class _Program:
             kept, given = ([here.get(v, values[v]) for v in of] for of in (part.kept, part.given))
             values |= zip(part.writes, part.run(kept, given), strict=True)
         return jax.tree.unflatten(self._tree, [values[v] for v in self._closed.jaxpr.outvars])
-
-
-def _inlined(closed: Any, types: Sequence[ShapedArray], *, conds: bool) -> Any:
-    """Trace a jaxpr with its calls inlined (`_run_inline`), so that no two results share memory."""
-
-    def run(*values: Any) -> list[Any]:
-        return _distinct(_run_inline(closed.jaxpr, closed.consts, values, conds=conds))
-
-    return jax.make_jaxpr(run)(*types)
 
 
 def _run_inline(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,8 @@ from pipeline.layers_view.view import (
 def to_layers(pipe: Any, tree: Tree) -> dict[str, Any]:
     """Convert a tree of the pipeline to layers, for `Pipeline.to_layers`."""
     order = layout_name(pipe.plan.stages_of)
-    view = _choose_view(pipe, lambda view: _has_all(tree, view.arrays)) or layer_view(pipe)
+    fitting = (view for view in _views(pipe) if _has_all(tree, view.arrays))
+    view = next(fitting, None) or layer_view(pipe)
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
     for other in {metadata(x).get(LAYERS, order) for x in leaves} - {order}:
         raise ValueError(
@@ -58,19 +59,20 @@ def to_layers(pipe: Any, tree: Tree) -> dict[str, Any]:
 
 def from_layers(pipe: Any, layers: dict[str, Any]) -> nnx.State[Any, Any]:
     """Convert layers to a tree of the pipeline, for `Pipeline.from_layers`."""
-    if not (isinstance(layers, Mapping) and isinstance(layers.get("stages"), Sequence)):
+    stages = layers.get("stages") if isinstance(layers, Mapping) else layers
+    if not isinstance(layers, Mapping) or not isinstance(stages, Sequence):
         raise ValueError(
-            f"from_layers was given {type(layers).__name__}; give the layers that "
-            f"pipe.to_layers(tree) returns, a dictionary with one tree for each stage"
+            f"from_layers was given stages in {type(stages).__name__}; give the layers that "
+            f"pipe.to_layers(tree) returns, a dictionary with a list of one tree for each stage"
         )
-    numbered = {**layers, "stages": dict(enumerate(layers["stages"]))}
-    names = {*map(_text, flatten_mapping(numbered))}
-    view = _choose_view(pipe, lambda view: {*map(_text, view.places)} == names)
-    if view is None:
-        different = min(names ^ {*map(_text, layer_view(pipe).places)})
+    numbered = {**layers, "stages": dict(enumerate(stages))}
+    names = {_text(path) for path, leaf in flatten_mapping(numbered).items() if leaf is not None}
+    differences = [(view, names ^ {*map(_text, view.places)}) for view in _views(pipe)]
+    view, different = min(differences, key=lambda pair: len(pair[1]))
+    for name in sorted(different):
         raise ValueError(
-            f"from_layers was given layers with{'' if different in names else 'out'} {different}; "
-            f"give the layers that pipe.to_layers(tree) returns, one tree for each stage"
+            f"from_layers was given layers with{'' if name in names else 'out'} {name}; give the "
+            f"layers that pipe.to_layers(tree) returns, one tree for each stage"
         )
     variables, foreign = dict(nnx.to_flat_state(nnx.state(pipe))), _foreign(pipe)
     variables |= foreign
@@ -110,11 +112,11 @@ def _foreign(pipe: Any) -> dict[Path, Any]:
     return types
 
 
-def _choose_view(pipe: Any, fits: Callable[[LayerView], bool]) -> LayerView | None:
-    """Choose the view that fits a tree: all parameters, declared state or trained parameters."""
+def _views(pipe: Any) -> Iterator[LayerView]:
+    """Yield the views of all parameters, of declared state and of trained parameters."""
     state = [] if pipe.plan.state is None else [{"state": True}]
-    views = (layer_view(pipe, **options) for options in [{}, *state, {"trained": True}])
-    return next(filter(fits, views), None)
+    for options in [{}, *state, {"trained": True}]:
+        yield layer_view(pipe, **options)
 
 
 def _has_all(tree: Tree, paths: Iterable[Path]) -> bool:

@@ -117,8 +117,8 @@ def ends_of(pipe: Any) -> dict[str, Any]:
     for name in pipe.plan.shared:  # after the last word there may be padding rows
         end = getattr(ends, name)
         table = end.table.get_value()
-        words = Spot(0, (0, end.words), (end.words, *table.shape[1:]))
-        end.table.set_value(words.read(table))
+        if table.shape[0] != end.words:
+            end.table.set_value(Spot(0, (0, end.words), (end.words, *table.shape[1:])).read(table))
     return {"loss_fn": pipe.plan.loss_fn} | _by_name(ends)
 
 

@@ -31,7 +31,7 @@ from pipeline.core.step.calls.ends import embed, finish, take_loss_of
 from pipeline.core.step.calls.kind import StageKind
 from pipeline.core.step.calls.rank import Rank, Slices
 from pipeline.core.step.calls.slices import CALL_SLICE
-from pipeline.lint.trial import Cut, Trial, TrialError
+from pipeline.lint.trial import FEW, Cut, TooLargeError, Trial, TrialError
 
 _LOSS_TOLERANCE = 1e-3  # of differences by rounding
 _TO_SLICE = {
@@ -127,29 +127,31 @@ class ModelPart:
 
             return call
 
-        types = self.x, unit_of(rank)
-        calls = list(map(on, slices[:1] if cut.axis else slices))
-        arguments = calls, on(Slices())
+        functions = list(map(on, slices[:1] if cut.axis else slices)), on(Slices())
+        crop = functools.partial(_cropped, (self.x, unit_of(rank)), specs_of(rank))
         # Losses may bound their weights from below, so one row is a trial of a large part only.
-        for rows, positions in ((None, None), (1, None)):
-            with contextlib.suppress(TrialError):
-                return Trial(*arguments, _cropped(types, rows, positions), [*x_dims, *dims], cut)
-        return Trial(*arguments, _cropped(types, 1, most), [*x_dims, *dims], cut)
+        for rows in (None, 1):
+            with contextlib.suppress(TooLargeError):
+                return Trial(*functions, crop(rows, None), [*x_dims, *dims], cut, FEW)
+        return Trial(*functions, crop(1, most), [*x_dims, *dims], cut)
 
 
-def _cropped(types: Tree, rows: int | None, positions: int | None) -> Tree:
-    """Return the types of fewer rows, and of fewer positions, of arrays [b, t, ...]."""
-    shapes = [x.shape for x in jax.tree.leaves(types[1])]
-    first = next((shape for shape in shapes if len(shape) > 1), shapes[0])
+def _cropped(types: Tree, specs: Sequence[Any], rows: int | None, positions: int | None) -> Tree:
+    # The specs are those of the batch's leaves; every leaf of the part's own input has rows.
+    leaves, treedef = jax.tree.flatten(types)
+    specs = [()] * (len(leaves) - len(specs)) + list(specs)
+    cut = [x for x, spec in zip(leaves, specs, strict=True) if spec is not None and x.ndim > 2]
+    largest: Any = max(cut, key=lambda x: math.prod(x.shape), default=None)
+    t = None if largest is None or positions is None else largest.shape[1]
 
-    def crop(x: Any) -> Any:
-        shape = list(x.shape)
-        for dim, size in enumerate((rows, positions)):
-            if size is not None and dim < min(len(shape), len(first)) and shape[dim] == first[dim]:
-                shape[dim] = min(size, shape[dim])
-        return x.update(shape=tuple(shape))
+    def crop(x: Any, spec: Any) -> Any:
+        # The last dim of the largest leaf holds features or words, even if they are as many.
+        inner = x.shape[1 : -1 if x is largest else None]
+        shape = [min(size, positions or size) if size == t else size for size in inner]
+        first = x.shape[:1] if spec is None or rows is None else (rows,) * (x.ndim > 0)
+        return x.update(shape=(*first, *shape, *x.shape[1 + len(inner) :]))
 
-    return jax.tree.map(crop, types)
+    return jax.tree.unflatten(treedef, map(crop, leaves, specs))
 
 
 def unit_of(rank: Rank) -> Any:

@@ -38,7 +38,6 @@ from pipeline.lint.walk import walk
 # The relative difference between results with a range and with ranges of halves: more than that of
 # rounding, less than that of a part that mixes rows in another way.
 _LEAST, _MOST = 5e-4, 0.3
-_POSITIONS = 16  # of a row in a trial: a loss has all words at each
 
 
 def _trial_of_rows(rank: Rank, part: ModelPart) -> Trial:
@@ -46,7 +45,8 @@ def _trial_of_rows(rank: Rank, part: ModelPart) -> Trial:
     pairs = zip(jax.tree.leaves(unit_of(rank)), specs_of(rank), strict=True)
     dims = [0 if spec is not None and leaf.shape else None for leaf, spec in pairs]
     x_dims = [0 if leaf.shape else None for leaf in jax.tree.leaves(part.x)]
-    return part.trial(rank, Cut((1, 1)), x_dims, dims, most=_POSITIONS)
+    # A loss has all words at each position, so few positions suffice.
+    return part.trial(rank, Cut((1, 1)), x_dims, dims, most=16)
 
 
 def warn_of_joined_rows(plan: Plan, rank: Rank, activations: Activations) -> None:

@@ -28,9 +28,9 @@ from collectives.compat import axis_of_size, loop_sizes
 from pipeline.base.tree import Leaves, Tree, is_key
 from pipeline.core.autodiff.jaxpr.evaluate import follow
 from pipeline.core.autodiff.jaxpr.primitives import bodies, body_of, traits
-from pipeline.lint.walk import axes_inside
+from pipeline.lint.walk import axes_inside, walk
 
-_MOST, _MOST_ARGUMENTS = 2**28, 2**24  # numbers of weights, and of arguments and results
+FEW, MOST = 2**24, 2**28  # numbers in an array of a trial: of a short one, and of any
 _MOST_WORK = {"cpu": 2**37}  # products of numbers, by platform
 _MOST_WORK_ELSEWHERE = 2**45
 _PERIOD = 65537  # arrays repeat so many random numbers
@@ -40,6 +40,10 @@ TOLERANCE = 1e-4  # of differences by rounding, relative to the largest entry
 
 class TrialError(Exception):
     """An error: a function cannot be tried; the message says why."""
+
+
+class TooLargeError(TrialError):
+    """An error: an array of a trial has too many numbers."""
 
 
 class NoFiniteResultError(TrialError):
@@ -111,6 +115,7 @@ class Trial:
         types: Sequence[Tree],
         dims: Sequence[int | None],
         cut: Cut,
+        most: int = MOST,
     ) -> None:
         """Trace the function.
 
@@ -120,9 +125,10 @@ class Trial:
           types: the types of the arguments of the longest part.
           dims: for each leaf of ``types`` the dim that is cut, or None.
           cut: the cut.
+          most: the most numbers of an array.
 
         Raises:
-          TrialError: too many numbers.
+          TrialError: too many weights, or `TooLargeError`.
         """
         leaves, treedef = jax.tree.flatten(types)
         self._dims, self._cut = dims, cut
@@ -142,7 +148,7 @@ class Trial:
         named = set[str]().union(*(axes_inside(closed.jaxpr) for closed in every))
         self._names_axis, others = cut.axis in named, named - {cut.axis}
         sizes = {axis: jax.lax.axis_size(axis) for axis in mesh.manual_axes if axis in others}
-        self._check_work(every[0].out_avals)
+        self._check_work(every[0].jaxpr, most)
         # No method of the trial, which would keep the compiled function in a cycle.
         run = functools.partial(_run_both, (every, dims, cut, sizes))
         self._run = jax.jit(run, static_argnums=2)
@@ -188,17 +194,15 @@ class Trial:
                 return ""
         return text
 
-    def _check_work(self, results: Leaves) -> None:
-        numbers, others = (
-            sum(math.prod(x.shape) for x in of)
-            for of in (self._consts.values(), [*self._types, *results])
-        )
-        if others > _MOST_ARGUMENTS:
-            raise TrialError(f"{others} numbers in arguments and results are too many for a trial")
+    def _check_work(self, jaxpr: Any, most: int) -> None:
+        numbers = sum(math.prod(x.shape) for x in self._consts.values())
+        arrays = [*self._types, *(var.aval for eqn in walk(jaxpr) for var in eqn.outvars)]
+        if (largest := max(math.prod(getattr(x, "shape", ())) for x in arrays)) > most:
+            raise TooLargeError(f"an array of {largest} numbers is too large for a trial")
         tokens = max((math.prod(x.shape[:2]) for x in self._types), default=1)
         platform = jax.local_devices()[0].platform
         most = _MOST_WORK.get(platform, _MOST_WORK_ELSEWHERE)
-        if numbers > _MOST or numbers * tokens > most:
+        if numbers > MOST or numbers * tokens > most:
             raise TrialError(f"{numbers} weights on {tokens} positions are too many for a trial")
 
 

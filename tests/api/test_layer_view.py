@@ -169,8 +169,12 @@ def test_trees_of_other_shapes():
     weights = nnx.state(pipe, nnx.Param)
     layers, rows = pipe.to_layers(weights), jax.tree.map(lambda x: x[0], weights)
     assert refusal(pipe.from_layers, layers["stages"]) == (
-        "from_layers was given list; give the layers that pipe.to_layers(tree) returns, a "
-        "dictionary with one tree for each stage"
+        "from_layers was given stages in list; give the layers that pipe.to_layers(tree) returns, "
+        "a dictionary with a list of one tree for each stage"
+    )
+    assert refusal(pipe.from_layers, layers | {"stages": {}}) == (
+        "from_layers was given stages in dict; give the layers that pipe.to_layers(tree) returns, "
+        "a dictionary with a list of one tree for each stage"
     )
     remedy = "; give the layers that pipe.to_layers(tree) returns, one tree for each stage"
     assert refusal(pipe.from_layers, layers | {"stages": layers["stages"][:3]}) == (

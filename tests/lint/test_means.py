@@ -202,7 +202,7 @@ def test_a_loss_of_many_words_is_tried_on_one_row_of_few_positions(name, monkeyp
         return (losses * mask).sum() / mask.sum() if name == "masked" else losses.mean()
 
     monkeypatch.setattr(trial._Draws, "argument", argument)
-    monkeypatch.setattr(trial, "_MOST_ARGUMENTS", 2**16)
+    monkeypatch.setattr("pipeline.lint.positions.FEW", 2**15)
     ends = {"embed": nnx.Embed(words, 8, rngs=nnx.Rngs(0))}
     ends["head"] = nnx.Linear(8, words, rngs=nnx.Rngs(1))
     stages = [nnx.Linear(8, 8, rngs=nnx.Rngs(k)) for k in range(2)]

@@ -144,15 +144,22 @@ def test_a_trial_does_not_see_what_random_numbers_do_not_reach():
 
 
 def test_parts_that_are_too_large_are_not_tried(monkeypatch):
-    monkeypatch.setattr("pipeline.lint.trial._MOST", 10)
-    with pytest.warns(UserWarning, match=r"told \(42 weights on 8 positions are too many"):
+    monkeypatch.setattr("pipeline.lint.trial.MOST", 10)
+    with pytest.warns(UserWarning, match=r"told \(42 weights on 16 positions are too many"):
         trace(pipe_of(ALONE["tanh"], jnp.float32))
 
 
 def test_layers_of_flax_that_treat_positions_alone_are_not_tried(monkeypatch):
-    monkeypatch.setattr("pipeline.lint.trial._MOST", 0)
+    monkeypatch.setattr("pipeline.lint.trial.MOST", 0)
     known = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
     pipe = pipe_of(ALONE["tanh"], jnp.float32, head=known)
     with pytest.warns(UserWarning, match="cannot be told") as caught:
         trace(pipe)
     assert [str(one.message).partition(" mixes")[0] for one in caught] == ["whether stages[0]"]
+
+
+def test_a_large_stage_is_tried_on_one_row(monkeypatch):
+    """Also if one row is larger than a short trial: only `MOST` bounds the last try."""
+    monkeypatch.setattr("pipeline.lint.positions.FEW", 1)
+    with pytest.raises(ValueError, match="mixes positions"):
+        trace(pipe_of(MIXING["a running sum"], jnp.float32))

@@ -124,7 +124,7 @@ class View:
 
     Attributes:
       treedef: the structure of the tree; None if it is that of the cells.
-      spots: the places of the leaves; None if they are the cells.
+      spots: the places of the leaves; None if they are the cells, () if the tree has no place.
     """
 
     treedef: Any = None
