@@ -127,12 +127,11 @@ def run_tests(tree: Path, room: str, jobs: int) -> tuple[str, str]:
     )
     try:
         output, _ = process.communicate(timeout=LONGEST)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return "killed", f"no end within {LONGEST} s"
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
+        if isinstance(error, subprocess.TimeoutExpired):
+            return "killed", f"no end within {LONGEST} s"
         raise
     if process.returncode > 2:  # pytest itself failed, or found no test
         raise RuntimeError(output[-2000:])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -109,7 +109,7 @@ class Copies:
         Args:
           pipe: the pipeline, which is about to run.
         """
-        modules = functools.cache(functools.partial(_modules_of, pipe))
+        modules = functools.partial(_modules_of, pipe, functools.cache(pipe.stages))
         if self._watches_attributes and (text := self._find_attribute(modules)):
             self._watches_attributes = False
             warn(
@@ -159,12 +159,11 @@ class Copies:
         return ""
 
 
-def _modules_of(pipe: Any, part: int | str) -> list[Any]:
+def _modules_of(pipe: Any, stages: Callable[[], list[Any]], part: int | str) -> list[Any]:
     """Return the pipeline's modules for a part of the user's model."""
-    if part == "stages" or isinstance(part, int):
-        stages: list[Any] = pipe.stages()
-        return stages if part == "stages" else [stages[int(part)]]
-    return [getattr(pipe.ends, part, None)]
+    if isinstance(part, int):
+        return [stages()[part]]
+    return stages() if part == "stages" else [getattr(pipe.ends, part, None)]
 
 
 def _weights(module: Any) -> dict[Path, Any]:

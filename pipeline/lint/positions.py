@@ -130,10 +130,11 @@ class ModelPart:
         functions = list(map(on, slices[:1] if cut.axis else slices)), on(Slices())
         crop = functools.partial(_cropped, (self.x, unit_of(rank)), specs_of(rank))
         # Losses may bound their weights from below, so one row is a trial of a large part only.
-        for rows in (None, 1):
+        *sizes, smallest = dict.fromkeys([(None, None), (1, None), (1, most)])
+        for size in sizes:
             with contextlib.suppress(TooLargeError):
-                return Trial(*functions, crop(rows, None), [*x_dims, *dims], cut, FEW)
-        return Trial(*functions, crop(1, most), [*x_dims, *dims], cut)
+                return Trial(*functions, crop(*size), [*x_dims, *dims], cut, FEW)
+        return Trial(*functions, crop(*smallest), [*x_dims, *dims], cut)
 
 
 def _cropped(types: Tree, specs: Sequence[Any], rows: int | None, positions: int | None) -> Tree:

@@ -88,6 +88,13 @@ IN_PROCESS = [
 ]
 
 
+def run_on_four(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> Any:
+    """Run a recipe's ``main`` on four devices of this process."""
+    four = jax.devices()[:4]
+    monkeypatch.setattr(jax, "devices", lambda *_: four)
+    return runpy.run_path(str(RECIPES / f"{name}.py"), run_name="recipe")["main"](*arguments)
+
+
 @pytest.mark.few
 @pytest.mark.parametrize("check", IN_PROCESS, ids=lambda check: check.__name__)
 def test_recipe(
@@ -96,19 +103,13 @@ def test_recipe(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    four = jax.devices()[:4]
-    monkeypatch.setattr(jax, "devices", lambda *_: four)
-    names = runpy.run_path(str(RECIPES / f"{check.__name__}.py"), run_name="recipe")
-    check(names["main"]())
+    check(run_on_four(monkeypatch, check.__name__))
     assert capsys.readouterr().out.count("\n") >= 2
 
 
 @pytest.mark.slow
 def test_contrastive_by_programs(lenient: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    four = jax.devices()[:4]
-    monkeypatch.setattr(jax, "devices", lambda *_: four)
-    names = runpy.run_path(str(RECIPES / "contrastive.py"), run_name="recipe")
-    contrastive(names["main"]("programs"))
+    contrastive(run_on_four(monkeypatch, "contrastive", "programs"))
 
 
 @pytest.mark.slow
