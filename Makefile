@@ -42,7 +42,7 @@ test-all: test test-slow ## also the whole parity grid (half an hour): after a c
 	$(BIN)/python -m pytest -m exhaustive tests/examples/test_train_gpt.py
 
 mutants: $(VENV)/.dev ## mutation testing: 200 small changes of the engine, for hours; ARGS="--seed 13 --count 20"
-	$(PIP) install "cosmic-ray ~= 8.7"
+	$(PIP) install "cosmic-ray ~= 8.7" "pytest-cov ~= 7.0"
 	XLA_FLAGS=$(QUICK) $(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGS)
 
 # An environment of its own: the packages pin many others. The second list installs without what it asks for.

@@ -3,9 +3,10 @@
     make mutants ARGS="--seed 13 --count 200"
 
 A seed draws places in the rooms below, and for each place one of the changes that cosmic-ray can
-make there. Each mutant runs in a copy of the tracked files. Results are lines of JSON in
-``build/mutants``; a second run goes on where the first one ended. The run ends with the survivors,
-and with exit code 1 if there are any.
+make there. Each mutant runs in a copy of the tracked files: first against a few tests that reach
+its line, as coverage has recorded, and if they pass, against all that reach it. Results are
+lines of JSON in ``build/mutants``; a second run goes on where the first one ended. The run ends
+with the survivors, and with exit code 1 if there are any.
 
 cosmic-ray mutates files and leaves the tests to a process of their own. mutmut runs them in forks
 of one process, and JAX has threads that a fork does not copy.
@@ -40,6 +41,7 @@ TESTS = {
     "schedules/checks": ("tests/unit_schedules", "tests/unit_clocks"),
     "pipeline/training/checkpoints": ("tests/training", "tests/layers_view"),
 }
+FEW = 24  # tests of a mutant's line that run first
 LONGEST = 1800  # seconds of a run of tests; a mutant that needs more is killed
 
 
@@ -112,10 +114,10 @@ def copy_tree(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name)
 
 
-def run_tests(tree: Path, room: str, jobs: int) -> tuple[str, str]:
-    """Run a room's tests in a tree until one fails; return the outcome, and the first failure."""
+def run_tests(tree: Path, tests: Iterable[str], jobs: int, *options: str) -> tuple[str, str]:
+    """Run tests in a tree until one fails; return the outcome, and the first failure."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", str(jobs), "-m", "not slow"]
-    command += ["-p", "no:cacheprovider", *TESTS[room]]
+    command += ["-p", "no:cacheprovider", *options, *tests]
     process = subprocess.Popen(
         command,
         cwd=tree,
@@ -133,7 +135,7 @@ def run_tests(tree: Path, room: str, jobs: int) -> tuple[str, str]:
         if isinstance(error, subprocess.TimeoutExpired):
             return "killed", f"no end within {LONGEST} s"
         raise
-    if process.returncode > 2:  # pytest itself failed, or found no test
+    if process.returncode in (3, 5):  # pytest itself failed, or found no test; 4: no import
         raise RuntimeError(output[-2000:])
     lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]
     return (
@@ -141,8 +143,35 @@ def run_tests(tree: Path, room: str, jobs: int) -> tuple[str, str]:
     )
 
 
-def judge(mutant: Mutant, tree: Path, jobs: int) -> dict[str, Any]:
-    """Apply a mutant to a tree, run the tests of its room, and undo it."""
+class Reach:
+    """The tests that reach each line, recorded by one run of all rooms' tests."""
+
+    def __init__(self, tree: Path, jobs: int) -> None:
+        """Run the tests of all rooms without a mutant; raise RuntimeError if one fails."""
+        settings = tree / "reach.cfg"
+        settings.write_text(
+            "[run]\nsource = pipeline,schedules,collectives\nrelative_files = True\n"
+        )
+        cov = ["--cov", f"--cov-config={settings}", "--cov-context=test", "--cov-report="]
+        tests = dict.fromkeys(test for room in TESTS.values() for test in room)
+        outcome, by = run_tests(tree, tests, jobs, *cov)
+        if outcome != "lives":
+            raise RuntimeError(f"the tests fail without a mutant: {by}")
+        from coverage import CoverageData
+
+        self._data = CoverageData(str(tree / ".coverage"))
+        self._data.read()
+
+    def find_tests(self, mutant: Mutant) -> list[str]:
+        """Return the tests of a mutant's room that reach its statement; none if imports do."""
+        lines = self._data.contexts_by_lineno(mutant.file)
+        reached = [line for line, names in lines.items() if any(names) and line <= mutant.line]
+        names = {name.partition("|")[0] for name in lines[max(reached)]} if reached else set()
+        return sorted(name for name in names if name.startswith(TESTS[mutant.room]))
+
+
+def judge(mutant: Mutant, tree: Path, reach: Reach, jobs: int) -> dict[str, Any]:
+    """Apply a mutant to a tree, run tests until one fails, and undo it."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
@@ -151,7 +180,11 @@ def judge(mutant: Mutant, tree: Path, jobs: int) -> dict[str, Any]:
     changed = mutate_code(source, get_operator(mutant.operator)(), mutant.occurrence)
     path.write_text(changed, encoding="utf-8")
     try:
-        outcome, by = run_tests(tree, mutant.room, jobs)
+        tests = reach.find_tests(mutant) or TESTS[mutant.room]
+        few = tests[:: -(-len(tests) // FEW)]
+        outcome, by = run_tests(tree, few, 1)
+        if outcome == "lives" and len(few) < len(tests):
+            outcome, by = run_tests(tree, tests, jobs)
     finally:
         path.write_text(source, encoding="utf-8")
     pairs = difflib.unified_diff(source.splitlines(), changed.splitlines(), lineterm="", n=0)
@@ -178,14 +211,10 @@ def main(arguments: list[str] | None = None) -> int:
     tree = RESULTS / "tree"
     shutil.rmtree(tree, ignore_errors=True)
     copy_tree(tree)
-    for room in sorted({m.room for m in drawn if str(m) not in results}):
-        outcome, by = run_tests(tree, room, options.jobs)
-        if outcome != "lives":
-            print(f"the tests of {room} fail without a mutant: {by}")
-            return 2
+    reach = Reach(tree, options.jobs)
     for n, mutant in enumerate(drawn, start=1):
         if str(mutant) not in results:
-            results[str(mutant)] = judge(mutant, tree, options.jobs)
+            results[str(mutant)] = judge(mutant, tree, reach, options.jobs)
             with file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(results[str(mutant)]) + "\n")
         record = results[str(mutant)]

@@ -67,8 +67,7 @@ def sample(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.few
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in RANKS)])
 @pytest.mark.parametrize("name", LINEAR)
 def test_value_and_gradient_of_linear_collectives(name: str, ranks: int) -> None:
     body, matrix = LINEAR[name]
