@@ -11,9 +11,9 @@ from typing import Any
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import integer, is_one_of, need, renamed
 from schedules.core.costs import Costs
+from schedules.core.schedule import Schedule
 from schedules.families import FAMILIES, GROUPED, SLICED
 from schedules.families.constructions.sizes import StagesPerRankError, check_sizes
-from schedules.orders.schedule import Schedule
 
 
 def _build_zb_auto(*sizes: int, **options: Any) -> Schedule:

@@ -28,7 +28,7 @@ from schedules.core.arguments import need
 from schedules.core.costs import Costs, Times
 from schedules.core.flat import Ints, Mask, flatten
 from schedules.core.messages import links
-from schedules.orders.schedule import Schedule
+from schedules.core.schedule import Schedule
 
 
 class Slots(NamedTuple):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.costs import Costs, Times
 from schedules.core.flat import B, F, I, Ints, flatten
-from schedules.orders.schedule import Schedule
+from schedules.core.schedule import Schedule
 
 SHARED = ("embed", "head")
 Shared = tuple[str, ...]

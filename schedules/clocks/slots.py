@@ -13,8 +13,8 @@ import numpy as np
 from schedules.core.action import KINDS, ScheduleError
 from schedules.core.flat import Ints, flatten, once
 from schedules.core.messages import links
+from schedules.core.schedule import Schedule
 from schedules.core.timetable import Timetable
-from schedules.orders.schedule import Schedule
 
 # The kinds that each slot permits: one string for each rank modulo the number of strings.
 Pattern = tuple[tuple[str, ...], ...]

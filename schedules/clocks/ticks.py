@@ -20,7 +20,7 @@ from schedules.core.arguments import is_one_of
 from schedules.core.capacity import check_slots_fit
 from schedules.core.flat import Ints, flatten
 from schedules.core.messages import links
-from schedules.orders.schedule import Schedule
+from schedules.core.schedule import Schedule
 
 PATTERNS: dict[str, Pattern] = {
     "single": (("FBIW",),),

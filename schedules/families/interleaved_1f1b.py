@@ -36,9 +36,9 @@ import itertools
 from collections.abc import Sequence
 
 from schedules.core.action import Action, Kind
+from schedules.core.schedule import Schedule
 from schedules.core.timetable import loop_placement
 from schedules.families.constructions.sizes import rounds
-from schedules.orders.schedule import Schedule
 
 
 def interleaved_1f1b(

@@ -31,10 +31,10 @@ g(F + I + W); else every round waits. If g = S and S divides M, the timetable is
 from __future__ import annotations
 
 from schedules.core.action import Kind
+from schedules.core.schedule import Schedule
 from schedules.core.timetable import loop_placement
 from schedules.families.constructions.sizes import rounds
 from schedules.families.interleaved_1f1b import turns
-from schedules.orders.schedule import Schedule
 
 
 def interleaved_zb(

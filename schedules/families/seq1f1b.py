@@ -19,9 +19,9 @@ With N = 1 these are 1f1b and zb_h1.
 from __future__ import annotations
 
 from schedules.core.action import Action, Kind, action_of
+from schedules.core.schedule import Schedule
 from schedules.core.timetable import loop_placement
 from schedules.families.constructions.sizes import need_stages_per_rank
-from schedules.orders.schedule import Schedule
 
 
 def seq1f1b(

@@ -12,8 +12,8 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from schedules.checks.check import check
 from schedules.core.action import Action, action_of
+from schedules.core.check import check
 from schedules.lowering.check_tables import Place, check_tables, fail, stage_of
 from schedules.lowering.check_together import Common
 from schedules.lowering.check_values import GRADIENT, OUTPUT, SymbolicValues

@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedules.checks.check import check
+from schedules.clocks.hosted import Keep, hosted
 from schedules.clocks.ticks import Ticks
 from schedules.core.action import Action
+from schedules.core.check import check
 from schedules.core.costs import Costs
 from schedules.core.events import run
 from schedules.core.flat import flatten
 from schedules.core.messages import links
-from schedules.lowering.hosted import Keep, hosted
+from schedules.core.schedule import Schedule
 from schedules.lowering.places import values
-from schedules.orders.schedule import Schedule
 
 
 class Call(NamedTuple):

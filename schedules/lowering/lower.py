@@ -11,20 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from schedules.checks.check import check
+from schedules.clocks.hosted import Keep, Offload, check_keep, check_offload, hosted, moves
 from schedules.clocks.lockstep import fastest
 from schedules.clocks.shared import Shared, Together, parts, together
 from schedules.clocks.ticks import Ticks
 from schedules.core.action import KINDS
 from schedules.core.arguments import need
+from schedules.core.check import check
 from schedules.core.costs import Costs, of_unit_length_by_default
 from schedules.core.flat import Ints, flatten
-from schedules.lowering.hosted import Keep, Offload, check_keep, check_offload, hosted, moves
+from schedules.core.schedule import Schedule
 from schedules.lowering.kinds import HOSTABLE
 from schedules.lowering.places import Values, joined, place, values
 from schedules.lowering.program import JOBS, Channel, Job, Op, Placement, Program, Slot, Table
 from schedules.lowering.windows import Windows, windows
-from schedules.orders.schedule import Schedule
 
 
 def lower(
@@ -57,7 +57,7 @@ def lower(
       shared: the parts of "embed" and "head" that all ranks share, split by vocabulary.
       offload: the values that are in host memory between two actions: "stash", "crossings", or a
         share of the stashes from 0 to 1, where the longest held are chosen first
-        (`schedules.lowering.hosted`). If ``costs`` have a `host` time, the choice of slots includes
+        (`schedules.clocks.hosted`). If ``costs`` have a `host` time, the choice of slots includes
         the copies.
       gathers: whether weights are sharded over several devices. The weights of a chunk are gathered
         into a window when a rank begins the chunk, and its gradients are reduced when the rank

@@ -14,16 +14,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from schedules.checks.check import check
+from schedules.clocks.report import Report
+from schedules.clocks.simulate import check_arguments
 from schedules.clocks.ticks import check_pattern
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import integer, is_one_of, renamed
+from schedules.core.check import check
 from schedules.core.costs import Costs, of_unit_length_by_default
+from schedules.core.schedule import Schedule
 from schedules.families.constructions.sizes import check_sizes, need_memory
-from schedules.orders.schedule import Schedule
 from schedules.search.contest import Find, Setting, known, search
-from schedules.timing.report import Report
-from schedules.timing.simulate import check_arguments
 
 CLOCKS = ("event", "lockstep")
 BUDGET = 2000  # default number of timetables that local improvement times, if they are small

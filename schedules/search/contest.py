@@ -12,13 +12,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from schedules.clocks.report import Report
+from schedules.clocks.simulate import simulate
 from schedules.core.action import ScheduleError
 from schedules.core.costs import Costs
+from schedules.core.schedule import Schedule
 from schedules.core.timetable import loop_placement
 from schedules.families import FAMILIES, GROUPED
 from schedules.families.constructions.sizes import rounds
 from schedules.families.zero_bubble.zb_auto import variants
-from schedules.orders.schedule import Schedule
 from schedules.search.greedy import run
 from schedules.search.improve import improve
 from schedules.search.limits import shortest
@@ -26,8 +28,6 @@ from schedules.search.merge import merge, merged_under
 from schedules.search.policies import policies
 from schedules.search.problem import Orders, peak, pose
 from schedules.search.timing import Timer, timers
-from schedules.timing.report import Report
-from schedules.timing.simulate import simulate
 
 _KEPT = 3  # the number of timetables of the policies to show, and of timetables to improve
 _LARGE = 2000  # above this number of actions only the best few timetables are merged

@@ -14,12 +14,12 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
+from schedules.clocks.simulate import simulate
 from schedules.core.costs import Costs, of_unit_length_by_default
 from schedules.core.flat import B, I, W
-from schedules.orders.schedule import Schedule
+from schedules.core.schedule import Schedule
 from schedules.search.problem import Orders, Problem, pose
 from schedules.search.timing import Timer
-from schedules.timing.simulate import simulate
 
 _SLACK = 1 + 1e-9  # the tolerance, so that rounding errors do not prevent a merge
 _PARTS = 8  # divisions of the microbatches; trials merge the first 1, 2, ... of them at once

@@ -16,7 +16,7 @@ from schedules.core.action import KINDS, Action
 from schedules.core.costs import Costs
 from schedules.core.flat import B, I, W, codes, flatten, inputs_held
 from schedules.core.messages import connect
-from schedules.orders.schedule import Schedule
+from schedules.core.schedule import Schedule
 
 Orders = Sequence[Sequence[int]]  # [S] codes in order of time
 

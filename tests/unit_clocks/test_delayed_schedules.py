@@ -29,11 +29,11 @@ from schedules import (
     simulate,
 )
 from schedules.clocks.lockstep import fastest
+from schedules.clocks.report import Wait
 from schedules.clocks.slots import slot_times
 from schedules.clocks.ticks import PATTERNS
-from schedules.drawing.terminal import render
 from schedules.lowering.program import Channel
-from schedules.timing.report import Wait
+from schedules.tools.terminal import render
 from tests.support.sizes import CHUNKS, is_legal, sizes
 from tests.support.tables import assert_no_entry_can_change, tables
 from tests.unit_clocks.test_check_program import (

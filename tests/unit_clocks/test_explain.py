@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import schedules
 from schedules import Action, Costs, build, from_orders, simulate
-from schedules.timing.report import CAUSES, Wait
+from schedules.clocks.report import CAUSES, Wait
 from tests.support.sizes import CHUNKS, is_legal
 
 CLOCKS = [

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 import schedules
 from schedules import Action, Costs, build, from_orders, simulate
 from schedules.clocks.lockstep import fastest
+from schedules.clocks.report import CAUSES, Wait
 from schedules.clocks.shared import together
 from schedules.core.action import KINDS
-from schedules.drawing.draw import save_timeline
-from schedules.drawing.terminal import render
-from schedules.drawing.trace import save_trace
-from schedules.timing.report import CAUSES, Wait
+from schedules.tools.draw import save_timeline
+from schedules.tools.terminal import render
+from schedules.tools.trace import save_trace
 from tests.support.sizes import CHUNKS, is_legal
 
 BOTH = ("embed", "head")

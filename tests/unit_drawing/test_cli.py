@@ -13,8 +13,8 @@ import pytest
 
 import schedules
 from schedules import Costs, Schedule, build, simulate
-from schedules.cli.main import main
-from schedules.cli.records import read_json, report_record
+from schedules.tools.main import main
+from schedules.tools.records import read_json, report_record
 
 SIZES = ["-S", "4", "-M", "8"]
 

@@ -13,8 +13,8 @@ from html.parser import HTMLParser
 import pytest
 
 from schedules import Costs, ScheduleError, build, from_orders, simulate
-from schedules.drawing.page import MOST_ACTIONS, save_page
-from schedules.drawing.palette import DARK, LIGHT
+from schedules.tools.page import MOST_ACTIONS, save_page
+from schedules.tools.palette import DARK, LIGHT
 
 ONE = simulate(build("1f1b", num_ranks=2, num_microbatches=4), Costs(1, 1, 1, 0.5))
 CHUNKS = build("zb_v", num_ranks=2, num_microbatches=4, num_stages=4)

@@ -10,8 +10,8 @@ import pytest
 from schedules import Costs, ScheduleError, build, from_orders, simulate
 from schedules.core.action import KINDS
 from schedules.core.grid import grid
-from schedules.drawing.palette import ANSI
-from schedules.drawing.terminal import render, wants_colour
+from schedules.tools.palette import ANSI
+from schedules.tools.terminal import render, wants_colour
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 ONE = build("1f1b", num_ranks=2, num_microbatches=3)

@@ -9,8 +9,8 @@ from collections import Counter, defaultdict
 import pytest
 
 from schedules import Costs, ScheduleError, build, from_orders, simulate
-from schedules.drawing.trace import save_trace
-from schedules.timing.report import held
+from schedules.clocks.report import held
+from schedules.tools.trace import save_trace
 
 CASES = {
     "1f1b": (build("1f1b", num_ranks=4, num_microbatches=6), Costs(1.1, 0.7, 0.9, 0.3)),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from schedules import Costs, ScheduleError, build, lower, simulate
-from schedules.files.costs import costs_of, costs_record
+from schedules.core.cost_files import costs_of, costs_record
 
 
 def refusal(**costs) -> str:

@@ -29,13 +29,13 @@ from schedules import (
     lower,
     simulate,
 )
-from schedules.cli.main import main
-from schedules.cli.records import read_json, report_record
-from schedules.drawing.draw import save_timeline
-from schedules.drawing.page import save_page
-from schedules.drawing.terminal import render
-from schedules.drawing.trace import save_trace
-from schedules.files.output import replace
+from schedules.core.files import replace
+from schedules.tools.draw import save_timeline
+from schedules.tools.main import main
+from schedules.tools.page import save_page
+from schedules.tools.records import read_json, report_record
+from schedules.tools.terminal import render
+from schedules.tools.trace import save_trace
 
 S = build("1f1b", num_ranks=2, num_microbatches=2)
 ONE = ((Action(0, "F", 0),),)

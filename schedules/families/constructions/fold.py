@@ -12,8 +12,8 @@ import numpy as np
 
 from schedules.core.action import Action, Kind
 from schedules.core.flat import Ints
+from schedules.core.schedule import Schedule
 from schedules.core.timetable import loop_placement
-from schedules.orders.schedule import Schedule
 
 _make = functools.partial(tuple.__new__, Action)  # Action(*fields), without a Python call
 

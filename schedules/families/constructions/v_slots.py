@@ -19,7 +19,7 @@ import numpy as np
 
 from schedules.core.action import Action, Kind
 from schedules.core.flat import Ints
-from schedules.orders.schedule import Schedule
+from schedules.core.schedule import Schedule
 
 PERIOD = 6  # slots for each microbatch on every rank: F, I and W of two stages
 STEPS: tuple[tuple[int, Kind], ...] = ((0, "F"), (1, "F"), (1, "I"), (0, "I"))  # (chunk, kind)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from schedules.core.action import KINDS, Action
+from schedules.core.schedule import Schedule
 from schedules.core.timetable import loop_placement
-from schedules.orders.schedule import Schedule
 
 _F, _I, _W = 0, 2, 3  # positions in `KINDS`, rows of `Costs.table`
 

@@ -12,9 +12,9 @@ a rank's layers.
 
 from __future__ import annotations
 
+from schedules.core.schedule import Schedule
 from schedules.families.constructions.sizes import need_stages_per_rank
 from schedules.families.constructions.v_slots import from_pattern
-from schedules.orders.schedule import Schedule
 
 
 def v_min(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

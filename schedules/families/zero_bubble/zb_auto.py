@@ -26,9 +26,9 @@ import numpy as np
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import is_number
 from schedules.core.costs import Costs, Times, of_unit_length_by_default
+from schedules.core.schedule import Schedule
 from schedules.families.constructions.sizes import need_memory, need_stages_per_rank
 from schedules.families.constructions.zb_plan import Choices, Plan
-from schedules.orders.schedule import Schedule
 
 
 def zb_auto(

@@ -11,9 +11,9 @@ Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241. Lett
 from __future__ import annotations
 
 from schedules.core.action import Action
+from schedules.core.schedule import Schedule
 from schedules.core.timetable import loop_placement
 from schedules.families.constructions.sizes import need_stages_per_rank
-from schedules.orders.schedule import Schedule
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

@@ -13,9 +13,9 @@ example for a global norm of the gradients, waits for the last rank. Letters are
 from __future__ import annotations
 
 from schedules.core.action import Action
+from schedules.core.schedule import Schedule
 from schedules.core.timetable import loop_placement
 from schedules.families.constructions.sizes import need_stages_per_rank
-from schedules.orders.schedule import Schedule
 
 
 def zb_h2(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

@@ -17,8 +17,8 @@ import itertools
 from collections.abc import Iterator
 
 from schedules.core.action import Action, Kind
+from schedules.core.schedule import Schedule
 from schedules.families.constructions.sizes import need_stages_per_rank
-from schedules.orders.schedule import Schedule
 
 
 def zb_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

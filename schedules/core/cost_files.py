@@ -12,7 +12,7 @@ from typing import Any
 
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.costs import Costs
-from schedules.files.whole import read, shown
+from schedules.core.files import read, shown
 
 NAMES = tuple(field.name for field in fields(Costs))
 _WANTED = "a JSON file as Calibration.to_json writes it"

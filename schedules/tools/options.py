@@ -15,15 +15,15 @@ from typing import Any, NoReturn
 
 from schedules.build import build, names, split_names
 from schedules.build import options as options_of
-from schedules.cli.records import read_json
-from schedules.cli.text import complain
+from schedules.clocks.report import Report
+from schedules.clocks.simulate import CLOCKS, simulate
 from schedules.clocks.ticks import PATTERNS
+from schedules.core.cost_files import read_costs
 from schedules.core.costs import Costs
+from schedules.core.schedule import Schedule
 from schedules.families import GROUPED, SLICED
-from schedules.files.costs import read_costs
-from schedules.orders.schedule import Schedule
-from schedules.timing.report import Report
-from schedules.timing.simulate import CLOCKS, simulate
+from schedules.tools.records import read_json
+from schedules.tools.text import complain
 
 FILES = (".csv", ".json")
 SIZES = (

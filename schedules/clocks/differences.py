@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from schedules.clocks.report import Report
+from schedules.clocks.simulate import simulate
 from schedules.core.action import KINDS, ScheduleError, shorten
 from schedules.core.arguments import need
 from schedules.core.flat import Flat, flatten
-from schedules.timing.report import Report
-from schedules.timing.simulate import simulate
 
 MOST = 8  # the number of differences that are printed
 

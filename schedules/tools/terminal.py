@@ -23,12 +23,15 @@ from typing import NamedTuple, TextIO
 
 import numpy as np
 
+from schedules.clocks.report import Report
+from schedules.clocks.simulate import simulate
 from schedules.clocks.ticks import lay_out
 from schedules.core.action import Action, Kind, ScheduleError, shorten
 from schedules.core.arguments import is_number, need
 from schedules.core.grid import in_cells, steps
+from schedules.core.schedule import Schedule
 from schedules.core.text import printable
-from schedules.drawing.palette import (
+from schedules.tools.palette import (
     ANSI,
     NAMES,
     TOGETHER,
@@ -38,9 +41,6 @@ from schedules.drawing.palette import (
     sizes,
     unit_text,
 )
-from schedules.orders.schedule import Schedule
-from schedules.timing.report import Report
-from schedules.timing.simulate import simulate
 
 MOST_CHARACTERS = 1_000_000  # most characters of a row of bars
 

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from schedules.cli import options as given
-from schedules.cli.records import write_json
-from schedules.drawing.terminal import render
-from schedules.files.output import check_output, replace
-from schedules.orders.schedule import Schedule
+from schedules.core.files import check_output, replace
+from schedules.core.schedule import Schedule
+from schedules.tools import options as given
+from schedules.tools.records import write_json
+from schedules.tools.terminal import render
 
 DRAWINGS = (".html", ".png", ".svg", ".txt", ".json")
 
@@ -42,7 +42,7 @@ def draw(options: argparse.Namespace, schedules: Sequence[Schedule], path: str) 
     """Draw timetables into a file, in the format of its suffix."""
     name = path.lower()
     if name.endswith(".html"):
-        from schedules.drawing.page import save_page
+        from schedules.tools.page import save_page
 
         # The page simulates the event clock itself, from the costs in the reports.
         asked = argparse.Namespace(**{**vars(options), "clock": "lockstep"})
@@ -51,11 +51,11 @@ def draw(options: argparse.Namespace, schedules: Sequence[Schedule], path: str) 
         return
     reports = [given.clocked(options, schedule) for schedule in schedules]
     if name.endswith((".png", ".svg")):
-        from schedules.drawing.draw import save_timeline
+        from schedules.tools.draw import save_timeline
 
         save_timeline(reports, path, title=options.title)
     elif name.endswith(".json"):
-        from schedules.drawing.trace import save_trace
+        from schedules.tools.trace import save_trace
 
         save_trace(reports, path)
     else:

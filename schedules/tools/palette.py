@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from schedules.clocks.report import Cause, Report
 from schedules.core.action import KINDS, Action, Kind, ScheduleError
 from schedules.core.arguments import listed, need
+from schedules.core.schedule import Schedule
 from schedules.core.text import printable
-from schedules.orders.schedule import Schedule
-from schedules.timing.report import Cause, Report
 
 NAMES: dict[Kind, str] = {
     "F": "forward",
@@ -23,7 +23,7 @@ NAMES: dict[Kind, str] = {
     "I": "input gradient",
     "W": "weight gradient",
 }
-# The text for each cause of waiting; `schedules.timing.report` defines the causes.
+# The text for each cause of waiting; `schedules.clocks.report` defines the causes.
 CAUSES: dict[Cause, str] = {
     "fill": "the pipeline is filling: no backward pass has begun on this rank",
     "drain": "the pipeline is draining: this rank has run its last forward pass",

@@ -12,14 +12,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from schedules.checks.faults import MOST_NAMED, Culprit, Fault, error
-from schedules.checks.rules import RULES, Case, inspect
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import is_number, renamed
 from schedules.core.costs import Times
 from schedules.core.events import run
+from schedules.core.faults import MOST_NAMED, Culprit, Fault, error
 from schedules.core.flat import B, F, I, activations, is_dense, once
 from schedules.core.parts import check_schedule, is_count
+from schedules.core.rules import RULES, Case, inspect
 from schedules.core.timetable import Timetable
 
 Made = TypeVar("Made", bound=Timetable)

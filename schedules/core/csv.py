@@ -19,10 +19,9 @@ import re
 from collections.abc import Sequence
 
 from schedules.core.action import Action, ScheduleError, shorten
+from schedules.core.files import read, replace, shown
 from schedules.core.grid import in_cells, steps
 from schedules.core.timetable import Timetable
-from schedules.files.output import replace
-from schedules.files.whole import read, shown
 
 Orders = list[list[Action | list[Action]]]  # an inner list is a pair of actions
 

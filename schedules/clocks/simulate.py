@@ -10,19 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from schedules.checks.check import check
+from schedules.clocks.hosted import Keep, Offload, check_keep, check_offload, moves
 from schedules.clocks.lockstep import fastest
 from schedules.clocks.meetings import meet
+from schedules.clocks.report import Report, sum_up
 from schedules.clocks.shared import Shared, parts
 from schedules.core.action import Action, ScheduleError, shorten
 from schedules.core.arguments import check_duration, is_one_of, need
+from schedules.core.check import check
 from schedules.core.costs import Costs, Times, of_unit_length_by_default
 from schedules.core.events import run
 from schedules.core.flat import Flat, Mask, flatten
 from schedules.core.messages import links
-from schedules.lowering.hosted import Keep, Offload, check_keep, check_offload, moves
-from schedules.orders.schedule import Schedule
-from schedules.timing.report import Report, sum_up
+from schedules.core.schedule import Schedule
 
 CLOCKS = ("event", "lockstep", "measured")
 

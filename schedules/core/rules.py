@@ -1,6 +1,6 @@
 """The rules that a legal schedule obeys, each as a function from a schedule to its faults.
 
-The rules on waiting and memory are in `schedules.check`. Letters are those of
+The rules on waiting and memory are in `schedules.core.check`. Letters are those of
 `schedules.core.action`, A is that of `schedules.core.flat`.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from schedules.checks.faults import MOST_NAMED, Culprit, Fault
 from schedules.core.action import KINDS, action_of, shorten
+from schedules.core.faults import MOST_NAMED, Culprit, Fault
 from schedules.core.flat import B, F, Flat, I, Ints, Mask, W, codes, flatten
 from schedules.core.grid import label, steps
 from schedules.core.messages import Links, links

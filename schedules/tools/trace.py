@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from schedules.clocks.report import Explanation, Report, held
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import is_one_of
+from schedules.core.files import open_replacement
 from schedules.core.flat import F, flatten
 from schedules.core.messages import links, senders
-from schedules.drawing.palette import CAUSES, NAMES, TOGETHER, heading, joined, several
-from schedules.files.output import open_replacement
-from schedules.timing.report import Explanation, Report, held
+from schedules.tools.palette import CAUSES, NAMES, TOGETHER, heading, joined, several
 
 Event = dict[str, Any]
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from schedules.build import names
-from schedules.cli import commands, options
-from schedules.cli.text import complain, in_options, open_streams
 from schedules.core.action import ScheduleError
+from schedules.core.files import shown
 from schedules.core.text import printable
-from schedules.files.whole import shown
 from schedules.search.auto import BUDGET
+from schedules.tools import commands, options
+from schedules.tools.text import complain, in_options, open_streams
 
 USAGE_EXIT, INTERRUPTED = 2, 130
 

@@ -10,14 +10,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from schedules.checks.check import check
+from schedules.clocks.report import Report
 from schedules.core.action import ScheduleError, shorten
+from schedules.core.check import check
+from schedules.core.cost_files import costs_record
+from schedules.core.files import read, replace
 from schedules.core.grid import in_cells, steps
-from schedules.files.costs import costs_record
-from schedules.files.output import replace
-from schedules.files.whole import read
-from schedules.orders.schedule import Schedule, from_orders
-from schedules.timing.report import Report
+from schedules.core.schedule import Schedule, from_orders
 
 FIELDS = ("name", "num_microbatches", "placement", "orders")
 

@@ -12,20 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from schedules.build import names
-from schedules.checks.check import check
-from schedules.cli import options as given
-from schedules.cli import output as files
-from schedules.cli.records import report_record, schedule_record
-from schedules.cli.text import columns, complain, in_options, number, reason, say
+from schedules.clocks.report import CAUSES, Report
 from schedules.core.action import ScheduleError
+from schedules.core.check import check
+from schedules.core.files import check_output, shown
 from schedules.core.text import printable
-from schedules.drawing.terminal import render, wants_colour
 from schedules.families.constructions.sizes import OutOfReachError
-from schedules.files.output import check_output
-from schedules.files.whole import shown
 from schedules.lowering.lower import lower
 from schedules.search.auto import Choice, auto
-from schedules.timing.report import CAUSES, Report
+from schedules.tools import options as given
+from schedules.tools import output as files
+from schedules.tools.records import report_record, schedule_record
+from schedules.tools.terminal import render, wants_colour
+from schedules.tools.text import columns, complain, in_options, number, reason, say
 
 ILLEGAL = 1  # exit code: a timetable is illegal, or nothing meets the limit
 

@@ -40,8 +40,8 @@ from schedules.core.flat import (
     takes_and_frees,
 )
 from schedules.core.messages import links, senders
+from schedules.core.schedule import Schedule
 from schedules.core.text import printable
-from schedules.orders.schedule import Schedule
 
 Cause = Literal["fill", "drain", "imbalance", "communication", "lockstep", "optimizer wait"]
 CAUSES: tuple[Cause, ...] = (
