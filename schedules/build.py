@@ -75,11 +75,7 @@ def split_names() -> tuple[str, ...]:
         name: build(name, num_ranks=1, num_microbatches=2, num_stages=stages_per_rank(name))
         for name in names()
     }
-    return tuple(
-        name
-        for name, schedule in built.items()
-        if any(action.kind == "W" for order in schedule.orders for action in order)
-    )
+    return tuple(name for name, schedule in built.items() if "W" in schedule.kinds)
 
 
 _NO_FAMILYS = 3  # stages per rank: no family is defined for this number alone

@@ -147,7 +147,7 @@ def _covered(spans: list[tuple[float, float]]) -> float:
 
 def _slow(report: Report, flat: Flat) -> list[tuple[float, str]]:
     """Find up to three actions that took more than 1.5 times the median of their kind and stage."""
-    actions = [action for order in report.schedule.orders for action in order]
+    actions = report.schedule.actions
     starts, ends = (np.concatenate(rows) for rows in (report.starts, report.ends))
     lasting, slow = ends - starts, []
     for kind, stage in sorted(set(zip(flat.kind.tolist(), flat.stage.tolist(), strict=True))):

@@ -78,15 +78,7 @@ def hosted(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = (
       offload: the result of `check_offload`.
       shared: the ends of the model that all ranks share.
     """
-    choices, key = _known(schedule), (keep, offload, "embed" in shared)
-    if key not in choices:
-        choices[key] = _hosted(schedule, keep, offload, embeds="embed" in shared)
-    return choices[key]
-
-
-@once
-def _known(schedule: Timetable) -> dict[tuple[Keep, Offload, bool], Hosted]:  # noqa: ARG001
-    return {}
+    return _hosted(schedule, keep, offload, embeds="embed" in shared)
 
 
 def moves(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = ()) -> Mask:
@@ -100,6 +92,7 @@ def moves(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = ()
     return touched
 
 
+@once
 def _hosted(schedule: Timetable, keep: Keep, offload: Offload, *, embeds: bool) -> Hosted:
     flat, shape = flatten(schedule), (schedule.num_stages, schedule.num_units)
     nothing = np.zeros(shape, bool)

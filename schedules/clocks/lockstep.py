@@ -26,6 +26,7 @@ from schedules.clocks.shared import Shared, lasting, together
 from schedules.clocks.ticks import Ticks, check_pattern, exchanges, lay_out
 from schedules.core.arguments import need
 from schedules.core.costs import Costs, Times
+from schedules.core.events import action_times
 from schedules.core.flat import Ints, Mask, flatten
 from schedules.core.messages import links
 from schedules.core.schedule import Schedule
@@ -96,10 +97,7 @@ class Lockstep:
     @functools.cached_property
     def _lasting(self) -> Times:
         """[A] the duration of each action."""
-        schedule, flat = self.ticks.schedule, flatten(self.ticks.schedule)
-        sizes = schedule.num_stages, schedule.num_slices
-        actions = flat.kind, flat.stage, flat.microbatch
-        return self.costs.durations(*actions, sizes, self.shared, self.copies)
+        return action_times(self.ticks.schedule, self.costs, self.shared, self.copies)
 
     @functools.cached_property
     def _slots(self) -> Slots:
@@ -108,8 +106,7 @@ class Lockstep:
         work = np.zeros((ticks.num_ticks * ticks.width, num_ranks))
         work[ticks.times, flat.rank] = self._lasting
         joined = _joined(ticks)
-        each = self.costs.per_slice(schedule.num_slices)
-        exchange = np.where(joined, each.messages(num_ranks), 0.0)
+        exchange = np.where(joined, self.costs.messages(num_ranks, schedule.num_slices), 0.0)
         if not self.partners:
             joined, exchange = among_all(joined, exchange)
             if joined.all() or ticks.delayed or num_ranks == 1:
@@ -239,9 +236,9 @@ def _worth_trying(schedule: Schedule, costs: Costs, partners: bool, delayed: boo
     Partner slots may also gain if messages take time, because each slot carries a part of them, or
     if W can run during a longer action.
     """
-    kinds = {action.kind for order in schedule.orders for action in order}
+    kinds = schedule.kinds
     names = ["single"]
-    if kinds - {"F"}:
+    if not schedule.is_forward:
         names.append("paired")
     if "W" in kinds:
         names.append("unit")

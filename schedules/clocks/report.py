@@ -26,8 +26,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from schedules.clocks.shared import Shared
-from schedules.core.action import Action
+from schedules.core.action import Action, printable
 from schedules.core.costs import Costs, Times
+from schedules.core.events import message_times
 from schedules.core.flat import (
     F,
     Flat,
@@ -36,12 +37,9 @@ from schedules.core.flat import (
     activations,
     crossings_held,
     flatten,
-    inputs_held,
-    takes_and_frees,
 )
-from schedules.core.messages import links, senders
+from schedules.core.messages import senders
 from schedules.core.schedule import Schedule
-from schedules.core.text import printable
 
 Cause = Literal["fill", "drain", "imbalance", "communication", "lockstep", "optimizer wait"]
 CAUSES: tuple[Cause, ...] = (
@@ -148,7 +146,6 @@ class Report:
       common: start and end of shared work, in order of time.
       moved: [S] tuples, aligned with ``schedule.orders``: whether the action writes to host memory
         or waits for a stash from host memory; empty without offload.
-        or waits for a stash from host memory; empty without offload.
     """
 
     schedule: Schedule
@@ -253,10 +250,9 @@ def sum_up(
       common: [n, 2] start and end of shared work.
     """
     ends = starts + lasting
-    cuts = flat.first[1:-1].tolist()
-    begun, ended = ([part.tolist() for part in np.split(x, cuts)] for x in (starts, ends))
+    begun, ended = ([part.tolist() for part in flat.by_rank(x)] for x in (starts, ends))
     span = [last[-1] - first[0] for first, last in zip(begun, ended, strict=True)]
-    work = [float(part.sum()) for part in np.split(lasting, cuts)]
+    work = [float(part.sum()) for part in flat.by_rank(lasting)]
     makespan = float(max(ends.max(), common.max(initial=0.0)))
     if slots["shared"]:
         span = [makespan] * len(span)
@@ -275,8 +271,7 @@ def sum_up(
         bubble_rate=idle[longest] / span[longest] if span[longest] else 0.0,
         peak_activations=tuple(_microbatches(schedule, inputs) for inputs in activations(schedule)),
         peak_crossings=tuple(
-            _microbatches(schedule, crossings_held(kinds))
-            for kinds in np.split(flat.kind, flat.first[1:-1])
+            _microbatches(schedule, crossings_held(kinds)) for kinds in flat.by_rank(flat.kind)
         ),
         starts=tuple(map(tuple, begun)),
         ends=tuple(map(tuple, ended)),
@@ -297,26 +292,6 @@ def _common(schedule: Schedule, costs: Costs, shared: Shared) -> float:
     return schedule.num_microbatches * each / schedule.num_ranks
 
 
-def held(report: Report) -> tuple[tuple[tuple[float, int], ...], ...]:
-    """Return [S] tuples of (time, places held from then on) for each change, in order of time."""
-    flat = flatten(report.schedule)
-    ranks = zip(np.split(flat.kind, flat.first[1:-1]), report.starts, report.ends, strict=True)
-    return tuple(_rank(*columns) for columns in ranks)
-
-
-def _rank(
-    kinds: Ints, starts: tuple[float, ...], ends: tuple[float, ...]
-) -> tuple[tuple[float, int], ...]:
-    taken, freed = (flags.tolist() for flags in takes_and_frees(kinds))
-    steps: list[tuple[float, int]] = []
-    for n, count in enumerate(inputs_held(kinds).tolist()):
-        if taken[n]:
-            steps.append((starts[n], count))
-        if freed[n]:
-            steps.append((ends[n], count - 1))
-    return tuple(steps)
-
-
 def explain(report: Report) -> Explanation:
     """Find the cause of every wait in a report."""
     schedule = report.schedule
@@ -334,7 +309,7 @@ def explain(report: Report) -> Explanation:
     waits: list[tuple[Wait, ...]] = []
     bounds = (free, sent, there, starts)
     causes = (phase, np.full_like(phase, _COMMUNICATION), np.full_like(phase, _LOCKSTEP))
-    actions = [action for order in schedule.orders for action in order]
+    actions = schedule.actions
     for rank, (first, stop) in enumerate(zip(flat.first[:-1], flat.first[1:], strict=True)):
         row: list[Wait] = []
         for n in (first + np.flatnonzero(starts[first:stop] > free[first:stop])).tolist():
@@ -371,8 +346,7 @@ def _messages(report: Report, flat: Flat, ends: Times) -> tuple[Ints, Times, Tim
     first = np.flatnonzero(flat.pair & overlap)
     left[first] = ends[first + 1]
     sender = senders(schedule).copy()
-    each = report.costs.per_slice(schedule.num_slices)
-    lag = each.lags(flat.rank, links(schedule).target, schedule.num_ranks)
+    lag = message_times(schedule, report.costs)
     ready = np.where(sender >= 0, left[sender], 0.0)
     arrival = np.where(sender >= 0, left[sender] + lag[sender], 0.0)
     later = first[arrival[first + 1] > arrival[first]]  # a pair starts when it has both messages

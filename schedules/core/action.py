@@ -117,3 +117,8 @@ def shorten(text: object, most: int = 40) -> str:
     except Exception:  # noqa: BLE001  an int of 5000 digits, or any error of an object
         shown = f"<{type(text).__name__}>"
     return shown if len(shown) <= most else f"{shown[: most - 3]}..."
+
+
+def printable(text: str) -> str:
+    """Escape every character that a terminal might execute in place of showing it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

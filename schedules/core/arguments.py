@@ -15,6 +15,7 @@ import numpy as np
 from schedules.core.action import ScheduleError, shorten
 
 LONGEST = 1e200  # the longest duration
+MOST = 10**18  # integers below this limit, and sums of a few of them, fit 64 bits
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,6 +50,11 @@ def integer(value: object) -> int | None:
         return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def is_count(value: object) -> bool:
+    """Tell whether a value is a Python integer that numpy can hold."""
+    return type(value) is int and abs(value) < MOST
 
 
 def is_number(value: object) -> bool:

@@ -13,10 +13,31 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedules.core.costs import Times
-from schedules.core.flat import Flat, Ints, flatten
+from schedules.core.costs import Costs, Times
+from schedules.core.flat import Flat, Ints, Mask, flatten
 from schedules.core.messages import links
 from schedules.core.timetable import Timetable
+
+
+def action_times(
+    schedule: Timetable, costs: Costs, shared: Sequence[str] = (), copies: Mask | None = None
+) -> Times:
+    """Compute [A] durations of a schedule's actions.
+
+    Args:
+      schedule: the schedule.
+      costs: durations for whole microbatches.
+      shared: the ends of the model that all ranks share.
+      copies: [A] whether an action copies a value over the host link; None for none.
+    """
+    flat, sizes = flatten(schedule), (schedule.num_stages, schedule.num_slices)
+    return costs.durations(flat.kind, flat.stage, flat.microbatch, sizes, shared, copies)
+
+
+def message_times(schedule: Timetable, costs: Costs) -> Times:
+    """Compute [A] durations of the messages that a schedule's actions send."""
+    source, target = flatten(schedule).rank, links(schedule).target
+    return costs.lags(source, target, schedule.num_ranks, schedule.num_slices)
 
 
 class Steps(NamedTuple):

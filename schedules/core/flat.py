@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from schedules.core.action import KINDS, Action, SlicedAction, action_of
 from schedules.core.timetable import Timetable
 
 Result = TypeVar("Result")
+Options = ParamSpec("Options")
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
@@ -28,27 +29,32 @@ _CODE = np.zeros(128, np.int64)  # ASCII -> position in KINDS
 _CODE[[ord(kind) for kind in KINDS]] = F, B, I, W
 
 
-def once(function: Callable[[Timetable], Result]) -> Callable[[Timetable], Result]:
-    """Cache a function's result for a schedule in the schedule object, if it is immutable.
+def once(
+    function: Callable[Concatenate[Timetable, Options], Result],
+) -> Callable[Concatenate[Timetable, Options], Result]:
+    """Cache a function's results for a schedule in the schedule object, if it is immutable.
 
     `functools.cached_property` stores its results in the object too; a cache by value would have to
     hash a million actions at every lookup. The cached results are not part of the schedule:
-    comparisons, copies and pickles ignore them, and they never change.
+    comparisons, copies and pickles ignore them, and they never change. Further arguments of the
+    function are hashable, and each combination of them has a result of its own.
     """
     name = f"{function.__module__}.{function.__name__}"
 
     @functools.wraps(function)
-    def look(schedule: Timetable) -> Result:
+    def cached(schedule: Timetable, /, *args: Options.args, **options: Options.kwargs) -> Result:
         parts = schedule.orders, schedule.placement, schedule.pairs, *schedule.orders
         if not all(type(part) is tuple for part in parts):
-            return function(schedule)  # made of lists, which the types forbid but Python allows
-        memory = vars(schedule)
-        if name not in memory:
-            memory[name] = function(schedule)
-        result: Result = memory[name]
+            # Made of lists, which the types forbid but Python allows.
+            return function(schedule, *args, **options)
+        results = vars(schedule).setdefault(name, {})
+        key = args, *options.items()
+        if key not in results:
+            results[key] = function(schedule, *args, **options)
+        result: Result = results[key]
         return result
 
-    return look
+    return cached
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +79,10 @@ class Flat:
     microbatch: Ints
     in_range: Mask
     pair: Mask
+
+    def by_rank(self, column: NDArray[Any]) -> list[NDArray[Any]]:
+        """Split a column with an entry for each action into one array for each rank."""
+        return np.split(column, self.first[1:-1])
 
 
 @once
@@ -146,7 +156,7 @@ def crossings_held(kinds: Ints) -> Ints:
 def activations(schedule: Timetable) -> list[Ints]:
     """Count, in [S] arrays, the inputs and crossings that a rank holds during each action."""
     flat = flatten(schedule)
-    return [inputs_held(kinds) for kinds in np.split(flat.kind, flat.first[1:-1])]
+    return [inputs_held(kinds) for kinds in flat.by_rank(flat.kind)]
 
 
 def _pairs(schedule: Timetable, first: Sequence[int]) -> list[int]:

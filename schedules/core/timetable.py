@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from dataclasses import dataclass, field
 from typing import Self
 
-from schedules.core.action import Action
+from schedules.core.action import Action, Kind
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,20 @@ class Timetable:
         chunk = {k: n for stages in self.stages_of for n, k in enumerate(stages)}
         return tuple(chunk[k] for k in range(self.num_stages))
 
+    @property
+    def actions(self) -> list[Action]:
+        """[A] all actions, rank 0's first."""
+        return list(itertools.chain.from_iterable(self.orders))
+
     @functools.cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of actions that occur."""
+        return frozenset(action.kind for action in self.actions)
+
+    @property
     def is_forward(self) -> bool:
         """True for a timetable without any backward action: inference."""
-        return all(action.kind == "F" for order in self.orders for action in order)
+        return self.kinds <= {"F"}
 
     def forward(self) -> Self:
         """Copy the timetable with its forward actions only, and so without pairs."""

@@ -19,7 +19,7 @@ from schedules.clocks.ticks import Ticks
 from schedules.core.action import Action
 from schedules.core.check import check
 from schedules.core.costs import Costs
-from schedules.core.events import run
+from schedules.core.events import action_times, run
 from schedules.core.flat import flatten
 from schedules.core.messages import links
 from schedules.core.schedule import Schedule
@@ -56,10 +56,9 @@ def dispatch_order(schedule: Schedule) -> list[Call]:
       ScheduleError: an illegal schedule.
     """
     flat, wires = flatten(check(schedule)), links(schedule)
-    sizes = schedule.num_stages, schedule.num_slices
-    lasting = Costs().durations(flat.kind, flat.stage, flat.microbatch, sizes)
+    lasting = action_times(schedule, Costs())
     starts = np.concatenate(run(schedule, durations=lasting))
-    actions = [action for order in schedule.orders for action in order]
+    actions = schedule.actions
     ranks, targets = flat.rank.tolist(), wires.target.tolist()
     calls = [Call(*one) for one in zip(actions, ranks, strict=True)]
     sending = np.flatnonzero((wires.sent >= 0) & wires.crosses)
@@ -138,7 +137,7 @@ def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
     ]
     # The same calls as a layout of one action a tick: lowering says who reads and writes a value.
     number = {call.action: n for n, call in enumerate(calls) if call.target is None}
-    times = np.array([number.get(action, -1) for order in schedule.orders for action in order])
+    times = np.array([number.get(action, -1) for action in schedule.actions])
     on_device = hosted(schedule, work.keep, None)
     live = values(Ticks(schedule, "single", times), work.keep, (), on_device)
     has_gradient = [*work.sends[1:], True]  # only the last stage needs no message

@@ -136,16 +136,11 @@ def _in_turn(kind: int, other: int) -> bool:
 
 def _with(problem: Problem, orders: Orders, rank: int, changed: list[int]) -> Orders | None:
     """Replace one rank's order; return None if the new order exceeds the limit."""
-    if not _fits(problem, changed):
+    if math.isfinite(problem.limit) and peak(problem, changed) > problem.limit:
         return None
     result = list(orders)
     result[rank] = changed
     return result
-
-
-def _fits(problem: Problem, order: Sequence[int]) -> bool:
-    """Tell whether a rank's order stays within the limit."""
-    return math.isinf(problem.limit) or peak(problem, order) <= problem.limit
 
 
 def _retime(

@@ -76,8 +76,7 @@ class Problem:
 
     def encode(self, schedule: Schedule) -> list[list[int]]:
         """Return [S] lists of the codes of a schedule's orders."""
-        rows = np.split(codes(schedule), flatten(schedule).first[1:-1])
-        return [row.tolist() for row in rows]
+        return [row.tolist() for row in flatten(schedule).by_rank(codes(schedule))]
 
     def decode(self, name: str, orders: Orders) -> Schedule:
         """Make the schedule with these orders."""

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schedules.clocks.report import CAUSES, Cause, Report, Wait
-from schedules.core.action import Kind, ScheduleError
+from schedules.core.action import Kind, ScheduleError, printable
 from schedules.core.files import open_replacement
-from schedules.core.text import printable
 from schedules.tools.palette import (
     LIGHT,
     NAMES,

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from schedules.build import names
-from schedules.core.action import ScheduleError
+from schedules.core.action import ScheduleError, printable
 from schedules.core.files import shown
-from schedules.core.text import printable
 from schedules.search.auto import BUDGET
 from schedules.tools import commands, options
 from schedules.tools.text import complain, in_options, open_streams

@@ -25,13 +25,12 @@ from numpy.typing import ArrayLike
 
 from schedules.clocks.report import CAUSES, Report, Wait
 from schedules.clocks.simulate import CLOCKS, simulate
-from schedules.core.action import Action, ScheduleError, shorten
+from schedules.core.action import Action, ScheduleError, printable, shorten
 from schedules.core.arguments import listed
 from schedules.core.costs import Costs
 from schedules.core.files import replace
 from schedules.core.flat import flatten
 from schedules.core.schedule import Schedule
-from schedules.core.text import printable
 from schedules.tools.palette import CAUSES as REASONS
 from schedules.tools.palette import (
     DARK,

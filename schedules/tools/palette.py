@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from schedules.clocks.report import Cause, Report
-from schedules.core.action import KINDS, Action, Kind, ScheduleError
+from schedules.core.action import KINDS, Action, Kind, ScheduleError, printable
 from schedules.core.arguments import listed, need
 from schedules.core.schedule import Schedule
-from schedules.core.text import printable
 
 NAMES: dict[Kind, str] = {
     "F": "forward",
@@ -75,7 +74,7 @@ ANSI: dict[Kind, tuple[tuple[int, int], tuple[int, int]]] = {
 
 def kinds(schedules: Iterable[Schedule]) -> list[Kind]:
     """List the kinds that occur, in the order of `KINDS`."""
-    present = {a.kind for schedule in schedules for order in schedule.orders for a in order}
+    present = frozenset[Kind]().union(*(schedule.kinds for schedule in schedules))
     return [kind for kind in KINDS if kind in present]
 
 

@@ -26,11 +26,10 @@ import numpy as np
 from schedules.clocks.report import Report
 from schedules.clocks.simulate import simulate
 from schedules.clocks.ticks import lay_out
-from schedules.core.action import Action, Kind, ScheduleError, shorten
+from schedules.core.action import Action, Kind, ScheduleError, printable, shorten
 from schedules.core.arguments import is_number, need
 from schedules.core.grid import in_cells, steps
 from schedules.core.schedule import Schedule
-from schedules.core.text import printable
 from schedules.tools.palette import (
     ANSI,
     NAMES,
@@ -84,7 +83,11 @@ def render(
         raise ScheduleError(f"width={shorten(width)}: a line has at least one character; give more")
     schedule = drawn.schedule if isinstance(drawn, Report) else drawn
     if unit is None:
-        head = heading(drawn) if isinstance(drawn, Report) else _name(schedule)
+        head = (
+            heading(drawn)
+            if isinstance(drawn, Report)
+            else f"{printable(schedule.name)}   {sizes(schedule)}"
+        )
         rows = _columns(schedule, _steps(drawn))
     else:
         report = drawn if isinstance(drawn, Report) else simulate(schedule)
@@ -110,10 +113,6 @@ def wants_colour(stream: TextIO, environment: Mapping[str, str] | None = None) -
     if force := environment.get("FORCE_COLOR"):
         return force not in ("0", "false")
     return environment.get("TERM") != "dumb" and stream.isatty()
-
-
-def _name(schedule: Schedule) -> str:
-    return f"{printable(schedule.name)}   {sizes(schedule)}"
 
 
 def _steps(drawn: Report | Schedule) -> Sequence[Sequence[int]]:

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from schedules.core.action import ScheduleError
-from schedules.core.text import printable
+from schedules.core.action import ScheduleError, printable
 
 
 def say(text: str, *, end: str = "\n") -> None:

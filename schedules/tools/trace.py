@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from schedules.clocks.report import Explanation, Report, held
+from schedules.clocks.report import Explanation, Report
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import is_one_of
 from schedules.core.files import open_replacement
-from schedules.core.flat import F, flatten
+from schedules.core.flat import F, flatten, inputs_held, takes_and_frees
 from schedules.core.messages import links, senders
 from schedules.tools.palette import CAUSES, NAMES, TOGETHER, heading, joined, several
 
@@ -81,8 +81,8 @@ def _events(slices: _Slices) -> Iterator[Event]:
         for start, end in report.common:
             yield slices.slice(rank, TOGETHER, "shared", start, end)
     yield from slices.messages()
-    for rank, steps in enumerate(held(report)):
-        for time, count in steps:
+    for rank in range(report.schedule.num_ranks):
+        for time, count in held(report, rank):
             yield {
                 "ph": "C",
                 "name": f"activations on rank {rank}",
@@ -90,6 +90,19 @@ def _events(slices: _Slices) -> Iterator[Event]:
                 "ts": slices.at(time) / 1000,
                 "args": {"held": count},
             }
+
+
+def held(report: Report, rank: int) -> Iterator[tuple[float, int]]:
+    """Yield (time, stage inputs held from then on) for each change on a rank, in order of time."""
+    flat = flatten(report.schedule)
+    kinds = flat.by_rank(flat.kind)[rank]
+    times = zip(report.starts[rank], report.ends[rank], strict=True)
+    columns = zip(times, *takes_and_frees(kinds), inputs_held(kinds).tolist(), strict=True)
+    for (start, end), takes, frees, count in columns:
+        if takes:
+            yield start, count
+        if frees:
+            yield end, count - 1
 
 
 def _names(report: Report, process: int) -> Iterator[Event]:

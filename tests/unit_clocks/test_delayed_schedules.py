@@ -30,8 +30,7 @@ from schedules import (
 )
 from schedules.clocks.lockstep import fastest
 from schedules.clocks.report import Wait
-from schedules.clocks.slots import slot_times
-from schedules.clocks.ticks import PATTERNS
+from schedules.clocks.ticks import PATTERNS, slot_times
 from schedules.lowering.program import Channel
 from schedules.tools.terminal import render
 from tests.support.sizes import CHUNKS, is_legal, sizes

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedules import Schedule, ScheduleError, from_orders
-from schedules.clocks.slots import slot_times
-from schedules.clocks.ticks import PATTERNS
+from schedules.clocks.ticks import PATTERNS, slot_times
 from schedules.core.flat import flatten
 from schedules.core.messages import links
 from tests.unit_clocks.test_events import moved

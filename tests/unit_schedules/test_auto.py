@@ -16,11 +16,9 @@ from schedules import Costs, ScheduleError, build, check, names, simulate
 from schedules.build import options
 from schedules.clocks.ticks import PATTERNS
 from schedules.search.auto import auto
-from schedules.search.contest import Find, Setting, known, search
-from schedules.search.greedy import Policy, run
+from schedules.search.contest import Find, Setting, known, search, shortest
+from schedules.search.greedy import Policy, policies, run
 from schedules.search.improve import improve
-from schedules.search.limits import shortest
-from schedules.search.policies import policies
 from schedules.search.problem import peak, pose
 from schedules.search.timing import timers
 
