@@ -53,7 +53,6 @@ def options(name: str) -> tuple[str, ...]:
 
 
 def takes_slices(name: object) -> bool:
-    """Tell whether a name is a family that cuts sequences into slices."""
     return is_one_of(name, SLICED)
 
 
@@ -180,11 +179,7 @@ def rebuilt(schedule: Schedule, num_microbatches: int) -> Schedule:
 
 
 def _check_merge(name: str, merge: bool) -> None:
-    """Check that ``merge`` is set only for a family with halves of backwards.
-
-    Raises:
-      ScheduleError: it is set for another family.
-    """
+    """Check that ``merge`` is set only for a family with halves of backwards."""
     if merge and name not in split_names():
         why = "tries that by itself" if name == "auto" else "has no halves of backwards to merge"
         raise ScheduleError(
@@ -194,11 +189,7 @@ def _check_merge(name: str, merge: bool) -> None:
 
 
 def _check_slices(name: str, num_slices: object) -> None:
-    """Check that a family of slices gets a number of slices, and no other family does.
-
-    Raises:
-      ScheduleError: the number is missing, or not allowed.
-    """
+    """Check that a family of slices gets a number of slices, and no other family does."""
     if name in SLICED and num_slices is None:
         raise ScheduleError(
             f"schedule={name!r} without num_slices: it cuts every sequence into slices; give "
@@ -212,11 +203,7 @@ def _check_slices(name: str, num_slices: object) -> None:
 
 
 def _check_group(name: str, group: object) -> None:
-    """Check that only a family with rounds gets a size of rounds.
-
-    Raises:
-      ScheduleError: another family gets one.
-    """
+    """Check that only a family with rounds gets a size of rounds."""
     if group is not None and name not in GROUPED:
         why = "tries that by itself" if name == "auto" else "has no rounds of microbatches"
         raise ScheduleError(

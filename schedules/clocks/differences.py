@@ -37,7 +37,6 @@ class Difference(NamedTuple):
 
     @property
     def more(self) -> float:
-        """The measured time beyond the prediction."""
         return self.measured - self.predicted
 
 

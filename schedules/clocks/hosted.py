@@ -58,11 +58,7 @@ def check_offload(offload: object) -> Offload:
 
 
 def check_keep(keep: object) -> Keep:
-    """Check and return the option that names the values F keeps for its backward.
-
-    Raises:
-      ScheduleError: ``keep`` is neither "input" nor "residuals".
-    """
+    """Check and return the option that names the values F keeps for its backward."""
     if is_one_of(keep, ("input", "residuals")):
         return keep  # type: ignore[return-value]
     raise ScheduleError(f"keep={shorten(keep)}: must be 'input' or 'residuals'")

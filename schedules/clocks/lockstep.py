@@ -66,7 +66,6 @@ class Lockstep:
 
     @functools.cached_property
     def starts(self) -> Times:
-        """[A] the start of each action."""
         begins: Times = self._slots.begins[self.ticks.times, flatten(self.ticks.schedule).rank]
         return begins
 
@@ -96,7 +95,6 @@ class Lockstep:
 
     @functools.cached_property
     def _lasting(self) -> Times:
-        """[A] the duration of each action."""
         return action_times(self.ticks.schedule, self.costs, self.shared, self.copies)
 
     @functools.cached_property
@@ -199,15 +197,6 @@ def fastest(
 
     Exchanges that the clock hides behind work still cost links and power. So with delayed sends,
     ties go to the layout with the fewest exchanges.
-
-    Args:
-      schedule: the schedule.
-      pattern: the slots of a tick, or None for the fastest.
-      costs: durations.
-      partners: whether only the ranks that an exchange joins meet in it, not all ranks.
-      delayed: whether sends are delayed; None for the faster choice.
-      shared: the ends of the model that all ranks share.
-      copies: [A] whether an action copies a value over the host link; None if no action does.
 
     Raises:
       ScheduleError: there is no such pattern, or ``delayed`` is none of the three.

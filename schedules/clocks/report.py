@@ -196,7 +196,6 @@ class Report:
 
     @property
     def efficiency(self) -> float:
-        """1 - step_bubble_rate."""
         return 1.0 - self.step_bubble_rate
 
     @functools.cached_property
@@ -237,18 +236,7 @@ def sum_up(
     lasting: Times,
     common: Times,
 ) -> Report:
-    """Make a report from the start times.
-
-    Args:
-      schedule: the timed schedule.
-      costs: the durations.
-      clock: "event", "lockstep" or "measured".
-      slots: the fields of `Report` on lockstep and on moved values.
-      flat: the schedule's actions.
-      starts: [A] the start of each action.
-      lasting: [A] the duration of each action.
-      common: [n, 2] start and end of shared work.
-    """
+    """Make a report from the start times."""
     ends = starts + lasting
     begun, ended = ([part.tolist() for part in flat.by_rank(x)] for x in (starts, ends))
     span = [last[-1] - first[0] for first, last in zip(begun, ended, strict=True)]
@@ -325,7 +313,7 @@ def explain(report: Report) -> Explanation:
 
 
 def _around(report: Report, wait: Wait) -> Iterator[Wait]:
-    """Yield the parts of a wait outside the work that ranks share."""
+    """Split a wait at the work that all ranks share; yield the intervals between."""
     start, common = wait.start, report.common
     for n in range(bisect.bisect_right(common, start, key=lambda span: span[1]), len(common)):
         begin, end = common[n]
@@ -339,7 +327,7 @@ def _around(report: Report, wait: Wait) -> Iterator[Wait]:
 
 
 def _messages(report: Report, flat: Flat, ends: Times) -> tuple[Ints, Times, Times]:
-    """Return [A] the sender that each action waits for or -1, its end, its message's arrival."""
+    """Return three [A] columns: the sender that an action waits for or -1, its end, the arrival."""
     schedule = report.schedule
     left = ends.copy()  # the time when each message is sent
     overlap = report.clock == "event" and report.costs.pair is not None

@@ -115,11 +115,7 @@ def check_arguments(
     delayed: bool | None,
     durations: Mapping[Action, float] | None,
 ) -> None:
-    """Check the clock, and the arguments of `simulate` that depend on it.
-
-    Raises:
-      ScheduleError: an unknown clock, or an argument that it does not take.
-    """
+    """Check the clock, and the arguments of `simulate` that depend on it."""
     need("partners", partners, bool, "give True or False")
     if not is_one_of(clock, CLOCKS):
         raise ScheduleError(
@@ -143,7 +139,6 @@ def check_arguments(
 
 
 def _measured(schedule: Schedule, measured: Mapping[Action, float]) -> Times:
-    """Return [A] the measured duration of each action."""
     actions = schedule.actions
     missing = [action for action in actions if action not in measured]
     if missing:

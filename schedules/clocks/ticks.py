@@ -32,14 +32,7 @@ Pattern = tuple[tuple[str, ...], ...]
 def slot_times(schedule: Timetable, pattern: Pattern, *, delayed: bool = False) -> Ints:
     """Find [A] the first slot, from 0, that permits each action's kind and has its message.
 
-    Args:
-      schedule: the schedule.
-      pattern: the slots of a tick.
-      delayed: whether a message to another rank travels during the next slot, and can be used in
-        the slot after that.
-
-    Raises:
-      ScheduleError: the schedule deadlocks.
+    With ``delayed`` a message to another rank can be used one slot later.
     """
     flat, wires = flatten(schedule), links(schedule)
     waits = wait(pattern)[:, flat.kind, flat.rank % max(map(len, pattern))]
@@ -177,12 +170,10 @@ class Ticks:
 
     @property
     def width(self) -> int:
-        """Slots per tick."""
         return len(self.pattern)
 
     @property
     def num_ticks(self) -> int:
-        """The number of ticks T."""
         return int(self.times.max(initial=-1)) // self.width + 1
 
     @property
@@ -195,9 +186,6 @@ def lay_out(schedule: Schedule, name: str, *, delayed: bool = False) -> Ticks:
     """Run every action in the first slot that permits its kind and has its message.
 
     On one rank no message is delayed, because no message leaves the rank.
-
-    Raises:
-      ScheduleError: the schedule deadlocks, or its slots need more memory than there is.
     """
     delayed &= schedule.num_ranks > 1
     times = slot_times(schedule, PATTERNS[name], delayed=delayed)
@@ -215,11 +203,7 @@ def exchanges(ticks: Ticks) -> int:
 
 
 def check_pattern(pattern: str) -> None:
-    """Check the name of a slot pattern.
-
-    Raises:
-      ScheduleError: an unknown name.
-    """
+    """Check the name of a slot pattern."""
     if not is_one_of(pattern, PATTERNS):
         raise ScheduleError(
             f"pattern={shorten(pattern)} is not a slot pattern; choose one of {sorted(PATTERNS)}, "

@@ -75,7 +75,6 @@ class SlicedAction(Action):
     __slots__ = ()
 
     def __new__(cls, stage: int, kind: Kind, microbatch: int, slice: int) -> Self:  # noqa: A002
-        """Make the action from stage, kind, microbatch and slice."""
         return tuple.__new__(cls, (stage, kind, microbatch, slice))
 
     def __repr__(self) -> str:

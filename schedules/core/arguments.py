@@ -22,11 +22,7 @@ T = TypeVar("T")
 
 
 def renamed(old: str, new: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Make a function accept the old name of a keyword too, with a warning.
-
-    Raises:
-      TypeError: both names are given.
-    """
+    """Make a function accept the old name of a keyword too, with a warning."""
 
     def wrap(f: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(f)
@@ -69,11 +65,7 @@ def is_number(value: object) -> bool:
 
 
 def check_duration(what: str, value: object) -> None:
-    """Check that a time is finite, and that a million such times can be summed.
-
-    Raises:
-      ScheduleError: the time is no finite number >= 0, or so large that sums overflow.
-    """
+    """Check that a time is finite, and that a million such times can be summed."""
     if not (is_number(value) and math.isfinite(value) and value >= 0):  # type: ignore[arg-type, operator]
         raise ScheduleError(
             f"{what}: a duration is a finite number >= 0; give the measured time, in the same "
@@ -100,11 +92,7 @@ def listed(value: Any, alone: type | UnionType) -> list[Any]:
 
 
 def need(argument: str, value: object, kind: type, remedy: str) -> None:
-    """Check the type of a value.
-
-    Raises:
-      ScheduleError: a value of another type.
-    """
+    """Check the type of a value."""
     if not isinstance(value, kind):
         a = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise ScheduleError(f"{argument}={shorten(value)} is not {a} {kind.__name__}; {remedy}")

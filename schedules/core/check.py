@@ -59,11 +59,7 @@ def check(schedule: Made, *, max_activations: float | None = None) -> Made:
 
 
 def _check_types(schedule: Timetable) -> None:
-    """Check that an object is a schedule, legal or not.
-
-    Raises:
-      ScheduleError: the object is no schedule, or one of its fields has a wrong type.
-    """
+    """Check that an object is a schedule, legal or not."""
     remedy = "give what schedules.build, from_orders or Schedule.from_csv returned"
     if not isinstance(schedule, Timetable):
         raise ScheduleError(f"schedule={shorten(schedule)} is not a Schedule; {remedy}")
@@ -136,7 +132,6 @@ def _are_positions(pairs: object, num_ranks: int) -> bool:
 
 
 def _deadlocks(case: Case) -> Iterator[Fault]:
-    """Find every circle of ranks that wait for each other."""
     schedule, flat = case.schedule, case.flat
     starts = run(schedule, pair=1)
     waits: dict[int, tuple[int, int]] = {}  # rank -> (its next action, the action it waits for)
@@ -163,7 +158,7 @@ def _deadlocks(case: Case) -> Iterator[Fault]:
 
 
 def _blocked(case: Case, starts: list[Times], index: int) -> tuple[int, int]:
-    """Find an action (or half of a pair) that cannot start, and the action it waits for."""
+    """Return the indices of the blocked action (or half of a pair) and of the action it awaits."""
     wait = index, -1
     for n in (index, index + 1)[: 1 + int(case.flat.pair[index])]:
         message = int(case.wires.awaited[n])
@@ -177,7 +172,6 @@ def _blocked(case: Case, starts: list[Times], index: int) -> tuple[int, int]:
 
 
 def _sender(case: Case, message: int) -> int:
-    """Return the index of the action that sends a message, -1 if there is none."""
     item, is_gradient = divmod(message, 2)
     kinds = (B, I) if is_gradient else (F,)
     return next((int(case.at[k, item]) for k in kinds if case.at[k, item] >= 0), -1)

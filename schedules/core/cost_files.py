@@ -29,11 +29,7 @@ def costs_record(costs: Costs) -> dict[str, Any]:
 
 
 def read_costs(path: str | os.PathLike[str]) -> Costs:
-    """Read the costs in a file.
-
-    Raises:
-      ScheduleError: the file is missing, or holds no costs.
-    """
+    """Read the costs in a file."""
     record = read_object(path)
     try:
         return costs_of(record)
@@ -42,11 +38,7 @@ def read_costs(path: str | os.PathLike[str]) -> Costs:
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the JSON object in a file.
-
-    Raises:
-      ScheduleError: the file is missing, or holds no object.
-    """
+    """Read the JSON object in a file."""
     data = read(path, _WANTED, "costs")
     try:
         record = json.loads(data)
@@ -60,11 +52,7 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def costs_of(record: dict[str, Any]) -> Costs:
-    """Read the costs of a record.
-
-    Raises:
-      ScheduleError: the record has no costs, or invalid costs.
-    """
+    """Read the costs of a record."""
     costs = record.get("costs")
     if not isinstance(costs, dict) or not {"f", "i", "w"} <= set(costs) <= set(NAMES):
         raise ScheduleError(

@@ -125,7 +125,6 @@ class Costs:
         return table
 
     def _row(self, name: str, num_stages: int) -> Times:
-        """Return [K] the durations of one field."""
         value = getattr(self, name)
         if not is_number(value) and len(value) != num_stages:
             raise ScheduleError(
@@ -230,11 +229,7 @@ def is_last_forward_free(*, recomputes: bool, shares_head: bool, writes: bool) -
 
 
 def of_unit_length_by_default(costs: Costs | None) -> Costs:
-    """Return the given costs; None means 1 for every F, I and W, and 2 for every B.
-
-    Raises:
-      ScheduleError: the value is no `Costs`.
-    """
+    """Return the given costs; None means 1 for every F, I and W, and 2 for every B."""
     if costs is None:
         return Costs()
     need("costs", costs, Costs, "give schedules.Costs(f=..., i=..., w=..., b=...), or None")
@@ -242,11 +237,7 @@ def of_unit_length_by_default(costs: Costs | None) -> Costs:
 
 
 def _overlap(value: Any) -> float | tuple[float, ...]:
-    """Convert `Costs.host_overlap` to Python numbers: one share, or two shares as a tuple.
-
-    Raises:
-      ScheduleError: the value is neither one nor two shares from 0 to 1.
-    """
+    """Convert `Costs.host_overlap` to Python numbers: one share, or two shares as a tuple."""
     several = isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim > 0)
     entries = list(value) if several and len(value) == len(COPIES) else [value]
     if all(is_number(entry) and 0 <= entry <= 1 for entry in entries):

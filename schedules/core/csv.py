@@ -37,7 +37,6 @@ _TRAFFIC = re.compile(
 
 
 def to_csv(schedule: Timetable, path: str | os.PathLike[str]) -> None:
-    """Write a schedule (`schedules.Schedule.to_csv`)."""
     columns = steps(schedule)
     width = max((row[-1] + 1 for row in columns if row), default=0)
     lines = []
@@ -51,16 +50,11 @@ def to_csv(schedule: Timetable, path: str | os.PathLike[str]) -> None:
 
 
 def read_csv(path: str | os.PathLike[str]) -> Orders:
-    """Read the orders in a file, one for each row, as `schedules.from_orders` takes them.
-
-    Raises:
-      ScheduleError: the file is missing or no text, or a cell is no action; with row and column.
-    """
+    """Read the orders in a file, one for each row, as `schedules.from_orders` takes them."""
     return _orders(path, _as_of_now(_rows(path)))
 
 
 def _rows(path: str | os.PathLike[str]) -> list[list[str]]:
-    """Read the cells of every row, stripped."""
     where, data = shown(path), read(path, "the path of a CSV file")
     try:
         text = data.decode("utf-8-sig")

@@ -17,12 +17,7 @@ Where = str | os.PathLike[str]
 
 
 def read(path: Where, wanted: str, what: str = "a timetable") -> bytes:
-    """Read all bytes of a file; pipes and devices are refused, because they may never end.
-
-    Raises:
-      ScheduleError: the file cannot be read; the message has ``wanted``, what to give instead, and
-        ``what``, the expected content.
-    """
+    """Read all bytes of a file; pipes and devices are refused, because they may never end."""
     file = Path(os.fsdecode(path))
     try:
         if file.exists() and not file.is_file():
@@ -42,11 +37,7 @@ def shown(path: Where) -> str:
 
 
 def replace(text: str, path: Where) -> None:
-    """Write text in UTF-8 atomically: a reader sees the whole old or the whole new file.
-
-    Raises:
-      OSError: the file cannot be written.
-    """
+    """Write text in UTF-8 atomically: a reader sees the whole old or the whole new file."""
     with open_replacement(path) as file:
         file.write(text)
 
@@ -98,9 +89,6 @@ def check_output(option: str, path: Where, inputs: Iterable[Where | None]) -> No
       option: the option that names the file.
       path: the file to write.
       inputs: what the command reads; None and names of other things are left out.
-
-    Raises:
-      ScheduleError: the folder is missing, the path is a folder, or the file is an input.
     """
     file = Path(path)
     if not file.parent.is_dir():

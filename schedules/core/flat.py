@@ -160,7 +160,7 @@ def activations(schedule: Timetable) -> list[Ints]:
 
 
 def _pairs(schedule: Timetable, first: Sequence[int]) -> list[int]:
-    """Return indices of the first actions of valid pairs: in range, and without shared actions."""
+    """Return the index of the first action of each valid pair; pairs may not overlap."""
     indices: list[int] = []
     rows = schedule.pairs if isinstance(schedule.pairs, tuple) else ()
     for rank, positions in zip(range(schedule.num_ranks), rows, strict=False):

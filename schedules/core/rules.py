@@ -55,7 +55,6 @@ class Fault:
 
 
 def error(schedule: Timetable, faults: Sequence[Fault]) -> ScheduleError:
-    """Make one error for all faults."""
     total = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"
     sizes = (
         f"S={schedule.num_ranks} ranks, K={schedule.num_stages} stages, "
@@ -105,7 +104,6 @@ class Case:
         return steps(self.schedule)
 
     def mark(self, index: int) -> tuple[int, int]:
-        """Return (rank, position) of an action."""
         rank = int(self.flat.rank[index])
         return rank, index - int(self.flat.first[rank])
 

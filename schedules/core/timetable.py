@@ -50,12 +50,10 @@ class Timetable:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks S."""
         return len(self.orders)
 
     @property
     def num_stages(self) -> int:
-        """The number of stages K."""
         return len(self.placement)
 
     @property
@@ -84,7 +82,6 @@ class Timetable:
 
     @functools.cached_property
     def kinds(self) -> frozenset[Kind]:
-        """The kinds of actions that occur."""
         return frozenset(action.kind for action in self.actions)
 
     @property

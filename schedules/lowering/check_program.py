@@ -300,7 +300,7 @@ class Common:
         self._see("scatter", "gradient of the first stage", gradient, (tick, slot, rank))
 
     def _see(self, name: str, what: str, value: int, at: Place) -> bool:
-        """Tell whether a rank has returned a microbatch's value; check that the table agrees."""
+        """Check a table against a rank's result; tell whether that is the value of a unit."""
         microbatch, rest = divmod(value, len(WHAT))
         there = not rest and 0 <= microbatch < self.program.schedule.num_units
         wanted = microbatch if there else -1

@@ -72,7 +72,6 @@ class Setting:
         return self._timers[placement]
 
     def simulate(self, schedule: Schedule) -> Report:
-        """Simulate a schedule under these costs and this clock."""
         slots: dict[str, Any] = {n: getattr(self, n) for n in ("pattern", "partners", "delayed")}
         return simulate(schedule, self.costs, self.clock, **slots)
 
@@ -111,12 +110,10 @@ class Find:
         return max(peak(self.timer.problem, order) for order in self.orders)
 
     def get(self) -> Schedule:
-        """Return the timetable, built from its orders if needed."""
         return self.schedule or self.timer.problem.decode(self.name, self.orders)
 
 
 def judge(setting: Setting, name: str, schedule: Schedule) -> Find:
-    """Time a schedule."""
     choices = setting.timers(schedule.placement)
     orders = choices[0].problem.encode(schedule)
     timed = [(timer(orders)[0], index) for index, timer in enumerate(choices)]
@@ -157,7 +154,6 @@ def hybrids(setting: Setting, finds: Iterable[Find]) -> Iterator[Find]:
 
 
 def _published(setting: Setting) -> Iterator[Find | tuple[str, str]]:
-    """List the published schedules, before their halves are merged."""
     sizes = setting.num_ranks, setting.num_microbatches, setting.num_stages
     for name, family in FAMILIES.items():
         try:
@@ -190,11 +186,7 @@ def _grouped(setting: Setting, name: str) -> Iterator[Find]:
 def search(setting: Setting, finds: Iterable[Find], budget: int, seed: int) -> list[Find]:
     """Find further timetables: the best of the policies, and their improvements.
 
-    Args:
-      setting: the setting of the search.
-      finds: timetables within the limit, from which the search starts.
-      budget: the number of timetables that local improvement may time.
-      seed: the seed of random choices.
+    The search starts from timetables within the limit, and improvement times at most ``budget``.
     """
     finds = list(finds)
     built: list[Find] = []

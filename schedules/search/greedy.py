@@ -55,7 +55,6 @@ class Board:
     """
 
     def __init__(self, problem: Problem, policy: Policy) -> None:
-        """Make a board on which no action has run."""
         self.problem, self.policy = problem, policy
         self.forward, self.back, self.weights = ([0] * problem.num_stages for _ in range(3))
         self.held, self.flying = [0] * problem.num_ranks, [0] * problem.num_ranks
@@ -206,17 +205,17 @@ def _by_slot(board: Board, waits: Sequence[Sequence[int]], *, delayed: bool) -> 
 
 
 def _even(problem: Problem, options: list[list[int]]) -> list[list[int]]:
-    """Leave out actions longer than the slot duration that has the most work per time."""
+    """Choose the slot duration with the highest utilisation, and drop longer actions."""
     durations = problem.durations
     levels = sorted({durations[code] for codes in options for code in codes}, reverse=True)
 
-    def use(level: float) -> float:
+    def utilisation(level: float) -> float:
         work = 0.0
         for codes in options:
             work += next((durations[code] for code in codes if durations[code] <= level), 0.0)
         return work / level if level else 0.0
 
-    best = max(levels, key=use, default=0.0)
+    best = max(levels, key=utilisation, default=0.0)
     return [[code for code in codes if durations[code] <= best] for codes in options]
 
 

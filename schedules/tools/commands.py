@@ -30,7 +30,6 @@ ILLEGAL = 1  # exit code: a timetable is illegal, or nothing meets the limit
 
 
 def draw(options: argparse.Namespace) -> int:
-    """Draw a timetable on the terminal, or into the named files."""
     _check_writable(options, DRAWINGS, options.schedules)
     schedules = [given.load(options, name) for name in options.schedules]
     for path in options.output:
@@ -44,7 +43,6 @@ def draw(options: argparse.Namespace) -> int:
 
 
 def table(options: argparse.Namespace) -> int:
-    """Print the numbers of one timetable, rank by rank."""
     report = given.clocked(options, given.load(options, options.schedule))
     if options.json:
         say(json.dumps(report_record(report), indent=2))
@@ -225,7 +223,6 @@ def _chosen(choice: Choice) -> dict[str, Any]:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Convert a timetable: to .csv in torch.distributed.pipelining's format, or to .json."""
     if not given.is_file(options.target):
         raise given.UsageError(f"{options.target}: a timetable is written as .csv or .json")
     check_output("FILE", options.target, [options.schedule, options.costs])
@@ -239,17 +236,7 @@ def convert(options: argparse.Namespace) -> int:
 def _check_writable(
     options: argparse.Namespace, suffixes: Sequence[str], schedules: Sequence[str] = ()
 ) -> None:
-    """Check that the files of --output can be written, before any search or simulation.
-
-    Args:
-      options: the options of the command.
-      suffixes: the suffixes of its formats.
-      schedules: the timetables that it reads, files or names of families.
-
-    Raises:
-      UsageError: an unknown suffix.
-      ScheduleError: a missing folder, or a file that the command reads.
-    """
+    """Check that the files of --output can be written, before any search or simulation."""
     for path in options.output:
         if Path(path).suffix.lower() not in suffixes:
             raise given.UsageError(
@@ -260,7 +247,6 @@ def _check_writable(
 
 
 def _draw_into(options: argparse.Namespace, schedules: Sequence[Schedule], path: str) -> None:
-    """Draw timetables into a file, in the format of its suffix."""
     name = path.lower()
     if name.endswith(".html"):
         from schedules.tools.page import save_page
@@ -285,7 +271,6 @@ def _draw_into(options: argparse.Namespace, schedules: Sequence[Schedule], path:
 
 
 def _write(schedule: Schedule, path: str) -> None:
-    """Write a timetable into a .csv or a .json file."""
     if path.lower().endswith(".csv"):
         schedule.to_csv(path)
     else:

@@ -82,7 +82,6 @@ _METADATA: dict[str, dict[str, Any]] = {".png": {"Software": None}, ".svg": {"Da
 
 
 def _draw(reports: Sequence[Report], title: str | None, unit: str | None) -> Figure:
-    """Draw the whole picture."""
     try:
         import matplotlib as mpl
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -124,7 +123,6 @@ def _units(report: Report) -> float:
 
 
 def _timeline(axis: Axes, report: Report, inches: float, unit: str | None) -> None:
-    """Draw one report."""
     schedule = report.schedule
     ranks = range(schedule.num_ranks)
     points = 72 * inches / (report.makespan or 1.0)  # points per unit of time
@@ -161,7 +159,6 @@ def _timeline(axis: Axes, report: Report, inches: float, unit: str | None) -> No
 
 
 def _boxes(report: Report, rank: int) -> dict[tuple[Kind, int], list[tuple[float, float, str]]]:
-    """Return (left, width, label) of the actions of a rank, by kind and chunk."""
     chunk_of = report.schedule.chunk_of
     boxes: dict[tuple[Kind, int], list[tuple[float, float, str]]] = {}
     order, starts, ends = report.schedule.orders[rank], report.starts[rank], report.ends[rank]

@@ -46,7 +46,6 @@ exit codes: 0 success; 1 illegal timetable, or no timetable within the limits;
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
     open_streams()
     try:
         chosen = _parser().parse_args(arguments)
@@ -62,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(error: Exception) -> str:
-    """Write the message of an error."""
     if isinstance(error, OSError) and error.filename is not None:
         return (
             f"{shown(error.filename)}: {error.strerror}; give a path that can be read and written"

@@ -153,7 +153,6 @@ def _entries(items: Sequence[Report | Schedule]) -> list[Entry]:
 
 
 def render(entries: Sequence[Entry], title: str) -> str:
-    """Render the page as HTML."""
     parts = files("schedules.tools") / "page_files"
     style = (parts / "page.css").read_text(encoding="utf-8")
     bodies = [(parts / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]

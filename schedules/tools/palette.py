@@ -79,11 +79,7 @@ def kinds(schedules: Iterable[Schedule]) -> list[Kind]:
 
 
 def several(reports: Report | Iterable[Report]) -> list[Report]:
-    """List the reports of a drawing, which takes one report or several.
-
-    Raises:
-      ScheduleError: there is no report, or an item is no report.
-    """
+    """List the reports of a drawing, which takes one report or several."""
     items: list[Report] = listed(reports, Report)
     if not items:
         raise ScheduleError("reports is empty; give what simulate() returned, one or several")

@@ -38,7 +38,6 @@ def schedule_record(schedule: Schedule) -> dict[str, Any]:
 
 
 def _slices(schedule: Schedule) -> dict[str, int]:
-    """Record the number of slices, if there are several."""
     return {"num_slices": schedule.num_slices} if schedule.num_slices > 1 else {}
 
 
@@ -80,16 +79,11 @@ def report_record(report: Report) -> dict[str, Any]:
 
 
 def write_json(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write a schedule as JSON."""
     replace(json.dumps(schedule_record(schedule)) + "\n", path)
 
 
 def read_json(path: str | os.PathLike[str]) -> Schedule:
-    """Read a schedule that `write_json` wrote, and check it.
-
-    Raises:
-      ScheduleError: the file is missing, is no such record, or has no legal schedule.
-    """
+    """Read a schedule that `write_json` wrote, and check it."""
     where, wanted = shorten(os.fsdecode(path), 200), "a JSON file as `convert` writes it"
     data = read(path, wanted)
     try:

@@ -116,7 +116,6 @@ def wants_colour(stream: TextIO, environment: Mapping[str, str] | None = None) -
 
 
 def _steps(drawn: Report | Schedule) -> Sequence[Sequence[int]]:
-    """Return [S] lists of columns."""
     schedule = drawn.schedule if isinstance(drawn, Report) else drawn
     if not isinstance(drawn, Report) or drawn.pattern is None:
         return steps(schedule)

@@ -71,7 +71,6 @@ def save_trace(
 
 
 def _events(slices: _Slices) -> Iterator[Event]:
-    """Yield all events of one report."""
     report, process = slices.report, slices.process
     yield from _names(report, process)
     explanation = report.explain()
@@ -131,7 +130,6 @@ class _Slices:
         return round(time * self.scale)
 
     def slice(self, rank: int, name: str, category: str, start: float, end: float) -> Event:
-        """Make a box without arguments."""
         return {
             "ph": "X",
             "name": name,
@@ -143,7 +141,6 @@ class _Slices:
         }
 
     def actions(self, rank: int) -> Iterator[Event]:
-        """Yield the actions of a rank."""
         schedule = self.report.schedule
         order, starts, ends = (
             schedule.orders[rank],
@@ -172,7 +169,6 @@ class _Slices:
             yield event
 
     def waits(self, explanation: Explanation, rank: int) -> Iterator[Event]:
-        """Yield the waits of a rank."""
         order = self.report.schedule.orders[rank]
         for wait in explanation.waits[rank]:
             event = self.slice(rank, f"idle: {wait.cause}", "idle", wait.start, wait.end)

@@ -89,7 +89,6 @@ class Plan:
                 self.put(rank, _F)
 
     def forward(self) -> None:
-        """Run at most one F per rank; if a rank runs none, earlier ranks run none either."""
         takes = [self.wants(rank) for rank in range(len(self.clock))]
         for rank in reversed(range(len(takes) - 1)):
             takes[rank] = takes[rank] and takes[rank + 1]
@@ -100,12 +99,10 @@ class Plan:
                     self.place(rank, _F)
 
     def backward(self) -> None:
-        """Run one I per rank, the last rank first."""
         for rank in reversed(range(len(self.clock))):
             self.place(rank, _I)
 
     def flush(self) -> None:
-        """Run the remaining W."""
         for rank in range(len(self.clock)):
             while self.has_weights(rank):
                 self.put(rank, _W)
@@ -128,7 +125,6 @@ class Plan:
         return wait > self.slack(rank)
 
     def make_room(self, rank: int) -> None:
-        """Run W until another F fits."""
         while self.held(rank) + 1 > self.limit and self.has_weights(rank):
             self.put(rank, _W)
 
@@ -144,7 +140,6 @@ class Plan:
         self.put(rank, kind)
 
     def put(self, rank: int, kind: int) -> None:
-        """Append an action and compute its time."""
         microbatch = self.count[kind][rank]
         start = max(self.clock[rank], self.arrival(rank, kind) or 0)
         if self.orders[rank]:
@@ -172,7 +167,6 @@ class Plan:
         return forward - inputs + self.weight_memory * (inputs - weights)
 
     def has_weights(self, rank: int) -> bool:
-        """Tell whether a W can run."""
         return self.count[_W][rank] < self.count[_I][rank]
 
     def slack(self, rank: int) -> int:
@@ -189,7 +183,6 @@ class Plan:
         return float(f"{max(spans):.9g}"), float(f"{max(self.clock):.9g}")
 
     def schedule(self, name: str) -> Schedule:
-        """Build the schedule of the actions planned so far."""
         num_ranks = len(self.orders)
         placement = loop_placement(num_ranks, num_ranks)
         return Schedule(name, self.num_microbatches, tuple(map(tuple, self.orders)), placement)
