@@ -9,7 +9,7 @@ ticks, or in dispatch. Letters are those of `schedules.core.action`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -88,18 +88,12 @@ def differences(measured: Report, predicted: Report | None = None) -> Difference
       ScheduleError: an argument that is not a report, or reports of different schedules.
     """
     need("measured", measured, Report, "give what pipe.trace() or simulate() returned")
-    if predicted is None and measured.pattern is None:
-        predicted = simulate(measured.schedule, measured.costs, "event")
-    elif predicted is None:
-        predicted = simulate(
-            measured.schedule,
-            measured.costs,
-            "lockstep",
-            pattern=measured.pattern,
-            partners=measured.partners,
-            delayed=measured.delayed,
-            shared=measured.shared,
-        )
+    if predicted is None:
+        slots: dict[str, Any] = {}
+        if measured.pattern is not None:
+            names = "pattern", "partners", "delayed", "shared"
+            slots = {"clock": "lockstep", **{name: getattr(measured, name) for name in names}}
+        predicted = simulate(measured.schedule, measured.costs, **slots)
     need("predicted", predicted, Report, "give what simulate() returned, or leave it out")
     if measured.schedule != predicted.schedule:
         raise ScheduleError(

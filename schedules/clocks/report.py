@@ -169,17 +169,14 @@ class Report:
 
     def __str__(self) -> str:
         """Write a line for the step, and a line for each rank."""
-        of, rows = self.schedule, zip(self.work, self.peak_activations, strict=True)
-        cut = f" of {of.num_slices} slices" if of.num_slices > 1 else ""
         step = (
-            f"{printable(of.name)}: {of.num_ranks} ranks, {of.num_stages} stages, "
-            f"{of.num_microbatches} microbatches{cut}; clock {self.clock}, makespan "
-            f"{self.makespan:.6g}, bubble {self.step_bubble_rate:.1%} of the step"
+            f"{printable(self.schedule.name)}: {sizes(self.schedule)}; clock {self.clock}, "
+            f"makespan {self.makespan:.6g}, bubble {self.step_bubble_rate:.1%} of the step"
         )
         ranks = (
             f"rank {rank}: works {work:.6g}, waits {self.makespan - work:.6g}, holds at most "
             f"{peak:.6g} activations"
-            for rank, (work, peak) in enumerate(rows)
+            for rank, (work, peak) in enumerate(zip(self.work, self.peak_activations, strict=True))
         )
         return "\n".join([step, *ranks])
 
@@ -264,6 +261,15 @@ def sum_up(
         starts=tuple(map(tuple, begun)),
         ends=tuple(map(tuple, ended)),
         common=tuple(map(tuple, common.tolist())),
+    )
+
+
+def sizes(schedule: Schedule) -> str:
+    """Write sizes as text: ``4 ranks, 8 stages, 16 microbatches``, and ``of 4 slices``."""
+    cut = f" of {schedule.num_slices} slices" if schedule.num_slices > 1 else ""
+    return (
+        f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+        f"{schedule.num_microbatches} microbatches{cut}"
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schedules.clocks.report import CAUSES, Cause, Report, Wait
+from schedules.clocks.report import CAUSES, Cause, Report, Wait, sizes
 from schedules.core.action import Kind, ScheduleError, printable
 from schedules.core.files import open_replacement
 from schedules.tools.palette import (
@@ -19,7 +19,6 @@ from schedules.tools.palette import (
     joined,
     kinds,
     several,
-    sizes,
     unit_text,
 )
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from schedules.clocks.report import CAUSES, Report, Wait
+from schedules.clocks.report import CAUSES, Report, Wait, sizes
 from schedules.clocks.simulate import CLOCKS, simulate
 from schedules.core.action import Action, ScheduleError, printable, shorten
 from schedules.core.arguments import listed
@@ -39,7 +39,6 @@ from schedules.tools.palette import (
     clock_name,
     joined,
     kinds,
-    sizes,
 )
 
 MOST_ACTIONS = 2_000_000  # most drawn actions, over all clocks and schedules; about 40 MB

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from schedules.clocks.report import Cause, Report
+from schedules.clocks.report import Cause, Report, sizes
 from schedules.core.action import KINDS, Action, Kind, ScheduleError, printable
 from schedules.core.arguments import listed, need
 from schedules.core.schedule import Schedule
@@ -86,15 +86,6 @@ def several(reports: Report | Iterable[Report]) -> list[Report]:
     for report in items:
         need("reports", report, Report, "give what simulate() returned, one or several")
     return items
-
-
-def sizes(schedule: Schedule) -> str:
-    """Write sizes as text: ``4 ranks, 8 stages, 16 microbatches``, and ``of 4 slices``."""
-    cut = f" of {schedule.num_slices} slices" if schedule.num_slices > 1 else ""
-    return (
-        f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, "
-        f"{schedule.num_microbatches} microbatches{cut}"
-    )
 
 
 def unit_text(action: Action) -> str:

@@ -23,7 +23,7 @@ from typing import NamedTuple, TextIO
 
 import numpy as np
 
-from schedules.clocks.report import Report
+from schedules.clocks.report import Report, sizes
 from schedules.clocks.simulate import simulate
 from schedules.clocks.ticks import lay_out
 from schedules.core.action import Action, Kind, ScheduleError, printable, shorten
@@ -37,7 +37,6 @@ from schedules.tools.palette import (
     heading,
     joined,
     kinds,
-    sizes,
     unit_text,
 )
 
