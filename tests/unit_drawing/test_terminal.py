@@ -8,7 +8,6 @@ import re
 import pytest
 
 from schedules import Costs, ScheduleError, build, from_orders, simulate
-from schedules.core.action import KINDS
 from schedules.core.grid import grid
 from schedules.tools.palette import ANSI
 from schedules.tools.terminal import render, wants_colour
@@ -127,13 +126,6 @@ def test_long_rows_go_on_below():
     assert len(render(ONE, colour=False, width=1).splitlines()) == 2 + 8 * 2 + 7
 
 
-def test_rows_are_as_wide_as_asked():
-    report = simulate(build("1f1b", num_ranks=12, num_microbatches=40))
-    for colour in (True, False):
-        lines = ESCAPE.sub("", render(report, colour=colour, width=61, unit=0.7)).splitlines()
-        assert max(map(len, lines[1:-1])) == 61
-
-
 @pytest.mark.parametrize("unit", [None, 1])
 def test_a_name_cannot_command_the_terminal(unit):
     name = "a\x1b[31mb\rc\x9b2Jd\u202ee\ttab\x07"
@@ -177,14 +169,6 @@ def test_when_to_colour(stream, environment, wanted):
     assert wants_colour(stream, environment) is wanted
 
 
-def test_by_default_the_process_is_asked(monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert wants_colour(io.StringIO())
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not wants_colour(Terminal())
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -210,7 +194,3 @@ def test_refusals(options, message):
     with pytest.raises(ScheduleError) as caught:
         render(ONE, **options)
     assert str(caught.value) == message
-
-
-def test_all_kinds_have_colours():
-    assert sorted(ANSI) == sorted(KINDS)

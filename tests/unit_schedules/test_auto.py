@@ -470,13 +470,3 @@ def test_what_it_refuses():
         "Costs(w=(1, 2, 3)) has 3 numbers for 8 stages; give one for each stage, or one number for "
         "all"
     )
-
-
-@pytest.mark.parametrize("value", [-1.0, float("nan"), INF])
-def test_costs_that_are_no_durations_never_reach_the_search(value):
-    with pytest.raises(ScheduleError) as caught:
-        auto(2, 2, costs=Costs(f=value))
-    assert str(caught.value) == (
-        f"Costs(f={value!r}): a duration is a finite number >= 0; give the measured time, in the "
-        f"same unit for all"
-    )

@@ -59,6 +59,9 @@ def test_durations_of_any_kind_become_pythons(number):
     assert given == Costs(f=2, i=(1, 2), comm=((0, 1), (1, 0)), head=3)
     kept = (given.f, given.head, *given.i, *given.comm[0])
     assert {type(value) for value in kept} <= {int, float}
+    schedule = build("1f1b", num_ranks=2, num_microbatches=2)
+    durations = {a: number(1) for a in schedule.actions}
+    assert simulate(schedule, clock="measured", durations=durations).makespan == 6
 
 
 def test_a_share_of_any_kind_becomes_pythons():
