@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -34,9 +34,10 @@ from schedules.core.flat import (
     Flat,
     Ints,
     W,
-    activations,
     crossings_held,
     flatten,
+    inputs_held,
+    microbatches_held,
 )
 from schedules.core.messages import senders
 from schedules.core.schedule import Schedule
@@ -254,10 +255,8 @@ def sum_up(
         work=tuple(work),
         idle=tuple(idle),
         bubble_rate=idle[longest] / span[longest] if span[longest] else 0.0,
-        peak_activations=tuple(_microbatches(schedule, inputs) for inputs in activations(schedule)),
-        peak_crossings=tuple(
-            _microbatches(schedule, crossings_held(kinds)) for kinds in flat.by_rank(flat.kind)
-        ),
+        peak_activations=_peaks(schedule, inputs_held),
+        peak_crossings=_peaks(schedule, crossings_held),
         starts=tuple(map(tuple, begun)),
         ends=tuple(map(tuple, ended)),
         common=tuple(map(tuple, common.tolist())),
@@ -273,10 +272,8 @@ def sizes(schedule: Schedule) -> str:
     )
 
 
-def _microbatches(schedule: Schedule, inputs: Ints) -> float:
-    """Count the most units held at once, in microbatches; an integer if there are no slices."""
-    most = int(inputs.max())
-    return most if schedule.num_slices == 1 else most / schedule.num_slices
+def _peaks(schedule: Schedule, units_held: Callable[[Ints], Ints]) -> tuple[float, ...]:
+    return tuple(counts.max().item() for counts in microbatches_held(schedule, units_held))
 
 
 def _common(schedule: Schedule, costs: Costs, shared: Shared) -> float:

@@ -19,6 +19,7 @@ import numpy as np
 from schedules.core.action import KINDS, ScheduleError, shorten
 from schedules.core.arguments import is_one_of
 from schedules.core.capacity import check_slots_fit
+from schedules.core.check import check
 from schedules.core.flat import Ints, flatten, once
 from schedules.core.messages import links
 from schedules.core.schedule import Schedule
@@ -47,8 +48,8 @@ def slot_times(schedule: Timetable, pattern: Pattern, *, delayed: bool = False) 
         2 * schedule.num_stages * schedule.num_units,
     )
     times = np.array(slots, np.int64)
-    if (times < 0).any():
-        raise _deadlock(schedule, times)
+    if (times < 0).any():  # a deadlock, or an action without its message
+        check(schedule)
     times.setflags(write=False)
     return times
 
@@ -122,20 +123,6 @@ def fill(
             n += 1
         position[rank], free[rank] = n, now
     return times, work
-
-
-def _deadlock(schedule: Timetable, times: Ints) -> ScheduleError:
-    """Make the error for ranks that wait for each other in a circle."""
-    rows = flatten(schedule).by_rank(times)
-    stuck = ", ".join(
-        f"rank {rank} at {order[int(np.argmax(row < 0))]}"
-        for rank, (order, row) in enumerate(zip(schedule.orders, rows, strict=True))
-        if (row < 0).any()
-    )
-    return ScheduleError(
-        f"schedule {schedule.name!r} deadlocks: {stuck}; "
-        f"schedules.check(schedule) shows the grid and the culprit"
-    )
 
 
 PATTERNS: dict[str, Pattern] = {

@@ -16,7 +16,7 @@ from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import is_count, is_number, renamed
 from schedules.core.costs import Times
 from schedules.core.events import run
-from schedules.core.flat import B, F, I, activations, is_dense, once
+from schedules.core.flat import B, F, I, inputs_held, is_dense, microbatches_held, once
 from schedules.core.rules import MOST_NAMED, RULES, Case, Culprit, Fault, error, inspect
 from schedules.core.timetable import Timetable
 
@@ -192,9 +192,7 @@ def _circle(case: Case, waits: list[tuple[int, int]]) -> Culprit:
 
 def _memory(case: Case, limit: float) -> Iterator[Fault]:
     culprits = []
-    cut = case.schedule.num_slices
-    for rank, units in enumerate(activations(case.schedule)):
-        inputs = units if cut == 1 else units / cut
+    for rank, inputs in enumerate(microbatches_held(case.schedule, inputs_held)):
         over = np.flatnonzero(inputs > limit)
         if len(over):
             index = int(case.flat.first[rank] + over[0])

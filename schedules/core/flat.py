@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -102,7 +102,8 @@ def flatten(schedule: Timetable) -> Flat:
     letters = np.frombuffer("".join(kinds).encode(), np.uint8)
     first = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     pair = np.zeros(len(actions), bool)
-    pair[_pairs(schedule, first.tolist())] = True
+    valid = [first[rank] + at for rank, at, is_valid in scan_pairs(schedule) if is_valid]
+    pair[valid] = True
     return Flat(
         first=first,
         rank=np.repeat(np.arange(schedule.num_ranks), lengths),
@@ -153,23 +154,27 @@ def crossings_held(kinds: Ints) -> Ints:
     return np.cumsum(written.astype(np.int64) - read) + read - written
 
 
-def activations(schedule: Timetable) -> list[Ints]:
-    """Count, in [S] arrays, the inputs and crossings that a rank holds during each action."""
-    flat = flatten(schedule)
-    return [inputs_held(kinds) for kinds in flat.by_rank(flat.kind)]
+def microbatches_held(
+    schedule: Timetable, units_held: Callable[[Ints], Ints]
+) -> list[NDArray[Any]]:
+    """Count, in [S] arrays, what each rank holds during its actions, by `inputs_held` or another.
+
+    A slice counts as 1/N of a microbatch; without slices the counts are integers.
+    """
+    flat, cut = flatten(schedule), schedule.num_slices
+    counts = [units_held(kinds) for kinds in flat.by_rank(flat.kind)]
+    return counts if cut == 1 else [units / cut for units in counts]
 
 
-def _pairs(schedule: Timetable, first: Sequence[int]) -> list[int]:
-    """Return the index of the first action of each valid pair; pairs may not overlap."""
-    indices: list[int] = []
+def scan_pairs(schedule: Timetable) -> Iterator[tuple[int, Any, bool]]:
+    """Yield (rank, position, is valid) of each pair; a valid one is in range and overlaps none."""
     rows = schedule.pairs if isinstance(schedule.pairs, tuple) else ()
     for rank, positions in zip(range(schedule.num_ranks), rows, strict=False):
-        lowest, last = 0, first[rank + 1] - first[rank] - 1
+        lowest, last = 0, len(schedule.orders[rank]) - 1
         for position in positions if isinstance(positions, tuple) else ():
-            if type(position) is int and lowest <= position < last:
-                indices.append(first[rank] + position)
-                lowest = position + 2
-    return indices
+            is_valid = type(position) is int and lowest <= position < last
+            lowest = position + 2 if is_valid else lowest
+            yield rank, position, is_valid
 
 
 def _columns(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from schedules.core.action import KINDS, ScheduleError, action_of, shorten
-from schedules.core.flat import B, F, Flat, I, Ints, Mask, W, codes, flatten
+from schedules.core.flat import B, F, Flat, I, Ints, Mask, W, codes, flatten, scan_pairs
 from schedules.core.grid import grid, label, steps
 from schedules.core.messages import Links, links
 from schedules.core.timetable import Timetable
@@ -243,7 +243,8 @@ def _halves(case: Case) -> Iterator[Fault]:
 
 def _overlaps(case: Case) -> Iterator[Fault]:
     """Check that a pair is an F and then a backward of another stage."""
-    schedule, flat, lost = case.schedule, case.flat, list(_lost_pairs(case.schedule))
+    schedule, flat = case.schedule, case.flat
+    lost = [(rank, at) for rank, at, is_valid in scan_pairs(schedule) if not is_valid]
 
     def tell(item: int) -> Culprit:
         (rank, position), actions = lost[item], len(schedule.orders[lost[item][0]])
@@ -269,17 +270,6 @@ def _overlaps(case: Case) -> Iterator[Fault]:
         first[~fits],
         lambda n: Culprit(f"{case.show(n)} & {case.show(n + 1)}", (case.mark(n), case.mark(n + 1))),
     )
-
-
-def _lost_pairs(schedule: Timetable) -> Iterator[tuple[int, int]]:
-    """Find (rank, position) of every pair outside its order, or overlapping an earlier pair."""
-    for rank, positions in enumerate(schedule.pairs):
-        lowest, last = 0, len(schedule.orders[rank]) - 1
-        for position in positions:
-            if lowest <= position < last:
-                lowest = position + 2
-            else:
-                yield rank, position
 
 
 def _order(case: Case) -> Iterator[Fault]:

@@ -18,8 +18,7 @@ from schedules.build import options as options_of
 from schedules.clocks.report import Report
 from schedules.clocks.simulate import CLOCKS, simulate
 from schedules.clocks.ticks import PATTERNS
-from schedules.core.cost_files import read_costs
-from schedules.core.costs import Costs
+from schedules.core.costs import Costs, read_costs
 from schedules.core.schedule import Schedule
 from schedules.families import GROUPED, SLICED
 from schedules.tools.records import read_json

@@ -13,7 +13,7 @@ from typing import Any
 from schedules.clocks.report import Report
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.check import check
-from schedules.core.cost_files import costs_record
+from schedules.core.costs import costs_record
 from schedules.core.files import read, replace
 from schedules.core.grid import in_cells, steps
 from schedules.core.schedule import Schedule, from_orders

@@ -14,8 +14,7 @@ from typing import Any
 
 from pipeline.insight.calibrate.signature import ModelSignature
 from schedules.core.action import ScheduleError, shorten
-from schedules.core.cost_files import costs_of, costs_record, read_object
-from schedules.core.costs import Costs
+from schedules.core.costs import Costs, costs_of, costs_record, read_object
 from schedules.core.files import replace, shown
 
 FORMAT = "shardpipe calibration 1"

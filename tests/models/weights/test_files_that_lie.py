@@ -21,7 +21,7 @@ from pipeline.models.weights.tables.families import FAMILIES, family_of
 from pipeline.training.config.config import Config
 from pipeline.training.config.reading import RunConfigError, read_setting
 from schedules import Schedule, build
-from schedules.core.cost_files import read_costs
+from schedules.core.costs import read_costs
 from schedules.tools.records import read_json as read_schedule
 from schedules.tools.records import write_json
 from tests.models.weights import tiny
