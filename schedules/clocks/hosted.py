@@ -38,11 +38,6 @@ class Hosted(NamedTuple):
 def check_offload(offload: object) -> Offload:
     """Return the option as a word or a share.
 
-    Args:
-      offload: "stash" (all stashes that are needed after the next action of their rank),
-        "crossings" (the values that I leaves for W, if needed after the next action), a share of
-        the stashes from 0 to 1, or None.
-
     Raises:
       ScheduleError: an unknown word, a share outside 0..1, or another type.
     """
@@ -67,12 +62,8 @@ def check_keep(keep: object) -> Keep:
 def hosted(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = ()) -> Hosted:
     """Choose the values of a legal schedule to keep in host memory.
 
-    Args:
-      schedule: a legal schedule.
-      keep: the values that F keeps for its backward: the stage's input or its residuals. The input
-        of the first stage is recomputed from the batch, unless all ranks share "embed".
-      offload: the result of `check_offload`.
-      shared: the ends of the model that all ranks share.
+    With ``keep="input"`` the input of the first stage is none of them, because it is recomputed
+    from the batch, unless all ranks share "embed".
     """
     return _hosted(schedule, keep, offload, embeds="embed" in shared)
 

@@ -51,8 +51,6 @@ class Lockstep:
     """A layout timed by the lockstep clock.
 
     Attributes:
-      ticks: the layout.
-      costs: durations.
       partners: whether only the ranks that an exchange joins meet in it, not all ranks.
       shared: the ends of the model that all ranks share.
       copies: [A] whether an action copies a value over the host link; None if no action does.

@@ -157,10 +157,6 @@ def meet(layout: Lockstep, durations: Times) -> tuple[Times, Times]:
 
     For a meeting, a message without duration goes from rank to rank: each rank passes it on when it
     has arrived itself, and the last rank's message goes to all.
-
-    Args:
-      layout: the schedule in lockstep.
-      durations: [A] the duration of each action.
     """
     schedule, flat = layout.ticks.schedule, flatten(layout.ticks.schedule)
     after, lasts = _meetings(layout)

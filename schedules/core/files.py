@@ -83,13 +83,7 @@ def name_file(path: Where) -> Iterator[None]:
 
 
 def check_output(option: str, path: Where, inputs: Iterable[Where | None]) -> None:
-    """Check, before any work, that a file can be written and is no input of the command.
-
-    Args:
-      option: the option that names the file.
-      path: the file to write.
-      inputs: what the command reads; None and names of other things are left out.
-    """
+    """Check, before any work, that a file can be written and is no input of the command."""
     file = Path(path)
     if not file.parent.is_dir():
         raise ScheduleError(

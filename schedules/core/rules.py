@@ -27,7 +27,6 @@ class Culprit:
     """One place where a rule is broken.
 
     Attributes:
-      text: the text of the place.
       marks: (rank, position in its order) of the actions to mark.
       missing: (rank, action) of a missing action, to write next to the rank's row.
     """
@@ -42,10 +41,8 @@ class Fault:
     """A broken rule.
 
     Attributes:
-      what: the fault.
       rule: the broken rule, and the remedy.
       culprits: the first few places.
-      count: the number of places.
     """
 
     what: str
@@ -85,9 +82,6 @@ class Case:
     """A schedule, prepared for inspection.
 
     Attributes:
-      schedule: the inspected schedule.
-      flat: its actions.
-      wires: its messages.
       at: [4, K * U] index of the first action of each kind, stage and unit; -1 if missing.
       repeated: [A] True for an action that has occurred before.
     """

@@ -52,7 +52,6 @@ class _Entry(NamedTuple):
     """The places of a kind of values that actions name; for carries, the places of one slice.
 
     Attributes:
-      kind: the kind.
       slice: the number of the slice; 0 for a kind with one place.
       table: [T][slots][S] the places.
       values: [S] the current values, by place.
@@ -268,12 +267,7 @@ class _Machine:
 
 
 class Common:
-    """The common work of a program.
-
-    Args:
-      program: a program with well-formed tables.
-      values: the program's values as numbers.
-    """
+    """The common work of a program."""
 
     def __init__(self, program: Program, values: SymbolicValues) -> None:
         self.program, self._values = program, values

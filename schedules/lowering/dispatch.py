@@ -30,8 +30,6 @@ class Call(NamedTuple):
     """An action, or the message that its end sends.
 
     Attributes:
-      action: the action.
-      rank: the rank that runs it.
       target: the rank to which the message goes; None if the call is the action.
     """
 
@@ -93,8 +91,6 @@ class Dispatch:
     """An action with its values.
 
     Attributes:
-      action: the action.
-      rank: the rank that runs it.
       reads: the values that the action reads, by kind; for each value also whether this action is
         the last reader.
       writes: the values that the action writes, by kind.

@@ -37,14 +37,7 @@ class Setting:
     """The sizes, costs, clock and limits of a search.
 
     Attributes:
-      num_ranks: S.
-      num_microbatches: M.
-      num_stages: K.
-      costs: durations.
       limit: the number of stage inputs that a rank may hold; infinity for no limit.
-      clock: "event" or "lockstep".
-      partners: the option of `simulate`.
-      delayed: the option of `simulate`.
       pattern: the only allowed pattern in lockstep; None for any pattern.
     """
 
@@ -93,7 +86,6 @@ class Find:
     Attributes:
       name: the step that made the timetable.
       schedule: the timetable; None until the timetable is built from its orders.
-      makespan: the timetable's makespan.
       orders: [S] codes.
       timer: the timer that gives the makespan, if the timetable has no overlapped pairs.
     """

@@ -27,8 +27,6 @@ class Problem:
 
     Attributes:
       placement: [K] the rank of each stage.
-      stages_of: [S] tuples of stages.
-      num_microbatches: M.
       limit: the number of stage inputs that a rank may hold.
       durations: [C] the duration of each action.
       awaited: [C] the message that an action needs to start, -1 for none.

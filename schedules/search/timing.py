@@ -28,7 +28,6 @@ class Timer:
     """A clock for the orders of one problem.
 
     Attributes:
-      problem: the problem that the orders solve.
       pattern: the slots of a lockstep tick; None for the event clock.
       waits: [width][C] from each slot of a tick, the number of slots until the next one that
         permits the action.

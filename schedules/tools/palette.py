@@ -41,7 +41,6 @@ class Theme:
     Attributes:
       fill: the box of each kind.
       ink: the text in each box.
-      idle: the background of a row.
       shared: the box of work that all ranks do together.
     """
 

@@ -29,13 +29,9 @@ Slots = tuple[int, int, int, int]
 
 
 def from_pattern(name: str, num_microbatches: int, pattern: Sequence[Slots]) -> Schedule:
-    """Build a schedule from a pattern.
+    """Build a schedule from [S] the slots of the four steps of microbatch 0 on each rank.
 
-    Args:
-      name: the schedule's name.
-      num_microbatches: M.
-      pattern: [S] the slots of the four steps of microbatch 0, different modulo 6 on each rank, and
-        each step later than its dependencies.
+    The slots of a rank differ modulo 6, and each step is later than its dependencies.
     """
     num_ranks = len(pattern)
     few = distinct(num_ranks, num_microbatches)
