@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedules.clocks.report import Report
+from schedules.clocks.report import Report, slot_options
 from schedules.clocks.simulate import simulate
 from schedules.core.action import KINDS, ScheduleError, shorten
 from schedules.core.arguments import need
@@ -89,11 +89,10 @@ def differences(measured: Report, predicted: Report | None = None) -> Difference
     """
     need("measured", measured, Report, "give what pipe.trace() or simulate() returned")
     if predicted is None:
-        slots: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if measured.pattern is not None:
-            names = "pattern", "partners", "delayed", "shared"
-            slots = {"clock": "lockstep", **{name: getattr(measured, name) for name in names}}
-        predicted = simulate(measured.schedule, measured.costs, **slots)
+            options = {"clock": "lockstep", "shared": measured.shared, **slot_options(measured)}
+        predicted = simulate(measured.schedule, measured.costs, **options)
     need("predicted", predicted, Report, "give what simulate() returned, or leave it out")
     if measured.schedule != predicted.schedule:
         raise ScheduleError(

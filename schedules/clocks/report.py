@@ -21,7 +21,7 @@ import bisect
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -43,14 +43,7 @@ from schedules.core.messages import senders
 from schedules.core.schedule import Schedule
 
 Cause = Literal["fill", "drain", "imbalance", "communication", "lockstep", "optimizer wait"]
-CAUSES: tuple[Cause, ...] = (
-    "fill",
-    "drain",
-    "imbalance",
-    "communication",
-    "lockstep",
-    "optimizer wait",
-)
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 _DRAIN, _COMMUNICATION, _LOCKSTEP, _OPTIMIZER = 1, 3, 4, 5
 
 
@@ -261,6 +254,11 @@ def sum_up(
         ends=tuple(map(tuple, ended)),
         common=tuple(map(tuple, common.tolist())),
     )
+
+
+def slot_options(report: Report) -> dict[str, Any]:
+    """Return the options of `simulate` and `lower` that give the slots of a report."""
+    return {"pattern": report.pattern, "partners": report.partners, "delayed": report.delayed}
 
 
 def sizes(schedule: Schedule) -> str:

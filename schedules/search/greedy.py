@@ -79,39 +79,26 @@ class Board:
             spare -= sum([forward[k] - oldest - 1 for k in stages if forward[k] > oldest])
         else:
             oldest = forward[stages[0]]
-        options = []
+        codes = []
         for k in stages:
             m = forward[k]
             if room and m < each and (m == oldest or spare >= 1):
-                message = awaited[k * each + m]
-                if message < 0:
-                    options.append((0.0, k * each + m))
-                elif there[message] >= 0.0:
-                    options.append((there[message], k * each + m))
+                codes.append(k * each + m)
             m = back[k]
             if m < forward[k]:
                 item = k * each + m  # a B may not run before an earlier W
                 kind = B if self.policy.whole[item] and self.weights[k] == m else I
-                code = kind * self._size + item
-                message = awaited[code]
-                if message < 0:
-                    options.append((0.0, code))
-                elif there[message] >= 0.0:
-                    options.append((there[message], code))
-        return options
+                codes.append(kind * self._size + item)
+        arrivals = [there[awaited[code]] if awaited[code] >= 0 else 0.0 for code in codes]
+        return [(time, code) for time, code in zip(arrivals, codes, strict=True) if time >= 0.0]
 
     def accumulations(self, rank: int) -> list[int]:
         """Return the codes of the next W of every stage."""
-        each, back, weights, first = (
-            self.problem.num_microbatches,
-            self.back,
-            self.weights,
-            W * self._size,
-        )
+        each, first = self.problem.num_microbatches, W * self._size
         return [
-            first + k * each + weights[k]
+            first + k * each + self.weights[k]
             for k in self.problem.stages_of[rank]
-            if weights[k] < back[k]
+            if self.weights[k] < self.back[k]
         ]
 
     def put(self, rank: int, code: int, arrival: float) -> None:

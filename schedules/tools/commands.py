@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from schedules.build import names
-from schedules.clocks.report import CAUSES, Report
+from schedules.clocks.report import CAUSES, Report, slot_options
 from schedules.core.action import ScheduleError, printable
 from schedules.core.check import check
 from schedules.core.files import check_output, replace, shown
@@ -159,8 +159,7 @@ _COMPARED = ("schedule", "K", "makespan", "bubble", "in span", "peak", "ticks", 
 
 def _compared(report: Report) -> list[str]:
     schedule = report.schedule
-    slots: dict[str, Any] = {n: getattr(report, n) for n in ("pattern", "partners", "delayed")}
-    program = lower(schedule, costs=report.costs, **slots)
+    program = lower(schedule, costs=report.costs, **slot_options(report))
     return [
         printable(schedule.name),
         str(schedule.num_stages),

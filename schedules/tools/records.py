@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from schedules.clocks.report import Report
+from schedules.clocks.report import Report, slot_options
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.check import check
 from schedules.core.costs import costs_record
@@ -52,9 +52,7 @@ def report_record(report: Report) -> dict[str, Any]:
         "num_microbatches": schedule.num_microbatches,
         **_slices(schedule),
         "clock": report.clock,
-        "pattern": report.pattern,
-        "partners": report.partners,
-        "delayed": report.delayed,
+        **slot_options(report),
         "makespan": report.makespan,
         "step_time": report.step_time,
         "costs": costs_record(report.costs),
