@@ -15,6 +15,7 @@ from schedules.core.action import KINDS
 from schedules.tools.draw import save_timeline
 from schedules.tools.terminal import render
 from tests.support.sizes import CHUNKS, is_legal
+from tests.unit_clocks.test_explain import CLOCKS
 
 BOTH = ("embed", "head")
 SHARED = [("embed",), ("head",), BOTH]
@@ -151,16 +152,6 @@ def test_halves_of_a_pair_do_not_overlap():
     apart, pairs = (Costs(head=2, pair=pair) for pair in (None, 2.5))
     one, other = (simulate(schedule, costs, shared=("head",)) for costs in (apart, pairs))
     assert (one.starts, one.ends) == (other.starts, other.ends)
-
-
-CLOCKS = [
-    {"clock": "event"},
-    {"clock": "lockstep"},
-    {"clock": "lockstep", "pattern": "unit"},
-    {"clock": "lockstep", "pattern": "partner", "partners": True},
-    {"clock": "lockstep", "delayed": True},
-    {"clock": "lockstep", "pattern": "paired", "partners": True, "delayed": True},
-]
 
 
 @settings(max_examples=80)

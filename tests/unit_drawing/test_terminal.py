@@ -33,16 +33,6 @@ def test_it_has_the_columns_of_the_grid(schedule):
     assert [line.split() for line in drawn] == rows
 
 
-def test_slots_in_lockstep():
-    report = simulate(ONE, Costs(f=1, i=2, w=1), "lockstep", pattern="single")
-    text = render(report, colour=False)
-    assert text.splitlines()[0] == (
-        "1f1b   2 ranks, 2 stages, 3 microbatches   lockstep, single ticks   "
-        "bubble 40.0% of the step   makespan 20"
-    )
-    assert text.splitlines()[1:-1] == render(ONE, colour=False).splitlines()[1:-1]
-
-
 def test_one_character_per_unit_of_time():
     report = simulate(ONE, Costs(f=2, i=2, w=1, comm=1))
     assert render(report, colour=False, unit=1) == (
