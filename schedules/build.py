@@ -12,6 +12,7 @@ from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import integer, is_one_of, need, renamed
 from schedules.core.costs import Costs
 from schedules.core.schedule import Schedule
+from schedules.core.timetable import kinds_in
 from schedules.families import FAMILIES, GROUPED, SLICED
 from schedules.families.constructions.sizes import StagesPerRankError, check_sizes
 
@@ -74,7 +75,7 @@ def split_names() -> tuple[str, ...]:
         name: build(name, num_ranks=1, num_microbatches=2, num_stages=stages_per_rank(name))
         for name in names()
     }
-    return tuple(name for name, schedule in built.items() if "W" in schedule.kinds)
+    return tuple(name for name, schedule in built.items() if "W" in kinds_in(schedule))
 
 
 _NO_FAMILYS = 3  # stages per rank: no family is defined for this number alone

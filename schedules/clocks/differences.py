@@ -18,6 +18,7 @@ from schedules.clocks.simulate import simulate
 from schedules.core.action import KINDS, ScheduleError, shorten
 from schedules.core.arguments import need
 from schedules.core.flat import Flat, flatten
+from schedules.core.timetable import actions_of
 
 MOST = 8  # the number of differences that are printed
 
@@ -139,7 +140,7 @@ def _covered(spans: list[tuple[float, float]]) -> float:
 
 def _slow(report: Report, flat: Flat) -> list[tuple[float, str]]:
     """Find up to three actions that took more than 1.5 times the median of their kind and stage."""
-    actions = report.schedule.actions
+    actions = actions_of(report.schedule)
     starts, ends = (np.concatenate(rows) for rows in (report.starts, report.ends))
     lasting, slow = ends - starts, []
     for kind, stage in sorted(set(zip(flat.kind.tolist(), flat.stage.tolist(), strict=True))):

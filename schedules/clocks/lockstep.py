@@ -30,6 +30,7 @@ from schedules.core.events import action_times
 from schedules.core.flat import Ints, Mask, flatten
 from schedules.core.messages import links
 from schedules.core.schedule import Schedule
+from schedules.core.timetable import kinds_in
 
 
 class Slots(NamedTuple):
@@ -102,7 +103,8 @@ class Lockstep:
         work = np.zeros((ticks.num_ticks * ticks.width, num_ranks))
         work[ticks.times, flat.rank] = self._lasting
         joined = _joined(ticks)
-        exchange = np.where(joined, self.costs.messages(num_ranks, schedule.num_slices), 0.0)
+        each = self.costs.per_slice(schedule.num_slices)
+        exchange = np.where(joined, each.messages(num_ranks), 0.0)
         if not self.partners:
             joined, exchange = among_all(joined, exchange)
             if joined.all() or ticks.delayed or num_ranks == 1:
@@ -223,7 +225,7 @@ def _worth_trying(schedule: Schedule, costs: Costs, partners: bool, delayed: boo
     Partner slots may also gain if messages take time, because each slot carries a part of them, or
     if W can run during a longer action.
     """
-    kinds = schedule.kinds
+    kinds = kinds_in(schedule)
     names = ["single"]
     if not schedule.is_forward:
         names.append("paired")

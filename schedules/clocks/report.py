@@ -41,6 +41,7 @@ from schedules.core.flat import (
 )
 from schedules.core.messages import senders
 from schedules.core.schedule import Schedule
+from schedules.core.timetable import actions_of
 
 Cause = Literal["fill", "drain", "imbalance", "communication", "lockstep", "optimizer wait"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
@@ -298,7 +299,7 @@ def explain(report: Report) -> Explanation:
     waits: list[tuple[Wait, ...]] = []
     bounds = (free, sent, there, starts)
     causes = (phase, np.full_like(phase, _COMMUNICATION), np.full_like(phase, _LOCKSTEP))
-    actions = schedule.actions
+    actions = actions_of(schedule)
     for rank, (first, stop) in enumerate(zip(flat.first[:-1], flat.first[1:], strict=True)):
         row: list[Wait] = []
         for n in (first + np.flatnonzero(starts[first:stop] > free[first:stop])).tolist():

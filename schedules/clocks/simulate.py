@@ -22,6 +22,7 @@ from schedules.core.events import Steps, action_times, message_times, run, start
 from schedules.core.flat import Flat, Ints, flatten
 from schedules.core.messages import links
 from schedules.core.schedule import Schedule
+from schedules.core.timetable import actions_of
 
 CLOCKS = ("event", "lockstep", "measured")
 
@@ -139,7 +140,7 @@ def check_arguments(
 
 
 def _measured(schedule: Schedule, measured: Mapping[Action, float]) -> Times:
-    actions = schedule.actions
+    actions = actions_of(schedule)
     missing = [action for action in actions if action not in measured]
     if missing:
         raise ScheduleError(

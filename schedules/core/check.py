@@ -163,18 +163,14 @@ def _blocked(case: Case, starts: list[Times], index: int) -> tuple[int, int]:
     for n in (index, index + 1)[: 1 + int(case.flat.pair[index])]:
         message = int(case.wires.awaited[n])
         if message >= 0:
-            sender = _sender(case, message)
+            item, is_gradient = divmod(message, 2)
+            senders = case.at[[B, I] if is_gradient else [F], item]
+            sender = next((int(n) for n in senders if n >= 0), -1)
             rank, position = case.mark(sender)
             wait = n, sender
             if sender < 0 or position >= len(starts[rank]):
                 break
     return wait
-
-
-def _sender(case: Case, message: int) -> int:
-    item, is_gradient = divmod(message, 2)
-    kinds = (B, I) if is_gradient else (F,)
-    return next((int(case.at[k, item]) for k in kinds if case.at[k, item] >= 0), -1)
 
 
 def _circle(case: Case, waits: list[tuple[int, int]]) -> Culprit:

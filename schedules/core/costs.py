@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -191,8 +191,19 @@ class Costs:
         share = float(self.host_overlap)  # type: ignore[arg-type]
         return share, share
 
-    def messages(self, num_ranks: int, num_slices: int = 1) -> Times:
-        """Return [S, S] durations of messages of one slice from rank to rank, 0 on the diagonal.
+    def per_slice(self, num_slices: int) -> Costs:
+        """Return these costs with messages of one slice."""
+        if num_slices == 1:
+            return self
+        comm: Any = (
+            float(self.comm) / num_slices  # type: ignore[arg-type]
+            if is_number(self.comm)
+            else (np.asarray(self.comm, np.float64) / num_slices).tolist()
+        )
+        return replace(self, comm=comm)
+
+    def messages(self, num_ranks: int) -> Times:
+        """Return [S, S] durations of messages from rank to rank, 0 on the diagonal.
 
         Raises:
           ScheduleError: comm is given for another number of ranks.
@@ -203,21 +214,14 @@ class Costs:
                 f"{len(self.comm)} ranks, the schedule has "  # type: ignore[arg-type]
                 f"{num_ranks}; give comm[source][target] for each pair, or one number for all"
             )
-        each = np.asarray(self.comm, np.float64) / num_slices
-        full = np.broadcast_to(each, (num_ranks, num_ranks))
+        full = np.broadcast_to(np.asarray(self.comm, np.float64), (num_ranks, num_ranks))
         return np.where(np.eye(num_ranks, dtype=bool), 0.0, full)
 
-    def lags(
-        self,
-        source: NDArray[np.int64],
-        target: NDArray[np.int64],
-        num_ranks: int,
-        num_slices: int = 1,
-    ) -> Times:
-        """Return [A] durations of messages of one slice between pairs of ranks."""
+    def lags(self, source: NDArray[np.int64], target: NDArray[np.int64], num_ranks: int) -> Times:
+        """Return [A] durations of messages between the pairs of ranks in two arrays."""
         if is_number(self.comm):  # without a table of all pairs, which may be huge
-            return np.where(source == target, 0.0, float(self.comm) / num_slices)  # type: ignore[arg-type]
-        return self.messages(num_ranks, num_slices)[source, target]
+            return np.where(source == target, 0.0, float(self.comm))  # type: ignore[arg-type]
+        return self.messages(num_ranks)[source, target]
 
 
 def is_last_forward_free(*, recomputes: bool, shares_head: bool, writes: bool) -> bool:

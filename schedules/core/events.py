@@ -30,7 +30,7 @@ def action_times(
 def message_times(schedule: Timetable, costs: Costs) -> Times:
     """Compute [A] durations of the messages that a schedule's actions send."""
     source, target = flatten(schedule).rank, links(schedule).target
-    return costs.lags(source, target, schedule.num_ranks, schedule.num_slices)
+    return costs.per_slice(schedule.num_slices).lags(source, target, schedule.num_ranks)
 
 
 class Steps(NamedTuple):

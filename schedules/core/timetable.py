@@ -75,19 +75,10 @@ class Timetable:
         chunk = {k: n for stages in self.stages_of for n, k in enumerate(stages)}
         return tuple(chunk[k] for k in range(self.num_stages))
 
-    @property
-    def actions(self) -> list[Action]:
-        """[A] all actions, rank 0's first."""
-        return list(itertools.chain.from_iterable(self.orders))
-
     @functools.cached_property
-    def kinds(self) -> frozenset[Kind]:
-        return frozenset(action.kind for action in self.actions)
-
-    @property
     def is_forward(self) -> bool:
         """True for a timetable without any backward action: inference."""
-        return self.kinds <= {"F"}
+        return kinds_in(self) <= {"F"}
 
     def forward(self) -> Self:
         """Copy the timetable with its forward actions only, and so without pairs."""
@@ -98,3 +89,12 @@ class Timetable:
 def loop_placement(num_stages: int, num_ranks: int) -> tuple[int, ...]:
     """Return [K] ranks: stage k on rank k % S."""
     return tuple(k % num_ranks for k in range(num_stages))
+
+
+def actions_of(schedule: Timetable) -> list[Action]:
+    """List [A] all actions, rank 0's first."""
+    return list(itertools.chain.from_iterable(schedule.orders))
+
+
+def kinds_in(schedule: Timetable) -> frozenset[Kind]:
+    return frozenset(action.kind for action in actions_of(schedule))

@@ -147,7 +147,8 @@ class _Machine:
         microbatch, due = self.microbatch[tick][slot][rank], self.due[rank]
         action = action_of(stage, op.kind, microbatch, self.program.schedule.num_slices)
         if not due or due[-1][0] != action:
-            self._fail_order(at, action)
+            expected = due[-1][0] if due else "nothing"
+            fail(self.program, f"{action}: expected {expected} next in the order of the rank", at)
         action, reads = due.pop()
         # The action must find its operands; a value without a later reader releases its place.
         unread = self.unread[rank]
@@ -245,11 +246,6 @@ class _Machine:
             text = f"{self.name(value)}: expected a free {pool}, found {pool} {place}: {there}"
             fail(self.program, text, at)
         values[place] = value
-
-    def _fail_order(self, at: Place, action: Action) -> NoReturn:
-        due = self.due[at[2]]
-        expected = due[-1][0] if due else "nothing"
-        fail(self.program, f"{action}: expected {expected} next in the order of the rank", at)
 
     def _fail_read(self, at: Place, action: Action, entry: _Entry, value: int) -> NoReturn:
         (name, pool, *_), (tick, slot, rank) = entry.kind, at

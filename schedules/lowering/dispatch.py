@@ -23,6 +23,7 @@ from schedules.core.events import action_times, run
 from schedules.core.flat import flatten
 from schedules.core.messages import links
 from schedules.core.schedule import Schedule
+from schedules.core.timetable import actions_of
 from schedules.lowering.places import values
 
 
@@ -56,7 +57,7 @@ def dispatch_order(schedule: Schedule) -> list[Call]:
     flat, wires = flatten(check(schedule)), links(schedule)
     lasting = action_times(schedule, Costs())
     starts = np.concatenate(run(schedule, durations=lasting))
-    actions = schedule.actions
+    actions = actions_of(schedule)
     ranks, targets = flat.rank.tolist(), wires.target.tolist()
     calls = [Call(*one) for one in zip(actions, ranks, strict=True)]
     sending = np.flatnonzero((wires.sent >= 0) & wires.crosses)
@@ -133,7 +134,7 @@ def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
     ]
     # The same calls as a layout of one action a tick: lowering says who reads and writes a value.
     number = {call.action: n for n, call in enumerate(calls) if call.target is None}
-    times = np.array([number.get(action, -1) for action in schedule.actions])
+    times = np.array([number.get(action, -1) for action in actions_of(schedule)])
     on_device = hosted(schedule, work.keep, None)
     live = values(Ticks(schedule, "single", times), work.keep, (), on_device)
     has_gradient = [*work.sends[1:], True]  # only the last stage needs no message

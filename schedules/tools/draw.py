@@ -42,6 +42,7 @@ MEANINGS = {  # by clock
     "lockstep": "predicted in lockstep: in every slot all ranks wait for the slowest",
     "measured": "measured",
 }
+WHITE_EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.6}  # of a box
 HEIGHT = 0.86  # height of a box; a row has height 1
 SMALLEST = 3.5  # smallest font size of a label in points; narrower boxes have no label
 
@@ -131,21 +132,21 @@ def _timeline(axis: Axes, report: Report, inches: float, unit: str | None) -> No
         axis.broken_barh([(0, report.makespan)], row, facecolor=LIGHT.idle, linewidth=0)
         _waits(axis, waits[rank], rank, points)
         together = [(start, end - start) for start, end in report.common]
-        axis.broken_barh(together, row, facecolor=LIGHT.shared, edgecolor="white", linewidth=0.6)
+        axis.broken_barh(together, row, facecolor=LIGHT.shared, **WHITE_EDGE)
         for (kind, chunk), boxes in _boxes(report, rank).items():
             hatch = HATCHES[chunk % len(HATCHES)]
-            style: dict[str, Any] = {
-                "facecolor": LIGHT.fill[kind],
-                "edgecolor": "white",
-                "linewidth": 0.6,
-            }
-            axis.broken_barh([(left, width) for left, width, _ in boxes], row, hatch=hatch, **style)
+            style: dict[str, Any] = {"facecolor": LIGHT.fill[kind], "hatch": hatch, **WHITE_EDGE}
+            axis.broken_barh([(left, width) for left, width, _ in boxes], row, **style)
             for left, width, label in boxes:
                 size = min(8.0, 1.5 * points * width / (len(label) + 0.4))
                 if size >= SMALLEST:
                     colours = (LIGHT.ink[kind], LIGHT.fill[kind])
                     _label(axis, (left + width / 2, rank), label, size, colours)
-        _pairs(axis, report, rank)
+        # One outline around both actions of each overlapped pair.
+        starts, ends = report.starts[rank], report.ends[rank]
+        both = [(starts[p], ends[p + 1] - starts[p]) for p in joined(report, rank)]
+        style = {"facecolor": "none", "edgecolor": "black", "linewidth": 1.1}
+        axis.broken_barh(both, row, **style)
     axis.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axis.set_ylim(schedule.num_ranks - 0.45, -0.55)
     axis.tick_params(axis="y", length=0)
@@ -178,14 +179,6 @@ def _waits(axis: Axes, waits: Sequence[Wait], rank: int, points: float) -> None:
         for start, length in mine:
             if points * length > 4.2 * len(cause) + 6:
                 _label(axis, (start + length / 2, rank), cause, 7.0, (MUTED, LIGHT.idle))
-
-
-def _pairs(axis: Axes, report: Report, rank: int) -> None:
-    """Draw one outline around both actions of each overlapped pair."""
-    starts, ends = report.starts[rank], report.ends[rank]
-    both = [(starts[p], ends[p + 1] - starts[p]) for p in joined(report, rank)]
-    style: dict[str, Any] = {"facecolor": "none", "edgecolor": "black", "linewidth": 1.1}
-    axis.broken_barh(both, (rank - HEIGHT / 2, HEIGHT), **style)
 
 
 def _label(

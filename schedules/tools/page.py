@@ -156,11 +156,14 @@ def render(entries: Sequence[Entry], title: str) -> str:
     style = (parts / "page.css").read_text(encoding="utf-8")
     bodies = [(parts / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
     script = '(() => {\n"use strict";\n' + "\n".join(bodies) + "})();\n"
+    data = json.dumps(_data(entries), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    for mark in "<>&":  # only strings can have these, and no string may end the element
+        data = data.replace(mark, f"\\u{ord(mark):04x}")
     filled = {
         "policy": html.escape(POLICY.format(script=_hash(script), style=_hash(style))),
         "title": html.escape(printable(title)),
         "style": style,
-        "data": _inert(_data(entries)),
+        "data": data,
         "script": script,
     }
     page = (parts / "page.html").read_text(encoding="utf-8")
@@ -169,12 +172,6 @@ def render(entries: Sequence[Entry], title: str) -> str:
 
 def _hash(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _inert(data: object) -> str:
-    """Write JSON in ASCII, with escapes for <, > and &; only its strings can have these."""
-    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _data(entries: Sequence[Entry]) -> dict[str, Any]:

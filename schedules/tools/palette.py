@@ -15,6 +15,7 @@ from schedules.clocks.report import Cause, Report, sizes
 from schedules.core.action import KINDS, Action, Kind, ScheduleError, printable
 from schedules.core.arguments import listed, need
 from schedules.core.schedule import Schedule
+from schedules.core.timetable import kinds_in
 
 NAMES: dict[Kind, str] = {
     "F": "forward",
@@ -73,7 +74,7 @@ ANSI: dict[Kind, tuple[tuple[int, int], tuple[int, int]]] = {
 
 def kinds(schedules: Iterable[Schedule]) -> list[Kind]:
     """List the kinds that occur, in the order of `KINDS`."""
-    present = frozenset[Kind]().union(*(schedule.kinds for schedule in schedules))
+    present = frozenset[Kind]().union(*map(kinds_in, schedules))
     return [kind for kind in KINDS if kind in present]
 
 

@@ -8,6 +8,7 @@ import pytest
 from schedules import Action, Costs, Report, ScheduleError, build, from_orders, simulate
 from schedules.clocks.ticks import lay_out
 from schedules.core.flat import flatten
+from schedules.core.timetable import actions_of
 
 EQUAL, UNEQUAL = Costs(), Costs(1, 1.2, 0.8)
 LOCKSTEP = [  # S=8, M=32: family, V, costs, pattern, efficiency on the event clock and in lockstep
@@ -106,7 +107,7 @@ def test_an_unknown_clock_or_pattern():
     assert refusal(schedule, partners=True) == f"partners=True with clock='event': {rule}"
     for value in (True, None):
         assert refusal(schedule, delayed=value) == f"delayed={value} with clock='event': {rule}"
-    measured = {"clock": "measured", "durations": dict.fromkeys(schedule.actions, 1)}
+    measured = {"clock": "measured", "durations": dict.fromkeys(actions_of(schedule), 1)}
     assert refusal(schedule, **measured, delayed=True) == (
         f"delayed=True with clock='measured': {rule}"
     )

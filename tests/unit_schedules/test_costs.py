@@ -9,6 +9,7 @@ import pytest
 
 from schedules import Costs, ScheduleError, build, lower, simulate
 from schedules.core.costs import costs_of, costs_record
+from schedules.core.timetable import actions_of
 
 
 def refusal(**costs) -> str:
@@ -60,7 +61,7 @@ def test_durations_of_any_kind_become_pythons(number):
     kept = (given.f, given.head, *given.i, *given.comm[0])
     assert {type(value) for value in kept} <= {int, float}
     schedule = build("1f1b", num_ranks=2, num_microbatches=2)
-    durations = {a: number(1) for a in schedule.actions}
+    durations = {a: number(1) for a in actions_of(schedule)}
     assert simulate(schedule, clock="measured", durations=durations).makespan == 6
 
 

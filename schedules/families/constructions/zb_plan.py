@@ -87,7 +87,8 @@ class Plan:
             takes[rank] = takes[rank] and takes[rank + 1]
         for rank, take in enumerate(takes):
             if take and self.arrival(rank, F) is not None:
-                self.make_room(rank)
+                while self.held(rank) + 1 > self.limit and self.has_weights(rank):
+                    self.put(rank, W)
                 if self.held(rank) + 1 <= self.limit:
                     self.place(rank, F)
 
@@ -116,10 +117,6 @@ class Plan:
         if self.table[F][rank] + over * self.table[W][rank] <= wait:
             return True
         return wait > self.slack(rank)
-
-    def make_room(self, rank: int) -> None:
-        while self.held(rank) + 1 > self.limit and self.has_weights(rank):
-            self.put(rank, W)
 
     def place(self, rank: int, kind: int) -> None:
         """Run an action, and before it the W that fit into its waiting time."""
