@@ -156,8 +156,11 @@ def _measured(schedule: Schedule, measured: Mapping[Action, float]) -> Times:
 def meet(layout: Lockstep, durations: Times) -> tuple[Times, Times]:
     """Compute [A] the start of each action, and [n, 2] begin and end of each meeting.
 
-    For a meeting, a message without duration goes from rank to rank: each rank passes it on when it
-    has arrived itself, and the last rank's message goes to all.
+    This is the event clock with work that all ranks share (`schedules.clocks.shared`), which begins
+    when the last rank has arrived. Its position in each rank's order is that of the lockstep
+    layout: before or after the slot that it belongs to. For a meeting, a message without duration
+    goes from rank to rank: each rank passes it on when it has arrived itself, and the last rank's
+    message goes to all.
     """
     schedule, flat = layout.ticks.schedule, flatten(layout.ticks.schedule)
     after, lasts = _meetings(layout)

@@ -152,7 +152,6 @@ class Ticks:
 
     @property
     def pattern(self) -> Pattern:
-        """Kinds of actions that each slot of a tick permits."""
         return PATTERNS[self.name]
 
     @property

@@ -302,7 +302,7 @@ _WANTED = "a JSON file as Calibration.to_json writes it"
 
 
 def costs_record(costs: Costs) -> dict[str, Any]:
-    """Convert costs to a dict for JSON."""
+    """Convert costs to a dict for JSON, as in a calibration or a report."""
     record = asdict(costs)
     # Costs without slices and host memory keep the older form of the record.
     for name, unset in {"slices": None, "host": 0.0, "host_overlap": 1.0}.items():

@@ -1,7 +1,8 @@
 """The rules that a legal schedule obeys, each as a function from a schedule to its faults.
 
-The rules on waiting and memory are in `schedules.core.check`. Letters are those of
-`schedules.core.action`, A is that of `schedules.core.flat`.
+One error has all faults, under a grid that marks the culprits. The rules on waiting and memory are
+in `schedules.core.check`. Letters are those of `schedules.core.action`, A is that of
+`schedules.core.flat`.
 """
 
 from __future__ import annotations

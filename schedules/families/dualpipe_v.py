@@ -25,7 +25,6 @@ from schedules.families.constructions.sizes import need_microbatches, need_stage
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build the schedule."""
     need_stages_per_rank("dualpipe_v", 2, num_ranks, num_stages)
     need_microbatches("dualpipe_v", num_stages, num_microbatches, "2 * num_ranks")
     orders, pairs = [], []

@@ -263,7 +263,11 @@ class _Machine:
 
 
 class Common:
-    """The common work of a program."""
+    """The work that all ranks do together, run on symbols.
+
+    Ranks run the head right after the slot in which the last stage returns an output, and the
+    embedding's gradient right after the slot in which the first stage returns its input's gradient.
+    """
 
     def __init__(self, program: Program, values: SymbolicValues) -> None:
         self.program, self._values = program, values
@@ -272,11 +276,8 @@ class Common:
     def work(self, tick: int, slot: int, results: list[int]) -> None:
         """Check that all ranks work on a value exactly in the slot that returns it.
 
-        Args:
-          tick: the tick of the slot.
-          slot: the slot; ranks work together after its actions.
-          results: [S + 1] the value that each rank returns in the slot; the last stage's output
-            becomes the head's gradient.
+        ``results`` [S + 1] has the value that each rank returns in the slot; the last stage's
+        output becomes the head's gradient.
         """
         schedule = self.program.schedule
         last = schedule.num_stages - 1

@@ -209,9 +209,10 @@ def _even(problem: Problem, options: list[list[int]]) -> list[list[int]]:
 def policies(timer: Timer) -> Iterator[tuple[str, Policy]]:
     """Yield names and policies for one placement and, in lockstep, one pattern.
 
-    The policies combine three choices: F or backward first; the oldest microbatch first or, with V
-    > 1, groups that pass chunk after chunk; and the number of F by which a rank may be ahead (that
-    of 1F1B, that of ZB-H2, or up to the memory limit).
+    The most frequent winners come first (bench/notes/auto.md). The policies combine three choices:
+    F or backward first; the oldest microbatch first or, with V > 1, groups that pass chunk after
+    chunk; and the number of F by which a rank may be ahead (that of 1F1B, that of ZB-H2, or up to
+    the memory limit).
     """
     problem = timer.problem
     several = len(problem.stages_of[0]) > 1

@@ -153,21 +153,18 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def count(text: str) -> int:
-    """Parse a number of things, at least 1."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, not {number}")
     return number
 
 
 def limit(text: str) -> float:
-    """Parse a limit, which may be a fraction."""
     if math.isnan(number := float(text)):
         raise argparse.ArgumentTypeError("must be a number, not nan")
     return number
 
 
 def durations(text: str) -> float | tuple[float, ...]:
-    """Parse one number, or several numbers separated by commas."""
     parts = [float(part) for part in text.split(",")]
     return parts[0] if len(parts) == 1 else tuple(parts)
 

@@ -18,7 +18,6 @@ from schedules.families.constructions.v_slots import from_pattern
 
 
 def v_half(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build the schedule."""
     need_stages_per_rank("v_half", 2, num_ranks, num_stages)
     wait = 0 if num_ranks % 2 else 3  # before the backward, so that no two steps share a slot
     pattern = [
