@@ -48,12 +48,12 @@ from pipeline.layers_view.layout import Layout, PipelineOrigin, check_layout, ma
 from pipeline.lint import Lint
 from pipeline.processes.replicas import check_replicas
 from schedules.core.arguments import need
-from schedules.orders.schedule import Schedule
+from schedules.core.schedule import Schedule
 
 if TYPE_CHECKING:
     from pipeline.insight.calibrate.calibration import Calibration
     from pipeline.insight.calibrate.efficiency import Efficiency
-    from schedules.timing.report import Report
+    from schedules.clocks.report import Report
 
 
 class Pipeline(nnx.Module):

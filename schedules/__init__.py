@@ -4,20 +4,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from schedules.build import build, names
-from schedules.checks.check import check
 from schedules.core.action import Action, Kind, ScheduleError
+from schedules.core.check import check
 from schedules.core.costs import Costs
+from schedules.core.schedule import Schedule, from_orders
 from schedules.lowering.lower import lower
 from schedules.lowering.program import Program
-from schedules.orders.schedule import Schedule, from_orders
 
 if TYPE_CHECKING:
+    from schedules.clocks.cuts import equal_time
+    from schedules.clocks.differences import Difference, differences
+    from schedules.clocks.report import Explanation, Report
+    from schedules.clocks.simulate import simulate
     from schedules.lowering.check_program import check_program
     from schedules.search.auto import Choice, auto
-    from schedules.timing.cuts import equal_time
-    from schedules.timing.differences import Difference, differences
-    from schedules.timing.report import Explanation, Report
-    from schedules.timing.simulate import simulate
 
 __all__ = [
     "Action",
@@ -45,14 +45,14 @@ __all__ = [
 # Names that building and lowering a schedule does not need: loaded on first use.
 _LATER = {
     "Choice": "search.auto",
-    "Difference": "timing.differences",
-    "Explanation": "timing.report",
-    "Report": "timing.report",
+    "Difference": "clocks.differences",
+    "Explanation": "clocks.report",
+    "Report": "clocks.report",
     "auto": "search.auto",
     "check_program": "lowering.check_program",
-    "differences": "timing.differences",
-    "equal_time": "timing.cuts",
-    "simulate": "timing.simulate",
+    "differences": "clocks.differences",
+    "equal_time": "clocks.cuts",
+    "simulate": "clocks.simulate",
 }
 _MODULES = {home.partition(".")[0] for home in _LATER.values()}
 

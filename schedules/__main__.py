@@ -1,8 +1,8 @@
-"""``python -m schedules``: see `schedules.cli.main`."""
+"""``python -m schedules``: see `schedules.tools.main`."""
 
 import sys
 
-from schedules.cli.main import main
+from schedules.tools.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

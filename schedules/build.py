@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import integer, is_one_of, need, renamed
 from schedules.core.costs import Costs
+from schedules.core.schedule import Schedule
+from schedules.core.timetable import kinds_in
 from schedules.families import FAMILIES, GROUPED, SLICED
 from schedules.families.constructions.sizes import StagesPerRankError, check_sizes
-from schedules.orders.schedule import Schedule
 
 
 def _build_zb_auto(*sizes: int, **options: Any) -> Schedule:
@@ -53,7 +54,6 @@ def options(name: str) -> tuple[str, ...]:
 
 
 def takes_slices(name: object) -> bool:
-    """Tell whether a name is a family that cuts sequences into slices."""
     return is_one_of(name, SLICED)
 
 
@@ -75,11 +75,7 @@ def split_names() -> tuple[str, ...]:
         name: build(name, num_ranks=1, num_microbatches=2, num_stages=stages_per_rank(name))
         for name in names()
     }
-    return tuple(
-        name
-        for name, schedule in built.items()
-        if any(action.kind == "W" for order in schedule.orders for action in order)
-    )
+    return tuple(name for name, schedule in built.items() if "W" in kinds_in(schedule))
 
 
 _NO_FAMILYS = 3  # stages per rank: no family is defined for this number alone
@@ -134,9 +130,7 @@ def build(
             f"schedule={shorten(name)} is not a known family; {hint}known: {', '.join(names())}"
         )
     need("merge", merge, bool, "give True or False")
-    _check_merge(name, merge)
-    _check_slices(name, num_slices)
-    _check_group(name, group)
+    _check_options(name, merge, num_slices, group)
     sizes = check_sizes(num_ranks, num_microbatches, num_stages, num_slices)
     wishes = {
         "costs": costs,
@@ -183,47 +177,30 @@ def rebuilt(schedule: Schedule, num_microbatches: int) -> Schedule:
     return family(num_microbatches=num_microbatches) if is_of_family else schedule
 
 
-def _check_merge(name: str, merge: bool) -> None:
-    """Check that ``merge`` is set only for a family with halves of backwards.
-
-    Raises:
-      ScheduleError: it is set for another family.
-    """
+def _check_options(name: str, merge: bool, num_slices: object, group: object) -> None:
+    """Check that a family gets no option of other families, and its slices if it has any."""
+    alone = "it tries that by itself" if name == "auto" else ""
     if merge and name not in split_names():
-        why = "tries that by itself" if name == "auto" else "has no halves of backwards to merge"
-        raise ScheduleError(
-            f"merge=True with schedule={name!r}: it {why}; leave it out, or choose one of "
-            f"{', '.join(split_names())}"
-        )
-
-
-def _check_slices(name: str, num_slices: object) -> None:
-    """Check that a family of slices gets a number of slices, and no other family does.
-
-    Raises:
-      ScheduleError: the number is missing, or not allowed.
-    """
+        lacks = alone or "it has no halves of backwards to merge"
+        raise _other_option("merge", merge, name, lacks, split_names())
     if name in SLICED and num_slices is None:
         raise ScheduleError(
             f"schedule={name!r} without num_slices: it cuts every sequence into slices; give "
             f"num_slices=2 or more, or choose '1f1b' for whole sequences"
         )
-    if name not in SLICED and num_slices is not None:
-        raise ScheduleError(
-            f"num_slices={shorten(num_slices)} with schedule={name!r}: this family runs whole "
-            f"sequences; leave it out, or choose one of {', '.join(SLICED)}"
-        )
-
-
-def _check_group(name: str, group: object) -> None:
-    """Check that only a family with rounds gets a size of rounds.
-
-    Raises:
-      ScheduleError: another family gets one.
-    """
+    if num_slices is not None and name not in SLICED:
+        lacks = "this family runs whole sequences"
+        raise _other_option("num_slices", num_slices, name, lacks, SLICED)
     if group is not None and name not in GROUPED:
-        why = "tries that by itself" if name == "auto" else "has no rounds of microbatches"
-        raise ScheduleError(
-            f"group={shorten(group)} with schedule={name!r}: it {why}; leave it out, or choose one "
-            f"of {', '.join(GROUPED)}"
-        )
+        lacks = alone or "it has no rounds of microbatches"
+        raise _other_option("group", group, name, lacks, GROUPED)
+
+
+def _other_option(
+    option: str, value: object, name: str, lacks: str, families: Iterable[str]
+) -> ScheduleError:
+    """Make the error for an option that only other families take."""
+    return ScheduleError(
+        f"{option}={shorten(value)} with schedule={name!r}: {lacks}; leave it out, or choose one "
+        f"of {', '.join(families)}"
+    )

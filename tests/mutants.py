@@ -38,7 +38,7 @@ TESTS = {
     "pipeline/core/autodiff": ("tests/core/autodiff", *GRID),
     "collectives": ("tests/unit_collectives", *GRID),
     "schedules/lowering": ("tests/unit_schedules", *GRID),
-    "schedules/checks": ("tests/unit_schedules", "tests/unit_clocks"),
+    "schedules/core": ("tests/unit_schedules", "tests/unit_clocks"),
     "pipeline/training/checkpoints": ("tests/training", "tests/layers_view"),
 }
 FEW = 24  # tests of a mutant's line that run first

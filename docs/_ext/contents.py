@@ -49,7 +49,7 @@ def draw(arguments: str, folder: Path) -> tuple[str, str]:
 
 def command(arguments: list[str]) -> None:
     """Run `python -m schedules` here, quietly."""
-    from schedules.cli.main import main
+    from schedules.tools.main import main
 
     errors = io.StringIO()
     try:
@@ -64,7 +64,7 @@ def command(arguments: list[str]) -> None:
 # --- commands ---
 
 COLUMNS = 92  # of a help text: what a page has room for
-HELP = {"pipeline": "pipeline.cli.main", "schedules": "schedules.cli.main"}
+HELP = {"pipeline": "pipeline.cli.main", "schedules": "schedules.tools.main"}
 
 
 def help_of(words: list[str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.cli.options import COMMANDS, Parser, flushed
-from schedules.cli.text import open_streams
+from schedules.tools.text import open_streams
 
 _BY_CONFIGURATION = {"train", "eval", "generate"}
 

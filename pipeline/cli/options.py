@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from schedules.cli.text import say as text_say
+from schedules.tools.text import say as text_say
 
 USAGE_EXIT, UNFIT_EXIT = 2, 1
 

@@ -10,7 +10,7 @@ from pipeline.cli.options import UNFIT_EXIT, Parser, add_command, say, whole
 from pipeline.planner import CHIPS, MODELS, DoesNotFitError, plan
 from pipeline.planner.clock import CLOCKS
 from pipeline.planner.layout import DISPATCHES
-from schedules.files.output import check_output
+from schedules.core.files import check_output
 
 ABOUT = """Find how to train a decoder on chips that need not be there, by arithmetic.
 

@@ -28,8 +28,8 @@ from pipeline.training.generation import continue_prompt
 from pipeline.training.records import JsonLines, Progress, Recorder, TensorBoard
 from pipeline.training.step import DynamicScale, NotFiniteError, Step, mean_like, take_mean
 from pipeline.training.trainer import Trainer, means
-from schedules.cli.text import say
-from schedules.files.output import replace
+from schedules.core.files import replace
+from schedules.tools.text import say
 
 PARTS = {"stages", "embed", "head", "loss_fn", "sharding", "ignore", "wrt", "costs", "read"}
 PARTS |= {"batch", "state", "after_step"}

@@ -18,7 +18,7 @@ from pipeline.core.model.trained_filters import Places, trained_parts
 from pipeline.core.options.choose import default_ranks, is_path
 from pipeline.core.placement.meshes import mesh_in_force, mesh_text
 from pipeline.core.placement.paths import Asked
-from schedules.orders.schedule import Schedule
+from schedules.core.schedule import Schedule
 
 _FEW_STAGES = 3  # two stages may be meant to differ
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from schedules import Costs, Schedule, build, simulate
+from schedules.clocks.hosted import Keep
 from schedules.core.flat import crossings_held, flatten, inputs_held
-from schedules.lowering.hosted import Keep
 from schedules.lowering.windows import windows
 
 Order = tuple[str, int, int, int]

@@ -28,8 +28,8 @@ from pipeline.planner.layout import (
 from pipeline.planner.memory import bytes_of, columns_of, left_bytes, moment_bytes, stash_bytes
 from pipeline.planner.models import ModelSizes
 from schedules import Costs
+from schedules.clocks.hosted import Keep
 from schedules.core.costs import is_last_forward_free
-from schedules.lowering.hosted import Keep
 
 # The mean error of predicted steps against 21 published ones: 13 by MaxText on v5p and v6e, 8 by
 # Megatron on A100 (`python -m bench.recipes.table`, and a test). Plans that differ less are equal.

@@ -20,7 +20,7 @@ from pipeline.planner.layout import (
     layers_of_stages,
 )
 from pipeline.planner.memory import host_bytes, usable, usable_host
-from schedules.files import output as files
+from schedules.core import files
 
 GB = 10**9
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16"}

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from flax.nnx.traversals import flatten_mapping
 
-from schedules.files.output import name_file
+from schedules.core.files import name_file
 
 Record = Mapping[str, Any]
 

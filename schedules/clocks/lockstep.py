@@ -26,9 +26,11 @@ from schedules.clocks.shared import Shared, lasting, together
 from schedules.clocks.ticks import Ticks, check_pattern, exchanges, lay_out
 from schedules.core.arguments import need
 from schedules.core.costs import Costs, Times
+from schedules.core.events import action_times
 from schedules.core.flat import Ints, Mask, flatten
 from schedules.core.messages import links
-from schedules.orders.schedule import Schedule
+from schedules.core.schedule import Schedule
+from schedules.core.timetable import kinds_in
 
 
 class Slots(NamedTuple):
@@ -50,8 +52,6 @@ class Lockstep:
     """A layout timed by the lockstep clock.
 
     Attributes:
-      ticks: the layout.
-      costs: durations.
       partners: whether only the ranks that an exchange joins meet in it, not all ranks.
       shared: the ends of the model that all ranks share.
       copies: [A] whether an action copies a value over the host link; None if no action does.
@@ -65,7 +65,6 @@ class Lockstep:
 
     @functools.cached_property
     def starts(self) -> Times:
-        """[A] the start of each action."""
         begins: Times = self._slots.begins[self.ticks.times, flatten(self.ticks.schedule).rank]
         return begins
 
@@ -95,11 +94,7 @@ class Lockstep:
 
     @functools.cached_property
     def _lasting(self) -> Times:
-        """[A] the duration of each action."""
-        schedule, flat = self.ticks.schedule, flatten(self.ticks.schedule)
-        sizes = schedule.num_stages, schedule.num_slices
-        actions = flat.kind, flat.stage, flat.microbatch
-        return self.costs.durations(*actions, sizes, self.shared, self.copies)
+        return action_times(self.ticks.schedule, self.costs, self.shared, self.copies)
 
     @functools.cached_property
     def _slots(self) -> Slots:
@@ -203,15 +198,6 @@ def fastest(
     Exchanges that the clock hides behind work still cost links and power. So with delayed sends,
     ties go to the layout with the fewest exchanges.
 
-    Args:
-      schedule: the schedule.
-      pattern: the slots of a tick, or None for the fastest.
-      costs: durations.
-      partners: whether only the ranks that an exchange joins meet in it, not all ranks.
-      delayed: whether sends are delayed; None for the faster choice.
-      shared: the ends of the model that all ranks share.
-      copies: [A] whether an action copies a value over the host link; None if no action does.
-
     Raises:
       ScheduleError: there is no such pattern, or ``delayed`` is none of the three.
     """
@@ -239,9 +225,9 @@ def _worth_trying(schedule: Schedule, costs: Costs, partners: bool, delayed: boo
     Partner slots may also gain if messages take time, because each slot carries a part of them, or
     if W can run during a longer action.
     """
-    kinds = {action.kind for order in schedule.orders for action in order}
+    kinds = kinds_in(schedule)
     names = ["single"]
-    if kinds - {"F"}:
+    if not schedule.is_forward:
         names.append("paired")
     if "W" in kinds:
         names.append("unit")

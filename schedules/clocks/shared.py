@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.costs import Costs, Times
 from schedules.core.flat import B, F, I, Ints, flatten
-from schedules.orders.schedule import Schedule
+from schedules.core.schedule import Schedule
 
 SHARED = ("embed", "head")
 Shared = tuple[str, ...]
@@ -42,11 +42,7 @@ class Together(NamedTuple):
 
 
 def parts(shared: Iterable[str]) -> Shared:
-    """Order the names of the shared ends.
-
-    Raises:
-      ScheduleError: a name other than embed and head.
-    """
+    """Order the names of the shared ends."""
     names = (shared,) if isinstance(shared, str) else shared
     listed = tuple(names) if isinstance(names, Iterable) else (names,)
     if any(not isinstance(part, str) or part not in SHARED for part in listed):
@@ -58,13 +54,9 @@ def parts(shared: Iterable[str]) -> Shared:
 
 
 def together(schedule: Schedule, times: Ints, count: int, shared: Shared) -> Together:
-    """Find the times at which all ranks work together.
+    """Find the units that all ranks work on around each of ``count`` slots.
 
-    Args:
-      schedule: the schedule.
-      times: [A] the slot of each action.
-      count: the number of slots.
-      shared: the ends that ranks share.
+    ``times`` [A] is the slot of each action.
     """
     flat, last = flatten(schedule), schedule.num_stages - 1
     columns = []

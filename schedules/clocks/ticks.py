@@ -10,17 +10,120 @@ Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from schedules.clocks.slots import Pattern, slot_times
 from schedules.core.action import KINDS, ScheduleError, shorten
 from schedules.core.arguments import is_one_of
 from schedules.core.capacity import check_slots_fit
-from schedules.core.flat import Ints, flatten
+from schedules.core.check import check
+from schedules.core.flat import Ints, flatten, once
 from schedules.core.messages import links
-from schedules.orders.schedule import Schedule
+from schedules.core.schedule import Schedule
+from schedules.core.timetable import Timetable
+
+# The kinds that each slot permits: one string for each rank modulo the number of strings.
+Pattern = tuple[tuple[str, ...], ...]
+
+
+@once
+def slot_times(schedule: Timetable, pattern: Pattern, *, delayed: bool = False) -> Ints:
+    """Find [A] the first slot, from 0, that permits each action's kind and has its message.
+
+    With ``delayed`` a message to another rank can be used one slot later.
+    """
+    flat, wires = flatten(schedule), links(schedule)
+    waits = wait(pattern)[:, flat.kind, flat.rank % max(map(len, pattern))]
+    late = wires.crosses & delayed
+    slots, _ = fill(
+        [range(begin, end) for begin, end in itertools.pairwise(flat.first.tolist())],
+        wires.awaited.tolist(),
+        wires.sent.tolist(),
+        waits.tolist(),
+        late.tolist(),
+        [0.0] * len(late),
+        2 * schedule.num_stages * schedule.num_units,
+    )
+    times = np.array(slots, np.int64)
+    if (times < 0).any():  # a deadlock, or an action without its message
+        check(schedule)
+    times.setflags(write=False)
+    return times
+
+
+def wait(pattern: Pattern) -> Ints:
+    """Return [width, 4, turns] the number of slots from a slot to the next one that permits a kind.
+
+    Ranks that are equal modulo ``turns`` have the same permitted kinds.
+    """
+    width, turns = len(pattern), max(map(len, pattern))
+    ranks = [[slot[turn % len(slot)] for turn in range(turns)] for slot in pattern]
+    permits = np.array([[[kind in kinds for kinds in slot] for kind in KINDS] for slot in ranks])
+    soon = [np.roll(permits, -slot, axis=0).argmax(axis=0) for slot in range(width)]
+    return np.stack(soon)
+
+
+def fill(
+    orders: Sequence[Sequence[int]],
+    awaited: Sequence[int],
+    sent: Sequence[int],
+    waits: Sequence[Sequence[int]],
+    late: Sequence[bool],
+    durations: Sequence[float],
+    num_messages: int,
+) -> tuple[list[int], list[float]]:
+    """Find each action's slot, -1 if it never runs, and the duration of each slot's longest action.
+
+    Actions are placed rank by rank, on each rank as far as possible.
+
+    Args:
+      orders: [S] numbers of actions, in the order of each rank.
+      awaited: for each action, the message that it needs to start, or -1.
+      sent: for each action, the message that it sends, or -1.
+      waits: [width] and for each action, the number of slots until a slot permits it.
+      late: for each action, whether its message travels during the next slot.
+      durations: for each action, its duration.
+      num_messages: more than the number of any message.
+    """
+    width = len(waits)
+    usable, waiting = [-1] * num_messages, [-1] * num_messages  # first slot; the rank that waits
+    times = [-1] * len(awaited)
+    work: list[float] = []
+    position, free = [0] * len(orders), [0] * len(orders)
+    todo = list(range(len(orders)))
+    while todo:
+        rank = todo.pop()
+        order, now = orders[rank], free[rank]
+        n, size = position[rank], len(orders[rank])
+        while n < size:
+            code = order[n]
+            message = awaited[code]
+            if message >= 0:
+                there = usable[message]
+                if there < 0:
+                    waiting[message] = rank
+                    break
+                if there > now:  # noqa: PLR1730  a call of max() would double the loop's time
+                    now = there
+            now += waits[now % width][code]
+            times[code] = now
+            while now >= len(work):
+                work.append(0.0)
+            if durations[code] > work[now]:  # noqa: PLR1730
+                work[now] = durations[code]
+            now += 1
+            message = sent[code]
+            if message >= 0:
+                usable[message] = now + late[code]
+                if waiting[message] >= 0:
+                    todo.append(waiting[message])
+            n += 1
+        position[rank], free[rank] = n, now
+    return times, work
+
 
 PATTERNS: dict[str, Pattern] = {
     "single": (("FBIW",),),
@@ -49,17 +152,14 @@ class Ticks:
 
     @property
     def pattern(self) -> Pattern:
-        """Kinds of actions that each slot of a tick permits."""
         return PATTERNS[self.name]
 
     @property
     def width(self) -> int:
-        """Slots per tick."""
         return len(self.pattern)
 
     @property
     def num_ticks(self) -> int:
-        """The number of ticks T."""
         return int(self.times.max(initial=-1)) // self.width + 1
 
     @property
@@ -72,9 +172,6 @@ def lay_out(schedule: Schedule, name: str, *, delayed: bool = False) -> Ticks:
     """Run every action in the first slot that permits its kind and has its message.
 
     On one rank no message is delayed, because no message leaves the rank.
-
-    Raises:
-      ScheduleError: the schedule deadlocks, or its slots need more memory than there is.
     """
     delayed &= schedule.num_ranks > 1
     times = slot_times(schedule, PATTERNS[name], delayed=delayed)
@@ -92,11 +189,7 @@ def exchanges(ticks: Ticks) -> int:
 
 
 def check_pattern(pattern: str) -> None:
-    """Check the name of a slot pattern.
-
-    Raises:
-      ScheduleError: an unknown name.
-    """
+    """Check the name of a slot pattern."""
     if not is_one_of(pattern, PATTERNS):
         raise ScheduleError(
             f"pattern={shorten(pattern)} is not a slot pattern; choose one of {sorted(PATTERNS)}, "

@@ -1,6 +1,5 @@
-"""The elements of a timetable that all packages use: actions, messages, costs, arrays, text.
+"""Timetables: actions, their orders, messages and costs; the `Schedule`, its files and its checks.
 
-Modules of this package know actions and their orders, and import no other package of schedules.
-`schedules.checks` decides whether a schedule is legal, `schedules.clocks` how long it takes.
-Families and drawings are in other packages.
+Nothing here lays out ticks, builds a family or searches. The event clock is here because the checks
+and the grid run it; `check` shares no code with the families.
 """

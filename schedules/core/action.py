@@ -75,7 +75,6 @@ class SlicedAction(Action):
     __slots__ = ()
 
     def __new__(cls, stage: int, kind: Kind, microbatch: int, slice: int) -> Self:  # noqa: A002
-        """Make the action from stage, kind, microbatch and slice."""
         return tuple.__new__(cls, (stage, kind, microbatch, slice))
 
     def __repr__(self) -> str:
@@ -117,3 +116,8 @@ def shorten(text: object, most: int = 40) -> str:
     except Exception:  # noqa: BLE001  an int of 5000 digits, or any error of an object
         shown = f"<{type(text).__name__}>"
     return shown if len(shown) <= most else f"{shown[: most - 3]}..."
+
+
+def printable(text: str) -> str:
+    """Escape every character that a terminal might execute in place of showing it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

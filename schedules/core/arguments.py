@@ -15,17 +15,14 @@ import numpy as np
 from schedules.core.action import ScheduleError, shorten
 
 LONGEST = 1e200  # the longest duration
+MOST = 10**18  # integers below this limit, and sums of a few of them, fit 64 bits
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def renamed(old: str, new: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Make a function accept the old name of a keyword too, with a warning.
-
-    Raises:
-      TypeError: both names are given.
-    """
+    """Make a function accept the old name of a keyword too, with a warning."""
 
     def wrap(f: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(f)
@@ -51,6 +48,11 @@ def integer(value: object) -> int | None:
         return None
 
 
+def is_count(value: object) -> bool:
+    """Tell whether a value is a Python integer that numpy can hold."""
+    return type(value) is int and abs(value) < MOST
+
+
 def is_number(value: object) -> bool:
     """Tell whether a value is a real number that a float can hold; a bool is not."""
     if integer(value) is None and not isinstance(value, float | np.floating):
@@ -63,11 +65,7 @@ def is_number(value: object) -> bool:
 
 
 def check_duration(what: str, value: object) -> None:
-    """Check that a time is finite, and that a million such times can be summed.
-
-    Raises:
-      ScheduleError: the time is no finite number >= 0, or so large that sums overflow.
-    """
+    """Check that a time is finite, and that a million such times can be summed."""
     if not (is_number(value) and math.isfinite(value) and value >= 0):  # type: ignore[arg-type, operator]
         raise ScheduleError(
             f"{what}: a duration is a finite number >= 0; give the measured time, in the same "
@@ -94,11 +92,7 @@ def listed(value: Any, alone: type | UnionType) -> list[Any]:
 
 
 def need(argument: str, value: object, kind: type, remedy: str) -> None:
-    """Check the type of a value.
-
-    Raises:
-      ScheduleError: a value of another type.
-    """
+    """Check the type of a value."""
     if not isinstance(value, kind):
         a = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise ScheduleError(f"{argument}={shorten(value)} is not {a} {kind.__name__}; {remedy}")

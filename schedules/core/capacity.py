@@ -20,11 +20,7 @@ ALWAYS_FITS = 1 << 28  # bytes; a smaller need is never compared with the memory
 
 
 def check_actions_fit(num_stages: int, num_microbatches: int, num_slices: int = 1) -> None:
-    """Check that memory suffices to hold and check a schedule, which has 2KMN actions or more.
-
-    Raises:
-      ScheduleError: the schedule needs more memory than this process can have.
-    """
+    """Check that memory suffices to hold and check a schedule, which has 2KMN actions or more."""
     actions = 2 * num_stages * num_microbatches * num_slices
     _check_fits(
         actions * HELD,
@@ -35,11 +31,7 @@ def check_actions_fit(num_stages: int, num_microbatches: int, num_slices: int = 
 
 
 def check_slots_fit(schedule: Timetable, num_slots: int) -> None:
-    """Check that memory suffices to lower a schedule whose ticks have ``num_slots`` slots in total.
-
-    Raises:
-      ScheduleError: the schedule needs more memory than this process can have.
-    """
+    """Check that memory suffices to lower a schedule to ``num_slots`` slots, over all ticks."""
     actions = sum(map(len, schedule.orders))
     _check_fits(
         actions * (HELD + LOWERED) + (num_slots + schedule.num_ranks) * schedule.num_ranks * SLOT,

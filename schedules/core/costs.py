@@ -5,8 +5,10 @@ Letters are those of `schedules.core.action`.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 from schedules.core.action import KINDS, ScheduleError, shorten
 from schedules.core.arguments import LONGEST, check_duration, integer, is_number, need
+from schedules.core.files import read, shown
 
 Times = NDArray[np.float64]
 COPIES = ("beside a write of F", "beside a copy of another action")
@@ -125,7 +128,6 @@ class Costs:
         return table
 
     def _row(self, name: str, num_stages: int) -> Times:
-        """Return [K] the durations of one field."""
         value = getattr(self, name)
         if not is_number(value) and len(value) != num_stages:
             raise ScheduleError(
@@ -234,11 +236,7 @@ def is_last_forward_free(*, recomputes: bool, shares_head: bool, writes: bool) -
 
 
 def of_unit_length_by_default(costs: Costs | None) -> Costs:
-    """Return the given costs; None means 1 for every F, I and W, and 2 for every B.
-
-    Raises:
-      ScheduleError: the value is no `Costs`.
-    """
+    """Return the given costs; None means 1 for every F, I and W, and 2 for every B."""
     if costs is None:
         return Costs()
     need("costs", costs, Costs, "give schedules.Costs(f=..., i=..., w=..., b=...), or None")
@@ -246,11 +244,7 @@ def of_unit_length_by_default(costs: Costs | None) -> Costs:
 
 
 def _overlap(value: Any) -> float | tuple[float, ...]:
-    """Convert `Costs.host_overlap` to Python numbers: one share, or two shares as a tuple.
-
-    Raises:
-      ScheduleError: the value is neither one nor two shares from 0 to 1.
-    """
+    """Convert `Costs.host_overlap` to Python numbers: one share, or two shares as a tuple."""
     several = isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim > 0)
     entries = list(value) if several and len(value) == len(COPIES) else [value]
     if all(is_number(entry) and 0 <= entry <= 1 for entry in entries):
@@ -301,3 +295,54 @@ def _tuple(
         f"Costs({name}={shorten(option)}): must be one number, or {wanted}; give the measured "
         f"time, in the same unit for all"
     )
+
+
+NAMES = tuple(field.name for field in fields(Costs))
+_WANTED = "a JSON file as Calibration.to_json writes it"
+
+
+def costs_record(costs: Costs) -> dict[str, Any]:
+    """Convert costs to a dict for JSON, as in a calibration or a report."""
+    record = asdict(costs)
+    # Costs without slices and host memory keep the older form of the record.
+    for name, unset in {"slices": None, "host": 0.0, "host_overlap": 1.0}.items():
+        if record[name] == unset:
+            del record[name]
+    return record
+
+
+def read_costs(path: str | os.PathLike[str]) -> Costs:
+    """Read the costs in a file."""
+    record = read_object(path)
+    try:
+        return costs_of(record)
+    except ScheduleError as error:
+        raise ScheduleError(f"{shown(path)}: {error}") from None
+
+
+def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the JSON object in a file."""
+    data = read(path, _WANTED, "costs")
+    try:
+        record = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ScheduleError(
+            f"{shown(path)}: cannot be read as costs: {shorten(str(error), 200)}; give {_WANTED}"
+        ) from None
+    if not isinstance(record, dict):
+        raise ScheduleError(f"{shown(path)}: holds no JSON object; give {_WANTED}")
+    return record
+
+
+def costs_of(record: dict[str, Any]) -> Costs:
+    """Read the costs of a record."""
+    costs = record.get("costs")
+    if not isinstance(costs, dict) or not {"f", "i", "w"} <= set(costs) <= set(NAMES):
+        raise ScheduleError(
+            f'has no "costs" with f, i and w, and of {", ".join(NAMES)} what else there is; give '
+            f"{_WANTED}"
+        )
+    overlap = costs.get("host_overlap")
+    if isinstance(overlap, list) and len(overlap) == 3:  # the third share is no longer used
+        costs = costs | {"host_overlap": overlap[:2]}
+    return Costs(**costs)

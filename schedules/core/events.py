@@ -13,10 +13,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedules.core.costs import Times
-from schedules.core.flat import Flat, Ints, flatten
+from schedules.core.costs import Costs, Times
+from schedules.core.flat import Flat, Ints, Mask, flatten
 from schedules.core.messages import links
 from schedules.core.timetable import Timetable
+
+
+def action_times(
+    schedule: Timetable, costs: Costs, shared: Sequence[str] = (), copies: Mask | None = None
+) -> Times:
+    """Compute [A] durations of a schedule's actions."""
+    flat, sizes = flatten(schedule), (schedule.num_stages, schedule.num_slices)
+    return costs.durations(flat.kind, flat.stage, flat.microbatch, sizes, shared, copies)
+
+
+def message_times(schedule: Timetable, costs: Costs) -> Times:
+    """Compute [A] durations of the messages that a schedule's actions send."""
+    source, target = flatten(schedule).rank, links(schedule).target
+    return costs.per_slice(schedule.num_slices).lags(source, target, schedule.num_ranks)
 
 
 class Steps(NamedTuple):
@@ -110,16 +124,9 @@ def visit(
 ) -> tuple[list[float], list[float]]:
     """Compute the start of each step, -1 if it never starts, and [S] the end of each rank.
 
-    Ranks run in turn, each as far as it can. If a message is sent twice, which no legal schedule
-    does, the first send counts.
-
-    Args:
-      orders: [S] numbers of steps, in the order of each rank.
-      awaited: the field of `Steps`, for each step.
-      sent: the field of `Steps`, for each step.
-      cost: the field of `Steps`, for each step.
-      lag: the field of `Steps`, for each step.
-      num_messages: more than the number of any message.
+    ``orders`` has the numbers of each rank's steps, the other columns are those of `Steps`, and
+    every message is less than ``num_messages``. Ranks run in turn, each as far as it can. If a
+    message is sent twice, which no legal schedule does, the first send counts.
     """
     arrival = [-1.0] * num_messages
     starts = [-1.0] * len(awaited)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from schedules.core.action import KINDS, Action, SlicedAction, action_of
 from schedules.core.timetable import Timetable
 
 Result = TypeVar("Result")
+Options = ParamSpec("Options")
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
@@ -28,27 +29,32 @@ _CODE = np.zeros(128, np.int64)  # ASCII -> position in KINDS
 _CODE[[ord(kind) for kind in KINDS]] = F, B, I, W
 
 
-def once(function: Callable[[Timetable], Result]) -> Callable[[Timetable], Result]:
-    """Cache a function's result for a schedule in the schedule object, if it is immutable.
+def once(
+    function: Callable[Concatenate[Timetable, Options], Result],
+) -> Callable[Concatenate[Timetable, Options], Result]:
+    """Cache a function's results for a schedule in the schedule object, if it is immutable.
 
     `functools.cached_property` stores its results in the object too; a cache by value would have to
     hash a million actions at every lookup. The cached results are not part of the schedule:
-    comparisons, copies and pickles ignore them, and they never change.
+    comparisons, copies and pickles ignore them, and they never change. Further arguments of the
+    function are hashable, and each combination of them has a result of its own.
     """
     name = f"{function.__module__}.{function.__name__}"
 
     @functools.wraps(function)
-    def look(schedule: Timetable) -> Result:
+    def cached(schedule: Timetable, /, *args: Options.args, **options: Options.kwargs) -> Result:
         parts = schedule.orders, schedule.placement, schedule.pairs, *schedule.orders
         if not all(type(part) is tuple for part in parts):
-            return function(schedule)  # made of lists, which the types forbid but Python allows
-        memory = vars(schedule)
-        if name not in memory:
-            memory[name] = function(schedule)
-        result: Result = memory[name]
+            # Made of lists, which the types forbid but Python allows.
+            return function(schedule, *args, **options)
+        results = vars(schedule).setdefault(name, {})
+        key = args, *options.items()
+        if key not in results:
+            results[key] = function(schedule, *args, **options)
+        result: Result = results[key]
         return result
 
-    return look
+    return cached
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +80,10 @@ class Flat:
     in_range: Mask
     pair: Mask
 
+    def by_rank(self, column: NDArray[Any]) -> list[NDArray[Any]]:
+        """Split a column with an entry for each action into one array for each rank."""
+        return np.split(column, self.first[1:-1])
+
 
 @once
 def flatten(schedule: Timetable) -> Flat:
@@ -92,7 +102,8 @@ def flatten(schedule: Timetable) -> Flat:
     letters = np.frombuffer("".join(kinds).encode(), np.uint8)
     first = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     pair = np.zeros(len(actions), bool)
-    pair[_pairs(schedule, first.tolist())] = True
+    valid = [first[rank] + at for rank, at, is_valid in scan_pairs(schedule) if is_valid]
+    pair[valid] = True
     return Flat(
         first=first,
         rank=np.repeat(np.arange(schedule.num_ranks), lengths),
@@ -143,23 +154,27 @@ def crossings_held(kinds: Ints) -> Ints:
     return np.cumsum(written.astype(np.int64) - read) + read - written
 
 
-def activations(schedule: Timetable) -> list[Ints]:
-    """Count, in [S] arrays, the inputs and crossings that a rank holds during each action."""
-    flat = flatten(schedule)
-    return [inputs_held(kinds) for kinds in np.split(flat.kind, flat.first[1:-1])]
+def microbatches_held(
+    schedule: Timetable, units_held: Callable[[Ints], Ints]
+) -> list[NDArray[Any]]:
+    """Count, in [S] arrays, what each rank holds during its actions, by `inputs_held` or another.
+
+    A slice counts as 1/N of a microbatch; without slices the counts are integers.
+    """
+    flat, cut = flatten(schedule), schedule.num_slices
+    counts = [units_held(kinds) for kinds in flat.by_rank(flat.kind)]
+    return counts if cut == 1 else [units / cut for units in counts]
 
 
-def _pairs(schedule: Timetable, first: Sequence[int]) -> list[int]:
-    """Return indices of the first actions of valid pairs: in range, and without shared actions."""
-    indices: list[int] = []
+def scan_pairs(schedule: Timetable) -> Iterator[tuple[int, Any, bool]]:
+    """Yield (rank, position, is valid) of each pair; a valid one is in range and overlaps none."""
     rows = schedule.pairs if isinstance(schedule.pairs, tuple) else ()
     for rank, positions in zip(range(schedule.num_ranks), rows, strict=False):
-        lowest, last = 0, first[rank + 1] - first[rank] - 1
+        lowest, last = 0, len(schedule.orders[rank]) - 1
         for position in positions if isinstance(positions, tuple) else ():
-            if type(position) is int and lowest <= position < last:
-                indices.append(first[rank] + position)
-                lowest = position + 2
-    return indices
+            is_valid = type(position) is int and lowest <= position < last
+            lowest = position + 2 if is_valid else lowest
+            yield rank, position, is_valid
 
 
 def _columns(

@@ -16,9 +16,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 
 from schedules.core.action import Action, shorten
+from schedules.core.arguments import is_count
 from schedules.core.events import run
 from schedules.core.flat import flatten, is_dense
-from schedules.core.parts import is_count
 from schedules.core.timetable import Timetable
 
 MOST_RANKS, MOST_COLUMNS = 16, 120  # rows and characters of a clipped grid

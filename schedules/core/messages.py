@@ -50,15 +50,9 @@ def links(schedule: Timetable) -> Links:
 def connect(
     kind: Ints, stage: Ints, microbatch: Ints, rank: Ints, placement: Ints, num_microbatches: int
 ) -> Links:
-    """Find the messages: outputs go to the next stage, gradients to the previous stage.
+    """Find the messages of actions given as [A] columns; ``placement`` has [K] ranks.
 
-    Args:
-      kind: [A] the kind of each action, a position in `KINDS`.
-      stage: [A] the stage of each action.
-      microbatch: [A] the microbatch of each action.
-      rank: [A] the rank of each action.
-      placement: [K] ranks.
-      num_microbatches: M.
+    Outputs go to the next stage, gradients to the previous stage.
     """
     last = len(placement) - 1
     step = np.where(kind == F, 1, -1)  # from the sending stage to the reading stage

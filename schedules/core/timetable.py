@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from dataclasses import dataclass, field
 from typing import Self
 
-from schedules.core.action import Action
+from schedules.core.action import Action, Kind
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,10 @@ class Timetable:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks S."""
         return len(self.orders)
 
     @property
     def num_stages(self) -> int:
-        """The number of stages K."""
         return len(self.placement)
 
     @property
@@ -79,7 +78,7 @@ class Timetable:
     @functools.cached_property
     def is_forward(self) -> bool:
         """True for a timetable without any backward action: inference."""
-        return all(action.kind == "F" for order in self.orders for action in order)
+        return kinds_in(self) <= {"F"}
 
     def forward(self) -> Self:
         """Copy the timetable with its forward actions only, and so without pairs."""
@@ -90,3 +89,12 @@ class Timetable:
 def loop_placement(num_stages: int, num_ranks: int) -> tuple[int, ...]:
     """Return [K] ranks: stage k on rank k % S."""
     return tuple(k % num_ranks for k in range(num_stages))
+
+
+def actions_of(schedule: Timetable) -> list[Action]:
+    """List [A] all actions, rank 0's first."""
+    return list(itertools.chain.from_iterable(schedule.orders))
+
+
+def kinds_in(schedule: Timetable) -> frozenset[Kind]:
+    return frozenset(action.kind for action in actions_of(schedule))

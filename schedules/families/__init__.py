@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from schedules.core.schedule import Schedule
 from schedules.families.dualpipe_v import dualpipe_v
 from schedules.families.eager_1f1b import eager_1f1b
 from schedules.families.gpipe import gpipe
@@ -23,7 +24,6 @@ from schedules.families.zero_bubble.v_min import v_min
 from schedules.families.zero_bubble.zb_h1 import zb_h1
 from schedules.families.zero_bubble.zb_h2 import zb_h2
 from schedules.families.zero_bubble.zb_v import zb_v
-from schedules.orders.schedule import Schedule
 
 # Families that cut the sequences of microbatches into slices; they also take ``num_slices=``.
 SLICED: dict[str, Callable[..., Schedule]] = {"seq1f1b": seq1f1b, "seq1f1b_zb": seq1f1b_zb}

@@ -9,7 +9,7 @@ It is the default for a mesh of one rank. It takes no number of ranks, so it is 
 from __future__ import annotations
 
 from schedules.core.action import Action, Kind
-from schedules.orders.schedule import Schedule, from_orders
+from schedules.core.schedule import Schedule, from_orders
 
 
 def accumulation(num_stages: int, num_microbatches: int) -> Schedule:

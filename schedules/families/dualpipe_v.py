@@ -20,16 +20,11 @@ from collections import deque
 from collections.abc import Iterator
 
 from schedules.core.action import Action, Kind
+from schedules.core.schedule import Schedule
 from schedules.families.constructions.sizes import need_microbatches, need_stages_per_rank
-from schedules.orders.schedule import Schedule
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build the schedule.
-
-    Raises:
-      ScheduleError: not two stages per rank, or fewer than 2S microbatches.
-    """
     need_stages_per_rank("dualpipe_v", 2, num_ranks, num_stages)
     need_microbatches("dualpipe_v", num_stages, num_microbatches, "2 * num_ranks")
     orders, pairs = [], []

@@ -17,8 +17,8 @@ import numpy as np
 
 from schedules.core.action import Kind
 from schedules.core.flat import Ints
+from schedules.core.schedule import Schedule
 from schedules.families.constructions.fold import fold
-from schedules.orders.schedule import Schedule
 
 
 def eager_1f1b(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

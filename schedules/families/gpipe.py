@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from schedules.core.schedule import Schedule
 from schedules.families.constructions.fold import fold
-from schedules.orders.schedule import Schedule
 
 
 def gpipe(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

@@ -36,9 +36,9 @@ import itertools
 from collections.abc import Sequence
 
 from schedules.core.action import Action, Kind
+from schedules.core.schedule import Schedule
 from schedules.core.timetable import loop_placement
 from schedules.families.constructions.sizes import rounds
-from schedules.orders.schedule import Schedule
 
 
 def interleaved_1f1b(
@@ -47,9 +47,6 @@ def interleaved_1f1b(
     """Build the schedule: rank r runs 2(S - 1 - r) + (V - 1) g F, then (F, B) pairs, then drains.
 
     With ``group`` it runs S - 1 - r + (V - 1) g forward passes first.
-
-    Raises:
-      ScheduleError: M does not make rounds of equal size; or no group from S / 2 to S.
     """
     sizes = rounds("interleaved_1f1b", num_ranks, num_microbatches, group)
     hops = 2 if group is None else 1

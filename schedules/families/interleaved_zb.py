@@ -31,20 +31,16 @@ g(F + I + W); else every round waits. If g = S and S divides M, the timetable is
 from __future__ import annotations
 
 from schedules.core.action import Kind
+from schedules.core.schedule import Schedule
 from schedules.core.timetable import loop_placement
 from schedules.families.constructions.sizes import rounds
 from schedules.families.interleaved_1f1b import turns
-from schedules.orders.schedule import Schedule
 
 
 def interleaved_zb(
     num_ranks: int, num_microbatches: int, num_stages: int, *, group: int | None = None
 ) -> Schedule:
-    """Build the schedule: rank r runs (V - 1) g + S - 1 - r F first, and W r actions after I.
-
-    Raises:
-      ScheduleError: M does not make rounds of equal size; or no group from S / 2 to S.
-    """
+    """Build the schedule: rank r runs (V - 1) g + S - 1 - r F first, and W r actions after I."""
     sizes = rounds("interleaved_zb", num_ranks, num_microbatches, group)
     chunks = num_stages // num_ranks
     total = num_microbatches * chunks

@@ -12,8 +12,8 @@ layers.
 from __future__ import annotations
 
 from schedules.core.action import Action
+from schedules.core.schedule import Schedule
 from schedules.core.timetable import loop_placement
-from schedules.orders.schedule import Schedule
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

@@ -19,9 +19,9 @@ With N = 1 these are 1f1b and zb_h1.
 from __future__ import annotations
 
 from schedules.core.action import Action, Kind, action_of
+from schedules.core.schedule import Schedule
 from schedules.core.timetable import loop_placement
 from schedules.families.constructions.sizes import need_stages_per_rank
-from schedules.orders.schedule import Schedule
 
 
 def seq1f1b(
@@ -31,9 +31,6 @@ def seq1f1b(
 
     The units are slices: F takes them in ascending order, B in descending order within each
     microbatch.
-
-    Raises:
-      ScheduleError: more than one stage per rank.
     """
     return _build("seq1f1b", num_ranks, num_microbatches, num_stages, num_slices, halves=False)
 
@@ -41,11 +38,7 @@ def seq1f1b(
 def seq1f1b_zb(
     num_ranks: int, num_microbatches: int, num_stages: int, *, num_slices: int = 1
 ) -> Schedule:
-    """Build the schedule with I in the place of B; W on rank r runs r units later, as in zb_h1.
-
-    Raises:
-      ScheduleError: more than one stage per rank.
-    """
+    """Build the schedule with I in the place of B; W on rank r runs r units later, as in zb_h1."""
     return _build("seq1f1b_zb", num_ranks, num_microbatches, num_stages, num_slices, halves=True)
 
 

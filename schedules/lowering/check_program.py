@@ -12,11 +12,10 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from schedules.checks.check import check
 from schedules.core.action import Action, action_of
+from schedules.core.check import check
 from schedules.lowering.check_tables import Place, check_tables, fail, stage_of
-from schedules.lowering.check_together import Common
-from schedules.lowering.check_values import GRADIENT, OUTPUT, SymbolicValues
+from schedules.lowering.check_values import GRADIENT, OUTPUT, WHAT, SymbolicValues
 from schedules.lowering.kinds import ValueKind
 from schedules.lowering.program import Channel, Op, Program
 
@@ -53,7 +52,6 @@ class _Entry(NamedTuple):
     """The places of a kind of values that actions name; for carries, the places of one slice.
 
     Attributes:
-      kind: the kind.
       slice: the number of the slice; 0 for a kind with one place.
       table: [T][slots][S] the places.
       values: [S] the current values, by place.
@@ -149,7 +147,8 @@ class _Machine:
         microbatch, due = self.microbatch[tick][slot][rank], self.due[rank]
         action = action_of(stage, op.kind, microbatch, self.program.schedule.num_slices)
         if not due or due[-1][0] != action:
-            self._fail_order(at, action)
+            expected = due[-1][0] if due else "nothing"
+            fail(self.program, f"{action}: expected {expected} next in the order of the rank", at)
         action, reads = due.pop()
         # The action must find its operands; a value without a later reader releases its place.
         unread = self.unread[rank]
@@ -248,11 +247,6 @@ class _Machine:
             fail(self.program, text, at)
         values[place] = value
 
-    def _fail_order(self, at: Place, action: Action) -> NoReturn:
-        due = self.due[at[2]]
-        expected = due[-1][0] if due else "nothing"
-        fail(self.program, f"{action}: expected {expected} next in the order of the rank", at)
-
     def _fail_read(self, at: Place, action: Action, entry: _Entry, value: int) -> NoReturn:
         (name, pool, *_), (tick, slot, rank) = entry.kind, at
         place = entry.table[tick][slot][rank]
@@ -266,6 +260,47 @@ class _Machine:
         text += f" of slice {entry.slice}" * entry.kind.per_slice
         text += f": expected discard, {pool} {entry.discard}"
         fail(self.program, f"{text}, found {pool} {entry.table[tick][slot][rank]}", at)
+
+
+class Common:
+    """The work that all ranks do together, run on symbols.
+
+    Ranks run the head right after the slot in which the last stage returns an output, and the
+    embedding's gradient right after the slot in which the first stage returns its input's gradient.
+    """
+
+    def __init__(self, program: Program, values: SymbolicValues) -> None:
+        self.program, self._values = program, values
+        self.tables = {name: t.tolist() for name, t in program.common._asdict().items()}
+
+    def work(self, tick: int, slot: int, results: list[int]) -> None:
+        """Check that all ranks work on a value exactly in the slot that returns it.
+
+        ``results`` [S + 1] has the value that each rank returns in the slot; the last stage's
+        output becomes the head's gradient.
+        """
+        schedule = self.program.schedule
+        last = schedule.num_stages - 1
+        if self._values.has_head:
+            rank = schedule.placement[last]
+            output = results[rank] - self._values.output(0, last)
+            if self._see("head", "output of the last stage", output, (tick, slot, rank)):
+                results[rank] += self._values.output(0, 1) + GRADIENT
+        rank = schedule.placement[0]
+        gradient = results[rank] - GRADIENT if self._values.has_embed else -1
+        self._see("scatter", "gradient of the first stage", gradient, (tick, slot, rank))
+
+    def _see(self, name: str, what: str, value: int, at: Place) -> bool:
+        """Check a table against a rank's result; tell whether that is the value of a unit."""
+        microbatch, rest = divmod(value, len(WHAT))
+        there = not rest and 0 <= microbatch < self.program.schedule.num_units
+        wanted = microbatch if there else -1
+        entry = self.tables[name][at[0]][at[1]]
+        if entry != wanted:
+            text = f"of microbatch {wanted} is there" if there else "is not there"
+            text = f"the {what} {text}: expected {wanted}, found {entry}"
+            fail(self.program, f"table {name!r}, {text}", at)
+        return there
 
 
 def _sources(channel: Channel, num_ranks: int) -> list[int]:

@@ -10,8 +10,8 @@ from typing import Any, NoReturn, get_args
 
 import numpy as np
 
+from schedules.clocks.hosted import Keep
 from schedules.core.action import KINDS, ScheduleError
-from schedules.lowering.hosted import Keep
 from schedules.lowering.kinds import HOSTABLE, kinds_of
 from schedules.lowering.program import COMMON, JOBS, Op, Program
 

@@ -14,24 +14,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedules.checks.check import check
+from schedules.clocks.hosted import Keep, hosted
 from schedules.clocks.ticks import Ticks
 from schedules.core.action import Action
+from schedules.core.check import check
 from schedules.core.costs import Costs
-from schedules.core.events import run
+from schedules.core.events import action_times, run
 from schedules.core.flat import flatten
 from schedules.core.messages import links
-from schedules.lowering.hosted import Keep, hosted
+from schedules.core.schedule import Schedule
+from schedules.core.timetable import actions_of
 from schedules.lowering.places import values
-from schedules.orders.schedule import Schedule
 
 
 class Call(NamedTuple):
     """An action, or the message that its end sends.
 
     Attributes:
-      action: the action.
-      rank: the rank that runs it.
       target: the rank to which the message goes; None if the call is the action.
     """
 
@@ -56,10 +55,9 @@ def dispatch_order(schedule: Schedule) -> list[Call]:
       ScheduleError: an illegal schedule.
     """
     flat, wires = flatten(check(schedule)), links(schedule)
-    sizes = schedule.num_stages, schedule.num_slices
-    lasting = Costs().durations(flat.kind, flat.stage, flat.microbatch, sizes)
+    lasting = action_times(schedule, Costs())
     starts = np.concatenate(run(schedule, durations=lasting))
-    actions = [action for order in schedule.orders for action in order]
+    actions = actions_of(schedule)
     ranks, targets = flat.rank.tolist(), wires.target.tolist()
     calls = [Call(*one) for one in zip(actions, ranks, strict=True)]
     sending = np.flatnonzero((wires.sent >= 0) & wires.crosses)
@@ -94,8 +92,6 @@ class Dispatch:
     """An action with its values.
 
     Attributes:
-      action: the action.
-      rank: the rank that runs it.
       reads: the values that the action reads, by kind; for each value also whether this action is
         the last reader.
       writes: the values that the action writes, by kind.
@@ -138,7 +134,7 @@ def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
     ]
     # The same calls as a layout of one action a tick: lowering says who reads and writes a value.
     number = {call.action: n for n, call in enumerate(calls) if call.target is None}
-    times = np.array([number.get(action, -1) for order in schedule.orders for action in order])
+    times = np.array([number.get(action, -1) for action in actions_of(schedule)])
     on_device = hosted(schedule, work.keep, None)
     live = values(Ticks(schedule, "single", times), work.keep, (), on_device)
     has_gradient = [*work.sends[1:], True]  # only the last stage needs no message

@@ -11,20 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from schedules.checks.check import check
+from schedules.clocks.hosted import Keep, Offload, check_keep, check_offload, hosted, moves
 from schedules.clocks.lockstep import fastest
 from schedules.clocks.shared import Shared, Together, parts, together
 from schedules.clocks.ticks import Ticks
 from schedules.core.action import KINDS
 from schedules.core.arguments import need
+from schedules.core.check import check
 from schedules.core.costs import Costs, of_unit_length_by_default
 from schedules.core.flat import Ints, flatten
-from schedules.lowering.hosted import Keep, Offload, check_keep, check_offload, hosted, moves
+from schedules.core.schedule import Schedule
 from schedules.lowering.kinds import HOSTABLE
 from schedules.lowering.places import Values, joined, place, values
 from schedules.lowering.program import JOBS, Channel, Job, Op, Placement, Program, Slot, Table
 from schedules.lowering.windows import Windows, windows
-from schedules.orders.schedule import Schedule
 
 
 def lower(
@@ -57,7 +57,7 @@ def lower(
       shared: the parts of "embed" and "head" that all ranks share, split by vocabulary.
       offload: the values that are in host memory between two actions: "stash", "crossings", or a
         share of the stashes from 0 to 1, where the longest held are chosen first
-        (`schedules.lowering.hosted`). If ``costs`` have a `host` time, the choice of slots includes
+        (`schedules.clocks.hosted`). If ``costs`` have a `host` time, the choice of slots includes
         the copies.
       gathers: whether weights are sharded over several devices. The weights of a chunk are gathered
         into a window when a rank begins the chunk, and its gradients are reduced when the rank
@@ -87,13 +87,7 @@ def allocate(
 ) -> Program:
     """Give every value of a layout its place, and write the tables.
 
-    Args:
-      ticks: the layout.
-      keep: the option of `lower`.
-      shared: the option of `lower`.
-      offload: the option of `lower`.
-      chunk_windows: windows of weights and gradients; None if each rank always has its whole
-        weights.
+    Without ``chunk_windows`` each rank always has the whole weights of its chunks.
     """
     schedule, flat, width = ticks.schedule, flatten(ticks.schedule), ticks.width
     count, num_ranks = ticks.num_ticks * width, schedule.num_ranks
@@ -152,16 +146,8 @@ def _ops(
     placements: dict[str, Placement],
     chunk_windows: Windows | None,
 ) -> tuple[list[tuple[Op, ...]], Ints]:
-    """Return the ops of each slot, in the order of their fields, and [A] the branch of each action.
-
-    Args:
-      ticks: the layout.
-      shared: the ends of the model that all ranks share.
-      placements: the placement of each kind of values, by its name.
-      chunk_windows: windows of weights and gradients, if there are any.
-    """
-    # Each field of `Op` as a number from 0, [A]: first the kind, and the chunk and ends of the
-    # stage;
+    """Return the ops of each slot, sorted by their fields, and [A] the branch of each action."""
+    # Each field of `Op` as a number from 0, [A]: the kind; the chunk and ends of the stage;
     schedule, flat = ticks.schedule, flatten(ticks.schedule)
     first = -1 if "embed" in shared else 0
     last = -1 if "head" in shared else schedule.num_stages - 1
@@ -170,13 +156,13 @@ def _ops(
     slot, num_chunks = ticks.times % ticks.width, schedule.num_stages // schedule.num_ranks
     columns = [slot, flat.kind, np.array([kinds.index(s) for s in stages])[flat.stage]]
     sizes = [ticks.width, len(KINDS), len(kinds)]
-    # then the values in host memory,
+    # the values in host memory;
     for name in HOSTABLE:
         rows, device, host = placements[name]
         numbers = rows.reshape(-1, schedule.num_ranks)[ticks.times, flat.rank]
         columns.append((numbers >= device) & (numbers < device + host))
         sizes.append(2)
-    # and the jobs.
+    # the jobs.
     jobs = () if chunk_windows is None else (chunk_windows.gathers, chunk_windows.reduces)
     columns += [chunks + 1 for chunks in jobs]
     sizes += [num_chunks + 1 for _ in jobs]

@@ -39,9 +39,7 @@ def segments(program: Program) -> list[tuple[int, int, tuple[int, ...]]]:
 def without(program: Program, sends: Sequence[bool]) -> Program:
     """Remove the messages of gradients that no stage needs, and their exchanges, from a program.
 
-    Args:
-      program: a program.
-      sends: [K] whether a stage has a gradient for its input to send.
+    ``sends`` [K] tells whether a stage's backward has a gradient for the stage before.
     """
     if all(sends):
         return program

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from schedules.clocks.hosted import Hosted, Keep
 from schedules.clocks.shared import Shared
 from schedules.clocks.ticks import Ticks
 from schedules.core.action import KINDS
 from schedules.core.flat import B, F, I, Ints, Mask, flatten
-from schedules.lowering.hosted import Hosted, Keep
 from schedules.lowering.kinds import ValueKind, kinds_of, touches
 
 

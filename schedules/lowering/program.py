@@ -30,13 +30,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from schedules.clocks.hosted import Keep
 from schedules.clocks.shared import Together
 from schedules.core.action import Kind
 from schedules.core.flat import Mask
-from schedules.lowering.hosted import Keep
+from schedules.core.schedule import Schedule
 from schedules.lowering.kinds import kinds_of
 from schedules.lowering.windows import Windows
-from schedules.orders.schedule import Schedule
 
 Table = NDArray[np.int32]
 COMMON = Together._fields  # names of the tables of work that all ranks do together
@@ -199,7 +199,6 @@ class Program:
 
     @property
     def num_ticks(self) -> int:
-        """The number of ticks T."""
         return int(self.op.shape[0])
 
     @property

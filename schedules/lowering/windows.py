@@ -51,9 +51,6 @@ def windows(schedule: Timetable) -> Windows:
     the action before a run to the run's last action, gradients from the first action to the action
     after the run. Chunks that are in windows at the same time on any rank have different windows.
     After a run a chunk stays in its window until another chunk takes it.
-
-    Args:
-      schedule: a legal schedule.
     """
     flat = flatten(schedule)
     chunks = np.asarray(schedule.chunk_of)[flat.stage]
@@ -77,12 +74,7 @@ def windows(schedule: Timetable) -> Windows:
 
 
 def _places(schedule: Timetable, kinds: Sequence[Kind]) -> tuple[int, ...]:
-    """Find [V] the first window that is free on all ranks, for each chunk.
-
-    Args:
-      schedule: the schedule.
-      kinds: the kinds of actions that use a window.
-    """
+    """Find [V] the first window that is free on all ranks, for each chunk."""
     # Colour the chunks greedily: two chunks that meet on any rank get different windows.
     runs = [_runs(schedule, rank, kinds) for rank in range(schedule.num_ranks)]
     places: list[int] = []

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from schedules.checks.check import check
+from schedules.clocks.report import Report
+from schedules.clocks.simulate import check_arguments
 from schedules.clocks.ticks import check_pattern
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import integer, is_one_of, renamed
+from schedules.core.check import check
 from schedules.core.costs import Costs, of_unit_length_by_default
+from schedules.core.schedule import Schedule
 from schedules.families.constructions.sizes import check_sizes, need_memory
-from schedules.orders.schedule import Schedule
 from schedules.search.contest import Find, Setting, known, search
-from schedules.timing.report import Report
-from schedules.timing.simulate import check_arguments
 
 CLOCKS = ("event", "lockstep")
 BUDGET = 2000  # default number of timetables that local improvement times, if they are small
@@ -124,11 +124,19 @@ def auto(
         names the smallest possible limit); costs for other sizes; an unknown clock, or slots for a
         clock without slots; or a budget or seed that is not an integer >= 0.
     """
-    setting = _setting(num_ranks, num_microbatches, num_stages, costs, max_activations, clock)
+    costs = of_unit_length_by_default(costs)
+    if not is_one_of(clock, CLOCKS):
+        raise ScheduleError(
+            f"clock={shorten(clock)}: a timetable can be chosen for one of "
+            f"{', '.join(map(repr, CLOCKS))}; give measured times as costs"
+        )
+    sizes = check_sizes(num_ranks, num_microbatches, num_stages)
+    limit = math.inf if max_activations is None else max_activations
+    need_memory(limit, sizes[0], sizes[2])
     check_arguments(clock, pattern, partners, delayed, None)
     if pattern is not None:
         check_pattern(pattern)
-    setting = replace(setting, pattern=pattern, partners=partners, delayed=delayed)
+    setting = Setting(*sizes, costs, limit, clock, partners, delayed, pattern)
     if budget is None:
         budget = min(BUDGET, _WORK // (3 * setting.num_stages * setting.num_microbatches))
     budget, seed = _count("budget", budget), _count("seed", seed)
@@ -147,27 +155,6 @@ def auto(
     ]
     candidates += _unfit(entries, setting.limit)
     return Choice(best.schedule, best, tuple(candidates))
-
-
-def _setting(
-    num_ranks: int,
-    num_microbatches: int,
-    num_stages: int | None,
-    costs: Costs | None,
-    max_activations: float | None,
-    clock: str,
-) -> Setting:
-    """Check the arguments and return them as a `Setting`."""
-    costs = of_unit_length_by_default(costs)
-    if not is_one_of(clock, CLOCKS):
-        raise ScheduleError(
-            f"clock={shorten(clock)}: a timetable can be chosen for one of "
-            f"{', '.join(map(repr, CLOCKS))}; give measured times as costs"
-        )
-    ranks, microbatches, stages = check_sizes(num_ranks, num_microbatches, num_stages)
-    limit = math.inf if max_activations is None else max_activations
-    need_memory(limit, ranks, stages)
-    return Setting(ranks, microbatches, stages, costs, limit, clock)
 
 
 def _count(argument: str, value: object) -> int:

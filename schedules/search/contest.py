@@ -12,22 +12,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from schedules.clocks.report import Report
+from schedules.clocks.simulate import simulate
 from schedules.core.action import ScheduleError
 from schedules.core.costs import Costs
+from schedules.core.flat import F, I
+from schedules.core.schedule import Schedule
 from schedules.core.timetable import loop_placement
 from schedules.families import FAMILIES, GROUPED
 from schedules.families.constructions.sizes import rounds
 from schedules.families.zero_bubble.zb_auto import variants
-from schedules.orders.schedule import Schedule
-from schedules.search.greedy import run
+from schedules.search.greedy import policies, run
 from schedules.search.improve import improve
-from schedules.search.limits import shortest
 from schedules.search.merge import merge, merged_under
-from schedules.search.policies import policies
-from schedules.search.problem import Orders, peak, pose
+from schedules.search.problem import Orders, Problem, peak, pose
 from schedules.search.timing import Timer, timers
-from schedules.timing.report import Report
-from schedules.timing.simulate import simulate
 
 _KEPT = 3  # the number of timetables of the policies to show, and of timetables to improve
 _LARGE = 2000  # above this number of actions only the best few timetables are merged
@@ -38,14 +37,7 @@ class Setting:
     """The sizes, costs, clock and limits of a search.
 
     Attributes:
-      num_ranks: S.
-      num_microbatches: M.
-      num_stages: K.
-      costs: durations.
       limit: the number of stage inputs that a rank may hold; infinity for no limit.
-      clock: "event" or "lockstep".
-      partners: the option of `simulate`.
-      delayed: the option of `simulate`.
       pattern: the only allowed pattern in lockstep; None for any pattern.
     """
 
@@ -73,7 +65,6 @@ class Setting:
         return self._timers[placement]
 
     def simulate(self, schedule: Schedule) -> Report:
-        """Simulate a schedule under these costs and this clock."""
         slots: dict[str, Any] = {n: getattr(self, n) for n in ("pattern", "partners", "delayed")}
         return simulate(schedule, self.costs, self.clock, **slots)
 
@@ -95,7 +86,6 @@ class Find:
     Attributes:
       name: the step that made the timetable.
       schedule: the timetable; None until the timetable is built from its orders.
-      makespan: the timetable's makespan.
       orders: [S] codes.
       timer: the timer that gives the makespan, if the timetable has no overlapped pairs.
     """
@@ -112,12 +102,10 @@ class Find:
         return max(peak(self.timer.problem, order) for order in self.orders)
 
     def get(self) -> Schedule:
-        """Return the timetable, built from its orders if needed."""
         return self.schedule or self.timer.problem.decode(self.name, self.orders)
 
 
 def judge(setting: Setting, name: str, schedule: Schedule) -> Find:
-    """Time a schedule."""
     choices = setting.timers(schedule.placement)
     orders = choices[0].problem.encode(schedule)
     timed = [(timer(orders)[0], index) for index, timer in enumerate(choices)]
@@ -158,7 +146,6 @@ def hybrids(setting: Setting, finds: Iterable[Find]) -> Iterator[Find]:
 
 
 def _published(setting: Setting) -> Iterator[Find | tuple[str, str]]:
-    """List the published schedules, before their halves are merged."""
     sizes = setting.num_ranks, setting.num_microbatches, setting.num_stages
     for name, family in FAMILIES.items():
         try:
@@ -191,11 +178,7 @@ def _grouped(setting: Setting, name: str) -> Iterator[Find]:
 def search(setting: Setting, finds: Iterable[Find], budget: int, seed: int) -> list[Find]:
     """Find further timetables: the best of the policies, and their improvements.
 
-    Args:
-      setting: the setting of the search.
-      finds: timetables within the limit, from which the search starts.
-      budget: the number of timetables that local improvement may time.
-      seed: the seed of random choices.
+    The search starts from timetables within the limit, and improvement times at most ``budget``.
     """
     finds = list(finds)
     built: list[Find] = []
@@ -250,3 +233,41 @@ def _improved(starts: list[Find], budget: int, rng: random.Random) -> Iterator[F
 
 def _floor(timer: Timer) -> float:
     return shortest(timer.problem) * (1 + 1e-12)
+
+
+def shortest(problem: Problem) -> float:
+    """Compute a lower bound of a problem's makespan under any clock, which may be unreachable.
+
+    It is the largest of these bounds. A rank starts after the first microbatch has reached it, and
+    after its last I or B a gradient has to reach stage 0. One microbatch has to pass all stages and
+    return. A microbatch is held until its gradient arrives, and a rank holds no more than the limit
+    at once. If either B or I and W may run, the shorter counts.
+    """
+    num_stages, last = problem.num_stages, problem.num_stages - 1
+    each, durations, lag = problem.num_microbatches, problem.durations, problem.lag
+    code = [[problem.code(kind, stage, 0) for stage in range(num_stages)] for kind in range(4)]
+    forward, whole, inputs, weights = ([durations[c] for c in row] for row in code)
+    there, back = ([lag[c] for c in code[kind]] for kind in (F, I))
+    both = [min(b, i + w) for b, i, w in zip(whole, inputs, weights, strict=True)]
+    gradient = [min(b, i) for b, i in zip(whole, inputs, strict=True)]  # until it can be sent
+    head, tail = [0.0], [both[0]]  # before a stage's first F, and from the start of its last I or B
+    for k in range(last):
+        head.append(head[-1] + forward[k] + there[k])
+        after = back[k + 1] + tail[-1]
+        halves = inputs[k + 1] + max(weights[k + 1], after)
+        tail.append(min(halves, whole[k + 1] + after))
+    waits = [0.0] * num_stages  # until a stage gets a microbatch's gradient, if nothing else runs
+    waits[last] = forward[last]
+    for k in reversed(range(last)):
+        waits[k] = forward[k] + there[k] + waits[k + 1] + gradient[k + 1] + back[k + 1]
+    bounds = [head[last] + waits[last] + tail[last]]
+    for stages in problem.stages_of:
+        start = min(head[k] for k in stages)
+        passes = each * sum(forward[k] + gradient[k] for k in stages)
+        storage = each * sum(waits[k] + both[k] for k in stages) / problem.limit
+        bounds += [
+            start + each * sum(forward[k] + both[k] for k in stages),
+            start + passes + min(tail[k] - gradient[k] for k in stages),
+            start + storage,
+        ]
+    return max(bounds)

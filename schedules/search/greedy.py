@@ -8,8 +8,9 @@ Letters are those of `schedules.core.action`, codes are those of `schedules.sear
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from schedules.core.flat import B, F, I, W
@@ -54,7 +55,6 @@ class Board:
     """
 
     def __init__(self, problem: Problem, policy: Policy) -> None:
-        """Make a board on which no action has run."""
         self.problem, self.policy = problem, policy
         self.forward, self.back, self.weights = ([0] * problem.num_stages for _ in range(3))
         self.held, self.flying = [0] * problem.num_ranks, [0] * problem.num_ranks
@@ -79,39 +79,26 @@ class Board:
             spare -= sum([forward[k] - oldest - 1 for k in stages if forward[k] > oldest])
         else:
             oldest = forward[stages[0]]
-        options = []
+        codes = []
         for k in stages:
             m = forward[k]
             if room and m < each and (m == oldest or spare >= 1):
-                message = awaited[k * each + m]
-                if message < 0:
-                    options.append((0.0, k * each + m))
-                elif there[message] >= 0.0:
-                    options.append((there[message], k * each + m))
+                codes.append(k * each + m)
             m = back[k]
             if m < forward[k]:
                 item = k * each + m  # a B may not run before an earlier W
                 kind = B if self.policy.whole[item] and self.weights[k] == m else I
-                code = kind * self._size + item
-                message = awaited[code]
-                if message < 0:
-                    options.append((0.0, code))
-                elif there[message] >= 0.0:
-                    options.append((there[message], code))
-        return options
+                codes.append(kind * self._size + item)
+        arrivals = [there[awaited[code]] if awaited[code] >= 0 else 0.0 for code in codes]
+        return [(time, code) for time, code in zip(arrivals, codes, strict=True) if time >= 0.0]
 
     def accumulations(self, rank: int) -> list[int]:
         """Return the codes of the next W of every stage."""
-        each, back, weights, first = (
-            self.problem.num_microbatches,
-            self.back,
-            self.weights,
-            W * self._size,
-        )
+        each, first = self.problem.num_microbatches, W * self._size
         return [
-            first + k * each + weights[k]
+            first + k * each + self.weights[k]
             for k in self.problem.stages_of[rank]
-            if weights[k] < back[k]
+            if self.weights[k] < self.back[k]
         ]
 
     def put(self, rank: int, code: int, arrival: float) -> None:
@@ -205,15 +192,99 @@ def _by_slot(board: Board, waits: Sequence[Sequence[int]], *, delayed: bool) -> 
 
 
 def _even(problem: Problem, options: list[list[int]]) -> list[list[int]]:
-    """Leave out actions longer than the slot duration that has the most work per time."""
+    """Choose the slot duration with the highest utilisation, and drop longer actions."""
     durations = problem.durations
     levels = sorted({durations[code] for codes in options for code in codes}, reverse=True)
 
-    def use(level: float) -> float:
+    def utilisation(level: float) -> float:
         work = 0.0
         for codes in options:
             work += next((durations[code] for code in codes if durations[code] <= level), 0.0)
         return work / level if level else 0.0
 
-    best = max(levels, key=use, default=0.0)
+    best = max(levels, key=utilisation, default=0.0)
     return [[code for code in codes if durations[code] <= best] for codes in options]
+
+
+def policies(timer: Timer) -> Iterator[tuple[str, Policy]]:
+    """Yield names and policies for one placement and, in lockstep, one pattern.
+
+    The most frequent winners come first (bench/notes/auto.md). The policies combine three choices:
+    F or backward first; the oldest microbatch first or, with V > 1, groups that pass chunk after
+    chunk; and the number of F by which a rank may be ahead (that of 1F1B, that of ZB-H2, or up to
+    the memory limit).
+    """
+    problem = timer.problem
+    several = len(problem.stages_of[0]) > 1
+    typed = timer.pattern in ("paired", "unit")  # a slot holds one kind of action on all ranks
+    for grouped, (depth, ahead), forward in itertools.product(
+        (False, True) if several else (False,),
+        _depths(problem)[typed:],
+        (True,) if typed else (True, False),
+    ):
+        urgency = _urgency(problem, forward_first=forward, grouped=grouped)
+        words = ["forward first" if forward else "backward first"]
+        words += ["grouped"] * grouped + [depth] * bool(depth)
+        for more, options in _options(timer):
+            policy = Policy(urgency, ahead, **options)  # type: ignore[arg-type]
+            yield ", ".join((*words, *more)), policy
+
+
+def _options(timer: Timer) -> Iterator[tuple[list[str], dict[str, object]]]:
+    """Yield the further options that a clock allows, with the words for a policy's name."""
+    problem, pattern = timer.problem, timer.pattern
+    size = problem.num_stages * problem.num_microbatches
+    split, whole = [False] * size, [True] * size
+    if pattern is None:
+        for patience in (1.0, 0.5, 0.0):
+            words = [f"patience {patience}"] if patience else []
+            yield words, {"whole": split, "patience": patience}
+        if problem.prices_halves:
+            each, drain = problem.num_microbatches, problem.num_ranks
+            early = [item % each < each - drain for item in range(size)]
+            yield ["whole"], {"whole": whole}
+            yield ["whole but for the drain"], {"whole": early, "patience": 0.5}
+    elif pattern in ("single", "partner"):
+        for even in (False, True):
+            yield ["even"] * even, {"whole": split, "even": even}
+            yield ["even"] * even + ["whole"], {"whole": whole, "even": even}
+    else:
+        for quorum in (problem.num_ranks, 0):
+            yield ["W together"] * bool(quorum), {"whole": split, "quorum": quorum}
+        yield ["whole"], {"whole": whole}
+
+
+def _depths(problem: Problem) -> list[tuple[str, Sequence[float]]]:
+    """List names and values of the choices for [S] how many F each rank may be ahead."""
+    ranks = range(problem.num_ranks, 0, -1)
+    before = (len(problem.stages_of[0]) - 1) * problem.num_ranks
+    return [
+        ("ahead as 1f1b", [before + left for left in ranks]),
+        ("ahead as zb_h2", [before + 2 * left - 1 for left in ranks]),
+        ("", [math.inf] * problem.num_ranks),
+    ]
+
+
+def _urgency(problem: Problem, *, forward_first: bool, grouped: bool) -> list[float]:
+    """Compute [C] the urgency of each action; the smallest is the most urgent, and W is last."""
+    num_stages, each = problem.num_stages, problem.num_microbatches
+    chunks, size = len(problem.stages_of[0]), num_stages * each
+    group = min(problem.num_ranks, each) if grouped else 1
+    chunk_of = {k: chunk for stages in problem.stages_of for chunk, k in enumerate(stages)}
+    forward: list[float] = []
+    backward: list[float] = []
+    for stage in range(num_stages):
+        for m in range(each):
+            turn, place = divmod(m, group)
+            if grouped:
+                there, back = chunk_of[stage], chunks - 1 - chunk_of[stage]
+            else:  # of one microbatch, the action that has passed more stages
+                there, back = num_stages - 1 - stage, stage
+            steps = chunks if grouped else num_stages
+            forward.append((turn * steps + there) * group + place)
+            backward.append((turn * steps + back) * group + place)
+    late = {F: 0 if forward_first else size, B: size if forward_first else 0}
+    late[I] = late[B]
+    rows = {F: forward, B: backward, I: backward}
+    urgency = [late[kind] + value for kind in (F, B, I) for value in rows[kind]]
+    return urgency + [2.0 * size + value for value in backward]

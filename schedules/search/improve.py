@@ -27,14 +27,9 @@ _HEAT = 0.002  # the part of the makespan by which a trial may be slower at the 
 def improve(
     timer: Timer, orders: Orders, *, budget: int, floor: float, rng: random.Random
 ) -> tuple[float, Orders]:
-    """Improve orders; return the makespan and orders of the best timetable, maybe the given one.
+    """Search near some orders; return the makespan and the orders of the best timetable.
 
-    Args:
-      timer: the clock.
-      orders: orders to start from, within the problem's limit.
-      budget: the number of timetables to time.
-      floor: the makespan at which the search stops.
-      rng: the random generator.
+    It times at most ``budget`` timetables, and stops at a makespan of ``floor``.
     """
     size = timer.problem.num_stages * timer.problem.num_microbatches
     prices_halves = timer.problem.prices_halves
@@ -136,22 +131,17 @@ def _in_turn(kind: int, other: int) -> bool:
 
 def _with(problem: Problem, orders: Orders, rank: int, changed: list[int]) -> Orders | None:
     """Replace one rank's order; return None if the new order exceeds the limit."""
-    if not _fits(problem, changed):
+    if math.isfinite(problem.limit) and peak(problem, changed) > problem.limit:
         return None
     result = list(orders)
     result[rank] = changed
     return result
 
 
-def _fits(problem: Problem, order: Sequence[int]) -> bool:
-    """Tell whether a rank's order stays within the limit."""
-    return math.isinf(problem.limit) or peak(problem, order) <= problem.limit
-
-
 def _retime(
     timer: Timer, times: Sequence[float], whole: Sequence[bool], rng: random.Random
 ) -> Orders:
-    """Order all actions again by their times, but move some actions of a stage in time."""
+    """Schedule all actions again by priority of their start; shift some starts of one stage."""
     problem = timer.problem
     each = problem.num_microbatches
     urgency = list(times)

@@ -14,12 +14,12 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
+from schedules.clocks.simulate import simulate
 from schedules.core.costs import Costs, of_unit_length_by_default
 from schedules.core.flat import B, I, W
-from schedules.orders.schedule import Schedule
+from schedules.core.schedule import Schedule
 from schedules.search.problem import Orders, Problem, pose
 from schedules.search.timing import Timer
-from schedules.timing.simulate import simulate
 
 _SLACK = 1 + 1e-9  # the tolerance, so that rounding errors do not prevent a merge
 _PARTS = 8  # divisions of the microbatches; trials merge the first 1, 2, ... of them at once
@@ -83,14 +83,8 @@ def merged(
 
     Backwards are merged one by one in order of time, or microbatch by microbatch, and the latter
     also after all backwards of the first microbatches at once. One merge alone may make other ranks
-    wait, while all together may not.
-
-    Args:
-      problem: the problem that the orders solve.
-      orders: [S] codes.
-      length: the function that gives the makespan of orders.
-      starts: [C] the start of each action.
-      opening: codes of the F that open an overlapped pair.
+    wait, while all together may not. ``length`` gives the makespan of orders, ``starts`` [C] has
+    the start of each action, and ``opening`` the codes of the F that open an overlapped pair.
     """
     each, size = problem.num_microbatches, problem.num_stages * problem.num_microbatches
     split = [code - I * size for order in orders for code in order if code // size == I]

@@ -16,7 +16,7 @@ from schedules.core.action import KINDS, Action
 from schedules.core.costs import Costs
 from schedules.core.flat import B, I, W, codes, flatten, inputs_held
 from schedules.core.messages import connect
-from schedules.orders.schedule import Schedule
+from schedules.core.schedule import Schedule
 
 Orders = Sequence[Sequence[int]]  # [S] codes in order of time
 
@@ -27,8 +27,6 @@ class Problem:
 
     Attributes:
       placement: [K] the rank of each stage.
-      stages_of: [S] tuples of stages.
-      num_microbatches: M.
       limit: the number of stage inputs that a rank may hold.
       durations: [C] the duration of each action.
       awaited: [C] the message that an action needs to start, -1 for none.
@@ -49,12 +47,10 @@ class Problem:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages K."""
         return len(self.placement)
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks S."""
         return len(self.stages_of)
 
     @property
@@ -65,22 +61,17 @@ class Problem:
         return any(b != i + w for b, i, w in zip(whole, inputs, weights, strict=True))
 
     def code(self, kind: int, stage: int, microbatch: int) -> int:
-        """Return the code of an action."""
         return (kind * self.num_stages + stage) * self.num_microbatches + microbatch
 
     def action(self, code: int) -> Action:
-        """Return the action of a code."""
         row, microbatch = divmod(code, self.num_microbatches)
         kind, stage = divmod(row, self.num_stages)
         return Action(stage, KINDS[kind], microbatch)
 
     def encode(self, schedule: Schedule) -> list[list[int]]:
-        """Return [S] lists of the codes of a schedule's orders."""
-        rows = np.split(codes(schedule), flatten(schedule).first[1:-1])
-        return [row.tolist() for row in rows]
+        return [row.tolist() for row in flatten(schedule).by_rank(codes(schedule))]
 
     def decode(self, name: str, orders: Orders) -> Schedule:
-        """Make the schedule with these orders."""
         actions = tuple(tuple(map(self.action, order)) for order in orders)
         return Schedule(name, self.num_microbatches, actions, self.placement)
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from schedules.clocks.lockstep import among_all, among_partners, may_differ
-from schedules.clocks.slots import Pattern, fill, wait
-from schedules.clocks.ticks import PATTERNS
+from schedules.clocks.ticks import PATTERNS, Pattern, fill, wait
 from schedules.core.action import KINDS
 from schedules.core.costs import Times
 from schedules.core.events import visit
@@ -29,7 +28,6 @@ class Timer:
     """A clock for the orders of one problem.
 
     Attributes:
-      problem: the problem that the orders solve.
       pattern: the slots of a lockstep tick; None for the event clock.
       waits: [width][C] from each slot of a tick, the number of slots until the next one that
         permits the action.
@@ -108,7 +106,7 @@ class Timer:
         """Return [width] the duration of the longest message of each slot of a tick."""
         width, late = len(self.waits), self.late
         longest, most, full = [0.0] * width, max(self.problem.lag), 0
-        for code, lag in self._under_way:
+        for code, lag in self._lasting_messages:
             slot = (times[code] + late[code]) % width
             if lag > longest[slot] and times[code] >= 0:
                 longest[slot] = lag
@@ -118,7 +116,7 @@ class Timer:
         return longest
 
     @functools.cached_property
-    def _under_way(self) -> list[tuple[int, float]]:
+    def _lasting_messages(self) -> list[tuple[int, float]]:
         """The codes of the actions whose messages take time, each with that time."""
         return [(code, lag) for code, lag in enumerate(self.problem.lag) if lag > 0.0]
 

@@ -18,7 +18,7 @@ from pipeline.planner.clock import _places, makespan, places
 from pipeline.planner.costs import estimate, mfu, stage_costs
 from pipeline.planner.layout import MeshLayout, PlannedJob, layers_of_stages
 from schedules import Costs, Schedule, build, simulate
-from schedules.cli.main import main as schedules_cli
+from schedules.tools.main import main as schedules_cli
 
 SMALL = ModelSizes(layers=8, width=64, heads=4, kv_heads=2, hidden=128, vocabulary=256)
 # No links to speak of, nothing but products: 1e12 operations a second.

@@ -12,9 +12,9 @@ import pytest
 
 import tests.docs.test_messages as messages
 from schedules import Costs, Schedule, build, check, check_program, lower, names, simulate
-from schedules.cli.main import main
 from schedules.core.grid import grid
 from schedules.families import FAMILIES
+from schedules.tools.main import main
 from tests.support.sizes import MICROBATCHES, RANKS, is_legal, sizes
 
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import schedules
-from schedules.cli.main import main
 from schedules.families import SLICED
+from schedules.tools.main import main
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

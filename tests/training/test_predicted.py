@@ -13,7 +13,7 @@ from pipeline.training import records
 from pipeline.training.step import Step
 from pipeline.training.trainer import Trainer
 from schedules import Costs, simulate
-from schedules.drawing.palette import heading
+from schedules.tools.palette import heading
 from tests.support import models
 
 CASES = [

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import schedules
 from schedules import (
+    Costs,
     Program,
     Schedule,
     ScheduleError,
@@ -32,14 +33,15 @@ TABLES = ["op", "microbatch", "operand", "gradient", "stash", "crossing", "arriv
 TAIL = "; this program would compute something else, so lower the schedule again"
 
 
-VARIANTS = list(itertools.product(KEEPS, PATTERNS))
+VARIANTS = list(itertools.product(KEEPS, PATTERNS, (False, True)))
 CASES = [(n, V) for n in schedules.names() for V in (1, 2, 3) if CHUNKS.get(n, V) == V]
 SMALL_CASES = [(name, V) for name, V in CASES if V < 3]
 
 
-def prove(schedule: Schedule, keep: str, pattern: str) -> None:
-    program = lower(schedule, keep=keep, pattern=pattern)
+def prove(schedule: Schedule, keep: str, pattern: str, delayed: bool) -> None:
+    program = lower(schedule, keep=keep, pattern=pattern, delayed=delayed)
     assert check_program(program, ascending=True) is program
+    assert program.delayed == (delayed and schedule.num_ranks > 1)
 
 
 @pytest.mark.few
@@ -47,7 +49,7 @@ def prove(schedule: Schedule, keep: str, pattern: str) -> None:
 def test_a_program_of_every_size(name):
     """Every legal size, in one variant each; `test_every_program` has them in every pattern."""
     V = CHUNKS.get(name, 1)
-    turns = itertools.cycle((*VARIANTS, VARIANTS[0]))  # nine: no M meets one variant only
+    turns = itertools.cycle((*VARIANTS, VARIANTS[0]))  # 17: no M meets one variant only
     for (S, M), variant in zip(sizes(name, V), turns, strict=False):
         prove(build(name, num_ranks=S, num_microbatches=M, num_stages=V * S), *variant)
 
@@ -61,8 +63,8 @@ def test_every_program(name, V):
     """Every legal size in every pattern, keeping what the sizes next to it do not keep."""
     for S, M in sizes(name, V):
         schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
-        for n, pattern in enumerate(PATTERNS):
-            prove(schedule, KEEPS[(S + M + n) % 2], pattern)
+        for (n, pattern), delayed in itertools.product(enumerate(PATTERNS), (False, True)):
+            prove(schedule, KEEPS[(S + M + n) % 2], pattern, delayed)
 
 
 @pytest.mark.few
@@ -80,8 +82,8 @@ def test_inference(name, V):
     for S, M in sizes(name, V, ranks=range(1, 5), microbatches=(1, 2, 4, 8)):
         built = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
         schedule = built.forward()
-        for keep in KEEPS:
-            check_program(lower(schedule, keep=keep))
+        for keep, delayed in itertools.product(KEEPS, (False, True)):
+            check_program(lower(schedule, keep=keep, delayed=delayed))
 
 
 V_SHAPED = [
@@ -102,19 +104,21 @@ SMALL = {
 @pytest.mark.few
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize(
-    ("name", "pattern"),
+    ("name", "pattern", "delayed"),
     [
-        ("v", "single"),
-        ("1f1b", "paired"),
-        ("1f1b", "partner"),
-        ("one rank", "single"),
-        ("three ranks", "paired"),
-        ("split", "unit"),
+        ("v", "single", False),
+        ("1f1b", "paired", False),
+        ("1f1b", "partner", False),
+        ("one rank", "single", False),
+        ("three ranks", "paired", False),
+        ("split", "unit", False),
+        ("v", "single", True),
+        ("1f1b", "paired", True),
     ],
 )
-def test_no_entry_of_a_table_can_change(name, keep, pattern):
+def test_no_entry_of_a_table_can_change(name, keep, pattern, delayed):
     """A program has no slack: every other value of every single entry makes it wrong."""
-    program = check_program(lower(SMALL[name], keep=keep, pattern=pattern))
+    program = check_program(lower(SMALL[name], keep=keep, pattern=pattern, delayed=delayed))
     assert_no_entry_can_change(program, TABLES)
 
 
@@ -184,6 +188,12 @@ def edited(program: Program, **entries) -> Program:
 
 
 PROGRAM = lower(SMALL["1f1b"], keep="residuals", pattern="single")
+SPLIT = lower(SMALL["split"], keep="residuals", pattern="single")
+OPS = PROGRAM.slots[0].ops
+
+
+def with_slot(**fields) -> Program:
+    return replace(PROGRAM, slots=(PROGRAM.slots[0]._replace(**fields),))
 
 
 @pytest.mark.parametrize(
@@ -262,18 +272,6 @@ PROGRAM = lower(SMALL["1f1b"], keep="residuals", pattern="single")
             ),
             "rank 0: expected 0B2 next, found the end of the program",
         ),
-    ],
-)
-def test_the_message_says_where_and_what(program, message):
-    assert refusal(program) == f"program of schedule '1f1b': {message}{TAIL}"
-
-
-SPLIT = lower(SMALL["split"], keep="residuals", pattern="single")
-
-
-@pytest.mark.parametrize(
-    ("program", "message"),
-    [
         (
             edited(SPLIT, crossing=((6, 0, 0), 1)),
             (
@@ -294,22 +292,6 @@ SPLIT = lower(SMALL["split"], keep="residuals", pattern="single")
                 "microbatch 0"
             ),
         ),
-    ],
-)
-def test_the_message_about_a_split_backward(program, message):
-    assert refusal(program) == f"program of schedule 'custom': {message}{TAIL}"
-
-
-def with_slot(**fields) -> Program:
-    return replace(PROGRAM, slots=(PROGRAM.slots[0]._replace(**fields),))
-
-
-OPS = PROGRAM.slots[0].ops
-
-
-@pytest.mark.parametrize(
-    ("program", "message"),
-    [
         (
             with_slot(kinds="F"),
             (
@@ -355,8 +337,8 @@ OPS = PROGRAM.slots[0].ops
         ),
     ],
 )
-def test_slots(program, message):
-    assert refusal(program) == f"program of schedule '1f1b': {message}{TAIL}"
+def test_the_message_says_where_and_what(program, message):
+    assert refusal(program) == f"program of schedule {program.schedule.name!r}: {message}{TAIL}"
 
 
 def test_ascending():
@@ -403,7 +385,10 @@ def test_what_check_passes_lowers_to_a_right_program(schedule, keep):
         check(schedule)
     except ScheduleError:
         return
-    event = simulate(schedule).makespan
-    for pattern in PATTERNS:
-        check_program(lower(schedule, keep=keep, pattern=pattern))
-        assert event <= simulate(schedule, clock="lockstep", pattern=pattern).makespan
+    event = simulate(schedule, Costs(comm=0.5)).makespan
+    for pattern, delayed in itertools.product(PATTERNS, (False, True)):
+        check_program(lower(schedule, keep=keep, pattern=pattern, delayed=delayed))
+        for partners in (False, True):
+            options = {"pattern": pattern, "delayed": delayed, "partners": partners}
+            report = simulate(schedule, Costs(comm=0.5), "lockstep", **options)
+            assert event <= report.makespan + 1e-9

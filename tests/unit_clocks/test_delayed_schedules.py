@@ -5,7 +5,6 @@ Letters as in `schedules.core.action`.
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import schedules
 from schedules import (
     Action,
     Costs,
@@ -29,23 +27,15 @@ from schedules import (
     simulate,
 )
 from schedules.clocks.lockstep import fastest
-from schedules.clocks.slots import slot_times
+from schedules.clocks.report import Wait
 from schedules.clocks.ticks import PATTERNS
-from schedules.drawing.terminal import render
-from schedules.lowering.program import Channel
-from schedules.timing.report import Wait
-from tests.support.sizes import CHUNKS, is_legal, sizes
-from tests.support.tables import assert_no_entry_can_change, tables
+from schedules.tools.terminal import render
+from tests.support.sizes import CHUNKS, is_legal
+from tests.support.tables import tables
 from tests.unit_clocks.test_check_program import (
-    CASES,
-    KEEPS,
-    SMALL,
     SMALL_CASES,
     TABLES,
-    VARIANTS,
-    reordered,
 )
-from tests.unit_clocks.test_lower import peak, pools
 
 TWO = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
 KERNEL = Path(__file__).parents[2] / "bench" / "notes" / "kernel.md"
@@ -57,17 +47,6 @@ def late(schedule: Schedule, costs: Costs | None = None, **options):
 
 
 # --- when things run ---
-
-
-def test_the_slots_of_a_small_schedule():
-    expected = {
-        "single": [0, 1, 5, 7, 2, 3, 4, 5],
-        "paired": [0, 2, 5, 7, 2, 3, 4, 5],  # as without delay: messages travel in idle slots
-        "unit": [0, 3, 7, 10, 3, 4, 6, 7],
-        "partner": [0, 2, 7, 9, 3, 4, 5, 6],
-    }
-    for name, times in expected.items():
-        assert slot_times(from_orders(TWO), PATTERNS[name], delayed=True).tolist() == times
 
 
 @pytest.mark.parametrize(
@@ -203,37 +182,12 @@ def refusal(function, *args, **options) -> str:
 
 def test_where_it_has_no_meaning():
     schedule = from_orders(TWO)
-    rule = (
-        "only lockstep ticks have slots that end in exchanges; leave it out, or choose "
-        "clock='lockstep'"
-    )
-    for value in (True, None):
-        assert refusal(simulate, schedule, delayed=value) == (
-            f"delayed={value} with clock='event': {rule}"
-        )
-    durations = {action: 1 for order in schedule.orders for action in order}
-    assert refusal(simulate, schedule, clock="measured", durations=durations, delayed=True) == (
-        f"delayed=True with clock='measured': {rule}"
-    )
     wrong = "delayed=1 is not a bool; give True or False, or None for what is faster"
     assert refusal(lower, schedule, delayed=1) == wrong
     assert refusal(simulate, schedule, clock="lockstep", delayed=1) == wrong
 
 
 # --- tables ---
-
-
-def test_the_tables_of_a_small_schedule():
-    program = lower(from_orders(TWO), pattern="single", delayed=True)
-    (slot,) = program.slots
-    assert program.delayed
-    assert slot.channels == (Channel(1, ((0, 1), (1, 0))),)
-    assert (program.values["operand"].device, program.values["stash"].device) == (2, 0)
-    # 1F0 and 1B0 read in slots 2 and 3 what 0F0 has sent in slot 0, and holds until slot 1.
-    assert tables(program)["operand"][:, 0].tolist() == [[2, n] for n in (2, 2, 0, 0, 1, 1, 2, 2)]
-    assert tables(program)["gradient"][:, 0].tolist() == [[n, 2] for n in (2, 2, 2, 2, 2, 0, 2, 0)]
-    arrivals = [[2, 2], [2, 0], [2, 1], [2, 2], [0, 2], [2, 2], [0, 2], [2, 2]]
-    assert program.arrival[:, 0, :, 0].tolist() == arrivals
 
 
 def test_what_stays_on_its_rank_is_stored_at_once():
@@ -247,79 +201,7 @@ def test_what_stays_on_its_rank_is_stored_at_once():
     check_program(program)
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("name", schedules.names())
-def test_places_are_as_many_as_the_true_peak(name, keep):
-    V = CHUNKS.get(name, 1)
-    for S, M in [(2, 4), (3, 7), (4, 8)]:
-        if is_legal(name, S, M, V):
-            schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
-            program = lower(schedule, keep=keep, delayed=True)
-            for pool, (_, count, _) in pools(program).items():
-                assert count == peak(program, pool)
-
-
 # --- proofs ---
-
-
-def prove(schedule: Schedule, keep: str, pattern: str) -> None:
-    program = lower(schedule, keep=keep, pattern=pattern, delayed=True)
-    assert check_program(program, ascending=True).delayed == (schedule.num_ranks > 1)
-
-
-@pytest.mark.few
-@pytest.mark.parametrize("name", schedules.names())
-def test_programs_of_many_sizes(name):
-    """Some of the sizes, in one variant each; `test_every_program` has all, in every pattern."""
-    V = CHUNKS.get(name, 1)
-    turns = itertools.cycle(VARIANTS)  # eight: no M meets one variant only
-    some = sizes(name, V, ranks=(2, 3, 5, 8), microbatches=(1, 2, 4, 7, 8, 13, 16))
-    for (S, M), variant in zip(some, turns, strict=False):
-        prove(build(name, num_ranks=S, num_microbatches=M, num_stages=V * S), *variant)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "V"),
-    [pytest.param(*case, marks=pytest.mark.exhaustive if case[1] > 2 else ()) for case in CASES],
-)
-def test_every_program(name, V):
-    """Every legal size in every pattern, keeping what the sizes next to it do not keep."""
-    for S, M in sizes(name, V):
-        schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
-        for n, pattern in enumerate(PATTERNS):
-            prove(schedule, KEEPS[(S + M + n) % 2], pattern)
-
-
-@pytest.mark.parametrize(("name", "V"), SMALL_CASES)
-def test_inference(name, V):
-    for S, M in sizes(name, V, ranks=(2, 3, 4), microbatches=(1, 4, 8)):
-        built = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
-        check_program(lower(built.forward(), delayed=True))
-
-
-@pytest.mark.slow
-@settings(max_examples=150)
-@given(reordered(), st.sampled_from(KEEPS))
-def test_what_check_passes_lowers_to_a_right_program(schedule, keep):
-    try:
-        schedules.check(schedule)
-    except ScheduleError:
-        return
-    event = simulate(schedule, Costs(comm=0.5)).makespan
-    for pattern in PATTERNS:
-        check_program(lower(schedule, keep=keep, pattern=pattern, delayed=True))
-        for partners in (False, True):
-            report = late(schedule, Costs(comm=0.5), pattern=pattern, partners=partners)
-            assert event <= report.makespan + 1e-9
-
-
-@pytest.mark.few
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize(("name", "pattern"), [("v", "single"), ("1f1b", "paired")])
-def test_no_entry_of_a_table_can_change(name, keep, pattern):
-    program = check_program(lower(SMALL[name], keep=keep, pattern=pattern, delayed=True))
-    assert_no_entry_can_change(program, TABLES)
 
 
 def turned(delayed: bool) -> Program:

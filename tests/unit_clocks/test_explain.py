@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import schedules
 from schedules import Action, Costs, build, from_orders, simulate
-from schedules.timing.report import CAUSES, Wait
+from schedules.clocks.report import Wait
 from tests.support.sizes import CHUNKS, is_legal
 
 CLOCKS = [
@@ -39,34 +37,6 @@ def test_causes_sum_to_the_idle_time_exactly(name, options):
             assert sum(explained.parts[rank].values()) == explained.total[rank]
         has_lockstep = any(part["lockstep"] for part in explained.parts)
         assert has_lockstep <= (options["clock"] == "lockstep")
-
-
-@pytest.mark.slow
-@settings(max_examples=60)
-@given(
-    st.sampled_from(schedules.names()),
-    st.integers(1, 6),
-    st.integers(1, 12),
-    st.lists(st.floats(0, 10), min_size=4, max_size=4),
-    st.sampled_from(CLOCKS),
-)
-def test_waits_and_work_fill_every_rank_without_a_gap(name, S, M, costs, options):
-    V = CHUNKS.get(name, 2)
-    if not is_legal(name, S, M, V):
-        return
-    schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
-    report = simulate(schedule, Costs(*costs), **options)
-    for rank, waits in enumerate(report.explain().waits):
-        boxes = [*zip(report.starts[rank], report.ends[rank], strict=True)]
-        boxes += [(wait.start, wait.end) for wait in waits]
-        boxes.sort()
-        now = 0.0
-        for start, end in boxes:
-            assert start == pytest.approx(now, abs=1e-9)
-            assert end >= start
-            now = max(now, end)
-        assert now == pytest.approx(report.makespan)
-        assert all(wait.cause in CAUSES and wait.end > wait.start for wait in waits)
 
 
 def test_what_a_rank_waits_for():

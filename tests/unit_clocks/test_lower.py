@@ -113,15 +113,16 @@ def test_the_pattern_with_the_smaller_makespan_is_taken():
     assert widths == {"1f1b": 1, "eager_1f1b": 2, "gpipe": 1}  # gpipe is a tie: the simplest
 
 
+@pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("keep", ["input", "residuals"])
 @pytest.mark.parametrize("name", schedules.names())
-def test_places_are_as_many_as_the_true_peak(name, keep):
+def test_places_are_as_many_as_the_true_peak(name, keep, delayed):
     V = CHUNKS.get(name, 1)
     for S, M in [(1, 4), (2, 4), (3, 7), (4, 8)]:
         if not is_legal(name, S, M, V):
             continue
         schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
-        program = lower(schedule, keep=keep)
+        program = lower(schedule, keep=keep, delayed=delayed)
         for pool, (_, count, _) in pools(program).items():
             assert count == peak(program, pool)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,13 +9,13 @@ from hypothesis import strategies as st
 import schedules
 from schedules import Action, Costs, build, from_orders, simulate
 from schedules.clocks.lockstep import fastest
+from schedules.clocks.report import CAUSES, Wait
 from schedules.clocks.shared import together
 from schedules.core.action import KINDS
-from schedules.drawing.draw import save_timeline
-from schedules.drawing.terminal import render
-from schedules.drawing.trace import save_trace
-from schedules.timing.report import CAUSES, Wait
+from schedules.tools.draw import save_timeline
+from schedules.tools.terminal import render
 from tests.support.sizes import CHUNKS, is_legal
+from tests.unit_clocks.test_explain import CLOCKS
 
 BOTH = ("embed", "head")
 SHARED = [("embed",), ("head",), BOTH]
@@ -156,22 +154,13 @@ def test_halves_of_a_pair_do_not_overlap():
     assert (one.starts, one.ends) == (other.starts, other.ends)
 
 
-CLOCKS = [
-    {"clock": "event"},
-    {"clock": "lockstep"},
-    {"clock": "lockstep", "pattern": "unit"},
-    {"clock": "lockstep", "pattern": "partner", "partners": True},
-    {"clock": "lockstep", "pattern": "paired", "partners": True, "delayed": True},
-]
-
-
-@settings(max_examples=60)
+@settings(max_examples=80)
 @given(
     st.sampled_from(schedules.names()),
     st.integers(1, 6),
     st.integers(1, 12),
     st.lists(st.integers(0, 10), min_size=6, max_size=6),
-    st.sampled_from(SHARED),
+    st.sampled_from([(), *SHARED]),
     st.sampled_from(CLOCKS),
 )
 def test_work_and_waits_fill_every_rank_without_a_gap(name, S, M, costs, shared, options):
@@ -208,19 +197,6 @@ def test_a_terminal_shows_them():
         "rank 1  =...F0===B0--F1...===B1--.....=\n"
         " F  forward   B  backward  . idle   =  shared by all ranks"
     )
-
-
-def test_a_trace_shows_them(tmp_path):
-    save_trace(simulate(TWO, COSTS, shared=BOTH), tmp_path / "trace.json", unit="us")
-    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
-    shown = [
-        (event["tid"] - 1, event["ts"], event["ts"] + event["dur"])
-        for event in events
-        if event.get("cat") == "shared" and event["name"] == "shared by all ranks"
-    ]
-    assert shown == [
-        (rank, *span) for rank in (0, 1) for span in simulate(TWO, COSTS, shared=BOTH).common
-    ]
 
 
 def test_a_timeline_shows_them(tmp_path):

@@ -181,15 +181,6 @@ def test_an_op_names_the_memory_of_its_places():
     )
 
 
-def test_an_op_says_in_which_memory_it_reads():
-    program = lower(of("zb_h1", 4, 8), keep="residuals", offload="crossings")
-    ops = {op.label: op for slot in program.slots for op in slot.ops}
-    assert repr(ops["I0_last_crossing"]) == (
-        "Op(kind='I', chunk=0, first=False, last=True, host=('crossing',))"
-    )
-    assert repr(ops["F0_first"]) == "Op(kind='F', chunk=0, first=True, last=False)"
-
-
 # --- the clocks ---
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import schedules
 from schedules import Costs, ScheduleError, build, check_program, from_orders, lower, simulate
-from schedules.lowering.program import COMMON, Channel
+from schedules.lowering.program import COMMON
 from tests.support.sizes import CHUNKS, is_legal
 from tests.support.tables import assert_no_entry_can_change, tables, with_tables
 
@@ -42,31 +42,6 @@ def test_every_family_is_proved(name):
             forward = lower(schedule.forward(), shared=shared)
             assert check_program(forward).shared == shared
             assert (forward.common.scatter == -1).all()
-
-
-def test_the_tables_of_a_small_schedule():
-    program = lower(TWO, pattern="single", shared=BOTH)
-    (slot,) = program.slots
-    assert not any(op.first or op.last for op in slot.ops)
-    assert program.op[:, 0].tolist() == [[1, 0], [1, 1], [0, 2], [2, 1], [0, 2], [2, 0]]
-    assert program.common.lookup[:, 0].tolist() == [0, 1, -1, -1, -1, -1]
-    assert program.common.head[:, 0].tolist() == [-1, 0, -1, 1, -1, -1]
-    assert program.common.scatter[:, 0].tolist() == [-1, -1, -1, 0, -1, 1]
-    # The head's gradient stays where it was made; nobody sends an embedding.
-    assert slot.channels == (Channel(0, ((1, 1),)), Channel(1, ((0, 1), (1, 0))))
-    assert tables(program)["operand"][:2, 0, 0].tolist() == [
-        0,
-        1,
-    ]  # put there just before the slot
-
-
-@pytest.mark.parametrize("keep", KEEPS)
-def test_what_is_not_shared_stays_as_it_is(keep):
-    program, alone = lower(TWO, keep=keep), lower(TWO, keep=keep, shared=())
-    assert program.shared == ()
-    for name in ("op", "operand", "gradient", "arrival", *COMMON):
-        assert (tables(program)[name] == tables(alone)[name]).all()
-    assert all((tables(program)[name] == -1).all() for name in COMMON)
 
 
 @pytest.mark.parametrize("shared", SHARED)
@@ -201,17 +176,6 @@ def test_shared_work_is_added_when_all_meet(S, M, partners):
     assert report.shared == BOTH
     forward = simulate(schedule.forward(), costs, "lockstep", shared=BOTH)
     assert forward.makespan == pytest.approx((M + S - 1) * 2 + M * (8 + 1) / S)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "eager_1f1b", "zb_h1"])
-@pytest.mark.parametrize("M", [16, 32, 64])
-def test_a_head_of_2_4_layers(name, M):
-    """Four layers a rank; a layer takes 1 forward and 2 backward, and so does one of the head's."""
-    schedule = build(name, num_ranks=4, num_microbatches=M)
-    costs = Costs(f=4, i=4, w=4, head=3 * 2.4)
-    plain = simulate(schedule, costs, "lockstep")
-    shared = simulate(schedule, costs, "lockstep", shared=("head",))
-    assert shared.makespan <= 0.75 * plain.makespan
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules import Schedule, ScheduleError, from_orders
-from schedules.clocks.slots import slot_times
-from schedules.clocks.ticks import PATTERNS
+from schedules import Schedule, ScheduleError, check, from_orders
+from schedules.clocks.ticks import PATTERNS, slot_times
 from schedules.core.flat import flatten
 from schedules.core.messages import links
 from tests.unit_clocks.test_events import moved
@@ -43,7 +42,7 @@ def slot_by_slot(schedule: Schedule, pattern: str, *, delayed: bool) -> list[int
 def test_they_are_what_one_slot_after_the_other_makes(schedule, pattern, delayed):
     wanted = slot_by_slot(schedule, pattern, delayed=delayed)
     if min(wanted) < 0:
-        with pytest.raises(ScheduleError, match="deadlocks: rank "):
+        with pytest.raises(ScheduleError, match="- deadlock: rank "):
             slot_times(schedule, PATTERNS[pattern], delayed=delayed)
     else:
         assert slot_times(schedule, PATTERNS[pattern], delayed=delayed).tolist() == wanted
@@ -64,7 +63,6 @@ def test_a_deadlock_is_refused():
     schedule = from_orders([["0F0", "0B0", "0F1", "0B1"], ["1F1", "1B1", "1F0", "1B0"]])
     with pytest.raises(ScheduleError) as caught:
         times(schedule, "single")
-    assert str(caught.value) == (
-        "schedule 'custom' deadlocks: rank 0 at 0B0, rank 1 at 1F1; schedules.check(schedule) "
-        "shows the grid and the culprit"
-    )
+    with pytest.raises(ScheduleError) as checked:
+        check(schedule)
+    assert str(caught.value) == str(checked.value)

@@ -13,8 +13,8 @@ import pytest
 
 import schedules
 from schedules import Costs, Schedule, build, simulate
-from schedules.cli.main import main
-from schedules.cli.records import read_json, report_record
+from schedules.tools.main import main
+from schedules.tools.records import read_json, report_record
 
 SIZES = ["-S", "4", "-M", "8"]
 
@@ -134,17 +134,6 @@ def test_compare_has_the_quickest_first_and_says_why_others_are_absent(capsys):
     assert names | set(found["absent"]) == set(schedules.names())
     assert found["absent"]["zb_v"].startswith("-K 4 with -S 4: zb_v is defined for 2 stages")
     text = run(capsys, "compare", *SIZES, "--clock", "lockstep")[1].splitlines()
-    assert text[0].split() == [
-        "schedule",
-        "K",
-        "makespan",
-        "bubble",
-        "in",
-        "span",
-        "peak",
-        "ticks",
-        "buffers",
-    ]
     assert len(text) == 1 + len(found["compared"]) + len(found["absent"])
 
 
@@ -244,11 +233,7 @@ def test_compare_within_a_limit_of_activations(capsys):
     found = json.loads(out)
     assert code == 0
     assert {"1f1b", "zb_h1", "zb_auto"} <= {record["schedule"] for record in found["compared"]}
-    assert (
-        "more than max_activations=4.0"
-        in run(capsys, "compare", "gpipe", *SIZES, "--max-activations", "4")[1].replace("\n", " ")
-        or found["absent"]["gpipe"]
-    )
+    assert "gpipe" in found["absent"]
     assert run(capsys, "compare", "gpipe", *SIZES, "--max-activations", "4")[0] == 1
 
 
@@ -271,24 +256,6 @@ def test_auto_names_the_winner_and_why_others_lost(capsys, tmp_path):
     code, out, err = run(capsys, "auto", "-S", "2", "-M", "6", "--max-activations", "0.5")
     assert (code, out) == (1, "")
     assert "use --max-activations 1 or more" in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["draw", "dualpipe_v", *SIZES], "-K 4 with -S 4: dualpipe_v is defined for 2 stages"),
-        (["table", "zb_h1", *SIZES, "-K", "8"], "one stage per rank; use -K 4, or"),
-        (["convert", "1f1b", "x.csv", *SIZES, "-K", "6"], "-K 6 is not a multiple of -S 4"),
-        (["table", "interleaved_1f1b", "-S", "4", "-M", "9"], "-M 9 with -S 4: interleaved_1f1b"),
-        (["table", "zb_auto", *SIZES, "--max-activations", "0"], "--max-activations 0.0 with -S 4"),
-    ],
-)
-def test_messages_name_the_options_of_the_command(capsys, arguments, message):
-    """Not the arguments of Python (issue 52, U-cli-says-num-stages)."""
-    code, _, err = run(capsys, *arguments)
-    assert code == 2
-    assert message in err
-    assert "num_" not in err
 
 
 @pytest.mark.parametrize(
@@ -377,10 +344,22 @@ def test_check_passes_and_fails(capsys, tmp_path):
         ),
         (["table", "1f1b", *SIZES, "--f", "x"], "argument --f: invalid durations value: 'x'"),
         (["table", "1f1b", *SIZES, "--f", "-1"], "Costs(f=-1.0): a duration is a finite number"),
+        # Messages name the options of the command, not the arguments of Python (issue 52).
         (
             ["table", "zb_v", *SIZES],
             "-K 4 with -S 4: zb_v is defined for 2 stages per rank; use -K 8",
         ),
+        (["convert", "1f1b", "x.csv", *SIZES, "-K", "6"], "-K 6 is not a multiple of -S 4"),
+        (["table", "interleaved_1f1b", "-S", "4", "-M", "9"], "-M 9 with -S 4: interleaved_1f1b"),
+        (["table", "zb_auto", *SIZES, "--max-activations", "0"], "--max-activations 0.0 with -S 4"),
+        (["compare", *SIZES, "-K", "0"], "argument -K/--stages: must be 1 or more, not 0"),
+        (
+            ["auto", *SIZES, "--max-activations", "nan"],
+            "argument --max-activations: must be a number,",
+        ),
+        (["auto", *SIZES, "--budget", "-1"], "budget=-1: must be an integer >= 0"),
+        (["auto", *SIZES, "-o", "x.bad"], "--output x.bad: a drawing is .html"),
+        (["auto", *SIZES, "-o", "nowhere/x.csv"], "--output nowhere/x.csv: there is no folder"),
         (
             ["convert", "1f1b", "/nowhere/x.json", *SIZES],
             "FILE /nowhere/x.json: there is no folder /nowhere; make it, or give another path",
@@ -401,6 +380,7 @@ def test_what_cannot_run_says_why_and_exits_with_2(capsys, arguments, message):
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith(f"python -m schedules: {message}")
+    assert "num_" not in err
 
 
 @pytest.mark.parametrize("command", ["draw", "table", "check", "compare", "auto", "convert"])

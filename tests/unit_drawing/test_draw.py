@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from schedules import Costs, ScheduleError, build, from_orders, simulate
-from schedules.drawing.draw import save_timeline
-from schedules.drawing.palette import LIGHT
+from schedules.tools.draw import save_timeline
+from schedules.tools.palette import LIGHT
 
 REPORT = simulate(build("1f1b", num_ranks=2, num_microbatches=3, num_stages=4))
 

@@ -13,8 +13,8 @@ from html.parser import HTMLParser
 import pytest
 
 from schedules import Costs, ScheduleError, build, from_orders, simulate
-from schedules.drawing.page import MOST_ACTIONS, save_page
-from schedules.drawing.palette import DARK, LIGHT
+from schedules.tools.page import MOST_ACTIONS, save_page
+from schedules.tools.palette import DARK, LIGHT
 
 ONE = simulate(build("1f1b", num_ranks=2, num_microbatches=4), Costs(1, 1, 1, 0.5))
 CHUNKS = build("zb_v", num_ranks=2, num_microbatches=4, num_stages=4)
@@ -343,26 +343,6 @@ def open_page(driver, tmp_path):
     assert {params["request"]["url"].split(":")[0] for params in sent} <= {"file", "data"}
 
 
-@pytest.mark.slow
-def test_the_whole_step_comes_first(open_page):
-    page = open_page(ONE)
-    assert page.view() == (0, ONE.makespan)
-    assert page.texts("#range") == [f"0 – {ONE.makespan:g}"]
-    assert page.texts(".figures dt") == [
-        "Makespan",
-        "Bubble of the step",
-        "Idle in the longest span",
-        "Peak activations",
-    ]
-    assert page.texts(".figures dd") == [
-        f"{ONE.makespan:g}",
-        f"{100 * ONE.step_bubble_rate:.1f}%",
-        f"{100 * ONE.bubble_rate:.1f}%",
-        "2 rank 0",
-    ]
-    assert page.all(".panel")[1].is_displayed() is False
-
-
 def test_a_span_without_bubbles_does_not_hide_that_the_step_waits(open_page):
     report = simulate(build("zb_v", num_ranks=4, num_microbatches=8, num_stages=8))
     page = open_page(report)
@@ -663,23 +643,6 @@ def test_opened_alone_the_same_address_is_the_whole_page(open_page, driver):
     page.settle()
     assert page.run("return document.documentElement.className") == ""
     assert page.all("header")[0].is_displayed()
-
-
-def test_it_glides_unless_the_reader_prefers_stillness(open_page):
-    page = open_page(ONE)
-    page.emulate(prefers_reduced_motion="no-preference")
-    page.run("document.getElementById('in').click()")
-    seen = page.driver.execute_async_script(
-        "const done = arguments[0], seen = [], range = document.getElementById('range');"
-        "const watch = () => { seen.push(range.dataset.end - range.dataset.start);"
-        "seen.length < 60 && performance.now() ? requestAnimationFrame(watch) : done(seen) };"
-        "requestAnimationFrame(watch)"
-    )
-    assert seen[-1] == pytest.approx(ONE.makespan / 1.6)
-    assert any(seen[-1] < width < ONE.makespan for width in seen)
-    page.emulate(prefers_reduced_motion="reduce")
-    page.click("#fit")
-    assert page.view() == (0, ONE.makespan)
 
 
 def test_hostile_names_stay_text(open_page):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from schedules import Costs, build, from_orders, simulate
+from schedules.clocks.report import Cause
 from schedules.core.action import KINDS
-from schedules.drawing.palette import ANSI, CAUSES, DARK, LIGHT, NAMES, clock_name, heading, joined
-from schedules.timing.report import Cause
+from schedules.tools.palette import ANSI, CAUSES, DARK, LIGHT, NAMES, clock_name, heading, joined
 
 # G. M. Machado et al., "A Physiologically-based Model for Simulation of Color Vision Deficiency",
 # IEEE Transactions on Visualization and Computer Graphics 15(6), 2009: full severity, linear RGB.

@@ -8,10 +8,9 @@ import re
 import pytest
 
 from schedules import Costs, ScheduleError, build, from_orders, simulate
-from schedules.core.action import KINDS
 from schedules.core.grid import grid
-from schedules.drawing.palette import ANSI
-from schedules.drawing.terminal import render, wants_colour
+from schedules.tools.palette import ANSI
+from schedules.tools.terminal import render, wants_colour
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 ONE = build("1f1b", num_ranks=2, num_microbatches=3)
@@ -32,16 +31,6 @@ def test_it_has_the_columns_of_the_grid(schedule):
     rows = [line.split() for line in grid(schedule).splitlines()[1:]]
     drawn = render(schedule, colour=False).splitlines()[1:-1]
     assert [line.split() for line in drawn] == rows
-
-
-def test_slots_in_lockstep():
-    report = simulate(ONE, Costs(f=1, i=2, w=1), "lockstep", pattern="single")
-    text = render(report, colour=False)
-    assert text.splitlines()[0] == (
-        "1f1b   2 ranks, 2 stages, 3 microbatches   lockstep, single ticks   "
-        "bubble 40.0% of the step   makespan 20"
-    )
-    assert text.splitlines()[1:-1] == render(ONE, colour=False).splitlines()[1:-1]
 
 
 def test_one_character_per_unit_of_time():
@@ -127,13 +116,6 @@ def test_long_rows_go_on_below():
     assert len(render(ONE, colour=False, width=1).splitlines()) == 2 + 8 * 2 + 7
 
 
-def test_rows_are_as_wide_as_asked():
-    report = simulate(build("1f1b", num_ranks=12, num_microbatches=40))
-    for colour in (True, False):
-        lines = ESCAPE.sub("", render(report, colour=colour, width=61, unit=0.7)).splitlines()
-        assert max(map(len, lines[1:-1])) == 61
-
-
 @pytest.mark.parametrize("unit", [None, 1])
 def test_a_name_cannot_command_the_terminal(unit):
     name = "a\x1b[31mb\rc\x9b2Jd\u202ee\ttab\x07"
@@ -177,14 +159,6 @@ def test_when_to_colour(stream, environment, wanted):
     assert wants_colour(stream, environment) is wanted
 
 
-def test_by_default_the_process_is_asked(monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert wants_colour(io.StringIO())
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not wants_colour(Terminal())
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -210,7 +184,3 @@ def test_refusals(options, message):
     with pytest.raises(ScheduleError) as caught:
         render(ONE, **options)
     assert str(caught.value) == message
-
-
-def test_all_kinds_have_colours():
-    assert sorted(ANSI) == sorted(KINDS)

@@ -16,11 +16,9 @@ from schedules import Costs, ScheduleError, build, check, names, simulate
 from schedules.build import options
 from schedules.clocks.ticks import PATTERNS
 from schedules.search.auto import auto
-from schedules.search.contest import Find, Setting, known, search
-from schedules.search.greedy import Policy, run
+from schedules.search.contest import Find, Setting, known, search, shortest
+from schedules.search.greedy import Policy, policies, run
 from schedules.search.improve import improve
-from schedules.search.limits import shortest
-from schedules.search.policies import policies
 from schedules.search.problem import peak, pose
 from schedules.search.timing import timers
 
@@ -451,34 +449,13 @@ def test_what_it_refuses():
         "partners=True with clock='event': only lockstep ticks have slots that end in exchanges; "
         "leave it out, or choose clock='lockstep'"
     )
-    assert refusal(pattern="unit") == (
-        "pattern='unit' with clock='event': only lockstep ticks have slots that end in exchanges; "
-        "leave it out, or choose clock='lockstep'"
-    )
     assert refusal(clock="lockstep", pattern="triple").startswith(
         "pattern='triple' is not a slot pattern; choose one of ['paired', 'partner', 'single'"
-    )
-    assert refusal(clock="lockstep", delayed=1) == (
-        "delayed=1 is not a bool; give True or False, or None for what is faster"
     )
     assert refusal(budget=-1) == "budget=-1: must be an integer >= 0; leave it out for the usual"
     assert refusal(seed=1.5) == "seed=1.5: must be an integer >= 0; leave it out for the usual"
     assert refusal(num_ranks=0) == "num_ranks=0: must be an integer >= 1"
-    assert refusal(num_stages=6) == (
-        "num_stages=6 is not a multiple of num_ranks=4: every rank holds the same number of "
-        "stages; use num_stages=4 or 8, or another number of ranks"
-    )
     assert refusal(costs=Costs(w=[1, 2, 3])) == (
         "Costs(w=(1, 2, 3)) has 3 numbers for 8 stages; give one for each stage, or one number for "
         "all"
-    )
-
-
-@pytest.mark.parametrize("value", [-1.0, float("nan"), INF])
-def test_costs_that_are_no_durations_never_reach_the_search(value):
-    with pytest.raises(ScheduleError) as caught:
-        auto(2, 2, costs=Costs(f=value))
-    assert str(caught.value) == (
-        f"Costs(f={value!r}): a duration is a finite number >= 0; give the measured time, in the "
-        f"same unit for all"
     )

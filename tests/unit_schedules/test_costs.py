@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from schedules import Costs, ScheduleError, build, lower, simulate
-from schedules.files.costs import costs_of, costs_record
+from schedules.core.costs import costs_of, costs_record
+from schedules.core.timetable import actions_of
 
 
 def refusal(**costs) -> str:
@@ -59,6 +60,9 @@ def test_durations_of_any_kind_become_pythons(number):
     assert given == Costs(f=2, i=(1, 2), comm=((0, 1), (1, 0)), head=3)
     kept = (given.f, given.head, *given.i, *given.comm[0])
     assert {type(value) for value in kept} <= {int, float}
+    schedule = build("1f1b", num_ranks=2, num_microbatches=2)
+    durations = {a: number(1) for a in actions_of(schedule)}
+    assert simulate(schedule, clock="measured", durations=durations).makespan == 6
 
 
 def test_a_share_of_any_kind_becomes_pythons():

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from schedules import Action, Schedule, ScheduleError, build, from_orders, simulate
 from schedules.core.action import KINDS
+from schedules.core.csv import read_csv
 from schedules.core.timetable import loop_placement
 from schedules.families.constructions.fold import fold
-from schedules.files.csv import read_csv
 
 NUMBERS = st.integers(0, 10**17)
 

@@ -13,7 +13,7 @@ import pytest
 
 import schedules
 from schedules import Costs, ScheduleError
-from schedules.cli.records import read_json, schedule_record, write_json
+from schedules.tools.records import read_json, schedule_record, write_json
 
 SIZES = list(itertools.product(range(1, 9), range(1, 9), (1, 2, 3, 5, 8, 12, 16)))
 

@@ -17,7 +17,7 @@ from pipeline.core.model.model import Declared
 from pipeline.core.model.overlay import View
 from pipeline.core.model.trained_filters import Places, PlainVariable, find_variables, plain_modules
 from pipeline.core.model.unlike import halve
-from schedules.orders.schedule import Schedule
+from schedules.core.schedule import Schedule
 
 
 def find_state(

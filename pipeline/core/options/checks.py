@@ -18,7 +18,7 @@ from pipeline.base.arguments import class_remedy, linen_remedy
 from pipeline.base.tree import real, shape_text
 from schedules.core.action import ScheduleError
 from schedules.core.costs import Costs
-from schedules.orders.schedule import Schedule
+from schedules.core.schedule import Schedule
 
 Remat = Literal["stage", "gathered"] | Callable[..., Any] | None
 Engine = Literal["scan", "programs"]

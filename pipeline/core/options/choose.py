@@ -15,14 +15,14 @@ from jax.sharding import Mesh
 
 from collectives import STAGE, check_mesh, make_mesh
 from schedules.build import build, names, options, stages_per_rank, takes_slices
-from schedules.checks.check import check
 from schedules.clocks.shared import Shared
 from schedules.core.action import ScheduleError
+from schedules.core.check import check
 from schedules.core.costs import Costs
+from schedules.core.schedule import Schedule
 from schedules.families import SLICED
 from schedules.families.accumulation import accumulation
 from schedules.families.constructions.sizes import StagesPerRankError
-from schedules.orders.schedule import Schedule
 
 SAME = 1 + 1e-9  # makespans with a ratio below this differ only by rounding
 
@@ -213,7 +213,7 @@ def _default(
     joined: str = "1f1b",
 ) -> tuple[Schedule, str]:
     """Choose the default: ``barriers`` or ``joined``, by their simulated makespans."""
-    from schedules.timing.simulate import simulate
+    from schedules.clocks.simulate import simulate
 
     eager, frugal = build(barriers, **sizes), build(joined, **sizes)
     slots, is_event = [clock], clock["clock"] == "event"

@@ -39,11 +39,11 @@ from pipeline.core.options.checks import (
 )
 from pipeline.core.placement.placement import Sharding
 from pipeline.core.placement.stage_meshes import check_stage_meshes
+from schedules.clocks.hosted import check_offload
 from schedules.clocks.ticks import check_pattern
 from schedules.core.arguments import need
 from schedules.core.costs import Costs
-from schedules.lowering.hosted import check_offload
-from schedules.orders.schedule import Schedule
+from schedules.core.schedule import Schedule
 
 
 @runtime_checkable

@@ -19,13 +19,13 @@ from pipeline.core.options.checks import Gather
 from pipeline.core.options.compiled import Compiled, Programs, StepFacts
 from pipeline.core.options.options import Options
 from pipeline.core.placement.stage_meshes import axes_of
+from schedules.clocks.hosted import Keep
 from schedules.clocks.shared import Shared
 from schedules.core.costs import Costs, is_last_forward_free
+from schedules.core.schedule import Schedule
 from schedules.families.accumulation import is_accumulation
-from schedules.lowering.hosted import Keep
 from schedules.lowering.lower import lower
 from schedules.lowering.program import Program
-from schedules.orders.schedule import Schedule
 
 
 class Sends(TypedDict):

@@ -35,7 +35,7 @@ from pipeline.core.placement.stage_meshes import axes_of, first_of
 from schedules.build import rebuilt
 from schedules.clocks.shared import Shared
 from schedules.core.costs import Costs
-from schedules.orders.schedule import Schedule
+from schedules.core.schedule import Schedule
 
 
 def make_plan(

@@ -21,8 +21,8 @@ from pipeline.core.programs.meshes import RankMeshes
 from pipeline.core.step.calls.opened import StepInputs
 from pipeline.core.step.calls.rank import StepRequest
 from pipeline.core.step.ranks import gradient_specs, manual, weight_specs
+from schedules.core.schedule import Schedule
 from schedules.lowering.program import Op
-from schedules.orders.schedule import Schedule
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,10 +14,8 @@ from typing import Any
 
 from pipeline.insight.calibrate.signature import ModelSignature
 from schedules.core.action import ScheduleError, shorten
-from schedules.core.costs import Costs
-from schedules.files.costs import costs_of, costs_record, read_object
-from schedules.files.output import replace
-from schedules.files.whole import shown
+from schedules.core.costs import Costs, costs_of, costs_record, read_object
+from schedules.core.files import replace, shown
 
 FORMAT = "shardpipe calibration 1"
 _KINDS = ("f", "b", "i", "w")

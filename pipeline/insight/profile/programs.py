@@ -21,9 +21,9 @@ from pipeline.core.step.calls.opened import StepInputs
 from pipeline.core.step.operands import Operands
 from pipeline.insight.profile.read import Instruction
 from pipeline.insight.profile.timeline import Interval, Key, report_runs
+from schedules.clocks.report import Report
 from schedules.core.action import Action
 from schedules.lowering.dispatch import Dispatch
-from schedules.timing.report import Report
 
 Call = tuple[str, Action | None]  # the name of a program, and the action that it runs
 

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from pipeline.insight.profile.loops import Loop
 from pipeline.insight.profile.read import Event
+from schedules.clocks.report import Report, sum_up
 from schedules.core.action import KINDS, Action
 from schedules.core.costs import Costs
 from schedules.core.flat import flatten
+from schedules.core.schedule import Schedule
 from schedules.lowering.program import Program
-from schedules.orders.schedule import Schedule
-from schedules.timing.report import Report, sum_up
 
 SECOND = 1e9
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from pipeline.base.arguments import is_whole
 from pipeline.base.files import json_object, shown
-from schedules.files.output import name_file
+from schedules.core.files import name_file
 
 Types = Mapping[str, tuple[Any, tuple[int, ...]]]  # dtype and shape, by name
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.files import read_bytes
-from schedules.files.output import replace
+from schedules.core.files import replace
 
 NAME = "manifest.json"
 FORMAT = 1

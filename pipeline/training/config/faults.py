@@ -21,7 +21,7 @@ from pipeline.training.config.functions import (
 )
 from pipeline.training.config.tables import PipelineOptions, RunTables
 from schedules import Costs, ScheduleError
-from schedules.files.costs import NAMES
+from schedules.core.costs import NAMES
 
 
 def faults_of(config: RunTables) -> list[str]:

@@ -12,8 +12,8 @@ import numpy as np
 
 from schedules.core.action import Action, Kind
 from schedules.core.flat import Ints
+from schedules.core.schedule import Schedule
 from schedules.core.timetable import loop_placement
-from schedules.orders.schedule import Schedule
 
 _make = functools.partial(tuple.__new__, Action)  # Action(*fields), without a Python call
 
@@ -21,14 +21,10 @@ _make = functools.partial(tuple.__new__, Action)  # Action(*fields), without a P
 def fold(name: str, num_ranks: int, times: Mapping[Kind, Ints]) -> Schedule:
     """Place actions timed for one rank per stage on fewer ranks, each in order of time.
 
-    Times respect every dependency, so their order does on any placement: a family that is defined
-    for V = 1 can run with V > 1 without a deadlock. If actions of one rank have equal times, the
-    later stage runs first, which frees memory soonest.
-
-    Args:
-      name: the name of the family.
-      num_ranks: S.
-      times: for each kind, [K, M] the times of its actions; no two times of a stage are equal.
+    ``times`` has [K, M] times for each kind, and no two times of a stage are equal. They respect
+    every dependency, so their order does on any placement: a family that is defined for V = 1 can
+    run with V > 1 without a deadlock. If actions of one rank have equal times, the later stage runs
+    first, which frees memory soonest.
     """
     table = np.stack(list(times.values()))
     kind, stage, microbatch = (index.ravel() for index in np.indices(table.shape))

@@ -19,12 +19,7 @@ def check_sizes(
     num_stages: object = None,
     num_slices: object = None,
 ) -> tuple[int, int, int]:
-    """Check S, M and K (by default S), and that the timetable fits into memory.
-
-    Raises:
-      ScheduleError: a size is no integer >= 1, K is no multiple of S, or the timetable needs more
-        memory than there is.
-    """
+    """Check S, M and K (by default S), and that the timetable fits into memory."""
     ranks, microbatches = _size("num_ranks", num_ranks), _size("num_microbatches", num_microbatches)
     stages = ranks if num_stages is None else _size("num_stages", num_stages)
     if stages % ranks:
@@ -60,11 +55,7 @@ class StagesPerRankError(ScheduleError):
 
 
 def need_stages_per_rank(family: str, count: int, num_ranks: int, num_stages: int) -> None:
-    """Check that every rank holds ``count`` stages.
-
-    Raises:
-      StagesPerRankError: a rank holds another number of stages.
-    """
+    """Check that every rank holds ``count`` stages."""
     if num_stages != count * num_ranks:
         each = "one stage" if count == 1 else f"{count} stages"
         raise StagesPerRankError(
@@ -75,11 +66,7 @@ def need_stages_per_rank(family: str, count: int, num_ranks: int, num_stages: in
 
 
 def need_microbatches(family: str, least: int, num_microbatches: int, rule: str) -> None:
-    """Check that there are enough microbatches.
-
-    Raises:
-      ScheduleError: there are fewer than ``least``; ``rule`` is the formula of this number.
-    """
+    """Check that there are enough microbatches."""
     if num_microbatches < least:
         raise ScheduleError(
             f"num_microbatches={num_microbatches}: {family} runs at least {rule} = {least} "
@@ -98,10 +85,6 @@ def rounds(
     ``torch.distributed.pipelining``. With ``group`` there are ceil(M / group) rounds, whose
     sizes differ by at most one, the larger first. If the smallest would have fewer than S / 2
     microbatches, there are max(1, M // group) rounds in place of these.
-
-    Raises:
-      ScheduleError: by default: the rounds are not equal; with ``group``: the group is not from S /
-        2 to S.
     """
     if group is not None:
         size = _group(family, num_ranks, group)

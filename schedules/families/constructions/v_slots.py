@@ -19,7 +19,7 @@ import numpy as np
 
 from schedules.core.action import Action, Kind
 from schedules.core.flat import Ints
-from schedules.orders.schedule import Schedule
+from schedules.core.schedule import Schedule
 
 PERIOD = 6  # slots for each microbatch on every rank: F, I and W of two stages
 STEPS: tuple[tuple[int, Kind], ...] = ((0, "F"), (1, "F"), (1, "I"), (0, "I"))  # (chunk, kind)
@@ -29,13 +29,9 @@ Slots = tuple[int, int, int, int]
 
 
 def from_pattern(name: str, num_microbatches: int, pattern: Sequence[Slots]) -> Schedule:
-    """Build a schedule from a pattern.
+    """Build a schedule from [S] the slots of the four steps of microbatch 0 on each rank.
 
-    Args:
-      name: the schedule's name.
-      num_microbatches: M.
-      pattern: [S] the slots of the four steps of microbatch 0, different modulo 6 on each rank, and
-        each step later than its dependencies.
+    The slots of a rank differ modulo 6, and each step is later than its dependencies.
     """
     num_ranks = len(pattern)
     few = distinct(num_ranks, num_microbatches)

@@ -7,14 +7,13 @@ Letters are those of `schedules.core.action`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from schedules.core.action import KINDS, Action
+from schedules.core.flat import F, I, W
+from schedules.core.schedule import Schedule
 from schedules.core.timetable import loop_placement
-from schedules.orders.schedule import Schedule
-
-_F, _I, _W = 0, 2, 3  # positions in `KINDS`, rows of `Costs.table`
 
 
 class Choices(NamedTuple):
@@ -45,21 +44,15 @@ class Plan:
     limit: float
     weight_memory: float
     choices: Choices
-    orders: list[list[Action]] = field(init=False)
-    count: list[list[int]] = field(init=False)  # [4, S] number of actions so far
-    clock: list[int] = field(init=False)  # [S] end of the last action
-    bubble: list[int] = field(init=False)  # [S] waiting time since the first action
-    begin: list[int] = field(init=False)  # [S] start of the first action
-    sent: list[list[list[int]]] = field(init=False)  # [4, S, <= M] ends of actions
 
     def __post_init__(self) -> None:
         num_ranks = len(self.lag)
-        self.orders = [[] for _ in range(num_ranks)]
-        self.count = [[0] * num_ranks for _ in range(4)]
-        self.clock = [0] * num_ranks
-        self.bubble = [0] * num_ranks
-        self.begin = [0] * num_ranks
-        self.sent = [[[] for _ in range(num_ranks)] for _ in range(4)]
+        self.orders: list[list[Action]] = [[] for _ in range(num_ranks)]
+        self.count = [[0] * num_ranks for _ in KINDS]  # [4, S] number of actions so far
+        self.clock = [0] * num_ranks  # [S] end of the last action
+        self.bubble = [0] * num_ranks  # [S] waiting time since the first action
+        self.begin = [0] * num_ranks  # [S] start of the first action
+        self.sent: list[list[list[int]]] = [[[] for _ in range(num_ranks)] for _ in KINDS]  # ends
 
     def warm_up(self) -> None:
         """Run the first F of every rank, then as many F as fit before the first I can start.
@@ -68,83 +61,75 @@ class Plan:
         """
         last = len(self.clock) - 1
         for rank in range(last + 1):
-            self.put(rank, _F)
+            self.put(rank, F)
         more = [0] * (last + 1)
-        arrives = self.clock[last] + self.table[_I][last]
+        arrives = self.clock[last] + self.table[I][last]
         for rank in reversed(range(last)):
             arrives += self.lag[rank + 1][rank]
-            now, each = self.clock[rank], self.table[_F][rank]
+            now, each = self.clock[rank], self.table[F][rank]
             most = min(self.num_microbatches, self.limit) - 1
             while more[rank] < most and (
                 now < arrives if self.choices.late else now + each <= arrives
             ):
                 more[rank] += 1
                 now += each
-            arrives = max(now, arrives) + self.table[_I][rank]
+            arrives = max(now, arrives) + self.table[I][rank]
         for rank in range(last + 1):
             if rank:
                 fewer = more[rank - 1] < self.num_microbatches - 1
                 more[rank] = max(0, min(more[rank], more[rank - 1] - fewer))
             for _ in range(more[rank]):
-                self.put(rank, _F)
+                self.put(rank, F)
 
     def forward(self) -> None:
-        """Run at most one F per rank; if a rank runs none, earlier ranks run none either."""
         takes = [self.wants(rank) for rank in range(len(self.clock))]
         for rank in reversed(range(len(takes) - 1)):
             takes[rank] = takes[rank] and takes[rank + 1]
         for rank, take in enumerate(takes):
-            if take and self.arrival(rank, _F) is not None:
-                self.make_room(rank)
+            if take and self.arrival(rank, F) is not None:
+                while self.held(rank) + 1 > self.limit and self.has_weights(rank):
+                    self.put(rank, W)
                 if self.held(rank) + 1 <= self.limit:
-                    self.place(rank, _F)
+                    self.place(rank, F)
 
     def backward(self) -> None:
-        """Run one I per rank, the last rank first."""
         for rank in reversed(range(len(self.clock))):
-            self.place(rank, _I)
+            self.place(rank, I)
 
     def flush(self) -> None:
-        """Run the remaining W."""
         for rank in range(len(self.clock)):
             while self.has_weights(rank):
-                self.put(rank, _W)
+                self.put(rank, W)
 
     def wants(self, rank: int) -> bool:
         """Tell whether a rank takes an F this round."""
-        done = self.count[_F]
+        done = self.count[F]
         if done[rank] == self.num_microbatches:
             return False
         after = rank + 1
         if not self.choices.skip or after == len(done) or done[rank] < done[after] + 2:
             return True
-        soonest = self.clock[after] + self.table[_F][after] + self.table[_I][after]
+        soonest = self.clock[after] + self.table[F][after] + self.table[I][after]
         wait = soonest + self.lag[after][rank] - self.clock[rank]
         if wait <= 0:
             return False
         over = max(0.0, self.held(rank) + 1 - self.limit)
-        if self.table[_F][rank] + over * self.table[_W][rank] <= wait:
+        if self.table[F][rank] + over * self.table[W][rank] <= wait:
             return True
         return wait > self.slack(rank)
-
-    def make_room(self, rank: int) -> None:
-        """Run W until another F fits."""
-        while self.held(rank) + 1 > self.limit and self.has_weights(rank):
-            self.put(rank, _W)
 
     def place(self, rank: int, kind: int) -> None:
         """Run an action, and before it the W that fit into its waiting time."""
         arrives = self.arrival(rank, kind) or 0
-        each = self.table[_W][rank]
+        each = self.table[W][rank]
         while self.has_weights(rank) and self.clock[rank] + each <= arrives:
-            self.put(rank, _W)
+            self.put(rank, W)
         wait = arrives - self.clock[rank]
         if self.has_weights(rank) and wait > 0 and (self.choices.fill or wait > self.slack(rank)):
-            self.put(rank, _W)
+            self.put(rank, W)
         self.put(rank, kind)
 
     def put(self, rank: int, kind: int) -> None:
-        """Append an action and compute its time."""
         microbatch = self.count[kind][rank]
         start = max(self.clock[rank], self.arrival(rank, kind) or 0)
         if self.orders[rank]:
@@ -158,7 +143,7 @@ class Plan:
 
     def arrival(self, rank: int, kind: int) -> int | None:
         """Return the arrival of the message for a rank's next action; None if not sent yet."""
-        source = {_F: rank - 1, _I: rank + 1}.get(kind, -1)
+        source = {F: rank - 1, I: rank + 1}.get(kind, -1)
         if not 0 <= source < len(self.clock):
             return 0
         ends, microbatch = self.sent[kind][source], self.count[kind][rank]
@@ -168,12 +153,11 @@ class Plan:
 
     def held(self, rank: int) -> float:
         """Return the number of stage inputs that a rank holds."""
-        forward, inputs, weights = (self.count[kind][rank] for kind in (_F, _I, _W))
+        forward, inputs, weights = (self.count[kind][rank] for kind in (F, I, W))
         return forward - inputs + self.weight_memory * (inputs - weights)
 
     def has_weights(self, rank: int) -> bool:
-        """Tell whether a W can run."""
-        return self.count[_W][rank] < self.count[_I][rank]
+        return self.count[W][rank] < self.count[I][rank]
 
     def slack(self, rank: int) -> int:
         """Return the time that a rank can still wait before it is the rank that waits longest."""
@@ -189,7 +173,6 @@ class Plan:
         return float(f"{max(spans):.9g}"), float(f"{max(self.clock):.9g}")
 
     def schedule(self, name: str) -> Schedule:
-        """Build the schedule of the actions planned so far."""
         num_ranks = len(self.orders)
         placement = loop_placement(num_ranks, num_ranks)
         return Schedule(name, self.num_microbatches, tuple(map(tuple, self.orders)), placement)

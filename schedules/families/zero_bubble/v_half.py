@@ -12,17 +12,12 @@ a rank's layers.
 
 from __future__ import annotations
 
+from schedules.core.schedule import Schedule
 from schedules.families.constructions.sizes import need_stages_per_rank
 from schedules.families.constructions.v_slots import from_pattern
-from schedules.orders.schedule import Schedule
 
 
 def v_half(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build the schedule.
-
-    Raises:
-      ScheduleError: not two stages per rank.
-    """
     need_stages_per_rank("v_half", 2, num_ranks, num_stages)
     wait = 0 if num_ranks % 2 else 3  # before the backward, so that no two steps share a slot
     pattern = [

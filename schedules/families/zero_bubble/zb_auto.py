@@ -26,9 +26,9 @@ import numpy as np
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import is_number
 from schedules.core.costs import Costs, Times, of_unit_length_by_default
+from schedules.core.schedule import Schedule
 from schedules.families.constructions.sizes import need_memory, need_stages_per_rank
 from schedules.families.constructions.zb_plan import Choices, Plan
-from schedules.orders.schedule import Schedule
 
 
 def zb_auto(
@@ -58,7 +58,8 @@ def zb_auto(
       ScheduleError: more than one stage per rank, a limit that no schedule can meet, or a
         weight_memory outside 0..1.
     """
-    plans = _plans(num_ranks, num_microbatches, num_stages, costs, max_activations, weight_memory)
+    sizes = num_ranks, num_microbatches, num_stages
+    plans = _plans(*sizes, costs, max_activations, weight_memory)
     best = min((plan for _, plan in plans), key=Plan.length)
     return best.schedule("zb_auto")
 
@@ -70,10 +71,9 @@ def variants(
     *,
     costs: Costs | None = None,
     max_activations: float | None = None,
-    weight_memory: float = 1.0,
 ) -> dict[str, Schedule]:
-    """Build all eight variants, by name; arguments and errors are those of `zb_auto`."""
-    plans = _plans(num_ranks, num_microbatches, num_stages, costs, max_activations, weight_memory)
+    """Build all eight variants, by name, with all memory held until W; errors as in `zb_auto`."""
+    plans = _plans(num_ranks, num_microbatches, num_stages, costs, max_activations)
     return {str(choices): plan.schedule(str(choices)) for choices, plan in plans}
 
 
@@ -83,7 +83,7 @@ def _plans(
     num_stages: int,
     costs: Costs | None,
     max_activations: float | None,
-    weight_memory: float,
+    weight_memory: float = 1.0,
 ) -> Iterator[tuple[Choices, Plan]]:
     need_stages_per_rank("zb_auto", 1, num_ranks, num_stages)
     limit = 2 * num_ranks if max_activations is None else max_activations

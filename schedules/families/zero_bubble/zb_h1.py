@@ -11,17 +11,13 @@ Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241. Lett
 from __future__ import annotations
 
 from schedules.core.action import Action
+from schedules.core.schedule import Schedule
 from schedules.core.timetable import loop_placement
 from schedules.families.constructions.sizes import need_stages_per_rank
-from schedules.orders.schedule import Schedule
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build the schedule: W on rank r runs r microbatches after I.
-
-    Raises:
-      ScheduleError: more than one stage per rank.
-    """
+    """Build the schedule: W on rank r runs r microbatches after I."""
     need_stages_per_rank("zb_h1", 1, num_ranks, num_stages)
     orders = []
     for rank in range(num_ranks):

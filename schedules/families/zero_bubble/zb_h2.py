@@ -13,17 +13,13 @@ example for a global norm of the gradients, waits for the last rank. Letters are
 from __future__ import annotations
 
 from schedules.core.action import Action
+from schedules.core.schedule import Schedule
 from schedules.core.timetable import loop_placement
 from schedules.families.constructions.sizes import need_stages_per_rank
-from schedules.orders.schedule import Schedule
 
 
 def zb_h2(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build the schedule: W on rank r runs 2r microbatches after I.
-
-    Raises:
-      ScheduleError: more than one stage per rank.
-    """
+    """Build the schedule: W on rank r runs 2r microbatches after I."""
     need_stages_per_rank("zb_h2", 1, num_ranks, num_stages)
     orders = []
     for rank in range(num_ranks):

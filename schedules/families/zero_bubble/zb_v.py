@@ -17,16 +17,12 @@ import itertools
 from collections.abc import Iterator
 
 from schedules.core.action import Action, Kind
+from schedules.core.schedule import Schedule
 from schedules.families.constructions.sizes import need_stages_per_rank
-from schedules.orders.schedule import Schedule
 
 
 def zb_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build the schedule; if M < 2S - 1, build that of 2S - 1 microbatches and keep only M.
-
-    Raises:
-      ScheduleError: not two stages per rank.
-    """
+    """Build the schedule; if M < 2S - 1, build that of 2S - 1 microbatches and keep only M."""
     need_stages_per_rank("zb_v", 2, num_ranks, num_stages)
     full = max(2 * num_ranks - 1, num_microbatches)
     orders = tuple(

@@ -20,8 +20,8 @@ from pipeline import Pipeline
 from pipeline.insight import profile
 from pipeline.insight.scopes import Place, place_of_loop
 from schedules import Costs, lower, simulate
-from schedules.drawing.draw import save_timeline
-from schedules.drawing.page import save_page
+from schedules.tools.draw import save_timeline
+from schedules.tools.page import save_page
 from tests.support import models
 from tests.support.close import assert_close
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from pipeline.cli.main import main as pipeline_main
-from schedules.cli.main import main as schedules_main
+from schedules.tools.main import main as schedules_main
 from tests.docs.pages.reading import DOCS, blocks
 from tests.docs.pages.running import run, says
 

@@ -18,8 +18,8 @@ import pipeline
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
-from schedules.drawing.draw import save_timeline
-from schedules.drawing.page import save_page
+from schedules.tools.draw import save_timeline
+from schedules.tools.page import save_page
 
 K, N, WIDTH = 4, 16, 8
 

@@ -21,9 +21,9 @@ from pipeline.models.weights.tables.families import FAMILIES, family_of
 from pipeline.training.config.config import Config
 from pipeline.training.config.reading import RunConfigError, read_setting
 from schedules import Schedule, build
-from schedules.cli.records import read_json as read_schedule
-from schedules.cli.records import write_json
-from schedules.files.costs import read_costs
+from schedules.core.costs import read_costs
+from schedules.tools.records import read_json as read_schedule
+from schedules.tools.records import write_json
 from tests.models.weights import tiny
 from tests.models.weights.test_bad_checkpoints import CONFIG, TENSORS, refused
 from tests.models.weights.test_expert_families import config_of

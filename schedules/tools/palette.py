@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from schedules.core.action import KINDS, Action, Kind, ScheduleError
+from schedules.clocks.report import Cause, Report, sizes
+from schedules.core.action import KINDS, Action, Kind, ScheduleError, printable
 from schedules.core.arguments import listed, need
-from schedules.core.text import printable
-from schedules.orders.schedule import Schedule
-from schedules.timing.report import Cause, Report
+from schedules.core.schedule import Schedule
+from schedules.core.timetable import kinds_in
 
 NAMES: dict[Kind, str] = {
     "F": "forward",
@@ -23,7 +23,7 @@ NAMES: dict[Kind, str] = {
     "I": "input gradient",
     "W": "weight gradient",
 }
-# The text for each cause of waiting; `schedules.timing.report` defines the causes.
+# The text for each cause of waiting; `schedules.clocks.report` defines the causes.
 CAUSES: dict[Cause, str] = {
     "fill": "the pipeline is filling: no backward pass has begun on this rank",
     "drain": "the pipeline is draining: this rank has run its last forward pass",
@@ -42,7 +42,6 @@ class Theme:
     Attributes:
       fill: the box of each kind.
       ink: the text in each box.
-      idle: the background of a row.
       shared: the box of work that all ranks do together.
     """
 
@@ -75,31 +74,18 @@ ANSI: dict[Kind, tuple[tuple[int, int], tuple[int, int]]] = {
 
 def kinds(schedules: Iterable[Schedule]) -> list[Kind]:
     """List the kinds that occur, in the order of `KINDS`."""
-    present = {a.kind for schedule in schedules for order in schedule.orders for a in order}
+    present = frozenset[Kind]().union(*map(kinds_in, schedules))
     return [kind for kind in KINDS if kind in present]
 
 
 def several(reports: Report | Iterable[Report]) -> list[Report]:
-    """List the reports of a drawing, which takes one report or several.
-
-    Raises:
-      ScheduleError: there is no report, or an item is no report.
-    """
+    """List the reports of a drawing, which takes one report or several."""
     items: list[Report] = listed(reports, Report)
     if not items:
         raise ScheduleError("reports is empty; give what simulate() returned, one or several")
     for report in items:
         need("reports", report, Report, "give what simulate() returned, one or several")
     return items
-
-
-def sizes(schedule: Schedule) -> str:
-    """Write sizes as text: ``4 ranks, 8 stages, 16 microbatches``, and ``of 4 slices``."""
-    cut = f" of {schedule.num_slices} slices" if schedule.num_slices > 1 else ""
-    return (
-        f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, "
-        f"{schedule.num_microbatches} microbatches{cut}"
-    )
 
 
 def unit_text(action: Action) -> str:

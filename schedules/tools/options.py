@@ -15,15 +15,14 @@ from typing import Any, NoReturn
 
 from schedules.build import build, names, split_names
 from schedules.build import options as options_of
-from schedules.cli.records import read_json
-from schedules.cli.text import complain
+from schedules.clocks.report import Report
+from schedules.clocks.simulate import CLOCKS, simulate
 from schedules.clocks.ticks import PATTERNS
-from schedules.core.costs import Costs
+from schedules.core.costs import Costs, read_costs
+from schedules.core.schedule import Schedule
 from schedules.families import GROUPED, SLICED
-from schedules.files.costs import read_costs
-from schedules.orders.schedule import Schedule
-from schedules.timing.report import Report
-from schedules.timing.simulate import CLOCKS, simulate
+from schedules.tools.records import read_json
+from schedules.tools.text import complain
 
 FILES = (".csv", ".json")
 SIZES = (
@@ -51,12 +50,10 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are exceptions."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise a UsageError in place of argparse's exit."""
         raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
 
 
 def add_sizes(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """Add the options of sizes: S, M and K."""
     group = parser.add_argument_group(
         "sizes", None if required else "of a family; a file has its own"
     )
@@ -71,7 +68,6 @@ def add_sizes(parser: argparse.ArgumentParser, *, required: bool = False) -> Non
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
-    """Add the options of costs."""
     group = parser.add_argument_group("costs", "in any one unit of time")
     each = "one number, or K of them with commas between"
     group.add_argument(
@@ -89,7 +85,6 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_merge(parser: argparse.ArgumentParser) -> None:
-    """Add the option that merges halves of backwards."""
     parser.add_argument(
         "--merge",
         action="store_true",
@@ -98,7 +93,6 @@ def add_merge(parser: argparse.ArgumentParser) -> None:
 
 
 def add_clock(parser: argparse.ArgumentParser) -> None:
-    """Add the options of costs and clock."""
     add_costs(parser)
     group = parser.add_argument_group("clock")
     group.add_argument(
@@ -120,7 +114,6 @@ def add_clock(parser: argparse.ArgumentParser) -> None:
 
 
 def add_limit(parser: argparse.ArgumentParser, whose: str = "") -> None:
-    """Add the options that limit the memory of a rank."""
     parser.add_argument(
         "--max-activations",
         type=limit,
@@ -149,7 +142,6 @@ class _Renamed(argparse.Action):
 
 
 def add_timing(parser: argparse.ArgumentParser) -> None:
-    """Add all options of a timetable and its report."""
     add_sizes(parser)
     add_limit(parser, ", for zb_auto and auto")
     add_merge(parser)
@@ -157,37 +149,28 @@ def add_timing(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add the option of JSON output."""
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def count(text: str) -> int:
-    """Parse a number of things, at least 1."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, not {number}")
     return number
 
 
 def limit(text: str) -> float:
-    """Parse a limit, which may be a fraction."""
     if math.isnan(number := float(text)):
         raise argparse.ArgumentTypeError("must be a number, not nan")
     return number
 
 
 def durations(text: str) -> float | tuple[float, ...]:
-    """Parse one number, or several numbers separated by commas."""
     parts = [float(part) for part in text.split(",")]
     return parts[0] if len(parts) == 1 else tuple(parts)
 
 
 def costs(options: argparse.Namespace) -> Costs:
-    """Return the costs in the options, or in the file that they name.
-
-    Raises:
-      UsageError: costs are given in both ways.
-      ScheduleError: the file holds no costs, or the costs are invalid.
-    """
+    """Return the costs in the options, or in the file that they name."""
     stated = {name: value for name in _COSTS if (value := getattr(options, name)) is not None}
     if options.costs is None:
         return Costs(**stated)
@@ -197,11 +180,7 @@ def costs(options: argparse.Namespace) -> Costs:
 
 
 def scaled(whole: Costs, share: float) -> Costs:
-    """Scale uniform costs to stages of another size: durations times ``share``.
-
-    Raises:
-      UsageError: durations are given per stage, so they cannot be scaled to other stages.
-    """
+    """Scale uniform costs to stages of another size: durations times ``share``."""
     if math.isclose(share, 1.0):
         return whole
     lengths = {name: getattr(whole, name) for name in ("f", "i", "w", "b", "pair")}
@@ -215,22 +194,15 @@ def scaled(whole: Costs, share: float) -> Costs:
 
 
 def is_file(name: str) -> bool:
-    """Tell whether a timetable is named by its file."""
     return Path(name).suffix.lower() in FILES
 
 
 def read(path: str) -> Schedule:
-    """Read a timetable from a file."""
     return read_json(path) if Path(path).suffix.lower() == ".json" else Schedule.from_csv(path)
 
 
 def check_source(name: str) -> None:
-    """Check the name or file of a timetable before anything is timed.
-
-    Raises:
-      UsageError: there is no such file, or the file is no timetable.
-      ScheduleError: there is no such family.
-    """
+    """Check the name or file of a timetable before anything is timed."""
     if is_file(name):
         if not Path(name).is_file():
             raise UsageError(f"{name}: give the path of a .csv or .json file that is there")
@@ -248,12 +220,7 @@ def load(
     num_stages: int | None = None,
     given: Costs | None = None,
 ) -> Schedule:
-    """Load a timetable from a file, or build a family of the given sizes and costs.
-
-    Raises:
-      UsageError: a family has no sizes.
-      ScheduleError: the timetable is not legal.
-    """
+    """Load a timetable from a file, or build a family of the given sizes and costs."""
     if is_file(name):
         return read(name)
     check_source(name)
@@ -296,7 +263,6 @@ def _wanted(options: argparse.Namespace, name: str, given: Costs | None) -> dict
 
 
 def clocked(options: argparse.Namespace, schedule: Schedule, given: Costs | None = None) -> Report:
-    """Time a timetable under the given clock."""
     return simulate(
         schedule,
         costs(options) if given is None else given,

@@ -9,16 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from schedules.core.action import ScheduleError
-from schedules.core.text import printable
+from schedules.core.action import ScheduleError, printable
 
 
 def say(text: str, *, end: str = "\n") -> None:
-    """Print to standard output, replacing characters that it cannot encode.
-
-    Raises:
-      OSError: standard output cannot be written to.
-    """
+    """Print to standard output, replacing characters that it cannot encode."""
     encoding = sys.stdout.encoding or "ascii"
     try:
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + end)
@@ -56,7 +51,6 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float) -> str:
-    """Write a number with six digits."""
     return f"{value:.6g}"
 
 

@@ -19,10 +19,9 @@ import re
 from collections.abc import Sequence
 
 from schedules.core.action import Action, ScheduleError, shorten
+from schedules.core.files import read, replace, shown
 from schedules.core.grid import in_cells, steps
 from schedules.core.timetable import Timetable
-from schedules.files.output import replace
-from schedules.files.whole import read, shown
 
 Orders = list[list[Action | list[Action]]]  # an inner list is a pair of actions
 
@@ -38,7 +37,6 @@ _TRAFFIC = re.compile(
 
 
 def to_csv(schedule: Timetable, path: str | os.PathLike[str]) -> None:
-    """Write a schedule (`schedules.Schedule.to_csv`)."""
     columns = steps(schedule)
     width = max((row[-1] + 1 for row in columns if row), default=0)
     lines = []
@@ -52,16 +50,11 @@ def to_csv(schedule: Timetable, path: str | os.PathLike[str]) -> None:
 
 
 def read_csv(path: str | os.PathLike[str]) -> Orders:
-    """Read the orders in a file, one for each row, as `schedules.from_orders` takes them.
-
-    Raises:
-      ScheduleError: the file is missing or no text, or a cell is no action; with row and column.
-    """
+    """Read the orders in a file, one for each row, as `schedules.from_orders` takes them."""
     return _orders(path, _as_of_now(_rows(path)))
 
 
 def _rows(path: str | os.PathLike[str]) -> list[list[str]]:
-    """Read the cells of every row, stripped."""
     where, data = shown(path), read(path, "the path of a CSV file")
     try:
         text = data.decode("utf-8-sig")

@@ -58,11 +58,7 @@ def equal_time(
 
 
 def _share_of_attention(costs: Costs) -> float:
-    """Fit a to the times of N equal slices; slice n takes (1 - a) / N + a (2n + 1) / N².
-
-    Raises:
-      ScheduleError: costs of whole sequences.
-    """
+    """Fit a to the times of N equal slices; slice n takes (1 - a) / N + a (2n + 1) / N²."""
     if costs.slices is None or len(costs.slices) < 2:
         raise ScheduleError(
             f"attention={shorten(costs)}: these costs say nothing of slices; calibrate a pipeline "

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from schedules.checks.check import check
 from schedules.core.action import Action, ScheduleError, shorten
+from schedules.core.check import check
+from schedules.core.files import shown
 from schedules.core.grid import grid
 from schedules.core.timetable import Timetable
-from schedules.files.whole import shown
 
 
 class Schedule(Timetable):
@@ -32,7 +32,7 @@ class Schedule(Timetable):
         Raises:
           OSError: the file cannot be written.
         """
-        from schedules.files.csv import to_csv
+        from schedules.core.csv import to_csv
 
         to_csv(self, path)
 
@@ -49,7 +49,7 @@ class Schedule(Timetable):
           ScheduleError: a missing file, invalid text, an unknown action (with its row and column),
             or an illegal schedule (with the grid of `check`).
         """
-        from schedules.files.csv import read_csv
+        from schedules.core.csv import read_csv
 
         orders = read_csv(path)
         try:

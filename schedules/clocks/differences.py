@@ -9,15 +9,16 @@ ticks, or in dispatch. Letters are those of `schedules.core.action`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from schedules.clocks.report import Report, slot_options
+from schedules.clocks.simulate import simulate
 from schedules.core.action import KINDS, ScheduleError, shorten
 from schedules.core.arguments import need
 from schedules.core.flat import Flat, flatten
-from schedules.timing.report import Report
-from schedules.timing.simulate import simulate
+from schedules.core.timetable import actions_of
 
 MOST = 8  # the number of differences that are printed
 
@@ -37,7 +38,6 @@ class Difference(NamedTuple):
 
     @property
     def more(self) -> float:
-        """The measured time beyond the prediction."""
         return self.measured - self.predicted
 
 
@@ -89,18 +89,11 @@ def differences(measured: Report, predicted: Report | None = None) -> Difference
       ScheduleError: an argument that is not a report, or reports of different schedules.
     """
     need("measured", measured, Report, "give what pipe.trace() or simulate() returned")
-    if predicted is None and measured.pattern is None:
-        predicted = simulate(measured.schedule, measured.costs, "event")
-    elif predicted is None:
-        predicted = simulate(
-            measured.schedule,
-            measured.costs,
-            "lockstep",
-            pattern=measured.pattern,
-            partners=measured.partners,
-            delayed=measured.delayed,
-            shared=measured.shared,
-        )
+    if predicted is None:
+        options: dict[str, Any] = {}
+        if measured.pattern is not None:
+            options = {"clock": "lockstep", "shared": measured.shared, **slot_options(measured)}
+        predicted = simulate(measured.schedule, measured.costs, **options)
     need("predicted", predicted, Report, "give what simulate() returned, or leave it out")
     if measured.schedule != predicted.schedule:
         raise ScheduleError(
@@ -147,7 +140,7 @@ def _covered(spans: list[tuple[float, float]]) -> float:
 
 def _slow(report: Report, flat: Flat) -> list[tuple[float, str]]:
     """Find up to three actions that took more than 1.5 times the median of their kind and stage."""
-    actions = [action for order in report.schedule.orders for action in order]
+    actions = actions_of(report.schedule)
     starts, ends = (np.concatenate(rows) for rows in (report.starts, report.ends))
     lasting, slow = ends - starts, []
     for kind, stage in sorted(set(zip(flat.kind.tolist(), flat.stage.tolist(), strict=True))):

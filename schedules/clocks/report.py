@@ -19,39 +19,32 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from schedules.clocks.shared import Shared
-from schedules.core.action import Action
+from schedules.core.action import Action, printable
 from schedules.core.costs import Costs, Times
+from schedules.core.events import message_times
 from schedules.core.flat import (
     F,
     Flat,
     Ints,
     W,
-    activations,
     crossings_held,
     flatten,
     inputs_held,
-    takes_and_frees,
+    microbatches_held,
 )
-from schedules.core.messages import links, senders
-from schedules.core.text import printable
-from schedules.orders.schedule import Schedule
+from schedules.core.messages import senders
+from schedules.core.schedule import Schedule
+from schedules.core.timetable import actions_of
 
 Cause = Literal["fill", "drain", "imbalance", "communication", "lockstep", "optimizer wait"]
-CAUSES: tuple[Cause, ...] = (
-    "fill",
-    "drain",
-    "imbalance",
-    "communication",
-    "lockstep",
-    "optimizer wait",
-)
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 _DRAIN, _COMMUNICATION, _LOCKSTEP, _OPTIMIZER = 1, 3, 4, 5
 
 
@@ -148,7 +141,6 @@ class Report:
       common: start and end of shared work, in order of time.
       moved: [S] tuples, aligned with ``schedule.orders``: whether the action writes to host memory
         or waits for a stash from host memory; empty without offload.
-        or waits for a stash from host memory; empty without offload.
     """
 
     schedule: Schedule
@@ -172,17 +164,14 @@ class Report:
 
     def __str__(self) -> str:
         """Write a line for the step, and a line for each rank."""
-        of, rows = self.schedule, zip(self.work, self.peak_activations, strict=True)
-        cut = f" of {of.num_slices} slices" if of.num_slices > 1 else ""
         step = (
-            f"{printable(of.name)}: {of.num_ranks} ranks, {of.num_stages} stages, "
-            f"{of.num_microbatches} microbatches{cut}; clock {self.clock}, makespan "
-            f"{self.makespan:.6g}, bubble {self.step_bubble_rate:.1%} of the step"
+            f"{printable(self.schedule.name)}: {sizes(self.schedule)}; clock {self.clock}, "
+            f"makespan {self.makespan:.6g}, bubble {self.step_bubble_rate:.1%} of the step"
         )
         ranks = (
             f"rank {rank}: works {work:.6g}, waits {self.makespan - work:.6g}, holds at most "
             f"{peak:.6g} activations"
-            for rank, (work, peak) in enumerate(rows)
+            for rank, (work, peak) in enumerate(zip(self.work, self.peak_activations, strict=True))
         )
         return "\n".join([step, *ranks])
 
@@ -199,7 +188,6 @@ class Report:
 
     @property
     def efficiency(self) -> float:
-        """1 - step_bubble_rate."""
         return 1.0 - self.step_bubble_rate
 
     @functools.cached_property
@@ -240,23 +228,11 @@ def sum_up(
     lasting: Times,
     common: Times,
 ) -> Report:
-    """Make a report from the start times.
-
-    Args:
-      schedule: the timed schedule.
-      costs: the durations.
-      clock: "event", "lockstep" or "measured".
-      slots: the fields of `Report` on lockstep and on moved values.
-      flat: the schedule's actions.
-      starts: [A] the start of each action.
-      lasting: [A] the duration of each action.
-      common: [n, 2] start and end of shared work.
-    """
+    """Make a report from the start times."""
     ends = starts + lasting
-    cuts = flat.first[1:-1].tolist()
-    begun, ended = ([part.tolist() for part in np.split(x, cuts)] for x in (starts, ends))
+    begun, ended = ([part.tolist() for part in flat.by_rank(x)] for x in (starts, ends))
     span = [last[-1] - first[0] for first, last in zip(begun, ended, strict=True)]
-    work = [float(part.sum()) for part in np.split(lasting, cuts)]
+    work = [float(part.sum()) for part in flat.by_rank(lasting)]
     makespan = float(max(ends.max(), common.max(initial=0.0)))
     if slots["shared"]:
         span = [makespan] * len(span)
@@ -273,21 +249,30 @@ def sum_up(
         work=tuple(work),
         idle=tuple(idle),
         bubble_rate=idle[longest] / span[longest] if span[longest] else 0.0,
-        peak_activations=tuple(_microbatches(schedule, inputs) for inputs in activations(schedule)),
-        peak_crossings=tuple(
-            _microbatches(schedule, crossings_held(kinds))
-            for kinds in np.split(flat.kind, flat.first[1:-1])
-        ),
+        peak_activations=_peaks(schedule, inputs_held),
+        peak_crossings=_peaks(schedule, crossings_held),
         starts=tuple(map(tuple, begun)),
         ends=tuple(map(tuple, ended)),
         common=tuple(map(tuple, common.tolist())),
     )
 
 
-def _microbatches(schedule: Schedule, inputs: Ints) -> float:
-    """Count the most units held at once, in microbatches; an integer if there are no slices."""
-    most = int(inputs.max())
-    return most if schedule.num_slices == 1 else most / schedule.num_slices
+def slot_options(report: Report) -> dict[str, Any]:
+    """Return the options of `simulate` and `lower` that give the slots of a report."""
+    return {"pattern": report.pattern, "partners": report.partners, "delayed": report.delayed}
+
+
+def sizes(schedule: Schedule) -> str:
+    """Write sizes as text: ``4 ranks, 8 stages, 16 microbatches``, and ``of 4 slices``."""
+    cut = f" of {schedule.num_slices} slices" if schedule.num_slices > 1 else ""
+    return (
+        f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+        f"{schedule.num_microbatches} microbatches{cut}"
+    )
+
+
+def _peaks(schedule: Schedule, units_held: Callable[[Ints], Ints]) -> tuple[float, ...]:
+    return tuple(counts.max().item() for counts in microbatches_held(schedule, units_held))
 
 
 def _common(schedule: Schedule, costs: Costs, shared: Shared) -> float:
@@ -295,26 +280,6 @@ def _common(schedule: Schedule, costs: Costs, shared: Shared) -> float:
     times = 1 if schedule.is_forward else 2  # an embedding and its gradient
     each = costs.head * ("head" in shared) + times * costs.embed * ("embed" in shared)
     return schedule.num_microbatches * each / schedule.num_ranks
-
-
-def held(report: Report) -> tuple[tuple[tuple[float, int], ...], ...]:
-    """Return [S] tuples of (time, places held from then on) for each change, in order of time."""
-    flat = flatten(report.schedule)
-    ranks = zip(np.split(flat.kind, flat.first[1:-1]), report.starts, report.ends, strict=True)
-    return tuple(_rank(*columns) for columns in ranks)
-
-
-def _rank(
-    kinds: Ints, starts: tuple[float, ...], ends: tuple[float, ...]
-) -> tuple[tuple[float, int], ...]:
-    taken, freed = (flags.tolist() for flags in takes_and_frees(kinds))
-    steps: list[tuple[float, int]] = []
-    for n, count in enumerate(inputs_held(kinds).tolist()):
-        if taken[n]:
-            steps.append((starts[n], count))
-        if freed[n]:
-            steps.append((ends[n], count - 1))
-    return tuple(steps)
 
 
 def explain(report: Report) -> Explanation:
@@ -334,7 +299,7 @@ def explain(report: Report) -> Explanation:
     waits: list[tuple[Wait, ...]] = []
     bounds = (free, sent, there, starts)
     causes = (phase, np.full_like(phase, _COMMUNICATION), np.full_like(phase, _LOCKSTEP))
-    actions = [action for order in schedule.orders for action in order]
+    actions = actions_of(schedule)
     for rank, (first, stop) in enumerate(zip(flat.first[:-1], flat.first[1:], strict=True)):
         row: list[Wait] = []
         for n in (first + np.flatnonzero(starts[first:stop] > free[first:stop])).tolist():
@@ -350,7 +315,7 @@ def explain(report: Report) -> Explanation:
 
 
 def _around(report: Report, wait: Wait) -> Iterator[Wait]:
-    """Yield the parts of a wait outside the work that ranks share."""
+    """Split a wait at the work that all ranks share; yield the intervals between."""
     start, common = wait.start, report.common
     for n in range(bisect.bisect_right(common, start, key=lambda span: span[1]), len(common)):
         begin, end = common[n]
@@ -364,15 +329,14 @@ def _around(report: Report, wait: Wait) -> Iterator[Wait]:
 
 
 def _messages(report: Report, flat: Flat, ends: Times) -> tuple[Ints, Times, Times]:
-    """Return [A] the sender that each action waits for or -1, its end, its message's arrival."""
+    """Return three [A] columns: the sender that an action waits for or -1, its end, the arrival."""
     schedule = report.schedule
     left = ends.copy()  # the time when each message is sent
     overlap = report.clock == "event" and report.costs.pair is not None
     first = np.flatnonzero(flat.pair & overlap)
     left[first] = ends[first + 1]
     sender = senders(schedule).copy()
-    each = report.costs.per_slice(schedule.num_slices)
-    lag = each.lags(flat.rank, links(schedule).target, schedule.num_ranks)
+    lag = message_times(schedule, report.costs)
     ready = np.where(sender >= 0, left[sender], 0.0)
     arrival = np.where(sender >= 0, left[sender] + lag[sender], 0.0)
     later = first[arrival[first + 1] > arrival[first]]  # a pair starts when it has both messages

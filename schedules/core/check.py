@@ -8,18 +8,16 @@ The check shares no code with the families, and only the graph of messages with 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from schedules.checks.faults import MOST_NAMED, Culprit, Fault, error
-from schedules.checks.rules import RULES, Case, inspect
 from schedules.core.action import ScheduleError, shorten
-from schedules.core.arguments import is_number, renamed
+from schedules.core.arguments import is_count, is_number, renamed
 from schedules.core.costs import Times
 from schedules.core.events import run
-from schedules.core.flat import B, F, I, activations, is_dense, once
-from schedules.core.parts import check_schedule, is_count
+from schedules.core.flat import B, F, I, inputs_held, is_dense, microbatches_held, once
+from schedules.core.rules import MOST_NAMED, RULES, Case, Culprit, Fault, error, inspect
 from schedules.core.timetable import Timetable
 
 Made = TypeVar("Made", bound=Timetable)
@@ -46,8 +44,8 @@ def check(schedule: Made, *, max_activations: float | None = None) -> Made:
       ScheduleError: the schedule is illegal; the message has every fault, and a grid that marks
         them.
     """
-    check_schedule(schedule)
-    if max_activations is not None and not _is_limit(max_activations):
+    _check_types(schedule)
+    if max_activations is not None and not (is_number(max_activations) and max_activations >= 1):
         raise ScheduleError(
             f"max_activations={shorten(max_activations)} is not a number >= 1 of stage inputs per "
             f"rank; give one, or None for no limit"
@@ -60,6 +58,32 @@ def check(schedule: Made, *, max_activations: float | None = None) -> Made:
     return schedule
 
 
+def _check_types(schedule: Timetable) -> None:
+    """Check that an object is a schedule, legal or not."""
+    remedy = "give what schedules.build, from_orders or Schedule.from_csv returned"
+    if not isinstance(schedule, Timetable):
+        raise ScheduleError(f"schedule={shorten(schedule)} is not a Schedule; {remedy}")
+    for part, rule in _wrong_fields(schedule):
+        value = getattr(schedule, part)
+        raise ScheduleError(f"Schedule({part}={shorten(value)}): {rule}; correct it")
+
+
+def _wrong_fields(schedule: Timetable) -> Iterator[tuple[str, str]]:
+    """Yield (field, required type) of each field of a wrong type."""
+    parts: dict[str, Any] = vars(schedule)
+    if not isinstance(parts["name"], str):
+        yield "name", "a name is a string"
+    if not is_count(parts["num_microbatches"]):
+        yield "num_microbatches", "must be an integer, how many microbatches there are"
+    if not is_count(parts["num_slices"]):
+        yield "num_slices", "must be an integer, into how many slices sequences are cut"
+    orders = parts["orders"]
+    if not isinstance(orders, tuple | list) or not all(isinstance(o, tuple | list) for o in orders):
+        yield "orders", "orders are a tuple of S tuples of Action, one for each rank"
+    if not isinstance(parts["placement"], tuple | list):
+        yield "placement", "a placement is a tuple of K ranks, one for each stage"
+
+
 @once
 def _faults(schedule: Timetable) -> tuple[Fault, ...]:
     """Find all faults except memory faults; the result is cached for repeated checks."""
@@ -69,10 +93,6 @@ def _faults(schedule: Timetable) -> tuple[Fault, ...]:
         faults = [fault for rule in RULES for fault in rule(case)]
         faults += _deadlocks(case)
     return tuple(faults)
-
-
-def _is_limit(value: object) -> bool:
-    return is_number(value) and value >= 1  # type: ignore[operator]
 
 
 def _sizes(schedule: Timetable) -> Iterator[Fault]:
@@ -112,7 +132,6 @@ def _are_positions(pairs: object, num_ranks: int) -> bool:
 
 
 def _deadlocks(case: Case) -> Iterator[Fault]:
-    """Find every circle of ranks that wait for each other."""
     schedule, flat = case.schedule, case.flat
     starts = run(schedule, pair=1)
     waits: dict[int, tuple[int, int]] = {}  # rank -> (its next action, the action it waits for)
@@ -139,24 +158,19 @@ def _deadlocks(case: Case) -> Iterator[Fault]:
 
 
 def _blocked(case: Case, starts: list[Times], index: int) -> tuple[int, int]:
-    """Find an action (or half of a pair) that cannot start, and the action it waits for."""
+    """Return the indices of the blocked action (or half of a pair) and of the action it awaits."""
     wait = index, -1
     for n in (index, index + 1)[: 1 + int(case.flat.pair[index])]:
         message = int(case.wires.awaited[n])
         if message >= 0:
-            sender = _sender(case, message)
+            item, is_gradient = divmod(message, 2)
+            senders = case.at[[B, I] if is_gradient else [F], item]
+            sender = next((int(n) for n in senders if n >= 0), -1)
             rank, position = case.mark(sender)
             wait = n, sender
             if sender < 0 or position >= len(starts[rank]):
                 break
     return wait
-
-
-def _sender(case: Case, message: int) -> int:
-    """Return the index of the action that sends a message, -1 if there is none."""
-    item, is_gradient = divmod(message, 2)
-    kinds = (B, I) if is_gradient else (F,)
-    return next((int(case.at[k, item]) for k in kinds if case.at[k, item] >= 0), -1)
 
 
 def _circle(case: Case, waits: list[tuple[int, int]]) -> Culprit:
@@ -174,9 +188,7 @@ def _circle(case: Case, waits: list[tuple[int, int]]) -> Culprit:
 
 def _memory(case: Case, limit: float) -> Iterator[Fault]:
     culprits = []
-    cut = case.schedule.num_slices
-    for rank, units in enumerate(activations(case.schedule)):
-        inputs = units if cut == 1 else units / cut
+    for rank, inputs in enumerate(microbatches_held(case.schedule, inputs_held)):
         over = np.flatnonzero(inputs > limit)
         if len(over):
             index = int(case.flat.first[rank] + over[0])

@@ -10,19 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from schedules.checks.check import check
-from schedules.clocks.lockstep import fastest
-from schedules.clocks.meetings import meet
-from schedules.clocks.shared import Shared, parts
+from schedules.clocks.hosted import Keep, Offload, check_keep, check_offload, moves
+from schedules.clocks.lockstep import Lockstep, fastest
+from schedules.clocks.report import Report, sum_up
+from schedules.clocks.shared import parts
 from schedules.core.action import Action, ScheduleError, shorten
 from schedules.core.arguments import check_duration, is_one_of, need
+from schedules.core.check import check
 from schedules.core.costs import Costs, Times, of_unit_length_by_default
-from schedules.core.events import run
-from schedules.core.flat import Flat, Mask, flatten
+from schedules.core.events import Steps, action_times, message_times, run, starts_of
+from schedules.core.flat import Flat, Ints, flatten
 from schedules.core.messages import links
-from schedules.lowering.hosted import Keep, Offload, check_keep, check_offload, moves
-from schedules.orders.schedule import Schedule
-from schedules.timing.report import Report, sum_up
+from schedules.core.schedule import Schedule
+from schedules.core.timetable import actions_of
 
 CLOCKS = ("event", "lockstep", "measured")
 
@@ -74,7 +74,10 @@ def simulate(
     check(schedule)
     costs, flat = of_unit_length_by_default(costs), flatten(schedule)
     copies = moves(schedule, check_keep(keep), check_offload(offload), shared)
-    lasting = _durations(schedule, flat, costs, durations, shared, copies)
+    if durations is None:
+        lasting = action_times(schedule, costs, shared, copies)
+    else:
+        lasting = _measured(schedule, durations)
     common = np.zeros((0, 2))
     if clock == "lockstep" or shared:
         sends: dict[str, Any] = {"partners": partners, "delayed": delayed}
@@ -86,17 +89,14 @@ def simulate(
         starts, common = meet(best, lasting)
     else:
         pair = costs.pair if clock == "event" else None  # measured durations include the overlap
-        each = costs.per_slice(schedule.num_slices)
-        lag = each.lags(flat.rank, links(schedule).target, schedule.num_ranks)
-        rows = run(schedule, durations=lasting, lag=lag, pair=pair)
+        rows = run(schedule, durations=lasting, lag=message_times(schedule, costs), pair=pair)
         starts = np.concatenate(rows)
         if pair is not None:
             _share(flat, pair, starts, lasting)
     slots: dict[str, Any] = {"pattern": pattern, "partners": partners, "shared": shared}
     slots["delayed"] = bool(delayed)
     if copies.any():
-        cuts = flat.first[1:-1]
-        slots["moved"] = tuple(tuple(row.tolist()) for row in np.split(copies, cuts))
+        slots["moved"] = tuple(tuple(row.tolist()) for row in flat.by_rank(copies))
     return sum_up(schedule, costs, clock, slots, flat, starts, lasting, common)
 
 
@@ -116,11 +116,7 @@ def check_arguments(
     delayed: bool | None,
     durations: Mapping[Action, float] | None,
 ) -> None:
-    """Check the clock, and the arguments of `simulate` that depend on it.
-
-    Raises:
-      ScheduleError: an unknown clock, or an argument that it does not take.
-    """
+    """Check the clock, and the arguments of `simulate` that depend on it."""
     need("partners", partners, bool, "give True or False")
     if not is_one_of(clock, CLOCKS):
         raise ScheduleError(
@@ -143,20 +139,8 @@ def check_arguments(
         )
 
 
-def _durations(
-    schedule: Schedule,
-    flat: Flat,
-    costs: Costs,
-    measured: Mapping[Action, float] | None,
-    shared: Shared,
-    copies: Mask,
-) -> Times:
-    """Return [A] the duration of each action."""
-    if measured is None:
-        sizes = schedule.num_stages, schedule.num_slices
-        units = flat.kind, flat.stage, flat.microbatch
-        return costs.durations(*units, sizes, shared, copies)
-    actions = [action for order in schedule.orders for action in order]
+def _measured(schedule: Schedule, measured: Mapping[Action, float]) -> Times:
+    actions = actions_of(schedule)
     missing = [action for action in actions if action not in measured]
     if missing:
         raise ScheduleError(
@@ -167,3 +151,50 @@ def _durations(
     for action, time in zip(actions, times, strict=True):
         check_duration(f"durations[{action}]={shorten(time)}", time)
     return np.array(times, np.float64)
+
+
+def meet(layout: Lockstep, durations: Times) -> tuple[Times, Times]:
+    """Compute [A] the start of each action, and [n, 2] begin and end of each meeting.
+
+    This is the event clock with work that all ranks share (`schedules.clocks.shared`), which begins
+    when the last rank has arrived. Its position in each rank's order is that of the lockstep
+    layout: before or after the slot that it belongs to. For a meeting, a message without duration
+    goes from rank to rank: each rank passes it on when it has arrived itself, and the last rank's
+    message goes to all.
+    """
+    schedule, flat = layout.ticks.schedule, flatten(layout.ticks.schedule)
+    after, lasts = _meetings(layout)
+    first, (num_ranks, num_meetings) = flat.first, after.shape
+    wires = links(schedule)
+    messages = 2 * schedule.num_stages * schedule.num_units
+    words = messages + np.arange(num_ranks * num_meetings).reshape(num_ranks, num_meetings)
+    heard = np.concatenate([np.full_like(words[:1], -1), words[:-1]])
+    all_there = np.broadcast_to(words[-1], words.shape)
+    nobody, no_time = np.full_like(words, -1), np.zeros(words.shape)
+    lag = message_times(schedule, layout.costs)
+    steps = Steps(first, wires.awaited, wires.sent, durations, lag)
+    added = (  # two steps a meeting: to arrive, and to work
+        (heard, all_there),
+        (words, nobody),
+        (no_time, np.broadcast_to(lasts, words.shape)),
+        (no_time, no_time),
+    )
+    at = np.repeat(first[:-1, None] + after, 2, axis=1).ravel()
+    columns = [
+        np.insert(column, at, np.stack(two, axis=-1).ravel())
+        for column, two in zip(steps[1:], added, strict=True)
+    ]
+    is_action = ~np.insert(np.zeros(len(durations), bool), at, np.ones(len(at), bool))
+    bounds = first + 2 * num_meetings * np.arange(num_ranks + 1)
+    starts = starts_of(Steps(bounds, *columns))
+    begun = starts[~is_action][1 : 2 * num_meetings : 2]
+    return starts[is_action], np.stack([begun, begun + lasts], axis=1)
+
+
+def _meetings(layout: Lockstep) -> tuple[Ints, Times]:
+    """Return [S, n] each rank's number of own actions before a meeting, and [n] the durations."""
+    lasts = np.stack(layout.sharing, axis=1)
+    slot, is_after = np.nonzero(lasts)
+    rows = flatten(layout.ticks.schedule).by_rank(layout.ticks.times)
+    after = np.stack([np.searchsorted(row, slot + is_after) for row in rows])
+    return after, lasts[slot, is_after]

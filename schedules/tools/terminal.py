@@ -23,24 +23,22 @@ from typing import NamedTuple, TextIO
 
 import numpy as np
 
+from schedules.clocks.report import Report, sizes
+from schedules.clocks.simulate import simulate
 from schedules.clocks.ticks import lay_out
-from schedules.core.action import Action, Kind, ScheduleError, shorten
+from schedules.core.action import Action, Kind, ScheduleError, printable, shorten
 from schedules.core.arguments import is_number, need
 from schedules.core.grid import in_cells, steps
-from schedules.core.text import printable
-from schedules.drawing.palette import (
+from schedules.core.schedule import Schedule
+from schedules.tools.palette import (
     ANSI,
     NAMES,
     TOGETHER,
     heading,
     joined,
     kinds,
-    sizes,
     unit_text,
 )
-from schedules.orders.schedule import Schedule
-from schedules.timing.report import Report
-from schedules.timing.simulate import simulate
 
 MOST_CHARACTERS = 1_000_000  # most characters of a row of bars
 
@@ -84,7 +82,11 @@ def render(
         raise ScheduleError(f"width={shorten(width)}: a line has at least one character; give more")
     schedule = drawn.schedule if isinstance(drawn, Report) else drawn
     if unit is None:
-        head = heading(drawn) if isinstance(drawn, Report) else _name(schedule)
+        head = (
+            heading(drawn)
+            if isinstance(drawn, Report)
+            else f"{printable(schedule.name)}   {sizes(schedule)}"
+        )
         rows = _columns(schedule, _steps(drawn))
     else:
         report = drawn if isinstance(drawn, Report) else simulate(schedule)
@@ -112,12 +114,7 @@ def wants_colour(stream: TextIO, environment: Mapping[str, str] | None = None) -
     return environment.get("TERM") != "dumb" and stream.isatty()
 
 
-def _name(schedule: Schedule) -> str:
-    return f"{printable(schedule.name)}   {sizes(schedule)}"
-
-
 def _steps(drawn: Report | Schedule) -> Sequence[Sequence[int]]:
-    """Return [S] lists of columns."""
     schedule = drawn.schedule if isinstance(drawn, Report) else drawn
     if not isinstance(drawn, Report) or drawn.pattern is None:
         return steps(schedule)

@@ -38,11 +38,6 @@ class Hosted(NamedTuple):
 def check_offload(offload: object) -> Offload:
     """Return the option as a word or a share.
 
-    Args:
-      offload: "stash" (all stashes that are needed after the next action of their rank),
-        "crossings" (the values that I leaves for W, if needed after the next action), a share of
-        the stashes from 0 to 1, or None.
-
     Raises:
       ScheduleError: an unknown word, a share outside 0..1, or another type.
     """
@@ -58,11 +53,7 @@ def check_offload(offload: object) -> Offload:
 
 
 def check_keep(keep: object) -> Keep:
-    """Check and return the option that names the values F keeps for its backward.
-
-    Raises:
-      ScheduleError: ``keep`` is neither "input" nor "residuals".
-    """
+    """Check and return the option that names the values F keeps for its backward."""
     if is_one_of(keep, ("input", "residuals")):
         return keep  # type: ignore[return-value]
     raise ScheduleError(f"keep={shorten(keep)}: must be 'input' or 'residuals'")
@@ -71,22 +62,10 @@ def check_keep(keep: object) -> Keep:
 def hosted(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = ()) -> Hosted:
     """Choose the values of a legal schedule to keep in host memory.
 
-    Args:
-      schedule: a legal schedule.
-      keep: the values that F keeps for its backward: the stage's input or its residuals. The input
-        of the first stage is recomputed from the batch, unless all ranks share "embed".
-      offload: the result of `check_offload`.
-      shared: the ends of the model that all ranks share.
+    With ``keep="input"`` the input of the first stage is none of them, because it is recomputed
+    from the batch, unless all ranks share "embed".
     """
-    choices, key = _known(schedule), (keep, offload, "embed" in shared)
-    if key not in choices:
-        choices[key] = _hosted(schedule, keep, offload, embeds="embed" in shared)
-    return choices[key]
-
-
-@once
-def _known(schedule: Timetable) -> dict[tuple[Keep, Offload, bool], Hosted]:  # noqa: ARG001
-    return {}
+    return _hosted(schedule, keep, offload, embeds="embed" in shared)
 
 
 def moves(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = ()) -> Mask:
@@ -100,6 +79,7 @@ def moves(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = ()
     return touched
 
 
+@once
 def _hosted(schedule: Timetable, keep: Keep, offload: Offload, *, embeds: bool) -> Hosted:
     flat, shape = flatten(schedule), (schedule.num_stages, schedule.num_units)
     nothing = np.zeros(shape, bool)

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from schedules.build import names
-from schedules.cli import commands, options
-from schedules.cli.text import complain, in_options, open_streams
-from schedules.core.action import ScheduleError
-from schedules.core.text import printable
-from schedules.files.whole import shown
+from schedules.core.action import ScheduleError, printable
+from schedules.core.files import shown
 from schedules.search.auto import BUDGET
+from schedules.tools import commands, options
+from schedules.tools.text import complain, in_options, open_streams
 
 USAGE_EXIT, INTERRUPTED = 2, 130
 
@@ -47,7 +46,6 @@ exit codes: 0 success; 1 illegal timetable, or no timetable within the limits;
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
     open_streams()
     try:
         chosen = _parser().parse_args(arguments)
@@ -63,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(error: Exception) -> str:
-    """Write the message of an error."""
     if isinstance(error, OSError) and error.filename is not None:
         return (
             f"{shown(error.filename)}: {error.strerror}; give a path that can be read and written"

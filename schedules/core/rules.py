@@ -1,23 +1,81 @@
 """The rules that a legal schedule obeys, each as a function from a schedule to its faults.
 
-The rules on waiting and memory are in `schedules.check`. Letters are those of
-`schedules.core.action`, A is that of `schedules.core.flat`.
+One error has all faults, under a grid that marks the culprits. The rules on waiting and memory are
+in `schedules.core.check`. Letters are those of `schedules.core.action`, A is that of
+`schedules.core.flat`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from schedules.checks.faults import MOST_NAMED, Culprit, Fault
-from schedules.core.action import KINDS, action_of, shorten
-from schedules.core.flat import B, F, Flat, I, Ints, Mask, W, codes, flatten
-from schedules.core.grid import label, steps
+from schedules.core.action import KINDS, ScheduleError, action_of, shorten
+from schedules.core.flat import B, F, Flat, I, Ints, Mask, W, codes, flatten, scan_pairs
+from schedules.core.grid import grid, label, steps
 from schedules.core.messages import Links, links
 from schedules.core.timetable import Timetable
+
+MOST_NAMED = 8  # named and marked culprits of one fault; the others are counted
+MOST_CHARACTERS = 600  # of all their names
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """One place where a rule is broken.
+
+    Attributes:
+      marks: (rank, position in its order) of the actions to mark.
+      missing: (rank, action) of a missing action, to write next to the rank's row.
+    """
+
+    text: str
+    marks: tuple[tuple[int, int], ...] = ()
+    missing: tuple[int, str] | None = None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A broken rule.
+
+    Attributes:
+      rule: the broken rule, and the remedy.
+      culprits: the first few places.
+    """
+
+    what: str
+    rule: str
+    culprits: Sequence[Culprit]
+    count: int
+
+
+def error(schedule: Timetable, faults: Sequence[Fault]) -> ScheduleError:
+    total = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"
+    sizes = (
+        f"S={schedule.num_ranks} ranks, K={schedule.num_stages} stages, "
+        f"M={schedule.num_microbatches} microbatches"
+        f"{f', N={schedule.num_slices} slices' if schedule.num_slices > 1 else ''}"
+    )
+    lines = [f"schedule {shorten(schedule.name, 120)} ({sizes}) has {total}"]
+    marks: list[tuple[int, int]] = []
+    notes: dict[int, str] = {}
+    for fault in faults:
+        named, count = "; ".join(culprit.text for culprit in fault.culprits), len(fault.culprits)
+        if len(named) > MOST_CHARACTERS:  # a circle of many ranks, or numbers of many digits
+            named = f"{named[: MOST_CHARACTERS - 3]}..."
+        more = f"; and {fault.count - count} more" if fault.count > count else ""
+        lines += [f"- {fault.what}: {named}{more}", f"  {fault.rule}"]
+        for culprit in fault.culprits:
+            marks += culprit.marks
+            if culprit.missing is not None:
+                rank, action = culprit.missing
+                notes[rank] = f"{notes.get(rank, 'missing')} {action}"
+    if schedule.num_ranks:
+        lines.append(grid(schedule, marks=marks, notes=notes, clip=True))
+    return ScheduleError("\n".join(lines))
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,9 +83,6 @@ class Case:
     """A schedule, prepared for inspection.
 
     Attributes:
-      schedule: the inspected schedule.
-      flat: its actions.
-      wires: its messages.
       at: [4, K * U] index of the first action of each kind, stage and unit; -1 if missing.
       repeated: [A] True for an action that has occurred before.
     """
@@ -44,7 +99,6 @@ class Case:
         return steps(self.schedule)
 
     def mark(self, index: int) -> tuple[int, int]:
-        """Return (rank, position) of an action."""
         rank = int(self.flat.rank[index])
         return rank, index - int(self.flat.first[rank])
 
@@ -184,7 +238,8 @@ def _halves(case: Case) -> Iterator[Fault]:
 
 def _overlaps(case: Case) -> Iterator[Fault]:
     """Check that a pair is an F and then a backward of another stage."""
-    schedule, flat, lost = case.schedule, case.flat, list(_lost_pairs(case.schedule))
+    schedule, flat = case.schedule, case.flat
+    lost = [(rank, at) for rank, at, is_valid in scan_pairs(schedule) if not is_valid]
 
     def tell(item: int) -> Culprit:
         (rank, position), actions = lost[item], len(schedule.orders[lost[item][0]])
@@ -210,17 +265,6 @@ def _overlaps(case: Case) -> Iterator[Fault]:
         first[~fits],
         lambda n: Culprit(f"{case.show(n)} & {case.show(n + 1)}", (case.mark(n), case.mark(n + 1))),
     )
-
-
-def _lost_pairs(schedule: Timetable) -> Iterator[tuple[int, int]]:
-    """Find (rank, position) of every pair outside its order, or overlapping an earlier pair."""
-    for rank, positions in enumerate(schedule.pairs):
-        lowest, last = 0, len(schedule.orders[rank]) - 1
-        for position in positions:
-            if lowest <= position < last:
-                lowest = position + 2
-            else:
-                yield rank, position
 
 
 def _order(case: Case) -> Iterator[Fault]:

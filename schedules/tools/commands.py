@@ -7,35 +7,33 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from schedules.build import names
-from schedules.checks.check import check
-from schedules.cli import options as given
-from schedules.cli import output as files
-from schedules.cli.records import report_record, schedule_record
-from schedules.cli.text import columns, complain, in_options, number, reason, say
-from schedules.core.action import ScheduleError
-from schedules.core.text import printable
-from schedules.drawing.terminal import render, wants_colour
+from schedules.clocks.report import CAUSES, Report, slot_options
+from schedules.core.action import ScheduleError, printable
+from schedules.core.check import check
+from schedules.core.files import check_output, replace, shown
+from schedules.core.schedule import Schedule
 from schedules.families.constructions.sizes import OutOfReachError
-from schedules.files.output import check_output
-from schedules.files.whole import shown
 from schedules.lowering.lower import lower
 from schedules.search.auto import Choice, auto
-from schedules.timing.report import CAUSES, Report
+from schedules.tools import options as given
+from schedules.tools.records import report_record, schedule_record, write_json
+from schedules.tools.terminal import render, wants_colour
+from schedules.tools.text import columns, complain, in_options, number, reason, say
 
+DRAWINGS = (".html", ".png", ".svg", ".txt", ".json")
 ILLEGAL = 1  # exit code: a timetable is illegal, or nothing meets the limit
 
 
 def draw(options: argparse.Namespace) -> int:
-    """Draw a timetable on the terminal, or into the named files."""
-    files.check_writable(options, files.DRAWINGS, options.schedules)
+    _check_writable(options, DRAWINGS, options.schedules)
     schedules = [given.load(options, name) for name in options.schedules]
     for path in options.output:
-        files.draw(options, schedules, path)
+        _draw_into(options, schedules, path)
     if not options.output:
         colour = wants_colour(sys.stdout)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -45,7 +43,6 @@ def draw(options: argparse.Namespace) -> int:
 
 
 def table(options: argparse.Namespace) -> int:
-    """Print the numbers of one timetable, rank by rank."""
     report = given.clocked(options, given.load(options, options.schedule))
     if options.json:
         say(json.dumps(report_record(report), indent=2))
@@ -162,8 +159,7 @@ _COMPARED = ("schedule", "K", "makespan", "bubble", "in span", "peak", "ticks", 
 
 def _compared(report: Report) -> list[str]:
     schedule = report.schedule
-    slots: dict[str, Any] = {n: getattr(report, n) for n in ("pattern", "partners", "delayed")}
-    program = lower(schedule, costs=report.costs, **slots)
+    program = lower(schedule, costs=report.costs, **slot_options(report))
     return [
         printable(schedule.name),
         str(schedule.num_stages),
@@ -182,7 +178,7 @@ def choose(options: argparse.Namespace) -> int:
         raise given.UsageError(
             "auto chooses slots itself, and without pairs; leave out --pattern and --pair"
         )
-    files.check_writable(options, (".csv", *files.DRAWINGS))
+    _check_writable(options, (".csv", *DRAWINGS))
     try:
         choice = auto(
             options.ranks,
@@ -201,9 +197,9 @@ def choose(options: argparse.Namespace) -> int:
         return ILLEGAL
     for path in options.output:
         if given.is_file(path):
-            files.write(choice.schedule, path)
+            _write(choice.schedule, path)
         else:
-            files.draw(options, [choice.schedule], path)
+            _draw_into(options, [choice.schedule], path)
     say(json.dumps(_chosen(choice), indent=2) if options.json else in_options(str(choice)))
     return 0
 
@@ -226,12 +222,55 @@ def _chosen(choice: Choice) -> dict[str, Any]:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Convert a timetable: to .csv in torch.distributed.pipelining's format, or to .json."""
     if not given.is_file(options.target):
         raise given.UsageError(f"{options.target}: a timetable is written as .csv or .json")
     check_output("FILE", options.target, [options.schedule, options.costs])
     schedule = given.load(options, options.schedule)
-    files.write(schedule, options.target)
+    _write(schedule, options.target)
     if options.json:
         say(json.dumps(schedule_record(schedule)))
     return 0
+
+
+def _check_writable(
+    options: argparse.Namespace, suffixes: Sequence[str], schedules: Sequence[str] = ()
+) -> None:
+    """Check that the files of --output can be written, before any search or simulation."""
+    for path in options.output:
+        if Path(path).suffix.lower() not in suffixes:
+            raise given.UsageError(
+                f"--output {path}: a drawing is .html (interactive), .png, .svg, .txt or .json (a "
+                f"trace for Perfetto)"
+            )
+        check_output("--output", path, [*schedules, options.costs])
+
+
+def _draw_into(options: argparse.Namespace, schedules: Sequence[Schedule], path: str) -> None:
+    name = path.lower()
+    if name.endswith(".html"):
+        from schedules.tools.page import save_page
+
+        # The page simulates the event clock itself, from the costs in the reports.
+        asked = argparse.Namespace(**{**vars(options), "clock": "lockstep"})
+        reports = [given.clocked(asked, schedule) for schedule in schedules]
+        save_page(reports, path, title=options.title)
+        return
+    reports = [given.clocked(options, schedule) for schedule in schedules]
+    if name.endswith((".png", ".svg")):
+        from schedules.tools.draw import save_timeline
+
+        save_timeline(reports, path, title=options.title)
+    elif name.endswith(".json"):
+        from schedules.tools.trace import save_trace
+
+        save_trace(reports, path)
+    else:
+        text = "\n\n".join(render(report, colour=False) for report in reports)
+        replace(text + "\n", path)
+
+
+def _write(schedule: Schedule, path: str) -> None:
+    if path.lower().endswith(".csv"):
+        schedule.to_csv(path)
+    else:
+        write_json(schedule, path)

@@ -1,4 +1,4 @@
-"""Files that are replaced whole, so that readers see the old or the new text; errors name them."""
+"""Files of timetables and costs: read whole or refused, and replaced whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,16 +11,33 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
 
-from schedules.core.action import ScheduleError
-from schedules.files.whole import Where, shown
+from schedules.core.action import ScheduleError, shorten
+
+Where = str | os.PathLike[str]
+
+
+def read(path: Where, wanted: str, what: str = "a timetable") -> bytes:
+    """Read all bytes of a file; pipes and devices are refused, because they may never end."""
+    file = Path(os.fsdecode(path))
+    try:
+        if file.exists() and not file.is_file():
+            reason = "Is a directory" if file.is_dir() else "Is a pipe or a device, no file"
+        else:
+            return file.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a path with a null character
+        reason = getattr(error, "strerror", None) or str(error)
+    where = shorten(os.fsdecode(path), 200)
+    raise ScheduleError(f"{where}: cannot be read as {what}: {reason}; give {wanted}")
+
+
+def shown(path: Where) -> str:
+    """Write a path for a message; quoted if it is long or has control characters."""
+    text = os.fsdecode(path)
+    return text if text.isprintable() and len(text) < 200 else shorten(text, 200)
 
 
 def replace(text: str, path: Where) -> None:
-    """Write text in UTF-8 atomically: a reader sees the whole old or the whole new file.
-
-    Raises:
-      OSError: the file cannot be written.
-    """
+    """Write text in UTF-8 atomically: a reader sees the whole old or the whole new file."""
     with open_replacement(path) as file:
         file.write(text)
 
@@ -66,16 +83,7 @@ def name_file(path: Where) -> Iterator[None]:
 
 
 def check_output(option: str, path: Where, inputs: Iterable[Where | None]) -> None:
-    """Check, before any work, that a file can be written and is no input of the command.
-
-    Args:
-      option: the option that names the file.
-      path: the file to write.
-      inputs: what the command reads; None and names of other things are left out.
-
-    Raises:
-      ScheduleError: the folder is missing, the path is a folder, or the file is an input.
-    """
+    """Check, before any work, that a file can be written and is no input of the command."""
     file = Path(path)
     if not file.parent.is_dir():
         raise ScheduleError(

@@ -10,14 +10,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from schedules.checks.check import check
+from schedules.clocks.report import Report, slot_options
 from schedules.core.action import ScheduleError, shorten
+from schedules.core.check import check
+from schedules.core.costs import costs_record
+from schedules.core.files import read, replace
 from schedules.core.grid import in_cells, steps
-from schedules.files.costs import costs_record
-from schedules.files.output import replace
-from schedules.files.whole import read
-from schedules.orders.schedule import Schedule, from_orders
-from schedules.timing.report import Report
+from schedules.core.schedule import Schedule, from_orders
 
 FIELDS = ("name", "num_microbatches", "placement", "orders")
 
@@ -39,7 +38,6 @@ def schedule_record(schedule: Schedule) -> dict[str, Any]:
 
 
 def _slices(schedule: Schedule) -> dict[str, int]:
-    """Record the number of slices, if there are several."""
     return {"num_slices": schedule.num_slices} if schedule.num_slices > 1 else {}
 
 
@@ -54,9 +52,7 @@ def report_record(report: Report) -> dict[str, Any]:
         "num_microbatches": schedule.num_microbatches,
         **_slices(schedule),
         "clock": report.clock,
-        "pattern": report.pattern,
-        "partners": report.partners,
-        "delayed": report.delayed,
+        **slot_options(report),
         "makespan": report.makespan,
         "step_time": report.step_time,
         "costs": costs_record(report.costs),
@@ -81,16 +77,11 @@ def report_record(report: Report) -> dict[str, Any]:
 
 
 def write_json(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write a schedule as JSON."""
     replace(json.dumps(schedule_record(schedule)) + "\n", path)
 
 
 def read_json(path: str | os.PathLike[str]) -> Schedule:
-    """Read a schedule that `write_json` wrote, and check it.
-
-    Raises:
-      ScheduleError: the file is missing, is no such record, or has no legal schedule.
-    """
+    """Read a schedule that `write_json` wrote, and check it."""
     where, wanted = shorten(os.fsdecode(path), 200), "a JSON file as `convert` writes it"
     data = read(path, wanted)
     try:

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from schedules.clocks.report import Explanation, Report
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import is_one_of
-from schedules.core.flat import F, flatten
+from schedules.core.files import open_replacement
+from schedules.core.flat import F, flatten, inputs_held, takes_and_frees
 from schedules.core.messages import links, senders
-from schedules.drawing.palette import CAUSES, NAMES, TOGETHER, heading, joined, several
-from schedules.files.output import open_replacement
-from schedules.timing.report import Explanation, Report, held
+from schedules.tools.palette import CAUSES, NAMES, TOGETHER, heading, joined, several
 
 Event = dict[str, Any]
 
@@ -71,7 +71,6 @@ def save_trace(
 
 
 def _events(slices: _Slices) -> Iterator[Event]:
-    """Yield all events of one report."""
     report, process = slices.report, slices.process
     yield from _names(report, process)
     explanation = report.explain()
@@ -81,8 +80,8 @@ def _events(slices: _Slices) -> Iterator[Event]:
         for start, end in report.common:
             yield slices.slice(rank, TOGETHER, "shared", start, end)
     yield from slices.messages()
-    for rank, steps in enumerate(held(report)):
-        for time, count in steps:
+    for rank in range(report.schedule.num_ranks):
+        for time, count in held(report, rank):
             yield {
                 "ph": "C",
                 "name": f"activations on rank {rank}",
@@ -90,6 +89,19 @@ def _events(slices: _Slices) -> Iterator[Event]:
                 "ts": slices.at(time) / 1000,
                 "args": {"held": count},
             }
+
+
+def held(report: Report, rank: int) -> Iterator[tuple[float, int]]:
+    """Yield (time, stage inputs held from then on) for each change on a rank, in order of time."""
+    flat = flatten(report.schedule)
+    kinds = flat.by_rank(flat.kind)[rank]
+    times = zip(report.starts[rank], report.ends[rank], strict=True)
+    columns = zip(times, *takes_and_frees(kinds), inputs_held(kinds).tolist(), strict=True)
+    for (start, end), takes, frees, count in columns:
+        if takes:
+            yield start, count
+        if frees:
+            yield end, count - 1
 
 
 def _names(report: Report, process: int) -> Iterator[Event]:
@@ -118,7 +130,6 @@ class _Slices:
         return round(time * self.scale)
 
     def slice(self, rank: int, name: str, category: str, start: float, end: float) -> Event:
-        """Make a box without arguments."""
         return {
             "ph": "X",
             "name": name,
@@ -130,7 +141,6 @@ class _Slices:
         }
 
     def actions(self, rank: int) -> Iterator[Event]:
-        """Yield the actions of a rank."""
         schedule = self.report.schedule
         order, starts, ends = (
             schedule.orders[rank],
@@ -159,7 +169,6 @@ class _Slices:
             yield event
 
     def waits(self, explanation: Explanation, rank: int) -> Iterator[Event]:
-        """Yield the waits of a rank."""
         order = self.report.schedule.orders[rank]
         for wait in explanation.waits[rank]:
             event = self.slice(rank, f"idle: {wait.cause}", "idle", wait.start, wait.end)
