@@ -72,7 +72,6 @@ class JoinedCalls:
                 raise ValueError(f"{name} {fault} in call 1 of an update: {_WHY}; {_REMEDY}")
 
     def keep(self, batch: Tree) -> None:
-        """Keep a copy of a batch."""
         copy = lambda x: x.copy() if isinstance(x, np.ndarray) else jnp.copy(x)  # noqa: E731
         self.batches.append(jax.tree.map(copy, batch))
 
