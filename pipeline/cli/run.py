@@ -22,12 +22,13 @@ from pipeline.optimizer import make_optimizer
 from pipeline.pipeline import Pipeline
 from pipeline.training.batches import as_batch, masked, padded
 from pipeline.training.checkpoints import Checkpoints
-from pipeline.training.config import Config, PipelineOptions, RunConfigError, load
+from pipeline.training.config import Config, RunConfigError, load
 from pipeline.training.faults import stop_on_signals
 from pipeline.training.generation import continue_prompt
 from pipeline.training.records import JsonLines, Progress, Recorder, TensorBoard
-from pipeline.training.step import DynamicScale, NotFiniteError, Step, mean_like, take_mean
+from pipeline.training.step import DynamicScale, NotFiniteError, Step
 from pipeline.training.trainer import Trainer, means
+from pipeline.training.update import mean_like, take_mean
 from schedules.cli.text import say
 from schedules.files.output import replace
 
@@ -64,10 +65,7 @@ def make_model(config: Config) -> Any:
     if config.data.pad:
         made = made | {"loss_fn": masked(made["loss_fn"])}
     rest = {key: value for key, value in made.items() if key not in ("stages", "read")}
-    # Of `batch` and `ignore`, which both may say, a default of the file says nothing.
-    unsaid, own = PipelineOptions().options(), config.pipeline.options()
-    own = {key: value for key, value in own.items() if key not in rest or value != unsaid.get(key)}
-    pipe = Pipeline(made["stages"], **(rest | config.parallel.pipeline_options() | own))
+    pipe = Pipeline(made["stages"], **config.arguments(others=rest))
     if "read" in made:
         made["read"](pipe)
     return pipe
@@ -171,7 +169,6 @@ def train(config: Config, *, resume: bool, how: str, measure: bool = False) -> i
 
 
 def _open(config: Config, *, resume: bool, measure: bool) -> tuple[Path, Checkpoints]:
-    """Open the folder of a run, and its checkpoints, unless it already has a run."""
     config.check_functions()
     if measure and config.parallel is None:
         raise RunConfigError("--measure is for pipelines, and the configuration has no [parallel]")
@@ -192,7 +189,6 @@ def _open(config: Config, *, resume: bool, measure: bool) -> tuple[Path, Checkpo
 
 
 def _is_run_config(path: Path) -> bool:
-    """Tell whether a config.json was written by a run."""
     try:
         return "run" in read_json(path)
     except ValueError:
@@ -266,7 +262,6 @@ def continued(config: Config, prompt: str, *, tokenizer: str | None, **options: 
 
 
 def _has_metrics(model: Any) -> bool:
-    """Tell whether a loss declares that it returns metrics."""
     loss_fn = model.plan.loss_fn if isinstance(model, Pipeline) else None
     return bool(getattr(loss_fn, "has_metrics", False))
 

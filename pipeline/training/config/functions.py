@@ -59,14 +59,12 @@ def rates() -> Mapping[str, Callable[..., Any]]:
 
 
 def update_with(rule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Make an optimizer of optax and an update of 2 x 2 weights."""
     tx = optax.with_extra_args_support(rule(learning_rate=0.1, **arguments))
     weights = {"weight": jnp.zeros((2, 2))}
     return tx.update(weights, tx.init(weights), weights)
 
 
 def rate_with(schedule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Make a schedule of optax, and its rate at step 0."""
     return schedule(**arguments)(jnp.int32(0))
 
 
@@ -106,7 +104,6 @@ def wrong_values(
 def wrong_arguments(
     where: str, function: Callable[..., Any], given: Mapping[str, Any]
 ) -> list[str]:
-    """List the faults in the names of arguments."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some built-in functions have no signature

@@ -1,4 +1,4 @@
-"""A record of how a model is spread over devices, validated as a whole, equal on every process.
+"""How a model is spread over devices: validated as a whole, equal on every process.
 
 Letters: W = devices of all processes, P = processes, D = data shards, M = microbatches, b = rows of
 a microbatch on one data shard, N = M * D * b rows of a batch. Each rule takes all fields as a dict,
@@ -196,7 +196,6 @@ class ParallelConfig:
         }
 
     def __str__(self) -> str:
-        """Describe mesh, processes, batch, precision and checksum, a line each."""
         axes = " x ".join(f"{name} {size}" for name, size in self.sizes.items())
         rows = {
             "mesh": f"{axes} = {_count(self.world_size, 'device')}",
@@ -312,7 +311,6 @@ def _precision(fields: Fields) -> list[str]:
 
 
 def _world(fields: Fields) -> list[str]:
-    """Check that W = D * stage * tensor * further axes."""
     sizes = sizes_of(fields)
     product = math.prod(size for size in sizes.values() if size is not None)
     world, source = fields["world_size"], "world_size"
@@ -373,7 +371,6 @@ def _own_process(fields: Fields) -> list[str]:
 
 
 def _groups(fields: Fields) -> list[str]:
-    """Check that groups of devices divide evenly over processes."""
     count, each = fields["num_processes"], fields["devices_per_process"]
     sizes = sizes_of(fields)
     if None in (count, each, *sizes.values()) or count * each != math.prod(sizes.values()):
@@ -383,7 +380,6 @@ def _groups(fields: Fields) -> list[str]:
 
 
 def _batch(fields: Fields) -> list[str]:
-    """Check that N = M * D * b."""
     names = ("num_microbatches", "data", "microbatch_size")
     rows = fields["batch_size"]
     factors = {name: fields[name] for name in names}
