@@ -100,7 +100,7 @@ def make_trainer(
         step,
         _data(config, model, config.data.call()),
         steps=run.steps,
-        evaluation=None if evaluation is None else lambda: _held_out(config, model),
+        evaluation=None if evaluation is None else lambda: _data(config, model, evaluation.call()),
         eval_interval=0 if evaluation is None else evaluation.interval,
         eval_ema=evaluation is not None and evaluation.ema,
         checkpoints=checkpoints,
@@ -145,8 +145,8 @@ def train(config: Config, *, resume: bool, how: str, measure: bool = False) -> i
         stack.enter_context(checkpoints)
         watching: dict[str, Any] = {"recorders": recorders, "hooks": [keep], "stop": stop}
         trainer = make_trainer(config, checkpoints=checkpoints, **watching)
-        if resume and (found := trainer.resume()) is not None:
-            _say(f"going on after update {found}, from {checkpoints.folder}")
+        if resume and (step := trainer.resume()) is not None:
+            _say(f"going on after update {step}, from {checkpoints.folder}")
         elif resume:
             _say(f"nothing to resume in {checkpoints.folder}: starting with update 1")
         if not trainer.is_resumable:
@@ -173,8 +173,8 @@ def _open(config: Config, *, resume: bool, measure: bool) -> tuple[Path, Checkpo
     if measure and config.parallel is None:
         raise RunConfigError("--measure is for pipelines, and the configuration has no [parallel]")
     folder = Path(config.run.folder)
-    kept = folder / "config.json"
-    if kept.exists() and not (folder / "checkpoints").exists() and not _is_run_config(kept):
+    path = folder / "config.json"
+    if path.exists() and not (folder / "checkpoints").exists() and not _is_run_config(path):
         raise RunConfigError(
             f"run.folder={str(folder)!r} holds a config.json of something else, which the run "
             f"would replace: name another folder"
@@ -218,7 +218,7 @@ def evaluate(config: Config) -> float:
     model = restored(config, ema=config.evaluation.ema)
     optimizer = nnx.Optimizer(model, optax.identity(), wrt=getattr(model, "wrt", nnx.Param))
     step = Step(model, optimizer, donate=False, has_aux=_has_metrics(model))
-    return means(step, _held_out(config, model))[0]
+    return means(step, _data(config, model, config.evaluation.call()))[0]
 
 
 def restored(config: Config, *, ema: bool = False) -> Any:
@@ -257,18 +257,13 @@ def continued(config: Config, prompt: str, *, tokenizer: str | None, **options: 
     tokens = list(prompt.encode()) if words is None else words.encode(prompt)
     if not tokens:
         raise RunConfigError("--prompt is empty: give a token or more to begin with")
-    found = continue_prompt(restored(config), tokens, **options)
-    return bytes(found).decode(errors="replace") if words is None else str(words.decode(found))
+    tokens = continue_prompt(restored(config), tokens, **options)
+    return bytes(tokens).decode(errors="replace") if words is None else str(words.decode(tokens))
 
 
 def _has_metrics(model: Any) -> bool:
     loss_fn = model.plan.loss_fn if isinstance(model, Pipeline) else None
     return bool(getattr(loss_fn, "has_metrics", False))
-
-
-def _held_out(config: Config, model: Any) -> Iterable[Any]:
-    assert config.evaluation is not None  # noqa: S101  whoever calls has looked
-    return _data(config, model, config.evaluation.call())
 
 
 def _data(config: Config, model: Any, batches: Iterable[Any]) -> Iterable[Any]:

@@ -203,14 +203,10 @@ class Plans:
 
 def _tables(job: PlannedJob, layout: MeshLayout) -> dict[str, dict[str, Any]]:
     """Return the tables of a `pipeline.config.ParallelRun`, with what the layout decides."""
-    return {"parallel": _parallel(job, layout), "pipeline": _options(layout)}
-
-
-def _parallel(job: PlannedJob, layout: MeshLayout) -> dict[str, Any]:
     ranks = layout.experts.ranks
     axes = {} if job.model.experts is None else {"expert": ranks}
     axes |= {CONTEXT: layout.context} if layout.context > 1 else {}
-    return {
+    parallel = {
         "world_size": job.devices,
         "data": layout.data,
         "stage": layout.stage,
@@ -221,23 +217,19 @@ def _parallel(job: PlannedJob, layout: MeshLayout) -> dict[str, Any]:
         "batch_size": job.batch,
         **DTYPES,
     }
-
-
-def _options(layout: MeshLayout) -> dict[str, Any]:
     options: dict[str, Any] = {"data_parallel": layout.data_parallel}
     if layout.data_parallel == "windows":
         options = {"data_parallel": "fsdp", "gather": "repeat"}
     if layout.data_parallel == "hsdp":
         options = {}
     if layout.context > 1:
-        rows = ("data", "expert") if layout.experts.ranks > 1 else "data"
-        options["batch"] = (rows, CONTEXT)
+        options["batch"] = (("data", "expert") if ranks > 1 else "data", CONTEXT)
     if layout.schedule is not None:
         options["schedule"] = layout.schedule if layout.group is None else _file(layout)
         options["remat"] = "none" if layout.remat in (None, *OF_BLOCKS) else layout.remat
         options["vocabulary"] = layout.vocabulary
         options |= {"offload": layout.offload} if layout.offload else {}
-    return options
+    return {"parallel": parallel, "pipeline": options}
 
 
 def _file(layout: MeshLayout) -> str:
@@ -306,6 +298,8 @@ def _table(job: PlannedJob, ranked: Sequence[Estimate]) -> list[str]:
     rows = [("", " x ".join(job.axes), *more, *COLUMNS, "s", "MFU", "GB", "limited by")]
     for one in ranked:
         at = one.layout
+        shares = [(one.seconds[n] / one.step, text) for n, text in SHARES.items()]
+        limits = [f"{text} {share:.0%}" for share, text in sorted(shares)[::-1] if share >= 0.005]
         near = one is not ranked[0] and one.step <= (1 + ERROR) * ranked[0].step
         stashes = f", {at.offload:.0%} on host" if at.offload else ""
         rows.append(
@@ -323,7 +317,7 @@ def _table(job: PlannedJob, ranked: Sequence[Estimate]) -> list[str]:
                 f"{one.step:.4g}",
                 f"{mfu(job, one.step):.1%}",
                 f"{one.hbm / GB:.1f}",
-                _limits(job, one),
+                ", ".join([*limits, f"HBM {one.hbm / job.chip.hbm:.0%}"]),
             )
         )
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
@@ -334,13 +328,6 @@ def _table(job: PlannedJob, ranked: Sequence[Estimate]) -> list[str]:
     }
     used = {word for one in ranked for word in (one.layout.data_parallel, one.layout.vocabulary)}
     return table + [f"{word}: {text}" for word, text in meanings.items() if word in used]
-
-
-def _limits(job: PlannedJob, one: Estimate) -> str:
-    """List the largest shares of a step's time beyond the model's own operations."""
-    shares = sorted(((one.seconds[n] / one.step, text) for n, text in SHARES.items()), reverse=True)
-    said = [f"{text} {share:.0%}" for share, text in shares if share >= 0.005]
-    return ", ".join([*said, f"HBM {one.hbm / job.chip.hbm:.0%}"])
 
 
 def why(job: PlannedJob, one: Estimate, best: Estimate) -> str:

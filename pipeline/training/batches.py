@@ -225,7 +225,6 @@ class _CountedRows(NamedTuple):
 
 
 def _is_pair(metric: Any) -> bool:
-    """Tell whether a metric is (sum, weight)."""
     is_two = type(metric) in (tuple, list) and len(metric) == 2
     return is_two and all(getattr(x, "ndim", 0) == 1 for x in metric)
 
@@ -313,7 +312,6 @@ class padded(_Made):  # noqa: N801  called like a function
 
 
 def _check_sequence(tokens: Any, most: int, what: str) -> np.ndarray[Any, Any]:
-    """Check a sequence: [n] integers with 1 < n <= most + 1."""
     array = np.asarray(tokens)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"a sequence is {array.dtype}{list(array.shape)}; give [n] integers")

@@ -24,6 +24,7 @@ from pipeline.base.warn import warn
 from pipeline.facade import with_microbatches
 from pipeline.lint.added import adds_to_a_sum
 from pipeline.pipeline import Pipeline
+from pipeline.training.state import pipelines_of
 
 Tree = Any
 _WHY = (
@@ -62,11 +63,11 @@ class JoinedCalls:
             )
         now, then = map(self._named, (batch, first))
         for name in now | then:
-            (leaf, spec), (kept, _) = (leaves.get(name, (None, None)) for leaves in (now, then))
-            texts = ["missing" if x is None else shape_text(x) for x in (leaf, kept)]
+            (leaf, spec), (old, _) = (leaves.get(name, (None, None)) for leaves in (now, then))
+            texts = ["missing" if x is None else shape_text(x) for x in (leaf, old)]
             fault = "" if texts[0] == texts[1] else f"is {texts[0]} in call {call} and {texts[1]}"
             has_nan = leaf is not None and jnp.issubdtype(leaf.dtype, jnp.inexact)
-            if not fault and spec is None and not jnp.array_equal(leaf, kept, equal_nan=has_nan):
+            if not fault and spec is None and not jnp.array_equal(leaf, old, equal_nan=has_nan):
                 fault = f"has no batch axis, and other values in call {call} than"
             if fault:
                 raise ValueError(f"{name} {fault} in call 1 of an update: {_WHY}; {_REMEDY}")
@@ -130,10 +131,7 @@ def _interleaved(shards: int, rows: Sequence[Any]) -> Any:
 
 def warn_of_weights(model: nnx.Module) -> None:
     """Warn if stages add losses to a loss (sum, weight), and calls have weights."""
-    parts = (part for _, part in nnx.iter_modules(model))
-    if any(
-        isinstance(part, Pipeline) and any(part.plan.lint.adds_to_a_sum.values()) for part in parts
-    ):
+    if any(any(pipe.plan.lint.adds_to_a_sum.values()) for pipe in pipelines_of(model)):
         warn(
             "stages add losses (add_loss), and Step(accumulate=) gives the losses that they add in "
             "a call the weight of this call; so that each microbatch counts once, give the Step a "

@@ -15,6 +15,7 @@ from pipeline.base.variables import Placeholder
 from pipeline.facade import Attributes
 from pipeline.layers_view.by_mesh import ByMesh
 from pipeline.pipeline import Pipeline
+from pipeline.training.scaling import select_leaf
 
 Tree = Any
 
@@ -22,10 +23,7 @@ Tree = Any
 class StepState:
     """The variables of a model and its optimizer, and where their arrays are.
 
-    Args:
-      model: the model.
-      optimizer: the model's optimizer.
-      copied: whether each array is copied, so that a step can donate it.
+    With ``copied`` each array is copied, so that a step can donate it.
 
     Attributes:
       variables: the variables, in the order of the leaves of their state.
@@ -65,7 +63,7 @@ class StepState:
             variable.set_raw_value(leaf)
 
     def merge(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
-        """Make a model and an optimizer of leaves, within a compiled function."""
+        """Make a model and an optimizer of leaves, for one call within a compiled function."""
         merged = nnx.merge(self._graph, jax.tree.unflatten(self._structure, leaves))
         self._merged_attributes = Attributes(merged[0], Pipeline)
         return merged
@@ -95,12 +93,8 @@ class StepState:
     ) -> list[Any]:
         """List the leaves after a call without an update.
 
-        Args:
-          before: the leaves before the call.
-          model: the merged model.
-          optimizer: the merged optimizer.
-          select: a function of the pairs (new, old) of the state that the call has written, by
-            number of leaf; it returns the leaves to keep.
+        ``select`` gets the pairs (new, old) of the state that the call has written, by number of
+        leaf, and returns the leaves to keep.
         """
         after = self.split(model, optimizer)
         pairs = {
@@ -110,23 +104,14 @@ class StepState:
         return [kept.get(n, new) for n, new in enumerate(after)]
 
     def split_update(
-        self,
-        before: Sequence[Any],
-        model: Any,
-        optimizer: Any,
-        select: Callable[[Any, Any, bool], Any],
+        self, before: Sequence[Any], model: Any, optimizer: Any, finite: jax.Array
     ) -> list[Any]:
-        """List the leaves after an update.
-
-        Args:
-          before: the leaves before the update.
-          model: the merged model.
-          optimizer: the merged optimizer.
-          select: a function of a new leaf, the old leaf, and whether the leaf must stay if the
-            update is skipped (random streams go on).
-        """
-        rows = zip(self.split(model, optimizer), before, self._may_change, strict=True)
-        leaves = [new if new is old else select(new, old, may) for new, old, may in rows]
+        """List the leaves after an update, or before it unless ``finite``; random streams go on."""
+        leaves = []
+        for new, old, may in zip(
+            self.split(model, optimizer), before, self._may_change, strict=True
+        ):
+            leaves.append(new if new is old else select_leaf(finite if may else None, new, old))
         if self.is_by_mesh:  # every array keeps its mesh, scalars too
             leaves = jax.lax.with_sharding_constraint(leaves, self.places)
         return leaves
@@ -202,3 +187,8 @@ def _settle(variables: Sequence[nnx.Variable[Any]], *, copied: bool) -> None:
             variable.set_raw_value(jax.device_put(value, place, may_alias=False))
         else:
             variable.set_raw_value(jax.device_put(jnp.copy(value) if copied else value, place))
+
+
+def pipelines_of(model: nnx.Module) -> list[Pipeline]:
+    """List the pipelines in a model, which may be a pipeline itself."""
+    return [part for _, part in nnx.iter_modules(model) if isinstance(part, Pipeline)]

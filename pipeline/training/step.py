@@ -42,7 +42,7 @@ from pipeline.training.compiling import Given as CompilerOptions
 from pipeline.training.compiling import resolve_compiler_options
 from pipeline.training.joined import joined_calls, warn_of_weights
 from pipeline.training.scaling import DynamicScale, NotFiniteError, Scalars, ScaleRule
-from pipeline.training.state import StepState, replaced
+from pipeline.training.state import StepState, pipelines_of, replaced
 from pipeline.training.update import Metrics, Update, mean_like, take_mean
 
 __all__ = ["DynamicScale", "Metrics", "NotFiniteError", "Step"]
@@ -129,7 +129,7 @@ class Step:
         # each other for ever. So on such devices a call returns only when its program has ended.
         devices = self._state.devices
         self._waits = len(devices) > 1 and all(d.platform == "cpu" for d in devices)
-        self._runs_programs = _runs_programs(model)
+        self._runs_programs = any(p.plan.engine == "programs" for p in pipelines_of(model))
         self._compile(donate, compiler_options)
 
     def _compile(self, donate: bool, options: CompilerOptions) -> None:
@@ -408,9 +408,9 @@ class Step:
     ) -> tuple[dict[int, Any], Sums]:
         """Run a call before the last call of an update; return written leaves, and the sums."""
         model, optimizer = self._state.merge(leaves)
-        for _, module in nnx.iter_modules(model):
-            if isinstance(module, Pipeline) and module.plan.after_step is not None:
-                module.plan = self._without_hook(module.plan)
+        for pipe in pipelines_of(model):
+            if pipe.plan.after_step is not None:
+                pipe.plan = self._without_hook(pipe.plan)
         call = self._weighed(model, scalars, batch, weight)
         sums = zero_sums(self._state, call[1]) if sums is None else sums
         after = self._split(leaves, model, optimizer, call[0].mean, call[2])
@@ -477,12 +477,6 @@ def warn_within_update(step: int, optimizer: Any) -> None:
         )
 
 
-def _runs_programs(model: nnx.Module) -> bool:
-    """Tell whether a call of the model runs programs, and so cannot be a part of a program."""
-    parts = (part for _, part in nnx.iter_modules(model))
-    return any(isinstance(part, Pipeline) and part.plan.engine == "programs" for part in parts)
-
-
 def _no_after_step(stage: nnx.Module) -> None:
     """Do nothing: ``after_step`` runs at the last call of an update."""
 
@@ -509,20 +503,20 @@ def _check_model(model: Any, optimizer: Any, *, scaled: bool, has_aux: bool) -> 
 
 
 def _check_options(*, clip: Any, ema: Any, accumulate: Any, loss_scale: Any) -> None:
-    if clip is not None and not TINY <= clip <= MOST:
-        raise ValueError(
-            f"clip={clip!r}: must be a finite number > 0 of float32, or None to clip nothing"
-        )
-    if ema is not None and not (ema >= TINY and float(np.float32(ema)) < 1):
-        raise ValueError(
-            f"ema={ema!r}: must be a decay between 0 and 1 in float32, or None for no mean"
-        )
-    if not is_whole(accumulate, 1):
-        raise ValueError(f"accumulate={accumulate!r}: must be a whole number >= 1")
-    if isinstance(loss_scale, DynamicScale) or loss_scale is None:
-        return
-    if not isinstance(loss_scale, int | float) or not TINY <= loss_scale <= MOST:
-        raise ValueError(
-            f"loss_scale={loss_scale!r}: must be a finite number > 0 of float32, DynamicScale(), "
-            f"or None"
-        )
+    positive = "a finite number > 0 of float32"
+    is_number = isinstance(loss_scale, int | float) and TINY <= loss_scale <= MOST
+    has_scale = loss_scale is None or isinstance(loss_scale, DynamicScale) or is_number
+    is_decay = ema is None or (ema >= TINY and float(np.float32(ema)) < 1)
+    for name, value, fits, rule in (
+        (
+            "clip",
+            clip,
+            clip is None or TINY <= clip <= MOST,
+            f"{positive}, or None to clip nothing",
+        ),
+        ("ema", ema, is_decay, "a decay between 0 and 1 in float32, or None for no mean"),
+        ("accumulate", accumulate, is_whole(accumulate, 1), "a whole number >= 1"),
+        ("loss_scale", loss_scale, has_scale, f"{positive}, DynamicScale(), or None"),
+    ):
+        if not fits:
+            raise ValueError(f"{name}={value!r}: must be {rule}")

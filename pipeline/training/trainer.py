@@ -192,7 +192,7 @@ class Trainer:
             )
         step = self.step
         shaped, plain = step.shaped(), {"step": step.plain()}
-        found = self._checkpoints.restore(
+        step_number = self._checkpoints.restore(
             step.model,
             step.optimizer,
             shaped=shaped,
@@ -200,13 +200,13 @@ class Trainer:
             data=self.data,
             **({"ignore": ignore} if ignore else {}),
         )
-        if found is not None:
+        if step_number is not None:
             if "shaped" in ignore and step.ema is not None:
                 shaped = {"ema": mean_like(nnx.state(step.model, step.optimizer.wrt))}
             step.load(shaped, plain["step"])
-            self.done = self._saved = found
+            self.done = self._saved = step_number
             self.evaluated, self.eval_loss, self._position, self._drawn = -1, None, None, None
-        return found
+        return step_number
 
     def run(self) -> bool:
         """Train to the end; return whether the run was finished, not stopped.
@@ -419,8 +419,8 @@ class Trainer:
             record["loss_scale"] = float(metrics.loss_scale)
         if self._peak:
             record["mfu"] = self._flops * running.tokens / seconds / self._peak
-        if (held := memory()) is not None:
-            record["memory"] = held
+        if (used := memory()) is not None:
+            record["memory"] = used
         return record
 
     def _say_skipped(self, running: _Running, metrics: Metrics) -> None:
@@ -461,15 +461,15 @@ def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[flo
     for item in batches:
         batch = as_batch(item)
         weight = _weight(step, batch)
-        found = step.eval_step(
+        call = step.eval_step(
             batch.inputs, batch.targets, extras=batch.extras, ema=ema, weighed=weight is None
         )
         if weight is not None:
             accumulation.check_weight(weight)
-            found = accumulation.with_weight(found, jnp.float32(weight))
+            call = accumulation.with_weight(call, jnp.float32(weight))
         if total is None:
-            total = jax.tree.map(jnp.zeros_like, found)
-        total = accumulation.plus_weighed(total, found)
+            total = jax.tree.map(jnp.zeros_like, call)
+        total = accumulation.plus_weighed(total, call)
     if total is None:
         raise ValueError(
             "the evaluation gave no batch; give a list, or an iterable that can start again: an "
@@ -570,5 +570,5 @@ def resident() -> int | None:
     if sys.platform != "linux":
         return None
     lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    found = [line.split() for line in lines if line.startswith("VmRSS:")]
-    return 1024 * int(found[0][1]) if found else None
+    memory_lines = [line.split() for line in lines if line.startswith("VmRSS:")]
+    return 1024 * int(memory_lines[0][1]) if memory_lines else None

@@ -15,7 +15,7 @@ from pipeline.base.tree import times
 from pipeline.layers import ExpertState
 from pipeline.layers_view.view import layer_view
 from pipeline.pipeline import Pipeline
-from pipeline.training.scaling import Scalars, ScaleRule, global_norm, select_leaf, wide
+from pipeline.training.scaling import Scalars, ScaleRule, global_norm, wide
 from pipeline.training.state import StepState, with_replaced
 
 Tree = Any
@@ -79,14 +79,8 @@ class Update:
     ) -> tuple[list[Any], Tree, Scalars, Metrics]:
         """Update, unless loss or gradients are not finite; count, and set the next scale.
 
-        Args:
-          before: the leaves to which a skipped update goes back.
-          mean: the running mean of the weights, or None.
-          scalars: the step's scalars.
-          grads: the gradients, unscaled.
-          loss: the mean loss of the gradients.
-          aux: the metrics of the loss.
-          written: the leaves that the last call has written, by number of leaf.
+        A skipped update goes back to the leaves ``before`` the last call; ``written`` has the
+        leaves that this call has written, by number. Gradients and ``loss`` are unscaled.
         """
         model, optimizer = self.state.merge(with_replaced(before, written or {}))
         norm = global_norm(grads)
@@ -101,12 +95,7 @@ class Update:
             average = lambda m, w: self.decay * m + (1 - self.decay) * w.astype(m.dtype)  # noqa: E731
             averaged = jax.tree.map(average, mean, weights)
             mean = jax.tree.map(lambda new, old: jnp.where(finite, new, old), averaged, mean)
-        leaves = self.state.split_update(
-            before,
-            model,
-            optimizer,
-            lambda new, old, may_stay: select_leaf(finite if may_stay else None, new, old),
-        )
+        leaves = self.state.split_update(before, model, optimizer, finite)
         mean = None if mean is None else self.state.place_like_weights(mean)
         scale, scalars = scalars["scale"], self.scale.after(scalars, finite)
         if isinstance(self.state.everywhere, NamedSharding):
@@ -130,9 +119,6 @@ def take_mean(model: nnx.Module, mean: Tree, wrt: Any) -> None:
 
 def balance_of(model: Any) -> dict[str, jax.Array] | None:
     """Read loads and drops of the last step that a model's mixtures of experts have counted.
-
-    Args:
-      model: a pipeline, or any module.
 
     Returns:
       imbalance: the largest load of all layers over the mean; 1 if all experts get equally many

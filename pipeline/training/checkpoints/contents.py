@@ -54,10 +54,6 @@ class Contents:
       model: a pipeline, a module, or ``{"stages": [K modules], "embed": module, "head": module}``.
       optimizer: the model's optimizer.
       shaped: trees like the model's parameters, by name; loaded leaves are written to them.
-
-    Attributes:
-      model: the given model.
-      leaves: the leaves by name.
     """
 
     def __init__(
@@ -68,7 +64,9 @@ class Contents:
     ) -> None:
         self.model = model
         self.leaves: dict[str, LayerLeaf] = {}
-        self._numbers = _numbers_of_layers(_parameters_of_stages(model))
+        stages = enumerate(_parameters_of_stages(model))
+        layers = [(k, *path) for k, paths in stages for path in _layers_among(paths)]
+        self._numbers = {layer: number for number, layer in enumerate(layers)}
         self._add("model", _model_leaves(model))
         if optimizer is not None:
             self._add("optimizer", _optimizer_leaves(model, optimizer))
@@ -102,12 +100,6 @@ def _in_model(path: Path) -> Path:
     if first < 0 or path[first] not in SEVERAL:
         return ()
     return (*path[:first], *path[at:])
-
-
-def _numbers_of_layers(stages: list[list[Path]]) -> dict[Path, int]:
-    """Number layers across stages, by (stage, *path), from the paths of each stage's parameters."""
-    places = [(k, *path) for k, paths in enumerate(stages) for path in _layers_among(paths)]
-    return {place: number for number, place in enumerate(places)}
 
 
 def _by_layers(path: Path, numbers: Mapping[Path, int]) -> Path:
@@ -374,7 +366,6 @@ def check_same(
 
 
 def _different(name: str, saved: Mapping[str, Any], own: Mapping[str, Any], more: str) -> str:
-    """Describe the difference of a leaf, and what to do."""
     part = name.partition(".")[0]
     leave = f", or ignore=({part!r},) to leave it there" if part in get_args(Part) else ""
     remedy = f"give the {part} that was saved{leave}"

@@ -216,29 +216,23 @@ def _of_pipeline(config: Config) -> list[str]:
 
 def _of_optimizer(config: Config) -> list[str]:
     own, faults = config.optimizer, []
-    if (rule := rules().get(own.name)) is None:
-        near = hint_at(own.name, rules())
-        faults.append(f"optimizer.name={own.name!r}: optax has no such function{near}")
-    else:
-        faults += _of_call("optimizer", rule, update_with, own.arguments, learning_rate=0.0)
-        if "learning_rate" in own.arguments:
-            faults.append(
-                "optimizer.arguments.learning_rate: give it as optimizer.learning_rate, or as "
-                "optimizer.schedule"
-            )
+    faults += _of_function(
+        "optimizer", "function", rules(), own.name, update_with, own.arguments, learning_rate=0.0
+    )
+    if own.name in rules() and "learning_rate" in own.arguments:
+        faults.append(
+            "optimizer.arguments.learning_rate: give it as optimizer.learning_rate, or as "
+            "optimizer.schedule"
+        )
     if (own.learning_rate is None) == (own.schedule is None):
         faults.append(
             "optimizer.learning_rate and optimizer.schedule: give one of the two, a number or the "
             "name and arguments of a schedule of optax"
         )
-    if (named := own.schedule) is not None:
-        if (rate := rates().get(named.name)) is None:
-            near = hint_at(named.name, rates())
-            faults.append(
-                f"optimizer.schedule.name={named.name!r}: optax has no such schedule{near}"
-            )
-        else:
-            faults += _of_call("optimizer.schedule", rate, rate_with, named.arguments)
+    if (rate := own.schedule) is not None:
+        faults += _of_function(
+            "optimizer.schedule", "schedule", rates(), rate.name, rate_with, rate.arguments
+        )
     computed = None if config.parallel is None else config.parallel.compute_dtype
     if own.loss_scale is not None and config.parallel is not None and computed != "float16":
         faults.append(
@@ -258,10 +252,21 @@ def _of_optimizer(config: Config) -> list[str]:
     return faults
 
 
-def _of_call(table: str, function: Any, use: Any, given: dict[str, Any], **more: Any) -> list[str]:
+def _of_function(
+    table: str,
+    kind: str,
+    known: Mapping[str, Any],
+    name: str,
+    use: Any,
+    arguments: dict[str, Any],
+    **more: Any,
+) -> list[str]:
+    """List faults of a table that names a function of optax, with its arguments."""
+    if name not in known:
+        return [f"{table}.name={name!r}: optax has no such {kind}{hint_at(name, known)}"]
     where = f"{table}.arguments"
-    wrong = wrong_arguments(where, function, more | given)
-    return wrong or wrong_values(where, function, use, given)
+    wrong = wrong_arguments(where, known[name], more | arguments)
+    return wrong or wrong_values(where, known[name], use, arguments)
 
 
 def _of_run(config: Config) -> list[str]:
