@@ -36,6 +36,7 @@ from tests.support import models
 from tests.support.close import assert_close
 from tests.support.elsewhere import python
 from tests.support.models import CLASSES, Noisy, Readout
+from tests.support.refusals import refusal
 from tests.training.plain import (
     Chain,
     compiles,
@@ -543,34 +544,27 @@ def test_operations_are_counted_by_matrices():
     ],
 )
 def test_an_option_that_cannot_be(options, text):
-    with pytest.raises(ValueError, match=":") as caught:
-        Trainer(make_step(plain=True), Numbered(), **({"steps": 3} | options))
-    assert str(caught.value) == text
+    assert refusal(Trainer, make_step(plain=True), Numbered(), **{"steps": 3} | options) == text
 
 
 def test_data_that_ends_or_has_no_position():
     trainer = Trainer(make_step(plain=True), [next(Numbered())], steps=3, checkpoints=Memory())
-    with pytest.raises(ValueError, match="ended") as caught:
-        trainer.run()
-    assert str(caught.value) == (
+    assert refusal(trainer.run) == (
         "the data ended after 1 of 3 updates; give data that repeats, or fewer steps"
     )
-    with pytest.raises(ValueError, match="resume") as caught:
-        trainer.resume()
-    assert str(caught.value) == (
+    assert refusal(trainer.resume) == (
         "resume() cannot say where in the data the run was: list_iterator has no get_state() and "
         "set_state(); give an iterator that has, as those of grain, or ignore=('data',) to begin "
         "with its first batch"
     )
-    with pytest.raises(ValueError, match="resume") as caught:
-        Trainer(make_step(plain=True), Numbered(), steps=3).resume()
-    assert str(caught.value) == "resume() has nothing to resume from; give checkpoints="
-    with pytest.raises(ValueError, match="evaluat") as caught:
-        trainer.evaluate()
-    assert str(caught.value) == "evaluate() has nothing to evaluate on; give evaluation="
-    with pytest.raises(ValueError, match="evaluat") as caught:
-        Trainer(make_step(plain=True), Numbered(), steps=3, evaluation=iter([])).evaluate()
-    assert str(caught.value) == (
+    assert (
+        refusal(Trainer(make_step(plain=True), Numbered(), steps=3).resume)
+        == "resume() has nothing to resume from; give checkpoints="
+    )
+    assert refusal(trainer.evaluate) == "evaluate() has nothing to evaluate on; give evaluation="
+    assert refusal(
+        Trainer(make_step(plain=True), Numbered(), steps=3, evaluation=iter([])).evaluate
+    ) == (
         "the evaluation gave no batch; give a list, or an iterable that can start again: an "
         "iterator ends with the first evaluation"
     )
