@@ -63,11 +63,7 @@ def number(text: str) -> float:
 
 
 def say(text: str, *, end: str = "\n") -> None:
-    """Print, unless the reader has closed standard output.
-
-    Raises:
-      SystemExit: standard output cannot be written to.
-    """
+    """Print, unless the reader has closed standard output."""
     try:
         text_say(text, end=end)
     except BrokenPipeError:  # `... | head`: nothing more can be said

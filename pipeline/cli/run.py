@@ -40,12 +40,7 @@ NOT_FINITE = 1
 
 
 def make_model(config: Config) -> Any:
-    """Make a pipeline of the parts that the model's function returns; a module stays as it is.
-
-    Raises:
-      RunConfigError: the function returned something else.
-      ValueError: as `Pipeline`, and what the function raises.
-    """
+    """Make a pipeline of the parts that the model's function returns; a module stays as it is."""
     source = config.source
     made, name = source.call(), source.function
     if config.parallel is None:
@@ -115,18 +110,7 @@ def make_trainer(
 
 
 def train(config: Config, *, resume: bool, how: str, measure: bool = False) -> int:
-    """Train to the end, or until a signal; returns the exit code.
-
-    Args:
-      config: the run's configuration.
-      resume: whether to continue from the newest checkpoint.
-      how: the command that resumes the run; printed if a signal stops it.
-      measure: whether to print `Pipeline.measure` of the first batch after the last step.
-
-    Raises:
-      ValueError: the configuration cannot run.
-      OSError: a folder cannot be written.
-    """
+    """Train to the end, or until a signal; print ``how`` to resume; return the exit code."""
     folder, checkpoints = _open(config, resume=resume, measure=measure)
     text = json.dumps(config.to_dict(), indent=1, default=str)
 
@@ -207,11 +191,7 @@ def _measured(config: Config, model: Any) -> str:
 
 
 def evaluate(config: Config) -> float:
-    """Compute the held-out loss of the newest checkpoint.
-
-    Raises:
-      ValueError: there is no [evaluation], or no checkpoint.
-    """
+    """Compute the held-out loss of the newest checkpoint."""
     if config.evaluation is None:
         raise RunConfigError("[evaluation] is missing: what is to be evaluated on")
     config.check_functions()
@@ -222,11 +202,7 @@ def evaluate(config: Config) -> float:
 
 
 def restored(config: Config, *, ema: bool = False) -> Any:
-    """Make the model with the weights of the newest checkpoint, or with their mean.
-
-    Raises:
-      RunConfigError: there is no checkpoint.
-    """
+    """Make the model with the weights of the newest checkpoint, or with their mean."""
     folder = Path(config.run.folder) / "checkpoints"
     if not folder.is_dir():
         raise RunConfigError(f"run.folder={config.run.folder!r}: there is no {folder}; train first")
@@ -243,15 +219,7 @@ def restored(config: Config, *, ema: bool = False) -> Any:
 
 
 def continued(config: Config, prompt: str, *, tokenizer: str | None, **options: Any) -> str:
-    """Continue a prompt with the newest checkpoint; return the prompt and the new text.
-
-    Args:
-      config: the run's configuration.
-      prompt: how the text begins.
-      tokenizer: import path of a function that returns an object with ``encode(text)`` to integers
-        and ``decode(integers)``; None for bytes.
-      options: of `continue_prompt`.
-    """
+    """Continue a prompt with the newest checkpoint; a tokenizer of None takes bytes."""
     config.check_functions()
     words: Any = None if tokenizer is None else load(tokenizer)()
     tokens = list(prompt.encode()) if words is None else words.encode(prompt)

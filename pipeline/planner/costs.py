@@ -326,13 +326,7 @@ def stage_costs(job: PlannedJob, layout: MeshLayout) -> Costs:
 
 
 def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Estimate:
-    """Estimate seconds and bytes of a layout.
-
-    Args:
-      job: the training job.
-      layout: the layout of the job.
-      bound: leave out the bubble, which takes long to find, and the bytes.
-    """
+    """Estimate seconds and bytes of a layout; a ``bound`` leaves out bubble and bytes."""
     S, V, L = layout.stage, layout.chunks, job.model.layers
     M, block, words = layout.microbatches, block_of(job, layout), _words(job, layout)
     skips = _skips(layout) / S  # skipped forwards, for each rank on average

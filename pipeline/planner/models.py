@@ -312,11 +312,7 @@ KINDS: dict[str, Kind] = {
 
 
 def find_model(model: ModelSizes | str | Path) -> ModelSizes:
-    """Return a model by name, or by the path of a ``config.json``.
-
-    Raises:
-      ValueError: there is no such model and no such file, or the file lacks sizes.
-    """
+    """Return a model by name, or by the path of a ``config.json``."""
     if isinstance(model, ModelSizes):
         return model
     if isinstance(model, str) and model.lower() in MODELS:

@@ -346,12 +346,7 @@ def why(job: PlannedJob, one: Estimate, best: Estimate) -> str:
 
 
 def compared(hosted: Estimate | None, plain: Estimate | None) -> str:
-    """Return a sentence that says whether to offload, and why.
-
-    Args:
-      hosted: the best pipeline that uses host memory, among those that need it; None if none fits.
-      plain: the best pipeline without host memory; None if none fits.
-    """
+    """Compare the best pipelines with and without host memory in a sentence; None: none fits."""
     if hosted is None:
         return (
             "do not offload: no pipeline that is short of memory fits with its stashes or its "

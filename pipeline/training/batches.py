@@ -59,13 +59,7 @@ class Batch(NamedTuple):
 
 
 def as_batch(item: Any) -> Batch:
-    """Make a batch from a source's item: a `Batch`, (inputs, targets[, extras]), or a dict.
-
-    Arrays of other libraries, such as torch's tensors, become numpy's.
-
-    Raises:
-      ValueError: the item is none of these.
-    """
+    """Make a batch of arrays from a `Batch`, (inputs, targets[, extras]), or a dict of them."""
     if isinstance(item, dict) and {"inputs", "targets"} <= set(item) <= set(Batch._fields):
         item = Batch(**item)
     elif isinstance(item, tuple | list) and len(item) in (2, 3):

@@ -47,12 +47,7 @@ class JoinedCalls:
         self.batches: list[Tree] = []
 
     def check(self, batch: Tree, weight: Any) -> None:
-        """Check that a call fits the first call of the update.
-
-        Raises:
-          ValueError: a weight; other types of leaves, or other values of leaves without a batch
-            axis.
-        """
+        """Check that a call fits the first call of the update."""
         if not self.batches:
             return
         first, call = self.batches[0], len(self.batches) + 1
@@ -104,11 +99,7 @@ class JoinedCalls:
 def joined_calls(
     model: nnx.Module, batch: Tree, calls: int, *, has_aux: bool
 ) -> JoinedCalls | None:
-    """Begin an update of C calls; None if each call runs as a step of its own.
-
-    Raises:
-      ValueError: the batch or the model cannot run; or there is no timetable for C * M.
-    """
+    """Begin an update of C calls; None if each call runs as a step of its own."""
     if not isinstance(model, Pipeline) or not adds_to_a_sum(model, batch, has_aux=has_aux):
         return None
     count = calls * model.num_microbatches

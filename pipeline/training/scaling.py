@@ -181,13 +181,7 @@ def wide(x: Any) -> Any:
 
 
 def diagnose(model: Any, weights: Tree, gradients: Callable[[], tuple[Any, Tree, Tree]]) -> str:
-    """Find the first value of a step that is not finite: a weight, or a stage and a gradient.
-
-    Args:
-      model: the model, whose ``to_layers`` gives the order of the leaves if it has that method.
-      weights: the trained parameters.
-      gradients: a function that computes loss, metrics and gradients of the step.
-    """
+    """Find the first value of a step that is not finite: a weight, or a stage and a gradient."""
     if leaf := _first_nonfinite(model, weights):
         return f"of the weights {leaf} is not finite"
     loss, _, grads = gradients()

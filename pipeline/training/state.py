@@ -69,11 +69,7 @@ class StepState:
         return merged
 
     def split(self, model: Any, optimizer: Any) -> list[Any]:
-        """List the leaves of a merged model and optimizer after their calls.
-
-        Raises:
-          ValueError: the model made or dropped variables.
-        """
+        """List the leaves of a merged model and optimizer after their calls."""
         self._merged_attributes.check("the model")
         state = nnx.state((model, optimizer))
         structure: Any = jax.tree.structure(state)

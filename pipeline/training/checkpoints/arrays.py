@@ -23,11 +23,7 @@ GROUP = 2**28  # bytes of leaves that are read at once
 
 
 class Orbax:
-    """The Orbax checkpointer with the settings of this package.
-
-    Raises:
-      ImportError: Orbax is not installed.
-    """
+    """The Orbax checkpointer with the settings of this package."""
 
     def __init__(self) -> None:
         try:

@@ -186,11 +186,7 @@ def describe(
     metrics: Mapping[str, float] | None,
     topic: str,
 ) -> dict[str, Any]:
-    """Make the manifest of a checkpoint, without the digests of its files.
-
-    Raises:
-      ValueError: a value that JSON cannot store.
-    """
+    """Make the manifest of a checkpoint, without the digests of its files."""
     if not is_whole(step, 0, numpy=True):
         raise ValueError(f"step={step!r}: must be an integer >= 0, the steps that were done")
     position = None if data is None else _position(data)
@@ -291,11 +287,7 @@ def _position(data: Any) -> Any:
 
 
 def own_position(folder: pathlib.Path, positions: list[Any]) -> Any:
-    """Read this process's position in the data.
-
-    Raises:
-      ValueError: the saved positions differ, and were saved by another number of processes.
-    """
+    """Read this process's position in the data."""
     count, index = jax.process_count(), jax.process_index()
     if all(one == positions[0] for one in positions):
         index = 0
@@ -330,11 +322,7 @@ def check_same(
     given: Mapping[str, Any],
     ignore: Collection[str],
 ) -> None:
-    """Check that a checkpoint and the given objects have the same leaves and values.
-
-    Raises:
-      ValueError: a leaf or value differs; the message names the first.
-    """
+    """Check that a checkpoint and the given objects have the same leaves and values."""
     saved = {
         name: leaf for name, leaf in said["leaves"].items() if name.partition(".")[0] not in ignore
     }

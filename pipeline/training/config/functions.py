@@ -18,11 +18,7 @@ from pipeline.base.arguments import hint_at
 
 
 def load(path: str) -> Callable[..., Any]:
-    """Import the function that "package.module:function" names.
-
-    Raises:
-      ValueError: there is no such module or function.
-    """
+    """Import the function that "package.module:function" names."""
     if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", path):
         raise ValueError("must be the import path of a function, as in 'package.module:function'")
     module, _, name = path.partition(":")
