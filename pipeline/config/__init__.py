@@ -3,7 +3,17 @@
 A run's configuration (`pipeline.training.config`), the planner and the command line use it.
 """
 
-from pipeline.config.parallel import ConfigError, ParallelConfig
-from pipeline.config.run import ParallelRun, PipelineOptions, toml_lines
+from __future__ import annotations
 
-__all__ = ["ConfigError", "ParallelConfig", "ParallelRun", "PipelineOptions", "toml_lines"]
+from typing import TYPE_CHECKING
+
+from pipeline.base.imports import exports
+
+if TYPE_CHECKING:
+    from pipeline.config.parallel import ConfigError as ConfigError
+    from pipeline.config.parallel import ParallelConfig as ParallelConfig
+    from pipeline.config.run import ParallelRun as ParallelRun
+    from pipeline.config.run import PipelineOptions as PipelineOptions
+    from pipeline.config.toml import toml_lines as toml_lines
+
+__getattr__, __dir__, __all__ = exports(__name__)
