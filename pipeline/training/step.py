@@ -40,7 +40,6 @@ from pipeline.training import accumulation, scaling
 from pipeline.training.accumulation import Accumulation, Sums, check_weight, zero_sums
 from pipeline.training.compiling import Given as CompilerOptions
 from pipeline.training.compiling import resolve_compiler_options
-from pipeline.training.joined import joined_calls, warn_of_weights
 from pipeline.training.scaling import DynamicScale, NotFiniteError, Scalars, ScaleRule
 from pipeline.training.state import StepState, pipelines_of, replaced
 from pipeline.training.update import Metrics, Update, mean_like, take_mean
@@ -72,10 +71,10 @@ class Step:
         weights`` after each update, in float32 or wider. The mean starts at the weights.
       accumulate: the number of calls for one update, which uses the mean over all rows or tokens
         that count. Losses that stages add count once per microbatch: if the loss is (sum, weight),
-        a pipeline runs all calls as one step (`pipeline.training.joined`). The last call writes the
-        model's state of all calls and runs a pipeline's ``after_step``; until then the model is
-        unchanged since the previous update, and `Checkpoints.save` warns, because a checkpoint
-        lacks the sums of these calls.
+        a pipeline runs all calls as one step (`pipeline.training.accumulation`). The last call
+        writes the model's state of all calls and runs a pipeline's ``after_step``; until then the
+        model is unchanged since the previous update, and `Checkpoints.save` warns, because a
+        checkpoint lacks the sums of these calls.
       loss_scale: a number, or a `DynamicScale`, by which the loss is multiplied before
         differentiation; gradients are divided by the scale before any other use.
       has_aux: whether the model's loss is (loss, metrics), and its methods take ``has_aux=True`` if
@@ -210,7 +209,9 @@ class Step:
         calls = self._calls
         is_last = calls.calls + 1 == self.accumulate
         if not calls.calls and weight is None:
-            calls.joined = joined_calls(self.model, batch, self.accumulate, has_aux=self.has_aux)
+            calls.joined = accumulation.joined_calls(
+                self.model, batch, self.accumulate, has_aux=self.has_aux
+            )
         if calls.joined is not None:
             calls.joined.check(batch, weight)
             if is_last:
@@ -229,7 +230,7 @@ class Step:
                 *self._ended(self._added(calls.read(), calls.sums, self._scalars, batch, weight))
             )
             if is_weighed and not (self.updates or calls.calls):
-                warn_of_weights(self.model)
+                accumulation.warn_of_weights(self.model)
         calls.calls += 1
         _STEP_OF[self.optimizer] = weakref.ref(self)
         return None
