@@ -28,7 +28,6 @@ cannot run as given; 129 after SIGHUP, 130 after Ctrl-C and 143 after SIGTERM, t
 
 
 def add(sub: Any, name: str) -> Parser:
-    """Add one of the commands and its arguments."""
     parser = add_command(sub, name, about=ABOUT, epilog=EPILOG)
     add = parser.add_argument
     add("--config", type=Path, action="append", required=True, metavar="FILE", help="TOML; repeat")
@@ -47,7 +46,6 @@ def add(sub: Any, name: str) -> Parser:
 
 
 def run(parser: Parser, options: argparse.Namespace) -> int:
-    """Train, evaluate or generate; returns the exit code."""
     # Whoever starts processes or asks for a plan does not load what trains.
     from pipeline.cli import run as runs
     from pipeline.processes.cluster import find
@@ -76,6 +74,4 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         say(runs.continued(config, options.prompt, **draw))
     except CheckpointError as error:
         parser.exit(UNFIT_EXIT, f"{parser.prog}: {error}\n")
-    except (ValueError, OSError, ImportError) as error:
-        parser.error(str(error))
     return 0

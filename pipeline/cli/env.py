@@ -35,14 +35,12 @@ PREFIXES = "JAX_", "NCCL_", "XLA_PYTHON_CLIENT_"
 
 
 def add(sub: Any, name: str) -> Parser:
-    """Add the command and its options."""
     parser = add_command(sub, name, about=ABOUT, epilog=EPILOG)
     parser.add_argument("--no-devices", action="store_true", help="do not ask JAX for devices")
     return parser
 
 
 def run(_: Parser, options: argparse.Namespace) -> int:
-    """Print the report; returns the exit code."""
     for line in (*versions(), *settings(os.environ)):
         say(line)
     if options.no_devices:
@@ -56,7 +54,6 @@ def run(_: Parser, options: argparse.Namespace) -> int:
 
 
 def versions() -> Iterator[str]:
-    """Return lines on this package, Python and all packages that a run may use."""
     own = importlib.import_module(OWN[0]).__version__
     yield _row("shardpipe", own)
     for name in OWN:
@@ -71,7 +68,6 @@ def versions() -> Iterator[str]:
 
 
 def settings(variables: Mapping[str, str]) -> Iterator[str]:
-    """Return lines on the environment variables that affect JAX and XLA."""
     for name in VARIABLES:
         yield _row(name, variables.get(name, "not set"))
     for name in sorted(variables):
@@ -80,7 +76,6 @@ def settings(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def devices() -> Iterator[str]:
-    """Return lines on the devices that JAX finds."""
     import jax  # the lines above come first, also where this hangs
 
     found = jax.devices()

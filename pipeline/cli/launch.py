@@ -28,7 +28,6 @@ EXAMPLE = "python -m pipeline launch --processes 4 -- train.py --steps 100"
 
 
 def add(sub: Any, name: str) -> Parser:
-    """Add the command and its arguments."""
     usage = "python -m pipeline launch [options] -- SCRIPT.py|-m MODULE [arguments]"
     parser = add_command(sub, name, usage=usage, about=ABOUT, epilog=EPILOG)
     add = parser.add_argument

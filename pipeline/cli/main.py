@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m pipeline", description="Runs of pipelines.", allow_abbrev=False)
     sub = parser.add_subparsers(title="commands", required=True, dest="command", metavar="COMMAND")
     module: Any = None
+    command = parser
     for name, said in COMMANDS.items():
         if own[:1] == [name]:  # modules of the others are not imported
             room = "configured" if name in _BY_CONFIGURATION else name
@@ -35,4 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return flushed(module.run(command, options, program, unknown))
     if unknown or program is not None:
         command.error(f"{[*unknown, '--'][0]} is not an option; --help lists them")
-    return flushed(module.run(command, options))
+    try:
+        return flushed(module.run(command, options))
+    except (ValueError, OSError, ImportError) as error:
+        command.error(str(error))

@@ -27,7 +27,6 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser whose errors are one line without the usage text, with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and exit."""
         self.exit(USAGE_EXIT, f"{self.prog}: {message}\n")
 
 
@@ -54,7 +53,6 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def number(text: str) -> float:
-    """Read a finite number >= 0."""
     try:
         value = float(text)
     except ValueError:
@@ -65,11 +63,7 @@ def number(text: str) -> float:
 
 
 def say(text: str, *, end: str = "\n") -> None:
-    """Print, unless the reader has closed standard output.
-
-    Raises:
-      SystemExit: standard output cannot be written to.
-    """
+    """Print, unless the reader has closed standard output."""
     try:
         text_say(text, end=end)
     except BrokenPipeError:  # `... | head`: nothing more can be said
@@ -80,6 +74,5 @@ def say(text: str, *, end: str = "\n") -> None:
 
 
 def flushed(code: int) -> int:
-    """Write all pending output, then return the exit code."""
     say("", end="")
     return code

@@ -27,7 +27,6 @@ exit codes: 0 success; 1 nothing fits, and what would; 2 the command cannot run 
 
 
 def add(sub: Any, name: str) -> Parser:
-    """Add the command and its arguments."""
     parser = add_command(sub, name, about=ABOUT, epilog=EPILOG)
     add = parser.add_argument
     models = f"{', '.join(MODELS)}, or the path of a Hugging Face config.json"
@@ -64,19 +63,16 @@ def sizes(words: list[str] | None) -> Any:
 
 
 def run(parser: Parser, options: argparse.Namespace) -> int:
-    """Print a plan; returns the exit code."""
     wanted = ["model", "devices", "chip", "batch", "seq", "slices", "clock", "efficiency"]
     wanted += ["dispatch", "imbalance", "offload"]
+    given = {name: getattr(options, name) for name in wanted}
+    if options.out is not None:
+        check_output("--out", options.out, [options.model])
     try:
-        given = {name: getattr(options, name) for name in wanted}
-        if options.out is not None:
-            check_output("--out", options.out, [options.model])
         plans = plan(**given, context=sizes(options.context))
-        if options.out is not None:
-            plans.write(options.out)
     except DoesNotFitError as error:
         parser.exit(UNFIT_EXIT, f"{parser.prog}: {error}\n")
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    if options.out is not None:
+        plans.write(options.out)
     say(str(plans))
     return 0

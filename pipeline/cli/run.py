@@ -22,12 +22,13 @@ from pipeline.optimizer import make_optimizer
 from pipeline.pipeline import Pipeline
 from pipeline.training.batches import as_batch, masked, padded
 from pipeline.training.checkpoints import Checkpoints
-from pipeline.training.config import Config, PipelineOptions, RunConfigError, load
+from pipeline.training.config import Config, RunConfigError, load
 from pipeline.training.faults import stop_on_signals
 from pipeline.training.generation import continue_prompt
 from pipeline.training.records import JsonLines, Progress, Recorder, TensorBoard
-from pipeline.training.step import DynamicScale, NotFiniteError, Step, mean_like, take_mean
+from pipeline.training.step import DynamicScale, NotFiniteError, Step
 from pipeline.training.trainer import Trainer, means
+from pipeline.training.update import mean_like, take_mean
 from schedules.core.files import replace
 from schedules.tools.text import say
 
@@ -39,12 +40,7 @@ NOT_FINITE = 1
 
 
 def make_model(config: Config) -> Any:
-    """Make a pipeline of the parts that the model's function returns; a module stays as it is.
-
-    Raises:
-      RunConfigError: the function returned something else.
-      ValueError: as `Pipeline`, and what the function raises.
-    """
+    """Make a pipeline of the parts that the model's function returns; a module stays as it is."""
     source = config.source
     made, name = source.call(), source.function
     if config.parallel is None:
@@ -64,10 +60,7 @@ def make_model(config: Config) -> Any:
     if config.data.pad:
         made = made | {"loss_fn": masked(made["loss_fn"])}
     rest = {key: value for key, value in made.items() if key not in ("stages", "read")}
-    # Of `batch` and `ignore`, which both may say, a default of the file says nothing.
-    unsaid, own = PipelineOptions().options(), config.pipeline.options()
-    own = {key: value for key, value in own.items() if key not in rest or value != unsaid.get(key)}
-    pipe = Pipeline(made["stages"], **(rest | config.parallel.pipeline_options() | own))
+    pipe = Pipeline(made["stages"], **config.arguments(others=rest))
     if "read" in made:
         made["read"](pipe)
     return pipe
@@ -102,7 +95,7 @@ def make_trainer(
         step,
         _data(config, model, config.data.call()),
         steps=run.steps,
-        evaluation=None if evaluation is None else lambda: _held_out(config, model),
+        evaluation=None if evaluation is None else lambda: _data(config, model, evaluation.call()),
         eval_interval=0 if evaluation is None else evaluation.interval,
         eval_ema=evaluation is not None and evaluation.ema,
         checkpoints=checkpoints,
@@ -117,18 +110,7 @@ def make_trainer(
 
 
 def train(config: Config, *, resume: bool, how: str, measure: bool = False) -> int:
-    """Train to the end, or until a signal; returns the exit code.
-
-    Args:
-      config: the run's configuration.
-      resume: whether to continue from the newest checkpoint.
-      how: the command that resumes the run; printed if a signal stops it.
-      measure: whether to print `Pipeline.measure` of the first batch after the last step.
-
-    Raises:
-      ValueError: the configuration cannot run.
-      OSError: a folder cannot be written.
-    """
+    """Train to the end, or until a signal; print ``how`` to resume; return the exit code."""
     folder, checkpoints = _open(config, resume=resume, measure=measure)
     text = json.dumps(config.to_dict(), indent=1, default=str)
 
@@ -147,8 +129,8 @@ def train(config: Config, *, resume: bool, how: str, measure: bool = False) -> i
         stack.enter_context(checkpoints)
         watching: dict[str, Any] = {"recorders": recorders, "hooks": [keep], "stop": stop}
         trainer = make_trainer(config, checkpoints=checkpoints, **watching)
-        if resume and (found := trainer.resume()) is not None:
-            _say(f"going on after update {found}, from {checkpoints.folder}")
+        if resume and (step := trainer.resume()) is not None:
+            _say(f"going on after update {step}, from {checkpoints.folder}")
         elif resume:
             _say(f"nothing to resume in {checkpoints.folder}: starting with update 1")
         if not trainer.is_resumable:
@@ -171,13 +153,12 @@ def train(config: Config, *, resume: bool, how: str, measure: bool = False) -> i
 
 
 def _open(config: Config, *, resume: bool, measure: bool) -> tuple[Path, Checkpoints]:
-    """Open the folder of a run, and its checkpoints, unless it already has a run."""
     config.check_functions()
     if measure and config.parallel is None:
         raise RunConfigError("--measure is for pipelines, and the configuration has no [parallel]")
     folder = Path(config.run.folder)
-    kept = folder / "config.json"
-    if kept.exists() and not (folder / "checkpoints").exists() and not _is_run_config(kept):
+    path = folder / "config.json"
+    if path.exists() and not (folder / "checkpoints").exists() and not _is_run_config(path):
         raise RunConfigError(
             f"run.folder={str(folder)!r} holds a config.json of something else, which the run "
             f"would replace: name another folder"
@@ -192,7 +173,6 @@ def _open(config: Config, *, resume: bool, measure: bool) -> tuple[Path, Checkpo
 
 
 def _is_run_config(path: Path) -> bool:
-    """Tell whether a config.json was written by a run."""
     try:
         return "run" in read_json(path)
     except ValueError:
@@ -211,26 +191,18 @@ def _measured(config: Config, model: Any) -> str:
 
 
 def evaluate(config: Config) -> float:
-    """Compute the held-out loss of the newest checkpoint.
-
-    Raises:
-      ValueError: there is no [evaluation], or no checkpoint.
-    """
+    """Compute the held-out loss of the newest checkpoint."""
     if config.evaluation is None:
         raise RunConfigError("[evaluation] is missing: what is to be evaluated on")
     config.check_functions()
     model = restored(config, ema=config.evaluation.ema)
     optimizer = nnx.Optimizer(model, optax.identity(), wrt=getattr(model, "wrt", nnx.Param))
     step = Step(model, optimizer, donate=False, has_aux=_has_metrics(model))
-    return means(step, _held_out(config, model))[0]
+    return means(step, _data(config, model, config.evaluation.call()))[0]
 
 
 def restored(config: Config, *, ema: bool = False) -> Any:
-    """Make the model with the weights of the newest checkpoint, or with their mean.
-
-    Raises:
-      RunConfigError: there is no checkpoint.
-    """
+    """Make the model with the weights of the newest checkpoint, or with their mean."""
     folder = Path(config.run.folder) / "checkpoints"
     if not folder.is_dir():
         raise RunConfigError(f"run.folder={config.run.folder!r}: there is no {folder}; train first")
@@ -247,33 +219,19 @@ def restored(config: Config, *, ema: bool = False) -> Any:
 
 
 def continued(config: Config, prompt: str, *, tokenizer: str | None, **options: Any) -> str:
-    """Continue a prompt with the newest checkpoint; return the prompt and the new text.
-
-    Args:
-      config: the run's configuration.
-      prompt: how the text begins.
-      tokenizer: import path of a function that returns an object with ``encode(text)`` to integers
-        and ``decode(integers)``; None for bytes.
-      options: of `continue_prompt`.
-    """
+    """Continue a prompt with the newest checkpoint; a tokenizer of None takes bytes."""
     config.check_functions()
     words: Any = None if tokenizer is None else load(tokenizer)()
     tokens = list(prompt.encode()) if words is None else words.encode(prompt)
     if not tokens:
         raise RunConfigError("--prompt is empty: give a token or more to begin with")
-    found = continue_prompt(restored(config), tokens, **options)
-    return bytes(found).decode(errors="replace") if words is None else str(words.decode(found))
+    tokens = continue_prompt(restored(config), tokens, **options)
+    return bytes(tokens).decode(errors="replace") if words is None else str(words.decode(tokens))
 
 
 def _has_metrics(model: Any) -> bool:
-    """Tell whether a loss declares that it returns metrics."""
     loss_fn = model.plan.loss_fn if isinstance(model, Pipeline) else None
     return bool(getattr(loss_fn, "has_metrics", False))
-
-
-def _held_out(config: Config, model: Any) -> Iterable[Any]:
-    assert config.evaluation is not None  # noqa: S101  whoever calls has looked
-    return _data(config, model, config.evaluation.call())
 
 
 def _data(config: Config, model: Any, batches: Iterable[Any]) -> Iterable[Any]:

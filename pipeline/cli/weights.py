@@ -22,7 +22,6 @@ exit codes: 0 success; 2 the command cannot run as given, or the checkpoint is n
 
 
 def add(sub: Any, name: str) -> Parser:
-    """Add the command and its arguments."""
     parser = add_command(sub, name, about=ABOUT, epilog=EPILOG)
     add = parser.add_argument
     add("action", type=_read_action, metavar="inspect", help="what to do with the folder")
@@ -38,10 +37,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     cut: dict[str, Any] = {"num_stages": options.stages, "layout": options.layout}
     if None not in cut.values():
         parser.error("--stages and --layout: the layout says how many there are; give one")
-    try:
-        say(inspect(options.folder, **cut, names=options.names))
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    say(inspect(options.folder, **cut, names=options.names))
     return 0
 
 

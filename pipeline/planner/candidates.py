@@ -86,7 +86,6 @@ def _meshes(job: PlannedJob, faults: Faults) -> Iterator[tuple[int, int, int, in
 
 
 def note(faults: Faults, rule: str, size: int) -> None:
-    """Record once that a rule excludes a size."""
     sizes = faults.setdefault(rule, [])
     if size not in sizes:
         sizes.append(size)
@@ -115,7 +114,8 @@ def _spread(
         ways = ["zero1", "windows"] if piped else ["zero1", "fsdp", *["hsdp"] * crosses]
     # Without a pipeline all is one stage, and the compiler decides what to gather again.
     gathers = [GATHERED] * (base.tensor == 1)
-    kept = _but(remat, gathers if piped else [GATHERED, "stage"])
+    others = gathers if piped else [GATHERED, "stage"]
+    kept = [policy for policy in remat if policy not in others] or [None]
     words = ("ends", "stage") if piped else ("ends",)
     for rows in ROWS if piped else divisors(each):
         if each % rows:
@@ -128,11 +128,6 @@ def _spread(
                     continue
                 found = replace(order, remat=again, data_parallel=way, vocabulary=word)
                 yield replace(found, experts=experts)
-
-
-def _but(remat: Sequence[str | None], others: Sequence[str]) -> Sequence[str | None]:
-    """Return the remat policies that are not in ``others``; [None] if there are none."""
-    return [one for one in remat if one not in others] or [None]
 
 
 def _orders(job: PlannedJob, one: MeshLayout, schedules: Sequence[str]) -> Iterator[MeshLayout]:
@@ -158,7 +153,6 @@ def _can(name: str, S: int, V: int, M: int) -> bool:
 
 
 def _dispatches(job: PlannedJob, experts: Dispatched, tokens: int) -> list[Dispatched]:
-    """Return all dispatches of a rank's tokens; with one rank, only the given dispatch."""
     if job.model.experts is None:
         return [experts]
     if experts.ranks == 1:

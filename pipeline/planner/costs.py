@@ -68,12 +68,10 @@ class Estimate:
 
     @property
     def step(self) -> float:
-        """The predicted seconds of a step."""
         return sum(self.seconds.values())
 
     @property
     def hbm(self) -> float:
-        """The predicted bytes of device memory."""
         return sum(self.bytes.values())
 
 
@@ -279,7 +277,6 @@ def _shared(job: PlannedJob, layout: MeshLayout, each: tuple[float, float, float
 
 
 def _stage(block: BlockSeconds, n: float) -> tuple[float, float, float, float]:
-    """Compute seconds of F, I, B and W of n layers, including communication."""
     forward, backward = map(sum, zip(*block.sent.values(), strict=True))
     more = n * (block.again + backward)
     return n * (block.f + forward), n * block.i + more, n * block.b + more, n * block.w
@@ -329,13 +326,7 @@ def stage_costs(job: PlannedJob, layout: MeshLayout) -> Costs:
 
 
 def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Estimate:
-    """Estimate seconds and bytes of a layout.
-
-    Args:
-      job: the training job.
-      layout: the layout of the job.
-      bound: leave out the bubble, which takes long to find, and the bytes.
-    """
+    """Estimate seconds and bytes of a layout; a ``bound`` leaves out bubble and bytes."""
     S, V, L = layout.stage, layout.chunks, job.model.layers
     M, block, words = layout.microbatches, block_of(job, layout), _words(job, layout)
     skips = _skips(layout) / S  # skipped forwards, for each rank on average

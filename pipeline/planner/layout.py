@@ -45,7 +45,6 @@ class PlannedJob:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes of the job's meshes."""
         context = (CONTEXT,) * (self.context != (1,))
         if self.model.experts is None:
             return ("data", *context, "stage", "tensor")
@@ -67,7 +66,6 @@ class Dispatched:
     capacity: float = 1.0
 
     def __str__(self) -> str:
-        """Return the dispatch as tables of plans show it."""
         return f"capacity {self.capacity:g}" if self.way == "capacity" else self.way
 
     def rows(self, experts: ExpertSizes) -> tuple[float, float, float]:
@@ -147,17 +145,14 @@ class MeshLayout:
 
     @property
     def uses_host(self) -> bool:
-        """True if anything is in host memory."""
         return self.offload is not None or self.host_optimizer
 
     @property
     def rows_ranks(self) -> int:
-        """D E, the number of ranks with their own rows."""
         return self.data * self.experts.ranks
 
     @property
     def shares_words(self) -> bool:
-        """True if all ranks of a pipeline share embedding and head."""
         return self.vocabulary == "stage"
 
     @property
@@ -168,13 +163,11 @@ class MeshLayout:
         return name, self.stage, self.chunks, self.microbatches
 
     def sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the sizes of mesh axes."""
         found = {"data": self.data, "stage": self.stage, "tensor": self.tensor}
         found |= {"expert": self.experts.ranks, CONTEXT: self.context}
         return tuple(found[axis] for axis in axes)
 
     def tokens(self, seq: int) -> float:
-        """Return the positions of an action on each rank of `tensor`."""
         return self.rows * seq / (self.context * self.tensor)
 
 
@@ -201,7 +194,6 @@ class Parameters(NamedTuple):
 
     @property
     def blocks(self) -> float:
-        """The number of parameters of the rank's blocks."""
         return self.whole + self.experts
 
     def shard(self, data: int, ranks: int) -> float:

@@ -96,7 +96,6 @@ def columns_of(model: ModelSizes, at: Dispatched) -> Columns:
 
 
 def _layers(job: PlannedJob, layout: MeshLayout) -> int:
-    """Return the number of layers of the longest stage."""
     return -(-job.model.layers // (layout.stage * layout.chunks))
 
 

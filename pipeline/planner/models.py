@@ -312,11 +312,7 @@ KINDS: dict[str, Kind] = {
 
 
 def find_model(model: ModelSizes | str | Path) -> ModelSizes:
-    """Return a model by name, or by the path of a ``config.json``.
-
-    Raises:
-      ValueError: there is no such model and no such file, or the file lacks sizes.
-    """
+    """Return a model by name, or by the path of a ``config.json``."""
     if isinstance(model, ModelSizes):
         return model
     if isinstance(model, str) and model.lower() in MODELS:
@@ -341,7 +337,6 @@ def find_model(model: ModelSizes | str | Path) -> ModelSizes:
 
 
 def _missing(content: Mapping[str, Any]) -> list[str]:
-    """List the needed keys that a configuration lacks."""
     needed = [KEYS[name] for name in SIZES if name != "kv_heads"]
     if any(content.get(key) is not None for key in NUMBERS):
         needed.append("num_experts_per_tok")
@@ -351,7 +346,6 @@ def _missing(content: Mapping[str, Any]) -> list[str]:
 
 
 def _sizes(content: Mapping[str, Any]) -> ModelSizes:
-    """Return the sizes in a configuration that has the keys."""
     latent: dict[str, Any] = {ours: content.get(theirs) for ours, theirs in LATENT_KEYS.items()}
     content = {"num_key_value_heads": content["num_attention_heads"], **content}
     return ModelSizes(
@@ -363,7 +357,6 @@ def _sizes(content: Mapping[str, Any]) -> ModelSizes:
 
 
 def _experts(content: Mapping[str, Any]) -> ExpertSizes | None:
-    """Return the experts in a configuration of any family."""
     number = next((content[key] for key in NUMBERS if content.get(key) is not None), None)
     if number is None:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,12 +76,10 @@ class Plans:
 
     @property
     def best(self) -> Estimate:
-        """The best estimate."""
         return self.ranked[0]
 
     @property
     def verdict(self) -> str:
-        """A sentence that says whether to pipeline."""
         if self.pipeline is None:
             return "do not pipeline: no pipeline fits these sizes"
         if self.alone is None:
@@ -161,16 +159,14 @@ class Plans:
           path: path of the file.
           estimate: the estimate to write; the best by default.
         """
+        from pipeline.config import toml_lines
+
         chosen, target = estimate or self.best, Path(path)
         layout, name = chosen.layout, self.job.chip.name
         lines = [
             f"# {name}: {chosen.step:.4g} s a step, {chosen.hbm / GB:.1f} GB, predicted",
             *(f"# {line}" for line in (*_comments(self.job, layout), *self.notes)),
-            "[parallel]",
-            *_assigned(_parallel(self.job, layout)),
-            "",
-            "[pipeline]",
-            *_assigned(_options(layout)),
+            *toml_lines(_tables(self.job, layout)),
         ]
         files.replace("\n".join(lines) + "\n", target)
         return target
@@ -189,33 +185,28 @@ class Plans:
         Raises:
           ValueError: the errors of `collectives.make_mesh`, such as for too few devices.
         """
-        from jax.sharding import PartitionSpec
-
-        from collectives import make_mesh
+        from pipeline.config import ParallelConfig, ParallelRun, PipelineOptions
 
         layout = (estimate or self.best).layout
-        given = {**_parallel(self.job, layout)}
-        axes = {name: given[name] for name in ("data", "stage", "tensor")} | given.get("axes", {})
-        options = {**_options(layout), "mesh": make_mesh(devices=devices, **axes)}
-        options |= {name: given[name] for name in ("num_microbatches", *DTYPES)}
-        if layout.group is not None:
-            options["schedule"] = built(layout.order)
-        if options.get("remat") == "none":
-            options["remat"] = None
-        if "batch" in options:
-            options["batch"] = PartitionSpec(*options["batch"])
-        return options
+        tables = _tables(self.job, layout)
+        parallel = ParallelConfig.from_dict(tables["parallel"])
+        run = ParallelRun(parallel=parallel, pipeline=PipelineOptions(**tables["pipeline"]))
+        # Options that the layout does not decide are left to the caller.
+        decided = {"mesh", *tables["parallel"], *tables["pipeline"]}
+        arguments = run.arguments(devices)
+        options = {name: value for name, value in arguments.items() if name in decided}
+        return options if layout.group is None else options | {"schedule": built(layout.order)}
 
 
 # --- the configuration
 
 
-def _parallel(job: PlannedJob, layout: MeshLayout) -> Mapping[str, Any]:
-    """Return the fields of `pipeline.ParallelConfig`."""
+def _tables(job: PlannedJob, layout: MeshLayout) -> dict[str, dict[str, Any]]:
+    """Return the tables of a `pipeline.config.ParallelRun`, with what the layout decides."""
     ranks = layout.experts.ranks
     axes = {} if job.model.experts is None else {"expert": ranks}
     axes |= {CONTEXT: layout.context} if layout.context > 1 else {}
-    return {
+    parallel = {
         "world_size": job.devices,
         "data": layout.data,
         "stage": layout.stage,
@@ -226,42 +217,24 @@ def _parallel(job: PlannedJob, layout: MeshLayout) -> Mapping[str, Any]:
         "batch_size": job.batch,
         **DTYPES,
     }
-
-
-def _options(layout: MeshLayout) -> Mapping[str, Any]:
-    """Return options for `Pipeline`, without the fields of [parallel]."""
     options: dict[str, Any] = {"data_parallel": layout.data_parallel}
     if layout.data_parallel == "windows":
         options = {"data_parallel": "fsdp", "gather": "repeat"}
     if layout.data_parallel == "hsdp":
         options = {}
     if layout.context > 1:
-        rows = ("data", "expert") if layout.experts.ranks > 1 else "data"
-        options["batch"] = (rows, CONTEXT)
+        options["batch"] = (("data", "expert") if ranks > 1 else "data", CONTEXT)
     if layout.schedule is not None:
         options["schedule"] = layout.schedule if layout.group is None else _file(layout)
         options["remat"] = "none" if layout.remat in (None, *OF_BLOCKS) else layout.remat
         options["vocabulary"] = layout.vocabulary
         options |= {"offload": layout.offload} if layout.offload else {}
-    return options
-
-
-def _assigned(values: Mapping[str, Any]) -> list[str]:
-    return [f"{name} = {_value(value)}" for name, value in values.items()]
+    return {"parallel": parallel, "pipeline": options}
 
 
 def _file(layout: MeshLayout) -> str:
-    """Return the file name of a timetable that needs more than the schedule's name."""
     _, S, V, M = layout.order
     return f"{layout.schedule}-group{layout.group}-S{S}-K{S * V}-M{M}.csv"
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"{{ {', '.join(_assigned(value))} }}"
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_value, value))}]"
-    return f'"{value}"' if isinstance(value, str) else f"{value}"
 
 
 def _comments(job: PlannedJob, layout: MeshLayout) -> list[str]:
@@ -308,7 +281,6 @@ def _comments(job: PlannedJob, layout: MeshLayout) -> list[str]:
 
 
 def short(layout: MeshLayout) -> str:
-    """Describe a layout in a few words."""
     names = ("data", "expert", CONTEXT, "stage", "tensor")
     sizes = zip(names, layout.sizes(names), strict=True)
     mesh = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one chip"
@@ -326,6 +298,8 @@ def _table(job: PlannedJob, ranked: Sequence[Estimate]) -> list[str]:
     rows = [("", " x ".join(job.axes), *more, *COLUMNS, "s", "MFU", "GB", "limited by")]
     for one in ranked:
         at = one.layout
+        shares = [(one.seconds[n] / one.step, text) for n, text in SHARES.items()]
+        limits = [f"{text} {share:.0%}" for share, text in sorted(shares)[::-1] if share >= 0.005]
         near = one is not ranked[0] and one.step <= (1 + ERROR) * ranked[0].step
         stashes = f", {at.offload:.0%} on host" if at.offload else ""
         rows.append(
@@ -343,7 +317,7 @@ def _table(job: PlannedJob, ranked: Sequence[Estimate]) -> list[str]:
                 f"{one.step:.4g}",
                 f"{mfu(job, one.step):.1%}",
                 f"{one.hbm / GB:.1f}",
-                _limits(job, one),
+                ", ".join([*limits, f"HBM {one.hbm / job.chip.hbm:.0%}"]),
             )
         )
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
@@ -354,13 +328,6 @@ def _table(job: PlannedJob, ranked: Sequence[Estimate]) -> list[str]:
     }
     used = {word for one in ranked for word in (one.layout.data_parallel, one.layout.vocabulary)}
     return table + [f"{word}: {text}" for word, text in meanings.items() if word in used]
-
-
-def _limits(job: PlannedJob, one: Estimate) -> str:
-    """List the largest shares of a step's time beyond the model's own operations."""
-    shares = sorted(((one.seconds[n] / one.step, text) for n, text in SHARES.items()), reverse=True)
-    said = [f"{text} {share:.0%}" for share, text in shares if share >= 0.005]
-    return ", ".join([*said, f"HBM {one.hbm / job.chip.hbm:.0%}"])
 
 
 def why(job: PlannedJob, one: Estimate, best: Estimate) -> str:
@@ -379,12 +346,7 @@ def why(job: PlannedJob, one: Estimate, best: Estimate) -> str:
 
 
 def compared(hosted: Estimate | None, plain: Estimate | None) -> str:
-    """Return a sentence that says whether to offload, and why.
-
-    Args:
-      hosted: the best pipeline that uses host memory, among those that need it; None if none fits.
-      plain: the best pipeline without host memory; None if none fits.
-    """
+    """Compare the best pipelines with and without host memory in a sentence; None: none fits."""
     if hosted is None:
         return (
             "do not offload: no pipeline that is short of memory fits with its stashes or its "
@@ -402,7 +364,6 @@ def compared(hosted: Estimate | None, plain: Estimate | None) -> str:
 
 
 def _named(one: Estimate) -> str:
-    """Name a layout with its remat, and its share in host memory."""
     layout = one.layout
     parts = [] if layout.offload is None else [f"{layout.offload:.0%} of stashes"]
     parts += ["the optimizer's state"] * layout.host_optimizer

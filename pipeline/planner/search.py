@@ -121,7 +121,10 @@ def plan(
     layouts = list(layouts_of(job, schedules, remat, faults))
     if offload == "auto":
         layouts += with_offload(job, layouts)
-    rules = [_said(rule, sizes) for rule, sizes in faults.items()]
+    rules = []
+    for rule, sizes in faults.items():
+        axis, _, reason = rule.partition(":")
+        rules.append(f"{axis} {', '.join(map(str, sorted(sizes)))}:{reason}")
     if not layouts:
         raise ValueError(
             f"{job.devices} devices, batch={job.batch} and this model have no layout: "
@@ -160,7 +163,6 @@ def _job(
     clock: str,
     efficiency: float | None,
 ) -> PlannedJob:
-    """Check the sizes of a job."""
     sizes, found = find_model(model), find_chip(chip)
     for name, value in {"devices": devices, "batch": batch, "seq": seq}.items():
         if not is_whole(value, 1, numpy=True):
@@ -187,11 +189,7 @@ def _job(
 
 
 def _measured(costs: Any) -> tuple[tuple[int, Costs], ...]:
-    """Check measured costs of blocks; return them by the number of sequences in a microbatch.
-
-    Raises:
-      ValueError: ``costs`` are not such costs.
-    """
+    """Check measured costs of blocks; return them by the number of sequences in a microbatch."""
     given = {1: costs} if isinstance(costs, Costs) else {} if costs is None else costs
     if not isinstance(given, Mapping) or not all(
         is_whole(rows, 1, numpy=True) and isinstance(one, Costs) for rows, one in given.items()
@@ -210,12 +208,7 @@ def _measured(costs: Any) -> tuple[tuple[int, Costs], ...]:
 
 
 def _context(job: PlannedJob, sizes: Any, costs: Any) -> tuple[int, ...]:
-    """Return the sizes of `context` to try.
-
-    Raises:
-      ValueError: the sizes are no integers or do not divide the positions, or the model has
-        measured costs (of whole sequences) or latent attention.
-    """
+    """Check and return the sizes of `context` to try; measured costs are of whole sequences."""
     given = (1,) if sizes is None else sizes
     if isinstance(sizes, str) and sizes == "auto":
         given = [
@@ -259,7 +252,6 @@ def _check_known(what: str, given: Sequence[Any], known: Sequence[Any]) -> None:
 
 
 def _bounds(job: PlannedJob, layouts: Iterable[MeshLayout]) -> list[Estimate]:
-    """Compute lower bounds of the layouts' step times, in ascending order."""
     return sorted((estimate(job, one, bound=True) for one in layouts), key=lambda one: one.step)
 
 
@@ -322,12 +314,6 @@ def _lost(job: PlannedJob, bounds: Iterable[Estimate], found: Plans) -> list[str
             one = _best(job, own)[0]
         lines.append((not fits, one.step, f"{text}: {why(job, one, best)}"))
     return [line for _, _, line in sorted(lines)]
-
-
-def _said(rule: str, sizes: Sequence[int]) -> str:
-    """Write a rule with the sizes that the rule excluded, after the axis's name."""
-    axis, _, reason = rule.partition(":")
-    return f"{axis} {', '.join(map(str, sorted(sizes)))}:{reason}"
 
 
 def _refusal(

@@ -59,13 +59,7 @@ class Batch(NamedTuple):
 
 
 def as_batch(item: Any) -> Batch:
-    """Make a batch from a source's item: a `Batch`, (inputs, targets[, extras]), or a dict.
-
-    Arrays of other libraries, such as torch's tensors, become numpy's.
-
-    Raises:
-      ValueError: the item is none of these.
-    """
+    """Make a batch of arrays from a `Batch`, (inputs, targets[, extras]), or a dict of them."""
     if isinstance(item, dict) and {"inputs", "targets"} <= set(item) <= set(Batch._fields):
         item = Batch(**item)
     elif isinstance(item, tuple | list) and len(item) in (2, 3):
@@ -225,7 +219,6 @@ class _CountedRows(NamedTuple):
 
 
 def _is_pair(metric: Any) -> bool:
-    """Tell whether a metric is (sum, weight)."""
     is_two = type(metric) in (tuple, list) and len(metric) == 2
     return is_two and all(getattr(x, "ndim", 0) == 1 for x in metric)
 
@@ -313,7 +306,6 @@ class padded(_Made):  # noqa: N801  called like a function
 
 
 def _check_sequence(tokens: Any, most: int, what: str) -> np.ndarray[Any, Any]:
-    """Check a sequence: [n] integers with 1 < n <= most + 1."""
     array = np.asarray(tokens)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"a sequence is {array.dtype}{list(array.shape)}; give [n] integers")

@@ -80,7 +80,6 @@ def resolve_compiler_options(given: Given, device: jax.Device) -> dict[str, str 
 
 
 def _text(value: Value) -> str | bool:
-    """Convert a value to the text that XLA parses."""
     return value if isinstance(value, bool) else str(value)
 
 

@@ -100,7 +100,6 @@ class Stop:
             self._last.set_exception(error)
 
     def _agree(self) -> int:
-        """Agree with the other processes on the step before which all stop."""
         if self._asked.is_set():
             service.say(f"{self._topic}/asked", self.reason)
         with self._lock:
@@ -249,7 +248,6 @@ class Watchdog:
         return f"for {time.monotonic() - self._at:.0f} s in step {self._step}"
 
     def _report(self, look: float) -> None:
-        """Report the hang, and end the process."""
         index, count = jax.process_index(), jax.process_count()
         lines = [f"process {index} of {count}{self._ranks()} is stuck: {self._state()}"]
         if count > 1:
@@ -274,7 +272,6 @@ class Watchdog:
         self._end(STUCK)
 
     def _ranks(self) -> str:
-        """Name the ranks on the devices of this process."""
         if self._mesh is None:
             return ""
         axis = self._mesh.axis_names.index(STAGE)

@@ -83,8 +83,6 @@ def remembers(model: Any) -> bool:
 
 
 class _Chain(nnx.Module):
-    """Embed, stages and head one after another."""
-
     def __init__(self, pipe: Pipeline) -> None:
         self.stages = nnx.List(pipe.stages())
         self.embed, self.head = pipe.embed, pipe.head

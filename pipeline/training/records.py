@@ -113,18 +113,15 @@ class Progress:
 
     def write(self, record: Record) -> None:
         """Show a step; print an event. A closed terminal or a full disk shows neither."""
+        step, tenth = record["step"], max(1, self._steps // 10)
         with contextlib.suppress(OSError):
-            self._show(record)
-
-    def _show(self, record: Record) -> None:
-        if "event" in record:
-            self._console.print(f"step {record['step']}: {record['text']}", soft_wrap=True)
-            return
-        step, text = record["step"], status_of(record)
-        self._bars.update(self._bar, completed=step, status=text)
-        tenth = max(1, self._steps // 10)
-        if not self._console.is_terminal and (step % tenth == 0 or "eval_loss" in record):
-            self._console.print(f"step {step}/{self._steps} · {text}", soft_wrap=True)
+            if "event" in record:
+                self._console.print(f"step {step}: {record['text']}", soft_wrap=True)
+                return
+            text = status_of(record)
+            self._bars.update(self._bar, completed=step, status=text)
+            if not self._console.is_terminal and (step % tenth == 0 or "eval_loss" in record):
+                self._console.print(f"step {step}/{self._steps} · {text}", soft_wrap=True)
 
     def close(self) -> None:
         """Keep the last line on the terminal."""
@@ -133,7 +130,6 @@ class Progress:
 
 
 def _extra(module: str, user: str) -> Any:
-    """Import a module that the extra `training` installs."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

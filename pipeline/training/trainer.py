@@ -5,6 +5,10 @@
     trainer.run()
 
 The host is one step ahead of the devices: a step's metrics are read while the next step runs.
+Measured are a step's seconds (from the end of the previous step), the wait for its batch, and
+memory. The division into compute, bubble and communication is predicted by the clock that the
+pipeline was lowered for. The costs are those of `Pipeline(costs=)`, or F = I = W and messages that
+take no time.
 """
 
 from __future__ import annotations
@@ -12,37 +16,45 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from pipeline.base.arguments import is_whole
+from pipeline.base.chips import CHIPS
 from pipeline.facade import Weighed
 from pipeline.pipeline import Pipeline
-from pipeline.training import timing
+from pipeline.training import accumulation
 from pipeline.training.batches import Batch, Resumable, as_batch
 from pipeline.training.faults import Watchdog
 from pipeline.training.records import Record, Recorder
-from pipeline.training.step import (
-    DynamicScale,
-    Metrics,
-    NotFiniteError,
-    Step,
-    check_weight,
-    mean_like,
-    mean_weighed,
-    plus_weighed,
-    with_weight,
-)
+from pipeline.training.scaling import DynamicScale, NotFiniteError
+from pipeline.training.step import Step
+from pipeline.training.update import Metrics, mean_like
+from schedules import simulate
 
 Hook = Callable[["Trainer", Record], None]
+# A runtime's names of chips in the planner's table, in the order of the search.
+KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v6": "v6e",
+    "TPU7x": "tpu7x",
+    "H100": "h100",
+    "A100": "a100",
+}
 
 
 @dataclass
@@ -78,8 +90,7 @@ class Trainer:
       stop_after: the number of consecutive updates that are not finite, after which the run ends.
       stuck_after: the seconds after which a hanging step ends the process with a message
         (`pipeline.training.faults.Watchdog`); None waits for ever.
-      flops_per_token: the model's operations per token; by default counted
-        (`timing.flops_per_token`).
+      flops_per_token: the model's operations per token; by default counted (`count_flops`).
       peak_flops: a device's peak operations a second; by default from the planner's table.
 
     Attributes:
@@ -151,11 +162,12 @@ class Trainer:
         self._position: Any = None  # the data position at the start of the current update
         self._drawn: Batch | None = None  # a batch that no step has used, because one raised
         self._ended = 0.0
-        self._shares = timing.predicted(step.model)
-        counted = timing.flops_per_token(step.model)
+        self._shares = predicted(step.model)
+        counted = count_flops(step.model)
         self._flops = counted if flops_per_token is None else flops_per_token
-        devices = _devices(step.model)
-        peak = timing.peak_flops(devices[0]) if peak_flops is None else peak_flops
+        leaves = jax.tree.leaves(nnx.state(step.model, nnx.Param))
+        devices = sorted({d for x in leaves for d in x.sharding.device_set}, key=lambda d: d.id)
+        peak = find_peak_flops(devices[0]) if peak_flops is None else peak_flops
         self._peak = None if peak is None else peak * len(devices)
 
     # --- the loop
@@ -180,7 +192,7 @@ class Trainer:
             )
         step = self.step
         shaped, plain = step.shaped(), {"step": step.plain()}
-        found = self._checkpoints.restore(
+        step_number = self._checkpoints.restore(
             step.model,
             step.optimizer,
             shaped=shaped,
@@ -188,13 +200,13 @@ class Trainer:
             data=self.data,
             **({"ignore": ignore} if ignore else {}),
         )
-        if found is not None:
+        if step_number is not None:
             if "shaped" in ignore and step.ema is not None:
                 shaped = {"ema": mean_like(nnx.state(step.model, step.optimizer.wrt))}
             step.load(shaped, plain["step"])
-            self.done = self._saved = found
+            self.done = self._saved = step_number
             self.evaluated, self.eval_loss, self._position, self._drawn = -1, None, None, None
-        return found
+        return step_number
 
     def run(self) -> bool:
         """Train to the end; return whether the run was finished, not stopped.
@@ -248,30 +260,29 @@ class Trainer:
         self._ended = time.perf_counter()
         while self.done < self.steps:
             if self._stop is not None and self._stop():
-                self._read(running)
-                self._rest()
+                self._finish(running)
                 self.save()
                 return False
             if self._watchdog is not None:
                 self._watchdog.beat(self.done + 1)
             running = self._next(running)
             if self._is_due(self._eval_interval) or self._is_due(self._checkpoint_interval):
-                self._read(running)
+                self._finish(running)
                 running = None
-                self._rest()
                 if self._is_due(self._eval_interval) and self.evaluated != self.done:
                     self.evaluate()
                 if self._is_due(self._checkpoint_interval):
                     self.save()
                 self._ended = time.perf_counter()
-        self._read(running)
-        self._rest()
+        self._finish(running)
         if self._evaluation is not None and self.evaluated != self.done:
             self.evaluate()
         self.save()
         return True
 
-    def _rest(self) -> None:
+    def _finish(self, running: _Running | None) -> None:
+        """Wait for the step that is running; the watchdog watches no step after it."""
+        self._read(running)
         if self._watchdog is not None:
             self._watchdog.rest()
 
@@ -338,7 +349,7 @@ class Trainer:
             # A batch that arrives while the devices are busy has cost them no time.
             if before is None or _is_ready(before.metrics.loss):
                 waited += time.perf_counter() - start
-            tokens += timing.tokens_of(batch)
+            tokens += tokens_of(batch)
             metrics = self._use(batch)
         self.done += 1
         self._read(before)
@@ -408,8 +419,8 @@ class Trainer:
             record["loss_scale"] = float(metrics.loss_scale)
         if self._peak:
             record["mfu"] = self._flops * running.tokens / seconds / self._peak
-        if (held := timing.memory()) is not None:
-            record["memory"] = held
+        if (used := memory()) is not None:
+            record["memory"] = used
         return record
 
     def _say_skipped(self, running: _Running, metrics: Metrics) -> None:
@@ -450,15 +461,15 @@ def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[flo
     for item in batches:
         batch = as_batch(item)
         weight = _weight(step, batch)
-        found = step.eval_step(
+        call = step.eval_step(
             batch.inputs, batch.targets, extras=batch.extras, ema=ema, weighed=weight is None
         )
         if weight is not None:
-            check_weight(weight)
-            found = with_weight(found, jnp.float32(weight))
+            accumulation.check_weight(weight)
+            call = accumulation.with_weight(call, jnp.float32(weight))
         if total is None:
-            total = jax.tree.map(jnp.zeros_like, found)
-        total = plus_weighed(total, found)
+            total = jax.tree.map(jnp.zeros_like, call)
+        total = accumulation.plus_weighed(total, call)
     if total is None:
         raise ValueError(
             "the evaluation gave no batch; give a list, or an iterable that can start again: an "
@@ -467,7 +478,7 @@ def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[flo
     loss: Weighed = total[0] if step.has_aux else total
     if not float(loss.weight):
         raise ValueError("the evaluation has no batch in which anything counts")
-    mean = jax.tree.map(lambda x: x.item(), jax.device_get(mean_weighed(total)))
+    mean = jax.tree.map(lambda x: x.item(), jax.device_get(accumulation.mean_weighed(total)))
     return mean if step.has_aux else (mean, None)
 
 
@@ -491,7 +502,73 @@ def _is_ready(array: Any) -> bool:
     return bool(array.is_ready())
 
 
-def _devices(model: nnx.Module) -> list[jax.Device]:
-    """List the devices that hold the model."""
-    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
-    return sorted({d for x in leaves for d in x.sharding.device_set}, key=lambda d: d.id)
+class Shares(NamedTuple):
+    """Predicted shares of a step on all ranks; their sum is 1.
+
+    Attributes:
+      compute: the share in which ranks work.
+      bubble: the share in which ranks wait for work of other ranks.
+      communication: the share in which ranks wait for messages.
+    """
+
+    compute: float
+    bubble: float
+    communication: float
+
+
+def predicted(model: Any) -> Shares:
+    """Predict the shares of a pipeline's step by its clock; other models have only compute."""
+    if not isinstance(model, Pipeline):
+        return Shares(1.0, 0.0, 0.0)
+    report = simulate(model.schedule, **model.plan.clock)
+    whole = report.makespan * len(report.work)
+    sent = sum(part["communication"] for part in report.explain().parts) / whole
+    compute = min(1.0, sum(report.work) / whole)
+    return Shares(compute, max(0.0, 1.0 - compute - sent), sent)
+
+
+def tokens_of(batch: Batch) -> int:
+    """Count the tokens of an integer input [N, t], or the rows of any other input."""
+    leaves = jax.tree.leaves(batch.inputs)
+    shape = np.shape(leaves[0]) if leaves else ()
+    is_words = len(shape) > 1 and jnp.issubdtype(leaves[0].dtype, jnp.integer)
+    return math.prod(shape) if is_words else batch.rows
+
+
+def count_flops(model: Any) -> float:
+    """Count 6 operations for each number of each matrix: products of forward and backward.
+
+    Matrices are the parameters with two axes or more in the model without a pipeline; a pipeline's
+    embed is a lookup and does not count. Attention scores and recomputation do not count.
+    """
+    weights = nnx.state(model, nnx.Param)
+    layers: Any = weights
+    if isinstance(model, Pipeline):
+        layers = jax.eval_shape(model.to_layers, weights)
+        layers = {name: part for name, part in layers.items() if name != "embed"}
+    return 6.0 * sum(x.size for x in jax.tree.leaves(layers) if x.ndim > 1)
+
+
+def find_peak_flops(device: jax.Device) -> float | None:
+    """Return a device's peak bfloat16 operations a second; None for a device not in the table."""
+    name = next((chip for kind, chip in KINDS.items() if kind in device.device_kind), None)
+    return None if name is None else CHIPS[name].flops
+
+
+def memory() -> int | None:
+    """Return the most bytes that a device of this process holds, or else the process's bytes.
+
+    The result is None if neither is known.
+    """
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    used = [one["bytes_in_use"] for one in stats if "bytes_in_use" in one]
+    return max(used) if used else resident()
+
+
+def resident() -> int | None:
+    """Return the bytes of this process in main memory; None if the system does not report them."""
+    if sys.platform != "linux":
+        return None
+    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    memory_lines = [line.split() for line in lines if line.startswith("VmRSS:")]
+    return 1024 * int(memory_lines[0][1]) if memory_lines else None

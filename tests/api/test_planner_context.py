@@ -29,6 +29,7 @@ from pipeline.planner.layout import MeshLayout, PlannedJob
 from pipeline.planner.memory import LOGIT_PARTS, bytes_of, usable
 from pipeline.training.config import PipelineOptions
 from schedules import Costs
+from tests.support.refusals import refusal
 
 SMALL = ModelSizes(layers=4, width=32, heads=4, kv_heads=2, hidden=64, vocabulary=64, head_width=8)
 T, M = 64, 4
@@ -197,9 +198,7 @@ def test_auto_tries_parts_of_enough_positions():
     ],
 )
 def test_bad_input(given, message):
-    with pytest.raises(ValueError) as error:
-        plan(**{**SIZES, **given})
-    assert str(error.value) == message
+    assert refusal(plan, **{**SIZES, **given}) == message
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 
 from pipeline.layers import MixtureOfExperts, advance_experts
-from pipeline.training.experts import balance_of
 from pipeline.training.records import status_of
+from pipeline.training.update import balance_of
 from tests.support.close import assert_close
 from tests.support.group import normal
 

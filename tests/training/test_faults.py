@@ -23,6 +23,7 @@ import pytest
 from collectives import make_mesh
 from pipeline.processes.launch import Job, run
 from pipeline.training.faults import Stop, Watchdog, stop_on_signals
+from tests.support.refusals import refusal
 from tests.support.store import Store
 from tests.training import survivor
 
@@ -312,9 +313,7 @@ def test_steps_that_end_are_not_told(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan"), "3", True])
 def test_no_time_for_a_step(seconds: Any) -> None:
-    with pytest.raises(ValueError) as error:
-        Watchdog(seconds)
-    assert str(error.value) == (
+    assert refusal(Watchdog, seconds) == (
         f"seconds={seconds!r}: must be a number > 0, how long a step may take before it counts as "
         f"stuck"
     )

@@ -16,7 +16,8 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
-from pipeline.training.step import DynamicScale, Step, global_norm
+from pipeline.training.scaling import global_norm
+from pipeline.training.step import DynamicScale, Step
 from pipeline.training.trainer import Trainer, means
 from tests.support.close import assert_close, distance
 

@@ -25,6 +25,7 @@ from tests.support import models
 from tests.support.close import assert_close
 from tests.support.float16 import needs_float16
 from tests.support.models import Block, Noisy, Readout
+from tests.support.refusals import refusal
 from tests.support.tensor_stages import Parallel
 from tests.training.plain import (
     Chain,
@@ -542,9 +543,7 @@ def test_a_state_goes_on():
     other.load(step.shaped(), plain)
     equal(other.ema, step.ema)
     assert other.plain() == plain
-    with pytest.raises(ValueError, match="load") as caught:
-        other.load({}, plain)
-    assert str(caught.value) == (
+    assert refusal(other.load, {}, plain) == (
         "load(shaped=...) has the names [], and this step has ['ema']; make the Step with the "
         "options of the saved one"
     )
@@ -591,9 +590,9 @@ def test_arrays_are_given_away_unless_they_are_to_stay():
 )
 def test_an_option_that_cannot_be(options, text):
     model = chain()
-    with pytest.raises(ValueError, match="must be") as caught:
-        Step(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), **options)
-    assert str(caught.value) == text
+    assert (
+        refusal(Step, model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), **options) == text
+    )
 
 
 @pytest.mark.parametrize(
@@ -610,9 +609,7 @@ def test_an_option_that_cannot_be(options, text):
 def test_a_weight_that_cannot_be(weight, text):
     model = chain()
     step = Step(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), accumulate=2)
-    with pytest.raises(ValueError, match="weight") as caught:
-        step(*batch(0), weight=weight)
-    assert str(caught.value) == (
+    assert refusal(step, *batch(0), weight=weight) == (
         f"{text}: must be one finite number >= 0 of float32, the weight of this call relative to "
         f"other calls"
     )
@@ -641,9 +638,10 @@ def test_a_model_that_cannot_be_trained():
             ),
         ),
     ):
-        with pytest.raises(ValueError, match="value_and_grad") as caught:
-            Step(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), **options)
-        assert str(caught.value) == text
+        assert (
+            refusal(Step, model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), **options)
+            == text
+        )
 
 
 def test_scales_that_cannot_be():
@@ -663,6 +661,4 @@ def test_scales_that_cannot_be():
             ),
         ),
     ):
-        with pytest.raises(ValueError, match="DynamicScale") as caught:
-            DynamicScale(**options)
-        assert str(caught.value) == text
+        assert refusal(DynamicScale, **options) == text

@@ -23,11 +23,7 @@ GROUP = 2**28  # bytes of leaves that are read at once
 
 
 class Orbax:
-    """The Orbax checkpointer with the settings of this package.
-
-    Raises:
-      ImportError: Orbax is not installed.
-    """
+    """The Orbax checkpointer with the settings of this package."""
 
     def __init__(self) -> None:
         try:
@@ -73,14 +69,14 @@ class Orbax:
 
 
 def read_leaves(leaves: Mapping[str, LayerLeaf], model: Any) -> dict[str, Any]:
-    """Copy all leaves into the tree that `Orbax.save` writes."""
+    """Copy all leaves into the tree that `Orbax.save` writes; Orbax refuses empty arrays."""
     with _entered(model):
-        found = {
-            tuple(name.split(".")): _of_all(leaf.read(), model)
-            for name, leaf in leaves.items()
-            if math.prod(leaf.shape)  # Orbax refuses empty arrays
-        }
-    return unflatten_mapping(found)
+        filled = {name: leaf for name, leaf in leaves.items() if math.prod(leaf.shape)}
+        arrays = {tuple(name.split(".")): leaf.read() for name, leaf in filled.items()}
+        for path, array in arrays.items():
+            if _is_local(array, model):
+                arrays[path] = replicated(array, model.plan.mesh)
+    return unflatten_mapping(arrays)
 
 
 def _entered(model: Any) -> Any:
@@ -95,12 +91,7 @@ def _is_local(array: Any, model: Any) -> bool:
     return several and getattr(array, "is_fully_addressable", True)
 
 
-def _of_all(array: Any, model: Any) -> Any:
-    return replicated(array, model.plan.mesh) if _is_local(array, model) else array
-
-
 def _wanted(leaf: LayerLeaf, model: Any) -> Any:
-    """Describe to Orbax the array that it is to read."""
     value = leaf.cell.value
     if _is_local(value, model):
         sharding = NamedSharding(model.plan.mesh, P())

@@ -54,10 +54,6 @@ class Contents:
       model: a pipeline, a module, or ``{"stages": [K modules], "embed": module, "head": module}``.
       optimizer: the model's optimizer.
       shaped: trees like the model's parameters, by name; loaded leaves are written to them.
-
-    Attributes:
-      model: the given model.
-      leaves: the leaves by name.
     """
 
     def __init__(
@@ -68,7 +64,9 @@ class Contents:
     ) -> None:
         self.model = model
         self.leaves: dict[str, LayerLeaf] = {}
-        self._numbers = _numbers_of_layers(_parameters_of_stages(model))
+        stages = enumerate(_parameters_of_stages(model))
+        layers = [(k, *path) for k, paths in stages for path in _layers_among(paths)]
+        self._numbers = {layer: number for number, layer in enumerate(layers)}
         self._add("model", _model_leaves(model))
         if optimizer is not None:
             self._add("optimizer", _optimizer_leaves(model, optimizer))
@@ -102,12 +100,6 @@ def _in_model(path: Path) -> Path:
     if first < 0 or path[first] not in SEVERAL:
         return ()
     return (*path[:first], *path[at:])
-
-
-def _numbers_of_layers(stages: list[list[Path]]) -> dict[Path, int]:
-    """Number layers across stages, by (stage, *path), from the paths of each stage's parameters."""
-    places = [(k, *path) for k, paths in enumerate(stages) for path in _layers_among(paths)]
-    return {place: number for number, place in enumerate(places)}
 
 
 def _by_layers(path: Path, numbers: Mapping[Path, int]) -> Path:
@@ -194,11 +186,7 @@ def describe(
     metrics: Mapping[str, float] | None,
     topic: str,
 ) -> dict[str, Any]:
-    """Make the manifest of a checkpoint, without the digests of its files.
-
-    Raises:
-      ValueError: a value that JSON cannot store.
-    """
+    """Make the manifest of a checkpoint, without the digests of its files."""
     if not is_whole(step, 0, numpy=True):
         raise ValueError(f"step={step!r}: must be an integer >= 0, the steps that were done")
     position = None if data is None else _position(data)
@@ -299,11 +287,7 @@ def _position(data: Any) -> Any:
 
 
 def own_position(folder: pathlib.Path, positions: list[Any]) -> Any:
-    """Read this process's position in the data.
-
-    Raises:
-      ValueError: the saved positions differ, and were saved by another number of processes.
-    """
+    """Read this process's position in the data."""
     count, index = jax.process_count(), jax.process_index()
     if all(one == positions[0] for one in positions):
         index = 0
@@ -338,11 +322,7 @@ def check_same(
     given: Mapping[str, Any],
     ignore: Collection[str],
 ) -> None:
-    """Check that a checkpoint and the given objects have the same leaves and values.
-
-    Raises:
-      ValueError: a leaf or value differs; the message names the first.
-    """
+    """Check that a checkpoint and the given objects have the same leaves and values."""
     saved = {
         name: leaf for name, leaf in said["leaves"].items() if name.partition(".")[0] not in ignore
     }
@@ -374,7 +354,6 @@ def check_same(
 
 
 def _different(name: str, saved: Mapping[str, Any], own: Mapping[str, Any], more: str) -> str:
-    """Describe the difference of a leaf, and what to do."""
     part = name.partition(".")[0]
     leave = f", or ignore=({part!r},) to leave it there" if part in get_args(Part) else ""
     remedy = f"give the {part} that was saved{leave}"

@@ -8,6 +8,7 @@ into a folder with a temporary name. When all arrays are on disk the manifest is
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import itertools
@@ -30,7 +31,6 @@ from pipeline.base.tree import Tree
 from pipeline.training.checkpoints import contents, lock, manifest
 from pipeline.training.checkpoints.arrays import Orbax, read_leaves
 from pipeline.training.checkpoints.contents import Contents
-from pipeline.training.checkpoints.exits import CAN_WAIT_AT_EXIT, before_exit
 from pipeline.training.checkpoints.manifest import DamagedError
 from pipeline.training.checkpoints.together import everyone, from_first
 from pipeline.training.step import warn_within_update
@@ -39,6 +39,9 @@ from schedules.core.capacity import bytes_text
 MARK = "shardpipe-checkpoints.json"  # in every folder of checkpoints; other folders are refused
 ARRAYS = "arrays"
 STEP = "step_([0-9]{9}|[1-9][0-9]{9,})"
+
+# Python 3.12.0 to 3.12.2 start no thread once the main thread has ended (CPython issue 113964).
+CAN_WAIT_AT_EXIT = not (3, 12, 0) <= sys.version_info < (3, 12, 3)
 
 
 class CheckpointError(RuntimeError):
@@ -171,7 +174,7 @@ class Checkpoints:
             raise self._failed(step, error) from error
         if not self._asked_at_exit:
             self._asked_at_exit = True
-            before_exit(functools.partial(_end, weakref.ref(self)))
+            _before_exit(functools.partial(_end, weakref.ref(self)))
         given = step, response, said, topic
         self._thread = threading.Thread(target=self._finish, args=given, name=_name(step))
         self._thread.start()
@@ -320,7 +323,6 @@ class Checkpoints:
         _check_done([from_first(f"{topic}/done", done)])
 
     def _commit(self, step: int, temporary: Path, said: dict[str, Any]) -> None:
-        """Write a checkpoint's manifest and give the folder its final name."""
         known = self._read()
         said["serial"] = 1 + max((one.get("serial", 0) for one in known.values()), default=0)
         manifest.sync_tree(temporary)
@@ -348,7 +350,6 @@ class Checkpoints:
                 _remove(gone)
 
     def _best_of(self, known: Mapping[int, Mapping[str, Any]]) -> list[int]:
-        """Return the step of the best metric, if ``best`` is set."""
         first = {step: next(iter(one["metrics"].values()), None) for step, one in known.items()}
         values = {step: value for step, value in first.items() if value is not None}
         if self._best is None or not values:
@@ -370,12 +371,10 @@ class Checkpoints:
         )
 
     def _kept(self) -> str:
-        """Describe in words which checkpoints exist."""
         steps = ", ".join(map(str, self.steps))
         return f"those of steps {steps} are there" if steps else "none is there"
 
     def _claim(self) -> contextlib.AbstractContextManager[None]:
-        """Make process 0 the only writer of the folder; the block runs after its earlier saves."""
         if jax.process_index():
             return contextlib.nullcontext()
         self._lock = lock.take(self._folder)
@@ -403,7 +402,6 @@ class Checkpoints:
     # --- reading ---
 
     def _read(self) -> dict[int, dict[str, Any]]:
-        """Return the manifests that can be read, by step."""
         found = {}
         for step in self.steps:
             with contextlib.suppress(DamagedError, manifest.NewerError):
@@ -533,7 +531,21 @@ def _remove(folder: Path) -> None:
 
 
 def _check_done(texts: list[str]) -> None:
-    """Check that no process has failed."""
     for process, text in enumerate(texts):
         if text:
             raise RuntimeError(f"process {process}: {text}")
+
+
+def _before_exit(call: Callable[[], None]) -> None:
+    """Register a call for the end of the main thread, before any executor refuses work.
+
+    Orbax writes in executors of `concurrent.futures`. These refuse new work as soon as the main
+    thread has ended, and `atexit` runs after that. The executors themselves use
+    `threading._register_atexit`, which runs the newest call first (CPython 3.9 to 3.14). It is no
+    public name, so `atexit` is used if it is missing.
+    """
+    register = getattr(threading, "_register_atexit", atexit.register)
+    try:
+        register(call)
+    except RuntimeError:  # the interpreter is ending already: a save then has to wait itself
+        return

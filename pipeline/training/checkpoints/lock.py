@@ -40,11 +40,7 @@ class Lock:
 
 
 def take(folder: Path) -> Lock | None:
-    """Take this process's lock of a folder; None if another process holds the lock.
-
-    Raises:
-      OSError: the folder cannot be written to.
-    """
+    """Take this process's lock of a folder; None if another process holds the lock."""
     folder = folder.resolve()
     with _guard:
         lock = _locks.get(folder)

@@ -14,11 +14,7 @@ TIMEOUT = 600.0  # seconds that processes wait for each other
 
 
 def everyone(topic: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
-    """Gather each process's JSON value on a topic, in process order; a topic is used once.
-
-    Raises:
-      TimeoutError: a process gives no value within ``timeout`` seconds.
-    """
+    """Gather each process's JSON value on a topic, in process order; a topic is used once."""
     if jax.process_count() == 1:
         return [value]
     service.say(topic, json.dumps(value))

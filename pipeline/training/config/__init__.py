@@ -16,32 +16,23 @@ This package has the tables and their types, the reading of files, and the check
 contradictions. `pipeline.training.trainer` and ``python -m pipeline train`` use the result.
 """
 
-from pipeline.training.config.config import Config
-from pipeline.training.config.functions import load, rates, rules
-from pipeline.training.config.reading import RunConfigError
-from pipeline.training.config.tables import (
-    Data,
-    Evaluation,
-    Model,
-    Optimizer,
-    PipelineOptions,
-    Rate,
-    Run,
-    Source,
-)
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Config",
-    "Data",
-    "Evaluation",
-    "Model",
-    "Optimizer",
-    "PipelineOptions",
-    "Rate",
-    "Run",
-    "RunConfigError",
-    "Source",
-    "load",
-    "rates",
-    "rules",
-]
+from pipeline.base.imports import exports
+
+if TYPE_CHECKING:
+    from pipeline.config import PipelineOptions as PipelineOptions
+    from pipeline.training.config.config import Config as Config
+    from pipeline.training.config.functions import load as load
+    from pipeline.training.config.functions import rates as rates
+    from pipeline.training.config.functions import rules as rules
+    from pipeline.training.config.reading import RunConfigError as RunConfigError
+    from pipeline.training.config.tables import Data as Data
+    from pipeline.training.config.tables import Evaluation as Evaluation
+    from pipeline.training.config.tables import Model as Model
+    from pipeline.training.config.tables import Optimizer as Optimizer
+    from pipeline.training.config.tables import Rate as Rate
+    from pipeline.training.config.tables import Run as Run
+    from pipeline.training.config.tables import Source as Source
+
+__getattr__, __dir__, __all__ = exports(__name__)

@@ -18,11 +18,7 @@ from pipeline.base.arguments import hint_at
 
 
 def load(path: str) -> Callable[..., Any]:
-    """Import the function that "package.module:function" names.
-
-    Raises:
-      ValueError: there is no such module or function.
-    """
+    """Import the function that "package.module:function" names."""
     if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", path):
         raise ValueError("must be the import path of a function, as in 'package.module:function'")
     module, _, name = path.partition(":")
@@ -59,14 +55,12 @@ def rates() -> Mapping[str, Callable[..., Any]]:
 
 
 def update_with(rule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Make an optimizer of optax and an update of 2 x 2 weights."""
     tx = optax.with_extra_args_support(rule(learning_rate=0.1, **arguments))
     weights = {"weight": jnp.zeros((2, 2))}
     return tx.update(weights, tx.init(weights), weights)
 
 
 def rate_with(schedule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Make a schedule of optax, and its rate at step 0."""
     return schedule(**arguments)(jnp.int32(0))
 
 
@@ -106,7 +100,6 @@ def wrong_values(
 def wrong_arguments(
     where: str, function: Callable[..., Any], given: Mapping[str, Any]
 ) -> list[str]:
-    """List the faults in the names of arguments."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some built-in functions have no signature

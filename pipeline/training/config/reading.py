@@ -32,7 +32,6 @@ class RunConfigError(ValueError):
 
 
 def read_file(path: Path) -> Table:
-    """Read a TOML file."""
     try:
         return read_toml(path)
     except ValueError as error:
@@ -117,12 +116,10 @@ def _value(hint: Any, value: Any, name: str, faults: list[str]) -> Any:
 
 
 def _kinds(hint: Any) -> Sequence[Any]:
-    """Return the members of a union, or the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def _first_fitting(hint: Any, value: Any) -> Any:
-    """Convert a value to the first fitting member of a union; None if no member fits."""
     fitting = (_fitting(one, value) for one in _kinds(hint))
     return next((found for found in fitting if found is not None), None)
 
@@ -145,7 +142,6 @@ def _fitting(kind: Any, value: Any) -> Any:
 
 
 def _said(options: Iterable[Any]) -> list[str]:
-    """Describe types in words."""
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     said: list[str] = []
     for one in options:

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, make_dataclass
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import optax
-from jax.sharding import PartitionSpec
 
-from pipeline.config import ParallelConfig
-from pipeline.facade import Options
 from pipeline.training.config.functions import load, rates, rules
-from schedules import Costs
 
 Table = dict[str, Any]
-T = TypeVar("T")
-# M is in [parallel]. Filters are classes or functions, which TOML cannot spell.
-_ELSEWHERE = "num_microbatches", "wrt", "state"
-# In TOML a PartitionSpec is a list with an entry for each dim, and costs are a table of their
-# fields. Without these keys, the model's function may give the values.
-_SPELT: dict[str, tuple[Any, Any]] = {
-    "batch": (Sequence[str | Sequence[str]] | None, None),
-    "costs": (dict[str, Any] | None, None),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,50 +79,6 @@ class Evaluation(Source):
 
     interval: int = 0
     ema: bool = False
-
-
-def _written() -> dict[str, tuple[Any, Any]]:
-    """Return type and default of the options of `pipeline.Pipeline` that TOML can spell.
-
-    TOML has no null: for an option whose default is not None, a file spells None as "none".
-    """
-    found = {}
-    hints = get_type_hints(Options)
-    lists = Literal, Sequence
-    for one in fields(Options):
-        hint = hints[one.name]
-        kinds = (hint,) if get_origin(hint) in lists else get_args(hint) or (hint,)
-        plain = [k for k in kinds if k in (str, int, float, bool) or get_origin(k) in lists]
-        if one.name in _SPELT:
-            found[one.name] = _SPELT[one.name]
-        if not plain or one.name in _ELSEWHERE:
-            continue
-        if type(None) in kinds:
-            plain.append(type(None) if one.default is None else Literal["none"])
-        found[one.name] = (Union[tuple(plain)], one.default)  # noqa: UP007
-    return found
-
-
-def _with_options(kind: type[T]) -> type[T]:
-    """Make a class a dataclass whose fields are the options that a file can set."""
-    fields_ = [(name, hint, field(default=value)) for name, (hint, value) in _written().items()]
-    own = {"__doc__": kind.__doc__, "__module__": kind.__module__}
-    return make_dataclass(
-        kind.__name__, fields_, bases=(kind,), namespace=own, frozen=True, kw_only=True
-    )
-
-
-@_with_options
-class PipelineOptions:
-    """Options of `pipeline.Pipeline` that a file can set, in addition to [parallel]."""
-
-    def options(self) -> Table:
-        """Return the arguments of `Pipeline`, by name; ``batch`` and ``costs`` only if given."""
-        values: Table = asdict(self)  # type: ignore[call-overload]
-        batch, costs = values.pop("batch"), values.pop("costs")
-        options = {name: None if value == "none" else value for name, value in values.items()}
-        options |= {} if batch is None else {"batch": PartitionSpec(*batch)}
-        return options if costs is None else options | {"costs": Costs(**costs)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,16 +151,3 @@ class Run:
     flops_per_token: float | None = None
     chip: str | None = None
     compiler_options: dict[str, Any] | Literal["default", "none"] = "default"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunTables:
-    """All tables of a run: model, data, pipeline, optimizer, evaluation and output."""
-
-    model: Model
-    data: Data
-    run: Run
-    evaluation: Evaluation | None = None
-    parallel: ParallelConfig | None = None
-    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
-    optimizer: Optimizer = Optimizer(learning_rate=1e-3)

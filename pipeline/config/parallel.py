@@ -1,4 +1,4 @@
-"""A record of how a model is spread over devices, validated as a whole, equal on every process.
+"""How a model is spread over devices: validated as a whole, equal on every process.
 
 Letters: W = devices of all processes, P = processes, D = data shards, M = microbatches, b = rows of
 a microbatch on one data shard, N = M * D * b rows of a batch. Each rule takes all fields as a dict,
@@ -11,7 +11,7 @@ import difflib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -196,7 +196,6 @@ class ParallelConfig:
         }
 
     def __str__(self) -> str:
-        """Describe mesh, processes, batch, precision and checksum, a line each."""
         axes = " x ".join(f"{name} {size}" for name, size in self.sizes.items())
         rows = {
             "mesh": f"{axes} = {_count(self.world_size, 'device')}",
@@ -255,14 +254,13 @@ def resolve(fields: Fields) -> list[str]:
     faults += name_faults([name for name, _ in fields["axes"]], known)
     if faults:  # nothing follows from values of a wrong type
         return faults
-    rules: tuple[Callable[[Fields], list[str]], ...] = (_world, _processes, _groups, _batch)
-    return [fault for rule in rules for fault in rule(fields)]
+    return [*_world(fields), *_processes(fields), *_groups(fields), *_batch(fields)]
 
 
 def sizes_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the axes of the mesh, slowest first; data is None while unknown."""
-    own = {name: fields[name] for name in (DATA, STAGE, TENSOR)}
-    return in_order({**own, **dict(fields["axes"])})
+    named = {name: fields[name] for name in (DATA, STAGE, TENSOR)}
+    return in_order({**named, **dict(fields["axes"])})
 
 
 def unknown_keys(keys: Iterable[Any], known: list[str]) -> list[str]:
@@ -287,10 +285,10 @@ def _types(fields: Fields) -> list[str]:
         if not is_size(value) and not (optional and value is None):
             also = ", or None for what follows from the others" if optional else ""
             faults.append(f"{name}={value!r}: must be an integer >= 1{also}")
-    own = fields["process_id"]
-    process = integer(own)
-    if own is not None and (process is None or process < 0):
-        faults.append(f"process_id={own!r}: must be an integer >= 0, or None")
+    index = fields["process_id"]
+    process = integer(index)
+    if index is not None and (process is None or process < 0):
+        faults.append(f"process_id={index!r}: must be an integer >= 0, or None")
     if not faults:
         fields |= {name: integer(fields[name]) for name in (*_SIZES, "process_id")}
         fields["axes"] = tuple((name, integer(size)) for name, size in fields["axes"])
@@ -299,20 +297,19 @@ def _types(fields: Fields) -> list[str]:
 
 def _precision(fields: Fields) -> list[str]:
     """Resolve dtypes by name; open dtypes are the parameters' dtype."""
-    faults, found = [], {}
+    faults, dtypes = [], {}
     for name in DTYPES:
         given = fields["param_dtype"] if fields[name] is None else fields[name]
         try:
-            found[name] = check_dtype(name, given, others="").name
+            dtypes[name] = check_dtype(name, given, others="").name
         except ValueError as fault:
             if fields[name] is not None:  # else it is the fault of param_dtype
                 faults.append(str(fault))
-    fields.update(found)
+    fields.update(dtypes)
     return faults
 
 
 def _world(fields: Fields) -> list[str]:
-    """Check that W = D * stage * tensor * further axes."""
     sizes = sizes_of(fields)
     product = math.prod(size for size in sizes.values() if size is not None)
     world, source = fields["world_size"], "world_size"
@@ -358,22 +355,15 @@ def _processes(fields: Fields) -> list[str]:
             f"num_processes={count} * devices_per_process={each} is {count * each}, but "
             f"world_size = {world}; leave one of the three out"
         )
-    return faults + _own_process(fields)
-
-
-def _own_process(fields: Fields) -> list[str]:
-    own, count = fields["process_id"], fields["num_processes"]
-    if own is None:
-        return []
-    if count is None:
-        return [f"process_id={own}: says nothing without num_processes; give that too"]
-    if own >= count:
-        return [f"process_id={own}: num_processes={count} have the indices 0..{count - 1}"]
-    return []
+    index, count = fields["process_id"], fields["num_processes"]
+    if index is not None and count is None:
+        faults.append(f"process_id={index}: says nothing without num_processes; give that too")
+    elif index is not None and index >= count:
+        faults.append(f"process_id={index}: num_processes={count} have the indices 0..{count - 1}")
+    return faults
 
 
 def _groups(fields: Fields) -> list[str]:
-    """Check that groups of devices divide evenly over processes."""
     count, each = fields["num_processes"], fields["devices_per_process"]
     sizes = sizes_of(fields)
     if None in (count, each, *sizes.values()) or count * each != math.prod(sizes.values()):
@@ -383,7 +373,6 @@ def _groups(fields: Fields) -> list[str]:
 
 
 def _batch(fields: Fields) -> list[str]:
-    """Check that N = M * D * b."""
     names = ("num_microbatches", "data", "microbatch_size")
     rows = fields["batch_size"]
     factors = {name: fields[name] for name in names}
