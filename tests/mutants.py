@@ -31,13 +31,13 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "build" / "mutants"
-GRID = ("tests/parity", "tests/core/programs")
+CORE = ("tests/core", "tests/parity", "tests/api", "tests/lint")
 TESTS = {
-    "pipeline/core/step": ("tests/core/step", *GRID),
-    "pipeline/core/programs": ("tests/core/programs", "tests/parity"),
-    "pipeline/core/autodiff": ("tests/core/autodiff", *GRID),
-    "collectives": ("tests/unit_collectives", *GRID),
-    "schedules/lowering": ("tests/unit_schedules", *GRID),
+    "pipeline/core/step": CORE,
+    "pipeline/core/programs": CORE,
+    "pipeline/core/autodiff": CORE,
+    "collectives": ("tests/unit_collectives", "tests/models", "tests/parity"),
+    "schedules/lowering": ("tests/unit_schedules", "tests/unit_clocks", "tests/parity"),
     "schedules/core": ("tests/unit_schedules", "tests/unit_clocks"),
     "pipeline/training/checkpoints": ("tests/training", "tests/layers_view"),
 }

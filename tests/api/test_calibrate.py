@@ -339,6 +339,9 @@ def test_entries_of_the_table_that_do_not_run_are_idle():
     for stage in pipe.stages():
         y = stage(y)
     assert_close(first, models.squares(y, t[:2]), tolerance=1e-6)
+    runs = (program.op > 0) & (program.microbatch != 1)
+    others = [step(jnp.asarray(runs & (program.microbatch == m)))[0] for m in (0, 2, 3)]
+    assert_close(step(jnp.asarray(runs))[0], np.mean(others), tolerance=1e-6)
     _, (chunks, _), *_ = step(jnp.zeros(program.op.shape, bool))
     assert not any(leaf.any() for leaf in jax.tree.leaves(chunks))
 

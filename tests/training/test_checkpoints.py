@@ -239,6 +239,9 @@ def test_the_newest_are_kept_and_the_best(tmp_path: Path) -> None:
         checkpoints.save(6, Small(6))
         checkpoints.wait()
         assert checkpoints.steps == [2, 5, 6]
+        checkpoints.save(123_456_789, Small(7))  # as many digits as a folder's name has
+        checkpoints.wait()
+        assert checkpoints.steps == [2, 6, 123_456_789]
         model = Small(0)
         assert checkpoints.restore(model, step=2) == 2
     np.testing.assert_array_equal(model.weight, Small(2).weight)

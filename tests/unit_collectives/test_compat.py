@@ -134,6 +134,21 @@ def test_reverse_mode_through_refs(wrap) -> None:
     assert compat.is_of_refs(caught.value)
 
 
+def test_refs_are_replaced_by_values_and_custom_derivatives_stay() -> None:
+    @jax.custom_vjp
+    def same(x):
+        return x
+
+    same.defvjp(lambda x: (x, None), lambda _, g: (10 * g,))
+
+    def f(x):
+        total = jax.new_ref(jnp.zeros_like(x))
+        total[...] += same(x)
+        return total[...]
+
+    assert jax.grad(compat.without_refs(f))(2.0) == 10
+
+
 def test_other_errors_are_not_taken_for_those() -> None:
     with pytest.raises(ValueError, match="Reverse-mode") as caught:
         jax.grad(lambda x: jax.lax.while_loop(lambda x: x < 3, lambda x: x + 1, x))(1.0)

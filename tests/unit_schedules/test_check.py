@@ -342,6 +342,31 @@ def test_a_pair_may_not_wait_for_itself():
     assert check(apart) is apart
 
 
+@pytest.mark.parametrize(
+    ("orders", "circle"),
+    [
+        (
+            [
+                "0F0 0F1 2F0 2B0 2F1&0B0 2B1 0B1",
+                "1F0 3F0 3B0 1B0 3F1 1F1 3B1 1B1",
+            ],
+            "rank 0 waits at 2F1 for rank 1's 1F1, rank 1 waits at 3F1 for rank 0's 2F1",
+        ),
+        (
+            [
+                "0F0 0F1 2F1 4F1 2F0 4B1 2B1 0B1 4F0 4B0 2B0 0B0",
+                "1F1 3F1 5F1 5B1 1F0&3B1 1B1 3F0 5F0 5B0 3B0 1B0",
+            ],
+            "rank 0 waits at 2F0 for rank 1's 1F0, rank 1 waits at 3B1 for rank 0's 4B1",
+        ),
+    ],
+)
+def test_a_deadlock_names_the_half_of_a_pair_that_waits(orders, circle):
+    """The other half of the pair has its data already."""
+    schedule = from_orders([order.split() for order in orders])
+    assert refusal(schedule).splitlines()[1] == f"- deadlock: {circle}"
+
+
 @pytest.mark.parametrize("pairs", [((4,), ()), [[4]], ((4.0,),), ((True,),), (4,), None, "4"])
 def test_pairs_are_tuples_of_positions(pairs):
     schedule = dataclasses.replace(from_orders(PAIRED), pairs=pairs)

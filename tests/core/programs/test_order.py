@@ -42,6 +42,11 @@ def dispatches(pipe: Pipeline) -> list[Dispatch]:
     return [one for one in programs_of(pipe).order if isinstance(one, Dispatch)]
 
 
+def test_a_last_forward_that_its_backward_repeats_is_no_program():
+    order = dispatches(make("1f1b", S=3, remat="stage"))
+    assert {one.action.stage for one in order if one.action.kind == "F"} == {0, 1}
+
+
 @pytest.mark.few
 @pytest.mark.parametrize("family", ["1f1b", "zb_v", "dualpipe_v"])
 def test_each_rank_has_its_order_and_no_action_comes_before_its_data(family):
