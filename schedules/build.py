@@ -178,7 +178,7 @@ def rebuilt(schedule: Schedule, num_microbatches: int) -> Schedule:
 
 
 def _check_options(name: str, merge: bool, num_slices: object, group: object) -> None:
-    """Check that a family gets no option of other families, and its slices if it has any."""
+    """Refuse options that only other families take, and slices that are missing."""
     alone = "it tries that by itself" if name == "auto" else ""
     if merge and name not in split_names():
         lacks = alone or "it has no halves of backwards to merge"

@@ -38,7 +38,8 @@ TESTS = {
     "pipeline/core/autodiff": CORE,
     "collectives": ("tests/unit_collectives", "tests/models", "tests/parity"),
     "schedules/lowering": ("tests/unit_schedules", "tests/unit_clocks", "tests/parity"),
-    "schedules/core": ("tests/unit_schedules", "tests/unit_clocks"),
+    "schedules/core": ("tests/unit_schedules", "tests/unit_clocks", "tests/unit_drawing"),
+    "schedules/clocks": ("tests/unit_schedules", "tests/unit_clocks", "tests/parity"),
     "pipeline/training/checkpoints": ("tests/training", "tests/layers_view"),
 }
 FEW = 24  # tests of a mutant's line that run first

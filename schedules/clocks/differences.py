@@ -38,6 +38,7 @@ class Difference(NamedTuple):
 
     @property
     def more(self) -> float:
+        """The measured time beyond the prediction."""
         return self.measured - self.predicted
 
 
@@ -90,15 +91,20 @@ def differences(measured: Report, predicted: Report | None = None) -> Difference
     """
     need("measured", measured, Report, "give what pipe.trace() or simulate() returned")
     if predicted is None:
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"shared": measured.shared}
         if measured.pattern is not None:
-            options = {"clock": "lockstep", "shared": measured.shared, **slot_options(measured)}
+            options |= {"clock": "lockstep", **slot_options(measured)}
         predicted = simulate(measured.schedule, measured.costs, **options)
     need("predicted", predicted, Report, "give what simulate() returned, or leave it out")
     if measured.schedule != predicted.schedule:
         raise ScheduleError(
             f"predicted is of {shorten(predicted.schedule.name)}, and measured of "
             f"{shorten(measured.schedule.name)}: their actions differ; give reports of one schedule"
+        )
+    if measured.shared != predicted.shared:
+        raise ScheduleError(
+            f"predicted has shared={predicted.shared}, and measured {measured.shared}: work that "
+            f"all ranks do together is in one of them only; give both reports the same shared="
         )
     flat = flatten(measured.schedule)
     actual, expected = _parts(measured, flat), _parts(predicted, flat)

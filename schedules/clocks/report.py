@@ -188,6 +188,7 @@ class Report:
 
     @property
     def efficiency(self) -> float:
+        """1 - step_bubble_rate."""
         return 1.0 - self.step_bubble_rate
 
     @functools.cached_property
@@ -228,7 +229,10 @@ def sum_up(
     lasting: Times,
     common: Times,
 ) -> Report:
-    """Make a report from the start times."""
+    """Make a report from [A] starts and durations, and [n, 2] start and end of shared work.
+
+    ``slots`` has the fields of `Report` on lockstep and on moved values.
+    """
     ends = starts + lasting
     begun, ended = ([part.tolist() for part in flat.by_rank(x)] for x in (starts, ends))
     span = [last[-1] - first[0] for first, last in zip(begun, ended, strict=True)]

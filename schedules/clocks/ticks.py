@@ -50,6 +50,7 @@ def slot_times(schedule: Timetable, pattern: Pattern, *, delayed: bool = False) 
     times = np.array(slots, np.int64)
     if (times < 0).any():  # a deadlock, or an action without its message
         check(schedule)
+        raise AssertionError("a legal schedule never ends in lockstep")
     times.setflags(write=False)
     return times
 

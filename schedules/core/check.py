@@ -165,7 +165,7 @@ def _blocked(case: Case, starts: list[Times], index: int) -> tuple[int, int]:
         if message >= 0:
             item, is_gradient = divmod(message, 2)
             senders = case.at[[B, I] if is_gradient else [F], item]
-            sender = next((int(n) for n in senders if n >= 0), -1)
+            sender = next((int(other) for other in senders if other >= 0), -1)
             rank, position = case.mark(sender)
             wait = n, sender
             if sender < 0 or position >= len(starts[rank]):

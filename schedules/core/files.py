@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
@@ -17,7 +15,10 @@ Where = str | os.PathLike[str]
 
 
 def read(path: Where, wanted: str, what: str = "a timetable") -> bytes:
-    """Read all bytes of a file; pipes and devices are refused, because they may never end."""
+    """Read all bytes of a file; pipes and devices are refused, because they may never end.
+
+    In errors, ``what`` says what the file should hold, and ``wanted`` what to give instead.
+    """
     file = Path(os.fsdecode(path))
     try:
         if file.exists() and not file.is_file():
@@ -49,6 +50,9 @@ def open_replacement(path: Where) -> Iterator[TextIO]:
     Raises:
       OSError: the file cannot be written; the error names ``path``.
     """
+    import secrets  # these two load many modules, and only writers need them
+    import shutil
+
     target = Path(os.path.realpath(path))  # the target of a link, as for open()
     given = Path(path)
     is_special = given.exists() and not given.is_file()  # a pipe or device is not replaced
@@ -83,7 +87,10 @@ def name_file(path: Where) -> Iterator[None]:
 
 
 def check_output(option: str, path: Where, inputs: Iterable[Where | None]) -> None:
-    """Check, before any work, that a file can be written and is no input of the command."""
+    """Check, before any work, that a file can be written and is no input of the command.
+
+    Inputs that are None, or names of things other than files, do not count.
+    """
     file = Path(path)
     if not file.parent.is_dir():
         raise ScheduleError(

@@ -37,7 +37,7 @@ def once(
     `functools.cached_property` stores its results in the object too; a cache by value would have to
     hash a million actions at every lookup. The cached results are not part of the schedule:
     comparisons, copies and pickles ignore them, and they never change. Further arguments of the
-    function are hashable, and each combination of them has a result of its own.
+    function are hashable, and each spelling of them has a result of its own.
     """
     name = f"{function.__module__}.{function.__name__}"
 

@@ -44,6 +44,7 @@ class Fault:
     Attributes:
       rule: the broken rule, and the remedy.
       culprits: the first few places.
+      count: the number of all places.
     """
 
     what: str

@@ -50,10 +50,12 @@ class Timetable:
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks S."""
         return len(self.orders)
 
     @property
     def num_stages(self) -> int:
+        """The number of stages K."""
         return len(self.placement)
 
     @property

@@ -199,6 +199,7 @@ class Program:
 
     @property
     def num_ticks(self) -> int:
+        """The number of ticks T."""
         return int(self.op.shape[0])
 
     @property

@@ -2,7 +2,7 @@
 
 Under the event clock, time advances from the end of one action to the next. In lockstep it advances
 from slot to slot, and an action may be passed over because all other ranks would wait for it.
-Letters are those of `schedules.core.action`, codes are those of `schedules.search.problem`.
+Letters are those of `schedules.core.action`, C and codes are those of `schedules.search.problem`.
 """
 
 from __future__ import annotations

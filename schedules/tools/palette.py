@@ -74,7 +74,7 @@ ANSI: dict[Kind, tuple[tuple[int, int], tuple[int, int]]] = {
 
 def kinds(schedules: Iterable[Schedule]) -> list[Kind]:
     """List the kinds that occur, in the order of `KINDS`."""
-    present = frozenset[Kind]().union(*map(kinds_in, schedules))
+    present = {kind for schedule in schedules for kind in kinds_in(schedule)}
     return [kind for kind in KINDS if kind in present]
 
 

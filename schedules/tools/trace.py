@@ -94,7 +94,7 @@ def _events(slices: _Slices) -> Iterator[Event]:
 def held(report: Report, rank: int) -> Iterator[tuple[float, int]]:
     """Yield (time, stage inputs held from then on) for each change on a rank, in order of time."""
     flat = flatten(report.schedule)
-    kinds = flat.by_rank(flat.kind)[rank]
+    kinds = flat.kind[flat.first[rank] : flat.first[rank + 1]]
     times = zip(report.starts[rank], report.ends[rank], strict=True)
     columns = zip(times, *takes_and_frees(kinds), inputs_held(kinds).tolist(), strict=True)
     for (start, end), takes, frees, count in columns:

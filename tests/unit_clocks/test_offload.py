@@ -294,3 +294,15 @@ def test_bad_input(offload):
         f"host memory), 'crossings' (those that I keeps for W are), a share of the stashes from 0 "
         f"to 1 such as 0.5, or None for neither"
     )
+
+
+def test_an_op_in_host_memory_says_so():
+    ops = [
+        op
+        for slot in lower(
+            build("1f1b", num_ranks=2, num_microbatches=4), keep="residuals", offload="stash"
+        ).slots
+        for op in slot.ops
+    ]
+    assert any(repr(op).endswith("host=('stash',))") for op in ops)
+    assert not any("host" in repr(op) for op in ops if not op.host)

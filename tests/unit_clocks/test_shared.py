@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 
 import schedules
-from schedules import Costs, ScheduleError, build, check_program, from_orders, lower, simulate
+from schedules import (
+    Costs,
+    ScheduleError,
+    build,
+    check_program,
+    differences,
+    from_orders,
+    lower,
+    simulate,
+)
 from schedules.lowering.program import COMMON
 from tests.support.sizes import CHUNKS, is_legal
 from tests.support.tables import assert_no_entry_can_change, tables, with_tables
@@ -204,3 +213,15 @@ def test_of_two_ranks_each_is_the_other_s_partner(delayed, comm):
         simulate(schedule, costs, "lockstep", partners=p, **options) for p in (False, True)
     )
     assert one.makespan == pytest.approx(other.makespan)
+
+
+@pytest.mark.parametrize("clock", ["event", "lockstep"])
+def test_a_run_with_shared_work_differs_from_its_prediction_by_nothing(clock):
+    costs = Costs(f=[1, 2], i=1, w=1, head=0.5, embed=0.25)
+    report = simulate(
+        build("1f1b", num_ranks=2, num_microbatches=4), costs, clock=clock, shared=("head",)
+    )
+    assert not any(each.more for each in differences(report).found)
+    with pytest.raises(ScheduleError) as caught:
+        differences(report, simulate(build("1f1b", num_ranks=2, num_microbatches=4), costs))
+    assert str(caught.value).startswith("predicted has shared=(), and measured ('head',): work")

@@ -134,6 +134,17 @@ def test_compare_has_the_quickest_first_and_says_why_others_are_absent(capsys):
     assert names | set(found["absent"]) == set(schedules.names())
     assert found["absent"]["zb_v"].startswith("-K 4 with -S 4: zb_v is defined for 2 stages")
     text = run(capsys, "compare", *SIZES, "--clock", "lockstep")[1].splitlines()
+    assert text[0].split() == [
+        "schedule",
+        "K",
+        "makespan",
+        "bubble",
+        "in",
+        "span",
+        "peak",
+        "ticks",
+        "buffers",
+    ]
     assert len(text) == 1 + len(found["compared"]) + len(found["absent"])
 
 

@@ -66,7 +66,7 @@ def need_stages_per_rank(family: str, count: int, num_ranks: int, num_stages: in
 
 
 def need_microbatches(family: str, least: int, num_microbatches: int, rule: str) -> None:
-    """Check that there are enough microbatches."""
+    """Check that there are at least ``least`` microbatches; ``rule`` is its formula."""
     if num_microbatches < least:
         raise ScheduleError(
             f"num_microbatches={num_microbatches}: {family} runs at least {rule} = {least} "

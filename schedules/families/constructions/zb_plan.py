@@ -52,7 +52,8 @@ class Plan:
         self.clock = [0] * num_ranks  # [S] end of the last action
         self.bubble = [0] * num_ranks  # [S] waiting time since the first action
         self.begin = [0] * num_ranks  # [S] start of the first action
-        self.sent: list[list[list[int]]] = [[[] for _ in range(num_ranks)] for _ in KINDS]  # ends
+        # [4, S, <= M] the end of each action so far
+        self.sent: list[list[list[int]]] = [[[] for _ in range(num_ranks)] for _ in KINDS]
 
     def warm_up(self) -> None:
         """Run the first F of every rank, then as many F as fit before the first I can start.
