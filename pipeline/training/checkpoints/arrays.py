@@ -70,12 +70,14 @@ class Orbax:
 
 def read_leaves(leaves: Mapping[str, LayerLeaf], model: Any) -> dict[str, Any]:
     """Copy all leaves into the tree that `Orbax.save` writes; Orbax refuses empty arrays."""
+    arrays: dict[tuple[str, ...], Any] = {}
     with _entered(model):
-        filled = {name: leaf for name, leaf in leaves.items() if math.prod(leaf.shape)}
-        arrays = {tuple(name.split(".")): leaf.read() for name, leaf in filled.items()}
-        for path, array in arrays.items():
-            if _is_local(array, model):
-                arrays[path] = replicated(array, model.plan.mesh)
+        for name, leaf in leaves.items():
+            if math.prod(leaf.shape):
+                array = leaf.read()
+                is_local = _is_local(array, model)
+                here = replicated(array, model.plan.mesh) if is_local else array
+                arrays[tuple(name.split("."))] = here
     return unflatten_mapping(arrays)
 
 
