@@ -111,7 +111,7 @@ def places(order: Order) -> Sequence[float]:
 def _places(order: Order) -> tuple[int, int]:
     flat = flatten(built(order))
     stashes = crossings = 0
-    for kinds in np.split(flat.kind, flat.first[1:-1]):
+    for kinds in flat.by_rank(flat.kind):
         left = crossings_held(kinds)
         crossings = max(crossings, int(left.max()))
         stashes = max(stashes, int((inputs_held(kinds) - left).max()))
@@ -128,9 +128,9 @@ def windows_of(order: Order) -> Sequence[float]:
 
 @functools.lru_cache(maxsize=4096)
 def _windows(order: Order) -> tuple[int, int, int, int]:
-    found, cuts = windows(built(order)), flatten(built(order)).first[1:-1]
+    found, flat = windows(built(order)), flatten(built(order))
     gathers, reduces = (
-        max(int((part >= 0).sum()) for part in np.split(actions, cuts))
+        max(int((part >= 0).sum()) for part in flat.by_rank(actions))
         for actions in (found.gathers, found.reduces)
     )
     weights, gradients = len(set(found.weights)), len(set(found.gradients))

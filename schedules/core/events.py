@@ -95,7 +95,7 @@ def _paired_rows(flat: Flat, steps: Steps, pair: float) -> list[Times]:
     bounds = flat.first + np.searchsorted(opening + 2, flat.first, side="right")
     rows = _rows(Steps(bounds, awaited, sent, cost, lag))
     step[opening] += 1  # both start when the second message has arrived too
-    shown = [part - at for part, at in zip(np.split(step, flat.first[1:-1]), bounds, strict=False)]
+    shown = [part - at for part, at in zip(flat.by_rank(step), bounds, strict=False)]
     return [row[n[n < len(row)]] for row, n in zip(rows, shown, strict=True)]
 
 

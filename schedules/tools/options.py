@@ -18,7 +18,8 @@ from schedules.build import options as options_of
 from schedules.clocks.report import Report
 from schedules.clocks.simulate import CLOCKS, simulate
 from schedules.clocks.ticks import PATTERNS
-from schedules.core.costs import Costs, read_costs
+from schedules.core.costs import Costs
+from schedules.core.records import costs_of, read_record
 from schedules.core.schedule import Schedule
 from schedules.families import GROUPED, SLICED
 from schedules.tools.records import read_json
@@ -176,7 +177,7 @@ def costs(options: argparse.Namespace) -> Costs:
         return Costs(**stated)
     if stated:
         raise UsageError(f"--costs {options.costs} says them all; leave out --{next(iter(stated))}")
-    return read_costs(options.costs)
+    return read_record(options.costs, costs_of)
 
 
 def scaled(whole: Costs, share: float) -> Costs:

@@ -13,9 +13,9 @@ from typing import Any
 from schedules.clocks.report import Report, slot_options
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.check import check
-from schedules.core.costs import costs_record
 from schedules.core.files import read, replace
 from schedules.core.grid import in_cells, steps
+from schedules.core.records import costs_record, parse
 from schedules.core.schedule import Schedule, from_orders
 
 FIELDS = ("name", "num_microbatches", "placement", "orders")
@@ -83,13 +83,7 @@ def write_json(schedule: Schedule, path: str | os.PathLike[str]) -> None:
 def read_json(path: str | os.PathLike[str]) -> Schedule:
     """Read a schedule that `write_json` wrote, and check it."""
     where, wanted = shorten(os.fsdecode(path), 200), "a JSON file as `convert` writes it"
-    data = read(path, wanted)
-    try:
-        record = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ScheduleError(
-            f"{where}: cannot be read as a timetable: {shorten(str(error), 200)}; give {wanted}"
-        ) from None
+    record = parse(read(path, wanted), where, "a timetable", wanted)
     if not _has_shape(record):
         raise ScheduleError(
             f"{where}: is no timetable: a JSON object with {', '.join(FIELDS)}, orders being one "

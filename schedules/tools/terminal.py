@@ -28,6 +28,7 @@ from schedules.clocks.simulate import simulate
 from schedules.clocks.ticks import lay_out
 from schedules.core.action import Action, Kind, ScheduleError, printable, shorten
 from schedules.core.arguments import is_number, need
+from schedules.core.flat import flatten
 from schedules.core.grid import in_cells, steps
 from schedules.core.schedule import Schedule
 from schedules.tools.palette import (
@@ -120,8 +121,8 @@ def _steps(drawn: Report | Schedule) -> Sequence[Sequence[int]]:
         return steps(schedule)
     ticks = lay_out(schedule, drawn.pattern, delayed=drawn.delayed)
     used, slots = np.unique(ticks.times, return_inverse=True)
-    cuts = np.cumsum([len(order) for order in schedule.orders])[:-1]
-    return [row.tolist() for row in np.split(slots.reshape(-1), cuts)] if len(used) else []
+    rows = flatten(schedule).by_rank(slots.reshape(-1))
+    return [row.tolist() for row in rows] if len(used) else []
 
 
 def _columns(schedule: Schedule, columns: Sequence[Sequence[int]]) -> list[list[Runs]]:

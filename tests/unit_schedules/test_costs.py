@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from schedules import Costs, ScheduleError, build, lower, simulate
-from schedules.core.costs import costs_of, costs_record
+from schedules.core.records import costs_of, costs_record
 from schedules.core.timetable import actions_of
 
 

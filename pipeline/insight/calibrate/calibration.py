@@ -14,8 +14,9 @@ from typing import Any
 
 from pipeline.insight.calibrate.signature import ModelSignature
 from schedules.core.action import ScheduleError, shorten
-from schedules.core.costs import Costs, costs_of, costs_record, read_object
-from schedules.core.files import replace, shown
+from schedules.core.costs import Costs
+from schedules.core.files import replace
+from schedules.core.records import costs_of, costs_record, read_record
 
 FORMAT = "shardpipe calibration 1"
 _KINDS = ("f", "b", "i", "w")
@@ -80,11 +81,7 @@ class Calibration:
         Raises:
           ScheduleError: the file is missing, or it is a file without a calibration.
         """
-        record = read_object(path)
-        try:
-            return _of(record)
-        except ScheduleError as error:
-            raise ScheduleError(f"{shown(path)}: {error}") from None
+        return read_record(path, _of)
 
     def __str__(self) -> str:
         """A small table, in milliseconds."""

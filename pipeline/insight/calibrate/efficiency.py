@@ -30,6 +30,7 @@ from pipeline.insight.calibrate.conclude import UNSURE, error_of_median, spread_
 from pipeline.insight.calibrate.measure import seconds
 from pipeline.insight.calibrate.one_rank import Runs, entries, partial_step
 from schedules import Costs, simulate
+from schedules.core.timetable import kinds_in
 
 OF_ACTIONS = 3  # measurements of each kind of action of each stage
 SPREAD = 0.1  # the largest difference of bubbles by these measurements, as a part of the step
@@ -217,7 +218,7 @@ def _in_turn(timed: Sequence[Callable[[], Any]], rounds: int) -> list[list[float
 def _costs(plan: Plan, partial: Callable[[Any], Any], none: Runs) -> Costs:
     """Measure once [K] durations of each kind of action on a whole microbatch, in seconds."""
     schedule = plan.schedule
-    kinds = sorted({action.kind for order in schedule.orders for action in order})
+    kinds = sorted(kinds_in(schedule))
     keys, runs = [], [none]
     for k, rank in enumerate(schedule.placement):
         chunk = schedule.stages_of[rank].index(k)

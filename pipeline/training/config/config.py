@@ -33,7 +33,7 @@ from pipeline.training.config.reading import (
 )
 from pipeline.training.config.tables import Data, Evaluation, Model, Optimizer, Run, Source, Table
 from schedules import Costs, ScheduleError
-from schedules.core.costs import NAMES
+from schedules.core.records import NAMES
 
 READER = "pipeline.weights:parts"  # the function that reads a checkpoint
 

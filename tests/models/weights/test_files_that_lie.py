@@ -21,7 +21,7 @@ from pipeline.models.weights.tables.families import FAMILIES, family_of
 from pipeline.training.config.config import Config
 from pipeline.training.config.reading import RunConfigError, read_setting
 from schedules import Schedule, build
-from schedules.core.costs import read_costs
+from schedules.core.records import costs_of, read_record
 from schedules.tools.records import read_json as read_schedule
 from schedules.tools.records import write_json
 from tests.models.weights import tiny
@@ -87,7 +87,7 @@ def test_files_may_begin_with_a_byte_order_mark(tmp_path):
     assert Schedule.from_csv(tmp_path / "a.csv").orders == schedule.orders
     assert read_schedule(tmp_path / "a.json").orders == schedule.orders
     path.write_text(f'{MARK}{{"costs": {{"f": 1, "i": 2, "w": 3}}}}', encoding="utf-8")
-    assert read_costs(path).i == 2
+    assert read_record(path, costs_of).i == 2
 
 
 @pytest.mark.parametrize("value", ["9" * DIGITS, "[" * DEEP, "{a = " * DEEP])
