@@ -12,8 +12,9 @@ check_vma=True)`, and inserts the reductions of gradients from these types.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -441,6 +442,20 @@ def axis_of_size(axis: str, size: int) -> AbstractContextManager[None]:
     """A context in which `jax.lax.axis_size` of an axis is ``size``."""
     context: AbstractContextManager[None] = extend_axis_env_nd([(axis, size)])
     return context
+
+
+@contextlib.contextmanager
+def without_mesh() -> Iterator[None]:
+    """A context in which no mesh of `jax.set_mesh` is in force; it also opens under `jax.grad`."""
+    from jax._src import config, mesh
+
+    setting: Any = getattr(mesh, "device_context", None) or config.device_context
+    before = setting.swap_local(mesh.empty_concrete_mesh)
+    try:
+        with jax.sharding.use_abstract_mesh(mesh.empty_abstract_mesh):
+            yield
+    finally:
+        setting.set_local(before)
 
 
 # --- processes ---

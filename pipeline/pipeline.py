@@ -374,16 +374,24 @@ class Pipeline(nnx.Module):
         *,
         extras: dict[str, Tree] | None = None,
         optimizer: nnx.Optimizer[Any] | None = None,
-    ) -> jax.stages.Lowered:
+    ) -> jax.stages.Lowered | list[jax.stages.Lowered]:
         """Trace the training step without compiling it, to see its memory or its HLO.
 
         Leaves of the batch and of the stages may be `jax.ShapeDtypeStruct`: nothing is run. With an
-        optimizer the step includes its update, and weights and state are donated.
-        """
-        from pipeline.insight.forecast.ahead import check_one_program, lower_step
+        optimizer the step includes its update, and weights and state are donated. With
+        ``engine="programs"`` the result is a list with each program once: what ranks run before
+        their first action, each kind of action, and the end of the step.
 
-        check_one_program(self.plan, "lower()")
+        Raises:
+          ValueError: a batch or an optimizer that does not fit; an optimizer with
+            ``stage_meshes=``.
+        """
+        from pipeline.insight.forecast.ahead import lower_programs, lower_step
+
         operands = self._untyped(self._operands(inputs, targets, extras, "lower"))
+        if self.plan.engine == "programs":
+            with self._entered():
+                return lower_programs(self, optimizer, operands)
         if optimizer is not None:
             return lower_step(self, optimizer, inputs, targets, extras)
         with self._entered():
@@ -522,12 +530,11 @@ class Pipeline(nnx.Module):
           ValueError: arguments that do not fit.
         """
         from pipeline.insight.calibrate.efficiency import measure
-        from pipeline.insight.forecast.ahead import check_one_program
 
-        check_one_program(self.plan, "measure()")
         operands = self._operands(inputs, targets, extras, "measure")
         check_arrays("measure", operands)
-        return measure(self.plan, self._untyped(operands), steps=steps)
+        with self._entered():
+            return measure(self.plan, self._untyped(operands), steps=steps)
 
     def check(
         self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
@@ -657,13 +664,13 @@ class Pipeline(nnx.Module):
             number and the remedy); devices without host memory; or an optimizer of other
             parameters.
         """
-        from pipeline.insight.forecast.ahead import check_one_program
         from pipeline.insight.forecast.step_memory import share_within
 
-        check_one_program(self.plan, "offload_within()")
-        self._operands(inputs, targets, extras, "offload_within")  # checks the batch
+        operands = self._untyped(self._operands(inputs, targets, extras, "offload_within"))
         given = inputs, targets, extras
-        return self.replace(offload=share_within(self, budget, optimizer, given))
+        with self._entered():
+            share = share_within(self, budget, optimizer, given, operands)
+        return self.replace(offload=share)
 
     def to_layers(self, tree: Tree) -> dict[str, Any]:
         """Convert a tree shaped like the parameters to the layer view.
@@ -736,7 +743,8 @@ class Pipeline(nnx.Module):
         if self.plan.engine == "programs" and operands is not None:
             from pipeline.insight.forecast.by_rank import describe_ranks
 
-            memory = describe_ranks(self, operands, optimizer, compiled=compiled)
+            with self._entered():
+                memory = describe_ranks(self, operands, optimizer, compiled=compiled)
         elif optimizer is not None:
             memory = describe_step(self, optimizer, operands, compiled=compiled)
         else:
@@ -749,8 +757,9 @@ class Pipeline(nnx.Module):
         return describe(self.plan, self.chunks, [*lines, *memory])
 
     def _entered(self) -> AbstractContextManager[None]:
-        """A context in which the kernel's mesh is in force."""
-        return meshes.entered(self.plan.mesh, self.plan.home)
+        """A context in which the kernel's mesh is in force, or none with programs."""
+        programs = self.plan.engine == "programs"
+        return meshes.entered(self.plan.mesh, self.plan.home, programs=programs)
 
     @contextlib.contextmanager
     def _step(self, name: str, operands: Operands) -> Iterator[Operands]:

@@ -8,15 +8,15 @@ Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from schedules.clocks.hosted import Keep, hosted
+from schedules.clocks.hosted import Hosted, Keep, Offload, hosted
 from schedules.clocks.ticks import Ticks
-from schedules.core.action import Action
+from schedules.core.action import Action, unit_of
 from schedules.core.check import check
 from schedules.core.costs import Costs
 from schedules.core.events import action_times, run
@@ -69,7 +69,7 @@ def dispatch_order(schedule: Schedule) -> list[Call]:
     return [calls[n] for n in order.tolist()]
 
 
-Value = tuple[str, int, int]  # kind, reading stage, microbatch
+Value = tuple[str, int, int]  # name (`ValueKind.names`), reading stage, unit of its last reader
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,16 @@ class Work:
       kinds: [K] the kinds of actions that compute anything.
       sends: [K] whether the stage's backward has a gradient for the stage before.
       keep: the values that F keeps for its backward.
+      offload: the values that are in host memory between two actions, as of `hosted`.
+      windows: [V] the window into which a chunk's weights are gathered before a run of its actions,
+        None for a chunk whose weights are gathered otherwise; empty if all are.
     """
 
     kinds: Sequence[frozenset[str]]
     sends: Sequence[bool]
     keep: Keep
+    offload: Offload = None
+    windows: Sequence[int | None] = ()
 
 
 @dataclass(frozen=True)
@@ -95,12 +100,17 @@ class Dispatch:
       reads: the values that the action reads, by kind; for each value also whether this action is
         the last reader.
       writes: the values that the action writes, by kind.
+      to_device: the values in host memory that the rank's next action reads. Their copies to the
+        device run beside this action.
+      to_host: the values that go to host memory after this action.
     """
 
     action: Action
     rank: int
     reads: Mapping[str, tuple[Value, bool]]
     writes: Mapping[str, Value]
+    to_device: Sequence[Value] = ()
+    to_host: Sequence[Value] = ()
 
     @property
     def ranks(self) -> tuple[int]:
@@ -121,12 +131,38 @@ class Send:
     value: Value
 
 
-def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
-    """List the actions and messages of all ranks with their values, in dispatch order.
+@dataclass(frozen=True)
+class Gather:
+    """A gather of a chunk's weights before a run of the chunk's actions on a rank.
+
+    Attributes:
+      replaced: the chunk whose weights the window had, which are released; -1 if it had none.
+    """
+
+    rank: int
+    chunk: int
+    replaced: int
+
+    @property
+    def ranks(self) -> tuple[int]:
+        """The ranks whose processes make this call, as of `Dispatch`."""
+        return (self.rank,)
+
+
+def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send | Gather]:
+    """List the actions, messages and gathers of all ranks with their values, in dispatch order.
 
     The order is that of `dispatch_order`. An action that computes nothing is left out: a W of a
-    frozen stage, or the last stage's F if its backward repeats F.
+    frozen stage, or the last stage's F if its backward repeats F. A gather comes before the first
+    action of each run of actions on its chunk.
     """
+    calls = _calls_with_values(schedule, work)
+    if work.offload:
+        calls = _with_copies(calls, hosted(schedule, work.keep, work.offload))
+    return list(_with_gathers(calls, schedule, work.windows) if work.windows else calls)
+
+
+def _calls_with_values(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
     calls = [
         call
         for call in dispatch_order(schedule)
@@ -141,15 +177,19 @@ def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
     reads: list[dict[str, tuple[Value, bool]]] = [{} for _ in calls]
     writes: list[dict[str, Value]] = [{} for _ in calls]
     for kind, of in live.items():
-        for born, touched in zip(of.born.tolist(), of.touched.T.tolist(), strict=True):
-            stage, _, microbatch = calls[last := max(touched)].action
+        columns = of.born.tolist(), of.touched.T.tolist(), of.column.tolist()
+        for born, touched, column in zip(*columns, strict=True):
+            action, name = calls[last := max(touched)].action, kind.names(column)
             # A stage that adds losses has a backward even if the next stage has no gradient for it.
-            if kind.name == "gradient" and not has_gradient[stage]:
+            if kind.name == "gradient" and not has_gradient[action.stage]:
                 continue
-            writes[born][kind.name] = value = kind.name, stage, microbatch
+            unit = unit_of(action, schedule.num_slices)
+            writes[born][name] = value = name, action.stage, unit
             for n in touched:
                 if n > born:
-                    reads[n][kind.name] = value, n == last
+                    reads[n][name] = value, n == last
+                if kind.is_sum and born < n < last:
+                    writes[n][name] = value
     results: list[Dispatch | Send] = []
     for n, (action, rank, target) in enumerate(calls):
         if target is None:
@@ -159,3 +199,45 @@ def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
         crossing = (value for value in sent if schedule.placement[value[1]] == target)
         results += (Send((rank, target), value) for value in crossing)
     return results
+
+
+def _with_copies(calls: Sequence[Dispatch | Send], choice: Hosted) -> list[Dispatch | Send]:
+    """Add the copies of values to host memory and back.
+
+    A stash or crossing goes to host memory after the action that makes it, an input after its first
+    reader. It stays on the device if the rank's next action reads it last.
+    """
+    on_host = {"stash": choice.stash, "operand": choice.stash, "crossing": choice.crossing}
+    moved: list[tuple[list[Value], list[Value]]] = [([], []) for _ in calls]
+    first: dict[Value, int] = {}
+    latest: dict[int, int] = {}  # by rank
+    for n, one in enumerate(calls):
+        if isinstance(one, Send):
+            continue
+        first |= {value: n for value in one.writes.values() if value[0] != "operand"}
+        for (name, stage, unit), is_last in one.reads.values():
+            begun = first.setdefault((name, stage, unit), n)
+            is_hosted = is_last and name in on_host and on_host[name][stage, unit]
+            if is_hosted and (before := latest.get(one.rank, n)) > begun:
+                moved[before][0].append((name, stage, unit))
+                moved[begun][1].append((name, stage, unit))
+        latest[one.rank] = n
+    return [
+        one if isinstance(one, Send) else replace(one, to_device=back, to_host=there)
+        for one, (back, there) in zip(calls, moved, strict=True)
+    ]
+
+
+def _with_gathers(
+    calls: Iterable[Dispatch | Send], schedule: Schedule, windows: Sequence[int | None]
+) -> Iterator[Dispatch | Send | Gather]:
+    """Add a gather before the first of a rank's actions that needs another chunk in a window."""
+    whole: dict[tuple[int, int], int] = {}  # by rank and window
+    for one in calls:
+        if isinstance(one, Dispatch):
+            chunk = schedule.chunk_of[one.action.stage]
+            if (window := windows[chunk]) is not None:
+                if (before := whole.get((one.rank, window), -1)) != chunk:
+                    yield Gather(one.rank, chunk, before)
+                whole[one.rank, window] = chunk
+        yield one

@@ -24,6 +24,7 @@ class ValueKind(NamedTuple):
       reads: the kinds of actions that read the value.
       can_be_on_host: whether the value may be in host memory.
       per_slice: whether an action names a place for each slice of its microbatch, not one place.
+      is_sum: whether the actions that read the value before its last reader add to it.
     """
 
     name: str
@@ -32,6 +33,11 @@ class ValueKind(NamedTuple):
     reads: str
     can_be_on_host: bool = False
     per_slice: bool = False
+    is_sum: bool = False
+
+    def names(self, column: int) -> str:
+        """Return the name of an action's value: with the slice, if there is one of each slice."""
+        return f"{self.name}{column}" if self.per_slice else self.name
 
 
 VALUE_KINDS = (
@@ -51,7 +57,7 @@ VALUE_KINDS = (
     # The gradients of carries. The backward of the last slice runs first and writes the gradients
     # of all earlier slices; the other backwards add to them. The backward of a carry's own slice
     # reads its gradient last.
-    ValueKind("carry_gradient", "carry gradient", "BI", "BI", per_slice=True),
+    ValueKind("carry_gradient", "carry gradient", "BI", "BI", per_slice=True, is_sum=True),
 )
 
 

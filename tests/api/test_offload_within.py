@@ -17,6 +17,7 @@ from flax import nnx
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
 from pipeline.core.options import checks
+from pipeline.insight.forecast.by_rank import compiled_step
 from tests.support.models import squares
 
 EACH = 2 * 2**20  # bytes of a stash: its input and the result of tanh
@@ -61,6 +62,24 @@ def test_the_share_is_the_smallest_that_fits():
         assert pipe.offload_within(sizes[moved], x, x).plan.offload == moved / 8
         found = pipe.offload_within(sizes[moved] - 1, x, x)
         assert found.plan.offload == (moved + 1) / 8
+
+
+@pytest.mark.slow
+def test_the_share_of_programs_is_the_smallest_that_fits():
+    pipe, x = wide(engine="programs")
+
+    def size(offload: float | None) -> int:
+        trial = pipe.replace(offload=offload)
+        operands = trial._untyped(trial._operands(x, x, None, "describe"))
+        return compiled_step(trial.plan, operands, None)[0]
+
+    sizes = [size(moved / 8 if moved else None) for moved in range(5)]
+    assert sizes == sorted(sizes, reverse=True)
+    for moved in (2, 3, 4):
+        assert pipe.offload_within(sizes[moved], x, x).plan.offload == moved / 8
+        assert pipe.offload_within(sizes[moved] - 1, x, x).plan.offload == (moved + 1) / 8
+    with pytest.raises(ValueError, match="with all stashes in host memory that outlive"):
+        pipe.offload_within(10, x, x)
 
 
 @pytest.mark.usefixtures("standard_promotion")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from typing import Any
 
@@ -41,6 +42,8 @@ CASES: list[tuple[Any, int, dict[str, Any]]] = [
     (Counted, 2, {"state": nnx.BatchStat}),
     (Hostile, 4, {"schedule": "looped_bfs", "data_parallel": "fsdp", "gather": "repeat"}),
     (Hostile, 2, {"mesh": {"stage": 1}, "remat": None}),
+    (Hostile, 4, {"schedule": "zb_v", "remat": None, "engine": "programs"}),
+    (Counted, 2, {"state": nnx.BatchStat, "engine": "programs"}),
 ]
 
 
@@ -94,6 +97,22 @@ def test_every_action_is_timed_in_the_rank_and_the_kind_that_it_has():
     ]
     assert (sum(parts) == (program.op > 0)).all()
     assert [int(part.sum()) for part in parts] == [4, 0, 4, 4] * 4
+
+
+def test_every_action_of_programs_is_timed():
+    options = {"schedule": "zb_v", "remat": None, "engine": "programs", "mesh": make_mesh(stage=2)}
+    pipe = Pipeline(models.build(Hostile, 4), 4, loss_fn=models.squares, **options)
+    found = efficiency.ProgramActions(pipe.plan, pipe._operands(X, T, None, "measure"))
+    calls = collections.Counter()
+    for name, run in found._programs.compiled.items():
+        found._programs.compiled[name] = lambda *a, name=name, run=run: (
+            calls.update([name]) or run(*a)
+        )
+    costs = found.costs()
+    assert {name: n for name, n in calls.items() if name[0] in "FIW"} == {
+        (kind, k, 0): 4 for kind in "FIW" for k in range(4)
+    }
+    assert all(len(times) == 4 and max(times) > 0 for times in (costs.f, costs.i, costs.w))
 
 
 def test_a_busy_machine_and_few_cores_are_said_beside_the_numbers(monkeypatch):

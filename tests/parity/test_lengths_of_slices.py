@@ -20,7 +20,16 @@ from collectives import join_sequence, make_mesh, split_sequence
 from pipeline import Pipeline, add_loss, generate
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE
 from pipeline.layers import Attention, Context, zigzag
-from tests.parity.test_slices import MESHES, Recurrent, check, data, decoder, pipe_of, wanted
+from tests.parity.test_slices import (
+    ENGINES,
+    MESHES,
+    Recurrent,
+    check,
+    data,
+    decoder,
+    pipe_of,
+    wanted,
+)
 from tests.support.close import assert_close
 
 T, ROWS, M, D = 16, 4, 2, 8
@@ -115,6 +124,7 @@ def test_stages_that_carry_a_state_in_slices_of_several_lengths():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("mesh", "schedule", "slices", "remat"),
     [
@@ -125,11 +135,11 @@ def test_stages_that_carry_a_state_in_slices_of_several_lengths():
         ("2x1", "seq1f1b", (8, 8), jax.checkpoint_policies.dots_saveable),
     ],
 )
-def test_decoders(mesh, schedule, slices, remat):
+def test_decoders(mesh, schedule, slices, remat, engine):
     """Packed rows, windows shorter than a slice, grouped queries."""
     stage, shards = MESHES[mesh]
     sizes = {"stage": stage, "data": shards}
-    given = {"schedule": schedule, "slices": slices, "remat": remat}
+    given = {"schedule": schedule, "slices": slices, "remat": remat, "engine": engine}
     check(pipe_of(decoder(stage), sizes, **given), data(), wanted(stage))
 
 
@@ -183,10 +193,11 @@ OTHERS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any]]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", OTHERS)
-def test_results_beside_gradients(name):
+def test_results_beside_gradients(name, engine):
     options, call = OTHERS[name]
-    same(call(pipe(LENGTHS, **options)), call(pipe(None, **options)))
+    same(call(pipe(LENGTHS, engine=engine, **options)), call(pipe(None, **options)))
 
 
 @pytest.mark.slow
@@ -263,13 +274,15 @@ class Dropping(Stage):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("slices", [4, LENGTHS])
-def test_declared_state_and_dropout(slices):
-    one = pipe(slices, kind=Counting, state=nnx.BatchStat)
+def test_declared_state_and_dropout(slices, engine):
+    one = pipe(slices, kind=Counting, state=nnx.BatchStat, engine=engine)
     same(stepped(one), whole())
     assert [int(stage.seen[...]) for stage in one.stages()] == [ROWS * T] * 2
     again = {"schedule": "seq1f1b_zb", "remat": None}
-    same(*(stepped(pipe(slices, kind=Dropping, **options)) for options in ({}, again)))
+    dropping = functools.partial(pipe, slices, kind=Dropping)
+    same(stepped(dropping(engine=engine)), stepped(dropping(**again)))
 
 
 @pytest.mark.slow

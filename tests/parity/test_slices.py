@@ -102,19 +102,21 @@ def check(
 
 
 MESHES = {"2x1": (2, 1), "4x1": (4, 1), "2x2": (2, 2), "1x1": (1, 1)}  # stage, data
-GRID = [*itertools.product(MESHES, ("seq1f1b", "seq1f1b_zb"), (2, 4), ("stage", None, POLICY))]
-FAST = {("2x1", "seq1f1b_zb", 2, None)}
+ENGINES = "scan", "programs"
+REMATS = "stage", None, POLICY
+GRID = [*itertools.product(MESHES, ("seq1f1b", "seq1f1b_zb"), (2, 4), REMATS, ENGINES)]
+FAST = {("2x1", "seq1f1b_zb", 2, None, engine) for engine in ENGINES}
 SLOW = covering(GRID, FAST)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "schedule", "slices", "remat"),
+    ("mesh", "schedule", "slices", "remat", "engine"),
     [pytest.param(*case, marks=effort(case, FAST, SLOW)) for case in GRID],
 )
-def test_loss_and_gradients(mesh, schedule, slices, remat):
+def test_loss_and_gradients(mesh, schedule, slices, remat, engine):
     stage, shards = MESHES[mesh]
-    sizes = {"stage": stage, "data": shards}
-    pipe = pipe_of(decoder(stage), sizes, schedule=schedule, slices=slices, remat=remat)
+    sizes, options = {"stage": stage, "data": shards}, {"schedule": schedule, "engine": engine}
+    pipe = pipe_of(decoder(stage), sizes, slices=slices, remat=remat, **options)
     check(pipe, data(), wanted(stage))
 
 

@@ -169,8 +169,6 @@ def with_programs(options: dict[str, Any]) -> dict[str, Any]:
     """The options of a case for ``engine="programs"``, without those that only the scan has."""
     only_of_scan = "pattern", "delayed", "vocabulary"
     kept = {name: value for name, value in options.items() if name not in only_of_scan}
-    if kept.get("gather") == "repeat":
-        kept["gather"] = "action"
     return kept | {"engine": "programs"}
 
 

@@ -176,6 +176,11 @@ class Plan(Options):
         return self.gather == "repeat" and self.axes.num_rows > 1
 
     @property
+    def gathers_by_program(self) -> bool:
+        """True if a program of its own gathers a chunk before a rank runs the chunk."""
+        return self.has_windows and self.engine == "programs"
+
+    @property
     def num_chunks(self) -> int:
         """The number of chunks per rank V."""
         return self.schedule.num_stages // self.schedule.num_ranks

@@ -110,18 +110,15 @@ def _check_timetable(plan: Plan) -> None:
     """Raise ValueError for options that the timetable or the engine does not support."""
     num_slices = plan.schedule.num_slices
     if plan.engine == "programs":
-        _check_programs(plan.options, num_slices, plan.shared)
+        _check_programs(plan.options, plan.shared)
     check_host(plan.offload, plan.mesh, plan.schedule)
     check_sliced(num_slices, plan.slices, offload=plan.offload, vocabulary=plan.vocabulary)
 
 
-def _check_programs(options: Options, num_slices: int, shared: Shared) -> None:
+def _check_programs(options: Options, shared: Shared) -> None:
     """Raise ValueError for an option that ``engine="programs"`` does not support."""
     only_of_scan = {
-        f"slices={options.slices!r} (a timetable with slices)": num_slices > 1,
         f"vocabulary={options.vocabulary!r}": bool(shared),
-        f"offload={options.offload!r}": bool(options.offload),
-        f"gather={options.gather!r}": options.gather == "repeat",
         f"pattern={options.pattern!r}": options.pattern is not None,
         f"delayed={options.delayed!r}": bool(options.delayed),
     }

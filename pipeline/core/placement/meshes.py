@@ -26,6 +26,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA, STAGE
+from collectives.compat import without_mesh
 from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree
 from pipeline.core.placement.distribute import distribute
@@ -36,16 +37,6 @@ def mesh_in_force() -> Any:
     """Return the abstract mesh of `jax.set_mesh`; None without such a mesh or in a shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or mesh.manual_axes else mesh
-
-
-def check_no_mesh_for_programs() -> None:
-    """Raise ValueError if `jax.set_mesh` is in force: the engine "programs" cannot run then."""
-    if (here := mesh_in_force()) is not None:
-        raise ValueError(
-            f"engine='programs' under jax.set_mesh, of a mesh of {mesh_text(here)}: each rank's "
-            f"programs have a mesh of their own, and JAX has one in force at a time; make and call "
-            f"the pipeline outside of jax.set_mesh, or use engine='scan'"
-        )
 
 
 def default_mesh() -> Mesh | None:
@@ -120,10 +111,11 @@ def _entered(mesh: Mesh) -> Iterator[None]:
         yield
 
 
-def entered(mesh: Mesh, home: Mesh) -> AbstractContextManager[None]:
+def entered(mesh: Mesh, home: Mesh, *, programs: bool = False) -> AbstractContextManager[None]:
     """Make a context that replaces a mesh in force with Explicit axes by the kernel's mesh.
 
-    ``home`` is the kernel's mesh with the axis types of state.
+    With ``programs`` no mesh is in force within the context, because each rank's programs have a
+    mesh of their own. ``home`` is the kernel's mesh with the axis types of state.
 
     Raises:
       ValueError: the mesh in force is not the mesh of this pipeline's state; or the call is within
@@ -139,6 +131,8 @@ def entered(mesh: Mesh, home: Mesh) -> AbstractContextManager[None]:
             f"jax.set_mesh has a mesh of {mesh_text(here)}, and the pipeline was made under one of "
             f"{mesh_text(home)}, whose types its weights have: use one mesh for both"
         )
+    if programs:
+        return without_mesh()
     return _entered(mesh) if here.explicit_axes else contextlib.nullcontext()
 
 

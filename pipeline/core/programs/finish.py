@@ -50,11 +50,16 @@ class JoinedFinish:
       results: the results of the step.
     """
 
-    def __init__(self, ranks: Sequence[Traced], results: Results, _: Any = None) -> None:
-        traced, self._operands = ranks[0], ranks[0].operands
-        mesh = traced.options.plan.mesh
-        self._waits = waits(mesh)
-        self._run = lower_finish(traced, mesh, traced.sums, results).compile()
+    def __init__(self, ranks: Sequence[Traced], results: Results) -> None:
+        self._traced, self._operands, self._results = ranks[0], ranks[0].operands, results
+        self._waits = waits(ranks[0].options.plan.mesh)
+
+    def lower(self) -> dict[int, jax.stages.Lowered]:
+        traced = self._traced
+        return {0: lower_finish(traced, traced.options.plan.mesh, traced.sums, self._results)}
+
+    def compile(self, _: Mapping[tuple[str, int, int], Any]) -> None:
+        self._run = self.lower()[0].compile()
 
     def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
         """Place a step's operands for each local rank, and for None on the pipeline's mesh."""
@@ -81,16 +86,10 @@ class FinishByRank:
     Args:
       ranks: [S] for each rank the facts from a trace of the model (`Traced`).
       results: the results of the step.
-      compiled: the functions of the step, `StepPrograms.compiled`.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[Traced],
-        results: Results,
-        compiled: Mapping[tuple[str, int], Any],
-    ) -> None:
-        traced, self._ranks = ranks[0], ranks
+    def __init__(self, ranks: Sequence[Traced], results: Results) -> None:
+        traced, self._ranks, self._results = ranks[0], ranks, results
         self._placement = traced.options.schedule.placement
         self._owners = jax.tree.map(lambda stage: self._placement[stage], results.stages)
         # Names of sums to which every rank contributes; and of sums that only the last rank has,
@@ -98,8 +97,14 @@ class FinishByRank:
         self._common = [name for name in traced.sums if name not in traced.stages_of_sums]
         self._of_last = [name for name in ("loss", "weight") if name in traced.sums]
         self._add = jax.jit(lambda parts: jax.tree.map(lambda *x: sum(x), *parts))
-        self._finish = {rank: self._lower(rank, results).compile() for rank in range(len(ranks))}
-        self._shardings = [self._shardings_on(rank) for rank in range(len(ranks))]
+
+    def lower(self) -> dict[int, jax.stages.Lowered]:
+        return {rank: self._lower(rank, self._results) for rank in range(len(self._ranks))}
+
+    def compile(self, compiled: Mapping[tuple[str, int, int], Any]) -> None:
+        """Compile the programs; ``compiled`` are the functions of the step."""
+        self._finish = {rank: of.compile() for rank, of in self.lower().items()}
+        self._shardings = [self._shardings_on(rank) for rank in self._finish]
         self._reads = {rank: self._operands_read(rank, compiled) for rank in self._finish}
 
     def _lower(self, rank: int, results: Results) -> jax.stages.Lowered:
@@ -123,11 +128,11 @@ class FinishByRank:
     def _operands_read(self, rank: int, compiled: Mapping[Any, Any]) -> list[bool]:
         """Tell, for each operand, whether the rank's program reads it; jit drops others."""
         given = [self._finish[rank].input_shardings[0][0]]
-        for (kind, where), program in compiled.items():
-            if (kind, where) == ("begin", rank):
+        for (kind, where, _), program in compiled.items():
+            if kind in ("begin", "gather") and where == rank:
                 given.append(program.input_shardings[0][0])
             elif kind in KINDS and self._placement[where] == rank:
-                given.append(program.input_shardings[0][3])
+                given.append(program.input_shardings[0][4])
         return [any(x is not None for x in of) for of in zip(*given, strict=True)]
 
     def place(self, leaves: Leaves) -> dict[int | None, Leaves]:

@@ -8,9 +8,10 @@ collectives in one order (`collectives.transfer.Exchange`, `schedules.lowering.d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from collectives.places.homes import process_of
 from collectives.transfer import Exchange, from_shards, shards_of
@@ -25,7 +26,7 @@ Message = Callable[[Tree | None], Tree | None]
 
 
 def lower_message(
-    ranks: Sequence[Traced], source: int, target: int, kind: str, stage: int
+    ranks: Sequence[Traced], source: int, target: int, name: tuple[str, int, int]
 ) -> Callable[[], Message]:
     """Lower a message; return a function that compiles the message.
 
@@ -33,17 +34,16 @@ def lower_message(
       ranks: [S] the model of each rank.
       source: the rank that sends.
       target: the rank that receives.
-      kind: the kind of the value, "operand" or "gradient".
-      stage: the stage that reads the value.
+      name: the kind of the value ("operand" or "gradient"), the stage that reads it, the slice.
 
     Raises:
       ValueError: the ranks' meshes differ, and their devices have different parts of the value.
     """
-    of_source, of_target = ranks[source], ranks[target]
-    meshes, types = of_target.operands.meshes, getattr(of_target.stages[stage], kind)
+    of_source, of_target, (kind, stage, part) = ranks[source], ranks[target], name
+    meshes, types = of_target.operands.meshes, of_target.stages[stage][part].value(kind)
     ends = meshes.devices(source), meshes.devices(target)
     if of_source is not of_target:  # within one process
-        sent = of_source.operands.meshes.value_types(getattr(of_source.stages[stage], kind))
+        sent = of_source.operands.meshes.value_types(of_source.stages[stage][part].value(kind))
         check_parts_agree(sent, meshes.value_types(types), kind, stage)
     elif any(process_of(a) != process_of(b) for a, b in zip(*ends, strict=True)):
         on_target = meshes.value_types(types, meshes.ranks[target])
@@ -72,3 +72,20 @@ class Copy:
         to = {self._target_of[device]: shard for device, shard in shards_of(x).items()}
         moved = {device: jax.device_put(shard, device) for device, shard in to.items()}
         return from_shards(x.shape, sharding, moved)
+
+
+def move(value: Tree, memory_kind: str | None) -> Tree:
+    """Copy a value to another memory of the same devices; None is their own memory."""
+
+    def moved(x: jax.Array) -> jax.Array:
+        held: Any = x.sharding
+        sharding = NamedSharding(held.mesh, held.spec, memory_kind=memory_kind)
+        if x.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        shards = {
+            device: jax.device_put(shard, SingleDeviceSharding(device, memory_kind=memory_kind))
+            for device, shard in shards_of(x).items()
+        }
+        return from_shards(x.shape, sharding, shards)
+
+    return jax.tree.map(moved, value)

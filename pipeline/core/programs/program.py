@@ -30,6 +30,8 @@ from schedules.lowering.kinds import VALUE_KINDS
 from schedules.lowering.program import Op
 
 Names = Sequence[str]
+Reads = Sequence[tuple[str, bool]]
+_MESSAGES = "operand", "gradient"
 _PLACES = {kind.name: 0 for kind in VALUE_KINDS}  # a program has one value of each kind
 
 
@@ -55,29 +57,33 @@ class RankProgram:
     results: Any
     donated: tuple[int, ...] = ()
 
-    def lower(self, rank: int) -> Callable[[], Any]:
-        """Lower the function for a rank's devices; a call of the result compiles it."""
-        meshes = self.operands.meshes
-        if self._shared is not None:
-            devices = meshes.devices(rank)
-            return functools.partial(self._shared.compile, device_assignment=devices)
-        mesh = meshes.ranks[rank]
-        types = jax.tree.map(lambda t: typed(mesh, t.shape, t.dtype, t.sharding.spec), self.types)
-        lowered = without_warnings_of_donation(lambda: self._jitted(mesh).lower(*types))
-        compile_it: Callable[[], Any] = lowered.compile
-        return compile_it
+    def lower(self) -> Callable[[int], Callable[[], Any]]:
+        """Lower the function once for all ranks; return what a rank calls to compile it.
 
-    @functools.cached_property
-    def _shared(self) -> jax.stages.Lowered | None:
-        """The function lowered once for all ranks; None if JAX needs devices to lower it.
-
-        JAX needs the devices if the function has callbacks, or no results with shardings.
+        If JAX needs devices to lower it, it is lowered for each rank: if it has callbacks, or no
+        results with shardings.
         """
-        if not jax.tree.leaves(self.results):
-            return None
-        platform = self.operands.options.plan.mesh.devices.flat[0].platform
-        traced = self._jitted(self.operands.meshes.abstract).trace(*self.types)
-        return without_warnings_of_donation(lambda: lower_without_devices(traced, platform))
+        meshes, shared = self.operands.meshes, None
+        if jax.tree.leaves(self.results):
+            platform = self.operands.options.plan.mesh.devices.flat[0].platform
+            traced = self._jitted(meshes.abstract).trace(*self.types)
+            shared = without_warnings_of_donation(lambda: lower_without_devices(traced, platform))
+
+        def lower_for(rank: int) -> Callable[[], Any]:
+            if shared is None:
+                return self.lower_on(rank).compile
+            return functools.partial(shared.compile, device_assignment=meshes.devices(rank))
+
+        return lower_for
+
+    def lower_on(self, rank: int) -> jax.stages.Lowered:
+        """Lower the function for a rank's devices alone."""
+        mesh = self.operands.meshes.ranks[rank]
+        types = jax.tree.map(lambda t: typed(mesh, t.shape, t.dtype, t.sharding.spec), self.types)
+        lowered: jax.stages.Lowered = without_warnings_of_donation(
+            lambda: self._jitted(mesh).lower(*types)
+        )
+        return lowered
 
     def _jitted(self, mesh: Any) -> Any:
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.results)
@@ -104,12 +110,12 @@ def begin_program(traced: Traced, names: Names) -> RankProgram:
     """
     operands, meshes = traced.operands, traced.operands.meshes
     sums = {name: traced.sums[name] for name in names}
-    types = sums | traced.made
+    types = sums if traced.options.plan.gathers_by_program else sums | traced.made
 
     def begin(leaves: list[Any]) -> Any:
         program = traced.open(*operands.of(leaves))
         once = program.step.once
-        results = program.get(sums) | (once.weights or {})
+        results = {name: (program.get(sums) | (once.weights or {}))[name] for name in types}
         return leaving(results, dataclasses.replace(once, weights=None), types, traced.shared)
 
     out_specs = meshes.value_specs((types, traced.shared))
@@ -117,52 +123,77 @@ def begin_program(traced: Traced, names: Names) -> RankProgram:
     return RankProgram(operands, begin, (operands.manual,), (operands.types,), out_specs, results)
 
 
+def gather_program(traced: Traced, chunk: int) -> RankProgram:
+    """Make the program that gathers a chunk's weights, from operands to the weights by name."""
+    operands, types = traced.operands, traced.made_of(chunk)
+
+    def gather(leaves: list[Any]) -> Any:
+        made = traced.open(*operands.of(leaves)).step.once.weights or {}
+        return leaving({name: made[name] for name in types}, (), types, ())[0]
+
+    gather.__name__ = f"gather{chunk}"
+    specs, results = operands.meshes.value_specs(types), operands.sum_specs(types)
+    return RankProgram(operands, gather, (operands.manual,), (operands.types,), specs, results)
+
+
 def action_program(
-    traced: Traced, op: Op, stage: int, names: Names, read: Names, written: Names
+    traced: Traced, op: Op, stage: int, part: int, names: Names, read: Reads, written: Names
 ) -> RankProgram:
     """Make the program of an action; equal stages share the program.
 
-    It maps ``(sums, values, microbatch, operands, shared, made)`` to ``(sums, values)``. It adds to
-    the sums in their memory. The values are dicts, by kind, of the values that it reads and writes;
-    ``shared`` and ``made`` are what the step has computed once.
+    It maps ``(sums, values, kept, unit, operands, shared, made)`` to ``(sums, values)``. It adds to
+    the sums in their memory. The values are dicts, by name, of the values that it reads and writes:
+    ``values`` are those that no later action reads. ``shared`` and ``made`` are what the step has
+    computed once.
 
     Args:
       traced: the model.
       op: the action.
       stage: the stage of the action.
+      part: the slice of the action.
       names: the sums to which the action adds.
-      read: the kinds of values that the action reads.
-      written: the kinds of values that the action writes.
+      read: the names of the values that the action reads, each with whether it reads them last.
+      written: the names of the values that the action writes.
     """
-    operands, types, meshes = traced.operands, traced.stages[stage], traced.operands.meshes
+    operands, types, meshes = traced.operands, traced.stages[stage][part], traced.operands.meshes
     message = types.gradient if op.kind == "F" else types.operand
-    types_of = {"stash": types.stash, "crossing": types.crossing}
-    given = types_of | {"operand": types.operand, "gradient": types.gradient}
-    reads = {kind: given[kind] for kind in read}
-    writes = {kind: types_of.get(kind, message) for kind in written}
+    reads, kept = (
+        {name: types.value(name) for name, is_last in read if is_last == last}
+        for last in (True, False)
+    )
+    writes = {name: types.value(name) for name in written}
+    writes |= {name: message for name in _MESSAGES if name in written}
+    axes, slices = traced.options.plan.axes.varying, range(traced.options.schedule.num_slices)
     sums, made = {name: traced.sums[name] for name in names}, traced.made_of(op.chunk)
 
-    def act(of_sums: Any, values: Any, microbatch: Any, leaves: list[Any], *once: Any) -> Any:
+    def act(of_sums: Any, last: Any, others: Any, unit: Any, leaves: list[Any], *once: Any) -> Any:
         shared = dataclasses.replace(drop_device_axis(once[0]), weights=entering(once[1], made))
         program = traced.open(*operands.of(leaves), shared)
         program.put(entering(of_sums, sums))
-        no_gradient = blank(types.gradient, traced.options.plan.axes.varying)
-        stores = ActionValues({"gradient": no_gradient, **drop_device_axis(values)})
-        actions = program.actions(stage, stores, op.kind)
-        row = {"microbatch": vary(microbatch, actions.rank.axes), **_PLACES}
-        sent = actions.run_op(op, row)
-        results = {"operand": sent, "gradient": sent, **stores.written}
-        results = {kind: results[kind] for kind in writes}
+        values = drop_device_axis(last | others)
+        # Sums of gradients for carries begin as zeros; a slice reads only carries of earlier ones.
+        zeros = {n: blank(types.carry_gradient, axes) for n in slices}
+        of_slices = {"carry": {}, "carry_gradient": zeros if op.kind != "F" else {}}
+        for kind, of in of_slices.items():
+            of |= {n: values[f"{kind}{n}"] for n in slices if f"{kind}{n}" in values}
+        stores = ActionValues({"gradient": blank(types.gradient, axes), **values}, of_slices)
+        actions = program.actions(stage, part, stores, op.kind)
+        places = _PLACES | dict.fromkeys(of_slices, slices)
+        sent = actions.run_op(op, {"microbatch": vary(unit, actions.rank.axes), **places})
+        results = {**dict.fromkeys(_MESSAGES, sent), **stores.written}
+        results |= {f"{kind}{n}": x for kind, of in of_slices.items() for n, x in of.items()}
+        results = {name: results[name] for name in writes}
         return leaving(program.get(sums), results, sums, writes)
 
-    act.__name__ = op.label
+    act.__name__ = f"{op.label}_slice{part}" if len(slices) > 1 else op.label
     number = jax.ShapeDtypeStruct((), jnp.int32)
     specs_of = meshes.value_specs
     once = specs_of((traced.shared, made))
-    in_specs = *specs_of((sums, reads)), P(), operands.manual, *once
+    in_specs = *specs_of((sums, reads, kept)), P(), operands.manual, *once
     in_types = (
         operands.sum_types(sums),
         meshes.value_types(reads),
+        meshes.value_types(kept),
         meshes.types(number, P()),
         operands.types,
         meshes.value_types(traced.shared),
@@ -170,7 +201,7 @@ def action_program(
     )
     out_specs = specs_of((sums, writes))
     results = operands.sum_specs(sums), out_specs[1]
-    # A backward is the last reader of its values, so it may reuse their memory.
+    # A backward may reuse the memory of the values that it reads last.
     donated = (0,) if op.kind == "F" else (0, 1)
     return RankProgram(operands, act, in_specs, in_types, out_specs, results, donated)
 

@@ -15,22 +15,31 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from collectives.compat import HOST_MEMORY
 from collectives.transfer import waits
 from pipeline.base.tree import real
 from pipeline.core.model.model import Batch, Weights
 from pipeline.core.programs.finish import FinishByRank, JoinedFinish, Results
-from pipeline.core.programs.messages import lower_message
+from pipeline.core.programs.messages import lower_message, move
 from pipeline.core.programs.operands import StepOptions
-from pipeline.core.programs.program import RankProgram, action_program, begin_program
+from pipeline.core.programs.program import (
+    RankProgram,
+    action_program,
+    begin_program,
+    gather_program,
+)
 from pipeline.core.programs.traced import trace_ranks, work_of
 from pipeline.core.step.calls.opened import StepInputs
 from pipeline.core.step.calls.rank import StepRequest
 from pipeline.core.step.share import share_of
-from schedules.lowering.dispatch import Send, Value, calls_of
+from schedules.core.action import unit_of
+from schedules.lowering.dispatch import Dispatch, Gather, Send, Value, calls_of
+
+Name = tuple[str, int, int]  # of a function
 
 
 class StepPrograms:
-    """The compiled programs of a step.
+    """The programs of a step, which the first call compiles.
 
     Args:
       options: the options of the step.
@@ -43,8 +52,9 @@ class StepPrograms:
       schedule: the orders of ranks.
       ranks: [S] the facts from a trace of the model; ranks with equal meshes share them.
       order: the calls of this process, in order.
-      compiled: the functions to call, by ("begin", rank), by (kind of action, stage), and for
-        messages by (kind of value, stage that reads the value).
+      programs: the programs of this process's ranks with the rank, by ("begin", rank, 0), by
+        ("gather", rank, chunk), and for actions by `name_of`.
+      compiled: the functions to call, by the same names, and for messages by `name_of`.
       ratio: the step of forward actions that runs before this step to compute the share of its
         loss; None if the step needs no share.
     """
@@ -74,51 +84,74 @@ class StepPrograms:
         local = set(self.meshes.local_ranks)
         calls = calls_of(self.schedule, work_of(self.ranks))
         self.order = [one for one in calls if local & set(one.ranks)]
-        # By kind and stage of an action, the names of the sums to which it adds.
-        self._sums: dict[tuple[str, int], tuple[str, ...]] = {}
-        self._made: dict[tuple[str, int], tuple[str, ...]] = {}  # weights made once that it reads
-        self.compiled = self._compile()
+        # By name of an action, the names of the sums to which it adds.
+        self._sums: dict[Name, tuple[str, ...]] = {}
+        # The chunks whose weights are made before the first action, and not by a gather.
+        self._made_first = [] if self.ranks[0].windows else range(options.plan.num_chunks)
+        self.programs = self._list_programs()
+        self.compiled: dict[Name, Any] = {}
         finish = JoinedFinish if options.plan.stage_meshes is None else FinishByRank
-        self._finish: JoinedFinish | FinishByRank = finish(self.ranks, results, self.compiled)
-        numbers = list(np.arange(options.plan.schedule.num_units, dtype=np.int32))
-        self._numbers = {rank: self.meshes.replicate(rank, numbers) for rank in local}
-        self._waits = {rank: waits(self.meshes.ranks[rank]) for rank in local}
+        self._finish: JoinedFinish | FinishByRank = finish(self.ranks, results)
 
-    def _compile(self) -> dict[tuple[str, int], Any]:
-        """Compile the functions of this process's ranks, with one thread per core."""
-        programs: dict[Any, RankProgram] = {}
-        lowered: dict[Any, Callable[[], Any]] = {}
-        key_of: dict[tuple[str, int], Any] = {}  # by name, the key in `lowered`
+    def _list_programs(self) -> dict[Name, tuple[RankProgram, int]]:
+        known: dict[Any, RankProgram] = {}
+        programs: dict[Name, tuple[RankProgram, int]] = {}
 
-        def add(name: tuple[str, int], rank: int, key: Any, make: Any, *given: Any) -> None:
-            if key not in programs:
-                programs[key] = make(*given)
-            if (key, rank) not in lowered:
-                lowered[key, rank] = programs[key].lower(rank)
-            key_of[name] = key, rank
+        def add(name: Name, rank: int, make: Callable[..., RankProgram], *given: Any) -> None:
+            if (make, *given) not in known:
+                known[make, *given] = make(*given)
+            programs[name] = known[make, *given], rank
 
-        # JAX traces and lowers here, in one thread; XLA compiles in several.
         for rank in self.meshes.local_ranks:
-            traced = self.ranks[rank]
-            names = tuple(traced.sums_on(rank))
-            add(("begin", rank), rank, (traced, names), begin_program, traced, names)
+            names = tuple(self.ranks[rank].sums_on(rank))
+            add(("begin", rank, 0), rank, begin_program, self.ranks[rank], names)
         for one in self.order:
             if isinstance(one, Send):
-                (source, target), (kind, stage, _) = one.ranks, one.value
-                like = self.ranks[target].stages[stage].representative
-                key_of[kind, stage] = source, target, kind, like
-                if key_of[kind, stage] not in lowered:
-                    message = lower_message(self.ranks, source, target, kind, stage)
-                    lowered[key_of[kind, stage]] = message
                 continue
-            stage, kind, _ = one.action
-            if (kind, stage) not in key_of:
-                traced, op = self.ranks[one.rank], self.ranks[one.rank].options.op(kind, stage)
-                names = self._sums[kind, stage] = traced.sums_of(op, one.rank)
-                self._made[kind, stage] = tuple(traced.made_of(op.chunk))
-                like = traced.stages[stage].representative
-                key = traced, op, like, names, tuple(one.reads), tuple(one.writes)
-                add((kind, stage), one.rank, key, action_program, *key)
+            traced = self.ranks[one.rank]
+            if isinstance(one, Gather):
+                name: Name = "gather", one.rank, one.chunk
+                add(name, one.rank, gather_program, traced, one.chunk)
+            elif (name := self.name_of(one)) not in programs:
+                kind, stage, part = name
+                op = traced.options.op(kind, stage)
+                names = self._sums[name] = traced.sums_of(op, one.rank)
+                like = traced.stages[stage][part].representative
+                reads = tuple((read, is_last) for read, (_, is_last) in one.reads.items())
+                of_action = traced, op, like, part, names, reads, tuple(one.writes)
+                add(name, one.rank, action_program, *of_action)
+        return programs
+
+    def lower(self) -> list[jax.stages.Lowered]:
+        """Lower each program once, for the devices of the first of its ranks; messages are none."""
+        ranks: dict[RankProgram, int] = {}
+        for program, rank in self.programs.values():
+            ranks.setdefault(program, rank)
+        before = [] if self.ratio is None else self.ratio.lower()
+        of_ranks = [program.lower_on(rank) for program, rank in ranks.items()]
+        return [*before, *of_ranks, *self._finish.lower().values()]
+
+    def compile(self) -> StepPrograms:
+        """Compile the functions of this process's ranks once, with one thread per core."""
+        if self.compiled:
+            return self
+        if self.ratio is not None:
+            self.ratio.compile()
+        # JAX traces and lowers here, in one thread; XLA compiles in several.
+        key_of: dict[Name, Any] = dict(self.programs)
+        pairs = dict.fromkeys(self.programs.values())
+        on_ranks = {program: program.lower() for program in dict.fromkeys(p for p, _ in pairs)}
+        lowered: dict[Any, Callable[[], Any]] = {
+            (program, rank): on_ranks[program](rank) for program, rank in pairs
+        }
+        for one in self.order:
+            if isinstance(one, Send):
+                (source, target), name = one.ranks, self.name_of(one)
+                kind, stage, part = name
+                like = self.ranks[target].stages[stage][part].representative
+                key_of[name] = key = source, target, kind, like, part
+                if key not in lowered:
+                    lowered[key] = lower_message(self.ranks, source, target, name)
         # Other threads do not see a context of this one.
         is_logged = jax.config.jax_log_compiles  # type: ignore[attr-defined]
 
@@ -129,7 +162,13 @@ class StepPrograms:
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             compiled = threads.map(compile_one, lowered.values())
             functions = dict(zip(lowered, compiled, strict=True))
-        return {name: functions[key] for name, key in key_of.items()}
+        self.compiled = {name: functions[key] for name, key in key_of.items()}
+        self._finish.compile(self.compiled)
+        numbers = list(np.arange(self.schedule.num_units, dtype=np.int32))
+        local = self.meshes.local_ranks
+        self._numbers = {rank: self.meshes.replicate(rank, numbers) for rank in local}
+        self._waits = {rank: waits(self.meshes.ranks[rank]) for rank in local}
+        return self
 
     @jax.disable_jit(False)  # its functions are compiled
     def __call__(self, weights: Weights, batch: Batch, given: StepInputs) -> Any:
@@ -138,35 +177,55 @@ class StepPrograms:
         With several processes, a program also waits for earlier messages (`dispatch_order`). On
         CPUs the call then waits for programs of several processes (`collectives.transfer.waits`).
         """
+        self.compile()
         if self.ratio is not None:
             given = replace(given, ratio=self.ratio(weights, batch, StepInputs()))
         meshes, numbers = self.meshes, self._numbers
         operands = self._finish.place(jax.tree.leaves((weights, batch, given)))
         sums, shared, made = {}, {}, {}
         for rank in meshes.local_ranks:
-            sums[rank], shared[rank] = self._run(("begin", rank), rank, operands[rank])
-            made[rank] = {name: sums[rank].pop(name) for name in self.ranks[rank].made}
+            sums[rank], shared[rank] = self._run(("begin", rank, 0), rank, operands[rank])
+            made[rank] = {
+                v: {name: sums[rank].pop(name) for name in self.ranks[rank].made_of(v)}
+                for v in self._made_first
+            }
         values: dict[Value, Any] = {}
         for one in self.order:
             if isinstance(one, Send):
-                received = self.compiled[one.value[:2]](values.pop(one.value, None))
+                received = self.compiled[self.name_of(one)](values.pop(one.value, None))
                 if received is not None:
                     values[one.value] = received
                 continue
-            rank, (stage, kind, microbatch) = one.rank, one.action
-            reads = {
-                name: values.pop(value) if is_last else values[value]
-                for name, (value, is_last) in one.reads.items()
-            }
-            added = {name: sums[rank][name] for name in self._sums[kind, stage]}
-            of_stage = {name: made[rank][name] for name in self._made[kind, stage]}
-            of_rank = numbers[rank][microbatch], operands[rank], shared[rank], of_stage
-            added, left = self._run((kind, stage), rank, added, reads, *of_rank)
+            if isinstance(one, Gather):
+                rank, chunk = one.rank, one.chunk
+                made[rank].pop(one.replaced, None)
+                made[rank][chunk] = self._run(("gather", rank, chunk), rank, operands[rank])
+                continue
+            rank, name = one.rank, self.name_of(one)
+            for value in one.to_device:
+                values[value] = move(values[value], None)
+            last, kept = dict[str, Any](), dict[str, Any]()
+            for read, (value, is_last) in one.reads.items():
+                (last if is_last else kept)[read] = values.pop(value) if is_last else values[value]
+            added = {of: sums[rank][of] for of in self._sums[name]}
+            of_chunk = made[rank].get(self.schedule.chunk_of[one.action.stage], {})
+            unit = numbers[rank][unit_of(one.action, self.schedule.num_slices)]
+            of_rank = unit, operands[rank], shared[rank], of_chunk
+            added, left = self._run(name, rank, added, last, kept, *of_rank)
             sums[rank] |= added
-            values |= {value: left[name] for name, value in one.writes.items()}
+            values |= {value: left[of] for of, value in one.writes.items()}
+            for value in one.to_host:
+                values[value] = move(values[value], HOST_MEMORY)
         return self._finish(operands, sums, shared)
 
-    def _run(self, name: tuple[str, int], rank: int, *given: Any) -> Any:
+    def name_of(self, one: Dispatch | Send) -> Name:
+        """Return (kind, stage, slice) of an action, or of a message with the stage that reads."""
+        if isinstance(one, Send):
+            kind, stage, unit = one.value
+            return kind, stage, unit % self.schedule.num_slices
+        return one.action.kind, one.action.stage, one.action.slice or 0
+
+    def _run(self, name: Name, rank: int, *given: Any) -> Any:
         results = self.compiled[name](*given)
         return jax.block_until_ready(results) if self._waits[rank] else results
 

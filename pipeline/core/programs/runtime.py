@@ -18,7 +18,6 @@ from pipeline.core.model.ends import stages_of_ends
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.compiled import FunctionKey
 from pipeline.core.options.plan import Plan
-from pipeline.core.placement.meshes import check_no_mesh_for_programs
 from pipeline.core.placement.zero import constrain
 from pipeline.core.programs.finish import Results
 from pipeline.core.programs.operands import StepOptions
@@ -73,7 +72,7 @@ def training_programs(
     want_inputs: bool = False,
     normalise: bool = True,
 ) -> StepPrograms:
-    """Compile the programs of `train`; the arguments may be types."""
+    """Return the programs of `train`; the arguments may be types."""
     options = training_options(plan, model, want_inputs=want_inputs, normalise=normalise)
     of_inputs = input_specs(batch) if want_inputs else []
 
@@ -167,11 +166,10 @@ def _programs(
     given: StepInputs,
     results: Results,
 ) -> StepPrograms:
-    """Return the programs of a step; the first call with operands of these types compiles them."""
+    """Return the programs of a step; the first call with operands of these types makes them."""
     operands = weights, batch, given
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
         raise ValueError(_TRACED)
-    check_no_mesh_for_programs()
     depends_on = {
         "types": signature(operands),
         "request": options.request,

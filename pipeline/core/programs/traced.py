@@ -8,6 +8,7 @@ between programs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,13 +26,16 @@ from pipeline.core.step.calls.kind import StageKind, key_of_kind
 from pipeline.core.step.calls.opened import Once, OpenedStep, StepInputs
 from pipeline.core.step.open import open_step
 from pipeline.core.step.run.actions import Actions, sums_of_action
+from pipeline.core.step.run.carries import sums_of_carry
 from pipeline.core.step.run.places import make_sums, sums_of_kind
 from pipeline.core.step.runtime import NOTHING_TO_GATHER
 from pipeline.core.step.stores.device import check_no_host
+from pipeline.core.step.stores.slices import Carries
 from pipeline.core.step.stores.store import ActionValues
 from pipeline.core.step.stores.totals import StepSums
 from schedules.lowering.dispatch import Work
 from schedules.lowering.program import Op
+from schedules.lowering.windows import windows
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +47,8 @@ class StageTypes:
       gradient: the stage's output, and the gradient for the output.
       stash: the values that F keeps for the stage's backward, without the input.
       crossing: the values from I to W.
+      carry: the values that a slice leaves for later slices of its sequence.
+      carry_gradient: the sums of gradients for them.
       actions: the kinds of the stage's actions that compute anything.
       sends: whether the stage's backward sends a gradient to the previous stage.
       representative: the first stage whose programs equal this stage's programs.
@@ -52,9 +58,16 @@ class StageTypes:
     gradient: Tree
     stash: Leaves
     crossing: Leaves
+    carry: Tree
+    carry_gradient: Leaves
     actions: frozenset[str]
     sends: bool
     representative: int
+
+    def value(self, name: str) -> Tree:
+        """Return the types of a value by its name (`schedules.lowering.kinds.ValueKind.names`)."""
+        types: Tree = getattr(self, name.rstrip("0123456789"))
+        return types
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +83,7 @@ class Traced:
       stages_of_sums: with ``stage_meshes`` `ProgramStep.stages_of_sums`; else empty.
       is_narrow: whether the model computes in floats in which gradients may vanish or overflow.
       needs_ratio: whether the step needs `StepInputs.ratio` and got none.
-      stages: [K] the types of each stage's values.
+      stages: [K][N] the types of each stage's values, for each slice.
       unsplit: parts of backwards that could not be split.
     """
 
@@ -81,7 +94,7 @@ class Traced:
     stages_of_sums: dict[str, int]
     is_narrow: bool
     needs_ratio: bool
-    stages: list[StageTypes]
+    stages: list[list[StageTypes]]
     unsplit: tuple[str, ...]
 
     @property
@@ -95,8 +108,16 @@ class Traced:
 
     @property
     def made(self) -> dict[str, Leaves]:
-        """The types of the weights that the step makes once, by name."""
+        """The types of the weights that the step, or a gather of their chunk, makes, by name."""
         return self.once.weights or {}
+
+    @functools.cached_property
+    def windows(self) -> list[int | None]:
+        """[V] the window of each chunk's gathered weights (`Work.windows`)."""
+        if not self.options.plan.gathers_by_program:
+            return []
+        places = windows(self.options.schedule).weights
+        return [place if self.made_of(v) else None for v, place in enumerate(places)]
 
     def made_of(self, chunk: int) -> dict[str, Leaves]:
         return {name: of for name, of in self.made.items() if name.startswith(f"ready{chunk}.")}
@@ -178,18 +199,26 @@ class ProgramStep:
     def get(self, names: Collection[str]) -> dict[str, Leaves]:
         return {name: [ref[...] for ref in self.refs[name]] for name in names}
 
-    def actions(self, stage: int, stores: ActionValues, kinds: Collection[str]) -> Actions:
-        """Make a stage's actions of these kinds; ``stores`` has the values that they read."""
+    def actions(
+        self, stage: int, part: int, stores: ActionValues, kinds: Collection[str]
+    ) -> Actions:
+        """Make a stage's actions of these kinds on a slice; ``stores`` has what they read."""
         options, step = self.options, self.step
-        x, y = step.activations.types[stage : stage + 2]
-        need, adds = step.needs[stage], step.rank.facts.adding_stages[stage]
-        kind = StageKind(step.rank, (stage,), x, y, need, wire=x, adds=adds)
+        rank, of = step.by_slice[part]
+        x, y = of.types[stage : stage + 2]
+        need, adds = step.needs[stage], rank.facts.adding_stages[stage]
+        carries = {"carry": of.carries[stage], "earlier": step.activations.carries[stage]}
+        kind = StageKind(rank, (stage,), x, y, need, wire=x, adds=adds, **carries)
+        slices = Carries()
+        if (N := rank.slices.count) > 1:
+            places = stores.of_slices["carry"], stores.of_slices["carry_gradient"]
+            slices = Carries(kind.earlier, kind.carry, part, rank.axes, N, *places)
         residuals = kind.residuals() if options.keeps_residuals else None
         splits = options.request.training and bool({"I", "W"} & set(kinds))
         halves = kind.split_backward(residuals) if splits else None
         parts: Any = {"residuals": residuals, "halves": halves}
         sums = sums_of_kind(self.sums, kind)
-        return Actions(kind, options.request, sums=sums, stores=stores, **parts)
+        return Actions(kind, options.request, sums=sums, stores=stores, slices=slices, **parts)
 
 
 def trace_ranks(
@@ -258,37 +287,41 @@ def _trace_on_device(
     )
 
 
-def _stages(program: ProgramStep) -> tuple[list[StageTypes], tuple[str, ...]]:
-    """Return [K] the types of stages, by one trace for equal stages; also list failed splits."""
+def _stages(program: ProgramStep) -> tuple[list[list[StageTypes]], tuple[str, ...]]:
+    """Return [K][N] the types of stages, by one trace for equal ones; also list failed splits."""
     options, step = program.options, program.step
-    rank, types = step.rank, step.activations.types
     kinds = {action.kind for order in options.schedule.orders for action in order}
     known: dict[Any, StageTypes] = {}
     stages, unsplit, gathers = [], list[str](), False
     for k, position in enumerate(options.model.stages):
         ends, need = (k == 0, k == len(options.model.stages) - 1), step.needs[k]
-        key = key_of_kind(rank, k, types, need), position.chunk, ends
-        if key not in known:
-            actions = program.actions(k, ActionValues({}), kinds)
-            work = {name for name in kinds if actions.does_anything(options.op(name, k))}
-            forward = options.op("F", k)
-            if actions.leaves_nothing(forward) and not actions.writes_in_embed(forward):
-                work.discard("F")
-            residuals, halves = actions.saved.residuals, actions.halves
-            check_no_host(residuals.stashed if residuals else [], "stashes")
-            check_no_host(halves.crossing if halves else [], "crossings")
-            known[key] = StageTypes(
-                operand=types[k],
-                gradient=types[k + 1],
-                stash=residuals.stashed if residuals else [],
-                crossing=halves.crossing if halves else [],
-                actions=frozenset(work),
-                sends=need.x and k > 0,
-                representative=k,
-            )
-            unsplit += halves.whole if halves else []
-            gathers |= bool(residuals and residuals.gathers)
-        stages.append(known[key])
+        parts = []
+        for part, (rank, of) in enumerate(step.by_slice):
+            key = key_of_kind(rank, k, of.types, need), position.chunk, ends, part
+            if key not in known:
+                actions = program.actions(k, part, ActionValues({}), kinds)
+                work = {name for name in kinds if actions.does_anything(options.op(name, k))}
+                forward = options.op("F", k)
+                if actions.leaves_nothing(forward) and not actions.writes_in_embed(forward):
+                    work.discard("F")
+                residuals, halves = actions.saved.residuals, actions.halves
+                check_no_host(residuals.stashed if residuals else [], "stashes")
+                check_no_host(halves.crossing if halves else [], "crossings")
+                known[key] = StageTypes(
+                    operand=of.types[k],
+                    gradient=of.types[k + 1],
+                    stash=residuals.stashed if residuals else [],
+                    crossing=halves.crossing if halves else [],
+                    carry=actions.kind.earlier,
+                    carry_gradient=sums_of_carry(actions.kind.earlier),
+                    actions=frozenset(work),
+                    sends=need.x and k > 0,
+                    representative=k,
+                )
+                unsplit += halves.whole if halves else []
+                gathers |= bool(residuals and residuals.gathers)
+            parts.append(known[key])
+        stages.append(parts)
     if options.request.training and options.plan.remat == "gathered" and not gathers:
         warn_once(NOTHING_TO_GATHER, options.plan.compiled.warned, "gathered")
     return stages, tuple(dict.fromkeys(unsplit))
@@ -297,6 +330,8 @@ def _stages(program: ProgramStep) -> tuple[list[StageTypes], tuple[str, ...]]:
 def work_of(ranks: Sequence[Traced]) -> Work:
     """Describe the work of a step; each stage's entry comes from the trace of its rank."""
     options = ranks[0].options
-    stages = [ranks[rank].stages[k] for k, rank in enumerate(options.schedule.placement)]
+    stages = [ranks[rank].stages[k][0] for k, rank in enumerate(options.schedule.placement)]
+    training = options.request.training
     kinds, sends = [stage.actions for stage in stages], [stage.sends for stage in stages]
-    return Work(kinds, sends, options.plan.keep)
+    plan = options.plan
+    return Work(kinds, sends, plan.keep, plan.offload if training else None, ranks[0].windows)

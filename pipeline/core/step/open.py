@@ -114,7 +114,7 @@ def _inspect(plan: Plan, request: StepRequest, rank: Rank) -> OpenedStep:
 def _prepared(step: OpenedStep, rank: Rank, made: dict[str, Leaves] | None = None) -> OpenedStep:
     """Put the step on a rank; add the values that all actions share."""
     dtypes = narrow_dtypes(rank, step.activations.bodies) if made is None else None
-    gathers = step.plan.gather == "step"
+    gathers = step.plan.gather == "step" or step.plan.gathers_by_program
     chunks = rank.chunks.make_ready(gathers=gathers, dtypes=dtypes, made=made)
     rank = dataclasses.replace(rank, chunks=chunks)
     # The batch is cut once here; otherwise each model of the rank would cut it again.

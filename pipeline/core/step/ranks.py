@@ -151,13 +151,17 @@ def make_rank(
 
     # The batch, cut into units.
     slices = Slices() if num_microbatches else Slices(plan.schedule.num_slices)
-    if slices.count > 1 and plan.lengths:
-        slices = Slices(slices.count, plan.lengths, plan.lengths.index(max(plan.lengths)))
+    lengths = plan.lengths
+    if slices.count > 1 and plan.engine == "programs" and not lengths:  # each slice has programs
+        longest = max(x.shape[1] for x in jax.tree.leaves(batch.inputs) if x.ndim > 1)
+        lengths = (longest * plan.axes.size(plan.axes.positions) // slices.count,) * slices.count
+    if slices.count > 1 and lengths:
+        slices = Slices(slices.count, lengths, lengths.index(max(lengths)))
     num_microbatches = num_microbatches or plan.schedule.num_microbatches
 
     def split(x: jax.Array) -> jax.Array:
         x = x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
-        return x if slices.count == 1 else cut(x, slices.count, plan.lengths)
+        return x if slices.count == 1 else cut(x, slices.count, lengths)
 
     # From here on all values vary over the axes of rows, positions and stages, and `vary` marks
     # every new value. The gradient of a weight that did not vary would be summed over ranks in each

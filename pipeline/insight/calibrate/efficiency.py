@@ -1,13 +1,15 @@
 """The efficiency of a step, measured on the pipeline's devices: `Pipeline.measure`.
 
-The step is compiled once more, with the table entries to run as an argument. So one program can run
-all actions of one rank, one kind of action of one stage, or nothing. The time of an action is its
-run minus the run of nothing. Noise may hide such a difference: a figure that noise decides is NaN.
-Letters: K stages.
+With the engine "scan" the step is compiled once more, with the table entries to run as an argument.
+So one program can run all actions of one rank, one kind of action of one stage, or nothing, and the
+time of an action is its run minus the run of nothing. With the engine "programs" each action is a
+program, and a step runs them one by one. Noise may hide a time: a figure that noise decides is NaN.
+Letters: S ranks, K stages.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import os
@@ -19,17 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from pipeline.base.arguments import is_whole
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement import meshes
 from pipeline.core.step import runtime
+from pipeline.core.step.calls.opened import StepInputs
 from pipeline.core.step.operands import Operands
 from pipeline.insight.calibrate.conclude import UNSURE, error_of_median, spread_of
 from pipeline.insight.calibrate.measure import seconds
 from pipeline.insight.calibrate.one_rank import Runs, entries, partial_step
 from schedules import Costs, simulate
+from schedules.core.action import KINDS
 from schedules.core.timetable import kinds_in
 
 OF_ACTIONS = 3  # measurements of each kind of action of each stage
@@ -118,23 +124,21 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
         )
     if not is_whole(steps, 1, numpy=True):
         raise ValueError(f"steps={steps!r}: must be an integer >= 1, how many steps are timed")
-    partial, program = partial_step(plan, operands), plan.training
-    none = np.zeros_like(program.op, bool)
-
-    def step() -> Any:
-        with meshes.entered(plan.mesh, plan.home):
-            return runtime.train(plan, *operands)
-
-    chunks = range(plan.num_chunks)
-    ranks = range(plan.schedule.num_ranks)
-    parts = {rank: entries(program, chunks, rank=rank) for rank in ranks}
-    timed: list[Callable[[], Any]] = [step, functools.partial(partial, none)]
-    timed += [functools.partial(partial, runs) for runs in parts.values()]
+    timed = (
+        ProgramActions(plan, operands)
+        if plan.engine == "programs"
+        else TableActions(plan, operands)
+    )
+    seconds(timed.step)  # the first runs compile
+    timed.works()
+    whole, of_ranks = list[float](), list[list[float]]()
     busy, start = _busy_elsewhere(), time.perf_counter()
-    whole, idle, *of_ranks = _in_turn(timed, steps)
+    for _ in range(steps):
+        whole.append(seconds(timed.step))
+        of_ranks.append(timed.works())
     others = (_busy_elsewhere() - busy) / (time.perf_counter() - start)
-    works = [[a - b for a, b in zip(times, idle, strict=True)] for times in of_ranks]
-    rank = max(parts, key=lambda rank: statistics.median(works[rank]))
+    works = list(zip(*of_ranks, strict=True))
+    rank = max(range(plan.schedule.num_ranks), key=lambda rank: statistics.median(works[rank]))
     notes: list[str] = []
     taken = _settle_median("step", whole, notes)
     ideal = _settle_median("ideal", works[rank], notes)
@@ -145,7 +149,7 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
             f"decides efficiency, bubble and rest; {REPEAT}"
         )
         efficiency = math.nan
-    each = [_costs(plan, partial, none) for _ in range(OF_ACTIONS)]
+    each = [timed.costs() for _ in range(OF_ACTIONS)]
     costs = _take_medians(each)
     waits = [efficiency * _compute_wait(plan, one, rank) for one in (costs, *each)]
     bubble = waits[0]
@@ -207,33 +211,125 @@ def _take_medians(each: Sequence[Costs]) -> Costs:
     return Costs(**durations)
 
 
-def _in_turn(timed: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
-    """Time programs in turn, ``rounds`` times each; first run each program once to compile it."""
-    for run in timed:
-        seconds(run)
-    times = [[seconds(run) for run in timed] for _ in range(rounds)]
-    return [list(each) for each in zip(*times, strict=True)]
+class TableActions:
+    """The step of the engine "scan", and runs of parts of its table.
+
+    Args:
+      plan: the options of the pipeline.
+      operands: the arguments of a training step.
+    """
+
+    def __init__(self, plan: Plan, operands: Operands) -> None:
+        self._plan, self._operands = plan, operands
+        self._partial, self._none = (
+            partial_step(plan, operands),
+            np.zeros_like(plan.training.op, bool),
+        )
+
+    def step(self) -> Any:
+        """Run a step."""
+        with meshes.entered(self._plan.mesh, self._plan.home):
+            return runtime.train(self._plan, *self._operands)
+
+    def works(self) -> list[float]:
+        """Time once [S] all actions of each rank."""
+        plan, chunks = self._plan, range(self._plan.num_chunks)
+        ranks = range(plan.schedule.num_ranks)
+        return self._times([entries(plan.training, chunks, rank=rank) for rank in ranks])
+
+    def costs(self) -> Costs:
+        """Measure once [K] durations of each kind of action on a whole microbatch."""
+        schedule = self._plan.schedule
+        parts: dict[tuple[str, int], Runs] = {}
+        for k, rank in enumerate(schedule.placement):
+            chunk = schedule.stages_of[rank].index(k)
+            for kind in sorted(kinds_in(schedule)):
+                marked = entries(self._plan.training, [chunk], kind, rank=rank)
+                if marked.any():
+                    parts[kind, k] = marked
+        self._times(list(parts.values()))  # the first runs compile
+        times = self._times(list(parts.values()))
+        return _mean_costs(self._plan, dict(zip(parts, times, strict=True)))
+
+    def _times(self, parts: Sequence[Runs]) -> list[float]:
+        """Time a run of each part, minus the run of nothing."""
+        idle, *times = [
+            seconds(functools.partial(self._partial, runs)) for runs in (self._none, *parts)
+        ]
+        return [taken - idle for taken in times]
 
 
-def _costs(plan: Plan, partial: Callable[[Any], Any], none: Runs) -> Costs:
-    """Measure once [K] durations of each kind of action on a whole microbatch, in seconds."""
-    schedule = plan.schedule
-    kinds = sorted(kinds_in(schedule))
-    keys, runs = [], [none]
-    for k, rank in enumerate(schedule.placement):
-        chunk = schedule.stages_of[rank].index(k)
-        for kind in kinds:
-            marked = entries(plan.training, [chunk], kind, rank=rank)
-            if marked.any():
-                keys.append((kind, k))
-                runs.append(marked)
-    (idle,), *times = _in_turn([functools.partial(partial, own) for own in runs], 1)
-    found = {kind: [0.0] * schedule.num_stages for kind in "FBIW"}
-    for (kind, k), (own,) in zip(keys, times, strict=True):
-        found[kind][k] = max(own - idle, 0.0) / schedule.num_microbatches
-    halves: dict[str, Any] = {"i": found["I"], "w": found["W"]} if "I" in kinds else {}
-    whole: dict[str, Any] = {"b": found["B"]} if "B" in kinds else {}
-    return Costs(f=found["F"], **halves, **whole)
+class ProgramActions:
+    """The step of the engine "programs", and the same step with one program at a time.
+
+    An action's time is the time from its call until its results are ready, minus the time of a
+    program that computes nothing. With several processes each measures its ranks.
+
+    Args:
+      plan: the options of the pipeline.
+      operands: the arguments of a training step.
+    """
+
+    def __init__(self, plan: Plan, operands: Operands) -> None:
+        from pipeline.core.programs.runtime import training_programs
+
+        _, self._weights, self._batch = operands
+        self._plan, self._programs = plan, training_programs(plan, *operands).compile()
+        devices = (device for mesh in plan.rank_meshes for device in mesh.devices.flat)
+        self._is_shared = len({device.process_index for device in devices}) > 1
+        local = self._programs.meshes.local_ranks[0]
+        (number,) = self._programs.meshes.replicate(local, [np.int32(0)])
+        self._nothing = functools.partial(jax.jit(jnp.negative), number)
+
+    def step(self) -> Any:
+        """Run a step."""
+        return self._programs(self._weights, self._batch, StepInputs())
+
+    def works(self) -> list[float]:
+        """Time once [S] all actions of each rank."""
+        placement = self._plan.schedule.placement
+        works = [0.0] * self._plan.schedule.num_ranks
+        for (_, k), taken in self._times().items():
+            works[placement[k]] += taken
+        return works
+
+    def costs(self) -> Costs:
+        """Measure once [K] durations of each kind of action on a whole microbatch."""
+        return _mean_costs(self._plan, self._times())
+
+    def _times(self) -> dict[tuple[str, int], float]:
+        """Time the actions of a step, by kind and stage, the sum over microbatches."""
+        idle = statistics.median(seconds(self._nothing) for _ in range(9))
+        stages = range(self._plan.schedule.num_stages)
+        times: dict[tuple[str, int], float] = {(kind, k): 0.0 for kind in KINDS for k in stages}
+
+        def timed(name: tuple[str, int, int], run: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any) -> Any:
+                jax.block_until_ready(arguments)
+                start = time.perf_counter()
+                results = jax.block_until_ready(run(*arguments))
+                times[name[:2]] += time.perf_counter() - start - idle
+                return results
+
+            return call if name[0] in KINDS else run
+
+        programs = copy.copy(self._programs)
+        programs.compiled = {name: timed(name, run) for name, run in programs.compiled.items()}
+        jax.block_until_ready(programs(self._weights, self._batch, StepInputs()))
+        if self._is_shared:  # a rank's process has measured its actions, other processes have zeros
+            values = np.asarray(list(times.values()), np.float32)
+            sums = np.asarray(multihost_utils.process_allgather(values)).max(axis=0)
+            times = dict(zip(times, sums.tolist(), strict=True))
+        return times
+
+
+def _mean_costs(plan: Plan, times: Mapping[tuple[str, int], float]) -> Costs:
+    """Convert the seconds of a step, by kind and stage, to [K] seconds of a microbatch."""
+    kinds, K, M = kinds_in(plan.schedule), plan.schedule.num_stages, plan.schedule.num_microbatches
+    durations: dict[str, Any] = {
+        kind.lower(): [max(times.get((kind, k), 0.0), 0.0) / M for k in range(K)] for kind in kinds
+    }
+    return Costs(**durations)
 
 
 def _busy_elsewhere() -> float:

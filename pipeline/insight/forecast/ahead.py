@@ -19,22 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from collectives.compat import HOST_MEMORY
 from pipeline.base.axes import LeafSpecs
 from pipeline.base.tree import Tree
-from pipeline.core.options.plan import Plan
-
-
-def check_one_program(plan: Plan, method: str) -> None:
-    """Check that the engine runs a step as one program, which ``method`` needs.
-
-    Raises:
-      ValueError: the engine runs a step as several programs.
-    """
-    if plan.engine != "scan":
-        also = "" if plan.stage_meshes is None else ", stage_meshes=None, mesh=mesh"
-        raise ValueError(
-            f"{method} looks at the one program of engine='scan', and a step of "
-            f"engine={plan.engine!r} is many: call it on pipe.replace(engine='scan'{also}), which "
-            f"has the same stages and weights"
-        )
+from pipeline.core.model.model import Batch, Model, Weights
 
 
 def lower_step(
@@ -67,6 +52,36 @@ def lower_step(
     batch = inputs, targets, extras
     specs = pipe.plan.axes.leaf_specs(*batch)
     return step.lower(state, *(_placed(*one, pipe.mesh) for one in zip(batch, specs, strict=True)))
+
+
+def lower_programs(
+    pipe: Any, optimizer: Any, operands: tuple[Model, Weights, Batch]
+) -> list[jax.stages.Lowered]:
+    """Lower the programs of a step of ``engine="programs"``, and with an optimizer the update.
+
+    Raises:
+      ValueError: an optimizer with ``stage_meshes=``.
+    """
+    from pipeline.core.programs.runtime import training_programs
+
+    lowered = training_programs(pipe.plan, *operands).lower()
+    if optimizer is None:
+        return lowered
+    if pipe.plan.stage_meshes is not None:
+        raise ValueError(
+            "lower(optimizer=...) with stage_meshes=: the update is a program of each kind of "
+            "mesh, which make_optimizer compiles at its first call; leave optimizer= out"
+        )
+    check_optimizer(pipe, optimizer)
+    graphdef, state = nnx.split((pipe, optimizer))
+
+    def update(state: Tree, gradients: Tree) -> Tree:
+        pipe, optimizer = nnx.merge(graphdef, state)
+        optimizer.update(pipe, gradients)
+        return nnx.state((pipe, optimizer))
+
+    gradients = nnx.state(pipe, pipe.wrt)
+    return [*lowered, jax.jit(update, donate_argnums=0).lower(state, gradients)]
 
 
 def _placed(tree: Tree, specs: LeafSpecs, mesh: Mesh) -> Tree:

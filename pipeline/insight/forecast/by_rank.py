@@ -24,9 +24,9 @@ from pipeline.core.programs import runtime
 from pipeline.core.programs.run import StepPrograms
 from pipeline.core.programs.traced import Traced, work_of
 from pipeline.insight.forecast.ahead import check_optimizer
-from pipeline.insight.forecast.bytes import plural
+from pipeline.insight.forecast.bytes import PlaceBytes, plural
 from pipeline.lint.placed import placed
-from schedules.lowering.dispatch import Dispatch, Send, Value, calls_of
+from schedules.lowering.dispatch import Dispatch, Gather, Send, Value, calls_of
 
 _NAMES = {"operand": "message", "gradient": "message"}  # other kinds keep their names
 
@@ -42,6 +42,7 @@ class RankBytes:
       sums: arrays that actions add to: gradients, loss, results.
       values: the most bytes of values that the rank holds between two actions.
       counts: the number of values of each kind at that time.
+      host: the most bytes of values in host memory (``offload=``).
       sent: the messages that the rank sends in a step.
       compiled: the largest total while an action runs; None if this process has not compiled it.
     """
@@ -51,6 +52,7 @@ class RankBytes:
     sums: int
     values: int = 0
     counts: Counter[str] = field(default_factory=Counter)
+    host: int = 0
     sent: int = 0
     compiled: int | None = None
 
@@ -63,6 +65,7 @@ class RankBytes:
         """Return the line of `Pipeline.describe`."""
         held = [f"{count} {plural(name, count)}" for name, count in self.counts.items()]
         values = f", {' and '.join(held)} {self.values:,}" if held else ""
+        values += f", in host memory {self.host:,}" if self.host else ""
         compiled = "" if self.compiled is None else f"; compiled {self.compiled:,}"
         return (
             f"  rank {rank} {self.always + self.values:,}: weights {self.weights:,}, batch "
@@ -83,13 +86,15 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
         given, rows, _ = operands.of(operands.types)
         if plan.stage_meshes is not None:
             given, rows = _on_rank(plan, rank, weights, given, rows)
-        added, made = (
-            operands.sum_types(of.sums_on(rank)),
-            operands.sum_types(of.made),
-        )
-        parts = (given, made), rows, (added, shared)
-        of_weights, of_batch, of_sums = map(_bytes_on_device, parts)
-        ranks.append(RankBytes(of_weights, of_batch, of_sums))
+        added = operands.sum_types(of.sums_on(rank))
+        of_weights, of_batch, of_sums = map(_bytes_on_device, (given, rows, (added, shared)))
+        # A window of gathered weights has one chunk at a time.
+        windows = Counter[Any]()
+        for v in range(plan.num_chunks):
+            made = _bytes_on_device(operands.sum_types(of.made_of(v)))
+            window = of.windows[v] if of.windows else f"chunk {v}"
+            windows[window] = max(windows[window], made)
+        ranks.append(RankBytes(of_weights + windows.total(), of_batch, of_sums))
     for one, held in held_before_calls(models):
         for rank, values in held.items():
             if (size := sum(values.values())) > ranks[rank].values:
@@ -97,6 +102,8 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
                 ranks[rank].values, ranks[rank].counts = size, counts
         if isinstance(one, Send):
             ranks[one.ranks[0]].sent += held[one.ranks[0]][one.value]
+    for rank, most in _most_on_host(models).items():
+        ranks[rank].host = most
     return ranks
 
 
@@ -129,14 +136,11 @@ def held_before_calls(
 ) -> Iterator[tuple[Dispatch | Send, dict[int, dict[Value, int]]]]:
     """List each call of a step with, by rank, the bytes of values held before the call."""
     held: dict[int, dict[Value, int]] = defaultdict(dict)
-    schedule = ranks[0].options.schedule
-
-    def size(value: Value) -> int:
-        kind, stage, _ = value
-        types = ranks[schedule.placement[stage]].stages[stage]
-        return sum(map(nbytes, jax.tree.leaves(getattr(types, kind))))
-
-    for one in calls_of(schedule, work_of(ranks)):
+    for one in calls_of(ranks[0].options.schedule, work_of(ranks)):
+        if isinstance(one, Gather):
+            continue
+        if isinstance(one, Dispatch):
+            held[one.rank] |= {value: _size(ranks, value) for value in one.to_device}
         yield one, held
         if isinstance(one, Send):
             source, target = one.ranks
@@ -146,14 +150,36 @@ def held_before_calls(
         for value, is_last in one.reads.values():
             if is_last:
                 del held[rank][value]
-        held[rank] |= {value: size(value) for value in one.writes.values()}
+        held[rank] |= {value: _size(ranks, value) for value in one.writes.values()}
+        for value in one.to_host:
+            del held[rank][value]
+
+
+def _most_on_host(ranks: Sequence[Traced]) -> Counter[int]:
+    """Return by rank the most bytes of values in host memory."""
+    hosted, most = Counter[int](), Counter[int]()
+    for one in calls_of(ranks[0].options.schedule, work_of(ranks)):
+        if isinstance(one, Dispatch):
+            hosted[one.rank] -= sum(_size(ranks, value) for value in one.to_device)
+            hosted[one.rank] += sum(_size(ranks, value) for value in one.to_host)
+            most[one.rank] = max(most[one.rank], hosted[one.rank])
+    return +most
+
+
+def _size(ranks: Sequence[Traced], value: Value) -> int:
+    """Return the bytes of a value on a device."""
+    name, stage, unit = value
+    schedule = ranks[0].options.schedule
+    types = ranks[schedule.placement[stage]].stages[stage][unit % schedule.num_slices]
+    return sum(map(nbytes, jax.tree.leaves(types.value(name))))
 
 
 def add_compiled(ranks: Sequence[RankBytes], step: StepPrograms) -> None:
     """Set `compiled` of this process's ranks to their peak while an action runs."""
+    step.compile()
     for one, held in held_before_calls(step.ranks):
         if isinstance(one, Dispatch) and (rank := one.rank) in step.meshes.local_ranks:
-            found = step.compiled[one.action.kind, one.action.stage].memory_analysis()
+            found = step.compiled[step.name_of(one)].memory_analysis()
             beside = found.output_size_in_bytes - found.alias_size_in_bytes
             size = sum(held[rank].values()) + found.temp_size_in_bytes + beside
             ranks[rank].compiled = max(ranks[rank].compiled or 0, ranks[rank].always + size)
@@ -185,15 +211,39 @@ def describe_ranks(
         add_compiled(ranks, runtime.training_programs(plan, *operands))
     lines = [rank.line(number) for number, rank in enumerate(ranks)]
     if optimizer is not None:
-        lines.append(f"  optimizer state on each rank: {_optimizer_bytes(plan, optimizer)}")
+        sizes = (f"{size:,}" for size in _optimizer_bytes(plan, optimizer))
+        lines.append(f"  optimizer state on each rank: {', '.join(sizes)}")
     return ["bytes by rank between actions, predicted:", *lines]
 
 
-def _optimizer_bytes(plan: Plan, optimizer: nnx.Optimizer[Any]) -> str:
-    """Describe the bytes of optimizer state on a device of each rank."""
+def compiled_step(
+    plan: Plan, operands: tuple[Model, Weights, Batch], optimizer: Any
+) -> tuple[int, PlaceBytes]:
+    """Compile a step; return the bytes on a device of the fullest rank, and a rank's stashes.
+
+    The stashes are the most values that ``offload="stash"`` can move and that a rank keeps at once.
+    """
+    ranks, name = predict(plan, *operands), "stash" if plan.keep == "residuals" else "operand"
+    programs = runtime.training_programs(plan, *operands)
+    add_compiled(ranks, programs)
+    sizes = [rank.compiled or 0 for rank in ranks]
+    if optimizer is not None:
+        of_ranks = _optimizer_bytes(plan, optimizer)
+        more = of_ranks if len(of_ranks) > 1 else of_ranks * len(sizes)
+        sizes = [a + b for a, b in zip(sizes, more, strict=True)]
+    count = each = 0
+    for _, held in held_before_calls(programs.ranks):
+        for values in held.values():
+            stashes = [size for (kind, stage, _), size in values.items() if kind == name and stage]
+            count, each = max(count, len(stashes)), max(each, *stashes, 0)
+    return max(sizes), PlaceBytes(count, each)
+
+
+def _optimizer_bytes(plan: Plan, optimizer: nnx.Optimizer[Any]) -> list[int]:
+    """Return the bytes of optimizer state on a device of each rank; one number for one mesh."""
     state = nnx.state(optimizer)
     if plan.stage_meshes is None:
-        return f"{sum(one.device_bytes for one in placed(state, plan.mesh)):,}"
+        return [sum(one.device_bytes for one in placed(state, plan.mesh))]
     leaves = jax.tree.leaves(state)
     of_ranks = ([x for x in leaves if _is_on(x, mesh)] for mesh in plan.rank_meshes)
-    return ", ".join(f"{_bytes_on_device(own):,}" for own in of_ranks)
+    return list(map(_bytes_on_device, of_ranks))

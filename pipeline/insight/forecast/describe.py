@@ -179,8 +179,7 @@ def _unlike(chunks: Sequence[Any]) -> list[str]:
 def _sharded(plan: Plan) -> list[str]:
     """Describe the axes that split a batch, the sharded arrays, and the compiler's axes."""
     axes = plan.axes
-    once = "once a step" if plan.engine == "scan" else "in every action"
-    often = {"step": once, "action": "in every action", "repeat": _repeats(plan)}
+    often = {"step": "once a step", "action": "in every action", "repeat": _repeats(plan)}
     shards, whole = f"{plan.axes.num_rows} data shards", often[plan.gather]
     lines = {
         "replicated": [],
@@ -198,6 +197,8 @@ def _sharded(plan: Plan) -> list[str]:
 
 def _repeats(plan: Plan) -> str:
     """Describe how often weights are gathered with ``gather="repeat"``, and their windows."""
+    if plan.gathers_by_program:
+        return "when a rank begins to run their chunk"
     program = plan.training
     if program.windows is None:
         return "chunk by chunk"

@@ -19,6 +19,7 @@ from pipeline.base.warn import ModelWarning
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.checks import check_host
 from pipeline.core.placement.meshes import entered
+from pipeline.core.step.operands import Operands
 from pipeline.insight.forecast.ahead import check_optimizer, lower_step
 from pipeline.insight.forecast.bytes import PlaceBytes, StepBytes, predict
 from pipeline.insight.forecast.describe_memory import compiled_bytes, memory_lines
@@ -87,7 +88,9 @@ def describe_step(
     return memory_lines(found, lowered.compile())
 
 
-def share_within(pipe: Any, budget: Any, optimizer: Any, batch: tuple[Tree, ...]) -> float | None:
+def share_within(
+    pipe: Any, budget: Any, optimizer: Any, batch: tuple[Tree, ...], operands: Operands
+) -> float | None:
     """Find the smallest share of stashes in host memory so that a step fits; None if 0 is enough.
 
     The step is compiled for each share that is tried; each try moves as many stashes as the bytes
@@ -98,6 +101,7 @@ def share_within(pipe: Any, budget: Any, optimizer: Any, batch: tuple[Tree, ...]
       budget: bytes of each device.
       optimizer: the pipeline's `nnx.Optimizer`, for a step with the update; or None.
       batch: inputs, targets and extras.
+      operands: model, weights and this batch.
 
     Raises:
       ValueError: the budget is no number of bytes or is too small even with all stashes in host
@@ -109,14 +113,14 @@ def share_within(pipe: Any, budget: Any, optimizer: Any, batch: tuple[Tree, ...]
         )
     if optimizer is not None:
         check_optimizer(pipe, optimizer)
-    whole, stashes = _compiled(pipe, None, optimizer, batch)
+    whole, stashes = _compiled(pipe, None, optimizer, batch, operands)
     if whole <= budget:
         return None
     check_host(1.0, pipe.mesh, pipe.schedule)
     moved, total = 0, whole
     while total > budget and moved < stashes.count:
         moved += max(1, min(-(-(total - budget) // stashes.each), stashes.count - moved))
-        total, _ = _compiled(pipe, moved / stashes.count, optimizer, batch)
+        total, _ = _compiled(pipe, moved / stashes.count, optimizer, batch, operands)
     if total > budget:
         raise ValueError(
             f"offload_within(budget={budget:,}): with all stashes in host memory that outlive the "
@@ -128,13 +132,17 @@ def share_within(pipe: Any, budget: Any, optimizer: Any, batch: tuple[Tree, ...]
 
 
 def _compiled(
-    pipe: Any, share: float | None, optimizer: Any, batch: tuple[Tree, ...]
+    pipe: Any, share: float | None, optimizer: Any, batch: tuple[Tree, ...], operands: Operands
 ) -> tuple[int, PlaceBytes]:
     """Compile a step with a share of its stashes in host memory: bytes on a device, and stashes."""
     inputs, targets, extras = batch
     with warnings.catch_warnings():  # a step that is tried and does not fit is no mistake
         warnings.simplefilter("ignore", ModelWarning)
         trial = pipe.replace(offload=share)
+        if trial.plan.engine == "programs":
+            from pipeline.insight.forecast.by_rank import compiled_step
+
+            return compiled_step(trial.plan, operands, optimizer)
         step = trial.lower(inputs, targets, extras=extras, optimizer=optimizer).compile()
     model, weights, rows = trial.plan.facts.last
     with entered(trial.plan.mesh, trial.plan.home):

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import schedules
 from collectives import make_mesh
-from collectives.compat import lower_without_devices
-from pipeline import Pipeline
-from pipeline.core.programs import program
+from collectives.compat import HOST_MEMORY, lower_without_devices
+from pipeline import Pipeline, make_optimizer
+from pipeline.core.programs import messages, program, run
 from pipeline.insight.forecast.by_rank import predict
 from schedules.lowering.dispatch import Dispatch, Send
 from tests.support import models
@@ -168,7 +170,7 @@ def test_describe_says_what_each_rank_holds():
         match = re.fullmatch(wanted, lines[1 + rank])
         assert match, lines[1 + rank]
         predicted, values, compiled = (int(size.replace(",", "")) for size in match.groups())
-        keys = [("begin", rank), ("F", rank), ("B", rank)]  # stage = rank
+        keys = [("begin", rank, 0), ("F", rank, 0), ("B", rank, 0)]  # stage = rank
         sizes = [step.compiled[key].memory_analysis() for key in keys]
         beside = [
             one.temp_size_in_bytes + one.output_size_in_bytes - one.alias_size_in_bytes
@@ -186,9 +188,47 @@ def test_sums_are_added_to_in_place():
     pipe = Pipeline(stages, 4, mesh=make_mesh(stage=2), schedule="1f1b", **options)
     jax.block_until_ready(pipe.value_and_grad(x, x))
     (programs,) = pipe.plan.compiled.functions.values()
-    backwards = [programs.compiled["B", stage] for stage in range(2)]
+    backwards = [programs.compiled["B", stage, 0] for stage in range(2)]
     wide = rf"f32\[(1,)?({models.WIDTH},{5 * models.WIDTH}|{5 * models.WIDTH},{models.WIDTH})\]"
     for one in backwards:
         text = one.as_text()
         assert re.search(wide, text)
         assert not re.search(rf"= {wide}\S* copy\(", text)
+
+
+@pytest.mark.parametrize(
+    ("family", "remat", "offload"),
+    [("1f1b", None, 0.5), ("zb_v", "stage", "stash"), ("zb_h1", "stage", "crossings")],
+)
+def test_values_go_to_host_memory_and_back(family, remat, offload, monkeypatch):
+    """Each comes back one action before it is read, and gradients are equal bit by bit."""
+    pipe, moved = make(family, S=4, remat=remat, offload=offload), Counter()
+    whole, x = pipe.replace(offload=None), models.rows(16)
+
+    def move(value: Any, kind: str | None) -> Any:
+        moved[kind] += 1
+        held = {a.sharding.memory_kind for a in jax.tree.leaves(value)}
+        assert held == {HOST_MEMORY} if kind is None else HOST_MEMORY not in held
+        return messages.move(value, kind)
+
+    monkeypatch.setattr(run, "move", move)
+    found, order = pipe.value_and_grad(x, x), dispatches(pipe)
+    # The second call of the helper runs the step again.
+    assert moved[None] == moved[HOST_MEMORY] == 2 * sum(len(one.to_host) for one in order) > 0
+    for a, b in zip(*map(jax.tree.leaves, (found, whole.value_and_grad(x, x))), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for rank in range(4):
+        mine = [one for one in order if one.rank == rank]
+        for one, later in itertools.pairwise(mine):
+            assert set(one.to_device) <= {value for value, _ in later.reads.values()}
+    assert "in host memory" in pipe.describe()
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_step_is_lowered_as_its_programs():
+    pipe, types = make("1f1b"), jax.ShapeDtypeStruct((16, models.WIDTH), jnp.float32)
+    lowered = pipe.lower(types, types, optimizer=make_optimizer(pipe, optax.adam(1e-3)))
+    names = [re.search(r"@jit_(\w+)", one.as_text())[1] for one in lowered]
+    actions = ["F0_first", "F0_last", "B0_last", "B0_first"]
+    assert sorted(names) == sorted(["begin", *actions, "finish", "update"])
+    assert all(one.compile().memory_analysis() for one in lowered)

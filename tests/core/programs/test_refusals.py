@@ -37,11 +37,8 @@ def test_an_engine_that_is_neither():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"offload": "stash"}, "offload='stash'"),
-        ({"data_parallel": "fsdp", "gather": "repeat"}, "gather='repeat'"),
         ({"pattern": "single"}, "pattern='single'"),
         ({"delayed": True}, "delayed=True"),
-        ({"slices": 2, "schedule": None}, "slices=2 (a timetable with slices)"),
     ],
 )
 def test_options_that_only_the_scan_has(options, said):
@@ -59,24 +56,6 @@ def test_a_step_is_no_part_of_a_trace(around):
     pipe, (x, t) = make(), rows()
     with pytest.raises(ValueError, match="so its calls cannot be traced"):
         around(lambda x: pipe.value_and_grad(x, t)[0])(x)
-
-
-def test_a_mesh_in_force():
-    mesh = jax.make_mesh((2,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
-    with jax.set_mesh(mesh):
-        pipe = make(mesh=mesh)
-        with pytest.raises(ValueError, match=r"under jax.set_mesh, of a mesh of stage 2 \(Auto\)"):
-            pipe.loss(*rows())
-
-
-@pytest.mark.parametrize("method", ["lower", "measure", "offload_within"])
-def test_methods_that_look_at_one_program(method):
-    pipe = make()
-    given = (10**9, *rows()) if method == "offload_within" else rows()
-    with pytest.raises(
-        ValueError, match=rf"{method}\(\) looks at the one program of engine='scan'"
-    ):
-        getattr(pipe, method)(*given)
 
 
 class Checked(models.Block):

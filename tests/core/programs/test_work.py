@@ -90,7 +90,7 @@ def work_of(
     jax.block_until_ready(pipe.value_and_grad(*batch[:2]))
     (programs,) = pipe.plan.compiled.functions.values()
     found = {"finish": collectives(programs._finish._run.as_text())}
-    for (kind, k), run in programs.compiled.items():
+    for (kind, k, _), run in programs.compiled.items():
         if kind not in ("operand", "gradient"):
             found[f"{kind}{k}"] = collectives(run.as_text())
             name = kind if kind == "begin" else f"{kind}0_{('first', 'last')[k]}"
@@ -117,6 +117,15 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {
             "begin0": {"all-gather": 2},
             "begin1": {"all-gather": 2},
+            "finish": {"reduce-scatter": 2, "all-reduce": 1},
+        },
+    ),
+    "fsdp, whole weights of a chunk": (
+        models.Hostile,
+        BOTH | {"data_parallel": "fsdp", "gather": "repeat"},
+        {
+            "gather0": {"all-gather": 2},
+            "gather1": {"all-gather": 2},
             "finish": {"reduce-scatter": 2, "all-reduce": 1},
         },
     ),
@@ -171,6 +180,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"data_parallel": "fsdp", "gather": "step"},
         {"data_parallel": "fsdp"},
         {"data_parallel": "fsdp", "gather": "action", "schedule": "zb_v", "remat": None},
+        {"data_parallel": "fsdp", "gather": "repeat", "schedule": "looped_bfs"},
     ],
 )
 def test_weights_that_a_step_makes_once_give_the_gradients_of_the_scan(options):
@@ -185,7 +195,7 @@ def test_weights_that_a_step_makes_once_give_the_gradients_of_the_scan(options):
     assert_close(found, wanted, tolerance=1e-6)
     (programs,) = pipe.plan.compiled.functions.values()
     made = programs.ranks[0].once.weights
-    share = 1 if options.get("gather") == "step" else 2
+    share = 2 if options.get("gather") in (None, "action") else 1
     assert [x.size for (x,) in made.values()] == [math.prod(SHAPE) // share] * len(stages)
     assert all(x.dtype == jnp.bfloat16 for (x,) in made.values())
 
@@ -200,7 +210,7 @@ def test_narrow_weights_stay_divided_by_an_axis_that_is_left_to_the_compiler():
     found = jax.block_until_ready(pipe.value_and_grad(*batch))
     assert_close(found, Pipeline(stages, 4, **options).value_and_grad(*batch), tolerance=2e-2)
     (programs,) = pipe.plan.compiled.functions.values()
-    made, _ = programs.compiled["begin", 0].output_shardings
+    made, _ = programs.compiled["begin", 0, 0].output_shardings
     divided = ["tensor" in str(made[name][0].spec) for name in programs.ranks[0].once.weights]
     assert divided.count(True) == 3  # up, bias and down
 

@@ -151,11 +151,14 @@ CASES = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ["scan", "programs"])
 @pytest.mark.parametrize("offload", ["stash", "crossings"])
 @pytest.mark.parametrize("case", CASES)
-def test_every_kind_of_pipeline(case, offload):
+def test_every_kind_of_pipeline(case, offload, engine):
     name, options = CASES[case]
-    options = {"remat": None, **options}
+    options = {"remat": None, "engine": engine, **options}
+    if engine == "programs":
+        options.pop("delayed", None)
     if "mesh" in options:
         options["mesh"] = options["mesh"]()
     if offload == "crossings":
@@ -171,7 +174,8 @@ def test_every_kind_of_pipeline(case, offload):
 @pytest.mark.parametrize("remat", [None, "stage"])
 @pytest.mark.parametrize("offload", ["stash", "crossings", 0.5])
 @pytest.mark.parametrize("model", ["trees", "images in 4", "images in 8"])
-def test_stages_that_are_not_alike(model, offload, remat):
+@pytest.mark.parametrize("engine", ["scan", "programs"])
+def test_stages_that_are_not_alike(model, offload, remat, engine):
     stages = mixed.build(model)
     S = 4
     name = "zb_v" if len(stages) > S else "zb_h1"
@@ -185,6 +189,7 @@ def test_stages_that_are_not_alike(model, offload, remat):
             loss_fn=mixed.loss_of(model),
             remat=remat,
             offload=offload,
+            engine=engine,
         )
         return pipe, pipe.value_and_grad(*mixed.batch(model))
 

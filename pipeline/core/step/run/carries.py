@@ -27,7 +27,7 @@ def make_carries(step: OpenedStep, program: Program) -> list[Carries]:
     types = [kind.earlier for kind in step.kinds]
     for kind in step.kinds:
         _check_lengths(kind)
-    sums = [_sums(own) if step.request.training else [] for own in types]
+    sums = [sums_of_carry(own) if step.request.training else [] for own in types]
     # All kinds share one pool; each has a view for its carry. The additional place is the discard
     # place, for values that are not read.
     pools = []
@@ -58,7 +58,7 @@ def _check_lengths(kind: StageKind) -> None:
         )
 
 
-def _sums(types: Tree) -> Leaves:
+def sums_of_carry(types: Tree) -> Leaves:
     """Return the types of a carry's gradients, in the dtypes in which they are summed."""
     floats, _ = partition(types)
     return jax.eval_shape(lambda: as_summed(vary_like(list(map(zeros, floats)), floats)))

@@ -84,11 +84,18 @@ class ActionValues(Stores):
     Args:
       values: by kind, the values that the action reads. The last stage reads its own output under
         the kind "gradient".
+      of_slices: by kind, the values of slices of a microbatch, by the number of the slice; the
+        action reads and writes them.
     """
 
-    def __init__(self, values: Mapping[str, Tree]) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Tree],
+        of_slices: Mapping[str, dict[int, Tree]] | None = None,
+    ) -> None:
         super().__init__({kind: [value] for kind, value in values.items()}, {})
         self.written: dict[str, Tree] = {}
+        self.of_slices = of_slices or {"carry": {}, "carry_gradient": {}}
 
     def write(self, kind: str, op: Op, row: Row, value: Tree) -> None:  # noqa: ARG002
         """Record a value of a kind as a result."""
