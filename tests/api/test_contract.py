@@ -670,7 +670,8 @@ def test_describe():
         "per rank 2 message buffers, 6 residual stashes\n"
         "predicted bubble at F = I = W: a step loses 45.5% in lockstep\n"
         "bytes per rank: weights 2,048, sums of gradients 2,048; describe(inputs, targets) "
-        "predicts the rest"
+        "predicts the rest\n"
+        "engine='programs': 0.94 of this step, by the event clock"
     )
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 from collectives import DATA, STAGE
 from pipeline.core.model.objects import difference
 from pipeline.core.model.unlike import Overlaid
+from pipeline.core.options.checks import Engine
 from pipeline.core.options.plan import Plan
 from schedules import simulate
 from schedules.lowering.needs import num_gathers
@@ -20,6 +21,8 @@ _STRAIGHT = (
     "no table: a loop takes each microbatch through all stages and back; what the way back needs "
     "is the compiler's to keep"
 )
+
+CLEAR = 0.95  # a step of the other engine that takes less of this step is described
 
 _PLACES = (  # kind of values, their memory, and the text for it
     ("operand", "device", "message buffers"),
@@ -130,7 +133,7 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
     lines += _sharded(plan)
     if plan.facts.unsplit:  # known once a step has been traced
         lines.append(f"I does whole what cannot be split: {'; '.join(plan.facts.unsplit)}")
-    return "\n".join([*lines, *unlike])
+    return "\n".join([*lines, *unlike, *_other_engine(plan)])
 
 
 def _costs(plan: Plan) -> str:
@@ -149,6 +152,20 @@ def _programs(plan: Plan) -> list[str]:
         f"stashes at most, by rank: {held}",
         f"predicted bubble at {_costs(plan)}: a step loses {report.step_bubble_rate:.1%}",
     ]
+
+
+def _other_engine(plan: Plan) -> list[str]:
+    """Say how long a step of the other engine takes by its clock, if it is clearly shorter."""
+    other: Engine = "programs" if plan.engine == "scan" else "scan"
+    only_of_scan: Any = plan.shared or plan.pattern or plan.delayed
+    if plan.schedule.num_ranks == 1 or plan.stage_meshes or (other == "programs" and only_of_scan):
+        return []
+    engines = plan, dataclasses.replace(plan, engine=other)
+    here, there = (simulate(plan.schedule, **one.clock) for one in engines)
+    if there.makespan >= CLEAR * here.makespan:
+        return []
+    ratio = there.makespan / here.makespan
+    return [f"engine={other!r}: {ratio:.2f} of this step, by the {there.clock} clock"]
 
 
 def _ticks(plan: Plan) -> list[str]:
