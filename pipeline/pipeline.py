@@ -545,9 +545,10 @@ class Pipeline(nnx.Module):
         positions or slices also the other parts (`mixes_positions`). The list has parameters that
         no part reads or that a part reads from outside, parts that mix split positions, a loss that
         is no mean over rows, statistics that include padding, state that no code advances, mesh
-        axes without work, weights that an axis does not divide, and too little memory. The
-        constructor and the first step warn of these too. Warnings that only the constructor gives,
-        such as devices without a stage, are not listed.
+        axes without work, weights that an axis does not divide, callbacks that make ranks of
+        programs run one at a time, and too little memory. The constructor and the first step warn
+        of these too. Warnings that only the constructor gives, such as devices without a stage, are
+        not listed.
 
         Args:
           inputs: as of `value_and_grad`; leaves may be `jax.ShapeDtypeStruct`.

@@ -98,9 +98,11 @@ class Lint:
 
     def parts(self, plan: Plan, rank: Rank, activations: Activations, *, take_loss: bool) -> None:
         """Refuse `ppermute`; check parts that mix positions, if positions are split or sliced."""
-        from pipeline.lint.effects import check_meetings
+        from pipeline.lint.effects import check_meetings, warn_of_callbacks
 
         check_meetings(plan, activations.bodies)
+        if self.tries_declared:  # within `Pipeline.check`
+            warn_of_callbacks(plan, activations.bodies)
         if rank.slices.count > 1:
             from pipeline.lint.positions import check_slices
 

@@ -16,6 +16,7 @@ import jax
 from collectives import STAGE
 from collectives.compat import is_ordered, may_not_repeat
 from pipeline.base.tree import Leaves, at, blank
+from pipeline.base.warn import warn_once
 from pipeline.core.options.plan import Plan
 from pipeline.core.step.calls import ends
 from pipeline.core.step.calls.activations import Activations
@@ -23,6 +24,8 @@ from pipeline.core.step.calls.opened import OpenedStep
 from pipeline.core.step.calls.rank import Rank
 from pipeline.lint.positions import loss_of, parts_of
 from pipeline.lint.walk import axes_of, walk
+
+_CALLBACKS = {"pure_callback", "io_callback", "debug_callback", "debug_print"}
 
 
 def check_stage_axis(part: str, jaxpr: Any) -> None:
@@ -97,6 +100,20 @@ def check_meetings(plan: Plan, bodies: Sequence[Any]) -> None:
             f"process all meet in it, those of other stages too, which run other actions "
             f"meanwhile; use collectives.exchange or collectives.ring_shift, in which the ranks of "
             f'{axis!r} alone meet, or engine="programs" on CPU (GPUs and TPUs need neither)'
+        )
+
+
+def warn_of_callbacks(plan: Plan, bodies: Sequence[Any]) -> None:
+    """Warn if callbacks to Python make ranks of programs run one at a time."""
+    names = {eqn.primitive.name for body in bodies for eqn in walk(body)} & _CALLBACKS
+    on_cpu = plan.mesh.devices.flat[0].platform == "cpu"
+    if names and on_cpu and plan.engine == "programs" and plan.schedule.num_ranks > 1:
+        warn_once(
+            f"a stage calls back to Python ({', '.join(sorted(names))}), and on CPUs JAX runs such "
+            f"a program within its call: with engine='programs' ranks run one at a time; leave the "
+            f"callback out, or use engine='scan'",
+            plan.compiled.warned,
+            "callbacks",
         )
 
 

@@ -71,6 +71,24 @@ def test_checks_within_a_stage():
         make(Checked).loss(*rows())
 
 
+class Printing(models.Block):
+    """A stage that prints."""
+
+    def __call__(self, x):
+        jax.debug.print("{}", x.sum())
+        return super().__call__(x)
+
+
+def test_check_lists_callbacks_that_make_ranks_run_one_at_a_time():
+    (said,) = make(Printing).check(*rows())
+    assert said.startswith("a stage calls back to Python (debug_")
+    assert said.endswith(
+        "and on CPUs JAX runs such a program within its call: with engine='programs' ranks run one "
+        "at a time; leave the callback out, or use engine='scan'"
+    )
+    assert make(Printing, engine="scan").check(*rows()) == []
+
+
 def test_options_of_the_compiler():
     pipe = make()
     optimizer = make_optimizer(pipe, optax.sgd(0.1))

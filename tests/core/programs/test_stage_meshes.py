@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -399,12 +400,20 @@ def test_meshes_that_do_not_fit():
 
 def test_what_one_mesh_alone_can_do():
     pipe, batch = unlike(), parity.batch()
-    moved = r"pipe.replace\((engine='scan', )?stage_meshes=None, mesh=mesh\)"
-    for call in (pipe.lower, pipe.measure, pipe.calibrate):
-        with pytest.raises(ValueError, match=moved):
-            call(*batch)
+    with pytest.raises(ValueError, match=r"pipe.replace\(stage_meshes=None, mesh=mesh\)"):
+        pipe.calibrate(*batch)
+    optimizer = make_optimizer(pipe, optax.sgd(1e-3))
+    with pytest.raises(ValueError, match=r"lower\(optimizer=...\) with stage_meshes="):
+        pipe.lower(*batch, optimizer=optimizer)
     with pytest.raises(ValueError, match=r"make_optimizer\(offload=True\) beside stage_meshes="):
         make_optimizer(pipe, optax.adam(1e-3), offload=True)
+
+
+def test_each_mesh_has_programs_of_its_own_that_are_lowered_and_measured():
+    pipe, batch = unlike(), parity.batch()
+    names = [re.search(r"@jit_(\w+)", one.as_text())[1] for one in pipe.lower(*batch)]
+    assert names.count("begin") == names.count("finish") == 2
+    assert 0 < pipe.measure(*batch, steps=1).step < 60
 
 
 class Unread(nnx.Module):
