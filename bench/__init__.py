@@ -1,8 +1,9 @@
 """Benchmarks. Importing this package prepares the devices, so import it before jax.
 
-Two virtual CPU devices that compute on one core each: on a machine with two free cores S = 2 is
-then a real pipeline, in which no rank borrows the other's core. Who wants another number of
-devices says so in XLA_FLAGS.
+Two virtual CPU devices, or the number that XLA_FLAGS names. They are not two cores: XLA spreads a
+large product of one device over all cores, whatever the flag below says. So claims about clocks use
+stages of small products, which keep one core, or pinned processes: bench/notes/kernel.md, "One core
+per virtual device is not what the flag gives".
 
 What a step has freed stays with the process where glibc can keep it. Else it gives every large
 buffer back, and the next step takes its pages anew from the system, one fault a page:

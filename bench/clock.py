@@ -216,12 +216,18 @@ class _Several:
 
 
 def run(some: Sequence[Asked], rounds: int) -> list[Found]:
-    """Each family, predicted and measured.
+    """Each family, predicted and measured, each printed to stderr when it is measured.
 
-    Raises:
-      CalibrationError: the costs are noise, or they contradict each other.
+    What noise decides is left out, with a line to stderr that says so.
     """
-    return [found for asked in some for found in _run(asked, rounds)]
+    found = []
+    for asked in some:
+        try:
+            found += (measured := _run(asked, rounds))
+            print(tables(measured), file=sys.stderr, flush=True)
+        except CalibrationError as error:
+            print(f"left out, {error}", file=sys.stderr, flush=True)
+    return found
 
 
 def _run(asked: Asked, rounds: int) -> list[Found]:
@@ -312,8 +318,10 @@ def main() -> None:
             each = waiting.elsewhere("bench.clock", there, WAITING_RANKS, options.rounds)
             found += [Found(**one) for one in each]
         found += run([one for one in asked if not one.waits], options.rounds)
-    except (CalibrationError, RuntimeError) as error:
+    except RuntimeError as error:
         sys.exit(f"no comparison: {error}")
+    if not found:
+        sys.exit("no comparison: noise decides all")
     where = (
         f"{waiting.machine(len(os.sched_getaffinity(0)))}; medians of {options.rounds} "
         f"interleaved turns\n{WAITING.text()}\n{CASE.text()}"
