@@ -167,9 +167,25 @@ def test_unlike_stages(remat):
     same(found, expected)
 
 
+class Shifted(nnx.Module):
+    """An embedding that adds an input of one position to all positions."""
+
+    def __call__(self, x: dict[str, jax.Array]) -> jax.Array:
+        return x["rows"] + x["shift"]
+
+    def call_slice(self, x: dict[str, jax.Array], _: Any, __: Any) -> Any:
+        return self(x), ()
+
+
 OTHERS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any]]] = {
     "outputs": ({}, lambda one: one(X, extras=EXTRAS)),
     "gradients for inputs": ({}, lambda one: jax.grad(lambda x: one.loss(x, Y, extras=EXTRAS))(X)),
+    "gradients for an input of one position": (
+        {"embed": Shifted()},
+        lambda one: jax.grad(lambda shift: one.loss({"rows": X, "shift": shift}, Y, extras=EXTRAS))(
+            X[:, :1]
+        ),
+    ),
     "differentiated outputs": (
         {},
         lambda one: jax.grad(lambda x: jnp.sin(one(x, extras=EXTRAS)).sum())(X),

@@ -136,9 +136,11 @@ def test_slices_and_microbatches_without_a_token(slices):
         ("allgather", {"stage": 2, "context": 2, "data": 1}, "seq1f1b", None),
     ],
 )
-def test_slices_of_positions_that_a_context_axis_splits(way, sizes, schedule, remat):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_slices_of_positions_that_a_context_axis_splits(way, sizes, schedule, remat, engine):
     parts = decoder(2, context=Context("context", way))
     options: dict[str, Any] = {"batch": P("data", "context"), "schedule": schedule, "remat": remat}
+    options["engine"] = engine
     pipe = pipe_of(parts, sizes, slices=2, **options)
     check(pipe, data(), wanted(2))
     batch = data()

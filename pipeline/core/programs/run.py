@@ -31,6 +31,7 @@ from pipeline.core.programs.program import (
 from pipeline.core.programs.traced import trace_ranks, work_of
 from pipeline.core.step.calls.opened import StepInputs
 from pipeline.core.step.calls.rank import StepRequest
+from pipeline.core.step.ranks import deal
 from pipeline.core.step.share import share_of
 from schedules.core.action import unit_of
 from schedules.lowering.dispatch import Dispatch, Gather, Send, Value, calls_of
@@ -79,7 +80,7 @@ class StepPrograms:
             facts = options.plan.facts
             facts.unsplit = tuple(dict.fromkeys(part for of in self.ranks for part in of.unsplit))
             facts.straight = False
-        self.schedule = options.schedule
+        self._plan, self.schedule = options.plan, options.schedule
         self.meshes = self.ranks[0].operands.meshes
         local = set(self.meshes.local_ranks)
         calls = calls_of(self.schedule, work_of(self.ranks))
@@ -180,6 +181,7 @@ class StepPrograms:
         self.compile()
         if self.ratio is not None:
             given = replace(given, ratio=self.ratio(weights, batch, StepInputs()))
+        batch = deal(self._plan, batch)
         meshes, numbers = self.meshes, self._numbers
         operands = self._finish.place(jax.tree.leaves((weights, batch, given)))
         sums, shared, made = {}, {}, {}

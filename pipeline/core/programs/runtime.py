@@ -25,7 +25,13 @@ from pipeline.core.programs.run import StepPrograms
 from pipeline.core.programs.traced import Traced, trace_ranks
 from pipeline.core.step.calls.opened import OpenedStep, StepInputs
 from pipeline.core.step.calls.rank import StepRequest, training_request
-from pipeline.core.step.ranks import gradient_specs, input_specs, manual
+from pipeline.core.step.ranks import (
+    gradient_specs,
+    in_order,
+    input_specs,
+    manual,
+    order_inputs,
+)
 from pipeline.core.step.results import (
     Gradients,
     StateLeaves,
@@ -59,6 +65,8 @@ def train(
     loss, grads, inputs, state = step(weights, batch, StepInputs(scale))
     if plan.auto_axes:
         grads = constrain(grads, gradient_specs(model), plan.mesh)
+    if inputs:
+        inputs = order_inputs(plan, inputs, input_specs(batch), batch)
     return loss, grads, inputs, state
 
 
@@ -122,7 +130,9 @@ def outputs(
     """Compute outputs, as `pipeline.core.step.runtime.outputs` does, or log-probabilities."""
     request = StepRequest(training=False, take_loss=False, logprobs=logprobs)
     results = lambda step, sums: outputs_of(sums, step.plan)  # noqa: E731
-    return _infer(plan, model, weights, batch, request, results, plan.axes.output_spec)
+    spec = plan.axes.output_spec
+    values, state = _infer(plan, model, weights, batch, request, results, spec)
+    return jax.tree.map(lambda x: in_order(plan, x, spec, back=True), values), state
 
 
 def logprobs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, StateLeaves]:

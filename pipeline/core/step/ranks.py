@@ -18,7 +18,7 @@ from collectives import STAGE, vary
 from pipeline.base.axes import axes_in
 from pipeline.base.masks import Mask, chosen
 from pipeline.base.rows import BatchPart
-from pipeline.base.tree import Tree, is_float
+from pipeline.base.tree import Leaves, Tree, is_float, partition
 from pipeline.core.model.microbatch import cut, dealt
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
@@ -62,7 +62,7 @@ def run_on_ranks(
     def run(weights: Weights, batch: Batch, same: Tree = None) -> Any:
         # Layouts also name mesh axes that are left to the compiler (`auto_axes`); `manual` drops
         # them.
-        batch, of_weights = _dealt(plan, batch), manual(plan, weight_specs(model, weights))
+        batch, of_weights = deal(plan, batch), manual(plan, weight_specs(model, weights))
         sharded = jax.shard_map(
             body,
             mesh=plan.mesh,
@@ -83,7 +83,7 @@ def weight_specs(model: Model, weights: Weights) -> Weights:
     return Weights(*params, *others)
 
 
-def _dealt(plan: Plan, batch: Batch) -> Batch:
+def deal(plan: Plan, batch: Batch) -> Batch:
     """Order the positions of a batch so that a position axis splits every slice."""
     if plan.schedule.num_slices == 1 or not plan.axes.positions:
         return batch
@@ -94,11 +94,22 @@ def _dealt(plan: Plan, batch: Batch) -> Batch:
 
 
 def in_order(plan: Plan, leaf: Any, spec: P | None, *, back: bool = False) -> Any:
-    """Order dim 1 of a leaf like `_dealt`, if ``spec`` splits dim 1; ``back`` undoes the order."""
+    """Order dim 1 of a leaf like `deal`, if ``spec`` splits dim 1; ``back`` undoes the order."""
     ranks = plan.axes.size(axes_in(spec[1])) if spec is not None and len(spec) > 1 else 1
     if plan.schedule.num_slices == 1 or ranks == 1:
         return leaf
     return dealt(leaf, plan.schedule.num_slices, ranks, plan.lengths, back=back)
+
+
+def order_inputs(plan: Plan, gradients: Leaves, specs: list[P], batch: Batch) -> Leaves:
+    """Return gradients in the shapes of the inputs, with positions in the inputs' order."""
+    pairs = zip(gradients, specs, strict=True)
+    ordered = [in_order(plan, leaf, spec, back=True) for leaf, spec in pairs]
+    if not ordered or plan.schedule.num_slices == 1:
+        return ordered
+    # An input with one entry for all positions was read by every slice: its gradient is the sum.
+    whole = zip(ordered, partition(batch.inputs)[0], strict=True)
+    return [g if g.shape == x.shape else g.sum(1, keepdims=True) for g, x in whole]
 
 
 def _state_specs(chunks: Tree, ends: Tree, of_chunks: Any, of_ends: Any) -> Any:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE
-from pipeline.base.tree import Leaves, Tree, partition
+from pipeline.base.tree import Leaves, Tree
 from pipeline.base.warn import warn_once
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
@@ -31,6 +31,7 @@ from pipeline.core.step.ranks import (
     in_order,
     input_specs,
     manual,
+    order_inputs,
     run_on_ranks,
 )
 from pipeline.core.step.results import (
@@ -108,7 +109,7 @@ def train(
     # sharding over these axes here.
     if plan.auto_axes:
         grads = constrain(grads, specs, plan.mesh)
-    return loss, grads, _ordered_inputs(plan, inputs, of_inputs, batch), state
+    return loss, grads, order_inputs(plan, inputs, of_inputs, batch), state
 
 
 def _run(
@@ -172,17 +173,6 @@ def run_forwards(step: OpenedStep) -> tuple[jax.Array, jax.Array]:
     actions = RankActions(dataclasses.replace(step, request=request), program)
     run_ticks(actions, tables)
     return share_of(actions.sums, plan)
-
-
-def _ordered_inputs(plan: Plan, gradients: Leaves, specs: list[P], batch: Batch) -> Leaves:
-    """Return gradients in the shapes of the inputs, with positions in the inputs' order."""
-    pairs = zip(gradients, specs, strict=True)
-    ordered = [in_order(plan, leaf, spec, back=True) for leaf, spec in pairs]
-    if not ordered or plan.schedule.num_slices == 1:
-        return ordered
-    # An input with one entry for all positions was read by every slice: its gradient is the sum.
-    whole = zip(ordered, partition(batch.inputs)[0], strict=True)
-    return [g if g.shape == x.shape else g.sum(1, keepdims=True) for g, x in whole]
 
 
 @PerPlan
