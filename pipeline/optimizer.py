@@ -230,7 +230,7 @@ class PipelineOptimizer(nnx.Optimizer[Pipeline]):
                 variable.set_raw_value(put_on_host(value))
 
     def state_plan(self, model: Pipeline) -> StatePlan:
-        """Plan the storage of this state's layers for a pipeline's parameters."""
+        """Return which arrays and numbers of this state belong to which layer (`StatePlan`)."""
         return self._plan(nnx.as_pure(nnx.state(model, self.wrt)))
 
 

@@ -23,8 +23,6 @@ def is_whole(value: Any, least: int, *, numpy: bool = False) -> bool:
     """Tell whether a value is an integer >= ``least``.
 
     Args:
-      value: anything.
-      least: the smallest allowed integer.
       numpy: whether numpy's integers are allowed.
     """
     kinds = int | np.integer if numpy else int

@@ -105,7 +105,6 @@ class Axes:
         return spec_over(self.rows)
 
     def size(self, axes: Sequence[str]) -> int:
-        """Return the number of devices along some axes."""
         return math.prod(self.sizes[self.names.index(axis)] for axis in axes)
 
     def leaf_specs(self, *trees: Tree) -> tuple[LeafSpecs, ...]:
@@ -149,7 +148,6 @@ def find_axes(mesh: Mesh | AbstractMesh, batch: Batch = None, auto: Sequence[str
     """Find the roles of a mesh's axes.
 
     Args:
-      mesh: a pipeline's mesh.
       batch: the split of a batch: a spec, or tree prefixes of specs for inputs, targets and extras,
         as a tuple or a dict by these names; by default rows are split over ``data``.
       auto: axes left to the compiler.
@@ -229,7 +227,6 @@ def _specs(
 
 
 def _check(text: str, spec: PartitionSpec, names: Sequence[str], auto: Sequence[str]) -> None:
-    """Check the axes of one spec."""
     named = [axis for entry in spec for axis in axes_in(entry)]
     for axis in named:
         if axis == STAGE:

@@ -100,10 +100,8 @@ class _Program:
     """A function compiled in parts, for arguments of given types and places.
 
     Args:
-      function: the function to compile.
       args: the function's arguments; only their types and places are used.
       donated: for each leaf of ``args``, whether results may reuse the leaf's memory.
-      compiler_options: the argument of `jax.jit`.
     """
 
     def __init__(
@@ -258,7 +256,6 @@ class _Program:
         return list(found)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        """Run the parts and return the results."""
         values = dict(zip(self._closed.jaxpr.invars, leaves, strict=True))
         for part in self._parts:
             # One call for all arrays is ten times faster than one call for each.

@@ -28,7 +28,6 @@ from pipeline.layers_view.view import (
 
 
 def to_layers(pipe: Any, tree: Tree) -> dict[str, Any]:
-    """Convert a tree of the pipeline to layers, for `Pipeline.to_layers`."""
     order = layout_name(pipe.plan.stages_of)
     fitting = (view for view in _views(pipe) if _has_all(tree, view.arrays))
     view = next(fitting, None) or layer_view(pipe)
@@ -58,7 +57,6 @@ def to_layers(pipe: Any, tree: Tree) -> dict[str, Any]:
 
 
 def from_layers(pipe: Any, layers: dict[str, Any]) -> nnx.State[Any, Any]:
-    """Convert layers to a tree of the pipeline, for `Pipeline.from_layers`."""
     stages = layers.get("stages") if isinstance(layers, Mapping) else layers
     if not isinstance(layers, Mapping) or not isinstance(stages, Sequence):
         raise ValueError(
@@ -120,7 +118,6 @@ def _views(pipe: Any) -> Iterator[LayerView]:
 
 
 def _has_all(tree: Tree, paths: Iterable[Path]) -> bool:
-    """Tell whether a tree has a leaf at every path."""
     try:
         for path in paths:
             value_at(tree, path)

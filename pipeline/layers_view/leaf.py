@@ -63,7 +63,6 @@ class LeafCell:
         return f"key<{self._impl}>" if self.is_key else ""
 
     def store(self) -> None:
-        """Store the array in its variable."""
         value = self.value
         if self._is_free:
             value = jax.device_put(np.asarray(value.addressable_data(0)))
@@ -128,7 +127,6 @@ class LayerLeaf:
         return whole if self.place.is_whole else _read(_on_device(whole), None, part=part, out=out)
 
     def write(self, leaf: jax.Array) -> None:
-        """Write a leaf into its array."""
         value, row, part = self.cell.value, self.place.row, self.place.part
         if row is None:
             out = _device_sharding(value)
@@ -148,7 +146,6 @@ class LayerLeaf:
 
 
 def _mesh_of_rank(mesh: Any, rank: int) -> Mesh:
-    """Make the mesh of one rank's devices."""
     axis = mesh.axis_names.index(STAGE)
     names = tuple(name for name in mesh.axis_names if name != STAGE)
     if not names:

@@ -84,7 +84,6 @@ def tree_leaves(tree: Tree, put: Put) -> Iterator[LayerLeaf]:
     """Yield the leaves of a tree, without conversion.
 
     Args:
-      tree: the tree.
       put: a function that is called with the new tree when a leaf is stored.
     """
     return itertools.starmap(_whole, _tree_cells(tree, put).items())
@@ -135,8 +134,6 @@ def optimizer_leaves(pipe: Any, optimizer: Any, plan: StatePlan | None) -> Itera
     """Yield the leaves of a pipeline's optimizer, in layer order.
 
     Args:
-      pipe: the pipeline.
-      optimizer: the pipeline's optimizer.
       plan: the storage of the optimizer's state; None for an optimizer without layers, whose state
         for a parameter has the parameter's shape.
 

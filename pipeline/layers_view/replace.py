@@ -34,11 +34,7 @@ _ENDS = "embed", "head", "loss_fn"
 
 
 def check_changes(changes: Mapping[str, Any]) -> None:
-    """Check that every change names an option of a pipeline, or embed, head or loss.
-
-    Raises:
-      TypeError: there are other names among the changes.
-    """
+    """Check that every change names an option of a pipeline, or embed, head or loss."""
     if "stages" in changes:
         raise TypeError(
             "replace(stages=...): replace() keeps the stages with their weights; for others make "

@@ -42,7 +42,6 @@ class Rerolled:
     """A program some of whose inputs are rows of stacks.
 
     Args:
-      closed: the program, a closed jaxpr.
       inputs: for each input of the program a `LeafRow`, or an array.
       rows: S.
       replicate: a function that replicates a small array on all devices.
@@ -238,7 +237,10 @@ def _sums(op: Op) -> Value | None:
 
 
 def _sum_of_part(cell: Any, part: Spot | None) -> Any:
-    """Sum a part of each row of a cell to [S], by a mask, as the cell may be sharded."""
+    """Sum one part of each row of a cell; return [S].
+
+    It masks in place of slicing, because the array may be sharded.
+    """
     axes = tuple(range(1, cell.ndim))
     if part is not None and part.part is not None:
         place = jax.lax.broadcasted_iota(np.int32, cell.shape, 1)

@@ -50,7 +50,6 @@ class Value:
     """A value of a program: the result of an equation, an input or a constant.
 
     Attributes:
-      aval: the type of the value.
       op: the equation that computes the value, or None.
       index: the value's index among the results of the equation.
       row: the row from which the value is computed; None if it is computed from several rows or
@@ -105,9 +104,7 @@ class Op:
     """An equation of the program.
 
     Attributes:
-      eqn: the equation.
       key: a key shared by equal equations.
-      operands: its operands.
       row: the row from which its results are computed, or None.
     """
 
@@ -140,11 +137,9 @@ class Program:
     """A program's values, with equal computations merged.
 
     Args:
-      closed: the program, a closed jaxpr.
       inputs: for each input of the program a `LeafRow`, or an array.
 
     Attributes:
-      outputs: the program's results.
       effects: the equations that have effects.
     """
 

@@ -46,7 +46,6 @@ def read_layers(view: LayerView, stored: Tree, lay: Lay | None = None) -> Tree:
     """Make a tree of layers from stored arrays: of `LeafRow`, and of arrays of embed and head.
 
     Args:
-      view: the places of the layers.
       stored: the arrays, by path.
       lay: a function with which each array is first sharded like its gradient, if given.
     """
@@ -68,9 +67,7 @@ def write_layers(
     """Make the arrays of a tree of layers, whose leaves are results of a program.
 
     Args:
-      view: the places of the layers.
       tree: the results, in the structure of the view's tree.
-      program: the program.
       lay: a function that shards an array.
     """
     result_of = dict(zip(view.places.values(), jax.tree.leaves(tree), strict=True))
@@ -165,7 +162,6 @@ def plan_state(view: LayerView, types: Tree) -> StatePlan:
     """Plan the storage of a state of these types.
 
     Args:
-      view: the layer view of the parameters.
       types: the types of the optimizer's state for the tree of layers.
     """
     num_stages = len(view.tree["stages"])

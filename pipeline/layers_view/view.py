@@ -82,7 +82,6 @@ class LayersArray:
     """An array of a pipeline, or of an optimizer's state, with leaves of layers.
 
     Attributes:
-      path: the path of the array.
       shape: its shape, [S, ...] for an array of stages.
       spread: its sharding, and that of its gradient and of its state in an optimizer.
     """
@@ -124,7 +123,6 @@ def layer_view(pipe: Any, *, trained: bool = False, state: Any = False) -> Layer
     """Make the layer view of a pipeline's parameters.
 
     Args:
-      pipe: the pipeline.
       trained: whether to view only the trained parameters.
       state: True to view the declared state in place of the parameters, or a filter to view the
         state that it finds.
@@ -201,8 +199,6 @@ def stage_places(
     """List the leaves of a rank's stage: their paths in the stage, and their places.
 
     Args:
-      chunk: the chunk of the stage.
-      rank: the rank.
       arrays: paths (``("chunks", v, ...)``) and shapes of the chunk's arrays.
       is_state: whether these are the arrays of all state that is no parameter.
     """

@@ -62,7 +62,6 @@ class ModelPart:
     """A part of a model.
 
     Attributes:
-      name: the name in messages.
       call: the part as a function of a rank, whose batch is that of the call, and of its input and
         its weights.
       weights: a function from a rank to the part's weights.
@@ -106,8 +105,6 @@ class ModelPart:
         """Trace the part on a cut batch: on all rows, or on one row if they are too many.
 
         Args:
-          rank: the rank.
-          cut: the cut.
           x_dims: the dim of each leaf of ``x`` that is cut, or None.
           dims: the dim of each leaf of the batch.
           most: the number of positions that suffice, in dim 1; None for all positions.
@@ -273,11 +270,7 @@ def is_ours(part: Any) -> bool:
 
 
 def _check_call_slice(kind: type) -> None:
-    """Check that a subclass which overrides ``__call__`` also overrides ``call_slice``.
-
-    Raises:
-      ValueError: the class has its own ``__call__``, and an inherited ``call_slice``.
-    """
+    """Check that a subclass which overrides ``__call__`` also overrides ``call_slice``."""
     call, call_slice = (
         next((n for n, base in enumerate(kind.__mro__) if name in vars(base)), None)
         for name in ("__call__", CALL_SLICE)

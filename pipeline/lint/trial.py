@@ -124,7 +124,6 @@ class Trial:
           whole: the function for whole arrays.
           types: the types of the arguments of the longest part.
           dims: for each leaf of ``types`` the dim that is cut, or None.
-          cut: the cut.
           most: the most numbers of an array.
 
         Raises:
@@ -340,7 +339,6 @@ def _follow(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> Leaves:
 
 
 def _widen(x: Any) -> Any:
-    """Convert a float of 16 bits to float32."""
     dtype = np.result_type(x) if not is_key(x) else None
     return x if dtype is None or _wide_dtype(dtype) == dtype else jnp.asarray(x, jnp.float32)
 

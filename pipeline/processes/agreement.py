@@ -89,8 +89,6 @@ def agree(fields: Fields, index: int, count: int, timeout: float) -> None:
 
     Args:
       fields: values that must be equal, by name.
-      index: the number of this process.
-      count: the number of processes.
       timeout: seconds to wait for the other processes.
 
     Raises:
@@ -183,7 +181,6 @@ def _text(value: Any) -> str:
 
 
 def digest_of(data: bytes) -> str:
-    """Return a short digest of data."""
     return hashlib.sha256(data).hexdigest()[:DIGITS]
 
 

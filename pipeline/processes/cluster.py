@@ -81,8 +81,6 @@ def find(
 
     Args:
       coordinator: ``host:port`` of process 0; this and the next two are detected if None.
-      num_processes: the number of processes in the job.
-      process_id: the number of this process.
       timeout: seconds that jax may wait for a name service.
       environment: the variables that a launcher has set; by default those of this process.
 

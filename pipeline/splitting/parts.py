@@ -63,7 +63,6 @@ class SplitCut:
         return len(self.counts) + 1
 
     def place(self, trace: Trace, counts: Sequence[int]) -> PlacedBlock:
-        """Divide a trace into parts."""
         return place(trace, counts, self.recipe.kinds, self.recipe.loose)
 
     def at(
@@ -161,7 +160,6 @@ class SplitPart(nnx.Module):
     """A part of a model that runs as equations, with the variables that the part uses.
 
     Args:
-      cut: the cut of the model.
       number: the number of the part: 0 is embed, 1 to K are stages, K + 1 is the head.
       variables: the variables, by path in the model.
       modes: names of the modes that modules of the model have.
@@ -237,7 +235,6 @@ class Blocks(nnx.Module):
     Args:
       blocks: the model's own blocks.
       templates: the arguments and results of each block's call.
-      cut: the cut of the model.
       constants: by path, the model's state that blocks get as arguments, or from which such
         arguments are computed.
     """

@@ -37,7 +37,6 @@ class PlacedBlock:
     """A trace, divided into parts.
 
     Attributes:
-      trace: the trace of the model's call.
       messages: [K + 1] the variables that leave each part except the head.
       effects: [K + 2] the equations of each part that have side effects.
       part: the part of each variable.
@@ -77,7 +76,6 @@ class _Placing:
                 self.part[var] = 0  # embed reads it, so that it has a gradient
 
     def is_anchored(self, path: Path) -> bool:
-        """Tell whether the value at a path belongs to one part."""
         is_kind = isinstance(self.kinds[path], (nnx.Param, nnx.RngState))
         return is_kind or path in self.trace.written
 

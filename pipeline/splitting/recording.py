@@ -72,7 +72,6 @@ class Call:
       number: the call's index among all calls, in the order in which they begin.
       path: path of the block in the model.
       given: (args, kwargs).
-      returned: the returned value.
       types: types of the given values, including weak types.
     """
 

@@ -64,7 +64,6 @@ def find_regular(trace: Trace, place: Callable[[Sequence[int]], PlacedBlock]) ->
     """Find the regular order of calls, or the reason why there is none.
 
     Args:
-      trace: the trace of the model's call.
       place: divides the trace into parts, by the number of calls of each stage.
     """
     try:

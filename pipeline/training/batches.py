@@ -106,7 +106,6 @@ class _Made:
         return {"source": self._of_source().get_state(), "held": self._held()}
 
     def set_state(self, state: State) -> None:
-        """Continue from a position."""
         self._of_source().set_state(state["source"])
         self._hold(state["held"])
 

@@ -289,9 +289,10 @@ class Step:
 
     @property
     def is_whole(self) -> bool:
-        """True if model, optimizer and mean are all from the last update.
+        """True if model, optimizer, running mean and the step's scalars have usable arrays.
 
-        This is False if an exception came during an update, after their arrays were donated.
+        It is False after an exception between the donation of their arrays to an update and the end
+        of the write of the new ones.
         """
         arrays = self._state.read(), self.ema, self._scalars
         return not self._writing and not any(x.is_deleted() for x in jax.tree.leaves(arrays))

@@ -126,7 +126,7 @@ class Lockstep:
 def among_all(joined: Mask, exchange: Times) -> tuple[Mask, Times]:
     """Treat every exchange as a barrier: all ranks wait for the longest exchange.
 
-    The arguments are those of `among_partners`.
+    `among_partners` explains the arguments.
     """
     meets = np.logical_or.reduce(joined, axis=(1, 2), keepdims=True)
     lasts = np.maximum.reduce(exchange, axis=(1, 2), keepdims=True)

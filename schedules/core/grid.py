@@ -39,7 +39,6 @@ def grid(
     that clock never ends, as in a deadlock, each action has the column after the previous one.
 
     Args:
-      schedule: the schedule.
       marks: (rank, position in its order) of the actions to put in brackets.
       notes: texts to append to the rows of ranks.
       clip: leave out ranks and steps far from any mark, so that the text stays readable.

@@ -70,9 +70,10 @@ def interleaved_1f1b(
 def turns(
     kind: Kind, rank: int, num_ranks: int, num_stages: int, sizes: Sequence[int]
 ) -> list[Action]:
-    """List a rank's actions of a kind: the microbatches of a round through each chunk in turn.
+    """Return the F of a rank, or its B, I or W, in the order of rounds.
 
-    F takes the chunks in layer order, the backward kinds in reverse.
+    A round is a group of ``sizes[r]`` microbatches. All microbatches of a round run on one of the
+    rank's stages before they run on the next. F ascends through the stages, the others descend.
     """
     of_rank = range(rank, num_stages, num_ranks)
     return [

@@ -41,7 +41,12 @@ def check_tables(program: Program) -> None:
 
 
 def _check_shapes(program: Program) -> None:
-    """Check placements of kinds, types and shapes of tables, and windows of chunks, if any."""
+    """Raise a ScheduleError if a table has the wrong shape or dtype, or a count does not fit.
+
+    There is one window of weights and one of gradients for each chunk, or none. Every value kind of
+    `schedules.lowering.kinds` has its numbers of places, and kinds of one pool have equal numbers.
+    Each table is an int32 array, whose first axes are ticks, slots and ranks.
+    """
     num_chunks, slices = len(program.schedule.stages_of[0]), program.schedule.num_slices
     if program.windows is not None:
         windows = len(program.windows.weights), len(program.windows.gradients)

@@ -48,7 +48,6 @@ class Job(NamedTuple):
 
     Attributes:
       name: "gather" for a chunk's weights into their window, or "reduce" for its gradients.
-      chunk: the chunk.
     """
 
     name: str
@@ -59,7 +58,6 @@ class Op(NamedTuple):
     """A branch of the kernel, for actions of one kind on one chunk with the same ends of the model.
 
     Attributes:
-      kind: the kind of the actions.
       chunk: the index of the stage among the rank's V stages.
       first: whether the actions are on stage 0, whose input is made from the user's inputs, not
         from a message. If all ranks share the embedding, no op is first.
@@ -151,7 +149,6 @@ class Program:
     """A lowered schedule.
 
     Attributes:
-      schedule: the lowered schedule.
       keep: the values that F keeps for its backward: the stage's input or its residuals.
       slots: the slots of one tick.
       op: [T, slots, S] the branch, 0 if idle.

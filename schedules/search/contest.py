@@ -179,7 +179,7 @@ def search(setting: Setting, finds: Iterable[Find], budget: int, seed: int) -> l
     """Find further timetables: the best of the policies, and their improvements.
 
     The search starts from timetables within the limit, and improvement times at most ``budget``.
-    ``seed`` is that of its random choices.
+    ``seed`` starts its random choices.
     """
     finds = list(finds)
     built: list[Find] = []

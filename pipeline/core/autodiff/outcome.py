@@ -78,8 +78,6 @@ def outcome_and_pullback(
     The float leaves are the leaves of the value, then the leaves of the carry.
 
     Args:
-      f: the call.
-      weights: arrays.
       x: float arrays.
       trained: the mask of weights that have gradients; None for all weights.
       adding: a function that makes the share and the probe of added losses, if the call adds any.

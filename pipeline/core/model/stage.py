@@ -244,7 +244,6 @@ def stage_positions(
     """Find the [K] positions of all stages, in layer order.
 
     Args:
-      chunks: the V chunks.
       definitions: [V] the definition of each chunk; stages that are not alike get their own.
       stages_of: [S] lists of the V stages on each rank.
       state: [K] paths of declared state in each stage; empty if no state is declared.

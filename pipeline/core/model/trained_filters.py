@@ -39,7 +39,6 @@ class PlainVariable:
     """A variable of the plain model, with types in place of arrays.
 
     Attributes:
-      path: its path in its module.
       spots: the places of its arrays in the `nnx.Param` state of a chunk or of the ends if it is a
         parameter, else in all other state.
     """
@@ -204,7 +203,6 @@ def _has_no_gradient(variable: PlainVariable) -> str:
 
 
 def _leaf_paths(module: nnx.Module) -> list[Path]:
-    """List the path of each leaf of a module's parameters."""
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
     return [path for path, variable in flat for _ in jax.tree.leaves(variable)]
 

@@ -23,9 +23,6 @@ class FunctionKey(NamedTuple):
 
     Attributes:
       plan: the plan, one for each M.
-      name: the name of the jitted function.
-      model: the static part of the model.
-      options: keyword arguments of the function.
     """
 
     plan: Hashable
@@ -54,8 +51,6 @@ class Compiled:
     """Compiled functions and facts that calls of a pipeline keep for later calls.
 
     Attributes:
-      functions: jitted functions.
-      facts: the facts of each plan.
       plans: by M, the plans of calls whose M differs from the pipeline's.
       narrow: by model and types, True if a step computes in floats in which gradients may vanish.
       trained: by filter and structure, the parameters that the filter trains.
@@ -105,9 +100,9 @@ class Programs:
 
 @functools.lru_cache(maxsize=REVIVED)
 def _revived(programs: Programs) -> Compiled:
-    """Make a `Compiled` for graphs whose pipelines no longer exist; the last few are kept.
+    """Return a `Compiled` for graphs whose pipelines no longer exist; the last few are kept.
 
-    A loop needs it that merges a graph in every step and drops the pipeline after the step.
+    This serves loops that call `nnx.merge` in every step and drop the pipeline after the step.
     """
     return programs.make()
 

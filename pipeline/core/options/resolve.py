@@ -51,8 +51,6 @@ def make_plan(
     """Make the plan of a pipeline with K stages.
 
     Args:
-      options: the options as the user gave them.
-      num_stages: K.
       embed: the user's embed, or its types.
       head: the user's head, or its types.
       loss_fn: the user's loss, or its types.

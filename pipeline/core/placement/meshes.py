@@ -215,8 +215,6 @@ def outputs_specs(
     """Return specs of outputs: rows like the inputs' typed specs, or over row axes.
 
     Args:
-      mesh: the kernel's mesh.
-      axes: the roles of its axes.
       outputs: [N, ...] leaves.
       inputs: [N, ...] leaves.
       shared: whether outputs are logits that all ranks share; such logits stay divided over
@@ -240,7 +238,6 @@ def typed(tree: Tree, mesh: Mesh | None, specs: Any) -> Tree:
     """Give the kernel's results axis types.
 
     Args:
-      tree: arrays.
       mesh: the mesh with the axis types; None changes nothing.
       specs: the specs of the arrays: one `PartitionSpec` for all, or one for each leaf.
     """

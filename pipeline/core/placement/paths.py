@@ -41,7 +41,6 @@ class ModelPath(tuple[Any, ...]):
 
 
 def of_stage(k: int, path: Any) -> ModelPath:
-    """Make the path of a variable of stage k."""
     return ModelPath(("stages", k, *path))
 
 

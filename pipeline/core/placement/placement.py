@@ -80,8 +80,6 @@ class Placement:
     """The sharding of a pipeline's state.
 
     Attributes:
-      mesh: the mesh.
-      axes: the roles of the mesh's axes.
       data_parallel: the arrays sharded over ``data``: none, gradients, or also weights.
       sharding: a function of (path, variable) that returns the axes of the variable's dims, or None
         for the axes in its metadata.
@@ -98,7 +96,6 @@ class Placement:
         """Choose the sharding of a variable.
 
         Args:
-          path: the variable's path in the plain model.
           variable: a variable of one stage, or of embed and head.
           lead: the axes of leading dims that the pipeline adds.
           stacked: whether the variable is a part of a stacked variable, whose names may include the

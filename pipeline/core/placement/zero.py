@@ -58,8 +58,6 @@ def gather(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leave
     """Gather whole leaves from data shards.
 
     Args:
-      leaves: local arrays.
-      spreads: the sharding of each array.
       lead: the number of leading dims that the specs have and the arrays lack.
     """
 
@@ -118,10 +116,7 @@ def reduce_gradients(
     different part (a rank's experts, or its words of a table that ranks share).
 
     Args:
-      leaves: local gradients.
-      spreads: the sharding of each array.
       axes: the axes to sum over, in addition to a gradient's deferred axes.
-      lead: the argument of `gather`.
     """
     parts = scatter(leaves, spreads, lead=lead)
     return reduce_parts(parts, spreads, axes)

@@ -31,8 +31,6 @@ def lower_message(
 
     Args:
       ranks: [S] the model of each rank.
-      source: the rank that sends.
-      target: the rank that receives.
       kind: the kind of the value, "operand" or "gradient".
       stage: the stage that reads the value.
 

@@ -38,11 +38,6 @@ class RankProgram:
     """A function of a rank's arrays, which can be compiled for the devices of any rank.
 
     Args:
-      operands: the operands of the step.
-      body: the function that each device computes.
-      in_specs: the specs of its arguments.
-      types: the types of its arguments.
-      out_specs: the specs of its results.
       results: the specs of the results between programs, which also name the compiler's axes.
       donated: the arguments whose memory the results may reuse.
     """
@@ -99,7 +94,6 @@ def begin_program(traced: Traced, names: Names) -> RankProgram:
     The sums also have, by name, the weights that the step makes once.
 
     Args:
-      traced: the model.
       names: the names of the rank's sums, which start as zeros, and of its declared state.
     """
     operands, meshes = traced.operands, traced.operands.meshes
@@ -127,9 +121,6 @@ def action_program(
     ``shared`` and ``made`` are what the step has computed once.
 
     Args:
-      traced: the model.
-      op: the action.
-      stage: the stage of the action.
       names: the sums to which the action adds.
       read: the kinds of values that the action reads.
       written: the kinds of values that the action writes.

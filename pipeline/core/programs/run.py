@@ -33,11 +33,9 @@ class StepPrograms:
     """The compiled programs of a step.
 
     Args:
-      options: the options of the step.
       weights: the pipeline's state, or its types.
       batch: the batch, or its types.
       given: the inputs of the step in addition to weights and batch, or their types.
-      results: the results of the step.
 
     Attributes:
       schedule: the orders of ranks.

@@ -123,11 +123,12 @@ def _prepared(step: OpenedStep, rank: Rank, made: dict[str, Leaves] | None = Non
 
 
 def narrow_dtypes(rank: Rank, bodies: Sequence[Any]) -> list[list[Any]] | None:
-    """Find [V] for each leaf the one narrower dtype in which all stages read it, or None.
+    """Return [V] for each leaf of a chunk the narrower dtype to which all stages cast it, or None.
 
-    A stage with float32 weights that computes in bfloat16 casts them in every action. ``bodies`` is
-    [K] the jaxpr of each stage as a function of its weights. The result is None if no leaf is
-    narrow.
+    A stage with float32 weights that computes in bfloat16 casts them in every action; with the
+    dtype from here they are cast once a step. ``bodies`` has [K] the jaxpr of each stage as a
+    function of its weights. The result is None if all entries are None, and for a model with refs
+    or with checks of checkify.
     """
     if rank.facts.has_refs or rank.facts.has_checks:
         return None

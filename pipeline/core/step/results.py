@@ -51,8 +51,6 @@ def training_results(
 
     Args:
       step: the step, with the factors of its losses.
-      sums: the sums of this rank.
-      weights: the state of this rank.
       of_inputs: the specs of the inputs' float leaves.
     """
     totals = totals_of(sums, step.plan)
@@ -75,9 +73,6 @@ def loss_and_metrics(step: OpenedStep, sums: StepSums, totals: Totals, value: ja
     """Return the caller's loss, with the losses that stages add, and perhaps metrics.
 
     Args:
-      step: the step.
-      sums: the sums of this rank.
-      totals: the sums of all ranks.
       value: the loss without added losses.
     """
     plan, rank, (_, weight, measured) = step.plan, step.rank, totals
@@ -104,9 +99,6 @@ def step_loss(sums: StepSums, totals: Totals, scale: LossScale, *, normalise: bo
     """Compute the loss without added losses; divide gradients if the loss's weight was unknown.
 
     Args:
-      sums: the sums of this rank.
-      totals: the sums of all ranks.
-      scale: the factors of losses.
       normalise: whether the loss is a mean over the step; else it is a sum.
     """
     loss, weight, _ = totals

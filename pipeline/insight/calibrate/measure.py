@@ -81,8 +81,8 @@ def calibrate(
     """Measure the actions of a pipeline of arrays, whose class is ``make``.
 
     ``message()`` returns the bytes of a message between the pipeline's stages, ``moved()`` the
-    bytes of a stash or crossing that moves to host memory, 0 if none does. Other arguments are
-    those of `pipeline.Pipeline.calibrate`.
+    bytes of a stash or crossing that moves to host memory, 0 if none does.
+    `pipeline.Pipeline.calibrate` explains the other arguments.
 
     Raises:
       ValueError: arguments that do not fit, or a pipeline whose actions cannot be timed one by one.

@@ -87,7 +87,6 @@ def find_chain(pipe: Any) -> Chain:
 
 
 def _stage(pipe: Any, k: int) -> nnx.Module:
-    """Return one whole stage of the model."""
     for rank, held in enumerate(pipe.schedule.stages_of):
         if k in held:
             return take_stage(pipe.chunks[held.index(k)], rank)

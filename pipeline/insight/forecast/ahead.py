@@ -23,11 +23,7 @@ from pipeline.core.options.plan import Plan
 
 
 def check_one_program(plan: Plan, method: str) -> None:
-    """Check that the engine runs a step as one program, which ``method`` needs.
-
-    Raises:
-      ValueError: the engine runs a step as several programs.
-    """
+    """Check that the engine runs a step as one program, which ``method`` needs."""
     if plan.engine != "scan":
         also = "" if plan.stage_meshes is None else ", stage_meshes=None, mesh=mesh"
         raise ValueError(
@@ -43,7 +39,6 @@ def lower_step(
     """Lower loss, gradients and update, without compiling them; all state is donated.
 
     Args:
-      pipe: a `Pipeline`.
       optimizer: an `nnx.Optimizer` of the pipeline's parameters.
       inputs: [N, ...] leaves, arrays or types.
       targets: [N, ...] leaves, arrays or types.

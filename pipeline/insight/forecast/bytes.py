@@ -43,7 +43,6 @@ class PlaceBytes:
 
     @property
     def size(self) -> int:
-        """The bytes of all buffers."""
         return self.count * self.each
 
 
@@ -100,7 +99,6 @@ class StepBytes:
 
     @property
     def arguments(self) -> int:
-        """Bytes of a step's arguments."""
         return self.weights + self.optimizer + self.batch
 
     @property
@@ -119,7 +117,6 @@ class StepBytes:
 
     @property
     def total(self) -> int:
-        """The total bytes."""
         return self.arguments + self.returned + self.temporaries
 
     @property
@@ -170,8 +167,6 @@ def predict(
     """Count the bytes of `runtime.train` on each device.
 
     Args:
-      plan: the options of the pipeline.
-      model: the user's model.
       weights: [S, ...] leaves of chunks, and leaves of the ends; arrays or their types.
       batch: [N, ...] leaves; arrays or their types.
       used: whether the step's program also uses the gradients, which are then temporaries, not

@@ -80,9 +80,7 @@ class PlainMLP(nnx.Module):
     """`[..., d] -> [..., d]`: down(activation(up(x))).
 
     Args:
-      config: the configuration of the decoder.
       rngs: has a stream ``params``.
-      dtype: the dtype of the parameters.
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, dtype: Any) -> None:

@@ -32,12 +32,7 @@ EXPERT_OPTIONS = (  # no checkpoint contains them
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: the base of the wavelengths and their scaling.
-
-    Attributes:
-      theta: the base of the wavelengths.
-      scaling: the scaling of the wavelengths, None for none.
-    """
+    """Rotary positions: the base ``theta`` of the wavelengths, and their scaling."""
 
     theta: float = 10000.0
     scaling: RopeScaling | LinearScaling | YarnScaling | None = None

@@ -408,11 +408,7 @@ def place_modules(
 
 
 def check_ends(config: DecoderConfig, vocabulary: Any, loss_chunks: Any) -> None:
-    """Refuse ends that are no plain tables, if ranks share the table or a loss cuts it in chunks.
-
-    Raises:
-      ValueError: the ends are no plain tables, or ``loss_chunks`` is no number.
-    """
+    """Refuse ends that are no plain tables, if ranks share a table or a loss cuts it in chunks."""
     if loss_chunks is not None and not is_whole(loss_chunks, 1):
         raise ValueError(
             f"loss_chunks={loss_chunks!r}: must be an integer >= 1 that divides the words of a "
@@ -507,7 +503,6 @@ def cut_layers(
     """Return [K] the number of layers of each stage, and of modules for multi-token prediction.
 
     Args:
-      config: the decoder's configuration.
       num_stages: K; None for the default.
       layout: the layers of each stage, in place of ``num_stages``.
       default: K, but at most one stage for each layer.

@@ -46,10 +46,8 @@ class MultiTokenBlock(Block):
     """Module k: joins a representation with an embedding; then TRM_k, like the model's last layer.
 
     Args:
-      config: the decoder's configuration.
       depth: k, from 1.
       rngs: has a stream ``params``.
-      dtype: the dtype of the parameters.
       types: ``activations`` and ``context``, as for `Block`.
     """
 
@@ -73,7 +71,6 @@ class MultiTokenBlock(Block):
         Args:
           x: the activation; or one array, the main stream in decoding, for which the module
             predicts nothing.
-          positions: the positions for the block.
           segments: `[b, t]` the document of each position, if rows are packed.
         """
         if not isinstance(x, Mapping):

@@ -120,7 +120,6 @@ def make_decoder(rank: Rank, cache: Any, start: Callable[[Any], None]) -> Decode
     """Make the model with caches.
 
     Args:
-      rank: the rank's model, weights and batch.
       cache: a filter of the cache variables; each microbatch has its own.
       start: a function that prepares a module for decoding, in place.
 
@@ -161,10 +160,6 @@ def make_decoder(rank: Rank, cache: Any, start: Callable[[Any], None]) -> Decode
 
 def with_types_of_writes(rank: Rank, kinds: Sequence[StageKind]) -> Weights | None:
     """Make a rank's caches vary over all mesh axes of the values written to them.
-
-    Args:
-      rank: the rank's model and weights, with caches.
-      kinds: the kinds of stages of each chunk.
 
     Returns:
       The weights; None if the caches vary over these axes already.
@@ -337,9 +332,7 @@ def check_embed(pipe: Any, tokens: Any, max_new_tokens: int) -> None:
     kernel has them.
 
     Args:
-      pipe: the pipeline.
       tokens: [N, P] prompts.
-      max_new_tokens: the number of tokens to generate.
 
     Raises:
       ValueError: a token has another value after other tokens than alone.

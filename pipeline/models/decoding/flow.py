@@ -41,7 +41,6 @@ class Rows:
       lengths: [M, b] lengths of prompts.
       keys: [M, b] keys to draw with, or None.
       draw: two scalars, the divisor of logits and the share of probability that may be drawn.
-      choice: the rule by which tokens are chosen.
       axes: the mesh axes over which all values vary.
     """
 
@@ -74,7 +73,6 @@ class Rows:
         Args:
           logits: [b, N] logits of that position; or [b, n] of this rank's words, if ranks share the
             words.
-          microbatch: the index of the microbatch.
           position: the position of the token that was fed.
           words: N if ranks share the words.
           axes: the mesh axes of the ranks that share the words; none if each rank has all words.
@@ -112,7 +110,6 @@ class Flow:
 
     Args:
       kinds: the kinds of stages of each chunk, for calls of this width.
-      rows: the sequences.
       tokens: a ref [m + 1, b], the tokens that the first rank feeds next; the last place is never
         read.
       width: the number of tokens in a call.

@@ -164,7 +164,6 @@ def sample_shared(
       logits: the logits, -inf after the last word.
       keys: [b], or None.
       draw: temperature and top_p.
-      choice: the rule of the words that may be drawn.
       words: N.
       axes: mesh axes whose ranks share the words, row-major, with n words each.
     """

@@ -203,7 +203,6 @@ class AttentionOptions:
     context_order: Order = "contiguous"
 
     def __post_init__(self) -> None:
-        """Check every value of the rule."""
         self.rule()
 
     def rule(self) -> Rule:

@@ -240,7 +240,6 @@ class MixtureOfExperts(nnx.Module):
         """Apply this rank's experts to rows.
 
         Args:
-          rows: the rows.
           product: a function that multiplies each row with the matrix of its expert.
           pick: a function that returns the bias of each row's expert.
         """

@@ -141,7 +141,6 @@ def write_tensors(
     """Write one file, or several and their index.
 
     Args:
-      folder: the folder of the files.
       types: the types of all tensors, in layer order.
       tensors: all tensors, in the same order.
       shard_bytes: the maximum bytes of a file, unless one tensor has more.

@@ -254,9 +254,6 @@ class _Reading:
     """A reader that fills the arrays of a pipeline, one by one.
 
     Attributes:
-      pipe: the pipeline.
-      view: the layer view of the pipeline.
-      checkpoint: the checkpoint to read.
       plans: for each weight, by its place in the view, the plan to read it.
     """
 
@@ -318,7 +315,6 @@ def made_of_parts(
     Args:
       shape: the shape of the whole array.
       dtype: the dtype of its numbers.
-      sharding: the array's sharding.
       fill: a function that writes a part into an array of zeros, given the range of each dim.
     """
     held: dict[Ranges, list[Any]] = {}

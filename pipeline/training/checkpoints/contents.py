@@ -52,7 +52,6 @@ class Contents:
 
     Args:
       model: a pipeline, a module, or ``{"stages": [K modules], "embed": module, "head": module}``.
-      optimizer: the model's optimizer.
       shaped: trees like the model's parameters, by name; loaded leaves are written to them.
     """
 

@@ -18,14 +18,12 @@ class Source:
 
     Attributes:
       function: "package.module:function".
-      arguments: the arguments, by name.
     """
 
     function: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def call(self) -> Any:
-        """Call the function with its arguments."""
         return load(self.function)(**self.arguments)
 
 

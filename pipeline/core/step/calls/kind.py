@@ -61,7 +61,6 @@ class StageKind:
     """The stages of one kind on a rank.
 
     Attributes:
-      rank: the rank.
       stages: the indices of these stages, at least one.
       x, y: the types of a stage's input and output; None before they are known.
       need: the gradients that a stage's backward computes.
@@ -147,7 +146,7 @@ class StageKind:
         return with_added(self.rank, call, adds=self.adds)
 
     def look(self, method: Callable[[Any], Any]) -> None:
-        """Call a function of a stage's module in a trace, for what it sees; drop the result."""
+        """Trace ``method(stage)`` for its side effects on Python state; nothing is computed."""
 
         def call() -> Any:
             params = jax.tree.unflatten(self.params_tree, self.example()[0])

@@ -61,8 +61,6 @@ class OpenedStep:
     """A step on a rank, within one trace.
 
     Attributes:
-      plan: the options of the pipeline.
-      request: the wanted results.
       rank: the rank, with all facts of the trace, the factors of losses, and storage for declared
         state if the step writes any.
       needs: [K] the gradients that each stage's backward computes.
@@ -85,7 +83,6 @@ class OpenedStep:
 
     @functools.cached_property
     def kinds(self) -> tuple[StageKind, ...]:
-        """The kinds of the stages."""
         return make_kinds(self)
 
     @functools.cached_property

@@ -151,14 +151,11 @@ class Rank:
         ``weights``, so replace both together.
       batch: this data shard's microbatches; with slices, its units: each unit is one slice of a
         microbatch.
-      lint: the checks of the model.
       axes: the mesh axes over which all arrays vary. Over other axes (``tensor``) only arrays vary
         that are sharded over them, and values computed from these arrays.
-      slices: the cut of sequences into slices.
       batch_part: the `BatchPart` of all calls: fields that differ between microbatches have a
         leading axis M.
       facts: the facts that traces of the model have shown so far.
-      loss: the factors of the losses.
       declared: the declared state in a step that writes it (`pipeline.core.step.calls.declared`);
         else None.
       batches: [N] the batch of each slice, if slices differ in length; empty before the cut.

@@ -30,10 +30,6 @@ from schedules.lowering.program import Op, Program, Slot
 class RankActions:
     """The actions of a rank during a step.
 
-    Args:
-      step: the step.
-      program: the program that runs.
-
     Attributes:
       kinds: the actions of each kind of stages.
       sums, stores: the sums of the step, and the storage of values between actions.

@@ -24,7 +24,6 @@ class Pool:
 
     Args:
       types: a tree of shapes and dtypes, one value.
-      places: the number of places.
       axes: the mesh axes over which values vary, if their types name no axes.
       name: the name of the places in the name stack of their refs, where
         `pipeline.insight.forecast.bytes` reads it.

@@ -160,7 +160,6 @@ def chunk_totals(
 
     Args:
       chunks: [V] an example gradient for each trained weight.
-      axes: the mesh axes over which values vary.
       windows: the program's windows, if it has any. Chunks of one window have separate refs if
         their gradients differ in type.
       spreads: [V] the sharding of each gradient.

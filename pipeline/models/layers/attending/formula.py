@@ -144,7 +144,6 @@ def read(
     refuses.
 
     Args:
-      rule: the rule of the scores.
       sinks: `[k·g]`, an extra score of each head without a key or value.
       q: queries, `[b, t, k·g, c]`.
       k: keys, `[b, s, k, c]`.

@@ -85,18 +85,13 @@ class Context:
         """Compute the places `[t]` in the sequence of a rank's positions of one slice.
 
         Args:
-          part: the slice.
           length: t.
         """
         places = self.places(length)
         return places if part.count == 1 else places + part.start(length * self.size)
 
     def check_length(self, length: int) -> None:
-        """Check that a rank's positions can be halved, if the order is zig-zag.
-
-        Raises:
-          ValueError: the positions cannot be halved.
-        """
+        """Check that a rank's positions can be halved, if the order is zig-zag."""
         if self.order == "zigzag" and self.size > 1 and length % 2:
             raise ValueError(
                 f"context_order='zigzag' with {length} positions on each of {self.size} ranks of "

@@ -54,7 +54,6 @@ def dispatch_by_gather(
 
     Args:
       x: `[n, d]` tokens of this rank.
-      routing: the routing of these tokens.
       experts: the E experts of this rank.
       num_experts: e.
       axis: the mesh axis that splits the experts.

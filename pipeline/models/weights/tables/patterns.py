@@ -70,8 +70,6 @@ def row(target: str, pattern: str, *sources: tuple[str, str]) -> Row:
     """Make a row of a family's table.
 
     Args:
-      target: the dotted path of the weight in the layer.
-      pattern: the dims of the weight.
       sources: (name, pattern) of the arrays of the file, in their order along ``+``.
     """
     return Row(target, pattern, tuple(TensorSource(*source) for source in sources))
@@ -82,7 +80,6 @@ class TensorPart:
     """A source array within its target weight.
 
     Attributes:
-      name: the name of the array.
       dims: the factors of each of the array's dims.
       start, count: the first entry and the number of entries of the array along ``+``.
       fixed: letters of the weight that the array lacks, with the array's index along each letter.
@@ -102,9 +99,6 @@ class TensorPart:
         """Return the array's place in a slice of the weight, and the array's ranges in the file.
 
         The result is None if the slice contains nothing of the array.
-
-        Args:
-          spans: the range of each letter.
         """
         place: Place = {}
         for name, at in self.fixed:
@@ -162,9 +156,7 @@ class TensorPlan:
     """A row with a model's sizes, which computes the reads for any slice of a weight.
 
     Attributes:
-      target: the dotted path of the weight in the layer.
       dims: the factors of each dim of the weight.
-      parts: the sources of the weight.
     """
 
     target: str
@@ -184,7 +176,6 @@ class TensorPlan:
         """Write a slice of the weight into ``out``; only its parts of the file are read.
 
         Args:
-          out: the array to write to.
           index: the range of each dim.
           read: a function that maps an array of the file.
         """
@@ -362,7 +353,6 @@ class Family:
         return decoder_sizes(self.config(config))
 
     def tensor_name(self, prefix: str, layer: int | None, name: str) -> str:
-        """Return the name of a tensor in a file."""
         if name.startswith(".."):
             return prefix + name[2:]
         if name.startswith("."):
