@@ -72,7 +72,7 @@ def variants(
     costs: Costs | None = None,
     max_activations: float | None = None,
 ) -> dict[str, Schedule]:
-    """Build all eight variants by name, with all memory held until W; `zb_auto` names the errors."""
+    """Build all eight variants by name, with all memory held until W; errors: see `zb_auto`."""
     plans = _plans(num_ranks, num_microbatches, num_stages, costs, max_activations)
     return {str(choices): plan.schedule(str(choices)) for choices, plan in plans}
 
