@@ -34,8 +34,7 @@ from pipeline.core.placement.distribute import distribute
 from pipeline.core.placement.placement import LAYERS, Spread
 from pipeline.layers_view.by_mesh import ByMesh
 from pipeline.layers_view.layout import Layout, check_layout
-from pipeline.layers_view.reroll import Rerolled
-from pipeline.layers_view.rows import LeafRow
+from pipeline.layers_view.reroll import LeafRow, Rerolled
 from pipeline.layers_view.state import StatePlan, plan_state, read_layers, write_layers
 from pipeline.layers_view.view import (
     LayersArray,

@@ -16,7 +16,7 @@ from pipeline.base.variables import metadata, raw
 from pipeline.core.model.chunks import stack_rows
 from pipeline.core.placement.distribute import distribute
 from pipeline.core.placement.placement import LAYERS, spread_of
-from pipeline.layers_view.layout import drop_marks, layout_name
+from pipeline.layers_view.layout import Mark, layout_name
 from pipeline.layers_view.view import (
     LayersArray,
     LayerView,
@@ -74,7 +74,11 @@ def from_layers(pipe: Any, layers: dict[str, Any]) -> nnx.State[Any, Any]:
         )
     variables, foreign = dict(nnx.to_flat_state(nnx.state(pipe))), _foreign(pipe)
     variables |= foreign
-    drop_marks(pipe.layout, pipe.plan.stages_of, foreign)
+    if foreign:  # `nnx.update` with another pipeline's state has added its marks
+        order, marks = layout_name(pipe.plan.stages_of), dict(vars(pipe.layout))
+        for name, value in marks.items():
+            if isinstance(value, Mark) and name.removesuffix("_back") != order:
+                delattr(pipe.layout, name)
     arrays = []
     for path, places in view.by_array.items():
         array, home = view.arrays[path], pipe.plan.home_at(path)

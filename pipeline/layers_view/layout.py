@@ -108,20 +108,6 @@ def types_of(chunks: nnx.Module) -> dict[Any, Any]:
     return {("chunks", *path): leaf for path, leaf in flat if isinstance(leaf, nnx.Variable)}
 
 
-def drop_marks(layout: Layout, stages_of: StagesOf, foreign: Mapping[Any, Any]) -> None:
-    """Drop marks of other orders of layers, if the metadata of variables records such an order.
-
-    Args:
-      layout: a pipeline's marks, to which a state of another pipeline may have added marks.
-      stages_of: [S] lists of the V stages on each rank.
-      foreign: variables with another order, which their metadata records.
-    """
-    order = layout_name(stages_of)
-    for name in [name for name, value in vars(layout).items() if isinstance(value, Mark)]:
-        if foreign and name.removesuffix("_back") != order:
-            delattr(layout, name)
-
-
 def check_layout(
     what: str, stages_of: StagesOf, layout: Layout, variables: Iterable[tuple[Any, Any]]
 ) -> None:

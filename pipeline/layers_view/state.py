@@ -25,8 +25,7 @@ from jax.sharding import PartitionSpec
 from collectives import STAGE
 from pipeline.base.tree import Tree
 from pipeline.core.placement.placement import Spread
-from pipeline.layers_view.reroll import Rerolled
-from pipeline.layers_view.rows import LeafRow
+from pipeline.layers_view.reroll import LeafRow, Rerolled
 from pipeline.layers_view.view import (
     LayersArray,
     LayerView,

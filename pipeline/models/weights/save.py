@@ -29,7 +29,7 @@ from pipeline.base.variables import raw
 from pipeline.core.model.unlike import static_stage
 from pipeline.core.placement import meshes
 from pipeline.core.placement.distribute import distribute
-from pipeline.layers_view.leaf import LayerLeaf, LeafCell
+from pipeline.layers_view.leaves import LayerLeaf, LeafCell
 from pipeline.layers_view.view import LayersArray, LeafPlace, layer_view
 from pipeline.models.layers.experts.state import ExpertState
 from pipeline.models.weights.checkpoint import (
