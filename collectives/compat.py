@@ -336,7 +336,6 @@ def live(jaxpr: Any, *, keep_inputs: bool) -> tuple[Any, list[bool]]:
     elimination in `jax.extend` could replace it.
 
     Args:
-      jaxpr: a jaxpr.
       keep_inputs: whether inputs that no output needs stay inputs.
     """
     wanted = [True] * len(jaxpr.outvars)

@@ -394,7 +394,7 @@ def _leaving_frozen(
 
     Args:
       tx: any optax transformation of a pipeline's parameters.
-      parts: as of `trained_parts`.
+      parts: the result of `trained_parts`.
     """
     tx = optax.with_extra_args_support(tx)
     if not parts:

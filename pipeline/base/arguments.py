@@ -94,7 +94,6 @@ def takes(
       kind: the dataclass. The method gets its signature, defaults and types from the dataclass's
         fields. A field ``options`` takes a record of the dataclass's base class; its values replace
         the defaults of options that are not given by name.
-      function: the name of the method in errors.
     """
     signature = inspect.signature(kind)
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)

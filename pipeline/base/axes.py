@@ -46,7 +46,6 @@ class Axes:
       sizes: the sizes of these axes.
       rows: axes over which the rows of a batch are split, the outermost first.
       positions: axes over which later dims of a batch are split.
-      auto: axes left to the compiler.
       batch: [3] tree prefixes of specs for inputs, targets and extras.
       default: the spec of outputs, and of leaves that ``batch`` does not name.
     """
@@ -150,7 +149,6 @@ def find_axes(mesh: Mesh | AbstractMesh, batch: Batch = None, auto: Sequence[str
     Args:
       batch: the split of a batch: a spec, or tree prefixes of specs for inputs, targets and extras,
         as a tuple or a dict by these names; by default rows are split over ``data``.
-      auto: axes left to the compiler.
 
     Raises:
       ValueError: ``batch`` does not fit the mesh.

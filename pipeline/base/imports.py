@@ -50,7 +50,6 @@ def check_neighbours(file: str, names: tuple[str, ...] = ("schedules", "collecti
     first on sys.path.
 
     Args:
-      file: the ``__file__`` of a package of the distribution.
       names: names of the other packages, which are in the same folder.
 
     Raises:

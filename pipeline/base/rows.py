@@ -216,7 +216,6 @@ class Asking:
     Attributes:
       part: the call's `BatchPart`; None after the trace.
       excludes_padding: whether the running layer excludes padding, or a layer has read the mask.
-      read_mask: whether a layer has read the mask.
     """
 
     part: BatchPart | None

@@ -38,9 +38,7 @@ class ByMesh:
     Under a trace the function is called directly.
 
     Args:
-      function: a function of trees of arrays.
       donate_argnums: the arguments whose memory results may reuse.
-      compiler_options: the argument of `jax.jit`.
     """
 
     def __init__(
@@ -80,11 +78,9 @@ class _MeshPart:
     """The code that one mesh runs between two messages.
 
     Attributes:
-      sent: the variables that are sent to this mesh.
       to: for each of these variables the sharding that it gets on this mesh.
       kept: the variables that the part reads and must not overwrite.
       given: the variables that the part reads and whose memory its results may reuse.
-      writes: the variables that the part returns.
       run: the compiled function of (kept, given).
     """
 

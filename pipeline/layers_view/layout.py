@@ -37,7 +37,6 @@ class Layout(nnx.Module):
 
     Args:
       stages_of: [S] lists of the V stages on each rank.
-      mesh: the mesh on which marks are replicated.
       types: whether the state has types in place of arrays.
       loop: whether to add a mark for the placement "loop" too, as in an optimizer's state.
     """

@@ -67,7 +67,6 @@ def write_layers(
 
     Args:
       tree: the results, in the structure of the view's tree.
-      lay: a function that shards an array.
     """
     result_of = dict(zip(view.places.values(), jax.tree.leaves(tree), strict=True))
     arrays = {}

@@ -98,7 +98,6 @@ class LayerView:
     Attributes:
       stages_of: [S] lists of the V stages on each rank.
       arrays: the arrays of stages, then those of embed and head, by path.
-      tree: the layers; leaves are `LeafPlace`.
     """
 
     stages_of: Sequence[Sequence[int]]
@@ -166,8 +165,6 @@ def _arrays(
     """List the arrays of a module's parameters, or of all its other state.
 
     Args:
-      prefix: the path of the module in the pipeline.
-      module: a chunk, or embed and head.
       ranks: S for a chunk, else None. A chunk that was given another pipeline's state has other
         rows.
       is_state: whether to list all state that is no parameter.

@@ -81,7 +81,6 @@ class _NamedPart(NamedTuple):
 
     Attributes:
       call: function of (params, x, batch, microbatch) on one data shard, which returns the output.
-      params: the part's parameters.
     """
 
     name: str

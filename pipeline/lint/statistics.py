@@ -46,7 +46,6 @@ class _DeclaredVariable(NamedTuple):
     Attributes:
       part: the stage that has the variable, or embed, head or loss_fn.
       path: the variable's path in that part.
-      is_written: whether a call writes the variable.
       reads_mask: whether a call of the part reads which rows are data.
     """
 

@@ -121,7 +121,6 @@ class Trial:
 
         Args:
           calls: the function for each part; one function, if ranks of an axis have the parts.
-          whole: the function for whole arrays.
           types: the types of the arguments of the longest part.
           dims: for each leaf of ``types`` the dim that is cut, or None.
           most: the most numbers of an array.

@@ -57,7 +57,6 @@ def warn_of_idle_axes(rank: Rank, bodies: Sequence[Any], axes: Axes, warned: set
     """Warn of mesh axes along which all devices compute the same values.
 
     Args:
-      bodies: the jaxprs of all parts of the model.
       warned: keys of warnings already given; the function adds to it.
     """
     layout = rank.model.layout

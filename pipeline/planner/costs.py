@@ -1,7 +1,7 @@
 """Seconds of a layout's step, by a roofline: products, passes through HBM, bytes over links.
 
-Letters are those of `pipeline.planner.layout`. Bytes of collectives, for sequence parallelism, are
-in bench/notes/communication.md. Latency is not counted. A pipeline's collectives are not hidden by
+`pipeline.planner.layout` lists the letters. Bytes of collectives, for sequence parallelism, are in
+bench/notes/communication.md. Latency is not counted. A pipeline's collectives are not hidden by
 work, but those of FSDP alone are, as far as possible. So a pipeline must beat FSDP at its best.
 """
 
@@ -57,7 +57,6 @@ class Estimate:
       seconds: seconds of a step by cause: compute, recompute, bubble, host, tensor, expert,
         context, data, update.
       bytes: bytes on the fullest chip, by kind.
-      bound: whether the bubble is left out.
     """
 
     layout: MeshLayout

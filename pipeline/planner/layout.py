@@ -1,7 +1,7 @@
 """The training job, and one way to spread the job over chips.
 
-Letters: S, D, E, R, T ranks on `stage`, `data`, `expert`, `context`, `tensor`; V stages on a rank,
-M microbatches, L layers; e experts, k of a token.
+Letters of this package: S, D, E, R, T ranks on `stage`, `data`, `expert`, `context`, `tensor`; V
+stages on a rank, M microbatches, L layers; e experts, k of a token.
 """
 
 from __future__ import annotations

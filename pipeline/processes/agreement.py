@@ -117,11 +117,7 @@ def agree(fields: Fields, index: int, count: int, timeout: float) -> None:
 
 
 def differences(fields: Sequence[Fields]) -> list[str]:
-    """List the differences between processes.
-
-    Args:
-      fields: [processes] the fields of each process.
-    """
+    """List the differences between processes."""
     names = list(dict.fromkeys(name for own in fields for name in own))
     found = []
     for name in names:

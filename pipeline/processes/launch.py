@@ -66,7 +66,6 @@ class Job:
     """The program to start, and its processes.
 
     Attributes:
-      command: the program and its arguments.
       devices: virtual CPU devices of each process.
       port: the coordinator's port, 0 for a free port.
       grace: seconds between the request to end and the kill.

@@ -126,7 +126,6 @@ def parse_layout(text: Layout, layers: int, mtp_layers: int = 0) -> list[int]:
 
     Args:
       text: the layout, as `read_layout` takes it.
-      layers: number of layers of the model.
       mtp_layers: number of the model's modules for multi-token prediction; `place_modules` says
         which stages have them.
 

@@ -161,7 +161,6 @@ class SplitPart(nnx.Module):
 
     Args:
       number: the number of the part: 0 is embed, 1 to K are stages, K + 1 is the head.
-      variables: the variables, by path in the model.
       modes: names of the modes that modules of the model have.
     """
 

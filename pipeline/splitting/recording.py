@@ -70,7 +70,6 @@ class Call:
 
     Attributes:
       number: the call's index among all calls, in the order in which they begin.
-      path: path of the block in the model.
       given: (args, kwargs).
       types: types of the given values, including weak types.
     """
@@ -174,7 +173,6 @@ class BlockGroup:
 
     Attributes:
       name: the name in messages and ``blocks=``.
-      paths: paths of the modules, in order.
       is_list: whether the modules are the items of a list or a dictionary.
     """
 

@@ -25,7 +25,6 @@ class BlockTemplate:
     Attributes:
       given: (args, kwargs), with traced values in the order of ``sources``.
       sources: where each value comes from: ("act", number), ("carried", number), ("side", number).
-      returned: the results.
       acts: the indices of the activations among the results.
     """
 
@@ -40,7 +39,6 @@ class Regular:
     """Calls of blocks that follow each other.
 
     Attributes:
-      templates: the template of each call.
       first: the activations that the first call gets.
       last: the activations that the last call returns.
       carried: variables of embed that messages carry to all parts.

@@ -28,7 +28,6 @@ class StepState:
     Attributes:
       variables: the variables, in the order of the leaves of their state.
       places: the sharding of each variable's array.
-      devices: the devices of all arrays.
       everywhere: the sharding of the optimizer's count, which all scalars of a step have.
       is_by_mesh: whether arrays are on several meshes (``stage_meshes``), with programs for each.
 

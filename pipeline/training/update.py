@@ -54,9 +54,7 @@ class Update:
     """An update of a model from its gradients, to be compiled.
 
     Attributes:
-      state: the variables of model and optimizer.
       scale: the rule of the loss scale, which an update sets anew.
-      wrt: the filter of the trained parameters.
       clip: the maximum global norm of the gradients, or None.
       decay: the decay of the running mean of the weights.
     """

@@ -1,8 +1,8 @@
 """The values of `offload=`, which are in host memory between two actions of a rank.
 
 The choice depends only on the order of a rank's actions, not on their times: it looks at the action
-that makes a value and at the action that reads it last. Letters: K stages, S ranks, A actions, and
-U units, which are the M microbatches or, with N slices, M N slices.
+that makes a value and at the action that reads it last. U is the number of units: M microbatches
+or, with N slices, M N slices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Simulation of a schedule under a chosen clock.
-
-Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`.
-"""
+"""Simulation of a schedule under a chosen clock."""
 
 from __future__ import annotations
 

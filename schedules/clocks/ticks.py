@@ -5,7 +5,6 @@ durations of slots.
 
 Sends may be *delayed*: the exchange of a slot then runs during the work of the next slot, and its
 messages can be used from the slot after the next. Messages that stay on their rank are not delayed.
-Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`.
 """
 
 from __future__ import annotations

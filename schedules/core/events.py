@@ -1,8 +1,7 @@
 """The event clock: a rank waits only for its data, and sending does not occupy it.
 
-Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`, messages are those
-of `schedules.core.messages`. A step is the unit that the clock runs: an action or, in an overlapped
-pair, a part of one.
+Messages have the numbers of `schedules.core.messages`. A step is the unit that the clock runs: an
+action or, in an overlapped pair, a part of one.
 """
 
 from __future__ import annotations

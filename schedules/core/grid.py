@@ -4,7 +4,7 @@
     rank 0  0F0  0F1    .  0B0    .  0B1
     rank 1    .  1F0  1B0  1F1  1B1    .
 
-An overlapped pair shares a cell: ``1F0&2B1``. Letters are those of `schedules.core.action`.
+An overlapped pair shares a cell: ``1F0&2B1``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, applied to the order of
 Narayanan et al., SC 2021, arXiv:2104.04473; the form and the rule for M are those of
-``torch.distributed.pipelining``. Letters are those of `schedules.core.action`, r is a rank; F, I
-and W are the durations for one stage, which has 1/V of a rank's layers.
+``torch.distributed.pipelining``. F, I and W are the durations for one stage, which has 1/V of a
+rank's layers.
 
     idle on the critical rank   (S - 1)(F + I - W), if M >= S and neither F nor I is under W
     peak activations            min((V - 1) g + S, M V)

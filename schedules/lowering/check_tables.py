@@ -1,6 +1,6 @@
 """Checks of a program's tables without running them: shapes, ranges, permutations.
 
-Letters are those of `schedules.core.action`, C is that of `schedules.lowering.program`.
+C is the number of channels of a slot.
 """
 
 from __future__ import annotations

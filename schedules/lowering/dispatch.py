@@ -3,7 +3,6 @@
 A message between two processes is a call that both make, and it ends for both only after both have
 made it. So two processes that make their calls in different orders may wait for each other for
 ever. `calls_of` adds the values that each call reads and writes, by `schedules.lowering.places`.
-Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -114,7 +113,6 @@ class Send:
 
     Attributes:
       ranks: the rank that sends, and the rank that receives.
-      value: the value that is sent.
     """
 
     ranks: tuple[int, int]

@@ -1,19 +1,18 @@
 """The lowered form of a schedule: tables of integers that the kernel scans over.
 
 A program has T ticks. A tick is a fixed sequence of slots. In a slot each rank runs at most one
-action, and the slot ends with neighbour exchanges over the static permutations of its channels.
-Letters are those of `schedules.core.action`; C is the number of channels of a slot, N is the number
-of slices.
+action, and the slot ends with neighbour exchanges over the static permutations of its channels. C
+is the number of channels of a slot, N is the number of slices.
 
 Between slots every rank keeps values in numbered places. `schedules.lowering.kinds` lists the kinds
 of values. A program has a `Placement` for each kind: a table of the place that each action reads or
-writes, and the number of places. The first numbers are places on the device, the next
-are places in host memory. One more number, `Placement.discard`, is for values that no action reads,
-so that no store needs a condition. The crossing, the values that I passes to W, is stored from I to
-W; the operand, the gradient and the stash are freed after I.
+writes, and the number of places. The first numbers are places on the device, the next are places in
+host memory. One more number, `Placement.discard`, is for values that no action reads, so that no
+store needs a condition. The crossing, the values that I passes to W, is stored from I to W; the
+operand, the gradient and the stash are freed after I.
 
-If all ranks share embed or head (`schedules.clocks.shared`), three more tables give the work of
-all ranks around a slot. The embedding of a microbatch is then put, before the slot, into the buffer
+If all ranks share embed or head (`schedules.clocks.shared`), three more tables give the work of all
+ranks around a slot. The embedding of a microbatch is then put, before the slot, into the buffer
 that the first stage's F reads as its operand. The gradient from the head arrives along the channel
 of shift 0, in the place of the last stage's output.
 

@@ -1,6 +1,6 @@
 """The search of `schedules.auto`: every family, every policy, then local improvement.
 
-Letters are those of `schedules.core.action`, codes are those of `schedules.search.problem`.
+`schedules.search.problem` explains the codes of actions.
 """
 
 from __future__ import annotations
@@ -84,7 +84,6 @@ class Find:
     """A timetable that was found.
 
     Attributes:
-      name: the step that made the timetable.
       schedule: the timetable; None until the timetable is built from its orders.
       orders: [S] codes.
       timer: the timer that gives the makespan, if the timetable has no overlapped pairs.

@@ -5,7 +5,7 @@ A W that fills no such time is better merged into its B. B takes the position of
 held longer than before, and I keeps no values for W. Each stage still sums its microbatches in
 ascending order: W of earlier microbatches that have not run come just before the B.
 
-Letters are those of `schedules.core.action`, codes are those of `schedules.search.problem`.
+`schedules.search.problem` explains the codes of actions.
 """
 
 from __future__ import annotations

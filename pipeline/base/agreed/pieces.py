@@ -17,7 +17,6 @@ def check_axis(module: Any, axis: str, ranks: int) -> None:
 
     Args:
       module: any NNX module; weights whose metadata has no ``pieces`` are skipped.
-      ranks: the size of the axis.
 
     Raises:
       ValueError: a list of all sizes that do not fit, each once.

@@ -69,7 +69,6 @@ class Pullback:
     """The backward pass of a `Function`.
 
     Attributes:
-      vjp: the pullback from `jax.vjp`.
       by_value: for each trained weight, whether its gradient is computed as a value and then added.
       part: the name of the part of the model, for error messages.
     """

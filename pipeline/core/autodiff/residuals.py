@@ -66,7 +66,6 @@ class Residuals:
         ``side`` is not (extras, dropout keys).
       weights, fixed, side, x: examples, for their types.
       need: the gradients that the backward computes; None for all gradients.
-      adding: the argument of `outcome_and_pullback`.
       gathers: whether the backward may repeat the forward's all-gathers.
       holds_output: whether the stash also has the stage's output, which `output` reads.
 

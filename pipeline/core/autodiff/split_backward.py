@@ -115,7 +115,6 @@ class SplitBackward:
         Args:
           dy: the gradients for the output, or a function from the output to these gradients.
           refs: refs of the weights' gradients; here only unsplit operations add to them.
-          want_x: whether to compute the gradients for the input.
         """
         values = self._values(weights=weights, fixed=fixed, side=side, stash=stash, refs=refs)
         done: set[int] = set()

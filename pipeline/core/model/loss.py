@@ -84,7 +84,6 @@ class MicrobatchLoss:
     Attributes:
       total, weight: float scalars. A mean becomes a sum of weight 1; for a slice, both are
         multiplied by the slice's share. The weight may have a gradient.
-      is_mean: whether ``loss_fn`` returned a mean.
       sums: scalars that are summed over microbatches for ``metrics``.
       metrics: the structure of the metrics; None if there are none.
     """

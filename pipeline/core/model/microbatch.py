@@ -333,9 +333,7 @@ def dealt(
 
     Args:
       x: a batch whose dim 1 will be split over an axis.
-      ranks: the size of the axis.
       lengths: the lengths of the slices, if they differ.
-      back: whether to undo the order.
     """
     if lengths:
         slices = np.split(np.arange(x.shape[1]), np.cumsum(lengths)[:-1])

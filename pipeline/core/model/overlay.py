@@ -62,7 +62,6 @@ class Spot:
     """The part of a cell in which a leaf is stored.
 
     Attributes:
-      cell: the index of the cell.
       part: (start, stop) on the cell's leading axis; None if the leaf fills the cell.
     """
 

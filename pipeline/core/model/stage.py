@@ -36,7 +36,6 @@ class Definition:
     Definitions are compared by `alike`. Each has a hash, also if a module's attributes have none.
 
     Attributes:
-      graphdef: the graphdef of the module.
       label: the name of the module in messages.
       state: the paths of declared variables, which the module may write.
       looked_at: keys (method, types) of calls that were found to write nothing.
@@ -224,7 +223,6 @@ class StagePosition:
     """The position of a stage.
 
     Attributes:
-      definition: the static half of the stage.
       rank, chunk: the rank that runs the stage, and the stage's chunk on this rank.
       views: the places of the stage's values in the chunk's state; by default all of it.
     """

@@ -121,8 +121,6 @@ def find_variables(
     """Find variables of the plain model by a filter.
 
     Args:
-      option: the option with the filter, as text.
-      wanted: any nnx filter.
       modules: the K stages, then the ends.
       refusal: returns the reason why a variable must not be found, or "".
       examples: text on filters that the option takes.

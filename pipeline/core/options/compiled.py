@@ -19,11 +19,7 @@ REVIVED = 8
 
 
 class FunctionKey(NamedTuple):
-    """The static arguments of a compiled function.
-
-    Attributes:
-      plan: the plan, one for each M.
-    """
+    """The static arguments of a compiled function."""
 
     plan: Hashable
     name: str
@@ -54,7 +50,6 @@ class Compiled:
       plans: by M, the plans of calls whose M differs from the pipeline's.
       narrow: by model and types, True if a step computes in floats in which gradients may vanish.
       trained: by filter and structure, the parameters that the filter trains.
-      states: by structure, the declared state.
       writes: models whose steps write declared state.
       warned: keys of checks and warnings that are due once, such as a step's memory by its types.
       ring: the pipeline of types whose placement `generate` uses.

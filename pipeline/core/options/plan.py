@@ -259,7 +259,6 @@ def own_costs(num_stages: int, remat: Any, shared: Shared = (), state: Any = Non
     (`is_last_forward_free`). The costs of embed and head are not known before there is a batch.
 
     Args:
-      num_stages: K.
       remat: the option: the values that a forward keeps for its backward.
       shared: which of embed and head all ranks share.
       state: a filter of declared state, or None. With a filter, the last stage counts as a stage

@@ -57,7 +57,6 @@ class Asked:
 
     Attributes:
       answers: whether the function has an answer for any item.
-      paths: the paths of the items.
     """
 
     def __init__(

@@ -101,10 +101,7 @@ def check_parts_agree(sent: Tree, received: Tree, kind: str, stage: int) -> None
     """Raise ValueError unless the devices of both ranks have equal parts of a message.
 
     Args:
-      sent: the types of its arrays on the sender.
-      received: the types of its arrays on the receiver.
       kind: "operand" or "gradient".
-      stage: the stage that reads the message.
     """
     for a, b in zip(jax.tree.leaves(sent), jax.tree.leaves(received), strict=True):
         if (a.shape, a.sharding.spec) != (b.shape, b.sharding.spec):

@@ -30,7 +30,6 @@ class RankMeshes:
     """The meshes of a pipeline's ranks.
 
     Attributes:
-      ranks: [S] the mesh of each rank.
       local_ranks: the ranks of which this process has a device.
       abstract: the abstract mesh of each rank.
       sharding: a cached function from a rank and a spec to the sharding.

@@ -56,7 +56,6 @@ class Operands:
     states.
 
     Attributes:
-      tree: the structure of the operands.
       specs: the specs of the leaves on the pipeline's mesh.
       types: the types of a rank's parts.
       shapes: the shapes of the leaves on the pipeline's mesh.

@@ -34,13 +34,10 @@ class StepPrograms:
 
     Args:
       weights: the pipeline's state, or its types.
-      batch: the batch, or its types.
       given: the inputs of the step in addition to weights and batch, or their types.
 
     Attributes:
-      schedule: the orders of ranks.
       ranks: [S] the facts from a trace of the model; ranks with equal meshes share them.
-      order: the calls of this process, in order.
       compiled: the functions to call, by ("begin", rank), by (kind of action, stage), and for
         messages by (kind of value, stage that reads the value).
       ratio: the step of forward actions that runs before this step to compute the share of its

@@ -44,8 +44,6 @@ class _Waiting:
 
     Attributes:
       share: 1 / W, a scalar: the factor of the gradients of a sum with weight W.
-      want_inputs: whether the inputs are differentiated.
-      trained: the differentiated parameters.
     """
 
     weights: Weights

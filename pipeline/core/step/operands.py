@@ -52,7 +52,6 @@ def make_operands(
       targets: [N, ...] leaves.
       extras: None, or a dict of trees with leaves [N, ...].
       loss_for: the name of the method that needs a loss, "" if none is needed.
-      wrt: a filter of the trained parameters.
       num_microbatches: M if the run does not use the schedule and its M; else None.
       axes: the roles of mesh axes; by default the roles in the plan.
 

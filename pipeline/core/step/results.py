@@ -50,7 +50,6 @@ def training_results(
     """Compute the results of a training step, as `pipeline.core.step.runtime.train` returns them.
 
     Args:
-      step: the step, with the factors of its losses.
       of_inputs: the specs of the inputs' float leaves.
     """
     totals = totals_of(sums, step.plan)
@@ -200,7 +199,6 @@ def _check_positions(results: Tree, spec: PartitionSpec) -> None:
 
     Args:
       results: [M, b, ...] leaves of one rank.
-      spec: the mesh axes of outputs.
     """
     for leaf in jax.tree.leaves(results):
         if leaf.ndim - 1 < len(spec):

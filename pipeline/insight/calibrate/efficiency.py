@@ -244,7 +244,6 @@ def _notes(plan: Plan, timed: Mapping[str, Sequence[float]], others: float) -> l
     """List the circumstances that make the numbers unreliable.
 
     Args:
-      timed: seconds of each measurement, by name.
       others: cores that other programs kept busy meanwhile.
     """
     notes = []

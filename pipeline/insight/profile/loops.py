@@ -25,7 +25,6 @@ class Loop(NamedTuple):
 
     Attributes:
       place: the action, and its ticks.
-      body: the names of all instructions in the loop.
     """
 
     place: Place

@@ -45,7 +45,6 @@ def read_programs(
 
     Args:
       seen: the instructions that devices ran in all steps.
-      devices: [S] the devices of each rank.
 
     Raises:
       ValueError: the profile shows other programs than those of these steps.

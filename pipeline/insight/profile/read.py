@@ -62,7 +62,6 @@ def events(
     """Read the events of the loops on devices.
 
     Args:
-      loops: the loops of the compiled step.
       platform: "cpu", "gpu" or "tpu".
       module: the compiled step's name; events of other modules do not count.
 

@@ -46,9 +46,7 @@ def report(
     takes no time, just before the rank's next action.
 
     Args:
-      loops: the loops of the compiled step.
       seen: the events of these loops, on all devices and in all steps.
-      devices: [S] the devices of each rank.
       pattern: the name of the step's slots.
 
     Raises:

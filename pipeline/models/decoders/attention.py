@@ -153,11 +153,7 @@ class CachedAttention(nnx.Module):
 
 
 class DecoderAttention(CachedAttention):
-    """Attention of grouped heads, with normed queries and keys, windows, soft caps and biases.
-
-    Args:
-      rngs: has a stream ``params``.
-    """
+    """Attention of grouped heads, with normed queries and keys, windows, soft caps and biases."""
 
     def __init__(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs, types: Types) -> None:
         super().__init__(config, layer, types)
@@ -249,8 +245,6 @@ class LatentAttention(CachedAttention):
     In decoding the caches hold latents, r + o numbers per position; keys and values are recomputed.
 
     Args:
-      config: the configuration of the decoder, with ``latent``.
-      rngs: has a stream ``params``.
       types: the dtypes of parameters and caches, and the split of sequences, whose ranks exchange
         latents.
 

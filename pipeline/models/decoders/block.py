@@ -77,11 +77,7 @@ def make_experts(config: DecoderConfig, rngs: nnx.Rngs, dtype: Any) -> MixtureOf
 
 
 class PlainMLP(nnx.Module):
-    """`[..., d] -> [..., d]`: down(activation(up(x))).
-
-    Args:
-      rngs: has a stream ``params``.
-    """
+    """`[..., d] -> [..., d]`: down(activation(up(x)))."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, dtype: Any) -> None:
         d, f = config.width, config.hidden

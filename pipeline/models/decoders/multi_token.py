@@ -47,8 +47,6 @@ class MultiTokenBlock(Block):
 
     Args:
       depth: k, from 1.
-      rngs: has a stream ``params``.
-      types: ``activations`` and ``context``, as for `Block`.
     """
 
     def __init__(

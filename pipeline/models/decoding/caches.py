@@ -97,7 +97,6 @@ class Decoder:
     """A model whose parts have caches.
 
     Attributes:
-      model: the static half.
       starts: for each chunk and for the ends: a function from non-parameter state to this state
         with caches.
     """

@@ -112,9 +112,6 @@ class Flow:
       kinds: the kinds of stages of each chunk, for calls of this width.
       tokens: a ref [m + 1, b], the tokens that the first rank feeds next; the last place is never
         read.
-      width: the number of tokens in a call.
-      start: the position of the first token.
-      steps: the largest number of calls.
     """
 
     def __init__(
@@ -277,7 +274,6 @@ def _check_parts(axes: tuple[str, ...], each: int, words: int, wanted: int | Non
 
     Args:
       axes: the mesh axes along which logits differ.
-      each: the number of logits on a rank.
       words: the number of words on all ranks of these axes.
       wanted: the number of words that the head declares, or None.
 

@@ -201,7 +201,6 @@ def _prefilled(
 
     Args:
       lengths: [N] lengths of prompts.
-      width: length of the longest prompt.
       able: whether caches take several tokens.
     """
     is_known = not isinstance(lengths, jax.core.Tracer)

@@ -28,7 +28,6 @@ class Choice:
       max_new_tokens: the largest number of new tokens in a row.
       top_k: the number of words that may be drawn, 0 for all.
       nucleus: whether only the likeliest words, up to a share of the probability, may be drawn.
-      stop: tokens that end a row.
       pad: the token of positions after the end.
       words: the head's number of words (its attribute ``words``); None without this attribute.
     """
@@ -51,7 +50,6 @@ class _Own(NamedTuple):
 
     Attributes:
       first: the rank's first word.
-      words: the number of words on all ranks.
       axes: the mesh axes of these ranks.
     """
 

@@ -108,7 +108,6 @@ class _Call:
 
     Attributes:
       own: keys, values and segments of the slice, by name.
-      segments: segments of the queries.
       earlier: the values of `own` of earlier slices.
       places: places of the queries in the sequence; None if they are all positions, in order.
     """
@@ -340,8 +339,6 @@ def _in_chunks(
     """Apply ``run(queries, k, v, seen)`` to `query_chunk` queries at a time.
 
     Args:
-      run: attention to all keys.
-      arrays: queries, keys and values.
       segments: the segments of queries and of keys, or None twice.
       places: `[t]` places of the queries; None for 0..t-1.
 

@@ -63,9 +63,6 @@ class Entry:
 def entries_of(tree: Mapping[str, Any], family: Family, config: Config, prefix: str) -> list[Entry]:
     """List all weights of a model in layer order: embed, layers 0, 1, ..., head.
 
-    Args:
-      tree: the layers of a `LayerView`.
-
     Raises:
       ValueError: the table has no row for a weight.
     """
@@ -257,12 +254,7 @@ BIAS, LOAD = "bias", "load"
 
 @dataclass(frozen=True)
 class Constant:
-    """A plan (`pipeline.models.weights.tables.patterns.TensorPlan`) of state that no file holds.
-
-    Attributes:
-      value: the value of each number.
-      shape: the shape of the leaf.
-    """
+    """A plan (`pipeline.models.weights.tables.patterns.TensorPlan`) of state that no file holds."""
 
     value: float
     shape: tuple[int, ...]

@@ -1,8 +1,7 @@
 """ZB-auto: a split-backward timetable for given costs and a memory limit, one stage per rank.
 
 The heuristic of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, with
-its three yes-or-no choices; the best of the eight timetables is taken. Letters are those of
-`schedules.core.action`, r is a rank.
+its three yes-or-no choices; the best of the eight timetables is taken.
 
     idle on the critical rank   what the costs and the limit leave
     peak activations            at most the limit, if weight_memory = 1

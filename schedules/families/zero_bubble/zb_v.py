@@ -3,9 +3,8 @@
 Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, arXiv:2405.15362, and
 "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241. Rank r holds the stages r and (2S -
 1 - r), so the loss is on the rank of the first stage. At F = I = W a rank's span has no bubble, but
-ranks start one after another, so the makespan adds (S - 1)F. Letters are those of
-`schedules.core.action`, r is a rank; F, I and W are the durations for one stage, which has half of
-a rank's layers.
+ranks start one after another, so the makespan adds (S - 1)F. F, I and W are the durations for one
+stage, which has half of a rank's layers.
 
     idle on the critical rank   2(S - 1)(I - W) if W <= F <= I and M >= 2S - 1: none at F = I = W
     peak activations            min(2S, M + 1 + r, 2M), a stage's inputs each

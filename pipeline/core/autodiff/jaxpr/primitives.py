@@ -29,7 +29,6 @@ class Traits:
         writes a ref.
       identity: the results equal the operands, one by one.
       part: the result is a part of its operand.
-      writes: the primitive writes to a ref.
       combines: the primitive combines two values to one; such primitives combine values of all
         layers.
       passes: an operand's gradient is the result's gradient, or its negative.
@@ -152,7 +151,6 @@ class Body:
     """A jaxpr within an equation. Its input n is the equation's operand ``first + n``.
 
     Attributes:
-      consts: the values of its constvars.
       first: the index of the operand that is its first input.
       num_consts: in a loop, the number of leading inputs that are equal in every trip.
       num_carry: in a loop, the number of next inputs, which are results of the previous trip; all

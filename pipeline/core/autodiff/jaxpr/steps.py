@@ -80,7 +80,6 @@ class JaxprStep:
     """One operation of a computation.
 
     Attributes:
-      reads, makes: operands and results.
       call: a function from the operands' values to the results' values.
       effect: whether the step has an effect (a print) other than adding to a ref among the block's
         inputs.

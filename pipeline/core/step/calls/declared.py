@@ -166,7 +166,6 @@ class DeclaredState:
         value before the step plus the changes of all ranks.
 
         Args:
-          axes: row and position axes.
           hook: a function that is called with every stage, or None.
         """
         declared, layout, parts = self._model.declared, self._model.layout, axes

@@ -52,7 +52,6 @@ def embed(
     """Compute the input of stage 0.
 
     Args:
-      weights: the parameters of embed and head.
       inputs: [b, ...] leaves of the microbatch.
       now: whether this is the forward that writes declared state, and so reads current values.
       values: values of all declared variables before the call; by default the rank's values.
@@ -94,7 +93,6 @@ def finish(
     """Compute the sum of a microbatch's loss, a float32 scalar; or the outputs for the user.
 
     Args:
-      weights: the parameters of embed and head.
       y: the last stage's output.
       take_loss: whether the value is the loss. Then the outcome's sums are the loss, its weight,
         and the sums for metrics.
@@ -234,10 +232,8 @@ def _call(
 
     Args:
       method: a function of the module of the ends and of ``argument``.
-      argument: the second argument of ``method``.
       own: further axes on which each rank has its own random keys.
       now: whether to read the current declared state; else the values that the forward read.
-      paths: the paths of declared variables.
       values: values of these variables before the call; by default the rank's values.
     """
     # Collect all state besides parameters for this microbatch: the declared state that it must

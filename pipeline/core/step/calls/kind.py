@@ -68,7 +68,6 @@ class StageKind:
       x_view, y_view: the places of input and output in a message.
       carry: the types of the carry from a slice to later slices.
       earlier: the types of the longest slice's carry; other slices may have shorter carries.
-      adds: whether a stage adds losses.
       reads_mask: whether a traced call has read the mask of padding (`data_mask`).
     """
 
@@ -102,7 +101,6 @@ class StageKind:
         """Call a stage once.
 
         Args:
-          weights: the stage's parameters.
           fixed: the stage's state that is neither parameter nor random stream; and for each
             parameter a narrow copy to read instead, or None.
           side: random streams and extras for one microbatch, the slice or (), and the `BatchPart`;

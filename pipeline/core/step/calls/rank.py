@@ -86,11 +86,9 @@ class Facts:
     Attributes:
       embed_axes: axes on which each rank has its own part of embed's output.
       widest: types with the axes over which all activations vary; None if these are `Rank.axes`.
-      has_checks: whether a stage has checks of `checkify`.
       has_refs: whether a stage, embed, head or loss makes refs (`jax.new_ref`).
       adding_stages: [K] whether a stage adds losses (`add_loss`).
       adding_ends: whether embed or head adds losses.
-      adding_embed: whether embed adds losses.
       stage_sums: by name, the types of the sums of a stage's outcome.
       mask_readers: those of "embed", "head" and "loss_fn" whose traced call has read the mask of
         padding. Every trace adds to this set, and all copies of a rank share it.

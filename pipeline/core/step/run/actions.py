@@ -43,7 +43,6 @@ class Actions:
 
     Args:
       sums: the sums to which actions add, and values kept for the results of the step.
-      stores: the values between actions.
       slices: the carries between slices of sequences.
       residuals: a stage's pullback, split into forward and backward, if forwards stash residuals.
       halves: a stage's backward in two halves, if the program has I and W.

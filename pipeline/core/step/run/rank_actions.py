@@ -31,7 +31,6 @@ class RankActions:
     """The actions of a rank during a step.
 
     Attributes:
-      kinds: the actions of each kind of stages.
       sums, stores: the sums of the step, and the storage of values between actions.
     """
 

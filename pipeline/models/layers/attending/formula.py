@@ -43,7 +43,6 @@ class Rule:
       scale: the factor of scores; None for c ** -0.5.
       query_chunk: the number of queries scored at a time; None to compute it by `chunk_of`.
       implementation: the name of the implementation; None for the platform's implementation.
-      context: the layout of the sequence on ranks.
     """
 
     window: int | None = None

@@ -197,9 +197,7 @@ def _each_before(
     Args:
       index: the number of the slice, if it is traced.
       length: positions of a slice on each rank, for slices whose number is traced.
-      other: the rank that the keys come from.
       read: a function that returns new sums.
-      sums: the first sums.
     """
     if not before:
         return sums

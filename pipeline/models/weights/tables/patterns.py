@@ -120,7 +120,6 @@ class TensorPart:
         """Return this part of a slice of a weight, with a dim for each of the array's factors.
 
         Args:
-          weight: the slice, with a dim for each letter.
           names: the letters of its dims.
           place: the array's place in the slice.
         """
@@ -176,7 +175,6 @@ class TensorPlan:
         """Write a slice of the weight into ``out``; only its parts of the file are read.
 
         Args:
-          index: the range of each dim.
           read: a function that maps an array of the file.
         """
         # Whole entries of each dim's slowest factor; the slice may need only a part of them.
