@@ -431,7 +431,7 @@ def renamed_errors(
 
 
 def concrete(x: Any) -> jax.Array | None:
-    """Return the array that a tracer of a derivative stands for; None if there is none."""
+    """Return the array that a derivative's tracer represents; None if there is none."""
     value: jax.Array | None = to_concrete_value(x)
     return value
 

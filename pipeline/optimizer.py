@@ -196,7 +196,7 @@ class PipelineOptimizer(nnx.Optimizer[Pipeline]):
         """Update the pipeline's parameters and this state, as `nnx.Optimizer.update` does.
 
         Raises:
-          ValueError: the state is that of a pipeline with another placement or other ranks.
+          ValueError: the state belongs to a pipeline with another placement or other ranks.
         """
         found = self.update_on_device(model, grads, **extra)
         if self._offload:

@@ -326,8 +326,8 @@ class Pipeline(nnx.Module):
           inputs: [N, ...] leaves.
           targets: [N, ...] leaves.
           extras: [N, ...] leaves, by name, for every stage.
-          wrt: the variables of the gradients, a filter as for `Pipeline`; by default all variables
-            that the pipeline trains.
+          wrt: a filter of the variables that have gradients, like the option of `Pipeline`; by
+            default all variables that the pipeline trains.
           loss_scale: a scalar, perhaps traced, by which the loss is multiplied before
             differentiation, so that small gradients do not vanish in float16. The returned
             gradients are multiplied by the scale; the returned loss is not. The caller divides the
@@ -548,7 +548,7 @@ class Pipeline(nnx.Module):
           extras: the argument of `value_and_grad`; leaves may be types too.
 
         Raises:
-          ValueError: a batch or a model that cannot run, as for `value_and_grad`; or no loss.
+          ValueError: a batch or a model that `value_and_grad` refuses; or no loss.
         """
         from pipeline.lint.added import trace_step
         from pipeline.lint.outside import warn_of_parameters_read_from_outside

@@ -131,7 +131,6 @@ def _has_all(tree: Tree, paths: Iterable[Path]) -> bool:
 
 
 def _joined(mesh: Any, array: LayersArray, leaves: Mapping[LeafPlace, Any]) -> Any:
-    """Join the leaves of stages to their array."""
     values = list(leaves.values())
     if not any(hasattr(leaf, "shape") for leaf in values):
         if any(leaf != values[0] for leaf in values):

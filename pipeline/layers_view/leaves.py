@@ -93,7 +93,7 @@ class LayerLeaf:
     Attributes:
       path: the leaf's path in the model without a pipeline.
       cell: the array that contains the leaf in the pipeline.
-      place: the leaf's place in the array; for random keys that of their numbers.
+      place: the leaf's place in the array, which for random keys is an array of numbers.
     """
 
     path: Path
@@ -194,7 +194,6 @@ def _tree_cells(tree: Tree, put: Put) -> Cells:
 
 
 def _whole(path: Path, cell: LeafCell) -> LayerLeaf:
-    """Make the leaf that is all of an array."""
     return LayerLeaf(path, cell, LeafPlace(path, cell.value.shape))
 
 

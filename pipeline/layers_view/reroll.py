@@ -14,7 +14,7 @@ the rows:
 * If the equations of rows in a stack differ (another rule for layer 3), each variant is computed
   for all rows, and every row takes the result of its own variant.
 
-The results equal those of the program as written, and ranks exchange only scalars.
+The results equal the results of the program as written, and ranks exchange only scalars.
 """
 
 from __future__ import annotations

@@ -127,7 +127,6 @@ class StatePlan:
 
     @property
     def arrays(self) -> dict[Path, LayersArray]:
-        """The arrays of layers, by their paths in the state."""
         return {
             (*prefix, *path): array
             for prefix, view in self.views.items()
@@ -174,7 +173,7 @@ def plan_state(view: LayerView, types: Tree) -> StatePlan:
 
 
 def _state_view(view: LayerView, tree: Tree) -> LayerView:
-    """Choose the places of a tree of layers: those of the parameters, where shapes are equal."""
+    """Choose places for a tree of layers: the parameter's if a leaf has its shape, else new ones."""
     leaves, treedef = by_path(tree)
     dtypes: dict[Path, set[Any]] = {}
     for name, own in view.places.items():

@@ -83,7 +83,7 @@ class LayersArray:
 
     Attributes:
       shape: its shape, [S, ...] for an array of stages.
-      spread: its sharding, and that of its gradient and of its state in an optimizer.
+      spread: the shardings of the array, of its gradient, and of its state in an optimizer.
     """
 
     path: Path
@@ -97,7 +97,7 @@ class LayerView:
 
     Attributes:
       stages_of: [S] lists of the V stages on each rank.
-      arrays: the arrays of stages, then those of embed and head, by path.
+      arrays: by path, the arrays of stages, then the arrays of embed and head.
     """
 
     stages_of: Sequence[Sequence[int]]

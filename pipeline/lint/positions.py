@@ -62,8 +62,8 @@ class ModelPart:
     """A part of a model.
 
     Attributes:
-      call: the part as a function of a rank, whose batch is that of the call, and of its input and
-        its weights.
+      call: the part as a function of a rank, which has the batch of the call, of the input and of
+        weights.
       weights: a function from a rank to the part's weights.
       x: the types of the input, on one rank; () for embed.
       look: a function that returns whether the part says, or is known, to treat positions alone,
@@ -400,7 +400,7 @@ class Growth:
 
     @property
     def ratio(self) -> float:
-        """The value of the parts, relative to that of the whole."""
+        """The value of the parts divided by the value of the whole."""
         return self.parts[0] / self.whole[0]
 
     @property
@@ -418,7 +418,7 @@ class Growth:
 
 
 def try_loss(start: Callable[[], Trial]) -> Growth | None:
-    """Compare a loss (sum, weight) of the whole with that of the parts.
+    """Compare a loss (sum, weight) of the whole with the loss of the parts.
 
     Some losses take positive numbers, such as shares or weights of at least 1. So a loss that
     agrees on normal numbers or on positive numbers is right.

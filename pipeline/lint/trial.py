@@ -63,11 +63,10 @@ class Cut:
     axis: str = ""
 
     def whole_type(self, leaf: Any, dim: int | None) -> Any:
-        """Return the type of a whole array from that of its longest part."""
+        """Return the type of a whole array from the type of its longest part."""
         return _resized(leaf, dim, sum(self.shares), max(self.shares))
 
     def part_type(self, whole: Any, dim: int | None, n: int) -> Any:
-        """Return the type of part n."""
         return _resized(whole, dim, self.shares[n], sum(self.shares))
 
     def parts(self, whole: Any, dim: int | None, *, zigzag: bool = False) -> list[Any]:

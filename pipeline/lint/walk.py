@@ -1,4 +1,4 @@
-"""The one walk over a jaxpr: its equations, and those of all jaxprs within it."""
+"""The one walk over a jaxpr: its equations, and the equations of all jaxprs within it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Seconds of a layout's step, by a roofline: products, passes through HBM, bytes over links.
 
 `pipeline.planner.layout` lists the letters. Bytes of collectives, for sequence parallelism, are in
-bench/notes/communication.md. Latency is not counted. A pipeline's collectives are not hidden by
-work, but those of FSDP alone are, as far as possible. So a pipeline must beat FSDP at its best.
+bench/notes/communication.md. Latency is not counted. Work hides none of a pipeline's collectives,
+and as many collectives of FSDP alone as possible. So a pipeline must beat FSDP at its best.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def find(
     Args:
       coordinator: ``host:port`` of process 0; this and the next two are detected if None.
       timeout: seconds that jax may wait for a name service.
-      environment: the variables that a launcher has set; by default those of this process.
+      environment: the variables that a launcher has set; by default this process's variables.
 
     Raises:
       ValueError: a part is missing or contradicts the others, or there is a cluster, but this

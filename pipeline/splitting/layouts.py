@@ -1,9 +1,9 @@
 """Layout strings, which say what layers each stage has: ``E|(t|)*10m|L``.
 
-The grammar is that of Megatron-LM's ``--pipeline-model-parallel-layout``: E is the embedding, t a
-layer, m a layer for multi-token prediction, L head and loss, and ``|`` ends a stage. ``x*3`` is
-``xxx``, for a letter or a sequence in parentheses; commas and spaces mean nothing. Megatron-LM's
-other form, a list of names for each stage, is read too.
+Megatron-LM's ``--pipeline-model-parallel-layout`` has this grammar: E is the embedding, t a layer,
+m a layer for multi-token prediction, L head and loss, and ``|`` ends a stage. ``x*3`` is ``xxx``,
+for a letter or a sequence in parentheses; commas and spaces mean nothing. Megatron-LM's other form,
+a list of names for each stage, is read too.
 
 Letters of this module: K stages.
 """

@@ -76,7 +76,7 @@ class SplitCut:
         """Return the call on inputs of these types, with the running part's variables and arrays.
 
         Raises:
-          ValueError: the model calls its blocks otherwise than with the example.
+          ValueError: the model calls its blocks in another way than with the example.
         """
         mesh = jax.sharding.get_abstract_mesh()
         config = jax.config.jax_numpy_dtype_promotion, jax.config.jax_enable_x64  # type: ignore[attr-defined]
@@ -150,7 +150,6 @@ def hold(variables: Mapping[Path, Any]) -> nnx.Dict[Any]:
 
 
 def held_by(module: nnx.Dict[Any], paths: Sequence[Path]) -> dict[Path, Any]:
-    """Return the values of a module at these paths."""
     return {
         path: functools.reduce(lambda node, name: node[str(name)], path, module) for path in paths
     }

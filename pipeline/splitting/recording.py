@@ -53,7 +53,6 @@ class Slots:
         return self.leaves.count(None)
 
     def fill(self, values: Sequence[Any]) -> Any:
-        """Return the tree with other values."""
         given = iter(values)
         leaves = [next(given) if leaf is None else leaf[0] for leaf in self.leaves]
         return jax.tree.unflatten(self.treedef, leaves)

@@ -82,8 +82,8 @@ class Step:
         are added up, to 2**31 - 1 at most; other metrics are averaged by weight.
       donate: whether arrays of model, optimizer and mean are donated.
       compiler_options: options of XLA for the step's programs by name, as
-        `jax.jit(compiler_options=...)` takes them; "default" takes those of
-        `pipeline.training.compiling.DEFAULTS` for the platform, None takes XLA's own.
+        `jax.jit(compiler_options=...)` takes them; "default" takes the platform's options in
+        `pipeline.training.compiling.DEFAULTS`, None takes XLA's own.
 
     Attributes:
       ema: the running mean, laid out as ``nnx.state(model, optimizer.wrt)``; None if there is none.

@@ -123,9 +123,9 @@ def visit(
 ) -> tuple[list[float], list[float]]:
     """Compute the start of each step, -1 if it never starts, and [S] the end of each rank.
 
-    ``orders`` has the numbers of each rank's steps, the other columns are those of `Steps`, and
-    every message is less than ``num_messages``. Ranks run in turn, each as far as it can. If a
-    message is sent twice, which no legal schedule does, the first send counts.
+    ``orders`` has the numbers of each rank's steps, `Steps` explains the other columns, and every
+    message is less than ``num_messages``. Ranks run in turn, each as far as it can. If a message is
+    sent twice, which no legal schedule does, the first send counts.
     """
     arrival = [-1.0] * num_messages
     starts = [-1.0] * len(awaited)

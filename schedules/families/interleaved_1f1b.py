@@ -1,8 +1,8 @@
 """Interleaved 1F1B: each rank holds V stages and alternates between them, for a shorter warm-up.
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
-SC 2021, arXiv:2104.04473; the rule for M is that of ``torch.distributed.pipelining``. F and B are
-the durations for one stage, which has 1/V of a rank's layers.
+SC 2021, arXiv:2104.04473; ``torch.distributed.pipelining`` has the same rule for M. F and B are the
+durations for one stage, which has 1/V of a rank's layers.
 
     idle on the critical rank   (S - 1)(F + B) if M >= S,
                                 else (S - 1 + (V - 1)(S - M))(F + B)

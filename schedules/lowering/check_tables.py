@@ -43,9 +43,10 @@ def check_tables(program: Program) -> None:
 def _check_shapes(program: Program) -> None:
     """Raise a ScheduleError if a table has the wrong shape or dtype, or a count does not fit.
 
-    There is one window of weights and one of gradients for each chunk, or none. Every value kind of
-    `schedules.lowering.kinds` has its numbers of places, and kinds of one pool have equal numbers.
-    Each table is an int32 array, whose first axes are ticks, slots and ranks.
+    Windows, if there are any, name one of weights and one of gradients for each chunk. Every value
+    kind of `schedules.lowering.kinds` has its numbers of places, and kinds of one pool have equal
+    numbers. Each table is an int32 array [T, slots, S, ...], or [T, slots] for work that all ranks
+    do together.
     """
     num_chunks, slices = len(program.schedule.stages_of[0]), program.schedule.num_slices
     if program.windows is not None:

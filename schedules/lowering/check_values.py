@@ -40,7 +40,6 @@ class SymbolicValues:
         return (stage * self._schedule.num_units + microbatch) * len(WHAT) + OUTPUT
 
     def name(self, value: int) -> str:
-        """Write a value in words."""
         if value < 0:
             return "nothing"
         item, what = divmod(value, len(WHAT))

@@ -122,8 +122,8 @@ class Send:
 def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
     """List the actions and messages of all ranks with their values, in dispatch order.
 
-    The order is that of `dispatch_order`. An action that computes nothing is left out: a W of a
-    frozen stage, or the last stage's F if its backward repeats F.
+    `dispatch_order` defines the order. An action that computes nothing is left out: a W of a frozen
+    stage, or the last stage's F if its backward repeats F.
     """
     calls = [
         call

@@ -210,8 +210,8 @@ def policies(timer: Timer) -> Iterator[tuple[str, Policy]]:
 
     The most frequent winners come first (bench/notes/auto.md). The policies combine three choices:
     F or backward first; the oldest microbatch first or, with V > 1, groups that pass chunk after
-    chunk; and the number of F by which a rank may be ahead (that of 1F1B, that of ZB-H2, or up to
-    the memory limit).
+    chunk; and the number of F by which a rank may be ahead (as many as in 1F1B, as in ZB-H2, or up
+    to the memory limit).
     """
     problem = timer.problem
     several = len(problem.stages_of[0]) > 1

@@ -33,7 +33,7 @@ def merge(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
     Args:
       schedule: a legal schedule.
-      costs: durations, with that of a whole backward; by default F = I = W = 1 and B = 2.
+      costs: durations, with the duration of a whole backward; by default F = I = W = 1 and B = 2.
     """
     costs = of_unit_length_by_default(costs)
     sizes = schedule.num_ranks, schedule.num_microbatches

@@ -120,7 +120,8 @@ def differences(first: nnx.Module, other: nnx.Module) -> Iterator[tuple[str | No
 class Attributes:
     """A record of the attributes without arrays that a module and its children have.
 
-    Attributes of modules of the type ``skipped`` are left out, but not those of their children.
+    Attributes of modules of the type ``skipped`` are left out; attributes of their children are
+    not.
     """
 
     def __init__(self, module: Any, skipped: type | tuple[()] = ()) -> None:

@@ -83,7 +83,6 @@ class Spot:
         return part if part.ndim == len(self.shape) else part.reshape(self.shape)
 
     def fill(self, cell: Any, leaf: Any) -> Any:
-        """Write a leaf into its cell, and return the cell."""
         if self.part is None:
             return leaf
         part = leaf if leaf.ndim == cell.ndim else leaf.reshape(-1, *cell.shape[1:])
@@ -119,7 +118,7 @@ class View:
     """A tree whose leaves are stored in cells; by default its leaves are the cells, in order.
 
     Attributes:
-      treedef: the structure of the tree; None if it is that of the cells.
+      treedef: the structure of the tree; None if the cells are the tree.
       spots: the places of the leaves; None if they are the cells, () if the tree has no place.
     """
 

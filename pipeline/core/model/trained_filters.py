@@ -216,7 +216,7 @@ def trained_by(
     """Find the parameters that a filter trains, and the filter for the pipeline's own state.
 
     The result is cached: calling the filter on every variable takes longer than starting a step.
-    ``structure`` is that of the parameters of chunks and ends, if the caller has it.
+    ``structure`` is the tree structure of the parameters of chunks and ends, if the caller has it.
     """
     if structure is None:
         structure = jax.tree.structure([define(part, "")[1] for part in (*chunks, ends)])

@@ -118,7 +118,7 @@ def views_of(chunk: nnx.Module, rank: int) -> Views:
 
 
 def static_stage(chunk: nnx.Module, rank: int) -> nnx.Module:
-    """Return the module whose static half is that of a rank's stage in the chunk."""
+    """Return the module that has the static half of a rank's stage in the chunk."""
     return chunk.stages[rank] if isinstance(chunk, Overlaid) else chunk
 
 

@@ -97,7 +97,7 @@ def make_plan(
 
 
 def _mesh(options: Options, num_stages: int, schedule: Any) -> Mesh:
-    """Return the user's mesh or the chosen one; with ``stage_meshes`` that of the first rank."""
+    """Return the user's mesh or the chosen one; with ``stage_meshes`` the first rank's mesh."""
     if options.stage_meshes is not None:
         return first_of(options.stage_meshes, num_stages)
     mesh = default_mesh() if options.mesh is None else options.mesh

@@ -125,7 +125,6 @@ class Operands:
         return [typed(mesh, shape, t.dtype, spec) for shape, t, spec in whole]
 
     def of(self, leaves: list[Any]) -> tuple[Weights, Batch, StepInputs]:
-        """Restore weights, batch and inputs from a list of leaves."""
         operands: tuple[Weights, Batch, StepInputs] = jax.tree.unflatten(self.tree, leaves)
         return operands
 

@@ -1,13 +1,13 @@
 """Durations of a pipeline's actions, measured in the kernel that runs them.
 
 A pipeline of one rank (`pipeline.insight.calibrate.one_rank`) has one copy of each stage that
-differs from the others. Its program runs like that of any pipeline. It is timed with its first
+differs from the others. Its program is made like any pipeline's. It is timed with its first
 microbatch alone, with one kind of action of one stage for all microbatches, and with all actions of
 a rank's stages in turn.
 
-The time of an action is the time that it adds to the first microbatch's step. In turn, actions
-of a rank take longer than alone. Alone, an action finds its weights in a cache; in turn, other
-stages' weights have replaced them.
+The time of an action is the time that it adds to the first microbatch's step. In turn, actions of a
+rank take longer than alone. Alone, an action finds its weights in a cache; in turn, other stages'
+weights have replaced them.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def calibrate(
 class Calibrator:
     """A calibration, round by round, for callers that do other work between rounds.
 
-    The arguments are those of `calibrate`, and these:
+    `calibrate` explains most arguments; further arguments are:
 
     * in_flight: number of microbatches in flight; by default as in the pipeline, at most
       `MOST_IN_FLIGHT`.

@@ -185,7 +185,7 @@ def entries(
 
 
 def first_and(program: Program, runs: Runs | None = None, part: int | None = None) -> Runs:
-    """Mark all entries of the first microbatch, and those of ``runs`` or of a slice of it."""
+    """Mark all entries of the first microbatch; also ``runs``, or only slice ``part`` of them."""
     N = program.schedule.num_slices
     first = (program.microbatch < N) & (program.op > 0)  # a microbatch has N units
     if runs is None:

@@ -47,7 +47,7 @@ def read_programs(
       seen: the instructions that devices ran in all steps.
 
     Raises:
-      ValueError: the profile shows other programs than those of these steps.
+      ValueError: the profile shows other programs than these steps have.
     """
     by: dict[int, list[Instruction]] = defaultdict(list)
     for device, instruction in seen:

@@ -50,7 +50,7 @@ def report(
       pattern: the name of the step's slots.
 
     Raises:
-      ValueError: the events are not those of this program.
+      ValueError: the events belong to another program.
     """
     by: dict[tuple[int, str], list[Interval]] = defaultdict(list)
     for event in seen:

@@ -71,7 +71,7 @@ class Types(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of a call of attention, beside its input.
+    """The arguments of a call of attention, except its input.
 
     Attributes:
       positions: `[b, t]` of queries and keys; None for the places in the sequence.

@@ -126,7 +126,7 @@ class DecoderConfig:
       qkv_bias, out_bias, mlp_bias: whether these layers have biases.
       activation: the activation of the MLP; gated: whether the MLP has a gate.
       rope: rotary positions, None for learned positions; local_rope: rotary positions of layers
-        with a window, by default those of ``rope``.
+        with a window, by default ``rope``.
       positions: the number of learned positions.
       windows: [layers] the number of positions that each layer's queries see, including their own;
         None for all.

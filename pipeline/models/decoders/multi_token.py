@@ -7,7 +7,7 @@ of the previous module and the embedding of token i + k:
     P_k = OutHead(h_k)                                  loss = L_0 + sum over k of weight_k L_k
 
 h_0 is the main model's last representation, after its final norm. Embedding and output head are the
-main model's. The order of the two inputs of W_k is that of the published weights (`eh_proj`).
+main model's. The published weights (`eh_proj`) have the two inputs of W_k in this order.
 
 Modules are layers of the last stages. They need no table of words, because the activation between
 stages contains embeddings and the main stream:

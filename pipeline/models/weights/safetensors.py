@@ -183,7 +183,7 @@ def write_file(path: Path, types: Types, tensors: Iterator[tuple[str, np.ndarray
 
     Args:
       types: the types of the tensors of the file, in order.
-      tensors: yields the tensors in the same order; those of other files may follow.
+      tensors: yields the tensors in the same order; tensors of other files may follow.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     stop = 0

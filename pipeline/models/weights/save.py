@@ -394,7 +394,7 @@ def _check_mesh(weights: Sequence[Weight], mesh: Mesh) -> None:
 
 
 def _check_model(weights: Sequence[Weight], own: Mapping[str, Any], unused: set[str]) -> None:
-    """Check that a model's variables are those of the pipeline."""
+    """Check that a model and a pipeline have the same variables."""
     wrong, names = [], {weight.name for weight in weights}
     for weight in weights:
         value, shape = raw(own.get(weight.name)), list(weight.leaf.shape)

@@ -21,7 +21,7 @@ from schedules.families.constructions.sizes import need_stages_per_rank
 
 
 def zb_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build the schedule; if M < 2S - 1, build that of 2S - 1 microbatches and keep only M."""
+    """Build the schedule; if M < 2S - 1, build it for 2S - 1 microbatches and keep only M."""
     need_stages_per_rank("zb_v", 2, num_ranks, num_stages)
     full = max(2 * num_ranks - 1, num_microbatches)
     orders = tuple(

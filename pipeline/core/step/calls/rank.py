@@ -40,7 +40,7 @@ class StepRequest:
       want_inputs: whether gradients for the inputs' float leaves are kept.
       logprobs: whether a forward's results are the log-probabilities of targets.
       counts: whether the step counts as a training step.
-      normalise: whether gradients are those of the step's loss; else those of the sum of losses.
+      normalise: whether the step's loss is differentiated; else the sum of losses.
     """
 
     training: bool
@@ -90,8 +90,8 @@ class Facts:
       adding_stages: [K] whether a stage adds losses (`add_loss`).
       adding_ends: whether embed or head adds losses.
       stage_sums: by name, the types of the sums of a stage's outcome.
-      mask_readers: those of "embed", "head" and "loss_fn" whose traced call has read the mask of
-        padding. Every trace adds to this set, and all copies of a rank share it.
+      mask_readers: the names among "embed", "head" and "loss_fn" whose traced call has read the
+        mask of padding. Every trace adds to this set, and all copies of a rank share it.
     """
 
     embed_axes: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The actions of a rank: those of each kind of its stages, in storage that all kinds share.
+"""The actions of a rank for each kind of its stages, in storage that all kinds share.
 
 Letters: S ranks. In a slot, the slot's branch and the kinds of the rank's stages determine the kind
 whose action the rank runs.

@@ -121,7 +121,6 @@ class StepSums:
         return chunks | scalars | kept | ends | {"added": self.added.refs}
 
     def take(self, outcome: Outcome) -> None:
-        """Add the sums of an outcome."""
         if outcome.added:
             self.added.add(outcome.added)
         for name, values in outcome.sums.items():

@@ -233,7 +233,7 @@ def context_bytes(
     latents, (R - 1) P, and exchanges h·b·t·(c + w) of queries and results. Segments add (R - 1)·b·t
     integers of four bytes to the forward, and to the backward of a ring.
 
-    Heads are those of one rank of ``tensor``. On virtual CPU devices a ring's exchange is an
+    Heads are counted on one rank of ``tensor``. On virtual CPU devices a ring's exchange is an
     all-to-all of R parts, which sends R - 1 times as much.
 
     Args:

@@ -54,7 +54,6 @@ class BlockRule(Rule):
     expand: Expand | None = None
 
     def keys(self, weights: Any, held: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Return the keys and values of a block."""
         if self.expand is not None:
             return self.expand(weights, *held)
         k, v = held

@@ -160,7 +160,7 @@ Experts = Callable[[jax.Array, Product, Pick], jax.Array]
 def grouped_matmul(rows: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
     """Multiply each expert's rows with its weight: `[m, f]`.
 
-    The first ``sizes[0]`` rows are those of ``weight[0]``, the next ``sizes[1]`` rows those of
+    The first ``sizes[0]`` rows belong to ``weight[0]``, the next ``sizes[1]`` rows to
     ``weight[1]``.
 
     Args:

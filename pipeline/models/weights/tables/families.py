@@ -632,7 +632,7 @@ def _family(
     keys: Mapping[str, str] = _KEYS,
     **table: Any,
 ) -> Family:
-    """Make a family; the arguments are those of `read_config` and `Family`."""
+    """Make a family; `read_config` and `Family` explain the arguments."""
     if not any(key in defaults for key in _ACTIVATION_KEYS):
         defaults = {**_SILU, **defaults}
     how: dict[str, Any] = {"keys": keys, "defaults": defaults, "only": only, "read": read}

@@ -259,7 +259,6 @@ def _named(
 
 
 def _dims(pattern: str, sizes: Sizes, target: str) -> tuple[Factors, ...]:
-    """Split each dim of a pattern into its factors."""
     dims = []
     seen: set[str] = set()
     for token in _TOKEN.findall(pattern):
@@ -319,8 +318,8 @@ class Family:
       prefixes: prefixes of all names in checkpoints; exports use the first.
       ignored: regular expressions of tensors without information, such as buffers.
       config: a function from config.json to the decoder's configuration; None for your own model.
-      sizes: a function from config.json to the sizes of the patterns' letters; by default those of
-        a decoder.
+      sizes: a function from config.json to the sizes of the patterns' letters; by default a
+        decoder's sizes.
     """
 
     name: str
@@ -362,7 +361,6 @@ class Family:
         return any(re.search(pattern, name) for pattern in self.ignored)
 
     def prefix_of(self, names: Sequence[str]) -> str:
-        """Return the prefix of the names in a file."""
         held = set(names)
         rows = *self.embed, *self.head  # a tied head may have the only table of the embedding
         wanted = [source.name for row in rows for source in row.sources]
