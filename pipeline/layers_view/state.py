@@ -173,7 +173,7 @@ def plan_state(view: LayerView, types: Tree) -> StatePlan:
 
 
 def _state_view(view: LayerView, tree: Tree) -> LayerView:
-    """Choose places for a tree of layers: the parameter's if a leaf has its shape, else new ones."""
+    """Choose the places of a tree of layers: the parameter's place where shapes are equal."""
     leaves, treedef = by_path(tree)
     dtypes: dict[Path, set[Any]] = {}
     for name, own in view.places.items():
