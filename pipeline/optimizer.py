@@ -344,7 +344,7 @@ class _Layered:
         return self._stored(updates, program, grads), plan.write(state, program, self._lay)
 
     def _run(self, function: Any, *args: Tree) -> tuple[Rerolled, Tree]:
-        """Make a program that works on layers; return it and its results."""
+        """Trace a function of layers; return it as a program over rows, and its results."""
         types = jax.tree.map(lambda x: x.type if isinstance(x, LeafRow) else jax.typeof(x), args)
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*types)
         program = Rerolled(

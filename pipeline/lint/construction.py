@@ -147,9 +147,7 @@ def warn_of_frozen_parts(trained: Trained, chunks: Sequence[nnx.Module], stages:
 
 
 def warn_of_untyped_weights(home: Mesh, warned: set[Any]) -> None:
-    """Warn, once a pipeline, of gradients that no optimizer can use while a typed mesh is in force.
-
-    The pipeline was then made outside of `jax.set_mesh`.
+    """Warn once if a mesh is in force whose axis types the pipeline's weights do not have.
 
     Args:
       home: the pipeline's mesh with the axis types of its state.

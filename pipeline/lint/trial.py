@@ -70,7 +70,7 @@ class Cut:
         return _resized(whole, dim, self.shares[n], sum(self.shares))
 
     def parts(self, whole: Any, dim: int | None, *, zigzag: bool = False) -> list[Any]:
-        """Cut an array along a dim; an array without one is equal in all parts."""
+        """Cut an array along a dim; if the dim is None, every part is the whole array."""
         if dim is None:
             return [whole] * len(self.shares)
         if zigzag:
@@ -79,7 +79,7 @@ class Cut:
         return jnp.split(whole, stops[:-1].tolist(), axis=dim)
 
     def join(self, parts: list[Any], dim: int | None, *, zigzag: bool) -> list[Any]:
-        """Join parts of a result along a dim; parts without one are returned as they are."""
+        """Join parts of a result along a dim; if the dim is None, return the parts."""
         if dim is None:
             return parts
         joined = np.concatenate(parts, dim)
@@ -324,7 +324,7 @@ def _difference(a: Any, b: Any, dim: int | None) -> str:
 
 
 def _named(call: Callable[[], Leaves], sizes: dict[str, int]) -> Leaves:
-    """Call a function under names of axes, along which all numbers are equal."""
+    """Call a function under `jax.vmap` with named axes; all entries along them are equal."""
     if not sizes:
         return call()
     (axis, size), *others = sizes.items()

@@ -174,7 +174,7 @@ class Plans:
     def pipeline_options(
         self, devices: Sequence[Any] | None = None, estimate: Estimate | None = None
     ) -> dict[str, Any]:
-        """Options for `Pipeline`: ``Pipeline(stages, **plans.pipeline_options())``.
+        """Return keyword arguments for ``Pipeline(stages, **plans.pipeline_options())``.
 
         The options equal those in the file of `write`, whose comments describe the model.
 

@@ -150,7 +150,7 @@ class _Placing:
         return [atom for atom in self.trace.outs if not isinstance(atom, Literal)]
 
     def _written(self) -> list[tuple[Path, list[Any]]]:
-        """Return state that the model writes, without random streams, which a pipeline counts."""
+        """List path and atoms of the state that the model writes, except random streams."""
         return [
             (path, [atom for atom in atoms if not isinstance(atom, Literal)])
             for path, atoms in self.trace.written.items()

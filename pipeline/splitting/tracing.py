@@ -121,7 +121,7 @@ class Trace:
     def roots(
         self, known: Iterable[Any], wanted: Iterable[Any], effects: Collection[Equation] = ()
     ) -> set[Any]:
-        """Return the variables of state and inputs that `run` needs in addition to known ones."""
+        """Return the variables that `run` needs and neither ``known`` nor an equation provides."""
         given = {atom for atom in known if not isinstance(atom, Literal)}
         return self._chosen(given.union(self.constants), wanted, effects)[1]
 
@@ -187,7 +187,7 @@ class Recipe:
         return leaves
 
     def found_in(self, extras: Mapping[str, Any]) -> dict[int, Any]:
-        """Map the number of an input to the array in extras."""
+        """Return the inputs that are passed as extras, by their number."""
         return {n: extras[name] for n, name in enumerate(self.names) if name in extras}
 
     def state_on_rank(

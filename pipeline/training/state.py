@@ -101,7 +101,7 @@ class StepState:
     def split_update(
         self, before: Sequence[Any], model: Any, optimizer: Any, finite: jax.Array
     ) -> list[Any]:
-        """List the leaves after an update, or before it unless ``finite``; random streams go on."""
+        """List the leaves after an update, or (except streams) before it unless ``finite``."""
         leaves = []
         for new, old, may in zip(
             self.split(model, optimizer), before, self._may_change, strict=True

@@ -114,7 +114,7 @@ def differences(measured: Report, predicted: Report | None = None) -> Difference
 
 
 def _parts(report: Report, flat: Flat) -> dict[str, float]:
-    """Divide the time of all ranks by use."""
+    """Sum the time of all ranks by cause: actions by stage, shared work, waits."""
     schedule, times = report.schedule, {}
     starts, ends = (np.concatenate(rows) for rows in (report.starts, report.ends))
     for stage in range(schedule.num_stages):

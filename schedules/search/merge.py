@@ -135,7 +135,7 @@ def _one_by_one(
 def _joined(
     problem: Problem, orders: Orders, items: Iterable[int], opening: Collection[int]
 ) -> list[Sequence[int]]:
-    """Merge the backwards of these items (stage * M + microbatch) in all orders."""
+    """Replace I and W by B for these items (stage * M + microbatch), in every rank's order."""
     by_rank: dict[int, set[int]] = {}
     for item in items:
         by_rank.setdefault(problem.placement[item // problem.num_microbatches], set()).add(item)
@@ -148,7 +148,7 @@ def _joined(
 def joined(
     problem: Problem, order: Sequence[int], wanted: Collection[int], opening: Collection[int] = ()
 ) -> list[int]:
-    """Merge the backwards of these items in one rank's order."""
+    """Replace I and W by B for these items in one rank's order."""
     each, size = problem.num_microbatches, problem.num_stages * problem.num_microbatches
     owed: dict[int, list[int]] = {}  # stage -> codes of the W that have yet to run
     early: set[int] = set()

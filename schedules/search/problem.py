@@ -54,7 +54,7 @@ class Problem:
 
     @property
     def prices_halves(self) -> bool:
-        """True if I and W of some stage do not add up to B."""
+        """True if some B takes a different time than its I and W together."""
         size = self.num_stages * self.num_microbatches
         whole, inputs, weights = (self.durations[k * size : (k + 1) * size] for k in (B, I, W))
         return any(b != i + w for b, i, w in zip(whole, inputs, weights, strict=True))

@@ -51,7 +51,7 @@ class Measured(Protocol):
     """Costs measured by `pipe.calibrate`, together with the signature of the measured model."""
 
     def costs_for(self, model: Any) -> tuple[Costs, str]:
-        """Return the costs for a model with this signature, and the costs' origin in words."""
+        """Return the costs, and their origin in words; refuse a model with another signature."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -112,7 +112,7 @@ def _inspect(plan: Plan, request: StepRequest, rank: Rank) -> OpenedStep:
 
 
 def _prepared(step: OpenedStep, rank: Rank, made: dict[str, Leaves] | None = None) -> OpenedStep:
-    """Put the step on a rank; add the values that all actions share."""
+    """Add what all actions share to the rank: weights made once a step, and the cut batch."""
     dtypes = narrow_dtypes(rank, step.activations.bodies) if made is None else None
     gathers = step.plan.gather == "step"
     chunks = rank.chunks.make_ready(gathers=gathers, dtypes=dtypes, made=made)

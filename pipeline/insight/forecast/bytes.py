@@ -121,7 +121,7 @@ class StepBytes:
 
     @property
     def least(self) -> int:
-        """Bytes that a step holds under every compiler: sums may use the memory of results."""
+        """The fewest bytes of a step with any compiler, which may sum in the memory of results."""
         return self.total - min(self.returned, self.totals)
 
     @property

@@ -98,7 +98,7 @@ class Rows:
         return jnp.where(is_new, new, jnp.take(prompts, place, axis=1))
 
     def all_done(self, rank: int | None) -> jax.Array:
-        """Tell whether all rows of all shards have ended, by the record of ``rank``, or of all."""
+        """Tell whether all rows of all shards have ended, by the record of one rank or of all."""
         left = jnp.sum(~self.done[...]).astype(jnp.int32)
         if rank is not None:
             left = jnp.where(jax.lax.axis_index(STAGE) == rank, left, 0)
