@@ -78,7 +78,7 @@ class _MeshPart:
     """The code that one mesh runs between two messages.
 
     Attributes:
-      to: for each of these variables the sharding that it gets on this mesh.
+      to: for each variable in ``sent`` the sharding that it gets on this mesh.
       kept: the variables that the part reads and must not overwrite.
       given: the variables that the part reads and whose memory its results may reuse.
       run: the compiled function of (kept, given).

@@ -46,7 +46,7 @@ def report(
     takes no time, just before the rank's next action.
 
     Args:
-      seen: the events of these loops, on all devices and in all steps.
+      seen: the events of the step's loops, on all devices and in all steps.
       pattern: the name of the step's slots.
 
     Raises:

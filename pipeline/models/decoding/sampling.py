@@ -50,7 +50,7 @@ class _Own(NamedTuple):
 
     Attributes:
       first: the rank's first word.
-      axes: the mesh axes of these ranks.
+      axes: the mesh axes of the ranks that share the words.
     """
 
     first: jax.Array

@@ -234,7 +234,7 @@ def _call(
       method: a function of the module of the ends and of ``argument``.
       own: further axes on which each rank has its own random keys.
       now: whether to read the current declared state; else the values that the forward read.
-      values: values of these variables before the call; by default the rank's values.
+      values: values of the variables at ``paths`` before the call; by default the rank's values.
     """
     # Collect all state besides parameters for this microbatch: the declared state that it must
     # read, and random keys that do not depend on the order of calls.
