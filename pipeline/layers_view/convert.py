@@ -14,7 +14,7 @@ from collectives import STAGE
 from pipeline.base.tree import Tree, row_of, shape_text, zeros
 from pipeline.base.variables import metadata, raw
 from pipeline.core.model.chunks import stack_rows
-from pipeline.core.placement.distribute import distribute
+from pipeline.core.placement.distribute import with_sharding
 from pipeline.core.placement.placement import LAYERS, spread_of
 from pipeline.layers_view.layout import Mark, layout_name
 from pipeline.layers_view.view import (
@@ -87,9 +87,7 @@ def from_layers(pipe: Any, layers: dict[str, Any]) -> nnx.State[Any, Any]:
             ((place, leaf),) = leaves.items()
             if getattr(leaf, "shape", None) == place.shape:
                 sharding = NamedSharding(home, array.spread.stored)
-                whole = place.write(array, leaf)
-                is_type = isinstance(whole, jax.ShapeDtypeStruct)
-                leaf = whole.update(sharding=sharding) if is_type else distribute(whole, sharding)
+                leaf = with_sharding(place.write(array, leaf), sharding)
         else:
             if path in foreign:
                 like = foreign[path]

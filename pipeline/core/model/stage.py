@@ -93,7 +93,7 @@ class Definition:
         had, now = _flat(rest), dict(nnx.to_flat_state(after)) if paths else {}
         for path in paths:
             before, value = (raw(state[path]) for state in (had, now))
-            if signature(jax.tree.map(_bare, before)) != signature(jax.tree.map(_bare, value)):
+            if signature(jax.tree.map(as_type, before)) != signature(jax.tree.map(as_type, value)):
                 raise ValueError(
                     f"{self.label} writes {_text(value)} to its {kind_text(had[path])} "
                     f"{'.'.join(map(str, path))}, which was {_text(before)}: declared state keeps "
@@ -206,7 +206,7 @@ def _declare(variable: Any) -> str:
     return f"declare it, as by Pipeline(..., state={name}){stateless}, or freeze it"
 
 
-def _bare(leaf: Any) -> Any:
+def as_type(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 

@@ -28,7 +28,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from collectives import DATA, STAGE
 from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree
-from pipeline.core.placement.distribute import distribute
+from pipeline.core.placement.distribute import with_sharding
 from pipeline.core.placement.zero import kernel_spec
 
 
@@ -177,10 +177,7 @@ def _untyped(leaf: Any, mesh: Mesh) -> Any:
                 f"given to Pipeline(..., mesh=)"
             )
         return jax.sharding.reshard(leaf, NamedSharding(mesh, PartitionSpec()))
-    sharding = NamedSharding(mesh, source.spec if ours else PartitionSpec())
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    return distribute(leaf, sharding)
+    return with_sharding(leaf, NamedSharding(mesh, source.spec if ours else PartitionSpec()))
 
 
 def laid_as(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -246,16 +243,9 @@ def typed(tree: Tree, mesh: Mesh | None, specs: Any) -> Tree:
     leaves, treedef = jax.tree.flatten(tree)
     if isinstance(specs, PartitionSpec):
         specs = [specs] * len(leaves)
-    results = [
-        _typed(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, specs, strict=True)
-    ]
+    pairs = zip(leaves, specs, strict=True)
+    results = [with_sharding(leaf, NamedSharding(mesh, spec)) for leaf, spec in pairs]
     return jax.tree.unflatten(treedef, results)
-
-
-def _typed(leaf: Any, sharding: NamedSharding) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    return distribute(leaf, sharding)
 
 
 def typed_as_they_lie(tree: Tree, mesh: Mesh) -> Tree:

@@ -34,7 +34,7 @@ from pipeline.base.arguments import DataParallel
 from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree
 from pipeline.base.variables import axis_names, metadata, raw, remade, with_value
-from pipeline.core.placement.distribute import distribute
+from pipeline.core.placement.distribute import with_sharding
 from pipeline.core.placement.paths import ModelPath
 
 Names = tuple[Any, ...]  # for each dim: None, an axis, or several
@@ -150,9 +150,7 @@ class Placement:
     def put(self, value: Any, spread: Spread) -> Any:
         """Place an array, or its type, with its sharding."""
         sharding = NamedSharding(self.mesh, spread.stored)
-        if isinstance(value, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-        return distribute(value, sharding, compare=False)  # the pipeline compares all at once
+        return with_sharding(value, sharding, compare=False)  # the pipeline compares all at once
 
     def label(self, variable: Any, value: Any, spread: Spread, lead: tuple[str, ...]) -> Any:
         """Set a variable's placed value, and its sharding metadata.
