@@ -88,8 +88,8 @@ class StepState:
     ) -> list[Any]:
         """List the leaves after a call without an update.
 
-        ``select`` gets the pairs (new, old) of the state that the call has written, by number of
-        leaf, and returns the leaves to keep.
+        ``select`` receives {number of a leaf: (new, old)} for the state that the call has written,
+        and returns {number of a leaf: the leaf to keep}.
         """
         after = self.split(model, optimizer)
         pairs = {

@@ -69,7 +69,7 @@ def hosted(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = (
 
 
 def moves(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = ()) -> Mask:
-    """Return [A] whether an action writes a value to host memory or reads one from it."""
+    """Return [A] flags, True for actions that write a value to host memory or read one from it."""
     flat, choice = flatten(schedule), hosted(schedule, keep, offload, shared)
     stash, crossing = (mask[flat.stage, flat.microbatch] for mask in choice)
     touched: Mask = (stash & (flat.kind != W)) | (crossing & np.isin(flat.kind, (I, W)))

@@ -246,7 +246,7 @@ class Plan(Options):
 
     @functools.cached_property
     def forward(self) -> Program:
-        """The lowered forward actions of the timetable; slots of one kind suit them best."""
+        """The program of the timetable's forward actions alone; `lower` chooses the pattern."""
         forward = self.schedule.forward()
         return lower(forward, shared=self.shared, gathers=self.has_windows, **self.sends)
 

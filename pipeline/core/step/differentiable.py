@@ -235,7 +235,7 @@ def refusing_twice(what: str) -> Iterator[None]:
 
 
 def without_gradient(run: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """Make a kernel that raises ``what`` under differentiation, even without refs."""
+    """Wrap a kernel so that its differentiation raises ValueError with the text ``what``."""
 
     @jax.custom_vjp
     def call(*operands: Any) -> Any:

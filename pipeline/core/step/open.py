@@ -76,7 +76,7 @@ def open_step(
 
 
 def _first_factors(plan: Plan, request: StepRequest, inputs: StepInputs) -> LossScale:
-    """Compute those factors of losses that are known before the total weight of the losses is."""
+    """Compute the factors of a loss that do not depend on the total weight of the losses."""
     if not request.training:
         return LossScale(counts=request.take_loss)
     scale = inputs.scale

@@ -68,7 +68,7 @@ def _short(value: Any) -> str:
 
 
 def _mesh(plan: Plan) -> str:
-    """Name the option that `_axes` describes."""
+    """Return the name of the option that gives the mesh or the meshes."""
     return "mesh" if plan.stage_meshes is None else "stage_meshes"
 
 

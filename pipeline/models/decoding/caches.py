@@ -369,7 +369,7 @@ def check_embed(pipe: Any, tokens: Any, max_new_tokens: int) -> None:
 
 
 def _is_unknown(embed: Any) -> bool:
-    """Tell whether an embed may add positions: its type is unknown, and it does not count them."""
+    """Tell whether an embed may add positions, and has no cache that counts them."""
     if embed is None or isinstance(embed, SplitEmbedding):
         return False
     if not isinstance(embed, nnx.Module):
