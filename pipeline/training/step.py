@@ -466,7 +466,7 @@ class Step:
 
 
 def warn_within_update(step: int, optimizer: Any) -> None:
-    """Warn of a checkpoint that lacks calls of an update under way."""
+    """Warn if a checkpoint is saved between the calls of an update: it lacks their gradients."""
     reference = None if optimizer is None else _STEP_OF.get(optimizer)
     accumulating = None if reference is None else reference()
     if accumulating is not None and accumulating.pending:
