@@ -337,7 +337,6 @@ def live(jaxpr: Any, *, keep_inputs: bool) -> tuple[Any, list[bool]]:
     elimination in `jax.extend` could replace it.
 
     Args:
-      jaxpr: a jaxpr.
       keep_inputs: whether inputs that no output needs stay inputs.
     """
     wanted = [True] * len(jaxpr.outvars)
@@ -433,7 +432,7 @@ def renamed_errors(
 
 
 def concrete(x: Any) -> jax.Array | None:
-    """Return the array that a tracer of a derivative stands for; None if there is none."""
+    """Return the array that a derivative's tracer represents; None if there is none."""
     value: jax.Array | None = to_concrete_value(x)
     return value
 

@@ -37,9 +37,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 def local(f: F) -> F:
     """Make a function of arrays, which holds no collectives, run without varying types inside.
 
-    Its results vary over A. Reverse-mode gradients are those of ``f`` on this device. The gradient
-    of an argument that varies over fewer axes than A is summed over the other axes, as in all of
-    shard_map.
+    Its results vary over A. Reverse-mode differentiation gives the gradients of ``f`` on this
+    device. The gradient of an argument that varies over fewer axes than A is summed over the other
+    axes, as in all of shard_map.
 
     If no surrounding `jax.shard_map` tracks types, or no argument varies, the result is a plain
     call of ``f``. Otherwise it is one equation, which `jax.checkpoint` computes again as a whole.

@@ -51,8 +51,8 @@ def sum_over(tree: Tree, axes: Axes) -> Tree:
 def mean_over(tree: Tree, axes: Axes) -> Tree:
     """Average each leaf over the axes of `axes` over which the leaf varies; always a float.
 
-    The mean of equal values is that value, so replicated leaves keep their values. Arguments and
-    errors are those of `sum_over`.
+    The mean of equal values is that value, so replicated leaves keep their values. `sum_over`
+    explains arguments and errors.
     """
     return _reduce(tree, axes, mean=True)
 

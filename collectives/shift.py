@@ -45,7 +45,7 @@ def exchange(tree: Tree, edges: Sequence[Edge], axis: str) -> Tree:
 
 
 def _may_part() -> bool:
-    """Tell whether other stages may run other operations: there are several stages."""
+    """Tell whether several stages, which may run different operations, share the mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return STAGE in mesh.manual_axes and mesh.shape[STAGE] > 1
 

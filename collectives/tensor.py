@@ -82,7 +82,9 @@ def column_input(
 
 
 def row_output(y: jax.Array, axis: str = TENSOR, *, sequence_axis: int | None = None) -> jax.Array:
-    """Compute the output of a row layer: the sum over ranks, or this rank's part of the sum.
+    """Sum the addends of a row layer over the ranks of its group.
+
+    Each rank gets the whole sum, or with ``sequence_axis`` its own positions of the sum.
 
     Args:
       y: this rank's addend.

@@ -34,8 +34,7 @@ from pipeline.core.placement.distribute import distribute
 from pipeline.core.placement.placement import LAYERS, Spread
 from pipeline.layers_view.by_mesh import ByMesh
 from pipeline.layers_view.layout import Layout, check_layout
-from pipeline.layers_view.reroll import Rerolled
-from pipeline.layers_view.rows import LeafRow
+from pipeline.layers_view.reroll import LeafRow, Rerolled
 from pipeline.layers_view.state import StatePlan, plan_state, read_layers, write_layers
 from pipeline.layers_view.view import (
     LayersArray,
@@ -197,7 +196,7 @@ class PipelineOptimizer(nnx.Optimizer[Pipeline]):
         """Update the pipeline's parameters and this state, as `nnx.Optimizer.update` does.
 
         Raises:
-          ValueError: the state is that of a pipeline with another placement or other ranks.
+          ValueError: the state belongs to a pipeline with another placement or other ranks.
         """
         found = self.update_on_device(model, grads, **extra)
         if self._offload:
@@ -230,7 +229,7 @@ class PipelineOptimizer(nnx.Optimizer[Pipeline]):
                 variable.set_raw_value(put_on_host(value))
 
     def state_plan(self, model: Pipeline) -> StatePlan:
-        """Plan the storage of this state's layers for a pipeline's parameters."""
+        """Return which arrays and numbers of this state belong to which layer (`StatePlan`)."""
         return self._plan(nnx.as_pure(nnx.state(model, self.wrt)))
 
 
@@ -345,7 +344,7 @@ class _Layered:
         return self._stored(updates, program, grads), plan.write(state, program, self._lay)
 
     def _run(self, function: Any, *args: Tree) -> tuple[Rerolled, Tree]:
-        """Make a program that works on layers; return it and its results."""
+        """Trace a function of layers; return it as a program over rows, and its results."""
         types = jax.tree.map(lambda x: x.type if isinstance(x, LeafRow) else jax.typeof(x), args)
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*types)
         program = Rerolled(
@@ -395,7 +394,7 @@ def _leaving_frozen(
 
     Args:
       tx: any optax transformation of a pipeline's parameters.
-      parts: as of `trained_parts`.
+      parts: the result of `trained_parts`.
     """
     tx = optax.with_extra_args_support(tx)
     if not parts:

@@ -255,8 +255,8 @@ class Pipeline(nnx.Module):
         Args:
           inputs: [N, ...] leaves, for which the model returns [N, ..., words] logits.
           targets: [N, ...] integers; the result is 0 for a target of -100, which does not count.
-          extras: as of a call.
-          num_microbatches: as of a call.
+          extras: the argument of a call.
+          num_microbatches: the argument of a call.
 
         Raises:
           ValueError: targets of another shape; or the call is differentiated.
@@ -294,8 +294,8 @@ class Pipeline(nnx.Module):
           inputs: [N, ...] leaves.
           targets: [N, ...] leaves.
           extras: [N, ...] leaves, by name, for every stage.
-          has_aux: as of `value_and_grad`; metrics have no gradient.
-          weighed: as of `value_and_grad`; weights have no gradient.
+          has_aux: the option of `value_and_grad`; metrics have no gradient.
+          weighed: the option of `value_and_grad`; weights have no gradient.
           num_microbatches: M of this call, if not the pipeline's.
         """
         plan = with_microbatches(self.plan, num_microbatches)
@@ -326,8 +326,8 @@ class Pipeline(nnx.Module):
           inputs: [N, ...] leaves.
           targets: [N, ...] leaves.
           extras: [N, ...] leaves, by name, for every stage.
-          wrt: the variables of the gradients, a filter as for `Pipeline`; by default all variables
-            that the pipeline trains.
+          wrt: a filter of the variables that have gradients, like the option of `Pipeline`; by
+            default all variables that the pipeline trains.
           loss_scale: a scalar, perhaps traced, by which the loss is multiplied before
             differentiation, so that small gradients do not vanish in float16. The returned
             gradients are multiplied by the scale; the returned loss is not. The caller divides the
@@ -415,9 +415,9 @@ class Pipeline(nnx.Module):
         anew, and runs once before it is measured. Weights and random streams do not change.
 
         Args:
-          inputs: as of `value_and_grad`.
-          targets: as of `value_and_grad`.
-          extras: as of `value_and_grad`.
+          inputs: the argument of `value_and_grad`.
+          targets: the argument of `value_and_grad`.
+          extras: the argument of `value_and_grad`.
           steps: the number of measured steps; the report is the median.
           directory: the folder for the profile, to open in XProf or Perfetto; by default the
             profile is deleted.
@@ -455,9 +455,9 @@ class Pipeline(nnx.Module):
         slices.
 
         Args:
-          inputs: as of `value_and_grad`, arrays.
-          targets: as of `value_and_grad`, arrays.
-          extras: as of `value_and_grad`, arrays.
+          inputs: arrays, the argument of `value_and_grad`.
+          targets: arrays, the argument of `value_and_grad`.
+          extras: arrays, the argument of `value_and_grad`.
           rounds: the number of times that each step is timed. Results are medians.
           repeats: the number of runs of an action within a step; short actions need more.
           split: whether I and W are measured too, which compiles a second program. Otherwise the
@@ -521,10 +521,10 @@ class Pipeline(nnx.Module):
         returns numbers, and adds a note. Weights and state stay as they are.
 
         Args:
-          inputs: as of `value_and_grad`, arrays.
-          targets: as of `value_and_grad`, arrays.
+          inputs: arrays, the argument of `value_and_grad`.
+          targets: arrays, the argument of `value_and_grad`.
           steps: the number of timed steps.
-          extras: as of `value_and_grad`, arrays.
+          extras: arrays, the argument of `value_and_grad`.
 
         Raises:
           ValueError: arguments that do not fit.
@@ -551,12 +551,12 @@ class Pipeline(nnx.Module):
         not listed.
 
         Args:
-          inputs: as of `value_and_grad`; leaves may be `jax.ShapeDtypeStruct`.
-          targets: as of `value_and_grad`, likewise.
-          extras: as of `value_and_grad`, likewise.
+          inputs: the argument of `value_and_grad`; leaves may be `jax.ShapeDtypeStruct`.
+          targets: the argument of `value_and_grad`; leaves may be types too.
+          extras: the argument of `value_and_grad`; leaves may be types too.
 
         Raises:
-          ValueError: a batch or a model that cannot run, as for `value_and_grad`; or no loss.
+          ValueError: a batch or a model that `value_and_grad` refuses; or no loss.
         """
         from pipeline.lint.added import trace_step
         from pipeline.lint.outside import warn_of_parameters_read_from_outside
@@ -655,9 +655,9 @@ class Pipeline(nnx.Module):
 
         Args:
           budget: bytes of each device that a step may take, arguments included.
-          inputs: as of `value_and_grad`; leaves may be `jax.ShapeDtypeStruct`.
-          targets: as of `value_and_grad`, likewise.
-          extras: as of `value_and_grad`, likewise.
+          inputs: the argument of `value_and_grad`; leaves may be `jax.ShapeDtypeStruct`.
+          targets: the argument of `value_and_grad`; leaves may be types too.
+          extras: the argument of `value_and_grad`; leaves may be types too.
           optimizer: an optimizer whose state and update count too.
 
         Raises:

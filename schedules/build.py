@@ -199,7 +199,6 @@ def _check_options(name: str, merge: bool, num_slices: object, group: object) ->
 def _other_option(
     option: str, value: object, name: str, lacks: str, families: Iterable[str]
 ) -> ScheduleError:
-    """Make the error for an option that only other families take."""
     return ScheduleError(
         f"{option}={shorten(value)} with schedule={name!r}: {lacks}; leave it out, or choose one "
         f"of {', '.join(families)}"

@@ -76,8 +76,6 @@ def straddling(sizes: Mapping[str, int], per_process: int, processes: int) -> st
 
     Args:
       sizes: the sizes of the axes, slowest first.
-      per_process: the number of devices from each process.
-      processes: the number of processes.
     """
     inner = [name for name in sizes if name != DATA]
     for start in reversed(range(len(inner))):

@@ -4,8 +4,8 @@ JAX's `mesh_utils.create_device_mesh` gives every mesh axis a part of the grid o
 that part row by row: after each row it jumps to the start of the next row. Here every axis gets a
 box, and visits its places as a snake, or as a closed tour if the box has one.
 
-Letters: the grid of chips is that of `collectives.places.torus`; a box has one length for each axis
-of the grid.
+`collectives.places.torus` defines the grid of chips. A box has one length for each axis of the
+grid.
 """
 
 from __future__ import annotations

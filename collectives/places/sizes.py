@@ -27,12 +27,7 @@ def in_order(sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_faults(further: Collection[str], known: Collection[str]) -> list[str]:
-    """List the faults of axis names that users add.
-
-    Args:
-      further: the names that users add.
-      known: the names that already have a meaning.
-    """
+    """List the faults of axis names that users add."""
     faults = []
     for name in further:
         if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
@@ -88,7 +83,6 @@ def fill(sizes: Mapping[str, int | None], available: int) -> dict[str, int]:
 
     Args:
       sizes: the sizes of the axes, each without a fault.
-      available: the number of devices.
 
     Raises:
       ValueError: the sizes need more devices than there are, or do not divide the number of
@@ -124,7 +118,6 @@ def fitting(
 
     Args:
       sizes: the sizes that the user gave, by axis.
-      available: the number of devices.
       allowed: a test of the sizes to list.
     """
     names = list(sizes)

@@ -23,8 +23,6 @@ def is_whole(value: Any, least: int, *, numpy: bool = False) -> bool:
     """Tell whether a value is an integer >= ``least``.
 
     Args:
-      value: anything.
-      least: the smallest allowed integer.
       numpy: whether numpy's integers are allowed.
     """
     kinds = int | np.integer if numpy else int
@@ -96,7 +94,6 @@ def takes(
       kind: the dataclass. The method gets its signature, defaults and types from the dataclass's
         fields. A field ``options`` takes a record of the dataclass's base class; its values replace
         the defaults of options that are not given by name.
-      function: the name of the method in errors.
     """
     signature = inspect.signature(kind)
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)

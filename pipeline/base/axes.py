@@ -46,7 +46,6 @@ class Axes:
       sizes: the sizes of these axes.
       rows: axes over which the rows of a batch are split, the outermost first.
       positions: axes over which later dims of a batch are split.
-      auto: axes left to the compiler.
       batch: [3] tree prefixes of specs for inputs, targets and extras.
       default: the spec of outputs, and of leaves that ``batch`` does not name.
     """
@@ -105,7 +104,6 @@ class Axes:
         return spec_over(self.rows)
 
     def size(self, axes: Sequence[str]) -> int:
-        """Return the number of devices along some axes."""
         return math.prod(self.sizes[self.names.index(axis)] for axis in axes)
 
     def leaf_specs(self, *trees: Tree) -> tuple[LeafSpecs, ...]:
@@ -149,10 +147,8 @@ def find_axes(mesh: Mesh | AbstractMesh, batch: Batch = None, auto: Sequence[str
     """Find the roles of a mesh's axes.
 
     Args:
-      mesh: a pipeline's mesh.
       batch: the split of a batch: a spec, or tree prefixes of specs for inputs, targets and extras,
         as a tuple or a dict by these names; by default rows are split over ``data``.
-      auto: axes left to the compiler.
 
     Raises:
       ValueError: ``batch`` does not fit the mesh.
@@ -229,7 +225,6 @@ def _specs(
 
 
 def _check(text: str, spec: PartitionSpec, names: Sequence[str], auto: Sequence[str]) -> None:
-    """Check the axes of one spec."""
     named = [axis for entry in spec for axis in axes_in(entry)]
     for axis in named:
         if axis == STAGE:

@@ -36,8 +36,6 @@ def faults_of(values: Mapping[str, Any], kinds: Mapping[str, Kind], within: str 
     """List the faults of values, a text for each; missing keys and null are no faults.
 
     Args:
-      values: the values of a file.
-      kinds: the kinds of keys.
       within: the prefix of keys in a text, such as ``rope_scaling.``.
     """
     return [

@@ -21,10 +21,6 @@ from typing import Any
 def check_releases(jax: str | None = None, flax: str | None = None) -> None:
     """Check that the installed flax supports the installed jax.
 
-    Args:
-      jax: the version of jax; by default the installed version.
-      flax: the version of flax; by default the installed version.
-
     Raises:
       ImportError: flax does not support this jax; the message says what to install.
     """
@@ -54,7 +50,6 @@ def check_neighbours(file: str, names: tuple[str, ...] = ("schedules", "collecti
     first on sys.path.
 
     Args:
-      file: the ``__file__`` of a package of the distribution.
       names: names of the other packages, which are in the same folder.
 
     Raises:

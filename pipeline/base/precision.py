@@ -26,8 +26,6 @@ def check_dtype(name: str, dtype: Any, others: str = "None, for what the model h
     """Check a dtype in which a model is kept or computed; return its canonical form.
 
     Args:
-      name: the name of the option.
-      dtype: the value of the option.
       others: a text on other values of the option; if it is not empty, None is one of them and is
         returned.
 

@@ -168,7 +168,7 @@ class BatchPart:
         return jnp.maximum(self.sequences * self._tokens_of_position(shape), 1)
 
     def over(self, value: Any, axes: tuple[str, ...]) -> Any:
-        """Sum a value over those of the given axes that are manual."""
+        """Sum a value over the given axes that are manual."""
         manual = tuple(axis for axis in axes if is_manual(axis))
         return jax.lax.psum(value, manual) if manual else value
 
@@ -216,7 +216,6 @@ class Asking:
     Attributes:
       part: the call's `BatchPart`; None after the trace.
       excludes_padding: whether the running layer excludes padding, or a layer has read the mask.
-      read_mask: whether a layer has read the mask.
     """
 
     part: BatchPart | None

@@ -62,7 +62,6 @@ def times(x: jax.Array, factor: Any) -> jax.Array:
 
 
 def is_key(leaf: Any) -> bool:
-    """Tell whether a leaf is a typed random key."""
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
@@ -109,7 +108,10 @@ def signature(tree: Tree) -> tuple[Any, ...]:
 
 
 def join(trees: list[Tree]) -> Tree | None:
-    """Make one type for several trees, which varies like all of them; None if shapes differ."""
+    """Return one tree of types for several trees; None if structures, shapes or dtypes differ.
+
+    Each type varies over every mesh axis over which one of its leaves varies.
+    """
     bare = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in trees]
     structures = {jax.tree.structure(tree) for tree in trees}
     if len(structures) > 1 or any(types != bare[0] for types in bare):
@@ -134,7 +136,6 @@ def shape_text(leaf: Any) -> str:
 
 
 def types_text(tree: Tree) -> Tree:
-    """Convert a tree of types to texts."""
     return jax.tree.map(shape_text, tree)
 
 

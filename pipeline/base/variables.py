@@ -40,7 +40,6 @@ def type_text(leaf: Any) -> str:
 
 
 def metadata(leaf: Any) -> Mapping[str, Any]:
-    """Return the metadata of a variable."""
     return leaf.get_metadata() if isinstance(leaf, nnx.Variable) else _NOTHING
 
 
@@ -54,7 +53,6 @@ def axis_names(variable: Any) -> tuple[Any, ...]:
 
 
 def with_value(leaf: Any, value: Any) -> Any:
-    """Copy a variable with another value."""
     return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
 
 

@@ -1,5 +1,5 @@
 """The command line, ``python -m pipeline``: a file for each command, and shared code.
 
-A command says here what it takes and how it fails; what it does the packages do for whoever imports
-them, but for runs of a configuration, which are put together here. Nobody imports this room.
+A command defines its arguments and its errors; other packages do its work. Only runs of a
+configuration are put together here. No other package imports this one.
 """

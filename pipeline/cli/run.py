@@ -1,7 +1,7 @@
 """Runs of a configuration by ``python -m pipeline``: train, evaluate, generate.
 
-All that can be wrong with a configuration is found before a device is touched, then the model is
-made, and only then a folder.
+A configuration is checked completely before a device is used. Then the model is made, and only then
+a folder.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class ConfigError(ValueError):
 class ParallelConfig:
     """Axes of the mesh, processes, batch and precision.
 
-    What is None and follows from the rest is filled in: after construction the fields say what
-    holds. Without `world_size` or processes, `data` is 1, as in `make_mesh`.
+    The constructor fills in the fields that are None and follow from the others. Without
+    `world_size` or processes, `data` is 1, as in `make_mesh`.
 
     Attributes:
       stage: S, ranks of the pipeline.
@@ -61,17 +61,17 @@ class ParallelConfig:
       axes: further axes by name, as a mapping or as pairs, such as `{"context": 2}`.
       world_size: W, devices of all processes.
       num_processes: P; `devices_per_process` is W / P.
-      devices_per_process: the same on each.
+      devices_per_process: the number of devices of each process.
       process_id: this process, 0..P-1; no part of the checksum.
       num_microbatches: M.
       microbatch_size: b, rows of a microbatch on one data shard.
       batch_size: N = M * D * b, rows of a batch on all of them.
-      param_dtype: of parameters and what the optimizer updates.
-      compute_dtype: of activations and products; by default as the parameters.
-      grad_dtype: of accumulated gradients; by default as the parameters.
+      param_dtype: the dtype of parameters and of the optimizer's state for them.
+      compute_dtype: the dtype of activations and products; by default `param_dtype`.
+      grad_dtype: the dtype of accumulated gradients; by default `param_dtype`.
 
     Raises:
-      ConfigError: a ValueError that lists all that is wrong.
+      ConfigError: a ValueError that lists all faults.
     """
 
     stage: int
@@ -104,14 +104,15 @@ class ParallelConfig:
         return sizes_of(self.to_dict())
 
     def mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
-        """The mesh, always with the axes data, stage and tensor.
+        """Make the mesh, which always has the axes data, stage and tensor.
 
         Args:
-          devices: to choose from; `jax.devices()` by default.
+          devices: the devices to choose from; `jax.devices()` by default.
 
         Raises:
-          ConfigError: the devices belong to another number of processes, or this is another one.
-          ValueError: as `collectives.make_mesh`.
+          ConfigError: num_processes is not the number of processes that have these devices, or
+            process_id is not the index of this process.
+          ValueError: `collectives.make_mesh` raises it.
         """
         pool = jax.devices() if devices is None else devices
         count, faults = len(set(map(process_of, pool))), []
@@ -130,16 +131,16 @@ class ParallelConfig:
         return make_mesh(devices=pool, **self.sizes)
 
     def pipeline_options(self, devices: Sequence[jax.Device] | None = None) -> dict[str, Any]:
-        """Options for `Pipeline`: ``Pipeline(stages, **config.pipeline_options())``.
+        """Return mesh, num_microbatches and the dtypes as keyword arguments of `Pipeline`.
 
-        That is the mesh, the number of microbatches and the three dtypes.
+        Call it as ``Pipeline(stages, **config.pipeline_options())``.
 
         Args:
-          devices: as for `mesh`.
+          devices: the devices of the mesh; `jax.devices()` by default.
 
         Raises:
-          ConfigError: the number of microbatches is not known; or as `mesh`.
-          ValueError: as `collectives.make_mesh`.
+          ConfigError: num_microbatches is None, or `mesh` raises one.
+          ValueError: `collectives.make_mesh` raises it.
         """
         if self.num_microbatches is None:
             fault = "num_microbatches=None: a pipeline needs it; give it, or batch_size and "
@@ -153,7 +154,7 @@ class ParallelConfig:
         """Make a configuration from names and values, as `to_dict` or a user's file has them.
 
         Raises:
-          ConfigError: keys that name no field, and all else that is wrong.
+          ConfigError: the message lists keys that name no field, and all other faults.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(
@@ -185,7 +186,7 @@ class ParallelConfig:
         """Return the fields that differ, each with this configuration's value and the other's.
 
         Args:
-          other: a configuration, or what `to_dict` gave on another process.
+          other: a configuration, or the result of `to_dict` on another process.
         """
         mine = self.to_dict()
         theirs = other.to_dict() if isinstance(other, ParallelConfig) else dict(other)

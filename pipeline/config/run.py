@@ -88,11 +88,11 @@ class ParallelRun:
         """Return arguments for `pipeline.Pipeline`, except the model's parts.
 
         Args:
-          devices: as for `ParallelConfig.mesh`.
+          devices: the devices of the mesh; `jax.devices()` by default.
           others: arguments from elsewhere; an option that has its default leaves them as they are.
 
         Raises:
-          ConfigError: there is no [parallel]; or as `ParallelConfig.pipeline_options`.
+          ConfigError: there is no [parallel], or `ParallelConfig.pipeline_options` raises it.
         """
         if self.parallel is None:
             raise ConfigError(["[parallel] is missing: a pipeline needs parallel.stage at least"])

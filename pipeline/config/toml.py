@@ -7,7 +7,7 @@ from typing import Any
 
 
 def toml_lines(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Write tables, such as those of a `ParallelRun`, as lines of TOML."""
+    """Write tables, such as [parallel] and [pipeline] of a `ParallelRun`, as lines of TOML."""
 
     def assigned(values: Mapping[str, Any]) -> list[str]:
         return [f"{name} = {text_of(value)}" for name, value in values.items()]

@@ -1,8 +1,8 @@
-"""Decoders that people have: Llama, Qwen, Mistral, Gemma, GPT-2 and mixtures of experts as one
+"""Published decoders: Llama, Qwen, Mistral, Gemma, GPT-2 and mixtures of experts as one
 configurable model.
 
-A model is made of `pipeline.layers`, in the parts that a pipeline wants: stages, embed and head.
-File formats and the names of weights in other libraries are in `pipeline.weights`.
+A model is made of `pipeline.layers`, in the parts of a pipeline: stages, embed and head. File
+formats and the names of weights in other libraries are in `pipeline.weights`.
 """
 
 from typing import TYPE_CHECKING

@@ -82,7 +82,6 @@ def trips(program: Program, scope: str) -> NDArray[np.int64] | None:
     """Count [S] the trips of each rank in a step through a loop of at most one trip.
 
     Args:
-      program: the program that runs.
       scope: the name scopes around the loop, joined by slashes.
 
     Returns:

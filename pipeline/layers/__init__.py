@@ -1,10 +1,10 @@
 """NNX layers whose weights may be spread over the ranks of a mesh axis.
 
-A layer holds its whole weights as `nnx.Param`, whose metadata ``out_sharding`` names the axis that
-cuts them, as everywhere in flax. Whoever runs it hands it this rank's part inside `jax.shard_map`;
-it takes all sizes from that part and exchanges what the other ranks need (`collectives.tensor`).
-Where the axis is not manual it is handed the whole, and is the plain layer. Everything is computed
-in the dtype of the input.
+A layer holds its whole weights as `nnx.Param`; the metadata ``out_sharding`` names the axis that
+divides them, as in flax. Inside `jax.shard_map` a layer is called with this rank's part of its
+weights. It takes all sizes from that part, and exchanges what other ranks need
+(`collectives.tensor`). If the axis is not manual, the layer has its whole weights and is the plain
+layer. Everything is computed in the dtype of the input.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """Parts of a mixture of experts: router, dispatch of tokens to experts, grouped products, sum.
 
-One file for each part, small functions of arrays that a layer of one's own may use too. No file
-format and no schedule is known here, and nothing reduces a gradient: a pipeline does.
+Each part has a file of small functions of arrays, which your own layers may use too. They know no
+file format and no schedule, and reduce no gradient; a pipeline reduces gradients.
 """
 
 from typing import TYPE_CHECKING

@@ -38,9 +38,7 @@ class ByMesh:
     Under a trace the function is called directly.
 
     Args:
-      function: a function of trees of arrays.
       donate_argnums: the arguments whose memory results may reuse.
-      compiler_options: the argument of `jax.jit`.
     """
 
     def __init__(
@@ -80,11 +78,9 @@ class _MeshPart:
     """The code that one mesh runs between two messages.
 
     Attributes:
-      sent: the variables that are sent to this mesh.
-      to: for each of these variables the sharding that it gets on this mesh.
+      to: for each variable in ``sent`` the sharding that it gets on this mesh.
       kept: the variables that the part reads and must not overwrite.
       given: the variables that the part reads and whose memory its results may reuse.
-      writes: the variables that the part returns.
       run: the compiled function of (kept, given).
     """
 
@@ -100,10 +96,8 @@ class _Program:
     """A function compiled in parts, for arguments of given types and places.
 
     Args:
-      function: the function to compile.
       args: the function's arguments; only their types and places are used.
       donated: for each leaf of ``args``, whether results may reuse the leaf's memory.
-      compiler_options: the argument of `jax.jit`.
     """
 
     def __init__(
@@ -258,7 +252,6 @@ class _Program:
         return list(found)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        """Run the parts and return the results."""
         values = dict(zip(self._closed.jaxpr.invars, leaves, strict=True))
         for part in self._parts:
             # One call for all arrays is ten times faster than one call for each.

@@ -14,9 +14,9 @@ from collectives import STAGE
 from pipeline.base.tree import Tree, row_of, shape_text, zeros
 from pipeline.base.variables import metadata, raw
 from pipeline.core.model.chunks import stack_rows
-from pipeline.core.placement.distribute import distribute
+from pipeline.core.placement.distribute import with_sharding
 from pipeline.core.placement.placement import LAYERS, spread_of
-from pipeline.layers_view.layout import drop_marks, layout_name
+from pipeline.layers_view.layout import Mark, layout_name
 from pipeline.layers_view.view import (
     LayersArray,
     LayerView,
@@ -28,7 +28,6 @@ from pipeline.layers_view.view import (
 
 
 def to_layers(pipe: Any, tree: Tree) -> dict[str, Any]:
-    """Convert a tree of the pipeline to layers, for `Pipeline.to_layers`."""
     order = layout_name(pipe.plan.stages_of)
     fitting = (view for view in _views(pipe) if _has_all(tree, view.arrays))
     view = next(fitting, None) or layer_view(pipe)
@@ -58,7 +57,6 @@ def to_layers(pipe: Any, tree: Tree) -> dict[str, Any]:
 
 
 def from_layers(pipe: Any, layers: dict[str, Any]) -> nnx.State[Any, Any]:
-    """Convert layers to a tree of the pipeline, for `Pipeline.from_layers`."""
     stages = layers.get("stages") if isinstance(layers, Mapping) else layers
     if not isinstance(layers, Mapping) or not isinstance(stages, Sequence):
         raise ValueError(
@@ -76,7 +74,11 @@ def from_layers(pipe: Any, layers: dict[str, Any]) -> nnx.State[Any, Any]:
         )
     variables, foreign = dict(nnx.to_flat_state(nnx.state(pipe))), _foreign(pipe)
     variables |= foreign
-    drop_marks(pipe.layout, pipe.plan.stages_of, foreign)
+    if foreign:  # `nnx.update` with another pipeline's state has added its marks
+        order, marks = layout_name(pipe.plan.stages_of), dict(vars(pipe.layout))
+        for name, value in marks.items():
+            if isinstance(value, Mark) and name.removesuffix("_back") != order:
+                delattr(pipe.layout, name)
     arrays = []
     for path, places in view.by_array.items():
         array, home = view.arrays[path], pipe.plan.home_at(path)
@@ -85,9 +87,7 @@ def from_layers(pipe: Any, layers: dict[str, Any]) -> nnx.State[Any, Any]:
             ((place, leaf),) = leaves.items()
             if getattr(leaf, "shape", None) == place.shape:
                 sharding = NamedSharding(home, array.spread.stored)
-                whole = place.write(array, leaf)
-                is_type = isinstance(whole, jax.ShapeDtypeStruct)
-                leaf = whole.update(sharding=sharding) if is_type else distribute(whole, sharding)
+                leaf = with_sharding(place.write(array, leaf), sharding)
         else:
             if path in foreign:
                 like = foreign[path]
@@ -120,7 +120,6 @@ def _views(pipe: Any) -> Iterator[LayerView]:
 
 
 def _has_all(tree: Tree, paths: Iterable[Path]) -> bool:
-    """Tell whether a tree has a leaf at every path."""
     try:
         for path in paths:
             value_at(tree, path)
@@ -130,7 +129,6 @@ def _has_all(tree: Tree, paths: Iterable[Path]) -> bool:
 
 
 def _joined(mesh: Any, array: LayersArray, leaves: Mapping[LeafPlace, Any]) -> Any:
-    """Join the leaves of stages to their array."""
     values = list(leaves.values())
     if not any(hasattr(leaf, "shape") for leaf in values):
         if any(leaf != values[0] for leaf in values):

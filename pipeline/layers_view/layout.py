@@ -22,6 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipeline.base.variables import kind_text, metadata, raw, remade
+from pipeline.core.model.stage import as_type
 from pipeline.core.placement.distribute import distribute
 from pipeline.core.placement.placement import LAYERS
 
@@ -37,7 +38,6 @@ class Layout(nnx.Module):
 
     Args:
       stages_of: [S] lists of the V stages on each rank.
-      mesh: the mesh on which marks are replicated.
       types: whether the state has types in place of arrays.
       loop: whether to add a mark for the placement "loop" too, as in an optimizer's state.
     """
@@ -100,26 +100,8 @@ def mark(chunks: Iterable[nnx.Module], stages_of: StagesOf) -> None:
 
 def types_of(chunks: nnx.Module) -> dict[Any, Any]:
     """Return the variables of all stages as types, with metadata, by path in the pipeline."""
-
-    def bare(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-    flat = nnx.to_flat_state(jax.tree.map(bare, nnx.state(chunks)))
+    flat = nnx.to_flat_state(jax.tree.map(as_type, nnx.state(chunks)))
     return {("chunks", *path): leaf for path, leaf in flat if isinstance(leaf, nnx.Variable)}
-
-
-def drop_marks(layout: Layout, stages_of: StagesOf, foreign: Mapping[Any, Any]) -> None:
-    """Drop marks of other orders of layers, if the metadata of variables records such an order.
-
-    Args:
-      layout: a pipeline's marks, to which a state of another pipeline may have added marks.
-      stages_of: [S] lists of the V stages on each rank.
-      foreign: variables with another order, which their metadata records.
-    """
-    order = layout_name(stages_of)
-    for name in [name for name, value in vars(layout).items() if isinstance(value, Mark)]:
-        if foreign and name.removesuffix("_back") != order:
-            delattr(layout, name)
 
 
 def check_layout(
@@ -138,12 +120,10 @@ def check_layout(
         not S.
     """
     order, S, streams = layout_name(stages_of), len(stages_of), False
-    marks = {str(path[0]) for path, _ in nnx.to_flat_state(nnx.state(layout))}
-    others = {name.removesuffix("_back") for name in marks} - {order}
+    others: set[Any] = {str(name).removesuffix("_back") for name in nnx.state(layout)}
     for path, variable in variables:
-        said, shape = metadata(variable).get(LAYERS, order), getattr(raw(variable), "shape", (S,))
-        if said != order:
-            others.add(said)
+        others.add(metadata(variable).get(LAYERS, order))
+        shape = getattr(raw(variable), "shape", (S,))
         if shape == ():  # a variable of layers has an axis of ranks
             raise ValueError(
                 f"{what} has a variable of type {kind_text(variable)} at "
@@ -154,6 +134,7 @@ def check_layout(
         if shape[:1] != (S,):
             others.add(f"an array {shape} at {'.'.join(map(str, path))}")
             streams |= isinstance(variable, nnx.RngState)
+    others.discard(order)
     if others:
         first, *more = sorted(others)
         text = f"{first} and {len(more)} more" if more else first

@@ -23,7 +23,7 @@ from flax import nnx
 from pipeline.base.arguments import check_names
 from pipeline.base.tree import cropped, is_abstract, padded
 from pipeline.core.model.overlay import Spot
-from pipeline.core.model.stage import Ends, check_kinds
+from pipeline.core.model.stage import Ends, as_type, check_kinds
 from pipeline.core.model.unlike import Overlaid
 from pipeline.core.options.options import Options
 from pipeline.core.placement.distribute import distribute
@@ -34,11 +34,7 @@ _ENDS = "embed", "head", "loss_fn"
 
 
 def check_changes(changes: Mapping[str, Any]) -> None:
-    """Check that every change names an option of a pipeline, or embed, head or loss.
-
-    Raises:
-      TypeError: there are other names among the changes.
-    """
+    """Check that every change names an option of a pipeline, or embed, head or loss."""
     if "stages" in changes:
         raise TypeError(
             "replace(stages=...): replace() keeps the stages with their weights; for others make "
@@ -132,9 +128,7 @@ def typed(module: Any) -> Any:
     if not isinstance(module, nnx.Module):
         return module
     graphdef, state = nnx.split(module)
-    return nnx.merge(
-        graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-    )
+    return nnx.merge(graphdef, jax.tree.map(as_type, state))
 
 
 def _picks(pipe: Any, new: Any) -> list[list[Pick]] | None:

@@ -25,8 +25,7 @@ from jax.sharding import PartitionSpec
 from collectives import STAGE
 from pipeline.base.tree import Tree
 from pipeline.core.placement.placement import Spread
-from pipeline.layers_view.reroll import Rerolled
-from pipeline.layers_view.rows import LeafRow
+from pipeline.layers_view.reroll import LeafRow, Rerolled
 from pipeline.layers_view.view import (
     LayersArray,
     LayerView,
@@ -46,7 +45,6 @@ def read_layers(view: LayerView, stored: Tree, lay: Lay | None = None) -> Tree:
     """Make a tree of layers from stored arrays: of `LeafRow`, and of arrays of embed and head.
 
     Args:
-      view: the places of the layers.
       stored: the arrays, by path.
       lay: a function with which each array is first sharded like its gradient, if given.
     """
@@ -68,10 +66,7 @@ def write_layers(
     """Make the arrays of a tree of layers, whose leaves are results of a program.
 
     Args:
-      view: the places of the layers.
       tree: the results, in the structure of the view's tree.
-      program: the program.
-      lay: a function that shards an array.
     """
     result_of = dict(zip(view.places.values(), jax.tree.leaves(tree), strict=True))
     arrays = {}
@@ -132,7 +127,6 @@ class StatePlan:
 
     @property
     def arrays(self) -> dict[Path, LayersArray]:
-        """The arrays of layers, by their paths in the state."""
         return {
             (*prefix, *path): array
             for prefix, view in self.views.items()
@@ -165,7 +159,6 @@ def plan_state(view: LayerView, types: Tree) -> StatePlan:
     """Plan the storage of a state of these types.
 
     Args:
-      view: the layer view of the parameters.
       types: the types of the optimizer's state for the tree of layers.
     """
     num_stages = len(view.tree["stages"])
@@ -180,7 +173,7 @@ def plan_state(view: LayerView, types: Tree) -> StatePlan:
 
 
 def _state_view(view: LayerView, tree: Tree) -> LayerView:
-    """Choose the places of a tree of layers: those of the parameters, where shapes are equal."""
+    """Choose the places of a tree of layers: the parameter's place where shapes are equal."""
     leaves, treedef = by_path(tree)
     dtypes: dict[Path, set[Any]] = {}
     for name, own in view.places.items():

@@ -82,9 +82,8 @@ class LayersArray:
     """An array of a pipeline, or of an optimizer's state, with leaves of layers.
 
     Attributes:
-      path: the path of the array.
       shape: its shape, [S, ...] for an array of stages.
-      spread: its sharding, and that of its gradient and of its state in an optimizer.
+      spread: the shardings of the array, of its gradient, and of its state in an optimizer.
     """
 
     path: Path
@@ -98,8 +97,7 @@ class LayerView:
 
     Attributes:
       stages_of: [S] lists of the V stages on each rank.
-      arrays: the arrays of stages, then those of embed and head, by path.
-      tree: the layers; leaves are `LeafPlace`.
+      arrays: by path, the arrays of stages, then the arrays of embed and head.
     """
 
     stages_of: Sequence[Sequence[int]]
@@ -124,7 +122,6 @@ def layer_view(pipe: Any, *, trained: bool = False, state: Any = False) -> Layer
     """Make the layer view of a pipeline's parameters.
 
     Args:
-      pipe: the pipeline.
       trained: whether to view only the trained parameters.
       state: True to view the declared state in place of the parameters, or a filter to view the
         state that it finds.
@@ -168,8 +165,6 @@ def _arrays(
     """List the arrays of a module's parameters, or of all its other state.
 
     Args:
-      prefix: the path of the module in the pipeline.
-      module: a chunk, or embed and head.
       ranks: S for a chunk, else None. A chunk that was given another pipeline's state has other
         rows.
       is_state: whether to list all state that is no parameter.
@@ -201,8 +196,6 @@ def stage_places(
     """List the leaves of a rank's stage: their paths in the stage, and their places.
 
     Args:
-      chunk: the chunk of the stage.
-      rank: the rank.
       arrays: paths (``("chunks", v, ...)``) and shapes of the chunk's arrays.
       is_state: whether these are the arrays of all state that is no parameter.
     """

@@ -55,7 +55,6 @@ class Lint:
     def run(
         self, entry: Any, plan: Plan, *operands: Any, takes_loss: bool = True, **options: Any
     ) -> Any:
-        """Run an entry point of the kernel, and look for NaN in its results if JAX is set to."""
         if not checks_nans() or any(
             isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands[1:])
         ):
@@ -67,13 +66,11 @@ class Lint:
     def explain_stage(
         self, rank: Rank, k: int, types: list[Tree], run: Any, error: Exception
     ) -> None:
-        """Explain why stage k does not run on the last of ``types``, of activations 0 to k."""
         from pipeline.lint.failures import explain_stage
 
         explain_stage(rank, k, types, run, error)
 
     def explain_part(self, rank: Rank, part: str, given: Tree, error: Exception) -> None:
-        """Add a note to an exception: why embed, head or loss_fn does not run on its argument."""
         from pipeline.lint.failures import explain_part
 
         explain_part(rank, part, given, error)
@@ -147,7 +144,6 @@ class Lint:
         check_forward_ends(rank, activations)
 
     def outputs(self, step: OpenedStep) -> None:
-        """Check that the leading axis of outputs is the batch."""
         from pipeline.lint.outputs import check_outputs
 
         check_outputs(step)

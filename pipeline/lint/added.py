@@ -16,13 +16,8 @@ from pipeline.core.step.operands import make_operands, types
 def adds_to_a_sum(pipe: Any, batch: Tree, *, has_aux: bool) -> bool:
     """Tell whether parts of a pipeline add losses to a loss (sum, weight); nothing is run.
 
-    Args:
-      pipe: a `Pipeline`.
-      batch: inputs, targets and extras.
-      has_aux: as of `Pipeline.value_and_grad`.
-
     Raises:
-      ValueError: as `Pipeline.value_and_grad`.
+      ValueError: the batch or the loss does not fit the pipeline.
     """
     plan, known = pipe.plan, pipe.plan.lint.adds_to_a_sum
     inputs, targets, extras = jax.eval_shape(lambda: batch)

@@ -30,8 +30,6 @@ def warn_of_idle_devices(schedule: Any, mesh: Mesh, num_stages: int) -> None:
 
     Args:
       schedule: the user's ``schedule=``; a timetable has its own number of ranks.
-      mesh: the default mesh.
-      num_stages: K.
     """
     devices, ranks = len(jax.devices()), mesh.shape[STAGE]
     if isinstance(schedule, Schedule) or is_path(schedule):
@@ -71,11 +69,7 @@ def check_nested(pipeline: type, stages: Any, **ends: Any) -> None:
 
 
 def check_stages(stages: Any) -> None:
-    """Refuse stages of a model that qwix quantised whole; warn if all differ only in attributes.
-
-    Raises:
-      ValueError: a stage was taken out of a model that qwix quantised whole.
-    """
+    """Refuse stages of a model that qwix quantised whole; warn if all differ only in attributes."""
     _check_intercepted(stages)
     _warn_of_attributes(stages)
 
@@ -105,9 +99,6 @@ def _check_intercepted(stages: Any) -> None:
     qwix replaces the class of the model that it is given, and quantises only in calls of this
     class. A stage taken out of the model is called without it. Stages with qwix's adapters
     (`nnx.LoRAParam`) are skipped: `pipeline.lint.unread` warns of adapters that no part reads.
-
-    Raises:
-      ValueError: a stage was taken out of a quantised model, and would compute unquantised.
     """
     if is_stacked(stages) or any(nnx.to_flat_state(nnx.state(x, nnx.LoRAParam)) for x in stages):
         return
@@ -156,9 +147,7 @@ def warn_of_frozen_parts(trained: Trained, chunks: Sequence[nnx.Module], stages:
 
 
 def warn_of_untyped_weights(home: Mesh, warned: set[Any]) -> None:
-    """Warn, once a pipeline, of gradients that no optimizer can use while a typed mesh is in force.
-
-    The pipeline was then made outside of `jax.set_mesh`.
+    """Warn once if a mesh is in force whose axis types the pipeline's weights do not have.
 
     Args:
       home: the pipeline's mesh with the axis types of its state.

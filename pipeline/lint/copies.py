@@ -34,8 +34,6 @@ class _Copied:
     """A module that a pipeline has copied, with its weights and attributes at that time.
 
     Args:
-      module: the module.
-      name: its name in messages.
       part: the number of its stage, "embed" or "head"; or "stages", if it has the arrays of all.
     """
 
@@ -74,7 +72,6 @@ class Copies:
     """A record of the weights in a pipeline, and in the user's modules that it was made from.
 
     Args:
-      pipe: the pipeline.
       stages: the user's own stages, which the pipeline has copied.
       ends: the user's own embed, head and loss_fn.
     """
@@ -104,11 +101,7 @@ class Copies:
             self._kept = kept
 
     def warn(self, pipe: Any) -> None:
-        """Warn, once per pipeline, of a weight and an attribute that were written outside of it.
-
-        Args:
-          pipe: the pipeline, which is about to run.
-        """
+        """Warn, once per pipeline, of a weight and an attribute that were written outside of it."""
         modules = functools.partial(_modules_of, pipe, functools.cache(pipe.stages))
         if self._watches_attributes and (text := self._find_attribute(modules)):
             self._watches_attributes = False

@@ -32,13 +32,6 @@ def check_stage_axis(part: str, jaxpr: Any) -> None:
     """Refuse collectives over ``stage``, and the index of a rank, in a part of a model.
 
     Ranks of other stages run other actions at that time, and results may not depend on the rank.
-
-    Args:
-      part: the part, for the message.
-      jaxpr: the jaxpr of the part.
-
-    Raises:
-      ValueError: the jaxpr has such a primitive.
     """
     for eqn in walk(jaxpr):
         name = eqn.primitive.name
@@ -85,11 +78,7 @@ def check_meetings(plan: Plan, bodies: Sequence[Any]) -> None:
     part with a permute of their own, and numbers would get mixed.
 
     Args:
-      plan: the options of the pipeline.
       bodies: the jaxprs of stages, or of embed, head and loss.
-
-    Raises:
-      ValueError: a body has a ``ppermute``.
     """
     if plan.schedule.num_ranks == 1 or plan.engine == "programs" or plan.partners:
         return
@@ -118,11 +107,7 @@ def warn_of_callbacks(plan: Plan, bodies: Sequence[Any]) -> None:
 
 
 def check_order(stage: str, effects: Iterable[Any]) -> None:
-    """Refuse ordered callbacks, which JAX supports on one device alone.
-
-    Raises:
-      ValueError: a stage on several devices has one.
-    """
+    """Refuse ordered callbacks, which JAX supports on one device alone."""
     if is_ordered(effects) and jax.sharding.get_abstract_mesh().size > 1:
         raise ValueError(
             f"{stage} has a callback with ordered=True (io_callback, jax.debug.callback or print), "
@@ -132,15 +117,7 @@ def check_order(stage: str, effects: Iterable[Any]) -> None:
 
 
 def check_constraints(stage: str, body: Any) -> None:
-    """Refuse sharding constraints over axes along which a stage sees only its rank's part.
-
-    Args:
-      stage: the name of the stage.
-      body: the jaxpr of the stage.
-
-    Raises:
-      ValueError: the stage has such a constraint.
-    """
+    """Refuse sharding constraints over axes along which a stage sees only its rank's part."""
     mesh = jax.sharding.get_abstract_mesh()
     constraints = [e for e in walk(body) if e.primitive.name == "sharding_constraint"]
     for sharding in [eqn.params["sharding"] for eqn in constraints]:
@@ -158,11 +135,7 @@ def check_constraints(stage: str, body: Any) -> None:
 
 
 def check_constraint_error(stage: str, error: Exception) -> None:
-    """Explain JAX's error about a sharding constraint that a stage must not have.
-
-    Raises:
-      ValueError: the error is about such a constraint.
-    """
+    """Raise ValueError in place of JAX's error about a sharding constraint in a stage."""
     if "with_sharding_constraint" in str(error) and isinstance(error, ValueError):
         raise _of_constraint(stage) from error
 
@@ -178,11 +151,7 @@ def _of_constraint(stage: str) -> ValueError:
 
 
 def check_effects(step: OpenedStep) -> None:
-    """Refuse a stage with side effects whose forward runs again in the backward.
-
-    Raises:
-      ValueError: the stage calls back to the host.
-    """
+    """Refuse a stage with side effects whose forward runs again in the backward."""
     for kind in step.kinds:
         arguments = *kind.example(), kind.blank
         effects = jax.make_jaxpr(kind.stage)(*arguments).effects

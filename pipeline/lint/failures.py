@@ -43,10 +43,7 @@ def explain_part(rank: Rank, part: str, argument: Tree, error: Exception) -> Non
     """Add a note to an exception: the part of the model that raised it, and the part's arguments.
 
     Args:
-      rank: the rank.
       part: embed, head or loss_fn.
-      argument: types of the part's argument.
-      error: the exception.
 
     Raises:
       ValueError: the error of `_check_static`.
@@ -72,11 +69,8 @@ def explain_stage(
     """Add a note to an exception of a stage: the stage's arguments.
 
     Args:
-      rank: the rank.
-      k: the index of the stage.
       before: types of activations 0 to k.
       run: traces the stage on an activation of a type.
-      error: the exception.
 
     Raises:
       ValueError: a clearer error, if there is one.
@@ -150,9 +144,7 @@ def _check_static(part: str, argument: Tree, error: Exception) -> None:
     """Replace JAX's error about a traced value, if the value is a number in an activation.
 
     Args:
-      part: the part of the model that raised the error.
       argument: types of its argument; for a loss a pair, outputs and targets.
-      error: the exception.
 
     Raises:
       ValueError: the error is about a traced value, and an activation has a number.

@@ -31,7 +31,7 @@ Program = tuple[str, list[Any]]  # its text and its constants
 
 
 def warn_of_ignored(rank: Rank, activations: Activations, ignored: Ignored) -> None:
-    """Warn of the first stage whose forward is another program with its own ignored attributes.
+    """Warn of the first stage whose program depends on an attribute that ``ignore=`` names.
 
     Each stage is traced with the values that it has in the pipeline, and with its own. The texts of
     the two programs are compared without names, and their constants by value. A host callback and

@@ -46,11 +46,7 @@ def run_watched(
     takes_loss: bool,
     **options: Any,
 ) -> Any:
-    """Run an entry point of the kernel, and look for NaN and infinities in its results.
-
-    Raises:
-      FloatingPointError: a result has NaN or infinity.
-    """
+    """Run an entry point of the kernel, and look for NaN and infinities in its results."""
     kinds = [k for k, on in NAN_CHECKS.items() if getattr(jax.config, on)]
     with _watching(()):
         results = run(plan, model, weights, batch, **options)
@@ -84,9 +80,7 @@ class _NamedPart(NamedTuple):
     """Embedding, a stage, or the head with the loss.
 
     Attributes:
-      name: the name in messages.
       call: function of (params, x, batch, microbatch) on one data shard, which returns the output.
-      params: the part's parameters.
     """
 
     name: str

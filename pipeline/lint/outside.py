@@ -77,7 +77,7 @@ def _message(name: str, part: Any) -> str:
 def _search(
     path: str, value: Any, searched: set[Any], depth: int, names: frozenset[str] = frozenset()
 ) -> Reads:
-    """Find the parameters in a value that code uses, which also names the attributes ``names``."""
+    """Yield the parameters in a value that code reads; of modules only attributes in ``names``."""
     deeper = functools.partial(_search, searched=searched, depth=depth + 1, names=names)
     if depth > _DEPTH or isinstance(value, type | types.ModuleType):
         return

@@ -122,7 +122,6 @@ def _one(path: str, leaf: Any, mesh: Mesh | None, said: Any) -> Placed:
 
 
 def _axes(spec: Any, rank: int) -> tuple[tuple[str, ...], ...]:
-    """Return the axes of each dimension."""
     entries = [*spec, *[None] * (rank - len(spec))]
     return tuple(
         (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, tuple) else ()

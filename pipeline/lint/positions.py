@@ -62,9 +62,8 @@ class ModelPart:
     """A part of a model.
 
     Attributes:
-      name: the name in messages.
-      call: the part as a function of a rank, whose batch is that of the call, and of its input and
-        its weights.
+      call: the part as a function of a rank, which has the batch of the call, of the input and of
+        weights.
       weights: a function from a rank to the part's weights.
       x: the types of the input, on one rank; () for embed.
       look: a function that returns whether the part says, or is known, to treat positions alone,
@@ -106,8 +105,6 @@ class ModelPart:
         """Trace the part on a cut batch: on all rows, or on one row if they are too many.
 
         Args:
-          rank: the rank.
-          cut: the cut.
           x_dims: the dim of each leaf of ``x`` that is cut, or None.
           dims: the dim of each leaf of the batch.
           most: the number of positions that suffice, in dim 1; None for all positions.
@@ -273,11 +270,7 @@ def is_ours(part: Any) -> bool:
 
 
 def _check_call_slice(kind: type) -> None:
-    """Check that a subclass which overrides ``__call__`` also overrides ``call_slice``.
-
-    Raises:
-      ValueError: the class has its own ``__call__``, and an inherited ``call_slice``.
-    """
+    """Check that a subclass which overrides ``__call__`` also overrides ``call_slice``."""
     call, call_slice = (
         next((n for n, base in enumerate(kind.__mro__) if name in vars(base)), None)
         for name in ("__call__", CALL_SLICE)
@@ -407,7 +400,7 @@ class Growth:
 
     @property
     def ratio(self) -> float:
-        """The value of the parts, relative to that of the whole."""
+        """The value of the parts divided by the value of the whole."""
         return self.parts[0] / self.whole[0]
 
     @property
@@ -425,7 +418,7 @@ class Growth:
 
 
 def try_loss(start: Callable[[], Trial]) -> Growth | None:
-    """Compare a loss (sum, weight) of the whole with that of the parts.
+    """Compare a loss (sum, weight) of the whole with the loss of the parts.
 
     Some losses take positive numbers, such as shares or weights of at least 1. So a loss that
     agrees on normal numbers or on positive numbers is right.

@@ -41,7 +41,7 @@ _LEAST, _MOST = 5e-4, 0.3
 
 
 def _trial_of_rows(rank: Rank, part: ModelPart) -> Trial:
-    """Trace a part on the rows of two microbatches together, and of each."""
+    """Trace a part on the rows of two microbatches, together and one by one."""
     pairs = zip(jax.tree.leaves(unit_of(rank)), specs_of(rank), strict=True)
     dims = [0 if spec is not None and leaf.shape else None for leaf, spec in pairs]
     x_dims = [0 if leaf.shape else None for leaf in jax.tree.leaves(part.x)]

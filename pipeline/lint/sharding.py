@@ -90,7 +90,6 @@ def warn_of_undivided_weights(pipe: nnx.Module, plan: Plan, given: Sequence[Any]
 
     Args:
       pipe: the pipeline, whose state is on the mesh.
-      plan: the options of the pipeline.
       given: the stages, embed and head as the user gave them.
     """
     _warn_of_one_shard(plan)
@@ -128,10 +127,7 @@ def _alike(
     """Describe large arrays of which devices along an axis hold copies; empty if there are none.
 
     Args:
-      arrays: all arrays to check.
       remedy: a function from the axes that should divide these arrays to advice.
-      limit: the argument of `check_sharding`.
-      axes: the argument of `check_sharding`.
     """
     large = _by_size([a for a in arrays if a.device_bytes > limit], axes)
     if not large:

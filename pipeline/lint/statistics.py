@@ -46,8 +46,6 @@ class _DeclaredVariable(NamedTuple):
     Attributes:
       part: the stage that has the variable, or embed, head or loss_fn.
       path: the variable's path in that part.
-      variable: the variable.
-      is_written: whether a call writes the variable.
       reads_mask: whether a call of the part reads which rows are data.
     """
 
@@ -84,11 +82,7 @@ def _with_usage(
 
 
 def warn_of_state(step: OpenedStep) -> None:
-    """Warn of state that padding changes too, and of state that no function updates after a step.
-
-    Args:
-      step: the step, with the traces of its model.
-    """
+    """Warn of state that padding changes too, or that no function updates after a step."""
     plan, rank = step.plan, step.rank
     warned, has_padding = plan.compiled.warned, rank.batch_part.sequences is not None
     counting: dict[str, list[str]] = {}  # texts by part

@@ -63,15 +63,14 @@ class Cut:
     axis: str = ""
 
     def whole_type(self, leaf: Any, dim: int | None) -> Any:
-        """Return the type of a whole array from that of its longest part."""
+        """Return the type of a whole array from the type of its longest part."""
         return _resized(leaf, dim, sum(self.shares), max(self.shares))
 
     def part_type(self, whole: Any, dim: int | None, n: int) -> Any:
-        """Return the type of part n."""
         return _resized(whole, dim, self.shares[n], sum(self.shares))
 
     def parts(self, whole: Any, dim: int | None, *, zigzag: bool = False) -> list[Any]:
-        """Cut an array along a dim; an array without one is equal in all parts."""
+        """Cut an array along a dim; if the dim is None, every part is the whole array."""
         if dim is None:
             return [whole] * len(self.shares)
         if zigzag:
@@ -80,7 +79,7 @@ class Cut:
         return jnp.split(whole, stops[:-1].tolist(), axis=dim)
 
     def join(self, parts: list[Any], dim: int | None, *, zigzag: bool) -> list[Any]:
-        """Join parts of a result along a dim; parts without one are returned as they are."""
+        """Join parts of a result along a dim; if the dim is None, return the parts."""
         if dim is None:
             return parts
         joined = np.concatenate(parts, dim)
@@ -121,10 +120,8 @@ class Trial:
 
         Args:
           calls: the function for each part; one function, if ranks of an axis have the parts.
-          whole: the function for whole arrays.
           types: the types of the arguments of the longest part.
           dims: for each leaf of ``types`` the dim that is cut, or None.
-          cut: the cut.
           most: the most numbers of an array.
 
         Raises:
@@ -327,7 +324,7 @@ def _difference(a: Any, b: Any, dim: int | None) -> str:
 
 
 def _named(call: Callable[[], Leaves], sizes: dict[str, int]) -> Leaves:
-    """Call a function under names of axes, along which all numbers are equal."""
+    """Call a function under `jax.vmap` with named axes; all entries along them are equal."""
     if not sizes:
         return call()
     (axis, size), *others = sizes.items()
@@ -340,7 +337,6 @@ def _follow(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> Leaves:
 
 
 def _widen(x: Any) -> Any:
-    """Convert a float of 16 bits to float32."""
     dtype = np.result_type(x) if not is_key(x) else None
     return x if dtype is None or _wide_dtype(dtype) == dtype else jnp.asarray(x, jnp.float32)
 

@@ -36,7 +36,6 @@ def warn_of_parameters_that_nobody_reads(
     """Warn of parameters that make no difference to outputs and loss.
 
     Args:
-      rank: the rank's part of the model.
       bodies: [K] the jaxpr of each stage, a function of its weights.
       ends_body: the jaxpr of embed, head and loss, a function of their weights.
       warned: keys of warnings already given; the function adds to it.
@@ -58,9 +57,6 @@ def warn_of_idle_axes(rank: Rank, bodies: Sequence[Any], axes: Axes, warned: set
     """Warn of mesh axes along which all devices compute the same values.
 
     Args:
-      rank: the rank's part of the model.
-      bodies: the jaxprs of all parts of the model.
-      axes: the roles of mesh axes.
       warned: keys of warnings already given; the function adds to it.
     """
     layout = rank.model.layout

@@ -1,4 +1,4 @@
-"""The one walk over a jaxpr: its equations, and those of all jaxprs within it."""
+"""The one walk over a jaxpr: its equations, and the equations of all jaxprs within it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ def walk(jaxpr: Any) -> Iterator[Any]:
 
 
 def axes_of(eqn: Any) -> tuple[str, ...]:
-    """Return the mesh axes that an equation names."""
     values = [eqn.params.get(key, ()) for key in ("axis_name", "axes")]
     names = [name for value in values for name in (value if isinstance(value, tuple) else (value,))]
     return tuple(name for name in names if isinstance(name, str))

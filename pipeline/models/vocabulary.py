@@ -25,7 +25,7 @@ class VocabularyEmbedding(layers.VocabularyEmbedding, SplitEmbedding):
       words: N.
       width: d.
       rngs: streams; ``params`` is used.
-      dtype: the dtype of the vectors; by default that of the table.
+      dtype: the dtype of the vectors; by default the table's dtype.
       param_dtype: the dtype of the table.
       scale: standard deviation of the initial table.
       sequence_parallel: whether each rank of ``tensor`` keeps its part of the positions, for

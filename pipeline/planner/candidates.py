@@ -1,6 +1,6 @@
 """All layouts of a job whose sizes divide: meshes, schedules, V, microbatches, remat, sharding.
 
-Letters are those of `pipeline.planner.layout`.
+`pipeline.planner.layout` lists the letters.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _places(order: Order) -> tuple[int, int]:
 def windows_of(order: Order) -> Sequence[float]:
     """Count a rank's windows of weights and of gradients, its gathers and its reductions.
 
-    The counts are those of a pipeline with ``gather="repeat"``, on the rank with the most.
+    They are counted for a pipeline with ``gather="repeat"``, on the rank with the most.
     """
     return _repeated(_windows, order)
 

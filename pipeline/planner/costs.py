@@ -1,8 +1,8 @@
 """Seconds of a layout's step, by a roofline: products, passes through HBM, bytes over links.
 
-Letters are those of `pipeline.planner.layout`. Bytes of collectives, for sequence parallelism, are
-in bench/notes/communication.md. Latency is not counted. A pipeline's collectives are not hidden by
-work, but those of FSDP alone are, as far as possible. So a pipeline must beat FSDP at its best.
+`pipeline.planner.layout` lists the letters. Bytes of collectives, for sequence parallelism, are in
+bench/notes/communication.md. Latency is not counted. Work hides none of a pipeline's collectives,
+and as many collectives of FSDP alone as possible. So a pipeline must beat FSDP at its best.
 """
 
 from __future__ import annotations
@@ -54,11 +54,9 @@ class Estimate:
     """Estimated time and memory of a layout's step.
 
     Attributes:
-      layout: the layout.
       seconds: seconds of a step by cause: compute, recompute, bubble, host, tensor, expert,
         context, data, update.
       bytes: bytes on the fullest chip, by kind.
-      bound: whether the bubble is left out.
     """
 
     layout: MeshLayout
@@ -193,7 +191,9 @@ def _block(job: PlannedJob, layout: MeshLayout, link: float) -> BlockSeconds:
 
 
 def _exchanges(job: PlannedJob, layout: MeshLayout) -> tuple[float, float]:
-    """Compute seconds of a block's exchanges over `expert` and `context`, forward, none hidden."""
+    """Return the forward communication time of a block over `expert` and over `context`, in
+    seconds, without overlap.
+    """
     experts, at, R = job.model.experts, layout.experts, layout.context
     dispatch = exchange = 0.0
     if experts is not None and at.ranks > 1:
@@ -258,8 +258,6 @@ def _shared(job: PlannedJob, layout: MeshLayout, each: tuple[float, float, float
     own part.
 
     Args:
-      job: the training job.
-      layout: the layout of the job.
       each: bytes for a parameter of blocks, of experts and of ends.
     """
     outside = 1 if layout.data_parallel == "hsdp" else layout.data_slices

@@ -1,7 +1,7 @@
 """The training job, and one way to spread the job over chips.
 
-Letters: S, D, E, R, T ranks on `stage`, `data`, `expert`, `context`, `tensor`; V stages on a rank,
-M microbatches, L layers; e experts, k of a token.
+Letters of this package: S, D, E, R, T ranks on `stage`, `data`, `expert`, `context`, `tensor`; V
+stages on a rank, M microbatches, L layers; e experts, k of a token.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class MeshLayout:
         result; "mlp", the MLP of each block; "stage", each stage from its input.
       data_parallel: "replicated" or "zero1"; for a pipeline also "windows", where a chunk's weights
         and gradients are whole while a rank works on the chunk; without a pipeline also "fsdp" or
-        "hsdp", where weights are divided over all data shards or over those of a slice.
+        "hsdp", where weights are divided over all data shards, or over the data shards of a slice.
       vocabulary: "ends" or "stage".
       experts: E, and the dispatch.
       offload: share of the stashes in host memory; None if no stash is there. Without a pipeline it

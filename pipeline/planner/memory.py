@@ -3,8 +3,8 @@
 A forecast (`pipeline.insight.forecast`) reads these bytes off one traced step, which takes seconds;
 a search looks at thousands of layouts. Tests compare the two, part by part.
 
-Letters are those of `pipeline.planner.layout`. Weights, sums of gradients and Adam's two moments
-are float32, everything else is bfloat16.
+`pipeline.planner.layout` lists the letters. Weights, sums of gradients and Adam's two moments are
+float32, everything else is bfloat16.
 """
 
 from __future__ import annotations

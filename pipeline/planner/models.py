@@ -231,7 +231,6 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """The number of all parameters."""
         dense, matrices = self._dense_layers, self._dense_matrices + 2 * self.width
         return (self.layers - dense) * self.block + dense * matrices + self.ends
 

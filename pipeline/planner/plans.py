@@ -174,7 +174,7 @@ class Plans:
     def pipeline_options(
         self, devices: Sequence[Any] | None = None, estimate: Estimate | None = None
     ) -> dict[str, Any]:
-        """Options for `Pipeline`: ``Pipeline(stages, **plans.pipeline_options())``.
+        """Return keyword arguments for ``Pipeline(stages, **plans.pipeline_options())``.
 
         The options equal those in the file of `write`, whose comments describe the model.
 
@@ -202,7 +202,7 @@ class Plans:
 
 
 def _tables(job: PlannedJob, layout: MeshLayout) -> dict[str, dict[str, Any]]:
-    """Return the tables of a `pipeline.config.ParallelRun`, with what the layout decides."""
+    """Return the tables of a `pipeline.config.ParallelRun` with the options that a layout sets."""
     ranks = layout.experts.ranks
     axes = {} if job.model.experts is None else {"expert": ranks}
     axes |= {CONTEXT: layout.context} if layout.context > 1 else {}

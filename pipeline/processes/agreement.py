@@ -89,8 +89,6 @@ def agree(fields: Fields, index: int, count: int, timeout: float) -> None:
 
     Args:
       fields: values that must be equal, by name.
-      index: the number of this process.
-      count: the number of processes.
       timeout: seconds to wait for the other processes.
 
     Raises:
@@ -119,11 +117,7 @@ def agree(fields: Fields, index: int, count: int, timeout: float) -> None:
 
 
 def differences(fields: Sequence[Fields]) -> list[str]:
-    """List the differences between processes.
-
-    Args:
-      fields: [processes] the fields of each process.
-    """
+    """List the differences between processes."""
     names = list(dict.fromkeys(name for own in fields for name in own))
     found = []
     for name in names:
@@ -183,7 +177,6 @@ def _text(value: Any) -> str:
 
 
 def digest_of(data: bytes) -> str:
-    """Return a short digest of data."""
     return hashlib.sha256(data).hexdigest()[:DIGITS]
 
 

@@ -32,7 +32,6 @@ class Signs:
     """The signs-of-life thread of one process; `start` starts the thread.
 
     Args:
-      here: the place of this process in the job.
       heartbeat: seconds without a sign of life after which jax ends all processes.
     """
 

@@ -81,10 +81,8 @@ def find(
 
     Args:
       coordinator: ``host:port`` of process 0; this and the next two are detected if None.
-      num_processes: the number of processes in the job.
-      process_id: the number of this process.
       timeout: seconds that jax may wait for a name service.
-      environment: the variables that a launcher has set; by default those of this process.
+      environment: the variables that a launcher has set; by default this process's variables.
 
     Raises:
       ValueError: a part is missing or contradicts the others, or there is a cluster, but this

@@ -66,8 +66,6 @@ class Job:
     """The program to start, and its processes.
 
     Attributes:
-      command: the program and its arguments.
-      processes: the number of processes.
       devices: virtual CPU devices of each process.
       port: the coordinator's port, 0 for a free port.
       grace: seconds between the request to end and the kill.
@@ -95,7 +93,6 @@ class Job:
 
 
 def free_port() -> int:
-    """Find a free port of this machine."""
     with socket.socket() as listener:
         listener.bind((HOST, 0))
         return int(listener.getsockname()[1])
@@ -105,7 +102,6 @@ def run(job: Job, out: BinaryIO | None = None, err: BinaryIO | None = None) -> i
     """Run the job to its end and return its exit code.
 
     Args:
-      job: the job.
       out: the target of the processes' standard output, line by line; by default the launcher's
         own.
       err: the target of the processes' standard error and of the launcher's messages.

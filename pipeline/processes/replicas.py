@@ -29,7 +29,6 @@ def check_replicas(arrays: Mapping[str, Any], mesh: Mesh) -> None:
 
     Args:
       arrays: name to array, placed on the mesh; in the same order on all processes.
-      mesh: the mesh.
 
     Raises:
       ValueError: on all processes: the first part that differs, and the processes that hold it.

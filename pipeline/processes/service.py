@@ -18,8 +18,6 @@ def say(topic: str, text: str, *, again: bool = False) -> None:
     """Publish a text of this process on a topic: a path that is no prefix of another topic's.
 
     Args:
-      topic: the topic.
-      text: the text for the other processes.
       again: whether the text may replace an earlier text of this process.
     """
     client, process = coordination()

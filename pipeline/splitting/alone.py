@@ -28,13 +28,7 @@ _COMPARED = 2**16  # bytes of a constant; larger ones are equal if they are one 
 
 
 def find_changed(model: nnx.Module, trace: Trace, regular: Regular) -> str:
-    """Find a block that computes otherwise alone than in the model; return the reason, else "".
-
-    Args:
-      model: the model that has the blocks.
-      trace: the trace of its call.
-      regular: the order of the calls.
-    """
+    """Find a block that computes otherwise alone than in the model; return the reason, else ""."""
     interned: dict[Any, int] = {}
     for number, call in enumerate(trace.calls):
         own, alone = (trace, number), _trace_alone(model, call, call.types)
@@ -99,11 +93,11 @@ def _trace_alone(model: nnx.Module, call: Call, types: Sequence[Any]) -> Trace |
 def _meaning(
     trace: Trace, number: int, like: tuple[Trace, int], interned: dict[Any, int]
 ) -> tuple[list[Any], list[Any]] | None:
-    """Return a call's results and final variables, as terms of its arguments and variables.
+    """Return a call's results and final variables as terms of its arguments and variables.
 
-    ``like`` is a trace and the number of a call in it. If one value is given twice in that call,
-    the two values at the same places here are taken to be equal. ``interned`` maps equations to
-    numbers; this function adds to it.
+    ``like`` is another trace and the number of a call in it. Where that call gets one value twice,
+    the two values here are taken to be equal too. ``interned`` maps equations to numbers; this
+    function adds to it.
     """
     before, after = trace.held[number]
     own = [*trace.given[number], *before]

@@ -1,9 +1,9 @@
 """Layout strings, which say what layers each stage has: ``E|(t|)*10m|L``.
 
-The grammar is that of Megatron-LM's ``--pipeline-model-parallel-layout``: E is the embedding, t a
-layer, m a layer for multi-token prediction, L head and loss, and ``|`` ends a stage. ``x*3`` is
-``xxx``, for a letter or a sequence in parentheses; commas and spaces mean nothing. Megatron-LM's
-other form, a list of names for each stage, is read too.
+Megatron-LM's ``--pipeline-model-parallel-layout`` has this grammar: E is the embedding, t a layer,
+m a layer for multi-token prediction, L head and loss, and ``|`` ends a stage. ``x*3`` is ``xxx``,
+for a letter or a sequence in parentheses; commas and spaces mean nothing. Megatron-LM's other form,
+a list of names for each stage, is read too.
 
 Letters of this module: K stages.
 """
@@ -126,7 +126,6 @@ def parse_layout(text: Layout, layers: int, mtp_layers: int = 0) -> list[int]:
 
     Args:
       text: the layout, as `read_layout` takes it.
-      layers: number of layers of the model.
       mtp_layers: number of the model's modules for multi-token prediction; `place_modules` says
         which stages have them.
 

@@ -63,7 +63,6 @@ class SplitCut:
         return len(self.counts) + 1
 
     def place(self, trace: Trace, counts: Sequence[int]) -> PlacedBlock:
-        """Divide a trace into parts."""
         return place(trace, counts, self.recipe.kinds, self.recipe.loose)
 
     def at(
@@ -77,7 +76,7 @@ class SplitCut:
         """Return the call on inputs of these types, with the running part's variables and arrays.
 
         Raises:
-          ValueError: the model calls its blocks otherwise than with the example.
+          ValueError: the model calls its blocks in another way than with the example.
         """
         mesh = jax.sharding.get_abstract_mesh()
         config = jax.config.jax_numpy_dtype_promotion, jax.config.jax_enable_x64  # type: ignore[attr-defined]
@@ -151,7 +150,6 @@ def hold(variables: Mapping[Path, Any]) -> nnx.Dict[Any]:
 
 
 def held_by(module: nnx.Dict[Any], paths: Sequence[Path]) -> dict[Path, Any]:
-    """Return the values of a module at these paths."""
     return {
         path: functools.reduce(lambda node, name: node[str(name)], path, module) for path in paths
     }
@@ -161,9 +159,7 @@ class SplitPart(nnx.Module):
     """A part of a model that runs as equations, with the variables that the part uses.
 
     Args:
-      cut: the cut of the model.
       number: the number of the part: 0 is embed, 1 to K are stages, K + 1 is the head.
-      variables: the variables, by path in the model.
       modes: names of the modes that modules of the model have.
     """
 
@@ -237,7 +233,6 @@ class Blocks(nnx.Module):
     Args:
       blocks: the model's own blocks.
       templates: the arguments and results of each block's call.
-      cut: the cut of the model.
       constants: by path, the model's state that blocks get as arguments, or from which such
         arguments are computed.
     """

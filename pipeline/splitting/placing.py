@@ -37,7 +37,6 @@ class PlacedBlock:
     """A trace, divided into parts.
 
     Attributes:
-      trace: the trace of the model's call.
       messages: [K + 1] the variables that leave each part except the head.
       effects: [K + 2] the equations of each part that have side effects.
       part: the part of each variable.
@@ -77,7 +76,6 @@ class _Placing:
                 self.part[var] = 0  # embed reads it, so that it has a gradient
 
     def is_anchored(self, path: Path) -> bool:
-        """Tell whether the value at a path belongs to one part."""
         is_kind = isinstance(self.kinds[path], (nnx.Param, nnx.RngState))
         return is_kind or path in self.trace.written
 
@@ -152,7 +150,7 @@ class _Placing:
         return [atom for atom in self.trace.outs if not isinstance(atom, Literal)]
 
     def _written(self) -> list[tuple[Path, list[Any]]]:
-        """Return state that the model writes, without random streams, which a pipeline counts."""
+        """List path and atoms of the state that the model writes, except random streams."""
         return [
             (path, [atom for atom in atoms if not isinstance(atom, Literal)])
             for path, atoms in self.trace.written.items()

@@ -53,7 +53,6 @@ class Slots:
         return self.leaves.count(None)
 
     def fill(self, values: Sequence[Any]) -> Any:
-        """Return the tree with other values."""
         given = iter(values)
         leaves = [next(given) if leaf is None else leaf[0] for leaf in self.leaves]
         return jax.tree.unflatten(self.treedef, leaves)
@@ -70,9 +69,7 @@ class Call:
 
     Attributes:
       number: the call's index among all calls, in the order in which they begin.
-      path: path of the block in the model.
       given: (args, kwargs).
-      returned: the returned value.
       types: types of the given values, including weak types.
     """
 
@@ -175,7 +172,6 @@ class BlockGroup:
 
     Attributes:
       name: the name in messages and ``blocks=``.
-      paths: paths of the modules, in order.
       is_list: whether the modules are the items of a list or a dictionary.
     """
 

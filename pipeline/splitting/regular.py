@@ -25,7 +25,6 @@ class BlockTemplate:
     Attributes:
       given: (args, kwargs), with traced values in the order of ``sources``.
       sources: where each value comes from: ("act", number), ("carried", number), ("side", number).
-      returned: the results.
       acts: the indices of the activations among the results.
     """
 
@@ -40,7 +39,6 @@ class Regular:
     """Calls of blocks that follow each other.
 
     Attributes:
-      templates: the template of each call.
       first: the activations that the first call gets.
       last: the activations that the last call returns.
       carried: variables of embed that messages carry to all parts.
@@ -64,7 +62,6 @@ def find_regular(trace: Trace, place: Callable[[Sequence[int]], PlacedBlock]) ->
     """Find the regular order of calls, or the reason why there is none.
 
     Args:
-      trace: the trace of the model's call.
       place: divides the trace into parts, by the number of calls of each stage.
     """
     try:
@@ -162,7 +159,7 @@ def _first(
     same: dict[str, tuple[Any, ...]],
     num_acts: int,
 ) -> tuple[Any, ...]:
-    """Find the values in the first call that have the places of the second call's activations."""
+    """Return the first call's values for what the second call gets as activations."""
     one, two = trace.calls[0].given, trace.calls[1].given
     if one.treedef != two.treedef or len(trace.given[0]) != len(sources):
         raise _Irregular("the first block is called differently from the second")

@@ -39,11 +39,7 @@ MODES = "deterministic", "use_running_average"
 
 
 class HiddenCallError(ValueError):
-    """A block is called where the model cannot be cut.
-
-    Attributes:
-      path: path of the block.
-    """
+    """A block is called where the model cannot be cut."""
 
     def __init__(self, path: Path, message: str) -> None:
         super().__init__(message)
@@ -55,7 +51,6 @@ class Equation:
     """One equation of a model's call.
 
     Attributes:
-      eqn: the equation in the jaxpr.
       reads: the equation's operands: variables, or literals.
       call: the call of a block that the equation belongs to, or None.
       after: the number of calls that had begun before the equation.
@@ -68,7 +63,6 @@ class Equation:
 
     @property
     def vars(self) -> list[Any]:
-        """The variables that the equation reads."""
         return [atom for atom in self.reads if not isinstance(atom, Literal)]
 
 
@@ -77,16 +71,12 @@ class Trace:
     """The trace of a model's call.
 
     Attributes:
-      equations: the equations of the call, in order.
-      calls: the calls of blocks.
       given: [calls] the atoms that each call gets.
       returned: [calls] the atoms that each call returns.
       held: [calls] the atoms that the block's variables hold before and after the call.
       state: path of a variable to the atoms of its leaves.
       inputs: the variable of each given array.
       constants: variables whose values are known.
-      outs: results of the model.
-      out_tree: the tree of the results.
       written: path to the atoms that the model writes to the variable, if they differ from the old
         values.
     """
@@ -131,7 +121,7 @@ class Trace:
     def roots(
         self, known: Iterable[Any], wanted: Iterable[Any], effects: Collection[Equation] = ()
     ) -> set[Any]:
-        """Return the variables of state and inputs that `run` needs in addition to known ones."""
+        """Return the variables that `run` needs and neither ``known`` nor an equation provides."""
         given = {atom for atom in known if not isinstance(atom, Literal)}
         return self._chosen(given.union(self.constants), wanted, effects)[1]
 
@@ -164,12 +154,10 @@ class Recipe:
     """The way a model is called; equal only to itself.
 
     Attributes:
-      graphdef: the model's graph definition.
       state: (path, variable of types) for all the model's state.
       call: ``call(model, *args, **kwargs)``.
       slots: (args, kwargs) of the example.
       names: names of the arrays in the example, for errors and extras.
-      blocks: paths of the blocks.
       loose: numbers of float inputs that are passed as extras, without a gradient.
     """
 
@@ -199,7 +187,7 @@ class Recipe:
         return leaves
 
     def found_in(self, extras: Mapping[str, Any]) -> dict[int, Any]:
-        """Map the number of an input to the array in extras."""
+        """Return the inputs that are passed as extras, by their number."""
         return {n: extras[name] for n, name in enumerate(self.names) if name in extras}
 
     def state_on_rank(

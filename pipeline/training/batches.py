@@ -106,7 +106,6 @@ class _Made:
         return {"source": self._of_source().get_state(), "held": self._held()}
 
     def set_state(self, state: State) -> None:
-        """Continue from a position."""
         self._of_source().set_state(state["source"])
         self._hold(state["held"])
 
@@ -155,7 +154,7 @@ def masked(loss_fn: Callable[..., Any]) -> Any:
 
     Returns:
       A function that returns (sum, weight), and metrics if there are any, of outputs and `Padded`
-        targets. For other targets it calls loss_fn.
+      targets. For other targets it calls loss_fn.
 
     Raises:
       ValueError: the loss is a module.
@@ -202,7 +201,7 @@ class _CountedRows(NamedTuple):
         return jnp.sum(jnp.where(self.counts, values, jnp.zeros_like(values)))
 
     def combine(self, metrics: Tree) -> Tree:
-        """Combine the metrics of rows as a pipeline combines those of microbatches."""
+        """Combine the metrics of rows like a pipeline combines the metrics of microbatches."""
 
         def combine_one(metric: Any) -> Any:
             if _is_pair(metric):
@@ -268,7 +267,7 @@ def _check_rows(batch: Batch, rows: int) -> None:
 
 
 class padded(_Made):  # noqa: N801  called like a function
-    """Pad batches to one number of rows: that of the first batch, rounded up to ``multiple``.
+    """Pad batches to one number of rows: the first batch's, rounded up to ``multiple``.
 
     Targets become `Padded`, so give the pipeline ``loss_fn=masked(loss_fn)``. Each shape compiles
     once; a larger later batch is padded to its own multiple.

@@ -53,7 +53,6 @@ def resolve_compiler_options(given: Given, device: jax.Device) -> dict[str, str 
 
     Args:
       given: options by name; "default" for the platform's defaults; None for XLA's own.
-      device: a device that the step is compiled for.
 
     Raises:
       ValueError: ``given`` is no mapping, or has a name or value that the platform refuses.

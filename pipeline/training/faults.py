@@ -199,7 +199,7 @@ class Watchdog:
         self._seconds, self._mesh, self._end = seconds, mesh, os._exit if end is None else end
         self._step: int | None = None
         self._beats, self._at = 0, time.monotonic()
-        self._compiled_at = 1  # number of the last beat in which JAX traced a program
+        self._compiled_at = 1  # number of the last beat in which JAX compiled anything
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -224,7 +224,7 @@ class Watchdog:
         jax.monitoring.unregister_event_duration_listener(self._heard)
 
     def _heard(self, event: str, duration_secs: float, **_: Any) -> None:
-        """Record that a program was traced, which precedes its compilation."""
+        """Record any event of a compilation: tracing, lowering, or compiling."""
         del duration_secs
         if event.startswith("/jax/core/compile/"):
             self._compiled_at = self._beats

@@ -28,7 +28,6 @@ class StepState:
     Attributes:
       variables: the variables, in the order of the leaves of their state.
       places: the sharding of each variable's array.
-      devices: the devices of all arrays.
       everywhere: the sharding of the optimizer's count, which all scalars of a step have.
       is_by_mesh: whether arrays are on several meshes (``stage_meshes``), with programs for each.
 
@@ -89,8 +88,8 @@ class StepState:
     ) -> list[Any]:
         """List the leaves after a call without an update.
 
-        ``select`` gets the pairs (new, old) of the state that the call has written, by number of
-        leaf, and returns the leaves to keep.
+        ``select`` receives {number of a leaf: (new, old)} for the state that the call has written,
+        and returns {number of a leaf: the leaf to keep}.
         """
         after = self.split(model, optimizer)
         pairs = {
@@ -102,7 +101,7 @@ class StepState:
     def split_update(
         self, before: Sequence[Any], model: Any, optimizer: Any, finite: jax.Array
     ) -> list[Any]:
-        """List the leaves after an update, or before it unless ``finite``; random streams go on."""
+        """List the leaves after an update, or (except streams) before it unless ``finite``."""
         leaves = []
         for new, old, may in zip(
             self.split(model, optimizer), before, self._may_change, strict=True

@@ -82,8 +82,8 @@ class Step:
         are added up, to 2**31 - 1 at most; other metrics are averaged by weight.
       donate: whether arrays of model, optimizer and mean are donated.
       compiler_options: options of XLA for the step's programs by name, as
-        `jax.jit(compiler_options=...)` takes them; "default" takes those of
-        `pipeline.training.compiling.DEFAULTS` for the platform, None takes XLA's own.
+        `jax.jit(compiler_options=...)` takes them; "default" takes the platform's options in
+        `pipeline.training.compiling.DEFAULTS`, None takes XLA's own.
 
     Attributes:
       ema: the running mean, laid out as ``nnx.state(model, optimizer.wrt)``; None if there is none.
@@ -289,9 +289,10 @@ class Step:
 
     @property
     def is_whole(self) -> bool:
-        """True if model, optimizer and mean are all from the last update.
+        """True if model, optimizer, running mean and the step's scalars have usable arrays.
 
-        This is False if an exception came during an update, after their arrays were donated.
+        It is False after an exception between the donation of their arrays to an update and the end
+        of the write of the new ones.
         """
         arrays = self._state.read(), self.ema, self._scalars
         return not self._writing and not any(x.is_deleted() for x in jax.tree.leaves(arrays))
@@ -465,7 +466,7 @@ class Step:
 
 
 def warn_within_update(step: int, optimizer: Any) -> None:
-    """Warn of a checkpoint that lacks calls of an update under way."""
+    """Warn if a checkpoint is saved between the calls of an update: it lacks their gradients."""
     reference = None if optimizer is None else _STEP_OF.get(optimizer)
     accumulating = None if reference is None else reference()
     if accumulating is not None and accumulating.pending:

@@ -7,7 +7,7 @@
 The host is one step ahead of the devices: a step's metrics are read while the next step runs.
 Measured are a step's seconds (from the end of the previous step), the wait for its batch, and
 memory. The division into compute, bubble and communication is predicted by the clock that the
-pipeline was lowered for. The costs are those of `Pipeline(costs=)`, or F = I = W and messages that
+pipeline was lowered for. It uses the costs of `Pipeline(costs=)`, or F = I = W and messages that
 take no time.
 """
 
@@ -176,7 +176,7 @@ class Trainer:
         """Resume from the newest checkpoint; return its step, or None if there is no checkpoint.
 
         Args:
-          ignore: the parts of the checkpoint that are not restored, as for `Checkpoints.restore`. A
+          ignore: the parts of the checkpoint that are not restored (`Checkpoints.restore`). A
             running mean that is not restored starts at the restored weights.
 
         Raises:

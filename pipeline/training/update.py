@@ -54,9 +54,7 @@ class Update:
     """An update of a model from its gradients, to be compiled.
 
     Attributes:
-      state: the variables of model and optimizer.
       scale: the rule of the loss scale, which an update sets anew.
-      wrt: the filter of the trained parameters.
       clip: the maximum global norm of the gradients, or None.
       decay: the decay of the running mean of the weights.
     """
@@ -79,8 +77,8 @@ class Update:
     ) -> tuple[list[Any], Tree, Scalars, Metrics]:
         """Update, unless loss or gradients are not finite; count, and set the next scale.
 
-        A skipped update goes back to the leaves ``before`` the last call; ``written`` has the
-        leaves that this call has written, by number. Gradients and ``loss`` are unscaled.
+        A skipped update restores the leaves ``before`` the last call; ``written`` has the leaves
+        that this call has written, by number. Gradients and ``loss`` are unscaled.
         """
         model, optimizer = self.state.merge(with_replaced(before, written or {}))
         norm = global_norm(grads)

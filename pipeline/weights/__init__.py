@@ -1,4 +1,4 @@
-"""Checkpoints that people have, into pipelines and back: names and transposes are tables.
+"""Published checkpoints, read into pipelines and written back: names and transposes are tables.
 
 The functions read and write the Hugging Face layout, safetensors with a config.json, by slices that
 a device holds. The models are in `pipeline.decoders`.

@@ -3,7 +3,7 @@
 A step lasts until its last rank has ended, so S ranks have S makespans of time together. A rank
 works; or it waits while another rank works, for a message or for the other rank to reach an
 exchange; or no rank works at all. In the last case the step is in exchanges, in the loop over
-ticks, or in dispatch. Letters are those of `schedules.core.action`.
+ticks, or in dispatch.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def differences(measured: Report, predicted: Report | None = None) -> Difference
 
 
 def _parts(report: Report, flat: Flat) -> dict[str, float]:
-    """Divide the time of all ranks by use."""
+    """Sum the time of all ranks by cause: actions by stage, shared work, waits."""
     schedule, times = report.schedule, {}
     starts, ends = (np.concatenate(rows) for rows in (report.starts, report.ends))
     for stage in range(schedule.num_stages):

@@ -1,8 +1,8 @@
-"""The choice of the values kept in host memory between two actions of a rank.
+"""The values of `offload=`, which are in host memory between two actions of a rank.
 
-The choice depends only on the orders: one action of a rank makes a value, and another action of
-that rank reads it last; times do not matter. Letters are those of `schedules.core.action`, A is
-that of `schedules.core.flat`; U is the number of units, M or, with slices, M N.
+The choice depends only on the order of a rank's actions, not on their times: it looks at the action
+that makes a value and at the action that reads it last. U is the number of units: M microbatches
+or, with N slices, M N slices.
 """
 
 from __future__ import annotations
@@ -60,19 +60,16 @@ def check_keep(keep: object) -> Keep:
 
 
 def hosted(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = ()) -> Hosted:
-    """Choose the values of a legal schedule to keep in host memory.
+    """Return which values of a legal schedule are in host memory between two actions.
 
-    With ``keep="input"`` the input of the first stage is none of them, because it is recomputed
-    from the batch, unless all ranks share "embed".
+    With ``keep="input"`` the first stage keeps nothing, because its input is recomputed from the
+    batch. If all ranks share "embed", it keeps its input like the other stages.
     """
     return _hosted(schedule, keep, offload, embeds="embed" in shared)
 
 
 def moves(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = ()) -> Mask:
-    """Return [A] whether an action writes a value to host memory or reads one from it.
-
-    The arguments are those of `hosted`.
-    """
+    """Return [A] flags, True for actions that write a value to host memory or read one from it."""
     flat, choice = flatten(schedule), hosted(schedule, keep, offload, shared)
     stash, crossing = (mask[flat.stage, flat.microbatch] for mask in choice)
     touched: Mask = (stash & (flat.kind != W)) | (crossing & np.isin(flat.kind, (I, W)))

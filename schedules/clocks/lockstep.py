@@ -10,8 +10,7 @@ After a slot that never sends a message, such as a slot of W, no rank waits. Mea
 exception: if exchanges are barriers and delayed, ranks of virtual CPU devices meet in every slot.
 
 With delayed sends a slot takes as long as its action or the exchange of the previous slot,
-whichever is longer, and partners meet at the start of the slot. Letters are those of
-`schedules.core.action`, A is that of `schedules.core.flat`.
+whichever is longer, and partners meet at the start of the slot.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ class Lockstep:
 def among_all(joined: Mask, exchange: Times) -> tuple[Mask, Times]:
     """Treat every exchange as a barrier: all ranks wait for the longest exchange.
 
-    The arguments are those of `among_partners`.
+    `among_partners` explains the arguments.
     """
     meets = np.logical_or.reduce(joined, axis=(1, 2), keepdims=True)
     lasts = np.maximum.reduce(exchange, axis=(1, 2), keepdims=True)

@@ -12,7 +12,6 @@ next action, with the causes above. If the input has arrived, the rank waits for
 
 The phase is *fill* until the rank's first backward action begins, *drain* after its last F, and
 *imbalance* between.
-Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`.
 """
 
 from __future__ import annotations

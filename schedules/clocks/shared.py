@@ -5,7 +5,7 @@ both ends. Before the slot with the first stage's F of a microbatch, all ranks l
 of the microbatch's words. After the slot with the last stage's F, they run the head, each on its
 part of the vocabulary; this also gives the gradient that the last stage's backward starts from.
 After the slot with the first stage's B or I, they add that gradient to their rows. The first and
-the last stage are then stages like all others. Letters are those of `schedules.core.action`.
+the last stage are then stages like all others.
 """
 
 from __future__ import annotations

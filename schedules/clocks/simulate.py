@@ -1,7 +1,4 @@
-"""Simulation of a schedule under a chosen clock.
-
-Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`.
-"""
+"""Simulation of a schedule under a chosen clock."""
 
 from __future__ import annotations
 
@@ -54,8 +51,8 @@ def simulate(
         (processes, GPUs and TPUs), or all ranks (virtual CPU devices of one process).
       delayed: under lockstep, the option of `lower`: whether an exchange runs during the work of
         the next slot; None for the faster choice. On one rank no message is delayed.
-      durations: for "measured", the duration of each action; ``costs`` give those of messages and
-        the optimiser.
+      durations: for "measured", the duration of each action; ``costs`` give the durations of
+        messages and the optimiser.
       shared: the parts of "embed" and "head" that are split by vocabulary over all ranks. Each rank
         does 1/S of the work for every microbatch, when all ranks meet. In lockstep that is before
         or after a slot. Under the other clocks it is at the same place in the order of each rank,
@@ -157,10 +154,10 @@ def meet(layout: Lockstep, durations: Times) -> tuple[Times, Times]:
     """Compute [A] the start of each action, and [n, 2] begin and end of each meeting.
 
     This is the event clock with work that all ranks share (`schedules.clocks.shared`), which begins
-    when the last rank has arrived. Its position in each rank's order is that of the lockstep
-    layout: before or after the slot that it belongs to. For a meeting, a message without duration
-    goes from rank to rank: each rank passes it on when it has arrived itself, and the last rank's
-    message goes to all.
+    when the last rank has arrived. Each rank's order has it at the position of the lockstep layout:
+    before or after the slot that it belongs to. For a meeting, a message without duration goes from
+    rank to rank: each rank passes it on when it has arrived itself, and the last rank's message
+    goes to all.
     """
     schedule, flat = layout.ticks.schedule, flatten(layout.ticks.schedule)
     after, lasts = _meetings(layout)

@@ -5,7 +5,6 @@ durations of slots.
 
 Sends may be *delayed*: the exchange of a slot then runs during the work of the next slot, and its
 messages can be used from the slot after the next. Messages that stay on their rank are not delayed.
-Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -86,7 +85,6 @@ def fill(
       sent: for each action, the message that it sends, or -1.
       waits: [width] and for each action, the number of slots until a slot permits it.
       late: for each action, whether its message travels during the next slot.
-      durations: for each action, its duration.
       num_messages: more than the number of any message.
     """
     width = len(waits)
@@ -190,7 +188,6 @@ def exchanges(ticks: Ticks) -> int:
 
 
 def check_pattern(pattern: str) -> None:
-    """Check the name of a slot pattern."""
     if not is_one_of(pattern, PATTERNS):
         raise ScheduleError(
             f"pattern={shorten(pattern)} is not a slot pattern; choose one of {sorted(PATTERNS)}, "

@@ -7,6 +7,8 @@ Letters, used in every docstring of this package:
     V  chunks, stages per rank
     M  microbatches
     T  ticks of a lowered program
+    A  actions of all ranks together, rank 0's first
+    r  a rank
 
 An action prints as ``{stage}{kind}{microbatch}``, for example ``3F0``: the grammar of
 ``torch.distributed.pipelining``, so timetables travel both ways. Two neighbouring actions of a

@@ -92,7 +92,6 @@ def listed(value: Any, alone: type | UnionType) -> list[Any]:
 
 
 def need(argument: str, value: object, kind: type, remedy: str) -> None:
-    """Check the type of a value."""
     if not isinstance(value, kind):
         a = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise ScheduleError(f"{argument}={shorten(value)} is not {a} {kind.__name__}; {remedy}")

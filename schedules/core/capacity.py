@@ -1,7 +1,7 @@
 """Checks that refuse schedules larger than the available memory, before any allocation.
 
-Letters are those of `schedules.core.action`. The bytes per action and per slot are measured, and
-rounded down, so that no schedule is refused that would have fitted.
+The bytes per action and per slot are measured, and rounded down, so that no schedule is refused
+that would have fitted.
 """
 
 from __future__ import annotations

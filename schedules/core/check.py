@@ -1,8 +1,7 @@
 """Prove that a schedule is legal, or show all its faults.
 
 The check shares no code with the families, and only the graph of messages with the lowering;
-`check_program` proves the lowering. Letters are those of `schedules.core.action`, A is that of
-`schedules.core.flat`.
+`check_program` proves the lowering.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Durations of actions and messages. The only place that turns an action into a duration.
-
-Letters are those of `schedules.core.action`.
-"""
+"""Durations of actions and messages. The only place that turns an action into a duration."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Timetables as CSV files: one row per rank, one column per step, an empty cell for idle.
 
-The grammar is that of ``torch.distributed.pipelining``, compute actions only:
+``torch.distributed.pipelining`` has this grammar; here only compute actions are allowed:
 
     0F0,0F1,,0B0,,0B1
     ,1F0,1B0,1F1,1B1,
@@ -76,7 +76,7 @@ def _rows(path: str | os.PathLike[str]) -> list[list[str]]:
 
 
 def _as_of_now(rows: list[list[str]]) -> list[list[str]]:
-    """Convert cells of the older torch notation to that of torch 2.7 and later.
+    """Convert cells of the older torch notation to the notation of torch 2.7 and later.
 
     A file has the older notation if it has a BW, or if it has no I, and W for exactly the stages
     and microbatches of its B. In the later notation a B is whole, and has no W.

@@ -1,8 +1,7 @@
 """The event clock: a rank waits only for its data, and sending does not occupy it.
 
-Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`, messages are those
-of `schedules.core.messages`. A step is the unit that the clock runs: an action or, in an overlapped
-pair, a part of one.
+Messages have the numbers of `schedules.core.messages`. A step is the unit that the clock runs: an
+action or, in an overlapped pair, a part of one.
 """
 
 from __future__ import annotations
@@ -124,9 +123,9 @@ def visit(
 ) -> tuple[list[float], list[float]]:
     """Compute the start of each step, -1 if it never starts, and [S] the end of each rank.
 
-    ``orders`` has the numbers of each rank's steps, the other columns are those of `Steps`, and
-    every message is less than ``num_messages``. Ranks run in turn, each as far as it can. If a
-    message is sent twice, which no legal schedule does, the first send counts.
+    ``orders`` has the numbers of each rank's steps, `Steps` explains the other columns, and every
+    message is less than ``num_messages``. Ranks run in turn, each as far as it can. If a message is
+    sent twice, which no legal schedule does, the first send counts.
     """
     arrival = [-1.0] * num_messages
     starts = [-1.0] * len(awaited)

@@ -1,7 +1,6 @@
 """A schedule as flat arrays, so that rules over a million actions stay a few array operations.
 
-Letters are those of `schedules.core.action`; A is the number of actions of all ranks together, rank
-0's first.
+A is the number of actions of all ranks together, rank 0's first.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     rank 0  0F0  0F1    .  0B0    .  0B1
     rank 1    .  1F0  1B0  1F1  1B1    .
 
-An overlapped pair shares a cell: ``1F0&2B1``. Letters are those of `schedules.core.action`.
+An overlapped pair shares a cell: ``1F0&2B1``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ def grid(
     that clock never ends, as in a deadlock, each action has the column after the previous one.
 
     Args:
-      schedule: the schedule.
       marks: (rank, position in its order) of the actions to put in brackets.
       notes: texts to append to the rows of ranks.
       clip: leave out ranks and steps far from any mark, so that the text stays readable.

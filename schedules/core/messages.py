@@ -2,8 +2,6 @@
 
 A message has a number, -1 is none. It is twice the position of its (stage, unit) for the output of
 a stage, plus one for the gradient of its input. A unit is a microbatch or a slice of one.
-
-Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`.
 """
 
 from __future__ import annotations

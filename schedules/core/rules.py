@@ -1,8 +1,7 @@
 """The rules that a legal schedule obeys, each as a function from a schedule to its faults.
 
 One error has all faults, under a grid that marks the culprits. The rules on waiting and memory are
-in `schedules.core.check`. Letters are those of `schedules.core.action`, A is that of
-`schedules.core.flat`.
+in `schedules.core.check`.
 """
 
 from __future__ import annotations

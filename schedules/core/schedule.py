@@ -1,7 +1,4 @@
-"""A schedule: a timetable that can be read and written as files, text and hand-written orders.
-
-Letters are those of `schedules.core.action`.
-"""
+"""A schedule: a timetable that can be read and written as files, text and hand-written orders."""
 
 from __future__ import annotations
 

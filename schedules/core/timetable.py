@@ -1,7 +1,6 @@
 """A timetable: an order of actions for every rank, and a placement of stages on ranks.
 
-Letters are those of `schedules.core.action`. Users have a `schedules.Schedule`, a timetable that
-reads and writes files and prints itself.
+Users have a `schedules.Schedule`, a timetable that reads and writes files and prints itself.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437. DualPipe holds the model twice, once
 for each direction. Sea AI Lab cut it in half: rank r holds stage r and stage 2S - 1 - r, as in
-`zb_v`, and every weight exists once. The phases are those of the DualPipe repository. Letters are
-those of `schedules.core.action`, F&B is a pair; all are the durations for one stage, which has half
-of a rank's layers.
+`zb_v`, and every weight exists once. The DualPipe repository defines the phases. F&B is the
+duration of a pair; all durations are for one stage, which has half of a rank's layers.
 
     idle on the critical rank   (S - 1)(2 F&B - B - 2W) + F + B - F&B where a pair takes F&B,
                                 (S - 1)(F + I - W) where its halves run one after the other;

@@ -2,10 +2,9 @@
 
 The order of `1f1b` lets a rank run ahead by S - r forward passes. With one action per tick, some
 ranks then run F while others run B, and every tick waits for the B. Running ahead by 2(S - 1 - r) +
-1 puts all F in one slot of the tick and all B in the other. The warm-up is that of "eager 1F1B" in
+1 puts all F in one slot of the tick and all B in the other. This is the warm-up of "eager 1F1B" in
 Zhuang et al., "On Optimizing the Communication of Model Parallelism", MLSys 2023, arXiv:2211.05322,
-which uses it to hide messages. Letters are those of `schedules.core.action`, r is a rank. For V =
-1:
+which uses it to hide messages. For V = 1:
 
     idle on the critical rank   (S - 1)(F + B), also in lockstep
     peak activations            min(2(S - 1 - r) + 1, M)

@@ -1,8 +1,8 @@
 """GPipe: all forward passes, then all backward passes.
 
 Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
-NeurIPS 2019, arXiv:1811.06965. Letters are those of `schedules.core.action`; F and B are the
-durations for one stage, which has 1/V of a rank's layers.
+NeurIPS 2019, arXiv:1811.06965. F and B are the durations for one stage, which has 1/V of a rank's
+layers.
 
     idle on the critical rank   (S - 1)(F + B) if M >= S, also in lockstep;
                                 else (S - 1 + (V - 1)(S - M))(F + B)

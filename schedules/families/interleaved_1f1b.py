@@ -1,9 +1,8 @@
 """Interleaved 1F1B: each rank holds V stages and alternates between them, for a shorter warm-up.
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
-SC 2021, arXiv:2104.04473; the rule for M is that of ``torch.distributed.pipelining``. Letters are
-those of `schedules.core.action`, r is a rank; F and B are the durations for one stage, which has
-1/V of a rank's layers.
+SC 2021, arXiv:2104.04473; ``torch.distributed.pipelining`` has the same rule for M. F and B are the
+durations for one stage, which has 1/V of a rank's layers.
 
     idle on the critical rank   (S - 1)(F + B) if M >= S,
                                 else (S - 1 + (V - 1)(S - M))(F + B)
@@ -70,9 +69,10 @@ def interleaved_1f1b(
 def turns(
     kind: Kind, rank: int, num_ranks: int, num_stages: int, sizes: Sequence[int]
 ) -> list[Action]:
-    """List a rank's actions of a kind: the microbatches of a round through each chunk in turn.
+    """Return the F of a rank, or its B, I or W, in the order of rounds.
 
-    F takes the chunks in layer order, the backward kinds in reverse.
+    A round is a group of ``sizes[r]`` microbatches. All microbatches of a round run on one of the
+    rank's stages before they run on the next. F ascends through the stages, the others descend.
     """
     of_rank = range(rank, num_stages, num_ranks)
     return [

@@ -1,9 +1,8 @@
 """Interleaved zero bubble: interleaved 1F1B with split backward passes, as ZB-H1 is to 1F1B.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, applied to the order of
-Narayanan et al., SC 2021, arXiv:2104.04473; the form and the rule for M are those of
-``torch.distributed.pipelining``. Letters are those of `schedules.core.action`, r is a rank; F, I
-and W are the durations for one stage, which has 1/V of a rank's layers.
+Narayanan et al., SC 2021, arXiv:2104.04473; ``torch.distributed.pipelining`` has the same form and
+rule for M. F, I and W are the durations for one stage, which has 1/V of a rank's layers.
 
     idle on the critical rank   (S - 1)(F + I - W), if M >= S and neither F nor I is under W
     peak activations            min((V - 1) g + S, M V)

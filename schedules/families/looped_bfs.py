@@ -1,8 +1,7 @@
 """Looped breadth-first: all microbatches through one chunk of a rank, then through the next.
 
-Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023, arXiv:2211.05953. Letters are those
-of `schedules.core.action`; F and B are the durations for one stage, which has 1/V of a rank's
-layers.
+Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023, arXiv:2211.05953. F and B are the
+durations for one stage, which has 1/V of a rank's layers.
 
     idle on the critical rank   (S - 1)(F + B) if M >= S, also in lockstep;
                                 else (S - 1 + (V - 1)(S - M))(F + B)

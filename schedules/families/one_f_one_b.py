@@ -1,8 +1,7 @@
 """1F1B: after a short warm-up every rank alternates a forward with a backward pass.
 
 Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019;
-synchronous, flushed form: Fan et al., "DAPPLE", PPoPP 2021, arXiv:2007.01045. Letters are those of
-`schedules.core.action`, r is a rank. For V = 1:
+synchronous, flushed form: Fan et al., "DAPPLE", PPoPP 2021, arXiv:2007.01045. For V = 1:
 
     idle on the critical rank   (S - 1)(F + B)
     peak activations            min(S - r, M)

@@ -1,8 +1,7 @@
 """Seq1F1B: 1F1B over slices of sequences, whole or with split backward passes.
 
 Ao et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large Language Model
-Training", arXiv:2406.03488. Letters are those of `schedules.core.action`, r is a rank. Each
-microbatch has N slices, which take equal time:
+Training", arXiv:2406.03488. Each microbatch has N slices, which take equal time:
 
     idle on the critical rank   (S - 1)(F + B) / N
     peak activations            min(S - 1 - r + N, MN) / N microbatches

@@ -2,7 +2,7 @@
 
 Places hold numbers that represent values, and `schedules.lowering.check_values` lists the values
 that each action must read and write. The proof shares the table of kinds with the lowering, but no
-code. Letters are those of `schedules.core.action`, C is that of `schedules.lowering.program`.
+code. C is the number of channels of a slot.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class _Entry(NamedTuple):
       slice: the number of the slice; 0 for a kind with one place.
       table: [T][slots][S] the places.
       values: [S] the current values, by place.
-      discard: the place that is never read.
     """
 
     kind: ValueKind

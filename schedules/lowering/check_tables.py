@@ -1,6 +1,6 @@
 """Checks of a program's tables without running them: shapes, ranges, permutations.
 
-Letters are those of `schedules.core.action`, C is that of `schedules.lowering.program`.
+C is the number of channels of a slot.
 """
 
 from __future__ import annotations
@@ -41,7 +41,13 @@ def check_tables(program: Program) -> None:
 
 
 def _check_shapes(program: Program) -> None:
-    """Check placements of kinds, types and shapes of tables, and windows of chunks, if any."""
+    """Raise a ScheduleError if a table has the wrong shape or dtype, or a count does not fit.
+
+    Windows, if there are any, name one of weights and one of gradients for each chunk. Every value
+    kind of `schedules.lowering.kinds` has its numbers of places, and kinds of one pool have equal
+    numbers. Each table is an int32 array [T, slots, S, ...], or [T, slots] for work that all ranks
+    do together.
+    """
     num_chunks, slices = len(program.schedule.stages_of[0]), program.schedule.num_slices
     if program.windows is not None:
         windows = len(program.windows.weights), len(program.windows.gradients)

@@ -3,7 +3,7 @@
 The output of a stage for a unit (a microbatch, or a slice of one) is ``(stage * U + unit) *
 len(WHAT)`` for U units; the unit's other values have the next numbers; -1 means no value. If ranks
 share the embedding and the head, the embedding and the head's gradient are the output and the input
-gradient of an additional stage K. Letters are those of `schedules.core.action`.
+gradient of an additional stage K.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class SymbolicValues:
         return (stage * self._schedule.num_units + microbatch) * len(WHAT) + OUTPUT
 
     def name(self, value: int) -> str:
-        """Write a value in words."""
         if value < 0:
             return "nothing"
         item, what = divmod(value, len(WHAT))

@@ -3,7 +3,6 @@
 A message between two processes is a call that both make, and it ends for both only after both have
 made it. So two processes that make their calls in different orders may wait for each other for
 ever. `calls_of` adds the values that each call reads and writes, by `schedules.lowering.places`.
-Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -124,7 +123,6 @@ class Send:
 
     Attributes:
       ranks: the rank that sends, and the rank that receives.
-      value: the value that is sent.
     """
 
     ranks: tuple[int, int]
@@ -152,9 +150,9 @@ class Gather:
 def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send | Gather]:
     """List the actions, messages and gathers of all ranks with their values, in dispatch order.
 
-    The order is that of `dispatch_order`. An action that computes nothing is left out: a W of a
-    frozen stage, or the last stage's F if its backward repeats F. A gather comes before the first
-    action of each run of actions on its chunk.
+    `dispatch_order` defines the order. An action that computes nothing is left out: a W of a frozen
+    stage, or the last stage's F if its backward repeats F. A gather comes before the first action
+    of each run of actions on its chunk.
     """
     calls = _calls_with_values(schedule, work)
     if work.offload:

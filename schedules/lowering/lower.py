@@ -1,7 +1,6 @@
 """Lowering of a schedule to a program: choose the slots of a tick, give every value a place.
 
-Letters are those of `schedules.core.action`, A is that of `schedules.core.flat`, C is that of
-`schedules.lowering.program`.
+C is the number of channels of a slot.
 """
 
 from __future__ import annotations

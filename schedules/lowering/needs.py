@@ -146,7 +146,7 @@ def needed(program: Program, index: int, start: int, stop: int) -> Needed:
 
 
 def segment_starts(program: Program) -> list[int]:
-    """Find the ticks at which all work and the directions of exchanges change."""
+    """List the ticks at which the work and the exchanges become entirely different."""
     # A cut may not separate ticks with the same work, because that code would be compiled twice.
     happens = _happens(program)
     first, last = happens.argmax(axis=0), program.num_ticks - 1 - happens[::-1].argmax(axis=0)

@@ -1,8 +1,7 @@
 """The place of every value, and the slots between which a rank keeps it.
 
 A value occupies its place from the slot at whose end it exists to the slot that reads it last. A
-freed place is used again, so the number of places is the true peak. Letters are those of
-`schedules.core.action`; N slices, U units, n is a number of values.
+freed place is used again, so the number of places is the true peak. n is a number of values.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ class Places(NamedTuple):
 
     Attributes:
       of: [n] the place of each value.
-      device: the number of places on the device.
       host: the number of places in host memory.
     """
 

@@ -1,19 +1,18 @@
 """The lowered form of a schedule: tables of integers that the kernel scans over.
 
 A program has T ticks. A tick is a fixed sequence of slots. In a slot each rank runs at most one
-action, and the slot ends with neighbour exchanges over the static permutations of its channels.
-Letters are those of `schedules.core.action`; C is the number of channels of a slot, N is the number
-of slices.
+action, and the slot ends with neighbour exchanges over the static permutations of its channels. C
+is the number of channels of a slot, N is the number of slices.
 
 Between slots every rank keeps values in numbered places. `schedules.lowering.kinds` lists the kinds
 of values. A program has a `Placement` for each kind: a table of the place that each action reads or
-writes, and the number of places. The first numbers are places on the device, the next
-are places in host memory. One more number, `Placement.discard`, is for values that no action reads,
-so that no store needs a condition. The crossing, the values that I passes to W, is stored from I to
-W; the operand, the gradient and the stash are freed after I.
+writes, and the number of places. The first numbers are places on the device, the next are places in
+host memory. One more number, `Placement.discard`, is for values that no action reads, so that no
+store needs a condition. The crossing, the values that I passes to W, is stored from I to W; the
+operand, the gradient and the stash are freed after I.
 
-If all ranks share embed or head (`schedules.clocks.shared`), three more tables give the work of
-all ranks around a slot. The embedding of a microbatch is then put, before the slot, into the buffer
+If all ranks share embed or head (`schedules.clocks.shared`), three more tables give the work of all
+ranks around a slot. The embedding of a microbatch is then put, before the slot, into the buffer
 that the first stage's F reads as its operand. The gradient from the head arrives along the channel
 of shift 0, in the place of the last stage's output.
 
@@ -48,7 +47,6 @@ class Job(NamedTuple):
 
     Attributes:
       name: "gather" for a chunk's weights into their window, or "reduce" for its gradients.
-      chunk: the chunk.
     """
 
     name: str
@@ -59,7 +57,6 @@ class Op(NamedTuple):
     """A branch of the kernel, for actions of one kind on one chunk with the same ends of the model.
 
     Attributes:
-      kind: the kind of the actions.
       chunk: the index of the stage among the rank's V stages.
       first: whether the actions are on stage 0, whose input is made from the user's inputs, not
         from a message. If all ranks share the embedding, no op is first.
@@ -151,7 +148,6 @@ class Program:
     """A lowered schedule.
 
     Attributes:
-      schedule: the lowered schedule.
       keep: the values that F keeps for its backward: the stage's input or its residuals.
       slots: the slots of one tick.
       op: [T, slots, S] the branch, 0 if idle.

@@ -1,11 +1,11 @@
 """Windows: places for the whole weights and gradients of the chunks that a rank works on.
 
-Letters: V chunks per rank, A is that of `schedules.core.flat`. If weights are sharded over several
-devices (FSDP), a chunk is gathered once for a run of microbatches, and stays in its window while
-the rank's actions read it. The gather runs during the action before the chunk's first. Gradients
-are treated in the same way: the gradients of a run are summed in a window, and are reduced during
-the action after the last. Two windows are enough if a rank takes all microbatches through one chunk
-after another (Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023). If a rank alternates
+Letters: V chunks per rank, A actions of all ranks. If weights are sharded over several devices
+(FSDP), a chunk is gathered once for a run of microbatches, and stays in its window while the rank's
+actions read it. The gather runs during the action before the chunk's first. Gradients are treated
+in the same way: the gradients of a run are summed in a window, and are reduced during the action
+after the last. Two windows are enough if a rank takes all microbatches through one chunk after
+another (Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023). If a rank alternates
 between chunks, each of these chunks has its own window.
 """
 

@@ -4,8 +4,6 @@ The candidates are all families, the eight variants of `schedules.families.zero_
 list schedules by priority (`schedules.search.greedy`), and local improvements of the best of them
 (`schedules.search.improve`). If a whole backward has its own duration (`Costs.b`), each timetable
 is also tried with its halves merged (`schedules.search.merge`).
-
-Letters are those of `schedules.core.action`.
 """
 
 from __future__ import annotations

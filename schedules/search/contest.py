@@ -1,6 +1,6 @@
 """The search of `schedules.auto`: every family, every policy, then local improvement.
 
-Letters are those of `schedules.core.action`, codes are those of `schedules.search.problem`.
+`schedules.search.problem` explains the codes of actions.
 """
 
 from __future__ import annotations
@@ -84,7 +84,6 @@ class Find:
     """A timetable that was found.
 
     Attributes:
-      name: the step that made the timetable.
       schedule: the timetable; None until the timetable is built from its orders.
       orders: [S] codes.
       timer: the timer that gives the makespan, if the timetable has no overlapped pairs.
@@ -179,7 +178,7 @@ def search(setting: Setting, finds: Iterable[Find], budget: int, seed: int) -> l
     """Find further timetables: the best of the policies, and their improvements.
 
     The search starts from timetables within the limit, and improvement times at most ``budget``.
-    ``seed`` is that of its random choices.
+    ``seed`` starts its random choices.
     """
     finds = list(finds)
     built: list[Find] = []

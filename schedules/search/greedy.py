@@ -1,8 +1,8 @@
 """A timetable by priorities: a free rank runs the most urgent action that can start.
 
 Under the event clock, time advances from the end of one action to the next. In lockstep it advances
-from slot to slot, and an action may be passed over because all other ranks would wait for it.
-Letters are those of `schedules.core.action`, C and codes are those of `schedules.search.problem`.
+from slot to slot, and an action may be passed over because all other ranks would wait for it. C is
+the number of codes of actions (`schedules.search.problem`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class Board:
       held: [S] the number of stage inputs held.
       flying: [S] the number of F whose backward has not run.
       there: [C] the arrival times of messages; -1 for a message that is not sent yet.
-      orders: [S] codes.
     """
 
     def __init__(self, problem: Problem, policy: Policy) -> None:
@@ -211,8 +210,8 @@ def policies(timer: Timer) -> Iterator[tuple[str, Policy]]:
 
     The most frequent winners come first (bench/notes/auto.md). The policies combine three choices:
     F or backward first; the oldest microbatch first or, with V > 1, groups that pass chunk after
-    chunk; and the number of F by which a rank may be ahead (that of 1F1B, that of ZB-H2, or up to
-    the memory limit).
+    chunk; and the number of F by which a rank may be ahead (as many as in 1F1B, as in ZB-H2, or up
+    to the memory limit).
     """
     problem = timer.problem
     several = len(problem.stages_of[0]) > 1

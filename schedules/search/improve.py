@@ -1,8 +1,8 @@
 """Local improvement of orders: move, swap, retime; and merge or split, if that changes the work.
 
 The method is simulated annealing: at first a change may be kept even if it makes a timetable a
-little slower, at the end never. The best timetable of the search is returned. Letters are those of
-`schedules.core.action`, C and codes are those of `schedules.search.problem`.
+little slower, at the end never. The best timetable of the search is returned. C is the number of
+codes of actions (`schedules.search.problem`).
 """
 
 from __future__ import annotations

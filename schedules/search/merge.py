@@ -5,7 +5,7 @@ A W that fills no such time is better merged into its B. B takes the position of
 held longer than before, and I keeps no values for W. Each stage still sums its microbatches in
 ascending order: W of earlier microbatches that have not run come just before the B.
 
-Letters are those of `schedules.core.action`, codes are those of `schedules.search.problem`.
+`schedules.search.problem` explains the codes of actions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def merge(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
     Args:
       schedule: a legal schedule.
-      costs: durations, with that of a whole backward; by default F = I = W = 1 and B = 2.
+      costs: durations, with the duration of a whole backward; by default F = I = W = 1 and B = 2.
     """
     costs = of_unit_length_by_default(costs)
     sizes = schedule.num_ranks, schedule.num_microbatches
@@ -135,7 +135,7 @@ def _one_by_one(
 def _joined(
     problem: Problem, orders: Orders, items: Iterable[int], opening: Collection[int]
 ) -> list[Sequence[int]]:
-    """Merge the backwards of these items (stage * M + microbatch) in all orders."""
+    """Replace I and W by B for these items (stage * M + microbatch), in every rank's order."""
     by_rank: dict[int, set[int]] = {}
     for item in items:
         by_rank.setdefault(problem.placement[item // problem.num_microbatches], set()).add(item)
@@ -148,7 +148,7 @@ def _joined(
 def joined(
     problem: Problem, order: Sequence[int], wanted: Collection[int], opening: Collection[int] = ()
 ) -> list[int]:
-    """Merge the backwards of these items in one rank's order."""
+    """Replace I and W by B for these items in one rank's order."""
     each, size = problem.num_microbatches, problem.num_stages * problem.num_microbatches
     owed: dict[int, list[int]] = {}  # stage -> codes of the W that have yet to run
     early: set[int] = set()

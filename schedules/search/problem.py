@@ -1,7 +1,7 @@
 """A scheduling problem as plain lists, for a search that times thousands of orders.
 
-Letters are those of `schedules.core.action`, messages are those of `schedules.core.messages`; C = 4
-K M. Here an action is its code (`schedules.core.flat.codes`).
+C = 4 K M. An action is a code (`schedules.core.flat.codes`), a message a number
+(`schedules.core.messages`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class Problem:
     Attributes:
       placement: [K] the rank of each stage.
       limit: the number of stage inputs that a rank may hold.
-      durations: [C] the duration of each action.
       awaited: [C] the message that an action needs to start, -1 for none.
       sent: [C] the message that an action sends, -1 for none.
       reader: [C] the rank that receives that message, -1 for none.
@@ -55,7 +54,7 @@ class Problem:
 
     @property
     def prices_halves(self) -> bool:
-        """True if I and W of some stage do not add up to B."""
+        """True if some B takes a different time than its I and W together."""
         size = self.num_stages * self.num_microbatches
         whole, inputs, weights = (self.durations[k * size : (k + 1) * size] for k in (B, I, W))
         return any(b != i + w for b, i, w in zip(whole, inputs, weights, strict=True))

@@ -1,7 +1,7 @@
 """Durations of orders: the results of `simulate`, fast enough for thousands of calls.
 
-The only check is for ranks that wait for each other in a cycle: their time is infinite. Letters are
-those of `schedules.core.action`, C and codes are those of `schedules.search.problem`.
+The only check is for ranks that wait for each other in a cycle: their time is infinite. C is the
+number of codes of actions (`schedules.search.problem`).
 """
 
 from __future__ import annotations

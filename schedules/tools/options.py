@@ -1,7 +1,4 @@
-"""Options that the commands share: a timetable, its sizes, its costs, its clock.
-
-Letters are those of `schedules.core.action`.
-"""
+"""Options that the commands share: a timetable, its sizes, its costs, its clock."""
 
 from __future__ import annotations
 

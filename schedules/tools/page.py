@@ -2,7 +2,7 @@
 
 The file loads nothing and may load nothing: its Content-Security-Policy permits only its one style
 and one script, by hash, and no markup from strings. The data, with schedule names, is JSON in which
-no character can end the enclosing element. Letters are those of `schedules.core.action`.
+no character can end the enclosing element.
 """
 
 from __future__ import annotations

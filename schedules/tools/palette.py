@@ -2,8 +2,7 @@
 
 Blue against orange and yellow makes kinds distinct for colour-blind readers. Lightness increases
 from B to I to F to W in steps that are visible in a print without colour; a test computes both.
-Chunks after the first are hatched, underlined or in lower case. Letters are those of
-`schedules.core.action`.
+Chunks after the first are hatched, underlined or in lower case.
 """
 
 from __future__ import annotations

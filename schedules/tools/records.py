@@ -1,7 +1,4 @@
-"""Schedules and reports as plain dictionaries, for JSON.
-
-Letters are those of `schedules.core.action`.
-"""
+"""Schedules and reports as plain dictionaries, for JSON."""
 
 from __future__ import annotations
 

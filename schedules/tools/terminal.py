@@ -9,8 +9,7 @@ Or with one character per unit of time, which keeps long schedules and unequal c
     rank 1  ..F0B0--F1B1--....
 
 Every box has its action in letters, so that colour only adds comfort. An overlapped pair shares a
-column, ``1F0&2B1``, and in bars its two actions are joined by ``&``. Letters are those of
-`schedules.core.action`.
+column, ``1F0&2B1``, and in bars its two actions are joined by ``&``.
 """
 
 from __future__ import annotations

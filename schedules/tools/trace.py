@@ -2,8 +2,7 @@
 
 Each report is a process, each rank a thread. Its events are the actions and, between them, the
 waits with their causes. Arrows are messages, and a counter is the number of stage inputs that the
-rank holds. The format is "Trace Event Format" by the Chromium authors. Letters are those of
-`schedules.core.action`.
+rank holds. The format is "Trace Event Format" by the Chromium authors.
 """
 
 from __future__ import annotations

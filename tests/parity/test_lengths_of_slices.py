@@ -109,18 +109,27 @@ def same(found: Any, expected: Any) -> None:
         assert_close(a, b)
 
 
-@pytest.mark.slow
-def test_stages_that_carry_a_state_in_slices_of_several_lengths():
-    x, y = X[:, :8, :4], Y[:, :8, :4]
-    scale = jnp.asarray(make.uniform(size=(ROWS, 1, 1)), jnp.float32)
+@pytest.mark.parametrize("lengths", [(1, 2), pytest.param((3, 3, 2), marks=pytest.mark.slow)])
+def test_stages_that_carry_a_state_in_slices_of_several_lengths(lengths):
+    """A slice reads its own positions of a leaf, and all of a leaf that has only one."""
+    x, y = X[:, : sum(lengths), :4], Y[:, : sum(lengths), :4]
+    scale, of_positions, of_rows = (
+        jnp.asarray(make.uniform(size=shape), jnp.float32)
+        for shape in ((ROWS, 1, 1), x.shape[:2], (ROWS, 1))
+    )
+
+    def weighted(out: jax.Array, targets: Any) -> Any:
+        y, of_positions, of_rows = targets
+        weights = (2 - of_positions) * of_rows  # positive where an array is padded with zeros
+        return (jnp.square(out - y).sum(-1) * weights).sum(), weights.sum()
 
     def step(slices: Any) -> Any:
         rngs, mesh = nnx.Rngs(3), make_mesh(stage=2, devices=jax.devices()[:2])
         stages = [Recurrent(rngs) for _ in range(2)]
-        one = Pipeline(stages, M, loss_fn=mean, mesh=mesh, slices=slices)
-        return one.value_and_grad(x, y, extras={"scale": scale})
+        one = Pipeline(stages, M, loss_fn=weighted, mesh=mesh, slices=slices)
+        return one.value_and_grad(x, (y, of_positions, of_rows), extras={"scale": scale})
 
-    same(step((3, 3, 2)), step(None))
+    same(step(lengths), step(None))
 
 
 @pytest.mark.slow

@@ -17,8 +17,6 @@ def check_axis(module: Any, axis: str, ranks: int) -> None:
 
     Args:
       module: any NNX module; weights whose metadata has no ``pieces`` are skipped.
-      axis: the mesh axis.
-      ranks: the size of the axis.
 
     Raises:
       ValueError: a list of all sizes that do not fit, each once.
@@ -46,7 +44,6 @@ def check_pieces(modules: Iterable[Any], mesh: Mesh, auto_axes: Collection[str])
 
     Args:
       modules: stages, embed and head; values that are no modules are skipped.
-      mesh: the pipeline's mesh.
       auto_axes: the mesh axes that are left to the compiler, which may divide anywhere.
 
     Raises:

@@ -32,7 +32,6 @@ def as_summed(weights: Leaves, grad_dtype: GradDtype = None) -> Leaves:
     """Cast weights to the dtype in which their gradients are summed.
 
     Args:
-      weights: arrays.
       grad_dtype: None for the weight's dtype, but at least float32; "weights" for the weight's
         dtype; or a dtype for all real weights except scalars. Scalars keep the default (None):
         their sums need almost no memory.
@@ -70,7 +69,6 @@ class Pullback:
     """The backward pass of a `Function`.
 
     Attributes:
-      vjp: the pullback from `jax.vjp`.
       by_value: for each trained weight, whether its gradient is computed as a value and then added.
       part: the name of the part of the model, for error messages.
     """

@@ -61,7 +61,6 @@ Halve = Callable[[JaxprBlock, Mask, Mask, NameFacts], Halves]
 
 
 def facts_inside(block: JaxprBlock, reads: Sequence[Atom], facts: NameFacts) -> NameFacts:
-    """Derive the facts about a body's inputs."""
     pairs = list(zip(block.inputs, reads, strict=True))
 
     def inside(outside: frozenset[Name]) -> frozenset[Name]:

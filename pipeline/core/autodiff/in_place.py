@@ -61,7 +61,6 @@ def _is_fit(jaxpr: Any, same: set[Var], by_ref: set[Var]) -> bool:
     """Tell whether a weight's gradient can be added in place by all equations that read it.
 
     Args:
-      jaxpr: the jaxpr of a function.
       same: variables with the weight's gradient; further such variables are added.
       by_ref: variables whose gradients are added in place.
     """
@@ -113,7 +112,6 @@ def _inner(eqn: Any, body: Any, outer: set[Var], first: int = 0) -> set[Var]:
 
 
 def _places(eqn: Any, variables: Collection[Var]) -> list[int]:
-    """List the positions of an equation's operands that are in ``variables``."""
     return [n for n, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in variables]
 
 
@@ -125,7 +123,6 @@ def _has_constant_steps(body: Any, constant: Collection[int]) -> bool:
     """Tell whether a scan's body has an equation that reads only constants.
 
     Args:
-      body: a jaxpr.
       constant: the indices of the body's inputs that are equal in every trip.
     """
     constants = {*body.constvars, *(body.invars[n] for n in constant)}

@@ -40,7 +40,6 @@ def smallest_cut(
     Among equal choices the values nearest to ``wanted`` are kept, so that least is recomputed.
 
     Args:
-      wanted: values that will be needed.
       before: a function from a value to the values from which it is computed, or None if the value
         is available only when it is kept. The caller leaves values that are available anyway out of
         ``wanted`` and of these lists.

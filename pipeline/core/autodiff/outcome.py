@@ -78,13 +78,10 @@ def outcome_and_pullback(
     The float leaves are the leaves of the value, then the leaves of the carry.
 
     Args:
-      f: the call.
-      weights: arrays.
       x: float arrays.
       trained: the mask of weights that have gradients; None for all weights.
       adding: a function that makes the share and the probe of added losses, if the call adds any.
         The pullback then returns, after the gradients of the weights, the sum of added losses.
-      options: options of `differentiate`.
     """
     count, like = len(weights), None
     probes = [adding().probe] if adding else []

@@ -65,11 +65,8 @@ class Residuals:
       f: the stage. ``fixed`` is equal for every microbatch (a stage's state other than weights);
         ``side`` is not (extras, dropout keys).
       weights, fixed, side, x: examples, for their types.
-      grad_dtype: the argument of `pipeline.core.autodiff.accumulate.as_summed`.
       need: the gradients that the backward computes; None for all gradients.
-      adding: the argument of `outcome_and_pullback`.
       gathers: whether the backward may repeat the forward's all-gathers.
-      part: the name of the part of the model (`Pullback.part`).
       holds_output: whether the stash also has the stage's output, which `output` reads.
 
     Attributes:
@@ -171,7 +168,6 @@ def _between(
 
 
 def _gathers(eqn: Any) -> bool:
-    """Tell whether an equation is an all-gather."""
     return traits(eqn).hlo == "all-gather"
 
 

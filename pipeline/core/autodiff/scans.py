@@ -42,12 +42,8 @@ def split_loop(
     """Split a `scan` into two scans.
 
     Args:
-      step: the step of the scan.
-      loop: the body of the scan.
       mine: the mask of results that the first half needs.
       theirs: the mask of results that only the second half needs.
-      facts: the facts about all known names.
-      halve: the function that splits the body.
     """
     body, first_xs = loop.body, loop.num_consts + loop.num_carry
     early, _ = closed_mask(step, loop, mine, facts.refs, adds=False)

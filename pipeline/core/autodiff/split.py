@@ -173,7 +173,6 @@ class _Splitter:
     def _prune(
         self, crossing: Sequence[Name]
     ) -> tuple[tuple[JaxprStep, ...], tuple[JaxprStep, ...]]:
-        """Select the steps that each half runs."""
         refs, inputs = self.facts.refs, set(self.block.inputs) | set(self.block.constants)
         early = {id(step) for step, late in self.steps if not late}
         everything = [step for step, _ in self.steps]

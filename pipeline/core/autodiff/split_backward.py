@@ -51,9 +51,7 @@ class SplitBackward:
       weights, fixed, side, stash: examples of its arguments, which
         `pipeline.core.autodiff.residuals` explains. Both halves get all but ``stash``.
       dy: an example of the gradients for the float leaves of the stage's output.
-      grad_dtype: the argument of `pipeline.core.autodiff.accumulate.as_summed`.
       need: the gradients that the pullback computes; None for all gradients.
-      adding: the argument of `outcome_and_pullback`.
 
     Attributes:
       crossing: the types of the values from `input_half` to `weight_half`, for one microbatch.
@@ -115,13 +113,8 @@ class SplitBackward:
         """Compute the gradients for the stage's input, and the crossing values.
 
         Args:
-          weights: the argument of `linearize`.
-          fixed: the argument of `linearize`.
-          side: the argument of `linearize`.
-          stash: the argument of `linearize`.
           dy: the gradients for the output, or a function from the output to these gradients.
           refs: refs of the weights' gradients; here only unsplit operations add to them.
-          want_x: whether to compute the gradients for the input.
         """
         values = self._values(weights=weights, fixed=fixed, side=side, stash=stash, refs=refs)
         done: set[int] = set()

@@ -46,7 +46,6 @@ def with_wide_products(f: Callable[..., tuple[Tree, Tree]], *args: Any) -> tuple
     Args:
       f: a function of arrays and refs that returns two trees of arrays. The caller sums the arrays
         of the first tree; the function itself adds values to refs.
-      args: the arguments of ``f``.
     """
     closed, like = jax.make_jaxpr(f, return_shape=True)(*args)
     count = len(jax.tree.leaves(like[0]))
@@ -63,7 +62,6 @@ def widened(jaxpr: Any, summed: Mask, parts: Mask = ()) -> Any:
     Bodies are rewritten too. Without any such product, ``jaxpr`` itself is returned.
 
     Args:
-      jaxpr: the jaxpr of a backward pass.
       summed: the mask of results that are added to sums; missing entries count as False.
       parts: the mask of inputs that are parts of other refs; missing entries count as False.
     """

@@ -129,7 +129,6 @@ def make_ends(ends: Ends, first: Placement, last: Placement, shared: Shared = ()
 
     Args:
       ends: the user's modules or functions, which stay unchanged.
-      first: the placement of embed.
       last: the placement of head and loss; it differs from ``first`` only with ``stage_meshes``.
       shared: the ends whose tables all ranks share.
 

@@ -1,6 +1,7 @@
-"""Embed and head in a pipeline: each on one rank, or with tables that all ranks share.
+"""The ranks that run embed and head, and the checks of `vocabulary=`.
 
-Letters: S ranks, N words, d width.
+With ``vocabulary="ends"`` the first rank runs the embed and the last rank the head. With
+``vocabulary="stage"`` every rank has a part of the words of their tables. N is the number of words.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _REMEDY = {  # for an end that computes more than the class that ranks can share
 
 @dataclass(frozen=True)
 class Tables:
-    """The leaves of the ends' parameters that are sharded by vocabulary over the ranks.
+    """The parameters of embed and head that are sharded by words over the ranks.
 
     Attributes:
       embed, head: the index of each table among the leaves; -1 if the table is not shared.
@@ -47,7 +48,6 @@ class Tables:
 
     @property
     def is_used(self) -> bool:
-        """True if embed or head has a shared table."""
         return max(self.embed, self.head) >= 0
 
     def __contains__(self, index: int) -> bool:

@@ -42,8 +42,6 @@ class Ignored:
         """Set attributes of stage k to the user's values, in place; return the stage.
 
         Args:
-          stage: the stage.
-          k: its index.
           names: the names of the attributes; None for all.
         """
         if not self.own:

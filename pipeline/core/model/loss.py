@@ -84,7 +84,6 @@ class MicrobatchLoss:
     Attributes:
       total, weight: float scalars. A mean becomes a sum of weight 1; for a slice, both are
         multiplied by the slice's share. The weight may have a gradient.
-      is_mean: whether ``loss_fn`` returned a mean.
       sums: scalars that are summed over microbatches for ``metrics``.
       metrics: the structure of the metrics; None if there are none.
     """
@@ -107,9 +106,6 @@ def take_loss(
     """Call ``loss_fn`` on one microbatch.
 
     Args:
-      loss_fn: the loss of the pipeline.
-      outputs: the model's outputs for the microbatch.
-      targets: the targets of the microbatch.
       has_aux: whether ``loss_fn`` returns (loss, metrics); None allows both and drops metrics.
       share: the weight of a mean; for slices that differ in length, `Slices.share`.
 
@@ -207,7 +203,6 @@ def same_over_others(name: str, result: Any, axes: tuple[str, ...]) -> Any:
 
     Args:
       name: the function that returned the result, for the message.
-      result: arrays, or their types.
       axes: the axes over which the result may vary.
     """
     for leaf in jax.tree.leaves(result):
@@ -264,7 +259,6 @@ def _is_pair(x: Any) -> bool:
 
 
 def _is_with_aux(result: Any) -> bool:
-    """Tell whether a loss returned a pair whose first element is a loss."""
     is_two = isinstance(result, (tuple, list)) and len(result) == 2
     return is_two and (_is_scalar(result[0]) or _is_pair(result[0]))
 

@@ -159,7 +159,11 @@ def _on_devices(name: str, tree: Tree) -> Tree:
 
 
 def _advice(name: str, trees: tuple[Tree, ...], how: str) -> str:
-    """Write the remedy for an array that is an extra without a batch axis, or a list's element."""
+    """Return the remedy for an array whose leading axis cannot be the batch, "" if there is none.
+
+    An extra without a batch axis can have the spec P(). For an element of a list, such as
+    ``inputs[1]``, the list becomes one array by ``numpy.<how>``.
+    """
     outer, _, rest = name.partition("[")
     if outer == "extras":
         key = rest.partition("]")[0].strip("'")
@@ -329,10 +333,7 @@ def dealt(
 
     Args:
       x: a batch whose dim 1 will be split over an axis.
-      num_slices: N.
-      ranks: the size of the axis.
       lengths: the lengths of the slices, if they differ.
-      back: whether to undo the order.
     """
     if lengths:
         slices = np.split(np.arange(x.shape[1]), np.cumsum(lengths)[:-1])

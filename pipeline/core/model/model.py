@@ -112,7 +112,6 @@ class Declared:
 
     @property
     def is_anything(self) -> bool:
-        """True if any variable is declared."""
         return bool(self.ends or any(self.stages))
 
 
@@ -122,22 +121,14 @@ class Model:
 
     Attributes:
       stages: [K] the position of each stage, in layer order.
-      ends: the definition of `Ends`.
-      has_embed, has_head: whether the model has an embed and a head.
       loss_fn: a function of (outputs, targets) of one microbatch that returns a mean or (sum,
         weight); or the marker of a loss module in `Ends`; or None, if no loss is computed.
-      layout: the placement of the leaves of the state.
-      trained: the parameters that have gradients.
       policy: a `jax.checkpoint` policy for the stages, or None.
       gathers_again: whether a backward repeats the all-gathers of its forward.
       grad_dtype: the dtype in which gradients are summed (`autodiff.accumulate.as_summed`).
       compute_dtype: the dtype to which parameters and activations are cast before use, or None.
-      tables: the tables of embed and head that all ranks share.
       has_aux: True if loss_fn returns (loss, metrics) and the step returns both; None if loss_fn
         may return metrics and the step drops them.
-      weighed: whether means are returned as `Weighed`.
-      declared: the state that stages and ends may write.
-      stack: `stack` of `pipeline.core.options.plan.Plan`.
     """
 
     stages: tuple[StagePosition, ...]

@@ -120,7 +120,8 @@ def differences(first: nnx.Module, other: nnx.Module) -> Iterator[tuple[str | No
 class Attributes:
     """A record of the attributes without arrays that a module and its children have.
 
-    Attributes of modules of the type ``skipped`` are left out, but not those of their children.
+    Attributes of modules of the type ``skipped`` are left out; attributes of their children are
+    not.
     """
 
     def __init__(self, module: Any, skipped: type | tuple[()] = ()) -> None:
@@ -139,7 +140,6 @@ class Attributes:
 
     @property
     def values(self) -> dict[tuple[Any, ...], Any]:
-        """The recorded values, by path."""
         pairs = zip(self._nodes, self._known, strict=True)
         return {(*path, name): x for (path, _), known in pairs for name, x in known.copies.items()}
 
@@ -148,7 +148,7 @@ class Attributes:
         self._known = [_Known(node()) for _, node in self._nodes]
 
     def changes(self) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
-        """Yield (path, old value, new value) of each attribute that is another one now."""
+        """Yield (path, old value, new value) of each attribute that has changed."""
         for (path, ref), known in zip(self._nodes, self._known, strict=True):
             # Most modules have not changed, and each step looks at all of them.
             if (node := ref()) is None or known.is_same(node):
@@ -181,11 +181,11 @@ class Attributes:
 
 
 class _Known:
-    """The plain attributes of one module.
+    """A record of those attributes of one module that contain no arrays.
 
     Attributes:
-      values: the values themselves.
-      copies: copies of what a call can change in place; other values as they are.
+      values: the values by name.
+      copies: the values by name, with a copy of each value that a call can change in place.
     """
 
     def __init__(self, node: Any) -> None:
@@ -199,7 +199,7 @@ class _Known:
         self._mutable = [name for name in names if self.copies[name] is not self.values[name]]
 
     def is_same(self, node: Any) -> bool:
-        """True if the module has these values, which have not changed in place."""
+        """Tell whether the module's attributes are these objects, unchanged in place."""
         held = vars(node)
         if len(held) != self._size or any(held.get(n) is not x for n, x in self.values.items()):
             return False
@@ -207,7 +207,11 @@ class _Known:
 
 
 def _copied(value: Any, depth: int = 4) -> Any:
-    """Copy what a call can change in place: containers, records and objects of the user's."""
+    """Copy a container or an object, and what it contains, down to ``depth``.
+
+    Scalars and functions are returned themselves, and so is an object without attributes. An object
+    becomes a dict of its attributes.
+    """
     if isinstance(value, (*_SCALARS, *_FUNCTIONS)) or depth == 0:
         return value
     copy = functools.partial(_copied, depth=depth - 1)

@@ -45,7 +45,6 @@ class Leaf:
       group: a hashable key with at least the dtype; leaves with equal groups may share a flat cell.
       name: a key; leaves with equal names may share a column. In a list, no name is the prefix of
         another name.
-      shape: the shape of the array.
     """
 
     group: Any
@@ -60,12 +59,10 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Spot:
-    """The place of a leaf in a cell.
+    """The part of a cell in which a leaf is stored.
 
     Attributes:
-      cell: the index of the cell.
       part: (start, stop) on the cell's leading axis; None if the leaf fills the cell.
-      shape: the leaf's shape.
     """
 
     cell: int
@@ -73,7 +70,6 @@ class Spot:
     shape: Shape
 
     def read(self, cell: Any) -> Any:
-        """Read the leaf from its cell."""
         if self.part is None:
             return cell
         if isinstance(cell, jax.ShapeDtypeStruct):
@@ -87,7 +83,6 @@ class Spot:
         return part if part.ndim == len(self.shape) else part.reshape(self.shape)
 
     def fill(self, cell: Any, leaf: Any) -> Any:
-        """Write a leaf into its cell, and return the cell."""
         if self.part is None:
             return leaf
         part = leaf if leaf.ndim == cell.ndim else leaf.reshape(-1, *cell.shape[1:])
@@ -123,7 +118,7 @@ class View:
     """A tree whose leaves are stored in cells; by default its leaves are the cells, in order.
 
     Attributes:
-      treedef: the structure of the tree; None if it is that of the cells.
+      treedef: the structure of the tree; None if the cells are the tree.
       spots: the places of the leaves; None if they are the cells, () if the tree has no place.
     """
 
@@ -183,9 +178,7 @@ class Cell:
     """The description of one array that every rank has.
 
     Attributes:
-      group: the group of its leaves.
       name: the name of the cell's leaves if the cell is a column; None if the cell is flat.
-      shape: the array's shape.
     """
 
     group: Any

@@ -96,8 +96,6 @@ def fold(streams: Tree, microbatch: Any, axes: tuple[str, ...], own: tuple[str, 
     """Make the streams for one microbatch: folded keys, and counts of zero.
 
     Args:
-      streams: the random streams of a module.
-      microbatch: the microbatch's index.
       axes: the mesh axes over which all activations vary.
       own: further axes on which each rank has its own keys.
     """

@@ -36,7 +36,6 @@ class Definition:
     Definitions are compared by `alike`. Each has a hash, also if a module's attributes have none.
 
     Attributes:
-      graphdef: the graphdef of the module.
       label: the name of the module in messages.
       state: the paths of declared variables, which the module may write.
       looked_at: keys (method, types) of calls that were found to write nothing.
@@ -94,7 +93,7 @@ class Definition:
         had, now = _flat(rest), dict(nnx.to_flat_state(after)) if paths else {}
         for path in paths:
             before, value = (raw(state[path]) for state in (had, now))
-            if signature(jax.tree.map(_bare, before)) != signature(jax.tree.map(_bare, value)):
+            if signature(jax.tree.map(as_type, before)) != signature(jax.tree.map(as_type, value)):
                 raise ValueError(
                     f"{self.label} writes {_text(value)} to its {kind_text(had[path])} "
                     f"{'.'.join(map(str, path))}, which was {_text(before)}: declared state keeps "
@@ -207,7 +206,7 @@ def _declare(variable: Any) -> str:
     return f"declare it, as by Pipeline(..., state={name}){stateless}, or freeze it"
 
 
-def _bare(leaf: Any) -> Any:
+def as_type(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
@@ -224,7 +223,6 @@ class StagePosition:
     """The position of a stage.
 
     Attributes:
-      definition: the static half of the stage.
       rank, chunk: the rank that runs the stage, and the stage's chunk on this rank.
       views: the places of the stage's values in the chunk's state; by default all of it.
     """
@@ -244,7 +242,6 @@ def stage_positions(
     """Find the [K] positions of all stages, in layer order.
 
     Args:
-      chunks: the V chunks.
       definitions: [V] the definition of each chunk; stages that are not alike get their own.
       stages_of: [S] lists of the V stages on each rank.
       state: [K] paths of declared state in each stage; empty if no state is declared.

@@ -57,12 +57,10 @@ class Trained:
 
     @property
     def embed(self) -> bool:
-        """True if any parameter of embed is trained."""
         return any(self.ends[: self.num_embed])
 
     @property
     def is_anything(self) -> bool:
-        """True if any parameter is trained."""
         return any(map(any, (*self.chunks, self.ends)))
 
     def needs_gradients(self, *, want_inputs: bool) -> Needs:
@@ -70,9 +68,6 @@ class Trained:
 
         For its input, stage 0 gets the flag of stage 1, so that the two can share code. The code
         that runs stage 0 knows that it is the first.
-
-        Args:
-          want_inputs: whether inputs have gradients.
         """
         before = want_inputs or self.embed
         return tuple(

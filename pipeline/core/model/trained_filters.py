@@ -39,7 +39,6 @@ class PlainVariable:
     """A variable of the plain model, with types in place of arrays.
 
     Attributes:
-      path: its path in its module.
       spots: the places of its arrays in the `nnx.Param` state of a chunk or of the ends if it is a
         parameter, else in all other state.
     """
@@ -122,8 +121,6 @@ def find_variables(
     """Find variables of the plain model by a filter.
 
     Args:
-      option: the option with the filter, as text.
-      wanted: any nnx filter.
       modules: the K stages, then the ends.
       refusal: returns the reason why a variable must not be found, or "".
       examples: text on filters that the option takes.
@@ -204,7 +201,6 @@ def _has_no_gradient(variable: PlainVariable) -> str:
 
 
 def _leaf_paths(module: nnx.Module) -> list[Path]:
-    """List the path of each leaf of a module's parameters."""
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
     return [path for path, variable in flat for _ in jax.tree.leaves(variable)]
 
@@ -220,7 +216,7 @@ def trained_by(
     """Find the parameters that a filter trains, and the filter for the pipeline's own state.
 
     The result is cached: calling the filter on every variable takes longer than starting a step.
-    ``structure`` is that of the parameters of chunks and ends, if the caller has it.
+    ``structure`` is the tree structure of the parameters of chunks and ends, if the caller has it.
     """
     if structure is None:
         structure = jax.tree.structure([define(part, "")[1] for part in (*chunks, ends)])

@@ -46,7 +46,7 @@ class Group(nnx.Module):
 
 @dataclass(frozen=True)
 class Views:
-    """The places of a stage's values among the leaves of its chunk's state.
+    """How a stage is stored in its chunk: views of the leaves of the chunk's state.
 
     Attributes:
       params: the stage's `nnx.Param` state within the `nnx.Param` state of the chunk.
@@ -113,12 +113,12 @@ class Overlaid(nnx.Module):
 
 
 def views_of(chunk: nnx.Module, rank: int) -> Views:
-    """Return the places of a rank's stage in its chunk; whole rows if stages are alike."""
+    """Return how a rank's stage is stored in its chunk: in whole rows if stages are alike."""
     return chunk.views[rank] if isinstance(chunk, Overlaid) else Views()
 
 
 def static_stage(chunk: nnx.Module, rank: int) -> nnx.Module:
-    """Return the module whose static half is that of a rank's stage in the chunk."""
+    """Return the module that has the static half of a rank's stage in the chunk."""
     return chunk.stages[rank] if isinstance(chunk, Overlaid) else chunk
 
 

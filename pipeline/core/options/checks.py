@@ -75,7 +75,6 @@ def check_sliced(num_slices: int, slices: Any, *, offload: Any, vocabulary: str)
 
 
 def check_remat(remat: Any) -> None:
-    """Raise ValueError for an invalid ``remat``."""
     if not (remat in ("stage", "gathered", None) or callable(remat)):
         raise ValueError(
             f"remat={remat!r}: must be 'stage', 'gathered', None, or a jax.checkpoint policy such "
@@ -108,7 +107,6 @@ def check_excluded(*, engine: Engine, mesh: Mesh | None, auto_axes: Sequence[str
 
 
 def check_vocabulary(vocabulary: Any) -> None:
-    """Raise ValueError for an unknown ``vocabulary``."""
     if vocabulary not in ("ends", "stage"):
         raise ValueError(
             f"vocabulary={vocabulary!r}: must be 'ends', embed on the first rank and head on the "
@@ -150,7 +148,6 @@ def check_scale(loss_scale: Any) -> jax.Array | None:
 
 
 def check_data_parallel(data_parallel: Any, gather: Any) -> None:
-    """Raise ValueError for an unknown ``data_parallel`` or ``gather``."""
     if data_parallel not in ("replicated", "zero1", "fsdp"):
         raise ValueError(
             f"data_parallel={data_parallel!r}: must be 'replicated', 'zero1' (gradients and "

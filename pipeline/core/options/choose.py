@@ -53,7 +53,6 @@ def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
 
 
 def default_ranks(num_stages: int, devices: int, schedule: Any) -> int:
-    """Choose S for the default mesh."""
     each = stages_per_rank(schedule) if isinstance(schedule, str) else None
     if each is not None and num_stages % each == 0 and num_stages // each <= devices:
         return num_stages // each
@@ -114,16 +113,12 @@ def choose_schedule(
 
     Args:
       schedule: the user's schedule, or None; `read` has replaced a path by its timetable.
-      num_ranks: S.
-      num_stages: K.
-      num_microbatches: M.
       engine: "scan" runs in lockstep, "programs" by the event clock.
       partners: whether only the partners of an exchange wait for it, not all ranks.
       delayed: whether an exchange runs during the work of the next slot.
       pattern: the slots of a tick, or None for the fastest.
       costs: durations, for the default and for schedules that are built from durations.
       shared: which of embed and head all ranks share.
-      slices: N, or None.
       origin: the reason to return for a `Schedule`.
 
     Raises:
@@ -241,7 +236,6 @@ def _default(
 
 
 def is_path(schedule: Any) -> bool:
-    """Tell whether ``schedule`` is the path of a file."""
     if not isinstance(schedule, str):
         return isinstance(schedule, os.PathLike)
     return schedule not in names() and (

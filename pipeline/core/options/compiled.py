@@ -19,14 +19,7 @@ REVIVED = 8
 
 
 class FunctionKey(NamedTuple):
-    """The static arguments of a compiled function.
-
-    Attributes:
-      plan: the plan, one for each M.
-      name: the name of the jitted function.
-      model: the static part of the model.
-      options: keyword arguments of the function.
-    """
+    """The static arguments of a compiled function."""
 
     plan: Hashable
     name: str
@@ -54,12 +47,9 @@ class Compiled:
     """Compiled functions and facts that calls of a pipeline keep for later calls.
 
     Attributes:
-      functions: jitted functions.
-      facts: the facts of each plan.
       plans: by M, the plans of calls whose M differs from the pipeline's.
       narrow: by model and types, True if a step computes in floats in which gradients may vanish.
       trained: by filter and structure, the parameters that the filter trains.
-      states: by structure, the declared state.
       writes: models whose steps write declared state.
       warned: keys of checks and warnings that are due once, such as a step's memory by its types.
       ring: the pipeline of types whose placement `generate` uses.
@@ -105,9 +95,9 @@ class Programs:
 
 @functools.lru_cache(maxsize=REVIVED)
 def _revived(programs: Programs) -> Compiled:
-    """Make a `Compiled` for graphs whose pipelines no longer exist; the last few are kept.
+    """Return a `Compiled` for graphs whose pipelines no longer exist; the last few are kept.
 
-    A loop needs it that merges a graph in every step and drops the pipeline after the step.
+    This serves loops that call `nnx.merge` in every step and drop the pipeline after the step.
     """
     return programs.make()
 

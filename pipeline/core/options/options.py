@@ -51,7 +51,7 @@ class Measured(Protocol):
     """Costs measured by `pipe.calibrate`, together with the signature of the measured model."""
 
     def costs_for(self, model: Any) -> tuple[Costs, str]:
-        """Return the costs for a model with this signature, and the costs' origin in words."""
+        """Return the costs, and their origin in words; refuse a model with another signature."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,7 +235,6 @@ class ModelParts:
     loss_fn: LossFn | None = None
 
     def __post_init__(self) -> None:
-        """Check that the parts are modules or functions."""
         check_functions(loss_fn=self.loss_fn, embed=self.embed, head=self.head)
 
 
@@ -244,7 +243,6 @@ class Arguments(Options, ModelParts):
     """The arguments of `Pipeline`: the parts of the model and the options."""
 
     def __post_init__(self) -> None:
-        """Check the options, then the parts."""
         Options.__post_init__(self)
         ModelParts.__post_init__(self)
 

@@ -53,8 +53,6 @@ class Plan(Options):
       shared: which of embed and head all ranks share.
       costs_from: the origin of the costs, in a few words.
       signature: the signature of the model, for measured costs (`pipeline.insight.calibrate`).
-      options: the options as the user gave them.
-      lint: the checks of the model.
       entries: the module of the engine's entry points.
       stage_meshes: [S] a mesh for each rank, all with the same axes; ``mesh`` is then the mesh of
         the last stage's rank, which has losses and outputs.
@@ -86,7 +84,6 @@ class Plan(Options):
 
     @property
     def compiled(self) -> Compiled:
-        """The compiled functions of the pipeline, and facts about them."""
         return self.programs.get()
 
     def anew(self, **changes: Any) -> Plan:
@@ -133,7 +130,7 @@ class Plan(Options):
         return tuple(Mesh(devices, names) for devices in parts)
 
     def mesh_at(self, path: Sequence[Any]) -> Mesh:
-        """Return the mesh of a variable of the pipeline, or of its state in an optimizer."""
+        """Return the mesh that has the variable at a path of the pipeline or of an optimizer."""
         for name, part in itertools.pairwise(path):
             if name == "chunks" and str(part).isdecimal():
                 return self.mesh_of_stage(int(part))
@@ -142,7 +139,11 @@ class Plan(Options):
         return self.mesh
 
     def home_at(self, path: Sequence[Any]) -> Mesh:
-        """Return the mesh of a variable, with the axis types of the pipeline's state."""
+        """Return the mesh with whose shardings a variable is stored.
+
+        With ``stage_meshes`` it is the mesh of the variable's stage. Otherwise it is the mesh of
+        all ranks, with the axis types that the pipeline's state has outside of a step.
+        """
         return self.home if self.stage_meshes is None else self.mesh_at(path)
 
     def mesh_of_stage(self, stage: int) -> Mesh:
@@ -250,7 +251,7 @@ class Plan(Options):
 
     @functools.cached_property
     def forward(self) -> Program:
-        """The lowered forward actions of the timetable; slots of one kind suit them best."""
+        """The program of the timetable's forward actions alone; `lower` chooses the pattern."""
         forward = self.schedule.forward()
         return lower(forward, shared=self.shared, gathers=self.has_windows, **self.sends)
 
@@ -263,7 +264,6 @@ def own_costs(num_stages: int, remat: Any, shared: Shared = (), state: Any = Non
     (`is_last_forward_free`). The costs of embed and head are not known before there is a batch.
 
     Args:
-      num_stages: K.
       remat: the option: the values that a forward keeps for its backward.
       shared: which of embed and head all ranks share.
       state: a filter of declared state, or None. With a filter, the last stage counts as a stage

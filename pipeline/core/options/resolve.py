@@ -51,8 +51,6 @@ def make_plan(
     """Make the plan of a pipeline with K stages.
 
     Args:
-      options: the options as the user gave them.
-      num_stages: K.
       embed: the user's embed, or its types.
       head: the user's head, or its types.
       loss_fn: the user's loss, or its types.
@@ -99,7 +97,7 @@ def make_plan(
 
 
 def _mesh(options: Options, num_stages: int, schedule: Any) -> Mesh:
-    """Return the user's mesh or the chosen one; with ``stage_meshes`` that of the first rank."""
+    """Return the user's mesh or the chosen one; with ``stage_meshes`` the first rank's mesh."""
     if options.stage_meshes is not None:
         return first_of(options.stage_meshes, num_stages)
     mesh = default_mesh() if options.mesh is None else options.mesh

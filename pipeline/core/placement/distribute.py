@@ -31,6 +31,13 @@ def distribute(x: Any, sharding: Sharding, *, compare: bool = True) -> jax.Array
     return jax.make_array_from_callback(x.shape, sharding, read, dtype=x.dtype)
 
 
+def with_sharding(x: Any, sharding: NamedSharding, *, compare: bool = True) -> Any:
+    """Place an array with a sharding; of a type, return the type with this sharding."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return distribute(x, sharding, compare=compare)
+
+
 def placed_on(leaf: Any, sharding: NamedSharding) -> jax.Array:
     """Place an array with a sharding; no copy if it has that sharding."""
     is_array = isinstance(leaf, jax.Array)

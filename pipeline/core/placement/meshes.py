@@ -29,7 +29,7 @@ from collectives import DATA, STAGE
 from collectives.compat import without_mesh
 from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree
-from pipeline.core.placement.distribute import distribute
+from pipeline.core.placement.distribute import with_sharding
 from pipeline.core.placement.zero import kernel_spec
 
 
@@ -171,10 +171,7 @@ def _untyped(leaf: Any, mesh: Mesh) -> Any:
                 f"given to Pipeline(..., mesh=)"
             )
         return jax.sharding.reshard(leaf, NamedSharding(mesh, PartitionSpec()))
-    sharding = NamedSharding(mesh, source.spec if ours else PartitionSpec())
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    return distribute(leaf, sharding)
+    return with_sharding(leaf, NamedSharding(mesh, source.spec if ours else PartitionSpec()))
 
 
 def laid_as(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -209,8 +206,6 @@ def outputs_specs(
     """Return specs of outputs: rows like the inputs' typed specs, or over row axes.
 
     Args:
-      mesh: the kernel's mesh.
-      axes: the roles of its axes.
       outputs: [N, ...] leaves.
       inputs: [N, ...] leaves.
       shared: whether outputs are logits that all ranks share; such logits stay divided over
@@ -234,7 +229,6 @@ def typed(tree: Tree, mesh: Mesh | None, specs: Any) -> Tree:
     """Give the kernel's results axis types.
 
     Args:
-      tree: arrays.
       mesh: the mesh with the axis types; None changes nothing.
       specs: the specs of the arrays: one `PartitionSpec` for all, or one for each leaf.
     """
@@ -243,16 +237,9 @@ def typed(tree: Tree, mesh: Mesh | None, specs: Any) -> Tree:
     leaves, treedef = jax.tree.flatten(tree)
     if isinstance(specs, PartitionSpec):
         specs = [specs] * len(leaves)
-    results = [
-        _typed(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, specs, strict=True)
-    ]
+    pairs = zip(leaves, specs, strict=True)
+    results = [with_sharding(leaf, NamedSharding(mesh, spec)) for leaf, spec in pairs]
     return jax.tree.unflatten(treedef, results)
-
-
-def _typed(leaf: Any, sharding: NamedSharding) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    return distribute(leaf, sharding)
 
 
 def typed_as_they_lie(tree: Tree, mesh: Mesh) -> Tree:

@@ -41,7 +41,6 @@ class ModelPath(tuple[Any, ...]):
 
 
 def of_stage(k: int, path: Any) -> ModelPath:
-    """Make the path of a variable of stage k."""
     return ModelPath(("stages", k, *path))
 
 
@@ -58,7 +57,6 @@ class Asked:
 
     Attributes:
       answers: whether the function has an answer for any item.
-      paths: the paths of the items.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ from pipeline.base.arguments import DataParallel
 from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree
 from pipeline.base.variables import axis_names, metadata, raw, remade, with_value
-from pipeline.core.placement.distribute import distribute
+from pipeline.core.placement.distribute import with_sharding
 from pipeline.core.placement.paths import ModelPath
 
 Names = tuple[Any, ...]  # for each dim: None, an axis, or several
@@ -80,8 +80,6 @@ class Placement:
     """The sharding of a pipeline's state.
 
     Attributes:
-      mesh: the mesh.
-      axes: the roles of the mesh's axes.
       data_parallel: the arrays sharded over ``data``: none, gradients, or also weights.
       sharding: a function of (path, variable) that returns the axes of the variable's dims, or None
         for the axes in its metadata.
@@ -98,7 +96,6 @@ class Placement:
         """Choose the sharding of a variable.
 
         Args:
-          path: the variable's path in the plain model.
           variable: a variable of one stage, or of embed and head.
           lead: the axes of leading dims that the pipeline adds.
           stacked: whether the variable is a part of a stacked variable, whose names may include the
@@ -153,9 +150,7 @@ class Placement:
     def put(self, value: Any, spread: Spread) -> Any:
         """Place an array, or its type, with its sharding."""
         sharding = NamedSharding(self.mesh, spread.stored)
-        if isinstance(value, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-        return distribute(value, sharding, compare=False)  # the pipeline compares all at once
+        return with_sharding(value, sharding, compare=False)  # the pipeline compares all at once
 
     def label(self, variable: Any, value: Any, spread: Spread, lead: tuple[str, ...]) -> Any:
         """Set a variable's placed value, and its sharding metadata.

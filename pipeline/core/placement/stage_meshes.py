@@ -23,9 +23,6 @@ def check_stage_meshes(given: Any) -> tuple[Mesh, ...]:
 
     A mesh that lacks an axis gets the axis with size 1.
 
-    Args:
-      given: the user's option.
-
     Raises:
       ValueError: the option is no list of meshes, a mesh has several stages or devices of another
         process, or two meshes have a device in common.
@@ -68,11 +65,7 @@ def _with_axes(mesh: Mesh, names: Sequence[str]) -> Mesh:
 
 
 def first_of(meshes: Sequence[Mesh], num_stages: int) -> Mesh:
-    """Return the first mesh after checking that K stages divide among the ranks.
-
-    Raises:
-      ValueError: K is no multiple of the number of ranks.
-    """
+    """Return the first mesh after checking that K stages divide among the ranks."""
     if num_stages % len(meshes):
         raise ValueError(
             f"stages has {num_stages} stages, which the ranks of {len(meshes)} stage_meshes cannot "
@@ -108,10 +101,7 @@ def check_parts_agree(sent: Tree, received: Tree, kind: str, stage: int) -> None
     """Raise ValueError unless the devices of both ranks have equal parts of a message.
 
     Args:
-      sent: the types of its arrays on the sender.
-      received: the types of its arrays on the receiver.
       kind: "operand" or "gradient".
-      stage: the stage that reads the message.
     """
     for a, b in zip(jax.tree.leaves(sent), jax.tree.leaves(received), strict=True):
         if (a.shape, a.sharding.spec) != (b.shape, b.sharding.spec):

@@ -58,8 +58,6 @@ def gather(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leave
     """Gather whole leaves from data shards.
 
     Args:
-      leaves: local arrays.
-      spreads: the sharding of each array.
       lead: the number of leading dims that the specs have and the arrays lack.
     """
 
@@ -118,10 +116,7 @@ def reduce_gradients(
     different part (a rank's experts, or its words of a table that ranks share).
 
     Args:
-      leaves: local gradients.
-      spreads: the sharding of each array.
       axes: the axes to sum over, in addition to a gradient's deferred axes.
-      lead: the argument of `gather`.
     """
     parts = scatter(leaves, spreads, lead=lead)
     return reduce_parts(parts, spreads, axes)
@@ -144,7 +139,11 @@ def scatter(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leav
 
     def part(gradient: Any, spread: Spread) -> Any:
         dim = _dim_over(spread.zero, spread.gradient)
-        return gradient if dim is None else _scattered(gradient, spread.zero, dim - lead)
+        if dim is None:
+            return gradient
+        wide, over = _as_cpu_can_add(gradient), spread.zero
+        total = jax.lax.psum_scatter(wide, over, scatter_dimension=dim - lead, tiled=True)
+        return total.astype(gradient.dtype)
 
     return [part(leaf, spread) for leaf, spread in zip(leaves, spreads, strict=True)]
 
@@ -182,12 +181,6 @@ def defer_reduction(tree: Tree, spreads: Sequence[Spread]) -> Tree:
 
 def _deferred(spread: Spread) -> tuple[str, ...]:
     return tuple(filter(is_manual, spread.deferred))
-
-
-def _scattered(gradient: Any, axes: tuple[str, ...], dim: int) -> Any:
-    wide = _as_cpu_can_add(gradient)
-    total = jax.lax.psum_scatter(wide, axes, scatter_dimension=dim, tiled=True)
-    return total.astype(gradient.dtype)
 
 
 def _dim_over(axes: tuple[str, ...], spec: PartitionSpec) -> int | None:

@@ -32,7 +32,6 @@ class Results:
 
     Attributes:
       of: a function of (step, sums, state of a rank) that computes the results.
-      specs: the specs of the results.
       stages: for each result the stage whose rank holds the result, as a prefix of the result tree;
         used only with ``stage_meshes``.
     """
@@ -47,7 +46,6 @@ class JoinedFinish:
 
     Args:
       ranks: [S] for each rank the facts from a trace of the model (`Traced`).
-      results: the results of the step.
     """
 
     def __init__(self, ranks: Sequence[Traced], results: Results) -> None:
@@ -85,7 +83,6 @@ class FinishByRank:
 
     Args:
       ranks: [S] for each rank the facts from a trace of the model (`Traced`).
-      results: the results of the step.
     """
 
     def __init__(self, ranks: Sequence[Traced], results: Results) -> None:
@@ -178,10 +175,8 @@ def lower_finish(
     """Lower the program after the last action.
 
     Args:
-      traced: the model.
       mesh: the mesh of the pipeline, or with ``stage_meshes`` of a rank.
       sums: the types of the sums that the program takes.
-      results: the results of the step.
     """
     operands = traced.operands
 

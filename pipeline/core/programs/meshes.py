@@ -29,11 +29,7 @@ from pipeline.core.placement.distribute import distribute, placed_on
 class RankMeshes:
     """The meshes of a pipeline's ranks.
 
-    Args:
-      plan: the options of the pipeline.
-
     Attributes:
-      ranks: [S] the mesh of each rank.
       local_ranks: the ranks of which this process has a device.
       abstract: the abstract mesh of each rank.
       sharding: a cached function from a rank and a spec to the sharding.
@@ -72,7 +68,6 @@ class RankMeshes:
         }
 
     def part_shape(self, shape: Sequence[int], spec: P) -> tuple[int, ...]:
-        """Return the shape of a rank's part of an array."""
         named = [STAGE in axes_in(entry) for entry in spec]
         named += [False] * (len(shape) - len(named))
         size = self._mesh.shape[STAGE]
@@ -96,9 +91,6 @@ class RankMeshes:
 
         Each device has its own value. So a value enters and leaves a jitted function as an array
         with a leading axis, which is split over the mesh axes over which the value varies.
-
-        Args:
-          types: the types of the values within a program.
         """
         return jax.tree.map(self._value_spec, types)
 
@@ -142,10 +134,10 @@ class RankMeshes:
 
 
 def drop_device_axis(tree: Tree) -> Tree:
-    """Drop the leading axis with which values enter a program."""
+    """Drop the leading axis that every array has between programs; it has one entry here."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
 def add_device_axis(tree: Tree) -> Tree:
-    """Add the leading axis with which values leave a program."""
+    """Add the leading axis that every array has between programs, over which devices differ."""
     return jax.tree.map(lambda x: x[None], tree)

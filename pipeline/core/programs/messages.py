@@ -32,8 +32,6 @@ def lower_message(
 
     Args:
       ranks: [S] the model of each rank.
-      source: the rank that sends.
-      target: the rank that receives.
       name: the kind of the value ("operand" or "gradient"), the stage that reads it, the slice.
 
     Raises:

@@ -27,12 +27,7 @@ from schedules.lowering.program import Op
 
 @dataclass(frozen=True, eq=False)
 class StepOptions:
-    """The static arguments of a step.
-
-    Attributes:
-      plan, model: the plan and the model of the pipeline.
-      request: the wanted results.
-    """
+    """The static arguments of a step."""
 
     plan: Plan
     model: Model
@@ -61,9 +56,6 @@ class Operands:
     states.
 
     Attributes:
-      options: the options of the step.
-      meshes: the meshes of the ranks.
-      tree: the structure of the operands.
       specs: the specs of the leaves on the pipeline's mesh.
       types: the types of a rank's parts.
       shapes: the shapes of the leaves on the pipeline's mesh.
@@ -87,9 +79,6 @@ class Operands:
         If the compiler divides a weight (`auto_axes`), it divides the weight's gradient too, so no
         device has the whole sum. The compiler's axes come after the axes of the shard_map, because
         a shard_map needs contiguous blocks.
-
-        Args:
-          sums: the types of the sums, by name.
         """
         plan, model = self.options.plan, self.options.model
         specs: dict[str, list[P]] = self.meshes.value_specs(sums)
@@ -132,12 +121,10 @@ class Operands:
         return jax.tree.map(sum_type, sums, self.meshes.value_specs(sums), self.sum_specs(sums))
 
     def whole_types(self, mesh: Mesh) -> list[Any]:
-        """Return the types of the leaves on a mesh."""
         whole = zip(self.shapes, self.types, self.specs, strict=True)
         return [typed(mesh, shape, t.dtype, spec) for shape, t, spec in whole]
 
     def of(self, leaves: list[Any]) -> tuple[Weights, Batch, StepInputs]:
-        """Restore weights, batch and inputs from a list of leaves."""
         operands: tuple[Weights, Batch, StepInputs] = jax.tree.unflatten(self.tree, leaves)
         return operands
 

@@ -40,11 +40,6 @@ class RankProgram:
     """A function of a rank's arrays, which can be compiled for the devices of any rank.
 
     Args:
-      operands: the operands of the step.
-      body: the function that each device computes.
-      in_specs: the specs of its arguments.
-      types: the types of its arguments.
-      out_specs: the specs of its results.
       results: the specs of the results between programs, which also name the compiler's axes.
       donated: the arguments whose memory the results may reuse.
     """
@@ -105,7 +100,6 @@ def begin_program(traced: Traced, names: Names) -> RankProgram:
     The sums also have, by name, the weights that the step makes once.
 
     Args:
-      traced: the model.
       names: the names of the rank's sums, which start as zeros, and of its declared state.
     """
     operands, meshes = traced.operands, traced.operands.meshes
@@ -147,9 +141,6 @@ def action_program(
     computed once.
 
     Args:
-      traced: the model.
-      op: the action.
-      stage: the stage of the action.
       part: the slice of the action.
       names: the sums to which the action adds.
       read: the names of the values that the action reads, each with whether it reads them last.

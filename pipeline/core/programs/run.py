@@ -43,14 +43,10 @@ class StepPrograms:
     """The programs of a step, which the first call compiles.
 
     Args:
-      options: the options of the step.
       weights: the pipeline's state, or its types.
-      batch: the batch, or its types.
       given: the inputs of the step in addition to weights and batch, or their types.
-      results: the results of the step.
 
     Attributes:
-      schedule: the orders of ranks.
       ranks: [S] the facts from a trace of the model; ranks with equal meshes share them.
       order: the calls of this process, in order.
       programs: the programs of this process's ranks with the rank, by ("begin", rank, 0), by

@@ -75,7 +75,6 @@ class Traced:
     """The facts and types that a trace of the whole model has shown.
 
     Attributes:
-      operands: the types of the step's operands.
       known: the facts, without arrays. Its rank has those factors of losses that are Python
         numbers.
       once: the types of the arrays that the step computes once.
@@ -143,9 +142,6 @@ class Traced:
         """Open the step on a rank's arrays in another trace.
 
         Args:
-          weights: the rank's state.
-          batch: the rank's part of the batch.
-          inputs: the other inputs of the step.
           once: the arrays that an earlier program has computed; None to compute them.
         """
         options, of_outputs = self.options, lambda _: inputs.ratio
@@ -155,15 +151,11 @@ class Traced:
 
 
 class ProgramStep:
-    """A step of a rank within one program, with refs of its sums.
-
-    Args:
-      options: the options of the step.
-      step: the step on the rank.
+    """A rank's opened step while one program is traced, with a ref for each sum.
 
     Attributes:
-      sums: the sums of all actions.
-      refs: the refs of the sums and of declared state, by name.
+      sums: the sums to which actions add, such as gradients and losses.
+      refs: by name, the refs of these sums and of declared state.
     """
 
     def __init__(self, options: StepOptions, step: OpenedStep) -> None:

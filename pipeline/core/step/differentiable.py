@@ -43,10 +43,7 @@ class _Waiting:
     """Residuals of a loss whose timetable runs in the backward pass, scaled by the cotangent.
 
     Attributes:
-      weights, batch: operands of the step.
       share: 1 / W, a scalar: the factor of the gradients of a sum with weight W.
-      want_inputs: whether the inputs are differentiated.
-      trained: the differentiated parameters.
     """
 
     weights: Weights
@@ -66,8 +63,6 @@ def _loss(plan: Plan, model: Model, before: Before, weights: Weights, batch: Bat
     which have no gradient.
 
     Args:
-      plan: the options of the pipeline.
-      model: the user's model.
       before: a function that is called before a timetable runs for a derivative.
       weights: [S, ...] leaves of chunks, and leaves of the ends.
       batch: [N, ...] leaves.
@@ -240,7 +235,7 @@ def refusing_twice(what: str) -> Iterator[None]:
 
 
 def without_gradient(run: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """Make a kernel that raises ``what`` under differentiation, even without refs."""
+    """Wrap a kernel so that its differentiation raises ValueError with the text ``what``."""
 
     @jax.custom_vjp
     def call(*operands: Any) -> Any:

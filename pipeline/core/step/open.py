@@ -76,7 +76,7 @@ def open_step(
 
 
 def _first_factors(plan: Plan, request: StepRequest, inputs: StepInputs) -> LossScale:
-    """Compute those factors of losses that are known before the total weight of the losses is."""
+    """Compute the factors of a loss that do not depend on the total weight of the losses."""
     if not request.training:
         return LossScale(counts=request.take_loss)
     scale = inputs.scale
@@ -112,7 +112,7 @@ def _inspect(plan: Plan, request: StepRequest, rank: Rank) -> OpenedStep:
 
 
 def _prepared(step: OpenedStep, rank: Rank, made: dict[str, Leaves] | None = None) -> OpenedStep:
-    """Put the step on a rank; add the values that all actions share."""
+    """Add what all actions share to the rank: weights made once a step, and the cut batch."""
     dtypes = narrow_dtypes(rank, step.activations.bodies) if made is None else None
     gathers = step.plan.gather == "step" or step.plan.gathers_by_program
     chunks = rank.chunks.make_ready(gathers=gathers, dtypes=dtypes, made=made)
@@ -123,11 +123,12 @@ def _prepared(step: OpenedStep, rank: Rank, made: dict[str, Leaves] | None = Non
 
 
 def narrow_dtypes(rank: Rank, bodies: Sequence[Any]) -> list[list[Any]] | None:
-    """Find [V] for each leaf the one narrower dtype in which all stages read it, or None.
+    """Return [V] for each leaf of a chunk the narrower dtype to which all stages cast it, or None.
 
-    A stage with float32 weights that computes in bfloat16 casts them in every action. ``bodies`` is
-    [K] the jaxpr of each stage as a function of its weights. The result is None if no leaf is
-    narrow.
+    A stage with float32 weights that computes in bfloat16 casts them in every action; with the
+    dtype from here they are cast once a step. ``bodies`` has [K] the jaxpr of each stage as a
+    function of its weights. The result is None if all entries are None, and for a model with refs
+    or with checks of checkify.
     """
     if rank.facts.has_refs or rank.facts.has_checks:
         return None

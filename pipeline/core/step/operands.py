@@ -47,16 +47,11 @@ def make_operands(
     """Make the static half of the model, its state, and the batch on the mesh.
 
     Args:
-      plan: the options of the pipeline.
       chunks: [V] modules.
-      ends: embed and head.
       inputs: [N, ...] leaves.
       targets: [N, ...] leaves.
       extras: None, or a dict of trees with leaves [N, ...].
       loss_for: the name of the method that needs a loss, "" if none is needed.
-      wrt: a filter of the trained parameters.
-      has_aux: the value of `Model.has_aux`.
-      weighed: the value of `Model.weighed`.
       num_microbatches: M if the run does not use the schedule and its M; else None.
       axes: the roles of mesh axes; by default the roles in the plan.
 
@@ -139,7 +134,6 @@ def device_limit(plan: Plan) -> int | None:
 
 
 def reported_limit(device: jax.Device) -> int | None:
-    """Return the memory limit that a device's runtime reports, if any."""
     try:
         stats = device.memory_stats() or {}
     except (NotImplementedError, RuntimeError):  # a device of a topology without hardware

@@ -50,9 +50,6 @@ def training_results(
     """Compute the results of a training step, as `pipeline.core.step.runtime.train` returns them.
 
     Args:
-      step: the step, with the factors of its losses.
-      sums: the sums of this rank.
-      weights: the state of this rank.
       of_inputs: the specs of the inputs' float leaves.
     """
     totals = totals_of(sums, step.plan)
@@ -75,9 +72,6 @@ def loss_and_metrics(step: OpenedStep, sums: StepSums, totals: Totals, value: ja
     """Return the caller's loss, with the losses that stages add, and perhaps metrics.
 
     Args:
-      step: the step.
-      sums: the sums of this rank.
-      totals: the sums of all ranks.
       value: the loss without added losses.
     """
     plan, rank, (_, weight, measured) = step.plan, step.rank, totals
@@ -104,9 +98,6 @@ def step_loss(sums: StepSums, totals: Totals, scale: LossScale, *, normalise: bo
     """Compute the loss without added losses; divide gradients if the loss's weight was unknown.
 
     Args:
-      sums: the sums of this rank.
-      totals: the sums of all ranks.
-      scale: the factors of losses.
       normalise: whether the loss is a mean over the step; else it is a sum.
     """
     loss, weight, _ = totals
@@ -208,7 +199,6 @@ def _check_positions(results: Tree, spec: PartitionSpec) -> None:
 
     Args:
       results: [M, b, ...] leaves of one rank.
-      spec: the mesh axes of outputs.
     """
     for leaf in jax.tree.leaves(results):
         if leaf.ndim - 1 < len(spec):

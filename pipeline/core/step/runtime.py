@@ -82,7 +82,6 @@ def train(
         of scalars: the factor of sums, and the factor of the mean of added losses.
       runs: [T, slots, S] the entries of the program's table that run, to time them. The other
         entries are idle and send no message.
-      want_inputs: whether to return gradients for the inputs.
       normalise: whether to divide by the total weight of the loss.
 
     Returns:

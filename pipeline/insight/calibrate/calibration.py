@@ -213,7 +213,6 @@ def _of(record: dict[str, Any]) -> Calibration:
 
 
 def _is_texts(value: Any, kind: Any) -> bool:
-    """Tell whether a value is a list, or a dict, of texts."""
     if not isinstance(value, kind) or not value:
         return False
     items: Any = value.values() if isinstance(value, dict) else value

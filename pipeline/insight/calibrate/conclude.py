@@ -80,7 +80,6 @@ def conclude(
 
     Args:
       timed: the times of a program with whole backwards, and perhaps of one with halves.
-      names: names of the stages for messages.
       idle: actions that compute nothing, so their times may be 0.
 
     Raises:
@@ -134,7 +133,9 @@ def slices_of(one: Timed, parts: Sequence[Sequence[float]]) -> tuple[float, ...]
 
 
 def _in_turn(one: Timed) -> float:
-    """Ratio of the time of a rank's actions in turn to their time one by one."""
+    """Divide the time of a rank's whole sequence of actions by the sum of the times of the single
+    actions.
+    """
     turns = sum(spread_of(one.each(times)).median for times in one.turns.values())
     return turns / sum(part.median for held in one.turns for part in one.one_by_one(held))
 
@@ -142,11 +143,7 @@ def _in_turn(one: Timed) -> float:
 def _check_noise(
     found: Mapping[Key, Took], longest: Mapping[int, float], names: Mapping[int, str], rounds: int
 ) -> None:
-    """Check that times are large compared with their spread.
-
-    Raises:
-      CalibrationError: a time is not large compared with its spread.
-    """
+    """Check that times are large compared with their spread."""
     drowned = [
         f"{kind} of {names[k]} took {_ms(took.median)} with a spread of {_ms(took.spread)}"
         for (k, kind), took in found.items()

@@ -109,11 +109,6 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
 
     Nothing is written: no weights, no declared state, no counts of random streams.
 
-    Args:
-      plan: the options of the pipeline.
-      operands: the arguments of a training step.
-      steps: number of steps to time.
-
     Raises:
       ValueError: ``steps`` is no integer >= 1, or the batch or the weights are traced.
     """
@@ -202,7 +197,6 @@ def _compute_wait(plan: Plan, costs: Costs, rank: int) -> float:
 
 
 def _take_medians(each: Sequence[Costs]) -> Costs:
-    """Return the median of each duration."""
     durations: dict[str, Any] = {}
     for name in ("f", "i", "w", "b"):
         per_stage = [getattr(costs, name) for costs in each]
@@ -346,8 +340,6 @@ def _notes(plan: Plan, timed: Mapping[str, Sequence[float]], others: float) -> l
     """List the circumstances that make the numbers unreliable.
 
     Args:
-      plan: the options of the pipeline.
-      timed: seconds of each measurement, by name.
       others: cores that other programs kept busy meanwhile.
     """
     notes = []

@@ -1,13 +1,13 @@
 """Durations of a pipeline's actions, measured in the kernel that runs them.
 
 A pipeline of one rank (`pipeline.insight.calibrate.one_rank`) has one copy of each stage that
-differs from the others. Its program runs like that of any pipeline. It is timed with its first
+differs from the others. Its program is made like any pipeline's. It is timed with its first
 microbatch alone, with one kind of action of one stage for all microbatches, and with all actions of
 a rank's stages in turn.
 
-The time of an action is the time that it adds to the first microbatch's step. In turn, actions
-of a rank take longer than alone. Alone, an action finds its weights in a cache; in turn, other
-stages' weights have replaced them.
+The time of an action is the time that it adds to the first microbatch's step. In turn, actions of a
+rank take longer than alone. Alone, an action finds its weights in a cache; in turn, other stages'
+weights have replaced them.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def calibrate(
     """Measure the actions of a pipeline of arrays, whose class is ``make``.
 
     ``message()`` returns the bytes of a message between the pipeline's stages, ``moved()`` the
-    bytes of a stash or crossing that moves to host memory, 0 if none does. Other arguments are
-    those of `pipeline.Pipeline.calibrate`.
+    bytes of a stash or crossing that moves to host memory, 0 if none does.
+    `pipeline.Pipeline.calibrate` explains the other arguments.
 
     Raises:
       ValueError: arguments that do not fit, or a pipeline whose actions cannot be timed one by one.
@@ -100,7 +100,7 @@ def calibrate(
 class Calibrator:
     """A calibration, round by round, for callers that do other work between rounds.
 
-    The arguments are those of `calibrate`, and these:
+    `calibrate` explains most arguments; further arguments are:
 
     * in_flight: number of microbatches in flight; by default as in the pipeline, at most
       `MOST_IN_FLIGHT`.

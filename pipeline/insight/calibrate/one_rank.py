@@ -87,7 +87,6 @@ def find_chain(pipe: Any) -> Chain:
 
 
 def _stage(pipe: Any, k: int) -> nnx.Module:
-    """Return one whole stage of the model."""
     for rank, held in enumerate(pipe.schedule.stages_of):
         if k in held:
             return take_stage(pipe.chunks[held.index(k)], rank)
@@ -186,7 +185,7 @@ def entries(
 
 
 def first_and(program: Program, runs: Runs | None = None, part: int | None = None) -> Runs:
-    """Mark all entries of the first microbatch, and those of ``runs`` or of a slice of it."""
+    """Mark all entries of the first microbatch; also ``runs``, or only slice ``part`` of them."""
     N = program.schedule.num_slices
     first = (program.microbatch < N) & (program.op > 0)  # a microbatch has N units
     if runs is None:

@@ -28,7 +28,6 @@ def lower_step(
     """Lower loss, gradients and update, without compiling them; all state is donated.
 
     Args:
-      pipe: a `Pipeline`.
       optimizer: an `nnx.Optimizer` of the pipeline's parameters.
       inputs: [N, ...] leaves, arrays or types.
       targets: [N, ...] leaves, arrays or types.

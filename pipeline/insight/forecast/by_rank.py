@@ -119,12 +119,10 @@ def _on_rank(plan: Plan, rank: int, weights: Weights, types: Weights, batch: Bat
 
 
 def _is_on(x: Any, mesh: Mesh) -> bool:
-    """Tell whether an array is on the devices of a mesh."""
     return bool(x.sharding.device_set == {*mesh.devices.flat})
 
 
 def _bytes_on_device(types: Tree) -> int:
-    """Return the bytes of arrays of these types on one of their devices."""
     return sum(
         nbytes(jax.ShapeDtypeStruct(t.sharding.shard_shape(t.shape), t.dtype))
         for t in jax.tree.leaves(types)
@@ -195,9 +193,6 @@ def describe_ranks(
     """Describe in lines the bytes that each rank holds and sends.
 
     Args:
-      pipe: the pipeline.
-      operands: model, weights and batch of a step.
-      optimizer: the pipeline's `nnx.Optimizer`, or None.
       compiled: whether to compile the programs and add the bytes that the compiler reports.
 
     Raises:

@@ -43,7 +43,6 @@ class PlaceBytes:
 
     @property
     def size(self) -> int:
-        """The bytes of all buffers."""
         return self.count * self.each
 
 
@@ -100,7 +99,6 @@ class StepBytes:
 
     @property
     def arguments(self) -> int:
-        """Bytes of a step's arguments."""
         return self.weights + self.optimizer + self.batch
 
     @property
@@ -119,12 +117,11 @@ class StepBytes:
 
     @property
     def total(self) -> int:
-        """The total bytes."""
         return self.arguments + self.returned + self.temporaries
 
     @property
     def least(self) -> int:
-        """Bytes that a step holds under every compiler: sums may use the memory of results."""
+        """The fewest bytes of a step with any compiler, which may sum in the memory of results."""
         return self.total - min(self.returned, self.totals)
 
     @property
@@ -170,8 +167,6 @@ def predict(
     """Count the bytes of `runtime.train` on each device.
 
     Args:
-      plan: the options of the pipeline.
-      model: the user's model.
       weights: [S, ...] leaves of chunks, and leaves of the ends; arrays or their types.
       batch: [N, ...] leaves; arrays or their types.
       used: whether the step's program also uses the gradients, which are then temporaries, not

@@ -71,7 +71,7 @@ def _short(value: Any) -> str:
 
 
 def _mesh(plan: Plan) -> str:
-    """Name the option that `_axes` describes."""
+    """Return the name of the option that gives the mesh or the meshes."""
     return "mesh" if plan.stage_meshes is None else "stage_meshes"
 
 
@@ -137,7 +137,6 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
 
 
 def _costs(plan: Plan) -> str:
-    """Describe the costs with which a bubble is predicted."""
     if plan.costs is not None:
         return plan.costs_from
     return "F = I = W" + " and F again in each backward" * (plan.remat == "stage")
@@ -183,7 +182,6 @@ def _ticks(plan: Plan) -> list[str]:
 
 
 def _unlike(chunks: Sequence[Any]) -> list[str]:
-    """Describe the differences between stages."""
     lines = []
     for index, chunk in enumerate(chunks):
         if isinstance(chunk, Overlaid):
@@ -227,14 +225,12 @@ def _repeats(plan: Plan) -> str:
 
 
 def _places(program: Program) -> str:
-    """Describe the buffers in a rank's memory."""
     counts = [getattr(program.values[kind], memory) for kind, memory, _ in _PLACES]
     rows = enumerate(zip(counts, _PLACES, strict=True))
     return ", ".join(f"{count} {text}" for n, (count, (*_, text)) in rows if count or n < 2)
 
 
 def _is_offloading(program: Program) -> bool:
-    """Tell whether a program has buffers in host memory."""
     return any(placement.host for placement in program.values.values())
 
 

@@ -30,11 +30,7 @@ def describe_memory(
     """Describe in lines the bytes that a step holds and the bytes that it sends.
 
     Args:
-      plan: the options of the pipeline.
-      chunks: the V chunks.
-      ends: embed and head.
       operands: model, weights and batch of a step; None for the operands of the last step.
-      trained: which parameters have gradients.
       compiled: whether to compile the step and add the bytes that the compiler reports.
 
     Raises:

@@ -37,9 +37,6 @@ def warn_of_memory(
     Args:
       plan: the options of the pipeline; its last step is the step.
       limit: bytes of each device.
-      weights: the step's weights.
-      batch: the step's batch.
-      runs: whether the step runs next.
       wanted: options of `runtime.train`, as the step is called with them.
     """
     is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((weights, batch)))

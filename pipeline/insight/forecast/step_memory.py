@@ -32,9 +32,7 @@ def predict_step(
     """Count the bytes of a step with its update.
 
     Args:
-      pipe: the pipeline.
       optimizer: the pipeline's `nnx.Optimizer`; its state may be types.
-      model: the kernel's `Model` of the pipeline.
       weights: the kernel's `Weights`, arrays or types.
       batch: the kernel's `Batch`, with leaves [N, ...].
     """
@@ -51,8 +49,6 @@ def predict_step(
 
 
 def _on_host(state: Any) -> Any:
-    """Return the part of a state in host memory."""
-
     def is_hosted(_: Any, variable: Any) -> bool:
         sharding = getattr(variable.get_raw_value(), "sharding", None)
         return getattr(sharding, "memory_kind", None) == HOST_MEMORY
@@ -66,7 +62,6 @@ def describe_step(
     """Describe in lines the bytes of a step with its update.
 
     Args:
-      pipe: the pipeline.
       optimizer: the pipeline's `nnx.Optimizer`, of arrays or types.
       operands: model, weights and batch of a step; None for the operands of the last step.
       compiled: whether to compile the step and add the bytes that the compiler reports.
@@ -100,8 +95,7 @@ def share_within(
       pipe: the pipeline; its own ``offload`` is not read.
       budget: bytes of each device.
       optimizer: the pipeline's `nnx.Optimizer`, for a step with the update; or None.
-      batch: inputs, targets and extras.
-      operands: model, weights and this batch.
+      operands: model, weights and the batch.
 
     Raises:
       ValueError: the budget is no number of bytes or is too small even with all stashes in host

@@ -108,13 +108,7 @@ def messages_read(program: Program) -> NDArray[np.int64]:
 
 
 class _Walk:
-    """A walk over a jaxpr that adds up its collectives.
-
-    Args:
-      program: the program that runs.
-      sizes: sizes of the mesh axes.
-      ranks: the number of ranks, S.
-    """
+    """A walk over a jaxpr that adds up its collectives."""
 
     def __init__(self, program: Program, sizes: Mapping[str, int], ranks: int) -> None:
         self._program, self._sizes, self._ranks = program, sizes, ranks
@@ -155,7 +149,6 @@ class _Walk:
         self.read(body, times, scope, known=known)
 
     def _bytes(self, body: Any) -> float:
-        """Count the bytes that a body sends."""
         walk = _Walk(self._program, self._sizes, self._ranks)
         walk.read(body, np.ones(self._ranks), "", known=True)
         return float(sum(sent.sum() for sent in walk.sent.values()))

@@ -25,7 +25,6 @@ class Loop(NamedTuple):
 
     Attributes:
       place: the action, and its ticks.
-      body: the names of all instructions in the loop.
     """
 
     place: Place
@@ -67,7 +66,7 @@ def loops_of(hlo: str) -> dict[str, Loop]:
 
 
 def computations(hlo: str) -> dict[str, dict[str, str]]:
-    """Return the instructions of each computation of a module: their lines, by name."""
+    """Return, by name, the computations of a module: the line of each instruction, by name."""
     found: dict[str, dict[str, str]] = {}
     inside: dict[str, str] = {}
     for line in hlo.splitlines():

@@ -44,13 +44,10 @@ def read_programs(
     """Time each action of each rank, in seconds: the median over steps and over a rank's devices.
 
     Args:
-      programs: the programs of the step.
       seen: the instructions that devices ran in all steps.
-      devices: [S] the devices of each rank.
-      steps: the number of steps.
 
     Raises:
-      ValueError: the profile shows other programs than those of these steps.
+      ValueError: the profile shows other programs than these steps have.
     """
     by: dict[int, list[Instruction]] = defaultdict(list)
     for device, instruction in seen:

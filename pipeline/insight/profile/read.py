@@ -48,7 +48,6 @@ class Instruction(NamedTuple):
       start: nanoseconds.
       end: nanoseconds.
       module: the name of the instruction's program.
-      name: the name of the instruction.
     """
 
     start: float
@@ -63,8 +62,6 @@ def events(
     """Read the events of the loops on devices.
 
     Args:
-      profile: the profile that jax has written.
-      loops: the loops of the compiled step.
       platform: "cpu", "gpu" or "tpu".
       module: the compiled step's name; events of other modules do not count.
 

@@ -32,8 +32,6 @@ def trace(
     """Run a step under the profiler.
 
     Args:
-      plan: the options of the pipeline.
-      operands: the arguments of the step.
       steps: number of measured steps, after one that is not measured.
       directory: the folder for the profile; None for a temporary folder.
 
@@ -78,11 +76,7 @@ def profiled(
 
 
 def check(plan: Plan, steps: int) -> None:
-    """Check that a step's actions can be found in a profile of this process.
-
-    Raises:
-      ValueError: the actions cannot be found.
-    """
+    """Check that a step's actions can be found in a profile of this process."""
     if (count := integer(steps)) is None or count < 1:
         raise ValueError(f"trace(steps={steps!r}): the number of steps to measure; give 1 or more")
     if plan.is_straight and plan.engine == "scan":

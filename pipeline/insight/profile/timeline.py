@@ -46,16 +46,11 @@ def report(
     takes no time, just before the rank's next action.
 
     Args:
-      program: the program that ran.
-      loops: the loops of the compiled step.
-      seen: the events of these loops, on all devices and in all steps.
-      devices: [S] the devices of each rank.
-      steps: the number of steps.
+      seen: the events of the step's loops, on all devices and in all steps.
       pattern: the name of the step's slots.
-      partners: the value of `Report.partners`.
 
     Raises:
-      ValueError: the events are not those of this program.
+      ValueError: the events belong to another program.
     """
     by: dict[tuple[int, str], list[Interval]] = defaultdict(list)
     for event in seen:
@@ -77,9 +72,7 @@ def report_runs(
     """Make a report of [S][devices][steps] runs.
 
     Args:
-      schedule: the schedule that ran.
       runs: by rank, device and step, when each action began and ended.
-      steps: the number of steps.
       slots: the fields of `Report` that describe lockstep.
     """
     zeros = [

@@ -61,7 +61,6 @@ class Types(NamedTuple):
     """The types of a decoder's arrays, and the split of its sequences.
 
     Attributes:
-      dtype: the dtype of the parameters.
       activations: the dtype of activations and caches; None for the dtype of the parameters.
       context: the split of sequences over the ranks of an axis.
     """
@@ -72,7 +71,7 @@ class Types(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of a call of attention, beside its input.
+    """The arguments of a call of attention, except its input.
 
     Attributes:
       positions: `[b, t]` of queries and keys; None for the places in the sequence.
@@ -90,13 +89,7 @@ class AttentionCall(NamedTuple):
 
 
 class CachedAttention(nnx.Module):
-    """Causal attention, `[b, t, d] -> [b, t, d]`, with caches after `start_decoding`.
-
-    Args:
-      config: the configuration of the decoder.
-      layer: the number of this layer.
-      types: the dtypes of parameters and caches, and the split of sequences.
-    """
+    """Causal attention, `[b, t, d] -> [b, t, d]`, with caches after `start_decoding`."""
 
     prefills = True
 
@@ -135,7 +128,7 @@ class CachedAttention(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Attend from one slice of a sequence, as `pipeline.layers.Attention.call_slice`."""
+        """Attend from one slice of a sequence (`pipeline.layers.Attention.call_slice`)."""
         return self._attend(x, AttentionCall(positions, segments, earlier, part))
 
     def _attend(self, x: jax.Array, call: AttentionCall) -> tuple[jax.Array, Any]:
@@ -160,14 +153,7 @@ class CachedAttention(nnx.Module):
 
 
 class DecoderAttention(CachedAttention):
-    """Attention of grouped heads, with normed queries and keys, windows, soft caps and biases.
-
-    Args:
-      config: the configuration of the decoder.
-      layer: the number of this layer.
-      rngs: has a stream ``params``.
-      types: the dtypes of parameters and caches, and the split of sequences.
-    """
+    """Attention of grouped heads, with normed queries and keys, windows, soft caps and biases."""
 
     def __init__(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs, types: Types) -> None:
         super().__init__(config, layer, types)
@@ -226,9 +212,7 @@ class HeadsNorm(nnx.Module):
     """`[b, t, h, c] -> [b, t, h, c]`: the root-mean-square norm of all heads together (OLMoE).
 
     Args:
-      config: the configuration of the decoder.
       heads: h.
-      dtype: the dtype of the scale.
     """
 
     def __init__(self, config: DecoderConfig, heads: int, dtype: Any) -> None:
@@ -261,9 +245,6 @@ class LatentAttention(CachedAttention):
     In decoding the caches hold latents, r + o numbers per position; keys and values are recomputed.
 
     Args:
-      config: the configuration of the decoder, with ``latent``.
-      layer: the number of this layer.
-      rngs: has a stream ``params``.
       types: the dtypes of parameters and caches, and the split of sequences, whose ranks exchange
         latents.
 

@@ -77,13 +77,7 @@ def make_experts(config: DecoderConfig, rngs: nnx.Rngs, dtype: Any) -> MixtureOf
 
 
 class PlainMLP(nnx.Module):
-    """`[..., d] -> [..., d]`: down(activation(up(x))).
-
-    Args:
-      config: the configuration of the decoder.
-      rngs: has a stream ``params``.
-      dtype: the dtype of the parameters.
-    """
+    """`[..., d] -> [..., d]`: down(activation(up(x)))."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, dtype: Any) -> None:
         d, f = config.width, config.hidden
@@ -102,8 +96,8 @@ class Block(nnx.Module):
       config: the configuration of the decoder.
       layer: the number of this layer.
       rngs: has a stream ``params``.
-      dtype: the dtype of the parameters; activations: the dtype of activations, by default that of
-        the parameters.
+      dtype: the dtype of the parameters; activations: the dtype of activations, by default the
+        parameters' dtype.
       context: the split of sequences over the ranks of an axis.
     """
 
@@ -136,7 +130,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, positions: jax.Array | None = None, segments: jax.Array | None = None
     ) -> jax.Array:
-        """Run the block; positions and segments are those of `CachedAttention`."""
+        """Run the block; `CachedAttention` explains positions and segments."""
         x = self._add_attention(x, self.attention(self.attention_norm(x), positions, segments))
         mlp = self.experts if hasattr(self, "experts") else self.mlp
         return self._add_mlp(x, mlp(self.mlp_norm(x)))

@@ -32,12 +32,7 @@ EXPERT_OPTIONS = (  # no checkpoint contains them
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: the base of the wavelengths and their scaling.
-
-    Attributes:
-      theta: the base of the wavelengths.
-      scaling: the scaling of the wavelengths, None for none.
-    """
+    """Rotary positions: the base ``theta`` of the wavelengths, and their scaling."""
 
     theta: float = 10000.0
     scaling: RopeScaling | LinearScaling | YarnScaling | None = None
@@ -131,7 +126,7 @@ class DecoderConfig:
       qkv_bias, out_bias, mlp_bias: whether these layers have biases.
       activation: the activation of the MLP; gated: whether the MLP has a gate.
       rope: rotary positions, None for learned positions; local_rope: rotary positions of layers
-        with a window, by default those of ``rope``.
+        with a window, by default ``rope``.
       positions: the number of learned positions.
       windows: [layers] the number of positions that each layer's queries see, including their own;
         None for all.

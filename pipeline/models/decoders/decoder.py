@@ -66,8 +66,8 @@ class Stage(nnx.Module):
 
         Args:
           x: `[b, t, d]`; with multi-token prediction the dict of `models.decoders.multi_token`.
-          positions: positions as for `CachedAttention`.
-          segments: segments as for `CachedAttention`.
+          positions: the argument of `CachedAttention`.
+          segments: the argument of `CachedAttention`.
           segment_ids: segments, under the name that `pipeline.training.packed` uses.
 
         Raises:
@@ -96,9 +96,9 @@ class Stage(nnx.Module):
           x: `[b, t, d]` of the slice.
           earlier: the second results of calls on earlier slices, `[N, ...]` leaves, or None.
           part: the place of the slice.
-          positions: positions of the slice, as for a call.
-          segments: segments of the slice, as for a call.
-          segment_ids: segments of the slice, as for a call.
+          positions: positions of the slice.
+          segments: segments of the slice.
+          segment_ids: segments of the slice.
 
         Returns:
           The output, and the keys and values of each block, which later slices read.
@@ -325,7 +325,7 @@ def build(
         them or to read a checkpoint into.
       dtype: the dtype of the parameters.
       activations: the dtype of activations, by default the dtype of the parameters.
-      vocabulary: as for `Pipeline`; with "stage" embed and head are layers of
+      vocabulary: the option of `Pipeline`; with "stage" embed and head are layers of
         `pipeline.vocabulary`.
       context: the split of sequences over the ranks of an axis (`pipeline.layers.Context`), for
         ``Pipeline(..., batch=P("data", "context"))``; by default sequences are whole.
@@ -408,11 +408,7 @@ def place_modules(
 
 
 def check_ends(config: DecoderConfig, vocabulary: Any, loss_chunks: Any) -> None:
-    """Refuse ends that are no plain tables, if ranks share the table or a loss cuts it in chunks.
-
-    Raises:
-      ValueError: the ends are no plain tables, or ``loss_chunks`` is no number.
-    """
+    """Refuse ends that are no plain tables, if ranks share a table or a loss cuts it in chunks."""
     if loss_chunks is not None and not is_whole(loss_chunks, 1):
         raise ValueError(
             f"loss_chunks={loss_chunks!r}: must be an integer >= 1 that divides the words of a "
@@ -507,7 +503,6 @@ def cut_layers(
     """Return [K] the number of layers of each stage, and of modules for multi-token prediction.
 
     Args:
-      config: the decoder's configuration.
       num_stages: K; None for the default.
       layout: the layers of each stage, in place of ``num_stages``.
       default: K, but at most one stage for each layer.

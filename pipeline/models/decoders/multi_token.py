@@ -7,7 +7,7 @@ of the previous module and the embedding of token i + k:
     P_k = OutHead(h_k)                                  loss = L_0 + sum over k of weight_k L_k
 
 h_0 is the main model's last representation, after its final norm. Embedding and output head are the
-main model's. The order of the two inputs of W_k is that of the published weights (`eh_proj`).
+main model's. The published weights (`eh_proj`) have the two inputs of W_k in this order.
 
 Modules are layers of the last stages. They need no table of words, because the activation between
 stages contains embeddings and the main stream:
@@ -46,11 +46,7 @@ class MultiTokenBlock(Block):
     """Module k: joins a representation with an embedding; then TRM_k, like the model's last layer.
 
     Args:
-      config: the decoder's configuration.
       depth: k, from 1.
-      rngs: has a stream ``params``.
-      dtype: the dtype of the parameters.
-      types: ``activations`` and ``context``, as for `Block`.
     """
 
     def __init__(
@@ -73,7 +69,6 @@ class MultiTokenBlock(Block):
         Args:
           x: the activation; or one array, the main stream in decoding, for which the module
             predicts nothing.
-          positions: the positions for the block.
           segments: `[b, t]` the document of each position, if rows are packed.
         """
         if not isinstance(x, Mapping):

@@ -97,7 +97,6 @@ class Decoder:
     """A model whose parts have caches.
 
     Attributes:
-      model: the static half.
       starts: for each chunk and for the ends: a function from non-parameter state to this state
         with caches.
     """
@@ -120,7 +119,6 @@ def make_decoder(rank: Rank, cache: Any, start: Callable[[Any], None]) -> Decode
     """Make the model with caches.
 
     Args:
-      rank: the rank's model, weights and batch.
       cache: a filter of the cache variables; each microbatch has its own.
       start: a function that prepares a module for decoding, in place.
 
@@ -161,10 +159,6 @@ def make_decoder(rank: Rank, cache: Any, start: Callable[[Any], None]) -> Decode
 
 def with_types_of_writes(rank: Rank, kinds: Sequence[StageKind]) -> Weights | None:
     """Make a rank's caches vary over all mesh axes of the values written to them.
-
-    Args:
-      rank: the rank's model and weights, with caches.
-      kinds: the kinds of stages of each chunk.
 
     Returns:
       The weights; None if the caches vary over these axes already.
@@ -337,9 +331,7 @@ def check_embed(pipe: Any, tokens: Any, max_new_tokens: int) -> None:
     kernel has them.
 
     Args:
-      pipe: the pipeline.
       tokens: [N, P] prompts.
-      max_new_tokens: the number of tokens to generate.
 
     Raises:
       ValueError: a token has another value after other tokens than alone.
@@ -377,7 +369,7 @@ def check_embed(pipe: Any, tokens: Any, max_new_tokens: int) -> None:
 
 
 def _is_unknown(embed: Any) -> bool:
-    """Tell whether an embed may add positions: its type is unknown, and it does not count them."""
+    """Tell whether an embed may add positions, and has no cache that counts them."""
     if embed is None or isinstance(embed, SplitEmbedding):
         return False
     if not isinstance(embed, nnx.Module):

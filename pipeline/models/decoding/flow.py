@@ -41,7 +41,6 @@ class Rows:
       lengths: [M, b] lengths of prompts.
       keys: [M, b] keys to draw with, or None.
       draw: two scalars, the divisor of logits and the share of probability that may be drawn.
-      choice: the rule by which tokens are chosen.
       axes: the mesh axes over which all values vary.
     """
 
@@ -74,7 +73,6 @@ class Rows:
         Args:
           logits: [b, N] logits of that position; or [b, n] of this rank's words, if ranks share the
             words.
-          microbatch: the index of the microbatch.
           position: the position of the token that was fed.
           words: N if ranks share the words.
           axes: the mesh axes of the ranks that share the words; none if each rank has all words.
@@ -100,7 +98,7 @@ class Rows:
         return jnp.where(is_new, new, jnp.take(prompts, place, axis=1))
 
     def all_done(self, rank: int | None) -> jax.Array:
-        """Tell whether all rows of all shards have ended, by the record of ``rank``, or of all."""
+        """Tell whether all rows of all shards have ended, by the record of one rank or of all."""
         left = jnp.sum(~self.done[...]).astype(jnp.int32)
         if rank is not None:
             left = jnp.where(jax.lax.axis_index(STAGE) == rank, left, 0)
@@ -112,12 +110,8 @@ class Flow:
 
     Args:
       kinds: the kinds of stages of each chunk, for calls of this width.
-      rows: the sequences.
       tokens: a ref [m + 1, b], the tokens that the first rank feeds next; the last place is never
         read.
-      width: the number of tokens in a call.
-      start: the position of the first token.
-      steps: the largest number of calls.
     """
 
     def __init__(
@@ -280,7 +274,6 @@ def _check_parts(axes: tuple[str, ...], each: int, words: int, wanted: int | Non
 
     Args:
       axes: the mesh axes along which logits differ.
-      each: the number of logits on a rank.
       words: the number of words on all ranks of these axes.
       wanted: the number of words that the head declares, or None.
 

@@ -200,9 +200,7 @@ def _prefilled(
     """Return the number of tokens per prefill call, and the number of such calls.
 
     Args:
-      prefill: the user's option.
       lengths: [N] lengths of prompts.
-      width: length of the longest prompt.
       able: whether caches take several tokens.
     """
     is_known = not isinstance(lengths, jax.core.Tracer)
@@ -285,7 +283,7 @@ def _in_a_loop(pipe: Any) -> Any:
 
 
 def _check_pipe(pipe: Any, *, has_caches: bool) -> None:
-    """Refuse meshes that the one program of a generation, or of caches, does not support."""
+    """Raise ValueError for a mesh on which a generation, or one with caches, cannot run."""
     if pipe.plan.stage_meshes is not None:
         raise ValueError(
             "generate() is one program on one mesh, and stage_meshes= gives each rank its own: "

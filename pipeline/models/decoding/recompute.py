@@ -39,8 +39,6 @@ def recompute(
       tokens: [N, P] prompts.
       lengths: [N] the lengths of the prompts.
       keys: [N] keys to draw with, or None.
-      draw: temperature and top_p.
-      choice: the rule by which tokens are chosen.
       context: the number of last positions that the model reads; by default all.
 
     Raises:

@@ -28,7 +28,6 @@ class Choice:
       max_new_tokens: the largest number of new tokens in a row.
       top_k: the number of words that may be drawn, 0 for all.
       nucleus: whether only the likeliest words, up to a share of the probability, may be drawn.
-      stop: tokens that end a row.
       pad: the token of positions after the end.
       words: the head's number of words (its attribute ``words``); None without this attribute.
     """
@@ -51,8 +50,7 @@ class _Own(NamedTuple):
 
     Attributes:
       first: the rank's first word.
-      words: the number of words on all ranks.
-      axes: the mesh axes of these ranks.
+      axes: the mesh axes of the ranks that share the words.
     """
 
     first: jax.Array
@@ -164,7 +162,6 @@ def sample_shared(
       logits: the logits, -inf after the last word.
       keys: [b], or None.
       draw: temperature and top_p.
-      choice: the rule of the words that may be drawn.
       words: N.
       axes: mesh axes whose ranks share the words, row-major, with n words each.
     """

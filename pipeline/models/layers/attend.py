@@ -107,12 +107,7 @@ class _Call:
     """The arguments of attention on a rank that has all keys and values.
 
     Attributes:
-      rule: the options.
-      q: queries.
       own: keys, values and segments of the slice, by name.
-      segments: segments of the queries.
-      sinks: sinks of the heads.
-      part: the place of the slice.
       earlier: the values of `own` of earlier slices.
       places: places of the queries in the sequence; None if they are all positions, in order.
     """
@@ -288,15 +283,11 @@ def attend_to(
     """Attend to all keys `[b, s, k, c]` and values `[b, s, k, w]` on this rank.
 
     Args:
-      rule: the rule of the scores.
       q: queries, `[b, t, k·g, c]`.
-      k: keys.
-      v: values.
       segments: `[b, t]` of the queries.
       places: `[t]` places of the queries among the keys, by default 0..t-1.
       start: the first place, for a kernel, which reads consecutive places.
       segments_of_keys: `[b, s]`, by default the segments of the queries.
-      sinks: the argument of `attend_slice`.
 
     Raises:
       ValueError: the errors of `attend_slice`.
@@ -348,9 +339,6 @@ def _in_chunks(
     """Apply ``run(queries, k, v, seen)`` to `query_chunk` queries at a time.
 
     Args:
-      run: attention to all keys.
-      rule: the rule of the scores.
-      arrays: queries, keys and values.
       segments: the segments of queries and of keys, or None twice.
       places: `[t]` places of the queries; None for 0..t-1.
 

@@ -203,7 +203,6 @@ class AttentionOptions:
     context_order: Order = "contiguous"
 
     def __post_init__(self) -> None:
-        """Check every value of the rule."""
         self.rule()
 
     def rule(self) -> Rule:
@@ -276,7 +275,7 @@ class Attention(nnx.Module):
           x: `[b, t, d]`, or `[b, t / R, d]` with sequence parallelism.
           positions: `[b, t]` of the whole sequence; by default 0..t-1. They rotate queries and
             keys; the causal mask depends on the place in the sequence. With a context axis,
-            positions and segments are those of this rank's part.
+            positions and segments belong to this rank's part.
           segments: `[b, t]` integers of the whole sequence, for rows with several documents: a
             position reads positions of its own document. 0 is padding, which reads only padding.
 
@@ -301,8 +300,8 @@ class Attention(nnx.Module):
           earlier: `[N, ...]` leaves, the second results of calls on earlier slices; None without
             earlier slices.
           part: the place of the slice.
-          positions: positions of the slice, as for a call.
-          segments: segments of the slice, as for a call.
+          positions: positions of the slice.
+          segments: segments of the slice.
 
         Returns:
           The output, and the keys and values of the slice.

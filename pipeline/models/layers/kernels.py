@@ -253,7 +253,7 @@ def cudnn(
     window: int | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """Compute causal attention by cuDNN; the arguments are those of `splash`.
+    """Compute causal attention by cuDNN; `splash` explains the arguments.
 
     Segments become a mask `[b, 1, t, t]`, which cuDNN reads in addition to its causal blocks.
 

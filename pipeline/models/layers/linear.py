@@ -166,7 +166,7 @@ class ColumnLinear(_Linear):
 class RowLinear(_Linear):
     """A layer divided by rows: each rank takes some inputs, `[..., t, d / R] -> [..., t, e]`.
 
-    The arguments and errors are those of `ColumnLinear`, except
+    `ColumnLinear` explains arguments and errors, except
 
     * bias: it is added after the sum, and equal on all ranks;
     * sequence_parallel: whether each rank keeps its part of the sequence, `[..., t / R, e]`;

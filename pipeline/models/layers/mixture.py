@@ -159,8 +159,8 @@ class MixtureOfExperts(nnx.Module):
           part: the place of the slice.
 
         Returns:
-          The output, and the carry: counts and shares of experts if the balance loss is that of
-          whole sequences or microbatches, else ().
+          The output, and the carry: counts and shares of experts if the balance loss is computed
+          over whole sequences or microbatches, else ().
         """
         if not self._balances_sequences:
             return self._run(x, self._part(part), None)[0], ()
@@ -220,7 +220,7 @@ class MixtureOfExperts(nnx.Module):
     def advance_experts(self) -> None:
         """Turn the counts of a step into loads, move the bias, and reset the counts.
 
-        The arrays may be those of one layer, or hold all layers of a pipeline in their rows.
+        The arrays belong to one layer, or have the layers of a pipeline as rows.
         """
         if not self.is_counting:
             return
@@ -240,7 +240,6 @@ class MixtureOfExperts(nnx.Module):
         """Apply this rank's experts to rows.
 
         Args:
-          rows: the rows.
           product: a function that multiplies each row with the matrix of its expert.
           pick: a function that returns the bias of each row's expert.
         """

@@ -40,7 +40,6 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
 
     def apply(self, frequencies: np.ndarray) -> np.ndarray:
-        """Scale `[c / 2]` radians per position."""
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         span = self.high_freq_factor - self.low_freq_factor
         kept = np.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)
@@ -58,7 +57,6 @@ class LinearScaling:
     factor: float
 
     def apply(self, frequencies: np.ndarray) -> np.ndarray:
-        """Scale `[c / 2]` radians per position."""
         return frequencies / self.factor
 
 
@@ -91,7 +89,6 @@ class YarnScaling:
         return 1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1.0
 
     def apply(self, frequencies: np.ndarray) -> np.ndarray:
-        """Scale `[c / 2]` radians per position."""
         pairs = len(frequencies)
         # A pair's index follows from its turns: frequencies are a geometric sequence from 1.
         step = -math.log(frequencies[1]) if pairs > 1 else 1.0

@@ -33,8 +33,6 @@ class Checkpoint:
     """The contents of a checkpoint's folder; no weight is read into memory.
 
     Attributes:
-      folder: the path of the folder.
-      config: the content of config.json.
       tensors: the tensors by name, in the order of their files.
     """
 
@@ -141,9 +139,7 @@ def write_tensors(
     """Write one file, or several and their index.
 
     Args:
-      folder: the folder of the files.
       types: the types of all tensors, in layer order.
-      tensors: all tensors, in the same order.
       shard_bytes: the maximum bytes of a file, unless one tensor has more.
 
     Raises:

@@ -58,10 +58,6 @@ class LoadedFrom:
 
     An export needs this attribute. Copies and `replace` keep it. An export checks shapes against
     `config`, and refuses a head of another size.
-
-    Attributes:
-      family: the table of names.
-      config: the text of config.json.
     """
 
     family: Family = field(compare=False)  # JAX compares and hashes a pipeline's attributes
@@ -254,9 +250,6 @@ class _Reading:
     """A reader that fills the arrays of a pipeline, one by one.
 
     Attributes:
-      pipe: the pipeline.
-      view: the layer view of the pipeline.
-      checkpoint: the checkpoint to read.
       plans: for each weight, by its place in the view, the plan to read it.
     """
 
@@ -316,9 +309,6 @@ def made_of_parts(
     """Make an array from the parts of this process's devices, one after the other.
 
     Args:
-      shape: the shape of the whole array.
-      dtype: the dtype of its numbers.
-      sharding: the array's sharding.
       fill: a function that writes a part into an array of zeros, given the range of each dim.
     """
     held: dict[Ranges, list[Any]] = {}

@@ -63,12 +63,6 @@ class Entry:
 def entries_of(tree: Mapping[str, Any], family: Family, config: Config, prefix: str) -> list[Entry]:
     """List all weights of a model in layer order: embed, layers 0, 1, ..., head.
 
-    Args:
-      tree: the layers of a `LayerView`.
-      family: the table of names.
-      config: the content of config.json.
-      prefix: the prefix of tensor names.
-
     Raises:
       ValueError: the table has no row for a weight.
     """
@@ -213,9 +207,6 @@ def check_tensors(
     """Check that a checkpoint has the tensors of a model, of the right sizes, and no others.
 
     Args:
-      entries: the model's weights.
-      checkpoint: the checkpoint to read.
-      family: the checkpoint's family.
       spare: names of tensors that may exist and need not be read.
 
     Raises:
@@ -263,12 +254,7 @@ BIAS, LOAD = "bias", "load"
 
 @dataclass(frozen=True)
 class Constant:
-    """A plan (`pipeline.models.weights.tables.patterns.TensorPlan`) of state that no file holds.
-
-    Attributes:
-      value: the value of each number.
-      shape: the shape of the leaf.
-    """
+    """A plan (`pipeline.models.weights.tables.patterns.TensorPlan`) of state that no file holds."""
 
     value: float
     shape: tuple[int, ...]
@@ -294,12 +280,7 @@ def state_view(pipe: Any) -> LayerView | None:
 
 
 def with_biases(tree: Mapping[str, Any], view: LayerView | None) -> Mapping[str, Any]:
-    """Add the leaves of biases to their layers in a view's tree of parameters.
-
-    Args:
-      tree: the tree of parameters.
-      view: the view of state.
-    """
+    """Add the leaves of biases to their layers in a view's tree of parameters."""
     if view is None:
         return tree
     stages = []
@@ -333,9 +314,6 @@ def fit_modules(
     """Set a config's number of modules for multi-token prediction to the number to read.
 
     Args:
-      config: the decoder's configuration from config.json.
-      checkpoint: the checkpoint.
-      family: the checkpoint's family.
       mtp: the number of modules; None for the number in config.json if the files have them, else 0.
 
     Raises:
@@ -360,13 +338,7 @@ def fit_modules(
 
 
 def copies_of(entries: Sequence[Entry], family: Family, prefix: str) -> Copies:
-    """Find the tensors that repeat a table, by layer.
-
-    Args:
-      entries: a model's weights.
-      family: the table of names.
-      prefix: the prefix of tensor names.
-    """
+    """Find the tensors that repeat a table, by layer."""
     tables = {one.layer: one for one in entries if one.plan.target == TABLE}
     own = {row.target for row in family.mtp}
     layers = [one.layer for one in entries if one.plan.target in own]
@@ -386,8 +358,6 @@ def each_tensor(
     """List (layer, name, value) of the tensors of a checkpoint in layer order.
 
     Args:
-      entries: a model's weights.
-      copies: the repeated tables of a layer.
       split: the tensors of a weight by name: arrays, or their types.
     """
     for layer, own in itertools.groupby(entries, key=lambda entry: entry.layer):
@@ -400,11 +370,6 @@ def each_tensor(
 
 def spare_names(entries: Sequence[Entry], checkpoint: Checkpoint, family: Family) -> set[str]:
     """Find the tensors that need not be read: repeated tables, or omitted modules.
-
-    Args:
-      entries: the weights to read.
-      checkpoint: the checkpoint that has the weights.
-      family: the checkpoint's family.
 
     Raises:
       ValueError: a table differs from its copy.

@@ -47,10 +47,7 @@ class Tensor:
     """An array of a file.
 
     Attributes:
-      file: the path of the file.
-      name: the array's name.
       dtype: the dtype as in the file, such as BF16.
-      shape: the shape of the array.
       start: the offset of the array's first byte in the file.
     """
 
@@ -185,9 +182,8 @@ def write_file(path: Path, types: Types, tensors: Iterator[tuple[str, np.ndarray
     """Write a file array by array; afterwards all arrays are on disk.
 
     Args:
-      path: the path of the file.
       types: the types of the tensors of the file, in order.
-      tensors: yields the tensors in the same order; those of other files may follow.
+      tensors: yields the tensors in the same order; tensors of other files may follow.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     stop = 0

@@ -29,7 +29,7 @@ from pipeline.base.variables import raw
 from pipeline.core.model.unlike import static_stage
 from pipeline.core.placement import meshes
 from pipeline.core.placement.distribute import distribute
-from pipeline.layers_view.leaf import LayerLeaf, LeafCell
+from pipeline.layers_view.leaves import LayerLeaf, LeafCell
 from pipeline.layers_view.view import LayersArray, LeafPlace, layer_view
 from pipeline.models.layers.experts.state import ExpertState
 from pipeline.models.weights.checkpoint import (
@@ -394,7 +394,7 @@ def _check_mesh(weights: Sequence[Weight], mesh: Mesh) -> None:
 
 
 def _check_model(weights: Sequence[Weight], own: Mapping[str, Any], unused: set[str]) -> None:
-    """Check that a model's variables are those of the pipeline."""
+    """Check that a model and a pipeline have the same variables."""
     wrong, names = [], {weight.name for weight in weights}
     for weight in weights:
         value, shape = raw(own.get(weight.name)), list(weight.leaf.shape)

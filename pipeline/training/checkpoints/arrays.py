@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pipeline.facade import entered
-from pipeline.layers_view.leaf import LayerLeaf, replicated
+from pipeline.layers_view.leaves import LayerLeaf, replicated
 from pipeline.pipeline import Pipeline
 
 GROUP = 2**28  # bytes of leaves that are read at once

@@ -27,8 +27,8 @@ from flax.nnx.traversals import flatten_mapping
 
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree
-from pipeline.layers_view.leaf import LayerLeaf
 from pipeline.layers_view.leaves import (
+    LayerLeaf,
     optimizer_leaves,
     pipeline_leaves,
     plain_leaves,
@@ -52,7 +52,6 @@ class Contents:
 
     Args:
       model: a pipeline, a module, or ``{"stages": [K modules], "embed": module, "head": module}``.
-      optimizer: the model's optimizer.
       shaped: trees like the model's parameters, by name; loaded leaves are written to them.
     """
 

@@ -230,7 +230,7 @@ class Checkpoints:
         changed. A damaged checkpoint causes a warning, and the previous checkpoint is used.
 
         Args:
-          model: as for `save`: any pipeline of the same layers, or the model without a pipeline.
+          model: any pipeline of the same layers, or the model without a pipeline.
           optimizer: the model's optimizer, with the same transformation as the saved one.
           shaped: trees by name, which are replaced by the saved trees.
           plain: values by name, which are replaced by the saved values.

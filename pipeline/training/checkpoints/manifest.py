@@ -101,7 +101,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, wanted: Files, *, part: int = 0, parts: int = 1) -> None:
-    """Check one of several equal parts of the files against the manifest.
+    """Compare every ``parts``-th of the sorted files, from ``part`` on, with the manifest.
 
     Raises:
       DamagedError: a file is missing, cannot be read, or differs; the message names it.

@@ -18,14 +18,12 @@ class Source:
 
     Attributes:
       function: "package.module:function".
-      arguments: the arguments, by name.
     """
 
     function: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def call(self) -> Any:
-        """Call the function with its arguments."""
         return load(self.function)(**self.arguments)
 
 
@@ -136,7 +134,7 @@ class Run:
       tensorboard: whether event files are written too.
       flops_per_token: the model's operations per token; by default counted.
       chip: a chip in the planner's table, whose peak is used for MFU; by default the device's own.
-      compiler_options: options of XLA for the step by name; by default those of the platform
+      compiler_options: options of XLA for the step by name; by default the platform's options
         (`pipeline.training.compiling`); "none" takes XLA's own.
     """
 

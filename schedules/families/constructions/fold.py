@@ -1,7 +1,4 @@
-"""Timetables given by formulas: the time of each action if every stage had its own rank.
-
-Letters are those of `schedules.core.action`.
-"""
+"""Timetables given by formulas: the time of each action if every stage had its own rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Checks of sizes and limits: for every timetable, and for single families; with the errors.
-
-Letters are those of `schedules.core.action`.
-"""
+"""Checks of sizes and limits: for every timetable, and for single families; with the errors."""
 
 from __future__ import annotations
 

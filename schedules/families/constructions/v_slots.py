@@ -7,8 +7,8 @@ action long; microbatch m comes 6m slots later. So two slots in six are left for
 which a pattern holds a microbatch's inputs determines how many inputs are held at once.
 
 Only the steady state keeps these slots. Before and after it, actions move up as far as their
-dependencies permit, while no rank holds more than in the steady state. Letters are those of
-`schedules.core.action`, r is a rank; N is the number of slots of a timetable.
+dependencies permit, while no rank holds more than in the steady state. N is the number of slots of
+a timetable.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The heuristic of zb_auto (`schedules.families.zero_bubble`): rounds of F and I, W in the gaps.
 
 A round is one F and one I per rank; W runs while a rank waits.
-
-Letters are those of `schedules.core.action`.
 """
 
 from __future__ import annotations

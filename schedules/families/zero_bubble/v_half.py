@@ -1,8 +1,7 @@
 """V-Half: half the memory of 1F1B, from a V whose way back is short.
 
-Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, arXiv:2405.15362. Letters
-are those of `schedules.core.action`; F, I and W are the durations for one stage, which has half of
-a rank's layers.
+Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, arXiv:2405.15362. F, I and
+W are the durations for one stage, which has half of a rank's layers.
 
     idle on the critical rank   (3S - 7)F if S is even, (3S - 4)F if it is odd,
                                 at F = I = W, if M >= S > 2

@@ -1,8 +1,7 @@
 """V-Min: a third of the memory of 1F1B, from a V that is equally steep on both ways.
 
-Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, arXiv:2405.15362. Letters
-are those of `schedules.core.action`; F, I and W are the durations for one stage, which has half of
-a rank's layers.
+Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, arXiv:2405.15362. F, I and
+W are the durations for one stage, which has half of a rank's layers.
 
     idle on the critical rank   (4S - 5)F, (4S - 7)F if 3 divides S,
                                 at F = I = W, if M >= S > 2

@@ -1,8 +1,7 @@
 """ZB-auto: a split-backward timetable for given costs and a memory limit, one stage per rank.
 
 The heuristic of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, with
-its three yes-or-no choices; the best of the eight timetables is taken. Letters are those of
-`schedules.core.action`, r is a rank.
+its three yes-or-no choices; the best of the eight timetables is taken.
 
     idle on the critical rank   what the costs and the limit leave
     peak activations            at most the limit, if weight_memory = 1
@@ -72,7 +71,7 @@ def variants(
     costs: Costs | None = None,
     max_activations: float | None = None,
 ) -> dict[str, Schedule]:
-    """Build all eight variants, by name, with all memory held until W; errors as in `zb_auto`."""
+    """Build all eight variants by name, with all memory held until W; errors: see `zb_auto`."""
     plans = _plans(num_ranks, num_microbatches, num_stages, costs, max_activations)
     return {str(choices): plan.schedule(str(choices)) for choices, plan in plans}
 

@@ -1,7 +1,6 @@
 """ZB-H1: 1F1B with split backward passes, whose weight gradients fill the drain.
 
-Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241. Letters are those of
-`schedules.core.action`, r is a rank.
+Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241.
 
     idle on the critical rank   (S - 1)(F + I - W) if M >= S, else (S - 1)(F + I) - (M - 1)W;
                                 provided that neither F nor I is shorter than W

@@ -2,8 +2,7 @@
 
 Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241. A rank's span has almost
 no bubble, but ranks start and end one after another. A step that all ranks end together, for
-example for a global norm of the gradients, waits for the last rank. Letters are those of
-`schedules.core.action`, r is a rank.
+example for a global norm of the gradients, waits for the last rank.
 
     idle on the critical rank   (S - 1)(F + I - 2W) if M >= 2S - 1, else (S - 1)(F + I) - (M - 1)W;
                                 provided that neither F nor I is shorter than W

@@ -3,9 +3,8 @@
 Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, arXiv:2405.15362, and
 "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241. Rank r holds the stages r and (2S -
 1 - r), so the loss is on the rank of the first stage. At F = I = W a rank's span has no bubble, but
-ranks start one after another, so the makespan adds (S - 1)F. Letters are those of
-`schedules.core.action`, r is a rank; F, I and W are the durations for one stage, which has half of
-a rank's layers.
+ranks start one after another, so the makespan adds (S - 1)F. F, I and W are the durations for one
+stage, which has half of a rank's layers.
 
     idle on the critical rank   2(S - 1)(I - W) if W <= F <= I and M >= 2S - 1: none at F = I = W
     peak activations            min(2S, M + 1 + r, 2M), a stage's inputs each
@@ -22,7 +21,7 @@ from schedules.families.constructions.sizes import need_stages_per_rank
 
 
 def zb_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
-    """Build the schedule; if M < 2S - 1, build that of 2S - 1 microbatches and keep only M."""
+    """Build the schedule; if M < 2S - 1, build it for 2S - 1 microbatches and keep only M."""
     need_stages_per_rank("zb_v", 2, num_ranks, num_stages)
     full = max(2 * num_ranks - 1, num_microbatches)
     orders = tuple(

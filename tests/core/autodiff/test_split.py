@@ -76,6 +76,17 @@ def layers_by_index(w, fixed, side, x):
     return jax.lax.fori_loop(0, LAYERS, lambda i, x: x + jnp.tanh(x @ w[0][i]), x)
 
 
+def delayed_layers(w, fixed, side, x):
+    """Each adds to the activation before the last; a scale is carried and returned unchanged."""
+
+    def layer(carry, a):
+        x, before, scale = carry
+        return (before + jnp.tanh(x @ a) * scale, x, scale), (scale, x)
+
+    (y, before, _), (scales, xs) = jax.lax.scan(layer, (x, x, w[1]), w[0])
+    return y + before * scales.sum(0) + xs.sum(0)
+
+
 def normalised_layers(w, fixed, side, x):
     """Each with a scale, whose gradient is a sum over rows."""
 
@@ -402,6 +413,12 @@ def test_the_halves_are_the_whole(case, keep):
     more = case.again if keep == "input" else 0
     assert count == (case.dots[0] + more, case.dots[1])
     assert sum(count) == dots.in_jaxpr(whole, grads, *arguments)
+
+
+@pytest.mark.parametrize("keep", ["residuals", "input"])
+def test_a_loop_that_returns_values_that_no_step_makes(keep):
+    case = Case(delayed_layers, [LAYER, ONES], (3, 3), 3, {LBD: 2, "a scale": 1})
+    test_the_halves_are_the_whole(case, keep)
 
 
 @pytest.mark.few

@@ -251,8 +251,10 @@ def test_statistics_over_data_shards(axis_name):
     assert_state(pipe, model, nnx.BatchStat)
 
 
-def test_embed_and_head_have_state_too():
-    ends = {"embed": Normed(nnx.Rngs(8)), "head": Drifting(nnx.Rngs(9))}
+@pytest.mark.parametrize(("embed", "head"), [(Normed, Drifting), (Drifting, Normed)])
+def test_embed_and_head_have_state_too(embed, head):
+    """A backward that repeats an end reads the state that the forward read, not a later one."""
+    ends = {"embed": embed(nnx.Rngs(8)), "head": head(nnx.Rngs(9))}
     model = Model(models.build(models.Block, 2), **ends)
     pipe = make(list(model.stages), state=(nnx.BatchStat, Seen), **ends)
     for _ in range(2):

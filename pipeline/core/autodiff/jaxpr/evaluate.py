@@ -21,7 +21,6 @@ def producers(jaxpr: Any) -> dict[Var, Eqn]:
 
 
 def operands(eqn: Eqn) -> list[Var]:
-    """List the variables that an equation reads."""
     return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
 
 
@@ -32,14 +31,11 @@ def follow(
     literal: Callable[[Any], T],
     equation: Callable[[Eqn, list[T]], Iterable[T]],
 ) -> list[T]:
-    """Interpret a jaxpr on abstract values, equation by equation, and return its results.
+    """Interpret an open jaxpr on abstract values, equation by equation, and return its results.
 
-    Args:
-      jaxpr: an open jaxpr.
-      inputs: the abstract values of its inputs.
-      constants: the abstract values of its constvars.
-      literal: a function from a literal to its abstract value.
-      equation: a function from an equation and its operands' abstract values to its results.
+    ``inputs`` and ``constants`` are the abstract values of its inputs and constvars. ``literal``
+    maps a literal to its abstract value, ``equation`` an equation and its operands' values to its
+    results.
     """
     env = dict(zip(jaxpr.invars, inputs, strict=True))
     env.update(zip(jaxpr.constvars, constants, strict=True))
@@ -54,7 +50,6 @@ def follow(
 
 
 def bind(eqn: Eqn, *values: Any) -> list[Any]:
-    """Run an equation on values for its operands."""
     with eqn.ctx.manager:
         results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]

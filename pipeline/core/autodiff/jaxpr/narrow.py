@@ -110,7 +110,6 @@ def with_copies(f: Callable[..., Tree], copies: Copies) -> Callable[..., Tree]:
     """Make ``f`` read some leaves of its first argument from narrow copies.
 
     Args:
-      f: a function of arrays.
       copies: for each leaf of the first argument its narrow copy, or None.
     """
 
@@ -150,7 +149,6 @@ def _kind(eqn: Any, copies: Sequence[Any]) -> str:
 
 
 def _run(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Pair]) -> list[Pair]:
-    """Run a jaxpr on inputs with their copies."""
     constants = [(value, None) for value in consts]
     return follow(jaxpr, inputs, constants, lambda literal: (literal.val, None), _equation)
 

@@ -29,7 +29,6 @@ class Traits:
         writes a ref.
       identity: the results equal the operands, one by one.
       part: the result is a part of its operand.
-      writes: the primitive writes to a ref.
       combines: the primitive combines two values to one; such primitives combine values of all
         layers.
       passes: an operand's gradient is the result's gradient, or its negative.
@@ -109,12 +108,10 @@ _UNKNOWN = Traits()
 
 
 def traits(eqn: Eqn) -> Traits:
-    """Look up the traits of an equation's primitive."""
     return _TRAITS.get(eqn.primitive.name, _UNKNOWN)
 
 
 def names() -> frozenset[str]:
-    """Return the names of all primitives in the table."""
     return frozenset(_TRAITS)
 
 
@@ -127,7 +124,6 @@ def is_cheap(eqn: Eqn) -> bool:
 
 
 def is_ref(aval: Any) -> bool:
-    """Tell whether a type is a mutable buffer."""
     return isinstance(aval, jax.ref.AbstractRef)
 
 
@@ -155,8 +151,6 @@ class Body:
     """A jaxpr within an equation. Its input n is the equation's operand ``first + n``.
 
     Attributes:
-      jaxpr: the jaxpr.
-      consts: the values of its constvars.
       first: the index of the operand that is its first input.
       num_consts: in a loop, the number of leading inputs that are equal in every trip.
       num_carry: in a loop, the number of next inputs, which are results of the previous trip; all
@@ -203,7 +197,6 @@ def callee(eqn: Eqn) -> Body | None:
 
 
 def jaxprs_of(eqn: Eqn) -> list[Any]:
-    """List all jaxprs within an equation."""
     body = body_of(eqn)
     return list(jaxprs_in_params(eqn.params)) if body is None else [body.jaxpr]
 

@@ -24,7 +24,6 @@ def touched(step: JaxprStep) -> list[Name]:
 
 
 def adds_to(step: JaxprStep, refs: Refs) -> bool:
-    """Tell whether a step adds to one of ``refs``."""
     return any(n in refs for n in touched(step))
 
 
@@ -37,8 +36,6 @@ def sources_of(step: JaxprStep, wanted: Sequence[bool], refs: Refs, *, adds: boo
     """Find the operands on which the wanted results, and effects, depend.
 
     Args:
-      step: any step.
-      wanted: the mask of results.
       refs: refs of gradients; adding to them is no effect.
       adds: whether to count operands of values that are added to ``refs``.
     """

@@ -32,7 +32,6 @@ def read_block(closed: Any, num_refs: int = 0) -> JaxprBlock:
     """Convert a closed jaxpr to steps.
 
     Args:
-      closed: the jaxpr.
       num_refs: the number of refs that become additional inputs: the first refs that the jaxpr
         makes.
     """
@@ -54,8 +53,6 @@ def _mark(step: JaxprStep, own_refs: set[Name]) -> JaxprStep:
 
 
 class _Reader:
-    """The reader of a jaxpr, which collects steps."""
-
     def __init__(self) -> None:
         self.steps: list[JaxprStep] = []
         self.constants: dict[Name, Any] = {}

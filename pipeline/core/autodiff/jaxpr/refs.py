@@ -31,7 +31,6 @@ def read(ref: Any, *lead: Any, part: Span = None) -> jax.Array:
     """Read `ref[*lead]`.
 
     Args:
-      ref: the ref.
       lead: indices for the ref's first axes, all within their bounds and not negative.
       part: (start, stop) on the next axis; None for the whole axis.
     """

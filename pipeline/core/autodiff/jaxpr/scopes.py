@@ -21,7 +21,6 @@ def of_ticks(start: int, stop: int) -> str:
 
 
 def of_slot(index: int) -> str:
-    """Name the scope of a slot."""
     return f"slot{index}"
 
 

@@ -48,9 +48,7 @@ class JaxprBlock:
     """A list of steps with inputs and outputs.
 
     Attributes:
-      inputs: the names of the block's inputs.
       steps: the steps in the order in which they run.
-      outs: the block's outputs.
       constants: the values of names that are neither inputs nor results of steps.
     """
 
@@ -82,10 +80,7 @@ class JaxprStep:
     """One operation of a computation.
 
     Attributes:
-      reads, makes: operands and results.
       call: a function from the operands' values to the results' values.
-      cost: see `Cost`.
-      label: a description for messages.
       effect: whether the step has an effect (a print) other than adding to a ref among the block's
         inputs.
       through: whether result n equals operand n, so that each result can be computed alone.
@@ -161,11 +156,9 @@ def run(steps: Iterable[JaxprStep], values: dict[Name, Any]) -> dict[Name, Any]:
 
 
 def run_block(block: JaxprBlock, inputs: Iterable[Any]) -> list[Any]:
-    """Run a block; return its outputs."""
     env = run(block.steps, block.constants | dict(zip(block.inputs, inputs, strict=True)))
     return [read(env, atom) for atom in block.outs]
 
 
 def read(env: dict[Name, Any], atom: Atom) -> Any:
-    """Return the value of a name or of a literal."""
     return atom.val if isinstance(atom, Literal) else env[atom]

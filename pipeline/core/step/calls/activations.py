@@ -113,8 +113,6 @@ def _follow(rank: Rank, x: Tree, earlier: Sequence[Tree] | None = None) -> Activ
     """Trace activations 1..K from the type of activation 0.
 
     Args:
-      rank: the rank.
-      x: the type of activation 0.
       earlier: [K] types of the carries of the longest slice, if the activations are of another
         slice.
     """

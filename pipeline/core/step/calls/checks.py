@@ -16,7 +16,6 @@ class StageCheckError(CheckError):
 
     Args:
       where: two int32 scalars, the stage and the microbatch.
-      failed: the error of the check.
     """
 
     def __init__(self, where: Any, failed: Exception) -> None:
@@ -44,7 +43,6 @@ def named_checks(run: Callable[..., Any], where: tuple[jax.Array, jax.Array]) ->
     stage's number. A user's `checkify` around a step then reports the stage, even from loops.
 
     Args:
-      run: a stage.
       where: two int32 scalars, the numbers of the stage and the microbatch.
     """
 

@@ -37,10 +37,8 @@ class DeclaredState:
     """State that a step writes.
 
     Args:
-      rank: the rank.
       usages: [K] the `Usage` of each stage's declared leaves, in the order of the stage's state.
       ends: the `Usage` of the ends' declared leaves by embed, head and loss.
-      num_microbatches: M.
       again: whether backwards run, which read the state that their forwards read.
       each: whether every microbatch has its own state, [M, ...], such as the caches of a decoder;
         else a microbatch reads the values that the previous microbatch wrote.
@@ -104,7 +102,6 @@ class DeclaredState:
 
         Args:
           chunk: the index of the chunk; None for the ends.
-          microbatch: the index of the microbatch.
           now: whether to read the current values; else the values that the microbatch's forward
             read.
         """
@@ -123,7 +120,6 @@ class DeclaredState:
           state: the values of declared variables, by part: "stage", "embed" or "finish".
           stage: for "stage", the position of one stage of this kind.
           chunk: for "stage", the index of the stage's chunk.
-          microbatch: the index of the microbatch.
         """
         for part, values in state.items():
             if part == "stage":
@@ -170,7 +166,6 @@ class DeclaredState:
         value before the step plus the changes of all ranks.
 
         Args:
-          axes: row and position axes.
           hook: a function that is called with every stage, or None.
         """
         declared, layout, parts = self._model.declared, self._model.layout, axes

@@ -52,10 +52,7 @@ def embed(
     """Compute the input of stage 0.
 
     Args:
-      rank: the rank.
-      weights: the parameters of embed and head.
       inputs: [b, ...] leaves of the microbatch.
-      microbatch: the index of the microbatch.
       now: whether this is the forward that writes declared state, and so reads current values.
       values: values of all declared variables before the call; by default the rank's values.
     """
@@ -96,10 +93,7 @@ def finish(
     """Compute the sum of a microbatch's loss, a float32 scalar; or the outputs for the user.
 
     Args:
-      rank: the rank.
-      weights: the parameters of embed and head.
       y: the last stage's output.
-      microbatch: the index of the microbatch.
       take_loss: whether the value is the loss. Then the outcome's sums are the loss, its weight,
         and the sums for metrics.
       values: values of all declared variables before the call; by default the rank's values.
@@ -198,7 +192,6 @@ def metrics_of(rank: Rank, y: Tree) -> tuple[Leaves, LossMetrics | None]:
     """Trace the metrics: return the types of their sums, and the function from sums to metrics.
 
     Args:
-      rank: the rank.
       y: types of the last stage's output.
     """
     if not rank.model.has_aux:
@@ -238,15 +231,10 @@ def _call(
     """Call a method of the ends; return its result, and the variables at ``paths`` after the call.
 
     Args:
-      rank: the rank.
-      weights: the parameters of embed and head.
-      microbatch: the index of the microbatch.
       method: a function of the module of the ends and of ``argument``.
-      argument: the second argument of ``method``.
       own: further axes on which each rank has its own random keys.
       now: whether to read the current declared state; else the values that the forward read.
-      paths: the paths of declared variables.
-      values: values of these variables before the call; by default the rank's values.
+      values: values of the variables at ``paths`` before the call; by default the rank's values.
     """
     # Collect all state besides parameters for this microbatch: the declared state that it must
     # read, and random keys that do not depend on the order of calls.
@@ -398,7 +386,6 @@ def noted(rank: Rank, part: str, argument: Tree) -> Iterator[None]:
     """Add a note to an exception in this context: the part of the model, and its argument.
 
     Args:
-      rank: the rank.
       part: embed, head or loss_fn.
       argument: the argument, or its types; for a loss a pair (outputs, targets).
     """

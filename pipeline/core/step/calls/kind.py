@@ -61,7 +61,6 @@ class StageKind:
     """The stages of one kind on a rank.
 
     Attributes:
-      rank: the rank.
       stages: the indices of these stages, at least one.
       x, y: the types of a stage's input and output; None before they are known.
       need: the gradients that a stage's backward computes.
@@ -69,7 +68,6 @@ class StageKind:
       x_view, y_view: the places of input and output in a message.
       carry: the types of the carry from a slice to later slices.
       earlier: the types of the longest slice's carry; other slices may have shorter carries.
-      adds: whether a stage adds losses.
       reads_mask: whether a traced call has read the mask of padding (`data_mask`).
     """
 
@@ -103,7 +101,6 @@ class StageKind:
         """Call a stage once.
 
         Args:
-          weights: the stage's parameters.
           fixed: the stage's state that is neither parameter nor random stream; and for each
             parameter a narrow copy to read instead, or None.
           side: random streams and extras for one microbatch, the slice or (), and the `BatchPart`;
@@ -147,7 +144,7 @@ class StageKind:
         return with_added(self.rank, call, adds=self.adds)
 
     def look(self, method: Callable[[Any], Any]) -> None:
-        """Call a function of a stage's module in a trace, for what it sees; drop the result."""
+        """Trace ``method(stage)`` for its side effects on Python state; nothing is computed."""
 
         def call() -> Any:
             params = jax.tree.unflatten(self.params_tree, self.example()[0])

@@ -61,12 +61,9 @@ class OpenedStep:
     """A step on a rank, within one trace.
 
     Attributes:
-      plan: the options of the pipeline.
-      request: the wanted results.
       rank: the rank, with all facts of the trace, the factors of losses, and storage for declared
         state if the step writes any.
       needs: [K] the gradients that each stage's backward computes.
-      activations: the types between stages.
       ends_body: the jaxpr of embed, head and loss; None if no loss is computed.
       adding: the losses that embed and head add, by name.
       usage: for each kind of stage, the use of declared state.
@@ -85,7 +82,6 @@ class OpenedStep:
 
     @functools.cached_property
     def kinds(self) -> tuple[StageKind, ...]:
-        """The kinds of the stages."""
         return make_kinds(self)
 
     @functools.cached_property

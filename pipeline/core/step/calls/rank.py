@@ -40,7 +40,7 @@ class StepRequest:
       want_inputs: whether gradients for the inputs' float leaves are kept.
       logprobs: whether a forward's results are the log-probabilities of targets.
       counts: whether the step counts as a training step.
-      normalise: whether gradients are those of the step's loss; else those of the sum of losses.
+      normalise: whether the step's loss is differentiated; else the sum of losses.
     """
 
     training: bool
@@ -86,14 +86,12 @@ class Facts:
     Attributes:
       embed_axes: axes on which each rank has its own part of embed's output.
       widest: types with the axes over which all activations vary; None if these are `Rank.axes`.
-      has_checks: whether a stage has checks of `checkify`.
       has_refs: whether a stage, embed, head or loss makes refs (`jax.new_ref`).
       adding_stages: [K] whether a stage adds losses (`add_loss`).
       adding_ends: whether embed or head adds losses.
-      adding_embed: whether embed adds losses.
       stage_sums: by name, the types of the sums of a stage's outcome.
-      mask_readers: those of "embed", "head" and "loss_fn" whose traced call has read the mask of
-        padding. Every trace adds to this set, and all copies of a rank share it.
+      mask_readers: the names among "embed", "head" and "loss_fn" whose traced call has read the
+        mask of padding. Every trace adds to this set, and all copies of a rank share it.
     """
 
     embed_axes: tuple[str, ...] = ()
@@ -151,14 +149,11 @@ class Rank:
         ``weights``, so replace both together.
       batch: this data shard's microbatches; with slices, its units: each unit is one slice of a
         microbatch.
-      lint: the checks of the model.
       axes: the mesh axes over which all arrays vary. Over other axes (``tensor``) only arrays vary
         that are sharded over them, and values computed from these arrays.
-      slices: the cut of sequences into slices.
       batch_part: the `BatchPart` of all calls: fields that differ between microbatches have a
         leading axis M.
       facts: the facts that traces of the model have shown so far.
-      loss: the factors of the losses.
       declared: the declared state in a step that writes it (`pipeline.core.step.calls.declared`);
         else None.
       batches: [N] the batch of each slice, if slices differ in length; empty before the cut.

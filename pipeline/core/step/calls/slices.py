@@ -36,8 +36,6 @@ def blank_input(rank: Rank, x: Tree, carry: Tree, axes: tuple[str, ...]) -> Tree
     """Make zeros of the type of a stage's input; with slices, a `SlicedInput`.
 
     Args:
-      rank: the rank.
-      x: the types of the activation.
       carry: the types of the carry from a slice to later slices.
       axes: mesh axes over which the activation varies, in addition to the axes in its types.
     """

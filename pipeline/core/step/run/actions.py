@@ -42,10 +42,7 @@ class Actions:
     """The actions of a rank's stages of one kind during a step.
 
     Args:
-      kind: the stages.
-      request: the wanted results.
       sums: the sums to which actions add, and values kept for the results of the step.
-      stores: the values between actions.
       slices: the carries between slices of sequences.
       residuals: a stage's pullback, split into forward and backward, if forwards stash residuals.
       halves: a stage's backward in two halves, if the program has I and W.
@@ -221,8 +218,6 @@ class Actions:
         """Return a stage's input: its message, or for stage 0 the value of embed.
 
         Args:
-          op: the action.
-          row: the rank's entries of the tables.
           now: whether the action is a forward; then embed's sums and state are kept too.
         """
         if not op.first:
@@ -307,10 +302,7 @@ def sums_of_action(
     """List the names of the sums and of declared state that an action may change.
 
     Args:
-      op: the action.
       names: the names in `StepSums.refs`, and "state" with a number.
-      facts: the facts of the rank.
-      training: whether backwards run.
     """
     parts: tuple[str, ...] = ("state",)
     own = set(facts.stage_sums) if op.kind == "F" else {f"chunk{op.chunk}"}

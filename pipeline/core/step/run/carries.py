@@ -18,7 +18,6 @@ from schedules.lowering.program import Program
 
 
 def make_carries(step: OpenedStep, program: Program) -> list[Carries]:
-    """Make the carries of each kind of stages."""
     N, axes = program.schedule.num_slices, step.rank.axes
     if N == 1:
         return [Carries() for _ in step.kinds]

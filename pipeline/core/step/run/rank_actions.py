@@ -1,4 +1,4 @@
-"""The actions of a rank: those of each kind of its stages, in storage that all kinds share.
+"""The actions of a rank for each kind of its stages, in storage that all kinds share.
 
 Letters: S ranks. In a slot, the slot's branch and the kinds of the rank's stages determine the kind
 whose action the rank runs.
@@ -30,12 +30,7 @@ from schedules.lowering.program import Op, Program, Slot
 class RankActions:
     """The actions of a rank during a step.
 
-    Args:
-      step: the step.
-      program: the program that runs.
-
     Attributes:
-      kinds: the actions of each kind of stages.
       sums, stores: the sums of the step, and the storage of values between actions.
     """
 

@@ -27,11 +27,8 @@ class Saved:
     """The calls of a stage by F, and what its backward starts from.
 
     Attributes:
-      kind: the stage.
       residuals: the stage's pullback, split into forward and backward; None if backwards run the
         forward again.
-      stores: the storage of values between actions.
-      slices: the carries between slices of sequences.
       operand: a function of op and row that returns the stage's input.
     """
 

@@ -23,12 +23,9 @@ from pipeline.core.step.stores.store import Stores
 
 
 class Straight(Actions):
-    """A step of gradient accumulation (`is_accumulation` of `schedules.families.accumulation`).
+    """A step whose schedule is gradient accumulation: one rank, one microbatch after the other.
 
-    It keeps only the totals between microbatches.
-
-    Args:
-      step: the step, whose stages are of one kind.
+    All stages have one structure. Between two microbatches only the sums are stored.
     """
 
     def __init__(self, step: OpenedStep) -> None:

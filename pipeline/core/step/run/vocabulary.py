@@ -49,11 +49,7 @@ from pipeline.core.step.stores.store import Row
 
 
 class VocabularyParallel:
-    """The work that all ranks do together before and after the slots of a step.
-
-    Args:
-      actions: the actions of the rank, with its storage.
-    """
+    """The work that all ranks do together before and after the slots of a step."""
 
     def __init__(self, actions: RankActions) -> None:
         self.actions, self.rank, self.request = actions, actions.step.rank, actions.step.request

@@ -24,13 +24,12 @@ class Pool:
 
     Args:
       types: a tree of shapes and dtypes, one value.
-      places: the number of places.
       axes: the mesh axes over which values vary, if their types name no axes.
       name: the name of the places in the name stack of their refs, where
         `pipeline.insight.forecast.bytes` reads it.
       cleared: whether places start as zeros. This is not needed if every place is written before it
         is read: on a TPU clearing the stashes of 8B takes 2% of a step (bench/notes/tpu.md).
-      pads: whether written values may be shorter, as those of short slices: zeros follow them.
+      pads: whether written values may be shorter (in short slices): zeros follow them.
 
     Raises:
       ValueError: the type of a value is in host memory.

@@ -36,7 +36,6 @@ class HostPool:
 
     Args:
       types: a tree of shapes and dtypes, one value.
-      places: the number of places.
       first: the index of the first place; places with lower indices are on the device.
       axes: the mesh axes over which values vary, if their types name no axes.
       name: the name in the name stack of the arrays, for `pipeline.insight.forecast.bytes`.

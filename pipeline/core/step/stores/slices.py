@@ -1,10 +1,11 @@
-"""Carries of slices: values that later slices of a microbatch read, and the gradients for them.
+"""The stores of carries: what a stage returns for one slice and reads for all later slices.
 
-Letters: N slices of a microbatch, unit u = slice u mod N of microbatch u // N. A stage reads the
-carries of earlier slices as one tree of [N, ...] leaves, and its backward returns a gradient for
-each of these carries. The gradients are summed in at least float32; the backward of the slice that
-returned the carry reads the sum. Tables name the places (`schedules.lowering.kinds`). If slices
-differ in length, carries are padded with zeros to the length of the longest slice's carry.
+Letters: N slices of a microbatch; unit u is slice u mod N of microbatch u // N. A stage reads the
+carries of earlier slices as one tree of [N, ...] leaves, and its backward returns one gradient for
+each of these carries. Gradients are summed in at least float32. The backward of a slice reads the
+sum for the carry that the slice returned. The tables of a program say at which index each carry is
+stored (`schedules.lowering.kinds`). Slices of different lengths have carries of different lengths;
+shorter ones are padded with zeros.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pipeline.core.autodiff.outcome import SlicedInput
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Carries:
-    """The carries that stages of one kind read and write; by default sequences are whole: no carry.
+    """The carries that stages of one structure read and write; by default there are no slices.
 
     Attributes:
       types: the types of a carry of the longest slice.

@@ -28,7 +28,6 @@ class Stores:
     """The places of a rank's values, by the name of their kind.
 
     Args:
-      device: the store on the device of each kind.
       host: the store in host memory of each kind that has one.
       carried: the arrays in host memory, if ``host`` has views of shared pools; else None.
     """

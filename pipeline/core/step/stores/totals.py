@@ -27,7 +27,6 @@ class Total:
     """Refs in which scalars or gradients are summed.
 
     Args:
-      like: an example value for each sum.
       axes: the mesh axes over which values vary.
     """
 
@@ -41,7 +40,6 @@ class Total:
         """Copy the totals, with the same refs, for the gradients of one kind of stage.
 
         Args:
-          view: the places of the gradients in the refs.
           added: refs of the total of added losses, if the pullback that returns these gradients
             also returns the sum of its added losses; else empty.
         """
@@ -123,7 +121,6 @@ class StepSums:
         return chunks | scalars | kept | ends | {"added": self.added.refs}
 
     def take(self, outcome: Outcome) -> None:
-        """Add the sums of an outcome."""
         if outcome.added:
             self.added.add(outcome.added)
         for name, values in outcome.sums.items():

@@ -79,7 +79,6 @@ class WindowTotal(Total):
     shards cannot share has one whole total, which is both window and result.
 
     Args:
-      like: an example of each gradient.
       axes: the mesh axes over which values vary.
       spreads: the sharding of each gradient.
       windows: for each gradient that data shards share its ref in the window; None for other
@@ -160,10 +159,8 @@ def chunk_totals(
 
     Args:
       chunks: [V] an example gradient for each trained weight.
-      axes: the mesh axes over which values vary.
       windows: the program's windows, if it has any. Chunks of one window have separate refs if
         their gradients differ in type.
-      spreads: [V] the sharding of each gradient.
     """
     if windows is None:
         return [Total(like, axes) for like in chunks]

@@ -43,7 +43,6 @@ class Rule:
       scale: the factor of scores; None for c ** -0.5.
       query_chunk: the number of queries scored at a time; None to compute it by `chunk_of`.
       implementation: the name of the implementation; None for the platform's implementation.
-      context: the layout of the sequence on ranks.
     """
 
     window: int | None = None
@@ -144,7 +143,6 @@ def read(
     refuses.
 
     Args:
-      rule: the rule of the scores.
       sinks: `[k·g]`, an extra score of each head without a key or value.
       q: queries, `[b, t, k·g, c]`.
       k: keys, `[b, s, k, c]`.

@@ -85,18 +85,13 @@ class Context:
         """Compute the places `[t]` in the sequence of a rank's positions of one slice.
 
         Args:
-          part: the slice.
           length: t.
         """
         places = self.places(length)
         return places if part.count == 1 else places + part.start(length * self.size)
 
     def check_length(self, length: int) -> None:
-        """Check that a rank's positions can be halved, if the order is zig-zag.
-
-        Raises:
-          ValueError: the positions cannot be halved.
-        """
+        """Check that a rank's positions can be halved, if the order is zig-zag."""
         if self.order == "zigzag" and self.size > 1 and length % 2:
             raise ValueError(
                 f"context_order='zigzag' with {length} positions on each of {self.size} ranks of "
@@ -238,7 +233,7 @@ def context_bytes(
     latents, (R - 1) P, and exchanges h·b·t·(c + w) of queries and results. Segments add (R - 1)·b·t
     integers of four bytes to the forward, and to the backward of a ring.
 
-    Heads are those of one rank of ``tensor``. On virtual CPU devices a ring's exchange is an
+    Heads are counted on one rank of ``tensor``. On virtual CPU devices a ring's exchange is an
     all-to-all of R parts, which sends R - 1 times as much.
 
     Args:

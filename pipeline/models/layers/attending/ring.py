@@ -54,7 +54,6 @@ class BlockRule(Rule):
     expand: Expand | None = None
 
     def keys(self, weights: Any, held: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Return the keys and values of a block."""
         if self.expand is not None:
             return self.expand(weights, *held)
         k, v = held
@@ -102,7 +101,6 @@ def ring(
       segments: `[b, t]` integers, or None if a row is one document.
       sinks: `[k·g]`, an extra score of each head without a key or value.
       expand: the attribute of `BlockRule`.
-      weights: the weights for ``expand``.
       part: the place of the slice; q, held and segments are this rank's positions of the slice.
       earlier: [N, ...] leaves, this rank's arrays of ``held`` and segments of earlier slices, by
         name; None without earlier slices.
@@ -196,13 +194,9 @@ def _each_before(
     """Apply ``read(n, slot, places of the slot's keys, sums)`` to the keys of earlier slices.
 
     Args:
-      rule: the rule of the scores.
       index: the number of the slice, if it is traced.
-      before: the group, if there is one.
       length: positions of a slice on each rank, for slices whose number is traced.
-      other: the rank that the keys come from.
       read: a function that returns new sums.
-      sums: the first sums.
     """
     if not before:
         return sums
@@ -267,7 +261,6 @@ def _forward(rule: BlockRule, operands: RingOperands) -> Any:
         return KeySums(*(x.at[i].set(y) for x, y in zip(sums, new, strict=True)))
 
     def meet(step: Any, held: Any, sums: KeySums, _: Any) -> Any:
-        """Read the keys of one rank."""
         (kv, of_keys), before = held
         rank = group_rank(context.axis)
         other = (rank - step) % context.size
@@ -434,7 +427,7 @@ def _read_block(
 
 
 def _unread(rule: BlockRule, weights: Any, of_queries: Any, kv: Any, wanted: Any) -> Any:
-    """Compute the gradients ((queries, weights), keys and values) of a pair of blocks."""
+    """Backpropagate through `_read_block`; return ((queries, weights), keys and values)."""
     if rule.expand is None:
         k, v = kv
         dq, *dkv = _unread_block(rule, of_queries, k, v, wanted)

@@ -54,7 +54,6 @@ def dispatch_by_gather(
 
     Args:
       x: `[n, d]` tokens of this rank.
-      routing: the routing of these tokens.
       experts: the E experts of this rank.
       num_experts: e.
       axis: the mesh axis that splits the experts.
@@ -104,9 +103,9 @@ def dispatch_by_capacity(
 ) -> Done:
     """Dispatch the first C tokens of each rank that chose an expert; drop all other tokens.
 
-    Arguments are those of `dispatch_by_gather`, with ``factor`` of `capacity_of`, and ``is_data``,
-    `[n]` bool, False for padding; None if all are data. Padding takes no place, and C is computed
-    from the number of real tokens.
+    `dispatch_by_gather` explains most arguments. ``factor`` is the argument of `capacity_of`;
+    ``is_data`` is `[n]` bool, False for padding; None if all are data. Padding takes no place, and
+    C is computed from the number of real tokens.
     """
     (n, d), k, ranks = x.shape, routing.chosen.shape[1], group_size(axis)
     places = capacity_of(n, k, num_experts, factor)
@@ -153,8 +152,8 @@ def dispatch_by_ragged(
     """Send each token only to the ranks of its experts; drop none.
 
     A rank has room for the tokens of all ranks, R·n·min(k, E) rows, because all tokens may choose
-    its experts. Arguments are those of `dispatch_by_gather`, with ``exchange``, by default
-    `jax.lax.ragged_all_to_all`.
+    its experts. `dispatch_by_gather` explains most arguments; ``exchange`` is
+    `jax.lax.ragged_all_to_all` by default.
     """
     ranks = group_size(axis)
     if ranks == 1 or not is_manual(axis):

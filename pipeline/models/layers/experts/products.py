@@ -82,7 +82,7 @@ def _of_rows(ct: jax.Array, weight: jax.Array, owners: jax.Array) -> jax.Array:
 
 
 def _of_weight(ct: jax.Array, rows: jax.Array, owners: jax.Array, weight: Any) -> jax.Array:
-    """Compute the gradient of a weight, in a loop that adds to a block's expert in place."""
+    """Compute the gradient of a weight by a loop over blocks, which adds to it in place."""
     dtype = jnp.float32 if weight.dtype.itemsize < 4 else weight.dtype
 
     def add(total: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
@@ -160,7 +160,7 @@ Experts = Callable[[jax.Array, Product, Pick], jax.Array]
 def grouped_matmul(rows: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
     """Multiply each expert's rows with its weight: `[m, f]`.
 
-    The first ``sizes[0]`` rows are those of ``weight[0]``, the next ``sizes[1]`` rows those of
+    The first ``sizes[0]`` rows belong to ``weight[0]``, the next ``sizes[1]`` rows to
     ``weight[1]``.
 
     Args:

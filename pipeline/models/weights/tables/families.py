@@ -267,8 +267,6 @@ def read_config(
     """Return a decoder's configuration from the content of config.json.
 
     Args:
-      content: the content.
-      name: the name of the family.
       keys: names of config.json and of the decoder.
       defaults: defaults of keys that config.json may lack, under its names; among them the MLP's
         activation.
@@ -344,7 +342,6 @@ def _rope(given: Config, kind: str | None = None) -> Rope:
     """Return rotary positions from any form of the keys.
 
     Args:
-      given: the content of config.json.
       kind: the kind of layers, if each kind has its own rotary positions.
     """
     written = _written_rope(given, kind)
@@ -388,7 +385,6 @@ def _windows(given: Config, *, pattern: Callable[[int], bool]) -> tuple[int | No
     """Return [layers] the window of each layer.
 
     Args:
-      given: the content of config.json.
       pattern: a function that tells which layers have a window, if there is no ``layer_types``.
     """
     layers, window = given["num_hidden_layers"], given.get("sliding_window")
@@ -636,7 +632,7 @@ def _family(
     keys: Mapping[str, str] = _KEYS,
     **table: Any,
 ) -> Family:
-    """Make a family; the arguments are those of `read_config` and `Family`."""
+    """Make a family; `read_config` and `Family` explain the arguments."""
     if not any(key in defaults for key in _ACTIVATION_KEYS):
         defaults = {**_SILU, **defaults}
     how: dict[str, Any] = {"keys": keys, "defaults": defaults, "only": only, "read": read}

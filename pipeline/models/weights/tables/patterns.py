@@ -70,8 +70,6 @@ def row(target: str, pattern: str, *sources: tuple[str, str]) -> Row:
     """Make a row of a family's table.
 
     Args:
-      target: the dotted path of the weight in the layer.
-      pattern: the dims of the weight.
       sources: (name, pattern) of the arrays of the file, in their order along ``+``.
     """
     return Row(target, pattern, tuple(TensorSource(*source) for source in sources))
@@ -82,7 +80,6 @@ class TensorPart:
     """A source array within its target weight.
 
     Attributes:
-      name: the name of the array.
       dims: the factors of each of the array's dims.
       start, count: the first entry and the number of entries of the array along ``+``.
       fixed: letters of the weight that the array lacks, with the array's index along each letter.
@@ -102,9 +99,6 @@ class TensorPart:
         """Return the array's place in a slice of the weight, and the array's ranges in the file.
 
         The result is None if the slice contains nothing of the array.
-
-        Args:
-          spans: the range of each letter.
         """
         place: Place = {}
         for name, at in self.fixed:
@@ -126,7 +120,6 @@ class TensorPart:
         """Return this part of a slice of a weight, with a dim for each of the array's factors.
 
         Args:
-          weight: the slice, with a dim for each letter.
           names: the letters of its dims.
           place: the array's place in the slice.
         """
@@ -162,9 +155,7 @@ class TensorPlan:
     """A row with a model's sizes, which computes the reads for any slice of a weight.
 
     Attributes:
-      target: the dotted path of the weight in the layer.
       dims: the factors of each dim of the weight.
-      parts: the sources of the weight.
     """
 
     target: str
@@ -184,8 +175,6 @@ class TensorPlan:
         """Write a slice of the weight into ``out``; only its parts of the file are read.
 
         Args:
-          out: the array to write to.
-          index: the range of each dim.
           read: a function that maps an array of the file.
         """
         # Whole entries of each dim's slowest factor; the slice may need only a part of them.
@@ -270,7 +259,6 @@ def _named(
 
 
 def _dims(pattern: str, sizes: Sizes, target: str) -> tuple[Factors, ...]:
-    """Split each dim of a pattern into its factors."""
     dims = []
     seen: set[str] = set()
     for token in _TOKEN.findall(pattern):
@@ -330,8 +318,8 @@ class Family:
       prefixes: prefixes of all names in checkpoints; exports use the first.
       ignored: regular expressions of tensors without information, such as buffers.
       config: a function from config.json to the decoder's configuration; None for your own model.
-      sizes: a function from config.json to the sizes of the patterns' letters; by default those of
-        a decoder.
+      sizes: a function from config.json to the sizes of the patterns' letters; by default a
+        decoder's sizes.
     """
 
     name: str
@@ -362,7 +350,6 @@ class Family:
         return decoder_sizes(self.config(config))
 
     def tensor_name(self, prefix: str, layer: int | None, name: str) -> str:
-        """Return the name of a tensor in a file."""
         if name.startswith(".."):
             return prefix + name[2:]
         if name.startswith("."):
@@ -374,7 +361,6 @@ class Family:
         return any(re.search(pattern, name) for pattern in self.ignored)
 
     def prefix_of(self, names: Sequence[str]) -> str:
-        """Return the prefix of the names in a file."""
         held = set(names)
         rows = *self.embed, *self.head  # a tied head may have the only table of the embedding
         wanted = [source.name for row in rows for source in row.sources]
