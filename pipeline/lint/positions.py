@@ -33,7 +33,8 @@ from pipeline.core.step.calls.rank import Rank, Slices
 from pipeline.core.step.calls.slices import CALL_SLICE
 from pipeline.lint.trial import FEW, Cut, TooLargeError, Trial, TrialError
 
-_LOSS_TOLERANCE = 1e-3  # of differences by rounding
+# Of differences by rounding, on normal numbers, whose sum may be small, and on positive numbers.
+_LOSS_TOLERANCES = {False: 1e-4, True: 1e-5}
 _TO_SLICE = {
     "stages": "give it a method call_slice(x, earlier, part, **extras) that returns (y, own), as "
     "pipeline.layers.Attention has",
@@ -428,16 +429,18 @@ def try_loss(start: Callable[[], Trial]) -> Growth | None:
     """
     try:
         trial = start()
-        results = [trial.run(positive=positive) for positive in (False, True)]
+        results = {
+            most: trial.run(positive=is_positive) for is_positive, most in _LOSS_TOLERANCES.items()
+        }
     except Exception:  # noqa: BLE001  any error of the user's code
         return None
     pairs = []
-    for (total, weight), parts in results:
+    for most, ((total, weight), parts) in results.items():
         sums, weights = (float(sum(part[n] for part in parts)) for n in range(2))
         with np.errstate(all="ignore"):
             whole, joined = float(np.divide(total, weight)), float(np.divide(sums, weights))
         if math.isfinite(whole) and math.isfinite(joined):
-            if abs(whole - joined) <= _LOSS_TOLERANCE * max(abs(whole), abs(joined)):
+            if abs(whole - joined) <= most * max(abs(whole), abs(joined)):
                 return None
             pairs.append((whole, joined))
     return Growth(*zip(*pairs, strict=True)) if pairs else None
